@@ -33,6 +33,8 @@ from log_tables import HEADS, PAPER, RECALL, device_rows  # noqa: E402
 SECOND = "gemma3-270m-locret"
 """Heads of the second backbone."""
 FACTS = (
+    ("R.PassKey", "unseen", 4096, (128, 256, 512)), ("passkey", "unseen", 4096, (256, 512)),
+    ("ruler.niah_multiquery", "unseen", 4096, (512,)), ("R.PassKey", "unseen", 16384, (512, 1024, 2048)),
     ("R.PassKey", "later", 4096, (256, 512)), ("R.PassKey", "jargon", 4096, (256, 512)),
     ("R.PassKey", "jargon", 16384, (512, 1024, 2048, 4096)), ("R.PassKey", "repeated", 131072, (1024,)),
     ("R.Number", "jargon", 2048, (256, 512)), ("R.Number", "repeated", 32768, (512,)),
@@ -44,7 +46,8 @@ QUESTIONS = (
     ("agreement:leval.coursera", "-", 2048, (256, 512)), ("questions", "later", 4096, (256, 512)),
     ("leval.quality", "-", 2048, (256, 512)), ("leval.coursera", "-", 2048, (256, 512)),
     ("perplexity", "later", 2048, (256, 512)), ("perplexity", "jargon", 2048, (512,)),
-    ("agreement:fidelity.continue", "later", 2048, (256, 512)),
+    ("agreement:fidelity.continue", "later", 2048, (256, 512)), ("agreement:fidelity.continue", "unseen", 2048, (256, 512)),
+    ("perplexity", "unseen", 2048, (256, 512)),
 )  # fmt: skip
 """Tables of docs/results/questions.md."""
 GEMMA = (
@@ -53,7 +56,8 @@ GEMMA = (
 """Tables of the second backbone in docs/results/facts.md."""
 TITLES = {
     "R.PassKey": "A pass key of five digits", "R.Number": "A number of ten digits",
-    "ruler.niah_multikey": "One key among many alike",
+    "ruler.niah_multikey": "One key among many alike", "ruler.niah_multiquery": "Four numbers by four keys",
+    "passkey": "A pass key, asked for through the chat template, without the answer's first words",
     "paraphrase": "A price of five digits, asked for in other words than the text has",
     "agreement:leval.quality": "L-Eval's questions about stories: share of full attention's own tokens that are chosen too",
     "agreement:leval.meeting_summ": "L-Eval's meetings, to be summarised: the same share",
@@ -64,14 +68,17 @@ TITLES = {
     "agreement:fidelity.continue": "The next words of a text: share of full attention's own tokens",
 }  # fmt: skip
 TEXTS = {
-    "later": "two manuals that were opened after every setting was fixed", "jargon": "the Jargon File",
+    "later": "two manuals that were opened after every setting was fixed",
+    "unseen": "a book, a dictionary and a manual, first opened for this table", "jargon": "the Jargon File",
     "repeated": "five sentences, repeated",
 }  # fmt: skip
-FOLDERS = {"later": "texts/later"}
+FOLDERS = {"later": "texts/later", "unseen": "texts/unseen"}
 """Texts that a command finds elsewhere than by their name."""
+OPTIONS = {"passkey": " ending=open chat=always max_new_tokens=24"}
+"""Run settings of a task's rows, where they are not the defaults."""
 NAMED = (
     "full", "bm25", "locret", "lookahead-locret", "rereading-locret", RECALL, "compactor", "compactor reread=passages", "snapkv",
-    "ada-snapkv", "h2o", "tova", "nacl", "kvzip", "streaming",
+    "ada-snapkv", "pyramidkv", "h2o", "tova", "roco", "nacl", "kvzip", "streaming",
 )  # fmt: skip
 """Policies of those tables, in this order; others are in the RESULTS.md."""
 ONE_SHOT = "one-shot.jsonl"
@@ -147,9 +154,10 @@ def _command(rows: Sequence[Row], place: Place) -> str:
     if rows[0].one_shot:
         out, form = f"{out}-once", f" one_shot=true positions={rows[0].positions}"
     model = " model=PATH/gemma-3-270m" if heads == SECOND else ""
+    form += OPTIONS.get(task, "")
     return (
         f"locret-eval tasks=[{task}] {where} lengths=[{length}] budgets=[{','.join(map(str, budgets))}] \\\n"
-        f'    "policies=[{named}]" samples={samples}{form} ckpt=checkpoints/{heads}{model} out={out}'
+        f'    "policies=[{named}]" samples={samples}{OPTIONS.get(task, "")}{form} ckpt=checkpoints/{heads}{model} out={out}'
     )
 
 
