@@ -6,7 +6,7 @@ pydantic checks; it is imported with the first check, so that reading a schema (
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol, TypeVar, Union, get_args, get_origin
@@ -17,8 +17,6 @@ from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen
 from .naming import nearest
 
 if TYPE_CHECKING:
-    from dataclasses import Field
-
     from pydantic import TypeAdapter
 
 _WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}

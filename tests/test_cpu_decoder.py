@@ -138,7 +138,7 @@ def test_few_bits(policy, bits):
 
 
 def test_weights_that_bfloat16_holds_are_halved_and_no_bit_changes(monkeypatch):
-    model, said = tiny_model("llama").bfloat16().float(), []
+    model, heads, said = tiny_model("llama").bfloat16().float(), deepcopy(heads_of()).bfloat16(), []
     with attach(model), torch.inference_mode():
         for halved in (True, False):
             with monkeypatch.context() as patch:
@@ -152,7 +152,6 @@ def test_weights_that_bfloat16_holds_are_halved_and_no_bit_changes(monkeypatch):
             prefill(model, tokens(), cache)
             said.append(torch.stack([decoder([cache], [token])[0] for token in tokens(5, seed=1)]))
         # Heads too, which the cache brings to the model's type.
-        heads = deepcopy(heads_of()).bfloat16()
         BoundedCache(24, "locret", heads, prompt_length=LENGTH, **SMALL).bind(model)
         read = CpuDecoder(model).weight_bytes(heads)
     assert torch.equal(*said)

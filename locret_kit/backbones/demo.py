@@ -17,7 +17,6 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..files import locked
@@ -241,7 +240,7 @@ def dequantise(gguf_file: Path, made: Path, name: str) -> PreTrainedTokenizerBas
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    quiet(transformers)
+    quiet()
     say("dequantising in float32")
     options = {"gguf_file": gguf_file.name}
     whole: dict[str, object] = {"dtype": torch.float32}
@@ -275,10 +274,9 @@ def check_plain(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def verify(folder: Path) -> None:
     """Load a folder and raise ValueError (or transformers' OSError) unless it is the demo backbone."""
     import torch
-    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    quiet(transformers)
+    quiet()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     text = "Round trip: f(x) = 3.14 * x\n\n  1,024 tokens; it's <here>."
@@ -305,10 +303,12 @@ def verify(folder: Path) -> None:
         raise ValueError(f"the model goes on with {said!r} after 'The capital of France is'")
 
 
-def quiet(transformers: ModuleType) -> None:
+def quiet() -> None:
     """Progress bars and warnings of loading are noise here: what matters is checked."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def sha256(file: Path) -> str:

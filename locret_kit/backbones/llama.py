@@ -50,12 +50,13 @@ class DecoderStack(PreTrainedModel):
 
 
 class DecoderOutput(Protocol):
-    """Of a forward of the stack."""
+    """Output of a forward of the stack."""
 
     last_hidden_state: Tensor
 
 
 Forward = Callable[..., DecoderOutput]
+"""The stack's own, or what stands in its place."""
 
 
 def is_rms_norm(module: object) -> TypeGuard[RmsNorm]:

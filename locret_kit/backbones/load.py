@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..naming import first_line
@@ -108,8 +108,6 @@ def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
     Raises:
         FileNotFoundError: there is none that can be read, or a field's value is impossible.
     """
-    from transformers import AutoConfig
-
     if is_gguf(name):
         with _reading(f"model={name!r} cannot be loaded"):
             config = config_of(_gguf(name, revision), name)
@@ -128,8 +126,6 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     Raises:
         FileNotFoundError: there is none that can be read.
     """
-    from transformers import AutoTokenizer
-
     if is_gguf(name):
         with _reading(f"model={name!r} cannot be loaded: tokenizer"):
             return tokenizer_of(_gguf(name, revision))
@@ -165,12 +161,8 @@ def load_backbone(
         device_map: 'auto' and its like, or accelerate's map of module to device: spread the model over the GPUs and the
             CPU's memory instead of putting it on ``device``. gpu_memory: most that weights take of each GPU, such as 18GiB.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
     warn_of_newer()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    demo.quiet()
     where, path = pick_device(device), resolve_model(name)
     if is_gguf(name):
         for field, value in (("adapter", adapter), ("weight_bits", weight_bits), ("device_map", device_map)):

@@ -169,7 +169,8 @@ class Context:
             )
         if heads is not None:
             heads.check_backbone(spec)
-            with torch.inference_mode(False):  # a tensor of inference mode has no version, by which changes are noticed
+            # Heads from outside of inference mode stay so: others have no version, by which a change is noticed.
+            with torch.inference_mode(next(heads.parameters()).is_inference()):
                 heads.to(model.device, model.dtype)
         if policy.merge is not None:  # a pool moves to the device, as heads do
             policy.merge.bind(spec, model.device)

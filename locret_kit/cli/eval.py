@@ -8,18 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.benchmark_runs import BENCHMARK
+from ..config.benchmark_runs import BENCHMARK, BenchmarkConfig, runs
 from ..config.command_help import help_of
 from ..config.command_line import read
 from ..config.eval_options import EVAL, KEPT, PAIRED, TASKS, folder_command, load_eval_config
-from ..config.figure_options import CURVES, FIGURE, SWEEP, TABLE
+from ..config.figure_options import CURVES, FIGURE, SWEEP, TABLE, CurvesConfig, FigureConfig, SweepConfig, TableConfig
 from ..config.schema import Command, T
 from .command import command
 
 if TYPE_CHECKING:
-    from ..config.benchmark_runs import BenchmarkConfig
     from ..config.eval_options import EvalConfig, FolderConfig, KeptConfig, NoConfig, PairedConfig, RowsConfig
-    from ..config.figure_options import CurvesConfig, FigureConfig, TableConfig
     from ..evals.engine.result_rows import Row
     from ..evals.engine.run_spec import Run, Setup, Variant
     from .eval_setup import EvalParts
@@ -125,7 +123,6 @@ def answered(config: EvalConfig) -> Run:
 
 def _benchmark(config: BenchmarkConfig) -> None:
     """Every run of the benchmark that is not done yet, and the tables of all of them."""
-    from ..config.benchmark_runs import runs
     from ..evals.engine.result_rows import label_of, read_rows
     from ..evals.report.benchmark_tables import BlockRows, write_page
 
@@ -190,8 +187,6 @@ def _figure(argv: list[str]) -> int:
 
 def _drawn_from(config: FigureConfig | CurvesConfig) -> object:
     """The sources of a figure."""
-    from ..config.figure_options import CurvesConfig, SweepConfig
-
     if isinstance(config, CurvesConfig):
         return config.folder
     if isinstance(config, SweepConfig):

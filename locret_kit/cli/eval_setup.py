@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..settings import PUBLISHED
+from ..settings import PUBLISHED, Resolved
 
 if TYPE_CHECKING:
     from ..config.eval_options import EvalConfig
     from ..evals.engine.run_spec import Setup, Variant
     from ..heads import RetainingHeads
-    from ..settings import Resolved
 
 
 @dataclass(frozen=True)

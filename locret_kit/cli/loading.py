@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from ..config.machine import Dtype, Machine
 from ..config.schema import refuse
-from ..settings import read_protect
+from ..settings import RunSettings, StoreSettings, read_protect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ..documents.document_text import DocumentText
     from ..heads import HeadsConfig, RetainingHeads
     from ..policies.policy import Policy
-    from ..settings import RunSettings, StoreSettings
     from ..text.spans import Span
 
 POLICY = "compactor"

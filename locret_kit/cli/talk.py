@@ -16,7 +16,7 @@ from ..config.command_line import given_by
 from ..naming import first_line, nearest
 from ..sizes import show
 from .command import install_hint
-from .loading import check_run, counted_text
+from .loading import Chosen, check_run, counted_text
 from .terminal import check_target, text_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ..cache.bounded import BoundedCache
     from ..documents.document import Document
     from ..runtime.session import Sampling
-    from .loading import Chosen
     from .screen import Pipes
 
 SAVED = ".locret"

@@ -22,7 +22,7 @@ from ..cache.bounded import BoundedCache
 from ..runtime.kept_text import token_texts
 from ..runtime.session import Answer, Sampling
 from ..runtime.tokens import IdStream, ids_after
-from ..settings import read_protect
+from ..settings import RunSettings, read_protect
 from ..text.spans import Span
 from ..text.template import around_turn, has_template, protected_spans, render_first, render_turn, spans_around
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from ..heads import RetainingHeads
     from ..policies.policy import Policy
-    from ..settings import RunSettings
 
 
 class Source(Protocol):

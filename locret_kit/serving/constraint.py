@@ -56,11 +56,6 @@ class Grammar:
         self._row = self._row + self._digits[token] if token in self._digits else 0
 
 
-def of_schema(schema: Mapping[str, object]) -> dict[str, object]:
-    """The grammar of JSON that a schema describes."""
-    return dict(schema) | {"x-guidance": COMPACT}
-
-
 def constraint(
     tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], schema: Mapping[str, object], before: str = "", after: str = ""
 ) -> Callable[[], Constraint]:  # fmt: skip
@@ -75,7 +70,7 @@ def constraint(
         raise HTTPException(400, "answers by a grammar need llguidance: in the clone, pip install '.[serve]'") from None
 
     try:
-        parts = (json.dumps(before), f"%json {json.dumps(of_schema(schema))}", json.dumps(after))
+        parts = (json.dumps(before), f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}", json.dumps(after))
         grammar = LLMatcher.grammar_from_lark("start: " + " ".join(part for part in parts if part != '""'))
         known = _tokenizer(tokenizer, stop)
         error = LLMatcher.validate_grammar(grammar, known)

@@ -13,8 +13,8 @@ from .spans import Span, encode, token_span
 from .untrusted import defused, defused_values
 from .work_limit import check_template, limited_steps
 
-Messages = Sequence[Mapping[str, object]]
-"""Messages as chat templates have them, each with a role, a content, and what else there is."""
+Objects = Sequence[Mapping[str, object]]
+"""Messages, or tools, as chat templates have them."""
 
 
 def render_prompt(tokenizer, document: str, question: str, *, chat: bool = True) -> tuple[str, str]:
@@ -102,12 +102,7 @@ def render_first(tokenizer, question: str, system: str | None = None) -> str:
 
 
 def render_messages(
-    tokenizer,
-    messages: Messages,
-    *,
-    about: bool = False,
-    tools: Sequence[Mapping[str, object]] = (),
-    continued: bool = False,
+    tokenizer, messages: Objects, *, about: bool = False, tools: Objects = (), continued: bool = False
 ) -> tuple[str, str]:
     """The text of a conversation up to its next answer: '' and all of it, or what comes before and after a document that
     stands, with a blank line, before the first user message's text (``about``).
@@ -165,12 +160,7 @@ def has_template(tokenizer) -> bool:
 
 
 def render(
-    tokenizer,
-    messages: Messages,
-    generation: bool = False,
-    *,
-    tools: Sequence[Mapping[str, object]] = (),
-    continued: bool = False,
+    tokenizer, messages: Objects, generation: bool = False, *, tools: Objects = (), continued: bool = False
 ) -> str:
     """The chat template's text of a conversation.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
@@ -23,7 +23,6 @@ from .worker import NOBODY, RequestTurn, StepBatch
 from .worker_state import worker_here, worker_of
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from vllm.config import get_layers_from_vllm_config
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from .attention_backend import BoundedBackend
 from .choice import is_bounded
@@ -23,9 +23,7 @@ from .worker import RequestInfo
 from .worker_state import server_here, server_of, worker_of
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.sample.logits_processor import BatchUpdate
 
 
 class Requests(LogitsProcessor):

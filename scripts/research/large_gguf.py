@@ -158,18 +158,16 @@ class Stopwatch:
         return out
 
 
-@torch.inference_mode()
 def measure(path: Path, args: argparse.Namespace) -> str:
     """A row of the table, of a model that nothing else in this process has held."""
     ceilings = Ceilings.measure()
     model, _ = load_backbone(str(path), dtype="float32", device="cpu")
-    spec = spec_of(model.config)
-    config = HeadsConfig.for_backbone(spec, path.name, args.width)
+    config = HeadsConfig.for_backbone(spec_of(model.config), path.name, args.width)
     heads = RetainingHeads(config).requires_grad_(False).to(torch.bfloat16)
     ids = torch.randint(0, model.config.vocab_size - 1, (args.length,)).tolist()
     cache = BoundedCache(RunSettings.of({"budget": args.budget}), None, heads, prompt_length=args.length)
     products = packed_modules.packed_product = Stopwatch(packed_modules.packed_product)
-    with attach(model):
+    with attach(model), torch.inference_mode():
         cache.bind(model)
         began = time.perf_counter()
         logits = prefill(model, ids, cache)

@@ -202,10 +202,6 @@ def _llama(fields: ModelFields) -> ConfigFields:
     return {**_biases(fields), **_rope(fields)}
 
 
-def _qwen2(fields: ModelFields) -> ConfigFields:
-    return _rope(fields)
-
-
 def _qwen3(fields: ModelFields) -> ConfigFields:
     return {"attention_bias": _biases(fields)["attention_bias"], **_rope(fields)}
 
@@ -242,6 +238,6 @@ def _gemma3(fields: ModelFields) -> ConfigFields:
 
 
 ARCHITECTURES: dict[str, Callable[[ModelFields], ConfigFields]] = {
-    "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "phi3": _phi3, "gemma3": _gemma3, "smollm3": _smollm3,
+    "llama": _llama, "qwen2": _rope, "qwen3": _qwen3, "phi3": _phi3, "gemma3": _gemma3, "smollm3": _smollm3,
 }  # fmt: skip
 """Architecture, as llama.cpp calls it -> its own fields."""
