@@ -143,7 +143,7 @@ class Allocation(Part, Protocol):
     def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
         """Slots ``[B, H]`` (int64) of each head, where they are ``ragged``; the sum over heads is ``H * keep``, and no head gets
         more than it holds. The scores are what ``measured`` makes of them."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} is ragged, so it must define head_budgets")
 
     def measured(self, score: Score, scores_BHS: Tensor, slots: Slots) -> Tensor:
         """Worth that ``head_budgets`` of an allocation compares: by default scores that are comparable across heads."""
