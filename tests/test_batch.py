@@ -52,7 +52,7 @@ class Kept:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("policy", [*POLICIES, REREADING])
+@pytest.mark.parametrize("policy", [*POLICIES, REREADING, "score=cis(0.05)"])
 def test_each_text_is_as_alone(policy, family):
     texts = [distinct_tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
     caches = [Kept(policy, ids, family=family) for ids in texts]
