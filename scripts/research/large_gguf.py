@@ -6,7 +6,8 @@ Measure a bounded prompt and decoding on random models with the shapes of Qwen 3
 
 A file is written to FOLDER once: Q4_0, words and the last layer Q6_K, as llama.cpp's own files of that name have them; weights
 and tokenizer are made up, so answers mean nothing and times and memory everything. With a full cache the time of a token does not
-depend on the length of the text. Ceilings (bytes read of memory, products of bytes in registers) are measured in the same run.
+depend on the length of the text. Ceilings (bytes read of the mapped file, products of bytes in registers) are measured in the
+same run, before and after.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ from locret_kit.runtime.session import Sampling, decode, prefill
 from locret_kit.settings import RunSettings
 
 CEILINGS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "ceilings.cpp"
-BUFFER = 256 << 20
 CONTEXT = 40960
 
 
@@ -131,17 +131,21 @@ class Ceilings(NamedTuple):
     """Bytes read per second."""
 
     @classmethod
-    def measure(cls) -> Ceilings:
-        """The best of five times each. What is read is eight times what the processor's cache holds, each thread onwards in a
-        half of its own, as it reads matrices."""
+    def measure(cls, matrix: Tensor) -> Ceilings:
+        """The best of five times each.
+
+        Args:
+            matrix: a packed one that no cache holds: it is read where the file is mapped, each thread onwards in a part of its
+                own, as decoding reads.
+        """
         limits = cpp.load(CEILINGS)
         limits.locret_integer_peak.argtypes = [ctypes.c_int64, ctypes.c_int]
         limits.locret_read_rate.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
         limits.locret_integer_peak.restype = limits.locret_read_rate.restype = ctypes.c_double
-        buffer, threads = torch.ones(BUFFER, dtype=torch.uint8), torch.get_num_threads()
+        threads = torch.get_num_threads()
         return cls(
             max(limits.locret_integer_peak(400_000, threads) for _ in range(5)),
-            max(limits.locret_read_rate(buffer.data_ptr(), BUFFER, threads) for _ in range(5)),
+            max(limits.locret_read_rate(matrix.data_ptr(), matrix.nbytes, threads) for _ in range(5)),
         )
 
 
@@ -160,8 +164,8 @@ class Stopwatch:
 
 def measure(path: Path, args: argparse.Namespace) -> str:
     """A row of the table, of a model that nothing else in this process has held."""
-    ceilings = Ceilings.measure()
     model, _ = load_backbone(str(path), dtype="float32", device="cpu")
+    ceilings = Ceilings.measure(model.lm_head.weight)
     config = HeadsConfig.for_backbone(spec_of(model.config), path.name, args.width)
     heads = RetainingHeads(config).requires_grad_(False).to(torch.bfloat16)
     ids = torch.randint(0, model.config.vocab_size - 1, (args.length,)).tolist()
@@ -185,7 +189,7 @@ def measure(path: Path, args: argparse.Namespace) -> str:
     assert not isinstance(decoder, str), decoder
     per_token = decoder.weight_bytes(heads) + rows_of(cache)
     # Other work on the machine only lowers them.
-    integers, bandwidth = (max(pair) for pair in zip(ceilings, Ceilings.measure(), strict=True))
+    integers, bandwidth = (max(pair) for pair in zip(ceilings, Ceilings.measure(model.lm_head.weight), strict=True))
     file = path.stat().st_size / 2**30
     return (
         f"| {path.stem} | {file:.2f} | {peak_memory():.2f} | {args.length / read:.2f} | {inside / read:.0%} | "
