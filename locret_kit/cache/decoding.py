@@ -87,7 +87,8 @@ def decode_rows(
     comes before RoPE, as the keys are."""
     q_BQD, rotation = q_BQ1D.squeeze(2), None  # one token: no axis of its own
     if turn is not None:
-        newest, place_N = turn.newest, None
+        place_N: Tensor | None = None
+        newest = turn.newest
         if newest is None:
             newest_BH, place_N = turn.places(flat)
             newest = turn.tables_at(newest_BH, turn.q_cos_SR, turn.q_sin_SR)

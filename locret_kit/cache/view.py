@@ -156,8 +156,8 @@ def shared_scores(
     score, score_BHT = ctx.policy.score, None
     if ctx.spec.windows[layer] is None and score.scores_new_tokens:
         head = ctx.heads[layer] if ctx.heads is not None else None
-        seed, linear = ctx.settings.seed, ctx.backend.linear
-        entry = Entry(layer, 0, q_BQTD, k_BHTD, v_BHTD, head, seed, linear=linear, places=position_BT[:, None])
+        linear, places = ctx.backend.linear, position_BT[:, None]
+        entry = Entry(layer, 0, q_BQTD, k_BHTD, v_BHTD, head, ctx.settings.seed, linear=linear, places=places)
         score_BHT = score.score_new_tokens(entry)
     return _unscored(k_BHTD) if score_BHT is None else score_BHT
 

@@ -57,16 +57,14 @@ def ragged_decode(
     exact = torch.promote_types(q_BQD.dtype, torch.float32)
     out = torch.empty(B, Q, D, dtype=exact)
     got = torch.zeros(B, H, longest) if received else None
-    cos, sin, places = (None, None, None) if turn is None else turn
-    # Names keep them alive until the call returns.
-    held = (
-        keys, values, starts_BH.long().contiguous(), lengths_BH.long().contiguous(), q_BQD.to(exact).contiguous(), out,
-        None if cos is None else cos.to(exact).contiguous(), None if sin is None else sin.to(exact).contiguous(),
-        None if places is None else places.int().contiguous(), got,
-    )  # fmt: skip
-    addresses = (0 if x is None else x.data_ptr() for x in held)
-    # One array at once, in the order of the fields: this is called for every layer of every token.
+    cos = sin = places = None
+    if turn is not None:
+        cos, sin = (table.to(exact).contiguous() for table in (turn.cos_SR, turn.sin_SR))
+        places = None if turn.place_N is None else turn.place_N.int().contiguous()
+    starts, lengths, q = starts_BH.long().contiguous(), lengths_BH.long().contiguous(), q_BQD.to(exact).contiguous()
+    # In the order of the fields, and in one array at once: this is called for every layer of every token.
+    pointed = keys, values, starts, lengths, q, out, cos, sin, places, got
     sizes = B, Q, H, D, 0 if cos is None else cos.shape[-1], longest
-    at = np.array((*addresses, *sizes, scaling), DECODE)
+    at = np.array((*(0 if x is None else x.data_ptr() for x in pointed), *sizes, scaling), DECODE)
     load(keys.dtype, D).locret_ragged_decode(at.ctypes.data, torch.get_num_threads())
     return Decoded(out.to(q_BQD.dtype), got)
