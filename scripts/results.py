@@ -33,8 +33,8 @@ from log_tables import HEADS, PAPER, RECALL, device_rows  # noqa: E402
 SECOND = "gemma3-270m-locret"
 """Heads of the second backbone."""
 FACTS = (
-    ("R.PassKey", "unseen", 4096, (128, 256, 512)), ("passkey", "unseen", 4096, (256, 512)),
-    ("ruler.niah_multiquery", "unseen", 4096, (512,)), ("R.PassKey", "unseen", 16384, (512, 1024, 2048)),
+    ("R.PassKey", "unseen", 4096, (128, 256, 512)), ("ruler.niah_multiquery", "unseen", 4096, (512,)),
+    ("R.PassKey", "unseen", 16384, (1024,)),
     ("R.PassKey", "later", 4096, (256, 512)), ("R.PassKey", "jargon", 4096, (256, 512)),
     ("R.PassKey", "jargon", 16384, (512, 1024, 2048, 4096)), ("R.PassKey", "repeated", 131072, (1024,)),
     ("R.Number", "jargon", 2048, (256, 512)), ("R.Number", "repeated", 32768, (512,)),
@@ -46,8 +46,7 @@ QUESTIONS = (
     ("agreement:leval.coursera", "-", 2048, (256, 512)), ("questions", "later", 4096, (256, 512)),
     ("leval.quality", "-", 2048, (256, 512)), ("leval.coursera", "-", 2048, (256, 512)),
     ("perplexity", "later", 2048, (256, 512)), ("perplexity", "jargon", 2048, (512,)),
-    ("agreement:fidelity.continue", "later", 2048, (256, 512)), ("agreement:fidelity.continue", "unseen", 2048, (256, 512)),
-    ("perplexity", "unseen", 2048, (256, 512)),
+    ("agreement:fidelity.continue", "later", 2048, (256, 512)),
 )  # fmt: skip
 """Tables of docs/results/questions.md."""
 GEMMA = (
@@ -57,7 +56,6 @@ GEMMA = (
 TITLES = {
     "R.PassKey": "A pass key of five digits", "R.Number": "A number of ten digits",
     "ruler.niah_multikey": "One key among many alike", "ruler.niah_multiquery": "Four numbers by four keys",
-    "passkey": "A pass key, asked for through the chat template, without the answer's first words",
     "paraphrase": "A price of five digits, asked for in other words than the text has",
     "agreement:leval.quality": "L-Eval's questions about stories: share of full attention's own tokens that are chosen too",
     "agreement:leval.meeting_summ": "L-Eval's meetings, to be summarised: the same share",
@@ -74,8 +72,6 @@ TEXTS = {
 }  # fmt: skip
 FOLDERS = {"later": "texts/later", "unseen": "texts/unseen"}
 """Texts that a command finds elsewhere than by their name."""
-OPTIONS = {"passkey": " ending=open chat=always max_new_tokens=24"}
-"""Run settings of a task's rows, where they are not the defaults."""
 NAMED = (
     "full", "bm25", "locret", "lookahead-locret", "rereading-locret", RECALL, "compactor", "compactor reread=passages", "snapkv",
     "ada-snapkv", "pyramidkv", "h2o", "tova", "roco", "nacl", "kvzip", "streaming",
@@ -83,6 +79,10 @@ NAMED = (
 """Policies of those tables, in this order; others are in the RESULTS.md."""
 ONE_SHOT = "one-shot.jsonl"
 """Rows beside the others: policies in their papers' own form, one eviction after the whole prompt, at the places in the text."""
+OPEN_CHAT, OPEN = "open-chat.jsonl", "open chat"
+"""Rows beside the others, and their ending: plain questions through the chat template, without the answer's first words."""
+PLAIN = (("R.PassKey", "unseen", 4096, (256, 512)),)
+"""Tables of those in docs/results/facts.md."""
 
 
 def provenance(rows: Sequence[Row], files: Sequence[Path]) -> str:
@@ -118,7 +118,8 @@ def _one_place(rows: Sequence[Row], place: Place) -> str:
         return ""
     forms = [[row for row in here if row.one_shot == once] for once in (False, True)]
     cells = [(cell, form) for form in forms for cell in summarize(form) if cell.mean is not None]
-    words = [TITLES[task], *([TEXTS[text]] if text in TEXTS else []), f"{size(length)} tokens"]
+    plain = ["asked for through the chat template, without the answer's first words"] if here[0].ending == OPEN else []
+    words = [TITLES[task], *plain, *([TEXTS[text]] if text in TEXTS else []), f"{size(length)} tokens"]
     lines = []
     for cell, form in sorted(
         cells, key=lambda c: (device_rows(c[0].policy, c[0].budget), NAMED.index(c[0].policy), c[0].heads)
@@ -154,10 +155,11 @@ def _command(rows: Sequence[Row], place: Place) -> str:
     if rows[0].one_shot:
         out, form = f"{out}-once", f" one_shot=true positions={rows[0].positions}"
     model = " model=PATH/gemma-3-270m" if heads == SECOND else ""
-    form += OPTIONS.get(task, "")
+    if rows[0].ending == OPEN:
+        out, form = f"{out}-open", " ending=open chat=always max_new_tokens=24"
     return (
         f"locret-eval tasks=[{task}] {where} lengths=[{length}] budgets=[{','.join(map(str, budgets))}] \\\n"
-        f'    "policies=[{named}]" samples={samples}{OPTIONS.get(task, "")}{form} ckpt=checkpoints/{heads}{model} out={out}'
+        f'    "policies=[{named}]" samples={samples}{form} ckpt=checkpoints/{heads}{model} out={out}'
     )
 
 
@@ -178,12 +180,13 @@ def main(argv: list[str] | None = None) -> int:
             ground, tables = provenance(rows, files[name]), to_markdown(summarize(rows))
             texts[args.root / "checkpoints" / name / "RESULTS.md"] = f"# Results\n\n{ground}\n{tables}"
         everything, demo = [row for rows in by_heads.values() for row in rows], by_heads[HEADS]
-        once = read_rows((args.root / "checkpoints" / HEADS).glob(ONE_SHOT))
+        once, plain = (read_rows((args.root / "checkpoints" / HEADS).glob(name)) for name in (ONE_SHOT, OPEN_CHAT))
+        facts = f"{answers([*demo, *once], FACTS)}\n{answers(plain, PLAIN)}"
         texts_of_gpus = [file.read_text(encoding="utf-8") for file in results if not file.stem.endswith("-operations")]
         gpus = [row for text in texts_of_gpus for row in csv.DictReader(text.splitlines())]
         needles = f"{provenance(demo, files[HEADS])}\n{log_tables.needle_table(summarize(demo))}"
         sections = [
-            ("docs/results/facts.md", "facts", answers([*demo, *once], FACTS)),
+            ("docs/results/facts.md", "facts", facts),
             ("docs/results/facts.md", "second", answers(by_heads.get(SECOND, []), GEMMA)),
             ("docs/results/questions.md", "questions", answers(demo, QUESTIONS)),
             ("scripts/research/logs/needles.md", "needles", needles),
