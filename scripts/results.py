@@ -79,8 +79,8 @@ NAMED = (
 """Policies of those tables, in this order; others are in the RESULTS.md."""
 ONE_SHOT = "one-shot.jsonl"
 """Rows beside the others: policies in their papers' own form, one eviction after the whole prompt, at the places in the text."""
-OPEN_CHAT, OPEN = "open-chat.jsonl", "open chat"
-"""Rows beside the others, and their ending: plain questions through the chat template, without the answer's first words."""
+OPEN_CHAT, OPEN = "scripts/research/logs/open-chat.jsonl", "open chat"
+"""Rows of plain questions through the chat template, without the answer's first words, and their ending."""
 PLAIN = (("R.PassKey", "unseen", 4096, (256, 512)),)
 """Tables of those in docs/results/facts.md."""
 
@@ -180,7 +180,8 @@ def main(argv: list[str] | None = None) -> int:
             ground, tables = provenance(rows, files[name]), to_markdown(summarize(rows))
             texts[args.root / "checkpoints" / name / "RESULTS.md"] = f"# Results\n\n{ground}\n{tables}"
         everything, demo = [row for rows in by_heads.values() for row in rows], by_heads[HEADS]
-        once, plain = (read_rows((args.root / "checkpoints" / HEADS).glob(name)) for name in (ONE_SHOT, OPEN_CHAT))
+        once = read_rows((args.root / "checkpoints" / HEADS).glob(ONE_SHOT))
+        plain = read_rows(args.root.glob(OPEN_CHAT))
         facts = f"{answers([*demo, *once], FACTS)}\n{answers(plain, PLAIN)}"
         texts_of_gpus = [file.read_text(encoding="utf-8") for file in results if not file.stem.endswith("-operations")]
         gpus = [row for text in texts_of_gpus for row in csv.DictReader(text.splitlines())]

@@ -104,7 +104,7 @@ def unseen(*cells: tuple[int, str]) -> str:
 
 def asked_plainly(budget: int, policy: str) -> str:
     """The same of the plain question through the chat template."""
-    own = read_rows((ROOT / "checkpoints" / "smollm2-135m-locret").glob("open-chat.jsonl"))
+    own = read_rows(ROOT / "scripts" / "research" / "logs" / "open-chat.jsonl")
     scores = [row.score or 0.0 for row in own if (row.slots, row.policy) == (budget, policy)]
     return f"{sum(scores):.0f} of {len(scores)}"
 

@@ -54,8 +54,8 @@ def run_config(config: EvalConfig, parts: EvalParts) -> dict[str, object]:
     from ..evals.engine.result_rows import read_config
 
     out, path = Path(config.out), Path(config.out) / CONFIG
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out={config.out} is no folder")
+    if not (nearest := next(place for place in (out, *out.absolute().parents) if place.exists())).is_dir():
+        raise ValueError(f"out={config.out}: {nearest} is no folder")
     heads = parts.facts()
     now = {**asdict(config), "model": parts.model, "adapter": parts.adapter, "heads": heads}
     before: dict[str, object] = {}
