@@ -39,10 +39,16 @@ def rows() -> list[Row]:
     return read_rows((ROOT / "checkpoints" / "smollm2-135m-locret").glob("results*.jsonl"))
 
 
-def right(task: str, text: str, length: int, budget: int, policy: str) -> str:
+@cache
+def plain_rows() -> list[Row]:
+    """Rows of plain questions through the chat template."""
+    return read_rows(ROOT / "scripts" / "research" / "logs" / "open-chat.jsonl")
+
+
+def right(task: str, text: str, length: int, budget: int, policy: str, among: Callable[[], list[Row]] = rows) -> str:
     """``19 of 20`` for the heads that ship, or a policy without heads."""
     own = [
-        row.score for row in rows()
+        row.score for row in among()
         if (row.task, row.haystack, row.length, row.slots, row.policy) == (task, text, length, budget, policy)
         and row.heads in ("smollm2-135m-locret", "-") and row.score is not None
     ]  # fmt: skip
@@ -94,22 +100,13 @@ def above_full(policy: str) -> str:
     )
 
 
-def unseen(*cells: tuple[int, str]) -> str:
-    """Right answers in 4K of the texts that nothing was chosen on, by slots and policy: ``9 and 8 of 12``."""
-    found = [right("R.PassKey", "unseen", 4096, *cell).split(" of ") for cell in cells]
-    (n,) = {n for _, n in found}
-    *first, last = [score for score, _ in found]
-    return f"{', '.join(first)} and {last} of {n}" if first else f"{last} of {n}"
+def with_slots(*slots: int) -> str:
+    """Right answers in 4K of the texts that nothing was chosen on: ``9, 8 and 9 of 12``."""
+    *first, last = (right(*UNSEEN, number, LOOKAHEAD) for number in slots)
+    return f"{', '.join(one.split(' of ')[0] for one in first)} and {last}"
 
 
-def asked_plainly(budget: int, policy: str) -> str:
-    """The same of the plain question through the chat template."""
-    own = read_rows(ROOT / "scripts" / "research" / "logs" / "open-chat.jsonl")
-    scores = [row.score or 0.0 for row in own if (row.slots, row.policy) == (budget, policy)]
-    return f"{sum(scores):.0f} of {len(scores)}"
-
-
-LOOKAHEAD = "lookahead-locret"
+LOOKAHEAD, UNSEEN = "lookahead-locret", ("R.PassKey", "unseen", 4096)
 PARAPHRASE, MULTIKEY = ("paraphrase", "jargon", 1024), ("ruler.niah_multikey", "jargon", 2048)
 FIGURES: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "README.md": [
@@ -122,13 +119,15 @@ FIGURES: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("95 MB", lambda: f"{demo.WHEEL_MB} MB"),
     ],
     "docs/results/facts.md": [
-        ("answer 9, 8 and 9 of 12", lambda: f"answer {unseen(*((slots, LOOKAHEAD) for slots in (512, 256, 128)))}"),
-        ("attention 7 of 12", lambda: f"attention {unseen((0, 'full'))}"),
+        ("answer 9, 8 and 9 of 12", lambda: f"answer {with_slots(512, 256, 128)}"),
+        ("attention 7 of 12", lambda: f"attention {right(*UNSEEN, 0, 'full')}"),
         (
             "template 9 of 12 and 11 of 12",
-            lambda: f"template {asked_plainly(512, LOOKAHEAD)} and {asked_plainly(256, LOOKAHEAD)}",
+            lambda: "template {} and {}".format(
+                *(right(*UNSEEN, slots, LOOKAHEAD, plain_rows) for slots in (512, 256))
+            ),
         ),
-        ("attention 4 of 12", lambda: f"attention {asked_plainly(0, 'full')}"),
+        ("attention 4 of 12", lambda: f"attention {right(*UNSEEN, 0, 'full', plain_rows)}"),
         ("answer 3 of 7", lambda: f"answer {right('R.PassKey', 'unseen', 16384, 1024, LOOKAHEAD)}"),
         ("`bm25` has 19 of 20 with", lambda: f"`bm25` has {right('R.PassKey', 'jargon', 16384, 512, 'bm25')} with"),
         (

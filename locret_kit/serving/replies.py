@@ -113,7 +113,7 @@ class Usage(TypedDict):
 
 
 def usage(answers: Sequence[AnswerStream], n: int) -> Usage:
-    """Of a request with ``n`` answers to each prompt."""
+    """Tokens of a request with ``n`` answers to each prompt."""
     requests = [answer.request for answer in answers]
     new = sum(len(one.sequence.tokens) for one in requests if one.sequence is not None)
     prompt = sum(len(one.ids) for one in requests[::n])

@@ -18,7 +18,7 @@ HEADS, PAPER = "smollm2-135m-locret", "smollm2-135m-paper"
 """Heads that ship, and those of Locret's own target and loss."""
 NEEDLES = ("R.PassKey", "R.Number")
 POLICIES = ("locret", "lookahead-locret", "rereading-locret")
-"""Of the heads that ship; a line is where the first was measured."""
+"""Policies of the heads that ship; a line is where the first was measured."""
 RECALL = "recall(reading=false)"
 MIN_EXAMPLES = 8
 """Examples that a line of the table of needles has at least."""

@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any] | None] = {
     "bounded, lookahead-locret": {"policy": "lookahead-locret", "heads": HEADS},
 }
 SIZES = {"texts": 16, "tokens": 32, "prompt": 200, "budget": BUDGET}
-"""Of ``decode``; a chunk is as large as the budget."""
+"""Slots of ``decode``; a chunk is as large as the budget."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1",
