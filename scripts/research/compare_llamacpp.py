@@ -46,7 +46,8 @@ Rates = tuple[float, float]
 
 _LLAMA = None
 SHORT = 4096
-"""Longest prompt of all ways: longer ones are read by each file's plain cache, beside the float model."""
+"""Longest prompt of all ways. Longer ones are read by the kit with each file and the float model, and by llama.cpp with the file
+that it read fastest before, its cache in float16."""
 
 
 def copy_bandwidth() -> float:
@@ -151,8 +152,8 @@ def ask_llama(ids: list[int], new: int) -> Rates:
     return len(ids) / read, new / (time.perf_counter() - began)
 
 
-def measure(args: argparse.Namespace, ids: list[int]) -> list[str]:
-    """Rows of the table, for one length of prompt."""
+def measure(args: argparse.Namespace, ids: list[int], theirs: Sequence[Path]) -> tuple[list[str], Path]:
+    """Rows of the table for one length of prompt, and the file that llama.cpp read fastest of ``theirs``."""
     bandwidth = copy_bandwidth()
     backbone = resolve_model(RetainingHeads.from_pretrained(args.ckpt).config.backbone)
     short = len(ids) <= SHORT
@@ -165,19 +166,19 @@ def measure(args: argparse.Namespace, ids: list[int]) -> list[str]:
         for name, dtype, bits in kinds
     }
     ways: dict[str, Callable[[int], Rates]] = {**ours}
-    read = {}
+    read, files = {}, {}
     if short:
         full = Generate(next(iter(ours.values())).model, ids)
         ways["`model.generate`, full attention, float32"] = full
         read["`model.generate`, full attention, float32"] = full.read
     with ExitStack() as processes:
-        for file in args.gguf:
+        for file in theirs:
             for bits in (None, 8) if short else (None,):
                 process = processes.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
                 process.submit(start_llama, str(file), len(ids) + args.new_tokens + 8, args.threads, bits).result()
                 name = f"llama.cpp, {file.name}, cache in {'float16' if bits is None else '8 bits'}"
                 ways[name] = lambda new, process=process: process.submit(ask_llama, ids, new).result()
-                read[name] = file.stat().st_size
+                read[name], files[name] = file.stat().st_size, file
         rounds: dict[str, list[Rates]] = {name: [] for name in ways}
         for _ in range(args.rounds):
             for name, ask in ways.items():
@@ -186,13 +187,13 @@ def measure(args: argparse.Namespace, ids: list[int]) -> list[str]:
     bandwidth = max(bandwidth, copy_bandwidth())
     read |= {name: way.read for name, way in ours.items()}
     rates = {name: [median(column) for column in zip(*some, strict=True)] for name, some in rounds.items()}
-    theirs = [pair for name, pair in rates.items() if name.startswith("llama.cpp")]
-    best = [max(column) for column in zip(*theirs, strict=True)]
-    return [
+    best = [max(column) for column in zip(*(rates[name] for name in files), strict=True)]
+    rows = [
         f"| {len(ids):,} | {name} | {prefill_rate:,.0f} | {rate:.1f} | {prefill_rate / best[0]:.1f} | {rate / best[1]:.2f} | "
         f"{read[name] / 2**20:,.0f} | {read[name] * rate / bandwidth:.0%} |"
         for name, (prefill_rate, rate) in rates.items()
     ]
+    return rows, files[max(files, key=lambda name: rates[name][0])]
 
 
 def table(args: argparse.Namespace) -> list[str]:
@@ -202,7 +203,11 @@ def table(args: argparse.Namespace) -> list[str]:
     tokenizer = load_tokenizer(RetainingHeads.from_pretrained(args.ckpt).config.backbone)
     ids = tokenizer(load_text("jargon"), verbose=False).input_ids
     ids *= -(-max(args.lengths) // len(ids))
-    rows = [row for length in args.lengths for row in measure(args, ids[:length])]
+    rows, theirs = [], args.gguf
+    for length in sorted(args.lengths):
+        added, fastest = measure(args, ids[:length], theirs)
+        rows += added
+        theirs = [fastest] if length >= SHORT else args.gguf
     made, system = versions(), " ".join(llama_print_system_info().decode().split())
     return [
         f"`python scripts/research/compare_llamacpp.py {shlex.join(sys.argv[1:])}`; {time.strftime('%Y-%m-%d')}, commit "
