@@ -8,7 +8,7 @@ from zlib import crc32
 
 
 def pairs(first: Iterable, second: Iterable, third: Sequence) -> list[tuple]:
-    """Every value of the first, itself a tuple or not, with every one of the second, and in turn one of the third.
+    """Combinations of every value of the first, a tuple or not, with every one of the second, and in turn one of the third.
 
     Each two occur together where the third has no more values than the others.
     """

@@ -269,7 +269,7 @@ def test_another_seed_gives_other_bytes_and_the_same_seed_the_same():
 
 
 def digests() -> list[str]:
-    """Of a prompt of several tasks."""
+    """Digests of a prompt of each of several tasks."""
     tasks = find_tasks(["passkey", "kv", "ruler.niah_multiquery", "ruler.fwe", "ruler.vt"], haystacks=["pydoc"])
     made = [task.make(ExampleRequest(tiny_tokenizer(), 2048, 3)).prompt for task in tasks]
     return [hashlib.sha256(prompt.encode()).hexdigest() for prompt in made]

@@ -307,15 +307,9 @@ def test_a_closed_pipe_is_an_error_without_a_traceback(place, tmp_path, monkeypa
     """Nobody reads what is written: the pipe's other end is closed."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The harbour was quiet.\n" * 90)))
     words = [
-        "--quiet",
         "--ckpt",
         str(place / "heads"),
-        "--budget",
-        "32",
-        "--max-new-tokens",
-        "200",
-        "--temperature",
-        "5",
+        *["--quiet", "--budget", "32", "--max-new-tokens", "200", "--temperature", "5"],
     ]
 
     def run() -> int:
