@@ -306,11 +306,7 @@ def test_a_reader_that_leaves_sees_no_traceback(flags):
 def test_a_closed_pipe_is_an_error_without_a_traceback(place, tmp_path, monkeypatch):
     """Nobody reads what is written: the pipe's other end is closed."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The harbour was quiet.\n" * 90)))
-    words = [
-        "--ckpt",
-        str(place / "heads"),
-        *["--quiet", "--budget", "32", "--max-new-tokens", "200", "--temperature", "5"],
-    ]
+    words = ["--ckpt", str(place / "heads"), "--budget=32", "--max-new-tokens=200", "--temperature=5", "--quiet"]
 
     def run() -> int:
         reader, writer = os.pipe()
