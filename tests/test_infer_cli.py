@@ -311,7 +311,7 @@ def test_a_closed_pipe_is_an_error_without_a_traceback(place, tmp_path, monkeypa
     def run() -> int:
         reader, writer = os.pipe()
         os.close(reader)
-        os.dup2(writer, 1)
+        sys.stdout = os.fdopen(writer, "w")
         return main(words)
 
     assert status_of(start(run, tmp_path / "log")) == 1

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from safetensors.torch import load_file, save_file
-from tensorboard.backend.event_processing.event_accumulator import IMAGES, TENSORS, EventAccumulator
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 
 from locret_kit import RetainingHeads
@@ -100,6 +99,8 @@ def test_the_best_heads_are_kept_and_load(backbone, tmp_path):
 
 def test_the_board_shows_layers_pictures_text_and_settings(backbone, tmp_path):
     assert train(backbone, tmp_path, "optim.steps=2", "trainer.val_every=2") == 0
+    from tensorboard.backend.event_processing.event_accumulator import IMAGES, TENSORS, EventAccumulator
+
     (file,) = tmp_path.rglob("events.*")
     events = EventAccumulator(str(file), size_guidance={IMAGES: 0, TENSORS: 0})
     events.Reload()
