@@ -38,6 +38,8 @@ WARM, TIMED = 8, 48
 """Decoded tokens."""
 PASSES = 3
 """Short prefills in which shares are taken."""
+BEHIND = 8192
+"""Tokens of the shorter prompt that decoding is timed after, where the budget is below."""
 SHARE = 0.2
 """Share of the floating-point ceiling that prefill is expected to reach before anything is measured."""
 COMPILING = 20.0
@@ -347,9 +349,9 @@ def prefilling(run: Run) -> Iterator[Figure]:
 
 
 def decoding(run: Run) -> Iterator[Figure]:
-    """A token at a full cache: after the whole prompt, and after 8,192 tokens or the fewest that fill the cache."""
+    """A token at a full cache: after the whole prompt, and after ``BEHIND`` tokens or the fewest that fill the cache."""
     s, sizes = run.setting, BackboneSizes.of(run.config)
-    contexts = (s.context, min(s.context, 8192 if s.budget < 8192 else s.budget + 2 * s.chunk))
+    contexts = (s.context, min(s.context, BEHIND if s.budget < BEHIND else s.budget + 2 * s.chunk))
     took: dict[tuple[int, str], float] = {}
     for context in dict.fromkeys(contexts):
         if context == s.context:

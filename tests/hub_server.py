@@ -40,7 +40,9 @@ class Repo:
 
 
 class HubServer:
-    """``fail``: a method and a part of a path; requests that match lose their connection.
+    """A request for ``/close`` is its last one.
+
+    ``fail``: methods and parts of paths; requests that match one lose their connection.
 
     ``once``: (method, part of a path, what happens) for one request each: 'lose' answers nothing though it was done, a number
     is a status, bytes are the answer's body.
@@ -50,7 +52,7 @@ class HubServer:
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
         self.requests: list[tuple[str, str]] = []
-        self.fail: tuple[str, str] | None = None
+        self.fail: list[tuple[str, str]] = []
         self.once: list[tuple[str, str, Any]] = []
         hub = self
 
@@ -80,8 +82,11 @@ class HubServer:
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         path, body = unquote(urlsplit(request.path).path), self._body(request)
+        if path == "/close":
+            self.__exit__()
+            return _send(request, 200, {})
         self.requests.append((request.command, path))
-        if self.fail and request.command == self.fail[0] and self.fail[1] in path:
+        if any(request.command == method and part in path for method, part in self.fail):
             request.connection.close()
             return
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
 with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
     import triton.experimental.gluon  # noqa: F401  (imported at the first launch otherwise, and asks again)
+    import triton.language as tl
+    from triton.runtime import interpreter
 
     from locret_kernels import backend, common
 
@@ -22,6 +25,11 @@ with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
         name: backend.function(name, "triton") for name in backend.functions() if backend.has_form(name, "triton")
     }
 assert common.INTERPRETED, "a test imported the Triton kernels before tests/interpreted.py did"
+
+# The interpreter looks through all of Triton's language to replace it at every call of a function, also of one like `tl.sum`,
+# which takes longer than the call itself. It leaves most of it replaced: here all, once.
+_scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+interpreter._patch_lang = lambda fn: type(_scope)()
 
 REFERENCES = {name: backend.function(name, "reference") for name in backend.functions()}
 TOLERANCE = {

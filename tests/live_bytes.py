@@ -20,28 +20,25 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: dict[int, tuple[StorageWeakRef, int, str]] = {}
-        self.peak, self.at_peak = 0, []
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-        given = {
-            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        }
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self.live:
-                    self.live[storage._cdata] = (
-                        StorageWeakRef(storage),
-                        storage.nbytes(),
-                        f"{func} {tuple(leaf.shape)}",
-                    )
-        total = sum(size for _, size, _ in self.live.values())
-        if total > self.peak:
-            self.peak, self.at_peak = total, sorted(((s, n) for _, s, n in self.live.values()), reverse=True)
+        made = {key: storage for key, storage in storages(out).items() if key not in self.live}
+        if made:
+            made = {key: made[key] for key in made.keys() - storages((args, kwargs)).keys()}
+        if made:  # the sum grows here alone; a weak reference keeps its storage's key from being given out again
+            self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
+            self.live |= {key: (StorageWeakRef(storage), storage.nbytes()) for key, storage in made.items()}
+            self.peak = max(self.peak, sum(size for _, size in self.live.values()))
         return out
+
+
+def storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    """Storages of the tensors in a nest of values, by their keys."""
+    found = [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return {storage._cdata: storage for storage in found}
 
 
 class FusedAttention(TorchFunctionMode):

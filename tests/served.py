@@ -1,14 +1,14 @@
-"""The server over a tiny backbone, at a real port. As a program: with sessions in the folder that it is given."""
+"""The server over a tiny backbone, at a real port."""
 
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import uvicorn
 from test_documents import parts
@@ -76,10 +76,12 @@ def serving(
         thread.join(10)
 
 
-if __name__ == "__main__":
-    store = Store(sys.argv[1], 1 << 30)
+def serve_until_killed(folder: Path) -> int:
+    """A server with sessions in a folder. It says its address."""
+    store = Store(folder, 1 << 30)
     model, tokenizer, heads = parts("llama")
     engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=4, piece=64, store=store)
     with serving(engine, salt=store.salt) as address:
         print(address, flush=True)
         time.sleep(600)
+    return 1

@@ -111,12 +111,11 @@ def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window,
         assert cache.kept_positions(layer).tolist() == [[passages, passages]]
 
 
-@pytest.mark.parametrize("positions", ["compact", "original", "clipped(16)"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_any_policy_answers_from_what_it_reads_again(policy, positions):
+def test_any_policy_answers_from_what_it_reads_again(policy):
     """Whatever it kept and however it places keys: the logits are the model's on passages and question, and layers and
     heads hold the same tokens."""
-    model = tiny_model("llama").double()
+    model, positions = tiny_model("llama").double(), ("compact", "original", "clipped(16)")[POLICIES.index(policy) % 3]
     cache = bounded(f"{policy} reread=passages(6,4,3,2)", positions=positions)
     found = read(model, cache)
     with torch.no_grad():

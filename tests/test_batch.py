@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pairwise import one_of
 from policy_runs import POLICIES, backbone, distinct_tokens, heads_of, held, make, tokens
 
 from locret_kit import attach
@@ -51,9 +52,10 @@ class Kept:
         return self.cache
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("policy", [*POLICIES, REREADING, "score=cis(0.05)"])
-def test_each_text_is_as_alone(policy, family):
+def test_each_text_is_as_alone(policy):
+    """With one family by lot; documents (test_documents.py) have the other."""
+    family = one_of(["llama", "gemma3"], policy)
     texts = [distinct_tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
     caches = [Kept(policy, ids, family=family) for ids in texts]
     batch = Batch(backbone(family), frozenset(), piece=40)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import pairs
 from policy_runs import distinct_tokens
 from tiny_heads import tiny_heads
 from tiny_models import tiny_model
@@ -189,17 +190,19 @@ def held(cache: BoundedCache) -> list[list[list[int]]]:
     return [cache.kept_positions(i)[0].tolist() for i in range(len(cache.layers))]
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-mqa", "qwen3"])
-@pytest.mark.parametrize("positions", ["compact", "original"])
 @pytest.mark.parametrize(
-    ("policy", "chunk", "budget", "stabilizers", "local_len", "length"),
-    [
-        ("locret", 7, 16, 5, 4, 53),
-        ("random", 7, 10, 0, 3, 40),
-        ("streaming", 1, 12, 0, 5, 33),
-        ("recency", 7, 9, 0, 0, 35),
-        ("locret", 64, 24, 6, 9, 90),
-    ],
+    ("policy", "chunk", "budget", "stabilizers", "local_len", "length", "family", "positions"),
+    pairs(
+        [
+            ("locret", 7, 16, 5, 4, 53),
+            ("random", 7, 10, 0, 3, 40),
+            ("streaming", 1, 12, 0, 5, 33),
+            ("recency", 7, 9, 0, 0, 35),
+            ("locret", 64, 24, 6, 9, 90),
+        ],
+        ["llama", "llama-mha", "llama-mqa", "qwen3"],
+        ["compact", "original"],
+    ),
 )
 @torch.no_grad()
 def test_equals_the_definition(family, positions, policy, chunk, budget, stabilizers, local_len, length):

@@ -19,7 +19,6 @@ from locret_kit.cli.train import main
 from locret_kit.training.scalars import read_curves
 from locret_kit.training.zero import import_deepspeed
 
-import_deepspeed(torch.device("cpu"))  # here, since the forked processes would each take seconds for it
 SETTINGS = [
     "recipe=tiny",
     "backbone.dtype=bfloat16",
@@ -36,6 +35,12 @@ SETTINGS = [
 ]
 TRAINED = "layers.0.", 1e-6
 """The layer that is trained, and how near its weights are."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """DeepSpeed, before a process is forked: each would take seconds for it."""
+    import_deepspeed(torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -254,15 +254,14 @@ def test_figures_of_papers_say_where_they_went():
         assert f"examples/paper_figures/draw.py {name} " in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_script_of_the_examples_runs(tmp_path):
+def test_the_script_of_the_examples_runs(tmp_path, capsys):
     """Its help lists every figure; an error is one line."""
-
-    def said(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, EXAMPLES / "draw.py", *words], capture_output=True, text=True)
-
-    listed = said("--help").stdout
+    with pytest.raises(SystemExit, match="^0$"):
+        papers.main(["--help"])
+    listed = capsys.readouterr().out
     assert all(f"  {name} " in listed for name in papers.FIGURES)
-    failed = said("retained", f"out={tmp_path}")
+    command = [sys.executable, EXAMPLES / "draw.py", "retained", f"out={tmp_path}"]
+    failed = subprocess.run(command, capture_output=True, text=True)
     assert failed.returncode == 1 and failed.stderr.count("\n") == 1 and "draw.py: " in failed.stderr
 
 

@@ -271,7 +271,7 @@ def test_the_cards_table_shows_signs_as_they_are(tmp_path):
 
 ROUND_TRIP = """
 import re
-ckpt, work, _ = sys.argv[1:]
+ckpt, work = sys.argv[1:]
 os.environ.pop("HF_TOKEN")
 dry = cli("publish", "--ckpt", ckpt, "--repo", "me/heads", "--private", "--dry-run")
 os.environ["HF_TOKEN"] = "hf_me"
@@ -295,6 +295,8 @@ demo.REPO = "lab/tiny"
 made = Path(work) / "new" / "made"
 made.mkdir(parents=True)
 report(fetched=[demo.from_hub(made), sorted(p.name for p in made.iterdir())])
+from urllib.request import urlopen
+urlopen(os.environ["HF_ENDPOINT"] + "/close").close()
 """
 
 OUT_OF_REACH = """
@@ -312,7 +314,8 @@ def test_publish_list_download_infer(tmp_path):
     with HubServer() as hub:
         hub.add("lab/tiny", {file.name: file.read_bytes() for file in tiny.iterdir()})
         hub.add("old/heads", {"README.md": b"", "heads.bin": (tmp_path / "heads.bin").read_bytes()})
-        said = client(hub.url, cache, ROUND_TRIP, str(ckpt), str(tmp_path), str(ROOT), HF_TOKEN="hf_me")
+        code = ROUND_TRIP + OUT_OF_REACH
+        said = unreachable = client(hub.url, cache, code, str(ckpt), str(tmp_path), HF_TOKEN="hf_me")
         repo = hub.repos["me/heads"]
         status, listing, err = said["dry"]
         assert (status, err) == (0, "")
@@ -335,7 +338,6 @@ def test_publish_list_download_infer(tmp_path):
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     # The server is gone: what was loaded once still loads, what was not is one line.
     offline = client(hub.url, cache, OUT_OF_REACH, str(ckpt), HF_TOKEN="hf_me", HF_HUB_OFFLINE="1")
-    unreachable = client(hub.url, cache, OUT_OF_REACH, str(ckpt), HF_TOKEN="hf_me")
     assert offline["cached"] == unreachable["cached"] == "lab/tiny"
     assert "ckpt='me/absent': not a local file, and the Hub says: offline mode is on" in offline["absent"]
     assert f"{hub.url} cannot be reached" in unreachable["absent"]
@@ -345,8 +347,8 @@ def test_publish_list_download_infer(tmp_path):
         assert err.startswith("locret-publish: repo='me/heads': nothing was published:") and words in err
 
 
-ERRORS = """
-ckpt = sys.argv[1]
+TROUBLES = """
+ckpt, *repos = sys.argv[1:]
 def publish(repo, token, *more):
     os.environ["HF_TOKEN"] = token
     return cli("publish", "--ckpt", ckpt, "--repo", repo, *more)
@@ -363,88 +365,75 @@ report(
     no_file=cli("publish", "--ckpt", ckpt + "x", "--repo", "me/new"),
     empty=publish("me/new", "hf_me", "--message", " "),
 )
+report(**{repo: publish(repo, "hf_me") for repo in repos})
 os.environ["HF_TOKEN"] = "hf_you"
 report(hidden=load("me/secret"), revision=load("you/heads", revision="v9"))
 os.environ.pop("HF_TOKEN")
 report(gated=load("you/gated"), missing=load("you/none"), no_heads=load("me/model"))
+report(cut=load("me/cut"), forbidden=load("me/forbidden"))
 """
+AGAIN = ["me/late", "me/busy", "me/down", "me/html", "me/list"]
 
 
-def test_every_refusal_is_one_clear_line(tmp_path):
-    ckpt = save(tmp_path / "heads")
+@pytest.fixture(scope="module")
+def troubles(tmp_path_factory) -> tuple[HubServer, dict]:
+    """A hub with all kinds of trouble, and what commands and loads said of it, in one process."""
+    folder = tmp_path_factory.mktemp("troubles")
+    ckpt = save(folder / "heads")
     with HubServer() as hub:
-        hub.add("you/heads", {p.name: p.read_bytes() for p in ckpt.iterdir()})
+        for name in ("you/heads", "me/cut"):
+            hub.add(name, {p.name: p.read_bytes() for p in ckpt.iterdir()})
         hub.add("you/gated", {"config.json": b"{}", "model.safetensors": b""}, gated=True)
         hub.add("me/model", {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}"})
-        hub.fail = ("POST", "/me/lost/commit")
-        said = client(hub.url, tmp_path / "cache", ERRORS, str(ckpt))
-        for name, words in {
-            "no_token": "repo='me/new': no Hub token: set HF_TOKEN or run `hf auth login`",
-            "wrong_token": "the token is not valid",
-            "theirs": "the token may not write to you/heads: it belongs to someone else",
-            "not_mine": "the token may not write to you/new",
-            "other": "it exists and holds something else (config.json, tokenizer.json); give another name",
-            "lost": f"nothing was published, but the repository me/lost is there, and empty: {hub.url} cannot be reached",
-            "bad_name": "repo='me' must be user/name",
-            "no_file": "no such file or folder",
-            "empty": "message is empty: give it a value",
-        }.items():
-            status, out, err = said[name]
-            assert (status, out, err.count("\n")) == (1, "", 1), (name, said[name])
-            assert err.startswith("locret-publish: ") and words in err, (name, err)
-        assert said["private"][0] == 0 and hub.repos["me/secret"].private
-        assert hub.repos["me/lost"].commits == [], "the files were sent, but no revision has them"
-        assert len(hub.repos["you/heads"].commits) == 1 and set(hub.repos["me/model"].files) == {
-            "config.json",
-            "tokenizer.json",
-        }
-        assert "there is no me/secret, or it is private" in said["hidden"]
-        assert "you/heads has no such revision" in said["revision"]
-        assert f"you/gated is gated: accept its terms at {hub.url}/you/gated" in said["gated"]
-        assert "there is no you/none" in said["missing"]
-        assert "holds neither model.safetensors nor one .bin" in said["no_heads"]
-
-
-TROUBLE = """
-ckpt, *repos = sys.argv[1:]
-for repo in repos:
-    report(**{repo: cli("publish", "--ckpt", ckpt, "--repo", repo)})
-"""
-
-
-def test_a_commit_is_sent_again_and_what_is_said_of_it_is_true(tmp_path):
-    """A lost answer was called "nothing was published" though all files were there; one 429 ended it."""
-    ckpt = save(tmp_path / "heads")
-    with HubServer() as hub:
         hub.add("me/list", {"config.json": b"[1]"})
+        hub.add("me/forbidden", {"config.json": b"{}"})
+        hub.fail = [("POST", "/me/lost/commit"), ("GET", "/me/cut/resolve/")]
         hub.once = [
-            ("POST", "/me/lost/commit", "lose"),
-            ("POST", "/me/busy/commit", 429),
-            ("POST", "/me/down/commit", 503),
-        ]
-        hub.once.append(("GET", "/api/models/me/html", b"<html>"))
-        repos = ["me/lost", "me/busy", "me/down", "me/html", "me/list"]
-        said = client(hub.url, tmp_path / "cache", TROUBLE, str(ckpt), *repos, HF_TOKEN="hf_me")
-        for repo in ("me/lost", "me/busy", "me/down"):
-            status, out, err = said[repo]
-            (commit,) = hub.repos[repo].commits
-            assert (status, err) == (0, "") and out.strip() == f"{hub.url}/{repo}/commit/{commit[0]}", said[repo]
-        assert "nothing was published: " in said["me/html"][2] and "something else than JSON" in said["me/html"][2]
-        assert "it exists and holds something else (config.json)" in said["me/list"][2]
+            ("POST", "/me/late/commit", "lose"), ("POST", "/me/busy/commit", 429), ("POST", "/me/down/commit", 503),
+            ("GET", "/api/models/me/html", b"<html>"), ("GET", "/api/models/me/forbidden", 403),
+        ]  # fmt: skip
+        return hub, client(hub.url, folder / "cache", TROUBLES, str(ckpt), *AGAIN)
 
 
-LOST = """
-report(lost=load("me/heads"), secret=load("me/secret"))
-"""
+def test_every_refusal_is_one_clear_line(troubles):
+    hub, said = troubles
+    for name, words in {
+        "no_token": "repo='me/new': no Hub token: set HF_TOKEN or run `hf auth login`",
+        "wrong_token": "the token is not valid",
+        "theirs": "the token may not write to you/heads: it belongs to someone else",
+        "not_mine": "the token may not write to you/new",
+        "other": "it exists and holds something else (config.json, tokenizer.json); give another name",
+        "lost": f"nothing was published, but the repository me/lost is there, and empty: {hub.url} cannot be reached",
+        "bad_name": "repo='me' must be user/name",
+        "no_file": "no such file or folder",
+        "empty": "message is empty: give it a value",
+    }.items():
+        status, out, err = said[name]
+        assert (status, out, err.count("\n")) == (1, "", 1), (name, said[name])
+        assert err.startswith("locret-publish: ") and words in err, (name, err)
+    assert said["private"][0] == 0 and hub.repos["me/secret"].private
+    assert hub.repos["me/lost"].commits == [], "the files were sent, but no revision has them"
+    assert len(hub.repos["you/heads"].commits) == 1
+    assert set(hub.repos["me/model"].files) == {"config.json", "tokenizer.json"}
+    assert "there is no me/secret, or it is private" in said["hidden"]
+    assert "you/heads has no such revision" in said["revision"]
+    assert f"you/gated is gated: accept its terms at {hub.url}/you/gated" in said["gated"]
+    assert "there is no you/none" in said["missing"]
+    assert "holds neither model.safetensors nor one .bin" in said["no_heads"]
 
 
-def test_a_lost_download_is_not_called_a_bad_repository(tmp_path):
-    heads = save(tmp_path / "heads")
-    with HubServer() as hub:
-        hub.add("me/heads", {file.name: file.read_bytes() for file in heads.iterdir()})
-        hub.add("me/secret", {"config.json": b"{}"})
-        hub.fail = ("GET", "/me/heads/resolve/")
-        hub.once = [("GET", "/api/models/me/secret", 403)]
-        said = client(hub.url, tmp_path / "cache", LOST)
-    assert f"{hub.url} cannot be reached" in said["lost"] and "neither" not in said["lost"]
-    assert "may not read me/secret" in said["secret"]
+def test_a_commit_is_sent_again_and_what_is_said_of_it_is_true(troubles):
+    """A lost answer was called "nothing was published" though all files were there; one 429 ended it."""
+    hub, said = troubles
+    for repo in AGAIN[:3]:
+        status, out, err = said[repo]
+        (commit,) = hub.repos[repo].commits
+        assert (status, err) == (0, "") and out.strip() == f"{hub.url}/{repo}/commit/{commit[0]}", said[repo]
+    assert "nothing was published: " in said["me/html"][2] and "something else than JSON" in said["me/html"][2]
+    assert "it exists and holds something else (config.json)" in said["me/list"][2]
+
+
+def test_a_lost_download_is_not_called_a_bad_repository(troubles):
+    hub, said = troubles
+    assert f"{hub.url} cannot be reached" in said["cut"] and "neither" not in said["cut"]
+    assert "may not read me/forbidden" in said["forbidden"]

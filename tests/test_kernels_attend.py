@@ -8,6 +8,7 @@ from few_bits import rotated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import KERNELS, REFERENCES, close, poisoned
+from pairwise import pairs
 
 from locret_kernels.column_stats import STATISTICS
 from locret_kernels.ragged_decode import PackedRows, Rotation, Spans
@@ -171,11 +172,13 @@ def turned(k: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     return torch.cat((pairs.real, pairs.imag), -1)
 
 
-@pytest.mark.parametrize("bits", [4, 2])
-@pytest.mark.parametrize("share", [0, 1, 0.75], ids=["still", "rotated", "partly rotated"])
 @pytest.mark.parametrize(
-    ("group", "D", "blocks"),
-    [("gqa", 64, (90, 40, 1)), ("mha", 96, (70, 31)), ("mqa", 128, (5, 1, 1)), ("gqa", 256, (64, 33, 7))],
+    ("group", "D", "blocks", "share", "bits"),
+    pairs(
+        [("gqa", 64, (90, 40, 1)), ("mha", 96, (70, 31)), ("mqa", 128, (5, 1, 1)), ("gqa", 256, (64, 33, 7))],
+        [0, 1, 0.75],
+        [4, 2],
+    ),
 )
 def test_packed_decode(group, D, blocks, share, bits):
     (Q, H), B = GROUPS[group], 2

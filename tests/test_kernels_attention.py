@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import KERNELS, REFERENCES, close, common, poisoned
+from pairwise import pairs
 
 from locret_kernels.attend.reference import attend_and_count
 from locret_kernels.column_stats import STATISTICS
@@ -161,9 +162,10 @@ def test_float16_as_a_card_computes_it(monkeypatch):
 # ---- the CIS target ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("log_prob", [False, True])
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(("T", "S", "D"), [(1, 1, 64), (7, 129, 96), (70, 90, 128), (3, 65, 256)])
+@pytest.mark.parametrize(
+    ("T", "S", "D", "group", "log_prob"),
+    pairs([(1, 1, 64), (7, 129, 96), (70, 90, 128), (3, 65, 256)], GROUPS, [False, True]),
+)
 def test_column_max(T, S, D, group, log_prob):
     Q, H = GROUPS[group]
     q, k = queries_and_keys(Q, H, T, S, D)
@@ -218,10 +220,9 @@ def tables_of(places, R):
     return Rotation(angle.cos().float(), angle.sin().float())
 
 
-@pytest.mark.parametrize("share", [0, 1, 0.75], ids=["still", "rotated", "partly rotated"])
-@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize(
-    ("lengths", "D"), [([1, 7, 129], 64), ([65, 64, 2], 96), ([40, 1, 33], 128), ([300, 3, 5], 256)]
+    ("lengths", "D", "group", "share"),
+    pairs([([1, 7, 129], 64), ([65, 64, 2], 96), ([40, 1, 33], 128), ([300, 3, 5], 256)], GROUPS, [0, 1, 0.75]),
 )
 def test_ragged_decode(lengths, D, group, share):
     Q, H = GROUPS[group]

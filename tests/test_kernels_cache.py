@@ -17,7 +17,7 @@ from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-LENGTH = 41
+LENGTH = 30
 DECODED = 4
 
 

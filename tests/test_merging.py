@@ -164,10 +164,10 @@ def turned(keys: np.ndarray, positions, inv_freq: np.ndarray) -> np.ndarray:
     return np.concatenate([low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)], -1)
 
 
-@pytest.mark.parametrize("positions", ["compact", "original", "clipped(20)"])
 @pytest.mark.parametrize("policy", MERGING)
-def test_a_run_is_the_definition(policy, positions):
+def test_a_run_is_the_definition(policy):
     """After chunked prefill and evictions while decoding, every row of every head is what the loops make of the tokens."""
+    positions = ("compact", "original", "clipped(20)")[MERGING.index(policy) % 3]
     cache, texts, evictions = recorded(policy, DISTINCT[: LENGTH + 7], positions=positions)
     parsed = parse_policy(policy)
     name = next((n for n in ON_THE_SCALE if type(parsed.score).__name__.lower().startswith(n)), "")

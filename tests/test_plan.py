@@ -180,7 +180,7 @@ def fit_plan(policy: str, family: str, bits: int | None) -> int:
         ("phi3-mini", 6000, 3072, 13000, None),
         ("phi3-mini", 6000, 3072, 13000, 4),
         ("llama3.1-8b", 16384, 1024, 18500, None),
-        ("llama3.1-8b", 16384, 1024, 18500, 2),
+        ("llama3.1-8b", 16384, 4096, 21000, 2),
         ("llama3.1-8b", 2048, 4096, 9000, None),
         ("llama3.1-8b", 2048, 12000, 20000, None),  # MLPs in slices
         ("qwen2.5-7b", 8000, 1024, 10000, None),

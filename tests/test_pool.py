@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pairwise import pairs
 from tiny_models import tiny_model
 
 from locret_kernels.ragged_decode import Float8Rows, Rotation, Spans, cpu, reference
@@ -32,14 +33,16 @@ def page_of(layers: list[BoundedLayer], spec, dtype: torch.dtype) -> PageShape:
     return PageShape(spec.n_kv_heads, spec.n_heads, spec.head_dim, rows + 5, dtype, statistics + 1, recent + 1)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("positions", ["compact", "original"])
 @pytest.mark.parametrize(
-    ("family", "policy"),
-    [
-        ("llama", "streaming"), ("llama", "h2o"), ("qwen2", "knorm"), ("llama", "snapkv(4,3)"), ("gemma3", "keydiff"),
-        ("llama-mqa", "score=aqas"),
-    ],
+    ("family", "policy", "backend", "positions"),
+    pairs(
+        [
+            ("llama", "streaming"), ("llama", "h2o"), ("qwen2", "knorm"), ("llama", "snapkv(4,3)"), ("gemma3", "keydiff"),
+            ("llama-mqa", "score=aqas"),
+        ],
+        ["reference", "cpu"],
+        ["compact", "original"],
+    ),
 )  # fmt: skip
 def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, positions, backend):
     model, draw = tiny_model(family).double(), torch.Generator().manual_seed(3)

@@ -78,9 +78,9 @@ STORED = [
 ]
 
 
-@pytest.mark.parametrize("positions", ["compact", "original"])
 @pytest.mark.parametrize(("policy", "kv_bits"), STORED)
-def test_pieces_do_not_matter(policy, kv_bits, positions):
+def test_pieces_do_not_matter(policy, kv_bits):
+    positions = ("compact", "original", "original", "compact")[STORED.index((policy, kv_bits)) % 4]
     model, text = tiny_model("llama").double(), f"{policy} prefill_mask=sliding(5,2)"
     caches = [bounded(text, kv_bits=kv_bits, positions=positions) for _ in range(3)]
     whole, *others = (read(model, cache, piece) for cache, piece in zip(caches, (67, 7, 1), strict=True))

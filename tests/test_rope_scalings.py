@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from pairwise import pairs
 from rope_oracle import Oracle, frequencies
 from tiny_decoders.simulation import Plan
 from tiny_models import tiny_model
@@ -54,9 +55,10 @@ def tiny(name):
     return tiny_model(family, max_position_embeddings=context, rope_parameters=rope, **original).double()
 
 
-@pytest.mark.parametrize("positions", ["compact", "original"])
-@pytest.mark.parametrize(("prompt", "budget"), [(48, 56), (160, 168), (160, 40)])
-@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize(
+    ("prompt", "budget", "name", "positions"),
+    pairs([(48, 56), (160, 168), (160, 40)], SCALINGS, ["compact", "original"]),
+)
 def test_a_scaling_is_the_formula(name, prompt, budget, positions):
     model, chunk, tail = tiny(name), 32, 8
     ids = torch.randint(2, 97, (prompt + NEW,), generator=torch.Generator().manual_seed(prompt)).tolist()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import start, status_of
 from test_documents import QUESTIONS, SETTINGS, kept, parts, read, text_of
 from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
@@ -31,13 +34,6 @@ STORAGES = {
     "ragged 4 bits": ("ada-snapkv(6,3)", dict(kv_bits=4)),
 }
 HERE = Path(__file__).parent
-
-
-def child(code: str, *words: object, **options: object) -> subprocess.Popen:
-    """A Python process that sees the tests' modules."""
-    paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-    command = [sys.executable, "-c", code, *map(str, words)]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, text=True, **options)
 
 
 ASKING = """
@@ -59,10 +55,10 @@ json.dump(found, open(sys.argv[2], "w"))
 
 
 def test_another_process_answers_exactly_alike(tmp_path):
-    """One policy a storage, two families."""
+    """One policy a storage, the families in turn."""
     cases, expected = [], []
-    for number, (family, storage) in enumerate((f, s) for f in ("llama", "gemma3") for s in STORAGES):
-        policy, settings = STORAGES[storage]
+    for number, (policy, settings) in enumerate(STORAGES.values()):
+        family = ("llama", "gemma3")[number % 2]
         document = read(family, policy, text_of(260), **SETTINGS, **settings)
         document.save(tmp_path / f"{number}.locret")
         cases.append((family, policy, str(tmp_path / f"{number}.locret")))
@@ -73,51 +69,42 @@ def test_another_process_answers_exactly_alike(tmp_path):
                 x.slots(name).flatten().tolist() for x in answer.cache.bounded for name in ("keys", "values", "scores")
             ]
             expected.append([words, kept(answer.cache), [[number.hex() for number in x] for x in rows]])
-    assert child(ASKING, json.dumps(cases), tmp_path / "found.json").wait() == 0
+    paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+    command = [sys.executable, "-c", ASKING, json.dumps(cases), tmp_path / "found.json"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True)
     assert json.loads((tmp_path / "found.json").read_text()) == expected
-
-
-KILLING = """
-import os, signal, sys, time, torch
-torch.set_num_threads(1)  # a fork has no pool of threads
-from pathlib import Path
-from test_documents import kept, parts
-from locret_kit import Document
-model, tokenizer, _ = parts()
-path = Path(sys.argv[1])
-document = Document.load(path, model, tokenizer)
-expected, lot, left = kept(document.cache), torch.Generator().manual_seed(0), 0
-for _ in range(20):
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:
-        os.close(reader)
-        while True:
-            document.title += "x"
-            document.save(path)
-            os.write(writer, b"x")
-    os.close(writer)
-    assert os.read(reader, 1)  # saved once
-    time.sleep(float(torch.rand((), generator=lot)) * 0.05)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    document = Document.load(path, model, tokenizer)
-    assert kept(document.cache) == expected
-    left += len(list(path.parent.iterdir())) > 1
-assert left, "none was killed in the middle"
-assert Document.load(path, model, tokenizer).title.endswith("x")
-document.save(path)
-names = [one.name for one in path.parent.iterdir()]
-assert names == [path.name], names
-"""
 
 
 @pytest.mark.skipif(os.name != "posix", reason="forks and signals")
 def test_a_kill_while_saving_leaves_a_whole_file(tmp_path):
     """20 processes are killed at random moments of a save; the next save takes their leftovers away."""
+    path, (model, tokenizer, _) = tmp_path / "text.locret", parts("llama")
     document = read("llama", "h2o", text_of(1000), **{**SETTINGS, "budget": 1200})
-    document.save(tmp_path / "text.locret")
-    assert child(KILLING, tmp_path / "text.locret").wait() == 0
+    document.save(path)
+    expected, lot, left = kept(document.cache), random.Random(0), 0
+
+    def save_for_ever(said: int) -> int:
+        while True:
+            document.title += "x"
+            document.save(path)
+            os.write(said, b"x")
+
+    for _ in range(20):
+        heard, said = os.pipe()
+        child = start(lambda said=said: save_for_ever(said), tmp_path / "log")
+        os.close(said)
+        assert os.read(heard, 1), (tmp_path / "log").read_text()  # saved once
+        os.close(heard)
+        time.sleep(lot.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        assert status_of(child) == -signal.SIGKILL
+        document = Document.load(path, model, tokenizer)
+        assert kept(document.cache) == expected
+        left += len(list(tmp_path.iterdir())) > 2
+    assert left, "none was killed in the middle"
+    assert document.title.endswith("x")
+    document.save(path)
+    assert {one.name for one in tmp_path.iterdir()} == {path.name, "log"}
 
 
 def test_leftovers_of_this_machine_go_and_those_of_others_stay(tmp_path, monkeypatch):

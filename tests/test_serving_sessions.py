@@ -8,8 +8,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 import time
 from array import array
 from contextlib import contextmanager
@@ -18,7 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from served import KEYS, LIMITS, SETTINGS, ask, serving
+from forked import start, status_of
+from served import KEYS, LIMITS, SETTINGS, ask, serve_until_killed, serving
 from test_documents import parts, text_of
 
 from locret_kit.documents.document import Document
@@ -286,18 +285,21 @@ def test_documents_come_back_for_their_owner(tmp_path):
 
 def test_a_server_that_is_killed_loses_one_turn_at_most(tmp_path):
     """Greedy, in float64: the answer is that of a server that was not killed."""
-    code = Path(__file__).with_name("served.py")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(code.parent)])}
-    child = subprocess.Popen([sys.executable, code, tmp_path], stdout=subprocess.PIPE, text=True, env=environment)
+    log = tmp_path / "log"
+    log.touch()
+    child = start(lambda: serve_until_killed(tmp_path / "saved"), log)
     try:
-        url = child.stdout.readline().strip()
+        while not (said := re.search(r"http://\S+\n", log.read_text())):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), log.read_text()
+            time.sleep(0.02)
+        url = said[0].strip()
         first = talk_over_http(url, 2, [], saved=0)
         late = talk_over_http(url, 1, [], seed=5, saved=2)
         late += talk_over_http(url, 1, late, seed=5)  # nobody waits for its file
     finally:
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-    with engine_with(tmp_path) as engine, serving(engine, salt=engine.store.salt) as url:
+        os.kill(child, signal.SIGKILL)
+        assert status_of(child) == -signal.SIGKILL
+    with engine_with(tmp_path / "saved") as engine, serving(engine, salt=engine.store.salt) as url:
         again = talk_over_http(url, 1, first)
         assert talk_over_http(url, 1, late, seed=5)[-1][1] >= late[1][1] > 0
     with engine_with(None) as engine, serving(engine) as url:

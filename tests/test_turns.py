@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairwise import pairs
 from test_bounded_cache import doubled, tokens
 from tiny_heads import tiny_heads
 
@@ -19,11 +20,9 @@ def positions(cache: BoundedCache) -> list[list[int]]:
     return [[int(at) for at in head] for i in layers for head in cache.kept_positions(i)[0]]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("decode_every", [None, 5])
+@pytest.mark.parametrize(("policy", "family", "decode_every"), pairs(POLICIES, ["llama", "gemma3"], [None, 5]))
 @torch.no_grad()
-def test_one_piece_equals_token_by_token(monkeypatch, family, policy, decode_every):
+def test_one_piece_equals_token_by_token(monkeypatch, policy, family, decode_every):
     model, ids = doubled(family), tokens(130, seed=5)
     heads = tiny_heads(model, 32) if policy == "locret" else None
     calls, one = [], read_block

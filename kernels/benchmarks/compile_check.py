@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -214,7 +214,7 @@ def write(path: Path, rows: list[Row]) -> None:
         writer.writerows(asdict(row) for row in sorted([*there, *rows], key=lambda row: (row.triton, row.key)))
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 120], choices=sorted(LIMIT_KIB))
     p.add_argument("--head-size", type=int, nargs="+", default=list(common.HEAD_SIZES), choices=list(common.HEAD_SIZES))
@@ -222,7 +222,7 @@ def main() -> int:
     p.add_argument("--every", type=int, default=1, metavar="N", help="compile each N-th launch only")
     p.add_argument("--csv", type=Path, help="write the table")
     p.add_argument("--against", type=Path, help="a committed table that no row may be worse than")
-    args = p.parse_args()
+    args = p.parse_args(argv)
     if common.INTERPRETED:
         raise SystemExit("compile_check: TRITON_INTERPRET is set, so nothing would be compiled")
     rows = table(args.arch, args.head_size, [getattr(torch, name) for name in args.dtype], args.every)
