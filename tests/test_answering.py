@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.spec import spec_of
+from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.policies.grammar import parse_policy, parts_of
 from locret_kit.policies.passages import Passages
 from locret_kit.runtime.session import Sampling, decode, prefill
@@ -246,6 +247,28 @@ def test_windows_alone_are_read_once():
     cache, plain = bounded("score=random reread=passages", 24), bounded("score=random", 24)
     assert torch.equal(read(model, cache), read(model, plain))
     assert not cache.reread_positions and cache.get_seq_length() == plain.get_seq_length() == TOKENS
+
+
+def test_a_cache_is_saved_between_the_two_readings(tmp_path):
+    model, policy = tiny_model("llama"), "h2o reread=passages(6,4,3,0)"
+    cache, whole = bounded(policy), bounded(policy)
+
+    def stop(done: int, total: int) -> None:
+        if cache.reread_positions:
+            raise KeyboardInterrupt
+
+    with attach(model), pytest.raises(KeyboardInterrupt):
+        prefill(model, IDS[0].tolist(), cache, stop)
+    save_cache(cache, tmp_path / "cache.locret")
+    assert torch.equal(read(model, load_cache(tmp_path / "cache.locret", model)), read(model, whole))
+
+
+def test_pins_after_the_second_reading_count_what_is_there():
+    cache = bounded("h2o reread=passages(6,4,3,0)", 16, stabilizers=14)
+    read(tiny_model("llama"), cache)
+    pinned = sum(position < 50 for position in cache.reread_positions)
+    with pytest.raises(ValueError, match=f"pins={pinned} tokens must be at most 1"):
+        cache.pin(0, 50)
 
 
 def test_a_cache_that_was_reset_reads_a_text_twice_again():

@@ -193,6 +193,19 @@ def test_a_policy_that_generate_cannot_run_says_so():
             model.generate(ids, past_key_values=BatchCache(24, policy, heads, chunk=13, local_len=5), max_new_tokens=2)
 
 
+def test_what_is_read_twice_is_noted_once():
+    """Log-probabilities of a prompt are those of its first reading."""
+    noted = []
+    for policy in (REREADING, "locret"):
+        batch = Batch(backbone(), frozenset())
+        text = batch.add(Request(tokens(), 1, prompt_logprobs=True), partial(make, policy))
+        while batch.running:
+            batch.step()
+        assert text.error is None
+        noted.append([one.token for one in text.prompt_logprobs])
+    assert noted[0] == noted[1] and len(noted[0]) == len(tokens()) - 1
+
+
 def test_at_most_so_many_run_and_prompts_are_read_in_their_order(monkeypatch):
     running, read, pieces = [], [], Batch._pieces
 

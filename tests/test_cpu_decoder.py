@@ -210,6 +210,20 @@ class Other(torch.nn.Module):
     """An MLP of somebody else's."""
 
 
+@pytest.mark.parametrize(("policy", "known"), [("full", True), ("ada-locret", False)])
+def test_another_text_in_a_cache_that_was_reset(policy, known):
+    """As long as the first one was when it ended: counts do not tell them apart, but rows lie elsewhere."""
+    model, (first, second) = backbone(), (tokens(60, seed=1), tokens(72, seed=2))
+    used, fresh = (make(policy, length=len(ids) if known else None, chunk=7) for ids in (first, second))
+    with attach(model), torch.inference_mode():
+        decoder = CpuDecoder(model)
+        decoded(model, used, first, decoder, steps=12)
+        used.reset(72 if known else None)
+        (mine, taken), (theirs, _) = (decoded(model, cache, second, decoder, steps=12) for cache in (used, fresh))
+    assert torch.equal(mine, theirs) and taken == 12
+    alike(used, fresh, 0)
+
+
 def test_what_it_does_not_take():
     """Each says why, and is decoded by the plain forward; ``backend`` asks for that by name."""
     for policy, why in (

@@ -47,6 +47,23 @@ def test_a_fork_of_a_quantised_cache():
         assert not torch.equal(logits_after(model, make("h2o", 100, length=200), ids), fresh)
 
 
+def test_a_fork_of_a_quantised_cache_to_a_shorter_prompt():
+    """Its tables of key groups are as large as they were: under full attention with more room, otherwise not."""
+    model, document = backbone(), tokens(130, seed=9)
+    full, one_shot = (
+        make(policy, length=500, kv_bits=4, **more) for policy, more in (("full", {}), ("h2o", dict(one_shot=True)))
+    )
+    with attach(model), torch.no_grad():
+        for common in (full, one_shot):
+            prefill(model, document, common)
+        fork = full.fork(140)
+        for mine, theirs in zip(fork.bounded, full.bounded, strict=True):
+            assert torch.equal(mine.slots("keys"), theirs.slots("keys"))
+        prefill(model, document + tokens(10, seed=1), fork)
+        with pytest.raises(CannotFork, match="prompt_length=140: rows in 4 bits need the room of the longer prompt"):
+            one_shot.fork(140)
+
+
 @pytest.mark.parametrize(
     "policy", ["snapkv(6,3)", "pyramidkv(6,3,beta=3)", "nacl(proxies=0.1)", "ada-snapkv(6,3)", "locret"]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -181,10 +182,24 @@ def test_what_is_not_captured_says_why():
         assert why in (GraphDecoder(model, cache).takes(cache) or "")
     cache = make("h2o")
     with attach(model), torch.inference_mode():
+        cache.bind(model)
+        assert GraphDecoder(model, cache).takes(cache) is None  # before the prompt, when an answer asks
         prefill(model, tokens(), cache)
     assert GraphDecoder(model, cache).takes(cache) is None
     cache._context = replace(cache.context, description=replace(cache.context.description, rotations="other turns"))
     assert "other turns" in (GraphDecoder(model, cache).takes(cache) or "")
+
+
+def test_an_interrupt_between_layers_is_noticed():
+    model, cache = backbone(), make("h2o")
+    with attach(model), torch.inference_mode():
+        prefill(model, tokens(), cache)
+        step = GraphDecoder(model, cache)
+        stopped = mock.patch.object(model.model.layers[1].mlp, "forward", side_effect=KeyboardInterrupt)
+        with stopped, pytest.raises(KeyboardInterrupt):
+            step([cache], [5])
+        with pytest.raises(ValueError, match="interrupted inside a forward, after 83 to 84 tokens: reset"):
+            cache.bind(model)
 
 
 @pytest.mark.parametrize("inference", [True, False], ids=["inference mode", "no mode"])

@@ -33,6 +33,7 @@ RESETS = [
     ("rereading-locret", 300, 450, {}),
     ("ada-snapkv", 300, 320, {"kv_bits": 4}),
     ("snapkv", 300, 120, {"one_shot": True}),
+    ("nacl allocation=pyramid(3)", 122, 150, {"one_shot": True}),
     ("windowed-locret", 300, 450, {}),
     ("full", 120, 300, {}),
     ("h2o", 300, 450, {"settings": 0.2}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -241,7 +242,9 @@ def test_budgets_hold_and_nothing_is_remembered(tmp_path_factory, base, budget, 
 
 
 def test_one_shot(pool):
-    assert run(f"h2o merge=lococo({pool})", tokens(50), length=50, one_shot=True).counters.evictions == 1
+    cache = run(f"h2o merge=lococo({pool})", tokens(50), length=50, one_shot=True)
+    assert cache.counters.evictions == 1
+    assert deepcopy(cache).context.stages[0].merger is cache.policy.merge  # a copy has no weights of its own
 
 
 # ---- files and the grammar ----------------------------------------------------------------------------------------------

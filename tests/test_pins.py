@@ -256,6 +256,9 @@ def test_forks_copies_and_resets(policy):
     """A fork and a copy go on as a fresh run with the same pins; a reset cache reads like a new one."""
     cache, ids = make(policy, length=None), tokens(65)
     read(cache, PINS, steps=0, ids=ids)
+    late = copy.deepcopy(cache)
+    late.pin(10, 40)  # of which most is gone
+    assert late.fork(90).pins == ((0, 3), (10, 41), (70, 72))
     longer = ids + tokens(25, seed=3)
     fresh, one = make(policy, length=90), cache.fork(90)
     wanted = read(fresh, PINS, ids=longer)

@@ -20,12 +20,13 @@ from test_documents import QUESTIONS, SETTINGS, kept, parts, read, text_of
 from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
-from locret_kit import BoundedCache, Document, files
+from locret_kit import BoundedCache, Document, attach, files
 from locret_kit.cache import file
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.saved_record import DTYPES
 from locret_kit.files import write_text
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.session import Sampling, decode, prefill
 
 STORAGES = {
     "plain": ("h2o", {}),
@@ -211,8 +212,6 @@ def test_a_model_without_its_weights_is_refused(tmp_path):
 @pytest.mark.parametrize("kv_bits", [None, 4])
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 def test_a_cache_of_a_prompt_of_unknown_length_is_saved_too(policy, kv_bits, tmp_path):
-    from locret_kit import attach
-
     model = parts()[0]
     ids = torch.randint(2, 400, (1, 300), generator=torch.Generator().manual_seed(0))
     cache = BoundedCache(64, policy, chunk=32, kv_bits=kv_bits)
@@ -226,6 +225,24 @@ def test_a_cache_of_a_prompt_of_unknown_length_is_saved_too(policy, kv_bits, tmp
         loaded = load_cache(tmp_path / "cache.locret", model)
         outs = [model(input_ids=ids[:, 280:], past_key_values=one).logits for one in (cache, loaded)]
     assert torch.equal(*outs) and kept(cache) == kept(loaded)
+
+
+@pytest.mark.parametrize(("policy", "kv_bits"), [("full", 4), ("streaming", None)])
+def test_a_cache_is_saved_after_an_answer_and_after_a_reset(policy, kv_bits, tmp_path):
+    """Also where the answer's rows have outgrown the prompt's room."""
+    model, path = parts()[0], tmp_path / "cache.locret"
+    ids = torch.randint(2, 400, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    cache = BoundedCache(64, policy, chunk=32, kv_bits=kv_bits, prompt_length=100)
+    with attach(model), torch.no_grad():
+        logits = prefill(model, ids, cache)
+        list(decode(model, cache, logits, prompt=ids, max_new_tokens=40, sampling=Sampling(), stop=frozenset()))
+        save_cache(cache, path)
+        loaded = load_cache(path, model)
+        outs = [model(input_ids=torch.tensor([[7]]), past_key_values=one).logits for one in (cache, loaded)]
+    assert torch.equal(*outs) and kept(cache) == kept(loaded)
+    cache.reset(100)
+    save_cache(cache, path)
+    assert load_cache(path, model).get_seq_length() == 0
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):

@@ -122,11 +122,13 @@ def test_penalties_biases_and_min_p(url, engine):
     assert alone == plain  # nothing but the likeliest is left
 
 
-def test_penalties_by_their_definition():
-    """OpenAI's: mu[j] - c[j] * frequency - (c[j] > 0) * presence, of the answer's tokens alone."""
+@pytest.mark.parametrize("drawn", [{}, dict(temperature=0.5, top_k=1)])
+def test_penalties_by_their_definition(drawn):
+    """OpenAI's: mu[j] - c[j] * frequency - (c[j] > 0) * presence, of the answer's tokens alone; also where tokens are drawn."""
     logits = torch.tensor([3.0, 2.93, 1.07, 0.11])
-    choose = Chooser(Sampling(frequency_penalty=0.5, presence_penalty=0.2), 0, torch.device("cpu"), [0, 0, 0])
-    scores, counts, want = logits.tolist(), [0] * 4, []
+    sampling = Sampling(frequency_penalty=0.5, presence_penalty=0.2, logit_bias=((2, 2.0),), **drawn)
+    choose = Chooser(sampling, 0, torch.device("cpu"), [0, 0, 0])
+    scores, counts, want = [3.0, 2.93, 3.07, 0.11], [0] * 4, []
     for _ in range(12):
         now = [x - n * 0.5 - (n > 0) * 0.2 for x, n in zip(scores, counts, strict=True)]
         want.append(max(range(4), key=lambda j: now[j]))

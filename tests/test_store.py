@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import stat
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,7 @@ def test_a_file_is_private_and_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     wanted, cache = read_text(make(POLICY)), make(POLICY, store_file=str(path))
     assert torch.equal(read_text(cache), wanted)
     assert [stat.filemode(mode) for mode in seen] == ["-rw-------"]  # one file for all layers
+    assert len({id(rows.store.memory) for rows in deepcopy(cache).bounded}) == 1  # of a copy too
     assert not list(tmp_path.iterdir())
     assert torch.equal(read_text(make(POLICY, store_file=str(path))), wanted)  # another at the same time
 

@@ -63,6 +63,8 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
         with blaming(f"layers.{number}", ValueError):
             _check_counts(rows, counts, ctx.policy.keeps_everything)
             rows.measure(*spec.layers[number].empty(dtype, "meta"))
+            if rows.grows:
+                rows.layout.capacity = max(rows.capacity, rows.codec.room(held[number]))
             _check_layout(rows, counts, held[number], ctx, spec.layers[number])
             _check_values(rows, counts, held[number])
     reread = _reread(ctx.schedule, tensors.get(REREAD))
@@ -151,8 +153,6 @@ def _check_counts(rows: BoundedLayer, counts: Mapping[str, float], keeps_everyth
     for name, limit in most.items():
         if counts[name] > limit:
             raise ValueError(f"{name}={counts[name]} must be at most {limit}")
-    if seen and not counts["rows"]:
-        raise ValueError("rows=0 must be at least 1")
 
 
 def _check_layout(

@@ -8,6 +8,7 @@ from functools import cache, partial
 from ..backbones.decoder_attention import same_rotation
 from .context import Context
 from .geometry.schedule import Schedule
+from .storage.packing import BITS
 
 
 class CannotFork(ValueError):
@@ -31,6 +32,10 @@ def check_past(old: Context, new: Context, windows: Sequence[int | None], seen: 
         raise CannotFork("a prompt of that length is rotated by other frequencies (LongRoPE)")
     if new.policy.keeps_everything:
         return
+    if old.settings.kv_bits in BITS and new.schedule.capacity < old.schedule.capacity:
+        raise CannotFork(
+            f"prompt_length={new.schedule.prompt_length}: rows in {old.settings.kv_bits} bits need the room of the longer prompt"
+        )
     # Integers alone: the evictions of both runs so far, simulated once for layers of equal budgets.
     earlier, later = cache(partial(old.schedule.evictions, seen)), cache(partial(new.schedule.evictions, seen))
     for i, (mine, theirs, window) in enumerate(zip(old.budgets, new.budgets, windows, strict=True)):

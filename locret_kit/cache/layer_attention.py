@@ -108,20 +108,15 @@ def _attend_part(
     if (rope := ctx.read_rope(layer, rows)) is not None:
         n = keys.shape[2]
         if ctx.positions.by_rank:
-            cos, sin = ctx.tables.first(rope, n, q, rows.layout.ragged)
-            of_queries = (
-                (cos, sin) if rope.queries is None else ctx.tables.first(rope.queries, n, q, rows.layout.ragged)
-            )
-            newest = of_queries[0][-T:], of_queries[1][-T:]
+            keys_at, queries_at = (ctx.tables.first(one, n, q, rows.layout.ragged) for one in (rope, rope.of_queries))
+            newest = queries_at[0][-T:], queries_at[1][-T:]
         else:
             rank_S = torch.arange(n, device=q.device)
             at = ctx.positions.place(rank_S, _picked(part.positions, seen), rows.seen)
-            cos, sin = ctx.tables.at(rope, at, ctx.positions.span, q)
+            keys_at = ctx.tables.at(rope, at, ctx.positions.span, q)
             # The newest tokens are placed alike in heads of equal length.
-            newest = cos[0, 0, -T:], sin[0, 0, -T:]
-            if rope.queries is not None:
-                newest = ctx.tables.at(rope.queries, at[0, 0, -T:], max(ctx.positions.span or 0, n), q)
-        rotation = ChunkRotation(cos, sin, *newest)
+            newest = ctx.tables.at(rope.of_queries, at[0, 0, -T:], max(ctx.positions.span or 0, n), q)
+        rotation = ChunkRotation(*keys_at, *newest)
     for stage in ctx.stages:
         if stage.narrows(rows, T):
             (q, keys), rotation = ctx.backend.rotated(q, keys, rotation), None

@@ -31,8 +31,8 @@ class LayeredCache(StatefulCache):
 
     def refuse_interrupted(self) -> None:
         """Raise ValueError where a forward ended in the middle: layers have seen different numbers of tokens then."""
-        if self.unfinished:
-            seen = sorted({rows.seen for rows in self.bounded})
+        seen = sorted({rows.seen for rows in self.bounded})
+        if self.unfinished or len(seen) > 1:
             raise ValueError(
                 f"this cache was interrupted inside a forward, after {seen[0]} to {seen[-1]} tokens: reset() it and read again"
             )

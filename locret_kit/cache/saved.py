@@ -104,7 +104,7 @@ def export(cache: BoundedCache, origin: Origin | None = None) -> tuple[Record, d
         held |= {} if rows.store is None else rows.store.export()
         layers.append(counts)
         tensors |= {f"layers.{number}.{name}": tensor for name, tensor in held.items()}
-    if cache.states is not None:
+    if cache.states is not None and cache.get_seq_length():
         tensors |= cache.states.tensors()
     if cache.last_hidden is not None:
         tensors[HIDDEN] = cache.last_hidden

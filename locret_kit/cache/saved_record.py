@@ -11,12 +11,11 @@ from annotated_types import Interval
 
 from ..backbones.identity import NAMES
 from ..naming import blaming
-from ..settings import INT32_MAX, Resolved, StoreSettings
+from ..settings import Count, Resolved, StoreSettings
 from ..validation import check, made, shown
 from .file import Record
 from .pins import pins_of
 
-Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
 CREATED = "%Y-%m-%dT%H:%M:%SZ"
 MOST_PINS = 1024
 """Ranges of pinned positions in a file: each costs a pass over the rows."""

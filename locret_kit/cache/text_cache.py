@@ -122,9 +122,9 @@ class TextCache(LayeredCache):
 
     def _set_pins(self, pins: Pins) -> None:
         if self._context is not None:
-            # Before a second reading all pins count, whatever rows there are: its passages must hold them.
-            check_room(self._context, pins, () if self.needs_reread else self.bounded)
             at = in_rows(pins, self.reread_positions, self.schedule.prompt_length or 0)
+            # Before a second reading all pins count, whatever rows there are: its passages must hold them.
+            check_room(self._context, at, () if self.needs_reread else self.bounded)
             self._context = replace(self._context, pins=at)
         self.pins = pins
 
@@ -174,14 +174,15 @@ class TextCache(LayeredCache):
         if prompt_length is None:
             settings = replace(settings, decode_every=None)
         new = type(self)(settings, self.policy, self.heads, prompt_length=prompt_length, stages=self._stages)
-        new.pins = self.pins
         if self._context is None:
+            new.pins = self.pins
             return new
         check_lengths(s, new.schedule, seen)
         new.bind(self._context.model)
         check_past(self._context, new.context, self._context.spec.windows, seen)
         check_queries([rows.recent for rows in self.bounded], [rows.recent for rows in new.bounded], seen)
         new._take_over(self)
+        new._set_pins(self.pins)
         return new
 
     def with_budget(self, budget: int, *, stabilizers: int | None = None) -> Self:
@@ -231,7 +232,7 @@ class TextCache(LayeredCache):
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """As ``fork``, for the same prompt: heads, policy and model are shared, all else is copied."""
-        shared = (self.heads, self.policy, self._context and self._context.model)
+        shared = (self.heads, self.policy, self.policy.merge, self._context and self._context.model)
         memo.update({id(one): one for one in shared})
         memo[id(self)] = new = object.__new__(type(self))
         vars(new).update(deepcopy(vars(self), memo))
@@ -271,7 +272,9 @@ class TextCache(LayeredCache):
             vars(new).update(_context=None, layers=[], unfinished=False)
             new.bind(self._context.model)
             pairs = zip(self.bounded, new.bounded, strict=True)
-            new.layers = [was if was.capacity == now.capacity else now for was, now in pairs]
+            new.layers = [
+                was if (was.capacity, was.recent) == (now.capacity, now.recent) else now for was, now in pairs
+            ]
         vars(self).update(vars(new))
 
     def __repr__(self) -> str:

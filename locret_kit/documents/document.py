@@ -22,6 +22,7 @@ from ..cache.bounded import BoundedCache
 from ..cache.file import check_there, read_with_digest
 from ..cache.fork import CannotFork
 from ..cache.saved import save_cache
+from ..cache.terms import Terms
 from ..heads import RetainingHeads, loaded
 from ..runtime.session import Answer, Sampling, prefill, ready
 from ..settings import RunSettings, StoreSettings
@@ -106,20 +107,15 @@ class Document:
         if isinstance(text, Path):
             title = title or text.name
         whole = text if isinstance(text, DocumentText) else DocumentText.of(tokenizer, text, chat)
-        if not isinstance(settings, RunSettings):
-            settings = RunSettings.of(given if settings is None else {"budget": settings, **given})
-        elif given:
-            raise ValueError(f"{', '.join(given)}: given twice, within settings and by name")
         heads = loaded(heads)
-        published = heads.config.inference if heads is not None else {}
-        resolved = settings.resolved(published, whole.tokens)
-        settings = replace(settings, budget=resolved.budget)
-        empty = BoundedCache(settings, policy, heads, prompt_length=whole.tokens + resolved.local_len + 1)
+        terms = Terms.of(settings, policy, heads, given)
+        resolved = terms.settings.resolved(terms.published, whole.tokens)
+        run = replace(terms.settings, budget=resolved.budget)
+        empty = BoundedCache(run, policy, heads, prompt_length=whole.tokens + resolved.local_len + 1)
         empty.bind(model)
         document = cls(model, whole, empty, title=title, share=resolved.share)
-        for start, end in document.protected(document.prompt("?")):
-            if end <= document.tokens:  # what follows the text is pinned with each question
-                empty.pin(start, end)
+        # What follows the text is pinned with each question.
+        empty.pin_all(span for span in document.protected(document.prompt("?")) if span[1] <= document.tokens)
         document._reader, document._ahead = reader or read_alone, ahead
         document._go_on(whole, progress)
         return document
@@ -157,11 +153,9 @@ class Document:
         except CannotFork:
             if self.text.unknown:
                 raise
-            run = replace(run, chunk=None, stabilizers=None, local_len=None) if run.one_shot else run
             cache = BoundedCache(run, self.cache.policy, self.cache.heads, prompt_length=prompt_length)
             cache.bind(self.model)
-            for start, end in self.cache.pins:
-                cache.pin(start, end)
+            cache.pin_all(self.cache.pins)
             return cache
 
     # ---- asking ----------------------------------------------------------------------------------------------------
@@ -224,8 +218,7 @@ class Document:
         self._check_sampling(sampling)
         ids = self.prompt(question)
         cache = self.open(len(ids))
-        for start, end in self.protected(ids):
-            cache.pin(start, end)
+        cache.pin_all(self.protected(ids))
         return Answer(
             self.model, self.tokenizer, ids, cache, max_new_tokens=max_new_tokens, sampling=sampling,
             seed=self.cache.settings.seed if seed is None else seed, graph=graph, progress=progress,
@@ -249,13 +242,14 @@ class Document:
         """
         if self.text.unknown:
             return
-        local_len, self._ahead = self.cache.schedule.local_len, True
+        local_len = self.cache.schedule.local_len
         end = max(0, self.text.before_questions(local_len))
         with suppress(CannotFork):
             if end > self.cache.get_seq_length():
                 cache = self.cache.fork(end + local_len + 1, local_len=local_len)
                 self._reader(self.model, self.text.settled[:end], cache, None)
                 self.cache = cache
+        self._ahead = True
         ready(self.model, self.cache)
 
     def _check_sampling(self, sampling: Sampling | None) -> None:

@@ -7,17 +7,16 @@ import re
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import torch
-from annotated_types import Interval
 
 from ..backbones.identity import first_difference, tokenizer_identity
 from ..cache.file import Record, read_record
 from ..cache.saved import restore
 from ..cache.saved_record import Saved
 from ..naming import blaming
-from ..settings import INT32_MAX, Share, StoreSettings
+from ..settings import Count, Share, StoreSettings
 from ..validation import check, made, shown
 from .document_text import DocumentText, open_stream
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from ..heads import RetainingHeads
     from ..policies.policy import Policy
 
-Count = Annotated[int, Interval(ge=0, le=INT32_MAX)]
 IDS = "document.ids"
 """Name of the tensor of token ids."""
 UNKNOWN = 1 << 24

@@ -29,8 +29,9 @@ from ..cache.step import evict_if_due, make_room
 from ..cache.storage.codec import Plain
 from ..cache.storage.compiled import fits
 from ..cache.storage.quantised import GroupedBits
+from ..cache.view import entry_scores
 from ..heads import RetainingHead, RetainingHeads
-from ..policies.base import Entry, Score
+from ..policies.base import Score
 from ..policies.methods.locret import Cis
 from .cpu_groups import FullTail, quantise
 from .cpu_lane import Lane, PositionTables
@@ -124,33 +125,32 @@ class CpuDecoder:
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
         N, L, V = len(caches), len(self.weights.layers), len(self.weights.head.weight)
+        for cache in caches:
+            cache.unfinished = True
         lanes = [self._lane(cache) for cache in caches]
         heads = self._shared_heads(caches)
-        asks = [cache for cache in caches if heads is None and _scores(cache)]
+        asks = [heads is None and cache.policy.score.scores_new_tokens for cache in caches]
         recent = any(rows.recent for cache in caches for rows in cache.bounded)
-        seen = torch.empty(L, N, self.line, dtype=self.sums) if asks or recent else None
+        seen = torch.empty(L, N, self.line, dtype=self.sums) if any(asks) or recent else None
         rows = np.concatenate([lane.rows for lane in lanes])
         ids, logits = np.array(tokens, dtype=np.int64), torch.empty(N, V, dtype=self.sums)
         held = self._held(heads)
         decoder = self._decoder(held)
-        for cache in caches:
-            cache.unfinished = True
         self.library.locret_step(
             decoder.ctypes.data, N, ids.ctypes.data, rows.ctypes.data, logits.data_ptr(),
             0 if seen is None else seen.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         for n, (cache, lane) in enumerate(zip(caches, lanes, strict=True)):
             if seen is not None:
-                self._read(cache, lane, seen[:, n].to(self.dtype), scored=heads is None and _scores(cache))
+                self._read(cache, lane, seen[:, n].to(self.dtype), scored=asks[n])
             self._count(cache, lane)
             cache.unfinished = False
         return logits.float()
 
     def _lane(self, cache: BoundedCache) -> Lane:
         """A cache's rows, with room for a token."""
-        lane, ctx = self._lanes.get(cache), cache.context
-        seen, evicted = cache.get_seq_length(), cache.counters.evicted_rows
-        if lane is None or not lane.left or (lane.seen, lane.evicted) != (seen, evicted):
+        lane, ctx, seen = self._lanes.get(cache), cache.context, cache.get_seq_length()
+        if lane is None or not lane.left or lane.context is not ctx or lane.seen != seen:
             ctx.tables.clear()
             for layer, rows in enumerate(cache.bounded):
                 make_room(ctx, layer, rows, 1)
@@ -232,23 +232,15 @@ class CpuDecoder:
 
     def _read(self, cache: BoundedCache, lane: Lane, line_LE: Tensor, *, scored: bool) -> None:
         """What a policy makes of the new token's q, k and v before RoPE."""
-        (Q, H), D, ctx, seen = self.shape, self.channels, cache.context, lane.seen
+        (Q, H), D, ctx = self.shape, self.channels, cache.context
         for layer, rows in enumerate(cache.bounded):
             q, k, v = (x.view(1, -1, 1, D) for x in line_LE[layer].split((Q * D, H * D, H * D)))
             if scored and rows.window is None:
-                head = ctx.heads[layer] if ctx.heads is not None else None
-                rope = ctx.ropes[layer] if ctx.ropes is not None else None
-                entry = Entry(layer, seen, q, k, v, head, ctx.settings.seed, rope=rope, state=rows.state)
-                score_BHT = ctx.policy.score.score_new_tokens(entry)
-                if score_BHT is not None:
-                    newest = torch.from_numpy(lane.starts_LH[layer] + lane.lengths_LH[layer])
-                    rows.scores.view(-1)[newest] = score_BHT.reshape(-1).to(rows.scores.dtype)
-            rows.remember(q)
-
-
-def _scores(cache: BoundedCache) -> bool:
-    """Whether tokens of a cache have scores as they enter."""
-    return type(cache.policy.score).score_new_tokens is not Score.score_new_tokens
+                newest = torch.from_numpy(lane.starts_LH[layer] + lane.lengths_LH[layer])
+                score_BHT = entry_scores(ctx, layer, rows, lane.seen, q, k, v)
+                rows.scores.view(-1)[newest] = score_BHT.reshape(-1).to(rows.scores.dtype)
+            if rows.recent:
+                rows.remember(q)
 
 
 def _is_plain(score: Score) -> bool:

@@ -15,6 +15,7 @@ from locret_kernels.ragged_decode import PackedRows
 
 from ..backbones.rope import Rope
 from ..cache.bounded import BoundedCache
+from ..cache.context import Context
 from ..cache.storage.quantised import GroupedBits
 from .cpu_groups import point_at
 
@@ -30,10 +31,11 @@ class PositionTables:
         """Tables of the positions below ``length`` at least."""
         # By their numbers: texts have objects of their own for the same rotation.
         key = rope.inv_freq.float().numpy().tobytes(), rope.scaling
-        if key not in self._made or len(self._made[key][0]) < length:
+        made = self._made.get(key)
+        if made is None or len(made[0]) < length:
             cos, sin = rope.tables(torch.arange(length), self.dtype)
-            self._made[key] = cos.to(self.sums).contiguous(), sin.to(self.sums).contiguous()
-        return self._made[key]
+            made = self._made[key] = cos.to(self.sums).contiguous(), sin.to(self.sums).contiguous()
+        return made  # not what another thread has put there meanwhile, which may be shorter
 
 
 @dataclass
@@ -42,7 +44,7 @@ class Lane:
 
     Attributes:
         left: tokens until a boundary, where rows are evicted or a group is quantised. due: tokens of the text when rows may
-            be evicted. seen, evicted: of the cache, by which another hand is noticed.
+            be evicted. seen, context: of the cache, by which another hand, and another text, is noticed.
     """
 
     rows: np.ndarray
@@ -52,7 +54,7 @@ class Lane:
     left: int
     due: int
     seen: int
-    evicted: int
+    context: Context
     own: list[tuple[Rope, Tensor]]
     """Rotations by which new keys are stored, and the memory ``[2, R]`` where those of the next token stand."""
     held: list[object]
@@ -70,7 +72,7 @@ class Lane:
         starts_LH, lengths_LH = (np.zeros((L, H), np.int64) for _ in range(2))
         lane = cls(
             np.zeros(L, decoder_step.ROWS), np.zeros(L, decoder_step.PACKED), starts_LH, lengths_LH, left, seen + left, seen,
-            cache.counters.evicted_rows, [], [], {},
+            ctx, [], [], {},
         )  # fmt: skip
         own: dict[int, tuple[Rope, Tensor]] = {}
         for layer, rows in enumerate(cache.bounded):

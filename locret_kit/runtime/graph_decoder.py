@@ -124,7 +124,7 @@ class GraphDecoder:
 
     Args:
         model: attached, and bound to the cache.
-        cache: after its prompt.
+        cache: after its prompt. Before it ``takes`` may be asked, and no token comes.
     """
 
     name = "graph"
@@ -143,7 +143,7 @@ class GraphDecoder:
         self.ran: dict[tuple[Cuts, Cuts], int] = {}
         self._held: list[list[tuple[Tensor, Tensor]]] = []
         """Tables of rotation that graphs read: a dynamic forward in between would free them."""
-        if self.reason is not None:
+        if self.reason is not None or not cache.get_seq_length():
             return
         with torch.inference_mode(False):
             self.ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)

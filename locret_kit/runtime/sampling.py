@@ -99,7 +99,7 @@ class Chooser:
         scores_V = self._changed(logits_V)
         if self._processors:  # for a copy of what was said the host waits
             history = torch.tensor([self._seen], device=logits_V.device, dtype=torch.long)
-            scores_V = self._processors(cast(torch.LongTensor, history), cast(torch.FloatTensor, logits_V[None]))[0]
+            scores_V = self._processors(cast(torch.LongTensor, history), cast(torch.FloatTensor, scores_V[None]))[0]
         if self._sampling.temperature > 0:
             token = int(torch.multinomial(scores_V.softmax(-1), 1, generator=self._generator))
         else:

@@ -128,8 +128,11 @@ class Sequence:
         return True
 
     def note_prompt(self, logits_TV: Tensor) -> None:
-        """Note the log-probabilities of the prompt's tokens that follow those just read, which have these logits."""
+        """Note the log-probabilities of the prompt's tokens that follow those just read, which have these logits. What is read
+        for the second time was noted in the first."""
         assert self.cache is not None
+        if self.cache.reread_positions:
+            return
         end = self.cache.get_seq_length()
         following = self.request.ids[end - len(logits_TV) + 1 : end + 1]
         for logits_V, token in zip(logits_TV[: len(following)], following, strict=True):  # nothing follows the last

@@ -277,10 +277,9 @@ class BlockStore:
             getattr(self, name)[:, :, : other.blocks] = getattr(other, name)[:, :, : other.blocks]
         self.rows, self.blocks = other.rows.copy(self.memory, other.blocks, self.room), other.blocks
 
-    def __deepcopy__(self, memo: object) -> BlockStore:
-        new = BlockStore(
-            self.size, self.representatives, self.views, self.room, memory=deepcopy(self.memory), bits=self.bits
-        )
+    def __deepcopy__(self, memo: dict[int, object]) -> BlockStore:
+        memory = deepcopy(self.memory, memo)  # one for all stores of a cache
+        new = BlockStore(self.size, self.representatives, self.views, self.room, memory=memory, bits=self.bits)
         new.share(self)
         return new
 

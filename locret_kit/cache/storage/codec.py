@@ -84,6 +84,10 @@ class Codec(ABC):
 
     # ---- taken out and put back ------------------------------------------------------------------------------------
 
+    def room(self, tensors: Mapping[str, Tensor]) -> int:
+        """Rows of a head for which there must be room, so that exported tensors fit, whatever their rows. Needs ``measure``."""
+        return 0
+
     def export(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors beside the columns' ``rows``, and those of them in which a codec has blanked what means nothing."""
         return {}

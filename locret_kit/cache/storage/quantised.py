@@ -22,6 +22,7 @@ pieces change the result by rounding.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -31,6 +32,7 @@ from torch.nn import functional as F
 from locret_kernels.hadamard import hadamard
 from locret_kernels.ragged_decode import PackedRows
 
+from ...settings import INT32_MAX
 from .bits import check_head_size
 from .codec import Codec, Column
 from .groups import GROUP, SPARE, pairs_of, regroup, table_size
@@ -105,9 +107,10 @@ class GroupedBits(Codec):
         """Rows for which the tail has room."""
         return self.residual + self.group_rows - 1
 
-    def _groups(self) -> int:
-        """Key groups in a table."""
-        return table_size(self.layout.capacity, self.layout.tables()[1], self.spare, self.group_rows)
+    def _groups(self, rows: int | None = None) -> int:
+        """Key groups in a table, with room for so many rows of a head; by default for those of the layout."""
+        capacity = self.layout.capacity if rows is None else rows
+        return table_size(capacity, self.layout.tables()[1], self.spare, self.group_rows)
 
     def _levels(self) -> Shapes:
         # Per key group, not per row: one step and one zero point per channel.
@@ -292,6 +295,12 @@ class GroupedBits(Codec):
 
     def clear(self) -> None:
         self.tail, self.scratch.owner = 0, None
+
+    def room(self, tensors: Mapping[str, Tensor]) -> int:
+        # By numbers and not by its shape: a file may say anything.
+        numbers = self.layout.B * self.layout.tables()[0] * self.key_size
+        groups = tensors["key_step"].numel() // numbers if "key_step" in tensors else 0
+        return bisect_left(range(INT32_MAX), groups, lo=self.layout.capacity, key=self._groups)
 
     def export(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # Rows without a group have no codes yet, and free groups no levels: zeros, not what the memory held before.

@@ -19,7 +19,7 @@ def export_rows(rows: BoundedLayer) -> tuple[dict[str, float], dict[str, Tensor]
     free room is among them. Tensors may share memory with the buffers; there are none before the first token."""
     counts = {name: getattr(rows, name) for name in (*COUNTS, "scaling")}
     counts |= {name: getattr(rows.codec, name) for name in rows.codec.COUNTS}
-    if not rows.is_initialized:
+    if not rows.seen:
         return counts, {}
     # Every tensor of the score's state and every buffer, or the layer would go on otherwise.
     every = rows.layout.every()
@@ -62,8 +62,9 @@ def restore_rows(
         setattr(rows.codec if name in rows.codec.COUNTS else rows, name, value)
     if not tensors:
         return
-    # Under full attention a text may be longer than the room that was planned.
-    rows.layout.capacity = max(rows.capacity, rows.rows)
+    # Under full attention a text may be longer than the room that was planned, and a table of key groups larger.
+    rows.measure(k_BH0D, v_BH0D)
+    rows.layout.capacity = max(rows.capacity, rows.rows, rows.codec.room(tensors))
     rows.lazy_initialization(k_BH0D, v_BH0D)
     rows.layout.fill(tensors)
     every = rows.layout.every()
