@@ -31,6 +31,7 @@ from locret_kit import BoundedCache
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving import document_routes, uploads
 from locret_kit.serving.app import make_app
+from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.request import Busy, ServerRequest, Stopping
 from locret_kit.serving.state import Limits, Server
@@ -319,7 +320,7 @@ def upload(url: str, text: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/documents", files={"file": ("a.txt", text.encode())}, headers=bearer(), timeout=60)
 
 
-def test_documents_deleted_while_they_are_read_or_asked(url, engine, server):
+def test_documents_deleted_while_they_are_read_or_asked(url, engine, server, monkeypatch):
     for wait in (0.0, 0.3, 1.0):
         name = upload(url, text_of(1500)).json()["id"]
         time.sleep(wait)
@@ -330,6 +331,16 @@ def test_documents_deleted_while_they_are_read_or_asked(url, engine, server):
             break
         time.sleep(0.05)
     assert not server.documents and not server.tasks
+    name, ids = uploaded(url, "a.txt", text_of(100).encode())["id"], ChatBody.ids
+
+    def deleting(*given):
+        assert httpx.delete(f"{url}/v1/documents/{name}", headers=bearer()).status_code == 200
+        return ids(*given)
+
+    with monkeypatch.context() as patch:  # while its question becomes tokens
+        patch.setattr(ChatBody, "ids", deleting)
+        body = {"messages": user("Who?"), "document_id": name}
+        assert httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer()).status_code == 404
     quiet(engine)
     engine.forget("")
     works(url)

@@ -195,6 +195,7 @@ class Server:
                 if store.lost(upload.id):  # another server has deleted it
                     upload.deleted = True
                     self.documents.pop(upload.id, None)
+                    engine.forget(upload.id)
             if document is not None:
                 self.restore(engine, owner=owner, name=document)
 
