@@ -221,13 +221,19 @@ def test_an_error_in_a_stream_is_that_of_a_whole_answer(url):
     assert json.loads(stream.text.strip().splitlines()[-1].removeprefix("data: ")) == whole.json()
 
 
-def test_a_fault_of_a_route_has_the_shape_of_an_error(url, server, monkeypatch):
+def test_a_fault_of_a_route_has_the_shape_of_an_error(url, server, monkeypatch, caplog):
+    """And a name in the log, as a refusal before every route has."""
+
     def listed(owner):
         raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr(server, "listed", listed)
-    answer = httpx.get(f"{url}/v1/documents", headers=bearer())
-    assert answer.status_code == 500
+    with caplog.at_level(logging.INFO):
+        answers = [httpx.get(f"{url}/v1/documents", headers=headers) for headers in (bearer("wrong"), bearer())]
+    said = [record.getMessage().rpartition(" ")[0] for record in caplog.records if record.name == "locret_kit.serving"]
+    names = [answer.headers["x-request-id"] for answer in answers]
+    assert said == [f"{name} GET /v1/documents {status}" for name, status in zip(names, (401, 500), strict=True)]
+    answer = answers[1]
     assert answer.json()["error"] == {
         "message": "the server failed",
         "type": "server_error",
@@ -367,6 +373,11 @@ def test_uploads_that_fail_hold_no_place_and_losses_are_told(url, server):
             held = httpx.get(f"{url}/v1/documents/{held['id']}", headers=bearer()).json()
         assert held["error"].endswith("save it as .docx")
     assert len(server.documents) == LIMITS.documents + 1
+    assert "\nlocret_documents 0.0\n" in httpx.get(f"{url}/metrics", headers=bearer()).text
+    form = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a\\ud800.rtf"\r\n\r\n{\\rtf1 x}\r\n--b--\r\n'
+    kind = {"content-type": "multipart/form-data; boundary=b; charset=unicode_escape"}
+    named = httpx.post(f"{url}/v1/documents", content=form, headers=bearer() | kind, timeout=60)
+    assert named.json()["title"] == "a?.rtf"
     page = "<html><body><p>%s</p></body></html>"
     files = {
         "mimetype": "application/epub+zip", "c0.xhtml": page % "The harbour was quiet.",
