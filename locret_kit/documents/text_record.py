@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 import torch
 from annotated_types import Interval
 
@@ -136,4 +137,4 @@ def _stored_ids(ids: torch.Tensor | None, vocabulary: int) -> array[int]:
 
 def hash_ids(ids: array[int]) -> str:
     """SHA-256 (hexadecimal) of token ids as little-endian 32-bit integers."""
-    return hashlib.sha256(torch.tensor(ids, dtype=torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
+    return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()
