@@ -228,12 +228,8 @@ class ChatBody(CompletionBody):
     def shared_tokens(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> int:
         """All that comes before the first user message, where that is not only the template's own."""
         messages, tools = self.conversation(tokenizer)
-        first = next((at for at, message in enumerate(messages) if message["role"] == "user"), 0)
-        if (
-            not (first or tools)
-            or not has_template(tokenizer)
-            or all(message["role"] != "user" for message in messages)
-        ):
+        first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None or not (first or tools) or not has_template(tokenizer):
             return 0
         before, _ = render_messages(tokenizer, messages, about=True, tools=tools, continued=self.continued)
         alone = IdStream(tokenizer).finish(before)
