@@ -11,6 +11,7 @@ import torch
 from locret_kit.cli.plan import resolve, shipped_configs
 from locret_kit.config import recipes
 from locret_kit.config.recipes import choose_for_device, known_recipes, read_recipe
+from locret_kit.planning import text_budget
 from locret_kit.planning.backbone_sizes import BackboneSizes, head_parameters
 from locret_kit.planning.chosen_step import LONGEST, SHARE, WIDTHS, choose_step, choose_width
 from locret_kit.planning.fitting_settings import DoesNotFit
@@ -57,6 +58,17 @@ def test_a_number_that_is_given_stays():
     assert step.batch == 3 and plan_training(own, step).peak <= 24 * GIB
     with pytest.raises(DoesNotFit, match="a training step of 10000 tokens, 64 of them the answer needs"):
         choose_step(own, setting, 16 * GIB, tokens=10000, batch=None, max_tokens=LONGEST, samples=1)
+
+
+def test_a_container_s_bound_is_its_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(text_budget, "CGROUP", tmp_path)
+    whole = recipes.machine_memory()
+    for words, memory in (("max\n", whole), (f"{GIB // 4}\n", GIB // 4), (f"{2**60}\n", whole)):
+        (tmp_path / "memory.max").write_text(words)
+        (tmp_path / "memory.current").write_text("1000\n")
+        assert recipes.machine_memory() == memory
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert text_budget.free_memory(torch.device("cpu")) == 4000
 
 
 def test_it_says_what_it_chose(monkeypatch, capsys, tmp_path):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from forked import ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import same, train, train_to
@@ -14,7 +19,7 @@ from tiny_tokenizer import save_tiny_backbone
 from locret_kit.samples.sample import Sample
 from locret_kit.training.data import Share
 from locret_kit.training.scalars import read_curves
-from locret_kit.training.strategy import make_strategy
+from locret_kit.training.strategy import finish_gradients, make_strategy
 
 SETTINGS = [
     "recipe=tiny",
@@ -72,6 +77,21 @@ def test_a_step_takes_the_same_samples_on_any_number_of_processes(start, batch, 
                 lengths = [len(sample.ids) for forward in share for sample in forward]
                 assert [len(forward) for forward in share] == [batch] * batches
                 assert batch == 1 or lengths == sorted(lengths)
+
+
+def test_a_process_whose_samples_taught_nothing_waits_for_the_others(tmp_path):
+    """The mean counts its zeros; a weight that nobody has a gradient of gets none."""
+
+    def work() -> int:
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+        some, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+        some.grad = torch.tensor([1.0, -4.0]) if rank else None
+        finish_gradients(make_strategy("ddp", 2, 1), [some, other], 1.0)
+        return int(other.grad is not None or some.grad.tolist() != [0.5, -1.0])
+
+    log = tmp_path / "log"
+    assert ranks(work, 2, log) == [0, 0], log.read_text()
 
 
 def test_several_devices_need_a_strategy():

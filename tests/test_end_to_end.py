@@ -95,8 +95,8 @@ def test_drawn_evictions_cover_the_text_in_order(prompt, answer, seed):
     assert not one.first < one.bounds[-1] or one.first - one.newest > one.keep
 
 
-def training(*more: str) -> EndToEndTraining:
-    model = tiny_model("llama").double()
+def training(*more: str, model=None) -> EndToEndTraining:
+    model = (model or tiny_model("llama")).double()
     keys = ["gates.shares=[0.2,0.3]", "gates.chunks=[8]", "gates.text_tokens=7", "infer.local_len=6", *more]
     module = EndToEndTraining(
         model, load_config(["recipe=tiny", "trains=end_to_end", "backbone.model=tiny", "infer.budget=64", *keys])
@@ -168,6 +168,17 @@ def test_evictions_forward_leave_every_head_a_gradient():
         assert all(bool(weight.grad.abs().sum() > 0) for weight in layer.parameters())
 
 
+def test_the_distributions_are_the_models_own():
+    """What it does to its logits counts: scaled down to nothing, they all say the same."""
+    found = []
+    for scaling in (1.0, 1e9):
+        kind = {"model_type": "granite", "logits_scaling": scaling, "attention_multiplier": 0.25}
+        module = training(model=tiny_model("llama", **kind))
+        with attach(module.backbone) as module._attachment, torch.no_grad():
+            found.append(float(module.divergence(Sample(tuple(text(70)), ((60, 70),)), random.Random(3), 1.0)[0]))
+    assert found[0] > 1e-3 and found[1] < 1e-9
+
+
 def test_divergence_is_the_definitions():
     torch.manual_seed(2)
     mine, wanted = torch.randn(4, 11).double() * 3, torch.randn(4, 11).double() * 3
@@ -210,8 +221,11 @@ def test_the_command_trains_goes_on_and_says_what_scores_are(tmp_path, monkeypat
     assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), theirs.parameters(), strict=True))
     curves = read_curves(whole)
     assert len(curves["train/answers"]) == 4 and len(curves["val/answers"]) == 2
-    again = tmp_path / "again"  # heads begin with others, of another unit too
-    assert main([*shared, f"heads.init={whole}/heads", "target.kind=logit", f"out={again}"]) == 0
+    again = (
+        tmp_path / "again"
+    )  # heads begin with others, of another unit too; some budgets hold all that comes before the tail
+    large = ["infer.local_len=100", "gates.shares=[0.2,0.95]"]
+    assert main([*shared, *large, f"heads.init={whole}/heads", "target.kind=logit", f"out={again}"]) == 0
     assert not any(
         torch.equal(a, b)
         for a, b in zip(mine.parameters(), RetainingHeads.from_pretrained(again / "heads").parameters(), strict=True)

@@ -206,6 +206,18 @@ def test_a_paper_s_average_stands_where_all_its_tasks_do():
     head, _, *lines = [line for line in overview(rows).markdown().splitlines() if line.startswith("|")]
     assert head.split(" | ")[-1] == "mean of locret-leval |"
     assert [line.split(" | ")[-1] for line in lines] == ["0.17 ± 0.00 (n=13) |", "- |"]
+    texts = {
+        name: ("-",) if name.endswith(("line", "multikey_uuid", "cwe", "fwe")) else ("a", "b")
+        for name in MEANS["ruler"]
+    }
+    rows = [
+        replace(ROW, task=name, haystack=text, policy="p", heads="-", score=float(text == "a"), scores={})
+        for name, known in texts.items()
+        for text in known
+    ]
+    every = overview(rows)
+    means = dict(zip(every.head, map(str, every.lines[0]), strict=True))
+    assert [means[f"mean of ruler, haystack: {text}"] for text in "ab"] == ["0.60 (n=10)", "0.00 (n=10)"]
     assert {name.partition(".")[0] for names in GROUPS.values() for name in names} <= {
         "infinitebench",
         "leval",

@@ -31,6 +31,7 @@ from locret_kit import BoundedCache
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving import document_routes, uploads
 from locret_kit.serving.app import make_app
+from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.request import Busy, ServerRequest, Stopping
 from locret_kit.serving.state import Limits, Server
@@ -220,13 +221,19 @@ def test_an_error_in_a_stream_is_that_of_a_whole_answer(url):
     assert json.loads(stream.text.strip().splitlines()[-1].removeprefix("data: ")) == whole.json()
 
 
-def test_a_fault_of_a_route_has_the_shape_of_an_error(url, server, monkeypatch):
+def test_a_fault_of_a_route_has_the_shape_of_an_error(url, server, monkeypatch, caplog):
+    """And a name in the log, as a refusal before every route has."""
+
     def listed(owner):
         raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr(server, "listed", listed)
-    answer = httpx.get(f"{url}/v1/documents", headers=bearer())
-    assert answer.status_code == 500
+    with caplog.at_level(logging.INFO):
+        answers = [httpx.get(f"{url}/v1/documents", headers=headers) for headers in (bearer("wrong"), bearer())]
+    said = [record.getMessage().rpartition(" ")[0] for record in caplog.records if record.name == "locret_kit.serving"]
+    names = [answer.headers["x-request-id"] for answer in answers]
+    assert said == [f"{name} GET /v1/documents {status}" for name, status in zip(names, (401, 500), strict=True)]
+    answer = answers[1]
     assert answer.json()["error"] == {
         "message": "the server failed",
         "type": "server_error",
@@ -319,7 +326,7 @@ def upload(url: str, text: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/documents", files={"file": ("a.txt", text.encode())}, headers=bearer(), timeout=60)
 
 
-def test_documents_deleted_while_they_are_read_or_asked(url, engine, server):
+def test_documents_deleted_while_they_are_read_or_asked(url, engine, server, monkeypatch):
     for wait in (0.0, 0.3, 1.0):
         name = upload(url, text_of(1500)).json()["id"]
         time.sleep(wait)
@@ -330,6 +337,16 @@ def test_documents_deleted_while_they_are_read_or_asked(url, engine, server):
             break
         time.sleep(0.05)
     assert not server.documents and not server.tasks
+    name, ids = uploaded(url, "a.txt", text_of(100).encode())["id"], ChatBody.ids
+
+    def deleting(*given):
+        assert httpx.delete(f"{url}/v1/documents/{name}", headers=bearer()).status_code == 200
+        return ids(*given)
+
+    with monkeypatch.context() as patch:  # while its question becomes tokens
+        patch.setattr(ChatBody, "ids", deleting)
+        body = {"messages": user("Who?"), "document_id": name}
+        assert httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer()).status_code == 404
     quiet(engine)
     engine.forget("")
     works(url)
@@ -356,6 +373,11 @@ def test_uploads_that_fail_hold_no_place_and_losses_are_told(url, server):
             held = httpx.get(f"{url}/v1/documents/{held['id']}", headers=bearer()).json()
         assert held["error"].endswith("save it as .docx")
     assert len(server.documents) == LIMITS.documents + 1
+    assert "\nlocret_documents 0.0\n" in httpx.get(f"{url}/metrics", headers=bearer()).text
+    form = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a\\ud800.rtf"\r\n\r\n{\\rtf1 x}\r\n--b--\r\n'
+    kind = {"content-type": "multipart/form-data; boundary=b; charset=unicode_escape"}
+    named = httpx.post(f"{url}/v1/documents", content=form, headers=bearer() | kind, timeout=60)
+    assert named.json()["title"] == "a?.rtf"
     page = "<html><body><p>%s</p></body></html>"
     files = {
         "mimetype": "application/epub+zip", "c0.xhtml": page % "The harbour was quiet.",

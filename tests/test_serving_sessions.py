@@ -150,6 +150,37 @@ def test_a_folder_that_was_there_stays_as_it_is(tmp_path, caplog):
     assert other.read_text() == "mine" and other.stat().st_mode & 0o777 == 0o644
 
 
+def test_what_a_server_writes_meanwhile_stays(tmp_path, monkeypatch):
+    """A file that went on between its look-up and its reading, and one that is written while the folder is looked through."""
+    with engine_with(tmp_path) as engine:
+        store, text = engine.store, prompt(60, 0)
+        said = ask(engine, ANNA, text).sequence.tokens
+        engine._parked._saver.submit(int).result()
+        (before,) = store.sessions(ANNA)
+        ask(engine, ANNA, text + array("i", said) + prompt(30, 5))
+        engine._parked._saver.submit(int).result()
+        assert store.load(before, engine.spec) is None
+        (after,) = store.sessions(ANNA)
+        assert after.name == before.name and after.tokens > before.tokens
+        assert store.load(after, engine.spec).get_seq_length() == after.tokens
+
+        def slow(folder: Path, pattern: str, glob=Path.glob) -> list[Path]:
+            found = [*glob(folder, pattern)]
+            if pattern == "*.locret":
+                ask(engine, ANNA, prompt(50, 1))
+                engine._parked._saver.submit(int).result()
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "glob", slow)
+            store.refresh(ANNA)
+        assert len(store.sessions(ANNA)) == 2 and not any(store.lost(key.name) for key in store.sessions(ANNA))
+
+
+def failing(*given: object, **more: object) -> None:
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("no memory")])
 def test_a_session_that_cannot_be_read_now_is_read_anew_and_its_file_stays(tmp_path, monkeypatch, undisturbed, error):
     def failing(path: Path) -> None:
@@ -185,22 +216,32 @@ def test_a_session_without_memory_for_it_stays_on_disk(tmp_path, monkeypatch, un
 
 
 def test_a_document_that_cannot_be_read_now_stays(tmp_path, monkeypatch):
+    """On a disk that fails, and behind another chat template than it was read with."""
     model, tokenizer, heads = parts("llama")
     document, name = Document.read(model, tokenizer, text_of(200), SETTINGS, "locret", heads), "doc_" + "1" * 32
-
-    def failing(path: Path) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
     with engine_with(tmp_path) as engine:
         server = Server(engine, "tiny", KEYS, salt=engine.store.salt)
         engine.save_document(name, next(iter(server.owners.values())), document)
         engine._parked._saver.submit(int).result()
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "load_document", failing)
-            server.restore(engine)
-        assert not server.documents
+        places = []
+
+        def loading(path: Path) -> None:
+            places.append(server.places)
+            failing()
+
+        for place, attribute, value in (
+            (engine, "load_document", loading),
+            (tokenizer, "chat_template", "{{ messages[0]['content'] }}"),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, attribute, value)
+                server.restore(engine)
+            engine._parked._saver.submit(int).result()
+            assert not server.documents and places == [1]  # it had its place while it was loaded
         server.restore(engine)
         assert server.documents[name].shown()["status"] == "ready"
+        monkeypatch.setattr(os, "utime", failing)
+        engine.store.used(name)  # of a request about it
 
 
 def test_files_of_a_later_version_wait_for_it(tmp_path, caplog, monkeypatch, undisturbed):

@@ -85,7 +85,7 @@ def test_a_conversation_and_a_document_go_on_at_another_server(tmp_path):
 def test_a_document_that_is_deleted_at_one_server_is_gone_at_all(tmp_path):
     """Whether the others have loaded it just now, often, or made it themselves."""
     with ExitStack() as stack:
-        (one, first), (_, second) = (stack.enter_context(sharing(tmp_path)) for _ in range(2))
+        (one, first), (two, second) = (stack.enter_context(sharing(tmp_path)) for _ in range(2))
         for looks, at in ((1, first), (2, first), (1, second)):
             upload = {"file": ("book.txt", text_of(100).encode())}
             name = httpx.post(f"{first}/v1/documents", files=upload, headers=bearer(), timeout=60).json()["id"]
@@ -95,10 +95,14 @@ def test_a_document_that_is_deleted_at_one_server_is_gone_at_all(tmp_path):
                 time.sleep(0.02)
             for _ in range(looks):
                 assert httpx.get(f"{second}/v1/documents/{name}", headers=bearer()).status_code == 200
+            body = {"messages": [{"role": "user", "content": "Who?"}], "document_id": name, "max_tokens": 1}
+            asked = httpx.post(f"{first}/v1/chat/completions", json=body, headers=bearer(), timeout=60)
+            assert asked.status_code == 200
             assert httpx.delete(f"{at}/v1/documents/{name}", headers=bearer()).status_code == 200
             for url in (first, second, first, second):
                 assert httpx.get(f"{url}/v1/documents/{name}", headers=bearer()).status_code == 404
                 assert httpx.get(f"{url}/v1/documents", headers=bearer()).json()["data"] == []
+            assert not one.idle and not two.idle  # nor does a conversation about it wait for its next turn
 
 
 def test_documents_come_while_others_are_listed():

@@ -17,6 +17,7 @@ from locret_kit.backbones.intercept import attached
 from locret_kit.cli.serve import sampling_defaults
 from locret_kit.config.serve_options import ServeOptions
 from locret_kit.runtime.sampling import Chooser, Sampling
+from locret_kit.serving.information import Detokenize
 from locret_kit.text.template import render_messages
 
 NULLS = {
@@ -259,6 +260,8 @@ def test_models_and_tokens(url, engine):
     for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [10**9]}), ("/detokenize", {})):
         assert httpx.post(f"{url}{path}", json=body, headers=bearer()).status_code == 400
         assert httpx.post(f"{url}{path}", json=body).status_code == 401
+    with pytest.raises(ValueError, match="at most 1048576 items"):
+        Detokenize(tokens=[0] * (2**20 + 1))
 
 
 def test_codes(url):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 
 from locret_kit import RetainingHeads
+from locret_kit.cis import ranks
 from locret_kit.cli.train import main
 from locret_kit.config.train_config import DataConfig
 from locret_kit.samples.haystack import load_text
@@ -26,7 +27,7 @@ from locret_kit.samples.records import to_messages
 from locret_kit.samples.sample import encode_chat
 from locret_kit.samples.synthetic import synthetic_sample
 from locret_kit.training import fit
-from locret_kit.training.board import cis_figure, marked_text, most_kept, pixels, ranks
+from locret_kit.training.board import cis_figure, marked_text, most_kept, pixels
 from locret_kit.training.data import Samples
 from locret_kit.training.scalars import read_curves
 
@@ -283,8 +284,8 @@ def test_ranks_are_those_of_a_sort(rows, slots, seed):
 
 def test_the_picture_has_predictions_above_truth_and_bins_keep_the_highest():
     """Two heads of two layers; every axis says what it is."""
-    truth = torch.zeros(4, 4000)
-    truth[0, 17] = truth[3, 3999] = 1
+    truth = torch.rand(4, 4000, generator=torch.Generator().manual_seed(0))
+    truth[0, 17] = truth[3, 3999] = 2
     figure = cis_figure(-truth, truth, layers=[5, 11], title="After 7 steps", width=100)
     above, below, legend = figure.axes
     for panel, picked in ((above, 0), (below, 1)):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ..backbones.identity import first_difference, tokenizer_identity
@@ -134,4 +135,4 @@ def _stored_ids(ids: torch.Tensor | None, vocabulary: int) -> array[int]:
 
 def hash_ids(ids: array[int]) -> str:
     """SHA-256 (hexadecimal) of token ids as little-endian 32-bit integers."""
-    return hashlib.sha256(torch.tensor(ids, dtype=torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
+    return hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()

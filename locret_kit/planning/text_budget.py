@@ -73,8 +73,14 @@ def free_memory(device: torch.device) -> int | None:
     except (OSError, KeyError, ValueError):
         pages = "SC_PHYS_PAGES" if "SC_PHYS_PAGES" in os.sysconf_names else None
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") // 2 if pages else None
-    try:
-        limit = int((CGROUP / "memory.max").read_text(encoding="ascii"))
-        return min(free, limit - int((CGROUP / "memory.current").read_text(encoding="ascii")))
-    except (OSError, ValueError):  # no cgroup v2, or "max"
+    if (limit := container_limit()) is None:
         return free
+    return min(free, limit - int((CGROUP / "memory.current").read_text(encoding="ascii")))
+
+
+def container_limit() -> int | None:
+    """Bytes that this container may take; None where nothing bounds them."""
+    try:
+        return int((CGROUP / "memory.max").read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return None

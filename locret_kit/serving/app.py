@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from .anthropic_routes import add_anthropic
 from .completions import add_completions
@@ -26,8 +27,8 @@ from .responses_routes import add_responses
 from .state import Server
 
 
-def make_app(server: Server) -> FastAPI:
-    """The application. It stops the server when it ends."""
+def make_app(server: Server) -> ASGIApp:
+    """The application. It stops the server when it ends. Requests are named around all of it: refusals and faults too."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -35,7 +36,6 @@ def make_app(server: Server) -> FastAPI:
         await asyncio.to_thread(server.stop)
 
     app = FastAPI(title="locret-serve", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(NamedRequests)
     app.add_middleware(Guard, server=server)
     if server.origins:
         app.add_middleware(
@@ -51,12 +51,10 @@ def make_app(server: Server) -> FastAPI:
     @app.get("/metrics")
     async def metrics(request: Request) -> PlainTextResponse:
         server.owner(request)
-        return PlainTextResponse(
-            metrics_of(server.ready(), len(server.documents)), media_type="text/plain; version=0.0.4"
-        )
+        return PlainTextResponse(metrics_of(server.ready(), server.places), media_type="text/plain; version=0.0.4")
 
     for add in (add_completions, add_responses, add_anthropic, add_documents, add_information):
         add(app, server)
     add_errors(app)
     add_page(app)
-    return app
+    return NamedRequests(app)

@@ -13,7 +13,7 @@ from ..documents.document import Document
 from ..runtime.session import Sampling
 from ..runtime.tokens import IdStream, TooManyTokens
 from ..text.template import has_template, render_messages
-from .messages import JsonObject, Message, ResponseFormat, TemplateMessage, Tool, call_of, check_text, without_nulls
+from .messages import JsonObject, Message, ResponseFormat, TemplateMessage, Tool, call_of, without_nulls
 from .tools import knows_tools, rewritten
 
 REFUSED = ("functions", "function_call", "audio", "modalities")
@@ -140,10 +140,8 @@ class ChatBody(CompletionBody):
     def _possible(self) -> ChatBody:
         if self.max_tokens == 0:
             raise ValueError("max_tokens=0 must be at least 1")
-        for number, message in enumerate(self.messages):
-            check_text(f"messages.{number}", message.content)
-            for call in message.tool_calls:
-                call_of(call)
+        for call in (call for message in self.messages for call in message.tool_calls):
+            call_of(call)
         if isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "allowed_tools":
             self._offer(self.tool_choice.get("allowed_tools", self.tool_choice))
         if self.called not in (None, *self._names):
@@ -228,12 +226,8 @@ class ChatBody(CompletionBody):
     def shared_tokens(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> int:
         """All that comes before the first user message, where that is not only the template's own."""
         messages, tools = self.conversation(tokenizer)
-        first = next((at for at, message in enumerate(messages) if message["role"] == "user"), 0)
-        if (
-            not (first or tools)
-            or not has_template(tokenizer)
-            or all(message["role"] != "user" for message in messages)
-        ):
+        first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None or not (first or tools) or not has_template(tokenizer):
             return 0
         before, _ = render_messages(tokenizer, messages, about=True, tools=tools, continued=self.continued)
         alone = IdStream(tokenizer).finish(before)
@@ -290,7 +284,6 @@ class TextBody(CompletionBody):
 
     def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str | list[int], max_tokens: int | None) -> array[int]:
         if isinstance(prompt, str):
-            check_text("prompt", prompt)
             return IdStream(tokenizer, special=True, max_tokens=max_tokens).finish(prompt)
         if max_tokens is not None and len(prompt) > max_tokens:
             raise TooManyTokens(max_tokens)

@@ -49,9 +49,9 @@ def add_documents(app: FastAPI, server: Server) -> None:
         if server.places >= server.limits.documents:  # after the last await: two uploads cannot both pass
             said = f"{server.places} documents are held already: delete one first"
             raise Refused(429, said, headers={"retry-after": "60"})
-        upload = UploadedDocument(
-            f"doc_{secrets.token_hex(16)}", owner, (file.filename or "document")[:200], int(time.time())
-        )
+        # A form may name a charset that gives halves of surrogate pairs.
+        title = (file.filename or "document")[:200].encode("utf-8", "replace").decode()
+        upload = UploadedDocument(f"doc_{secrets.token_hex(16)}", owner, title, int(time.time()))
         server.documents[upload.id] = upload
         failed = [one.id for one in server.documents.values() if one.owner == owner and one.error is not None]
         for old in failed[:-FAILED]:  # they hold no place, and no memory for good either

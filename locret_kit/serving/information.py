@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field
 
 from ..runtime.kept_text import token_texts
 from ..runtime.tokens import stream_ids
-from .bodies import ChatBody, Ids
-from .messages import check_text, without_nulls
+from .bodies import ChatBody
+from .messages import without_nulls
 from .state import Server
 
 
@@ -30,7 +30,7 @@ class Tokenize(BaseModel):
 class Detokenize(BaseModel):
     """``POST /detokenize``."""
 
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 20)] | Ids
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 20)]
 
 
 def add_information(app: FastAPI, server: Server) -> None:
@@ -65,7 +65,6 @@ def add_information(app: FastAPI, server: Server) -> None:
             text = body.content if body.content is not None else body.prompt
             if text is None:
                 raise HTTPException(400, "content (or prompt, or messages) is missing")
-            check_text("content", text)
             special = body.add_special if body.add_special_tokens is None else body.add_special_tokens
             ids = await asyncio.to_thread(stream_ids, tokenizer, [text], special=special)
         tokens: list[object] = list(ids)

@@ -16,14 +16,6 @@ TEXTS = ("text", "input_text", "output_text", "refusal")
 """Types of parts that are text."""
 
 
-def check_text(name: str, text: str) -> None:
-    """Raise ValueError for half of a surrogate pair, which JSON can hold and no tokenizer reads."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name}: character {error.start} is half of a surrogate pair") from None
-
-
 def without_nulls(value: object) -> object:
     """An object without its fields that are null, which are as good as absent."""
     return {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, dict) else value

@@ -112,7 +112,8 @@ class Replica:
         key = Path(keys).read_text(encoding="utf-8").split()[0] if keys else ""
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._child = Child(words)
-        self._client = httpx.AsyncClient(base_url=self._child.url, timeout=httpx.Timeout(10, read=None))
+        limits = httpx.Limits(max_connections=None)  # the server bounds requests itself, and says so
+        self._client = httpx.AsyncClient(base_url=self._child.url, timeout=httpx.Timeout(10, read=None), limits=limits)
 
     def __del__(self) -> None:
         self._child.stop()
@@ -167,17 +168,18 @@ class Front:
 
     async def __call__(self, request: Request) -> Response:
         """An answer as the replica's server gives it, streamed or whole."""
-        body = b""
+        body = bytearray()
         async for piece in request.stream():
             body += piece
             if len(body) > BODY:
                 return problem(413, f"the body must be at most {BODY} bytes")
         headers = {name: value for name, value in request.headers.items() if name not in HOP}
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        name = affinity_key(request.url.path, request.headers, body)
+        whole = bytes(body)
+        name = affinity_key(request.url.path, request.headers, whole)
         asked = self._replicas.options(stream=True, multiplexed_model_id=name).answer
         for _ in range(TRIES):
-            pieces = asked.remote(request.method, path, headers, body, name)
+            pieces = asked.remote(request.method, path, headers, whole, name)
             try:
                 status, said = await anext(pieces)
             except RayActorError:  # the replica has died before it said anything, and another may be asked

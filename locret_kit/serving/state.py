@@ -167,16 +167,16 @@ class Server:
             if self.places >= self.limits.documents:
                 left += 1
                 continue
+            # In its place before it is loaded: an upload meanwhile would be one too many.
+            upload = self.documents[stored] = UploadedDocument(stored, whose, "document", created)
             try:
-                document = engine.load_document(path)
-            except (FileNotFoundError, ValueError) as error:
-                LOG.warning("a document's file is not usable and removed: %s", first_line(error))
-                engine.forget(stored)
-                continue
-            except OSError as error:
-                LOG.warning("a document's file cannot be read: %s", first_line(error))
-                continue
-            self.documents[stored] = UploadedDocument(stored, whose, document.title or "document", created, document)
+                upload.document = engine.load_document(path)
+                upload.title = upload.document.title or upload.title
+            except (OSError, ValueError) as error:  # such as another chat template: a server that has it may come back
+                LOG.warning("a document's file cannot be used, and is left as it is: %s", first_line(error))
+            finally:
+                if upload.document is None or upload.deleted:
+                    self.documents.pop(stored, None)
         if left:
             LOG.warning("%d documents stay on disk: documents=%d are held at once", left, self.limits.documents)
 
@@ -195,6 +195,7 @@ class Server:
                 if store.lost(upload.id):  # another server has deleted it
                     upload.deleted = True
                     self.documents.pop(upload.id, None)
+                    engine.forget(upload.id)
             if document is not None:
                 self.restore(engine, owner=owner, name=document)
 

@@ -166,12 +166,11 @@ class Store:
         return File(path, found.st_size, key, usable, found.st_mtime_ns)
 
     def refresh(self, owner: str) -> None:
-        """Find what other servers have written and removed of an owner's, where they share the folder."""
-        if not self.shares:
-            return
+        """Find what has been written and removed of an owner's, by other servers too where they share the folder."""
+        with self._lock:  # before the folder is looked at: what this server writes meanwhile is not missing there
+            known = {name: file for name, file in self._files.items() if file.path.parent.name == owner}
         there = {path.stem: path for path in (self.folder / owner).glob(f"*{SUFFIX}")}
         with self._lock:
-            known = {name: file for name, file in self._files.items() if file.path.parent.name == owner}
             for name in known.keys() - there.keys():
                 self._drop(name)
                 self._lost[name] = None
@@ -246,7 +245,7 @@ class Store:
         with self._lock:
             if name in self._files:
                 self._files.move_to_end(name)
-                with suppress(FileNotFoundError):  # another server has removed it
+                with suppress(OSError):  # another server has removed it, or the disk takes no more
                     os.utime(self._files[name].path)
 
     # ---- writing and reading ---------------------------------------------------------------------------------------
@@ -316,10 +315,8 @@ class Store:
             record, tensors = read(path)
             saved = Saved.of(record, path)
             if PrefixKey.from_record(key.name, key.owner, saved.document or {}) != key:
-                if self.shares:  # it went on at another server
-                    self.refresh(key.owner)
-                    return None
-                raise ValueError(f"{path}: it has read something else than it had")
+                self.refresh(key.owner)  # it went on, here or at another server, since the key was looked up
+                return None
             own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
             policy = spec.policies[0] if saved.policy == spec.policies[0].name else None
             cache = restore(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..cis import ranks
 from ..config.train_config import TrainConfig
 from ..config.yaml_values import flattened
 
@@ -22,16 +23,11 @@ LABELS = 16
 """Most layers that an axis names."""
 
 
-def ranks(score_RS: Tensor) -> Tensor:
-    """Rank of each slot in its row, 0 (lowest) to 1: eviction compares slots within a head, so units do not matter."""
-    order = score_RS.argsort(-1).argsort(-1)
-    return order.float() / max(1, score_RS.shape[-1] - 1)
-
-
 def cis_figure(predicted_RS: Tensor, target_RS: Tensor, layers: Sequence[int], title: str, width: int = 768) -> Figure:
     """Ranks predicted above ranks in truth: a column for each slot of the prompt, a row for each KV head of ``layers``.
 
-    Long prompts are cut into ``width`` bins that show their highest slot.
+    Eviction compares slots within a head, so units do not matter. Long prompts are cut into ``width`` bins that show their
+    highest slot.
     """
     slots, heads = predicted_RS.shape[-1], predicted_RS.shape[0] // len(layers)
     both = torch.stack([ranks(predicted_RS.float()), ranks(target_RS.float())])

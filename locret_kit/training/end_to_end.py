@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..backbones.probe import describe
-from ..backbones.spec import decoder_of
 from ..config.train_config import TrainConfig
 from ..heads import RetainingHeads
 from ..samples.sample import Sample
@@ -71,15 +71,15 @@ class EndToEndTraining(FrozenTraining):
         text = sorted(rng.sample(known, min(how.text_tokens, len(known))))
         places = torch.tensor(answers + text, device=self.device)
         ids = torch.tensor([sample.ids], device=self.device)
-        decoder, words = decoder_of(self.backbone), self.backbone.get_output_embeddings()
+        read = partial(self.backbone, input_ids=ids, use_cache=False, logits_to_keep=places)
         with torch.no_grad():
-            wanted = words(decoder(input_ids=ids, use_cache=False).last_hidden_state[:, places]).float()
+            wanted_TV = read().logits[0].float()
         ropes = describe(self.backbone).ropes(self.backbone, len(sample.ids))
         with self._attachment.handled_by(
             Gated(self.heads, ropes, self.spec.layers, eviction, hard=how.forward == "evicted")
         ):
-            hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
-        each = divergence(words(hidden[:, places]).float()[0], wanted[0], how.divergence)
+            mine_TV = read().logits[0].float()
+        each = divergence(mine_TV, wanted_TV, how.divergence)
         apart = each.split([len(answers), len(text)])
         a, b = (part.mean() if len(part) else each.new_zeros(()) for part in apart)
         return a, b
@@ -96,15 +96,19 @@ class EndToEndTraining(FrozenTraining):
         seen, tokens = [], 0
         for sample in (sample for batch in step for sample in batch):
             answers, text = self.divergence(sample, rng, self.temperature(self.global_step))
-            self.manual_backward((answers + self.cfg.gates.text_weight * text) * share)
+            loss = (answers + self.cfg.gates.text_weight * text) * share
+            if (
+                loss.requires_grad
+            ):  # not where the drawn budget holds all that comes before the tail: nothing is to be learned
+                self.manual_backward(loss)
             seen.append(torch.stack((answers.detach(), text.detach())))
             tokens += len(sample.ids)
         mean = torch.cat([torch.stack(seen).mean(0), seen[0].new_tensor([tokens])])
         answers, text, tokens = self.trainer.strategy.reduce(mean, reduce_op="mean").tolist()  # type: ignore[union-attr]
-        loss = answers + self.cfg.gates.text_weight * text
-        self.require_finite(loss)
+        total = answers + self.cfg.gates.text_weight * text
+        self.require_finite(total)
         speed = self._update(tokens * self.trainer.world_size, began)
-        self.log_step({"loss": loss, "train/answers": answers, "train/text": text} | speed)
+        self.log_step({"loss": total, "train/answers": answers, "train/text": text} | speed)
 
     def validation_step(self, sample: Sample, index: int) -> None:
         """Every process validates every sample, with evictions of its own number and gates of the last temperature."""

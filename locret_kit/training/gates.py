@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -131,8 +131,7 @@ class Gated(Handler):
         if not softmax.is_plain:
             raise ValueError("attention through gates knows no sinks and no cap on logits: train with another target")
         scores_BHT = self.heads[layer](q_BQTD.detach(), k_BHTD.detach(), v_BHTD.detach())
-        run: Callable[..., Tensor] = checkpoint if torch.is_grad_enabled() else _plainly
-        out: Tensor = run(self._chunks, q_rot, k_rot, v_BHTD, scores_BHT, softmax.scaling, use_reentrant=False)
+        out: Tensor = checkpoint(self._chunks, q_rot, k_rot, v_BHTD, scores_BHT, softmax.scaling, use_reentrant=False)
         return out
 
     def _chunks(self, q: Tensor, k: Tensor, v: Tensor, scores_BHT: Tensor, scaling: float) -> Tensor:
@@ -176,7 +175,3 @@ def attend_gated(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, gates_BHS: Tens
     weights = (logits - top).clamp(max=CEILING).exp() * gates
     out = (weights @ v_BHSD[:, :, None]) / weights.sum(-1, keepdim=True)
     return out.flatten(1, 2)
-
-
-def _plainly(function: Callable[..., Tensor], *args: object, **ignored: object) -> Tensor:
-    return function(*args)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import nn
@@ -79,10 +80,19 @@ def finish_gradients(strategy: Strategy, parameters: list[nn.Parameter], bound: 
     if isinstance(strategy, ZeroStrategy):
         strategy.finish_gradients(parameters, bound)
         return
-    for grad in (parameter.grad for parameter in parameters if parameter.grad is not None):
+    if dist.is_initialized() and not isinstance(strategy, ModelParallelStrategy):  # FSDP has averaged what is sharded
+        average_gradients(parameters)
+    for grad in (parameter.grad for parameter in parameters if parameter.grad is not None and bound):
         mine = grad.to_local() if hasattr(grad, "to_local") else grad  # shares memory
-        if mine is grad and dist.is_initialized():  # FSDP has averaged what is sharded
+        mine.clamp_(-bound, bound)
+
+
+def average_gradients(parameters: list[nn.Parameter]) -> None:
+    """Average over processes; of one whose samples taught nothing, such as texts that are never evicted from, zeros count."""
+    has_N = torch.tensor([parameter.grad is not None for parameter in parameters], device=parameters[0].device).int()
+    dist.all_reduce(has_N, dist.ReduceOp.MAX)
+    for parameter, some in zip(parameters, has_N.tolist(), strict=True):
+        if some:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(grad)
-            grad /= dist.get_world_size()
-        if bound:
-            mine.clamp_(-bound, bound)
+            parameter.grad = grad.div_(dist.get_world_size())

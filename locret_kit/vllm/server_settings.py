@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from ..cache.geometry.schedule import Schedule
+from ..cache.pins import count, first_pins
 from ..heads import RetainingHeads, loaded
 from ..naming import nearest
 from ..policies.grammar import parse_policy
@@ -112,7 +113,14 @@ class ServerSettings:
         ):
             raise ValueError(f"budget={budget!r} must be an integer from 1 to {largest}, the server's")
         settings = replace(self.section.run, budget=int(budget)).resolved(self.inference, prompt_length)
-        Schedule.of(settings, prompt_length)
+        schedule, pinned = Schedule.of(settings, prompt_length), count(first_pins(settings))
+        # Said here, where requests arrive, for the longest tail: a worker that raises ends the engine.
+        beside = max(schedule.stabilizers, schedule.local_len)
+        if schedule.budget <= pinned + beside:
+            raise ValueError(
+                f"budget={schedule.budget} must be above {pinned + beside}: {pinned} protected tokens and {beside} stabilizers "
+                "or tail tokens"
+            )
         return self.policies[policy], settings
 
 

@@ -20,11 +20,11 @@ from ..backbones.probe import assumed
 from ..backbones.rope import Rope
 from ..backbones.spec import BackboneSpec, spec_of
 from ..cache.bounded import BoundedCache
-from ..cache.context import CacheCounters, Context, Pins
+from ..cache.context import CacheCounters, Context
 from ..cache.geometry.rotation import RotationTables
 from ..cache.geometry.schedule import Schedule
 from ..cache.make import make_layers
-from ..cache.pins import check_room, first_pins
+from ..cache.pins import first_pins
 from ..cache.step import read_tokens
 from ..cache.storage.row_pool import PageShape, RowPool
 from ..cache.storage.rows import BoundedLayer
@@ -114,7 +114,6 @@ class Worker:
         self.texts: dict[int, PagedText] = {}
         self.pools: dict[int, RowPool] = {}
         self.tables, self.counters = RotationTables(), CacheCounters()
-        self._ropes: list[Sequence[Rope]] = []
         self.context(RequestInfo(1, {}))  # what is wrong is said here
 
     # ---- texts -------------------------------------------------------------------------------------------------------
@@ -125,19 +124,14 @@ class Worker:
         schedule = Schedule.of(settings, info.prompt_length)
         heads = self.heads if policy.needs_heads else None
         ctx = Context.of(self.model, policy, schedule, heads, settings, self.counters)  # type: ignore[arg-type]
-        pins: Pins = first_pins(settings)
-        check_room(ctx, pins)
-        return replace(ctx, pins=pins, tables=self.tables, ropes=self._shared(ctx.ropes))
+        return replace(ctx, pins=first_pins(settings), tables=self.tables, ropes=self._shared(ctx.ropes))
 
     def _shared(self, ropes: Sequence[Rope] | None) -> Sequence[Rope] | None:
-        """Rotations that are equal are the same object, so that texts share tables."""
+        """Rotations; those of a text that is here in place of equal ones, so that texts share tables."""
         if ropes is None:
             return None
-        for known in self._ropes:
-            if same_rotation(known, ropes):
-                return known
-        self._ropes.append(ropes)
-        return ropes
+        here = (text.context.ropes for text in self.texts.values())
+        return next((known for known in here if known is not None and same_rotation(known, ropes)), ropes)
 
     def begin(self, info: RequestInfo, page: int) -> PagedText:
         """A new request, in a page that held another one."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import tiny
 import torch
@@ -11,7 +14,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
+from locret_kit.vllm.ranks import Ranks
 from locret_kit.vllm.request_pages import Pages, page_shape
+from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
+from locret_kit.vllm.worker import RequestInfo, Worker
 
 SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16, positions="compact")
 POLICIES = ["streaming", "h2o", "snapkv"]
@@ -48,6 +54,22 @@ def test_planned_bytes_are_allocated_and_requests_wait_for_a_page(tmp_path):
         while engine.has_unfinished_requests():
             engine.step()
         assert tiny.free_pages(llm) == 5
+
+
+def test_rotations_are_those_of_the_pages(tmp_path):
+    """Texts of one length share them; of lengths that nobody has any more (each has its own, by dynamic NTK) none is kept."""
+    config = tiny.make(tmp_path, "llama").config
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    server = ServerSettings(VllmSettings(budget=64, chunk=32, positions="original"))
+    worker = Worker(server, config, torch.float32, torch.device("cpu"), Ranks())
+
+    def begin(tokens: int, page: int):
+        return worker.begin(RequestInfo(tokens, {}), page).context.ropes
+
+    assert begin(5000, 1) is begin(5000, 2) is not begin(6000, 3)
+    kept = [weakref.ref(begin(tokens, 1)[0]) for tokens in range(5001, 5009)]
+    gc.collect()
+    assert [ref() is not None for ref in kept] == [False] * 7 + [True]
 
 
 @pytest.mark.slow

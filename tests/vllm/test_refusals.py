@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import tiny
+import torch
 import vllm
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from locret_kit.vllm import choice, plugin
+from locret_kit.vllm.ranks import Ranks
 from locret_kit.vllm.refusals import refuse, refuse_engine
 from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
+from locret_kit.vllm.worker import RequestInfo, Worker
 
 SECTION = dict(budget=64, chunk=32, stabilizers=8, local_len=16, policy="streaming")
 
@@ -35,6 +38,19 @@ SECTION = dict(budget=64, chunk=32, stabilizers=8, local_len=16, policy="streami
 def test_what_a_server_cannot_have_is_refused(section, said):
     with pytest.raises(ValueError, match=said):
         ServerSettings(VllmSettings.read(section))
+
+
+def test_a_budget_without_room_for_what_is_protected_is_refused_where_a_request_arrives(tmp_path):
+    """Whatever its length: a worker that raises would end the engine for everybody. What is taken runs."""
+    server = ServerSettings(VllmSettings.read({**SECTION, "protect": "first"}))
+    worker = Worker(server, tiny.make(tmp_path, "llama").config, torch.float32, torch.device("cpu"), Ranks())
+    with pytest.raises(
+        ValueError, match="budget=20 must be above 20: 4 protected tokens and 16 stabilizers or tail tokens"
+    ):
+        server.request({"budget": 20}, 1)
+    server.request({"budget": 21}, 1)
+    for tokens in (1, 16, 500):
+        worker.context(RequestInfo(tokens, {"budget": 21}))
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ example that fails is a row with its error.
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -19,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from ...cache.geometry.schedule import Schedule
+from ...documents.text_record import hash_ids
 from ...planning.memory import OutOfMemory
 from ...runtime.tokens import stream_ids
 from ...samples.haystack import TooShort
@@ -151,7 +150,7 @@ def check_prompts(run: Run) -> dict[Key, str]:
 def _require_same(prompt: EvalPrompt, hashes: dict[Key, str]) -> None:
     task, length, sample = prompt.task, prompt.length, prompt.sample
     before = hashes.get((task.name, task.haystack, length, sample))
-    if before and prompt.error is None and prompt_hash(prompt.ids) != before:
+    if before and prompt.error is None and hash_ids(prompt.ids)[:16] != before:
         raise ValueError(
             f"task={task.name}, haystack={task.haystack}, length={length}, sample={sample}: the prompt differs from that of "
             "the rows, since data or tokenizer have changed: choose another out"
@@ -273,17 +272,9 @@ def _prompt_fields(prompt: EvalPrompt) -> Fields:
     example, ids = prompt.example, prompt.ids
     known = {"answer": example.answer} if example.answer != "" else {}
     known |= {name: example.extra[name] for name in PROMPT_VARIANTS if name in example.extra}
-    return {"depth": example.depth, "cut": example.cut, "tokens": len(ids), "prompt_hash": prompt_hash(ids), **known}
+    return {"depth": example.depth, "cut": example.cut, "tokens": len(ids), "prompt_hash": hash_ids(ids)[:16], **known}
 
 
 def _failed(run: Run, prompt: EvalPrompt, variant: Variant, error: Exception) -> Row:
     message = (str(error).strip().splitlines() or [""])[0]
     return _row(run, prompt, variant, {"error": f"{type(error).__name__}: {message}"})
-
-
-def prompt_hash(ids: array[int]) -> str:
-    """See `Row.prompt_hash`."""
-    if sys.byteorder == "big":
-        ids = array(ids.typecode, ids)
-        ids.byteswap()
-    return hashlib.sha256(ids.tobytes()).hexdigest()[:16]

@@ -116,7 +116,8 @@ def needle_grid(rows: Sequence[Row]) -> Figure:
     figure, axes = panels(
         len(groups), "Needle in a haystack: score by depth and length", width=max(2.8, 0.6 * max_lengths + 1.8)
     )
-    for (key, members), axis in zip(sorted(groups.items(), key=lambda item: _grid_order(item[0])), axes, strict=True):
+    full_first = sorted(groups.items(), key=lambda item: (*item[0][:2], item[0][2] != "full", *item[0][2:]))
+    for (key, members), axis in zip(full_first, axes, strict=True):
         lengths = sorted({row.length for row in members})  # its own: those of other panels would stand empty
         grid, counts = _grid(members, lengths, np.array(edges))
         task, haystack, label, budget = key
@@ -191,11 +192,6 @@ def policy_labels(cells: list[Cell]) -> list[str]:
 
 def over(task: str, haystack: str) -> str:
     return task if haystack == "-" else f"{task}, {haystack}"
-
-
-def _grid_order(key: tuple[str, str, str, int]) -> tuple[str | bool | int, ...]:
-    task, haystack, label, budget = key
-    return task, haystack, label != "full", label, budget
 
 
 def _nominal_depth(row: Row) -> float | None:

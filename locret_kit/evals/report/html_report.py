@@ -81,11 +81,11 @@ def number(cell: str | Figure) -> str | float | None:
 
 def figures(out: Path) -> list[dict[str, str]]:
     """Every SVG of ``out/figures`` as the address of an image, in the registry's order, with its name and caption."""
-    order = list(FIGURES)
-    files = sorted((out / "figures").glob("*.svg"), key=lambda path: (path.stem not in order, path.stem))
-    files.sort(key=lambda path: order.index(path.stem) if path.stem in order else len(order))
+    places = {name: place for place, name in enumerate(FIGURES)}
     drawings = []
-    for path in files:
+    for path in sorted(
+        (out / "figures").glob("*.svg"), key=lambda path: (places.get(path.stem, len(places)), path.stem)
+    ):
         says = FIGURES[path.stem].says if path.stem in FIGURES else path.stem
         source = f"data:image/svg+xml;base64,{b64encode(path.read_bytes()).decode()}"
         drawings.append({"name": path.stem, "caption": says[:1].upper() + says[1:], "source": source})

@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from ...files import locked, write_beside
@@ -72,20 +73,22 @@ def overview(rows: Iterable[Row], interval: Interval = "stderr") -> Table | None
 
 
 def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
-    """A column for each group of tasks of which a policy has answered all: the mean of their means, each task the same, and its
-    standard error; n counts the examples of all tasks."""
-    at: dict[tuple[int, float, str], dict[str, Cell]] = defaultdict(dict)
+    """A column for each group of tasks of which a policy has answered all, and for each haystack where there are several: the
+    mean of their means, each task the same, and its standard error; n counts the examples of all tasks."""
+    at: dict[tuple[int, float, str], dict[tuple[str, str], Cell]] = defaultdict(dict)
     for cell in cells:
-        if cell.mean is not None:
-            at[cell.length, cell.budget, cell.label].setdefault(cell.task, cell)  # a task's main figure comes first
+        if cell.mean is not None:  # a task's main figure comes first
+            at[cell.length, cell.budget, cell.label].setdefault((cell.task, cell.haystack), cell)
     columns: dict[str, list[Cell]] = defaultdict(list)
     for group, names in MEANS.items():
-        for by_task in at.values():
-            if all(name in by_task for name in names):
-                members = [by_task[name] for name in names]
+        texts = {text for known in at.values() for name, text in known if name in names} - {"-"} or {"-"}
+        for text, known in product(sorted(texts), at.values()):
+            # Of a task that makes its own text there is one cell for all haystacks.
+            cells_there = [known.get((name, text)) or known.get((name, "-")) for name in names]
+            if len(members := [cell for cell in cells_there if cell is not None]) == len(names):
                 errors = [cell.stderr for cell in members if cell.stderr is not None]
                 spread = math.hypot(*errors) / len(names) if len(errors) == len(names) else None
-                columns[f"mean of {group}"].append(
+                columns[_over(f"mean of {group}", text if len(texts) > 1 else "-")].append(
                     replace(
                         members[0], task=group, metric="mean", n=sum(cell.n for cell in members),
                         samples="; ".join(cell.samples for cell in members), stderr=spread,

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import random
 
+from ...config.benchmark_runs import QUESTIONS
 from ...samples.haystack import count, cut, starts
 from ...samples.needles import ENDINGS, NOISE, WORDINGS, gives_first_words
 from ...samples.needles import NeedleTask as Wording
 from .task import Example, ExampleRequest, Task, count_ids, ending_of, span_of, wrap
-
-QUESTIONS = 4
-"""Questions about each document: examples 0 to 3 are of the first one, and so on."""
 
 
 def questions_task(haystack: str, text: str | None) -> Task:
