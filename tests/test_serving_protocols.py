@@ -159,8 +159,8 @@ def test_a_message_by_a_schema(claude):
 )  # fmt: skip
 def test_errors_have_anthropics_shape(url, fields, status, kind, words):
     key = fields.get("key", KEYS[0])
-    for name in ("x-api-key", "authorization"):
-        headers = {name: f"{'Bearer ' if name == 'authorization' else ''}{key}"}
+    for name, scheme in (("x-api-key", ""), ("authorization", "bearer "), ("authorization", "Bearer ")):
+        headers = {name: f"{scheme}{key}"}
         body = {"max_tokens": 4, "messages": user("a"), **fields}
         answer = httpx.post(f"{url}/v1/messages", json=body, headers=headers)
         assert answer.status_code == status, answer.text

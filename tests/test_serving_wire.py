@@ -254,6 +254,12 @@ def test_models_and_tokens(url, engine):
     assert httpx.post(f"{url}/detokenize", json={"tokens": ids}, headers=bearer()).json()["content"] == "The harbour"
     prompt = httpx.post(f"{url}/tokenize", json={"messages": user("a")}, headers=bearer()).json()
     assert prompt["count"] == chat(url, user("a")).json()["usage"]["prompt_tokens"]
+    wrong = httpx.post(
+        f"{url}/tokenize", json={"messages": [{"role": "robot", "content": "a"}]}, headers=bearer()
+    ).json()
+    assert wrong["error"]["param"] == "messages.0.role" and wrong["error"]["message"].startswith(
+        "messages.0.role: Input"
+    )
     for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [10**9]}), ("/detokenize", {})):
         assert httpx.post(f"{url}{path}", json=body, headers=bearer()).status_code == 400
         assert httpx.post(f"{url}{path}", json=body).status_code == 401
