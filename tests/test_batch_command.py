@@ -235,7 +235,10 @@ def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, t
     says("id 2 is there twice (a prompt without one has its line's number)")
     files.write(LINES[0])
     says("--batch needs a file for the answers", given=["--batch", str(files.prompts)])
-    says("is the file of the prompts", given=["--batch", str(files.prompts), "-o", f"{tmp_path}/./prompts.jsonl"])
+    says(
+        "is the file that is read: name another",
+        given=["--batch", str(files.prompts), "-o", f"{tmp_path}/./prompts.jsonl"],
+    )
     says("its folder is missing", given=["--batch", str(files.prompts), "-o", f"{tmp_path}/no/answers.jsonl"])
     says("--question Who? has no effect with --batch", "--question", "Who?")
     says("temperature=1e-05 must be 0 (greedy)", "--temperature", "0.00001")

@@ -53,9 +53,7 @@ def check_files(args: InferOptions) -> Path:
     if not args.out:
         raise ValueError("--batch needs a file for the answers: give -o answers.jsonl")
     target = Path(args.out)
-    check_target(target, "out")
-    if Path(str(args.batch)).resolve() == target.resolve():
-        raise ValueError(f"out={args.out!r} is the file of the prompts: name another")
+    check_target(target, "out", source=str(args.batch))
     return target
 
 
