@@ -189,6 +189,7 @@ def test_a_response(client, url):
     assert [event.sequence_number for event in events] == [*range(len(events))]
     assert "".join(e.delta for e in events if e.type.endswith("text.delta")) == whole.output_text
     assert events[-1].response.output_text == whole.output_text and events[-1].response.usage == whole.usage
+    assert {item.status for item in (whole.output[0], events[-2].item, events[-1].response.output[0])} == {"incomplete"}
     with client.responses.stream(**asked) as stream:
         assert [event.type for event in stream][-1] == "response.incomplete"
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from ..runtime.kept_text import token_texts
 from ..runtime.tokens import stream_ids
-from .bodies import ChatBody, Ids
+from .bodies import ChatBody
 from .messages import check_text, without_nulls
 from .state import Server
 
@@ -31,7 +31,7 @@ class Tokenize(BaseModel):
 class Detokenize(BaseModel):
     """``POST /detokenize``."""
 
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 20)] | Ids
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 20)]
 
 
 def add_information(app: FastAPI, server: Server) -> None:
