@@ -15,6 +15,7 @@ from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
 from locret_kit.backbones.spec import spec_of
+from locret_kit.cli.batch_files import open_answers
 from locret_kit.cli.infer import main
 from locret_kit.files import locked
 from locret_kit.heads import HeadsConfig, RetainingHeads
@@ -169,6 +170,11 @@ def test_a_run_that_was_cut_short_goes_on(files, monkeypatch, capsys):
     started.clear()
     assert files.run() == 0 and not started  # all that is left has an answer, and no model is loaded
     assert "has an answer for each of the 4 prompts" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named():
+    with pytest.raises(OSError, match="cannot write /dev/full: No space left"), open_answers(Path("/dev/full")) as file:
+        print("an answer", file=file, flush=True)
 
 
 def test_ctrl_c_keeps_what_is_there(files, monkeypatch):

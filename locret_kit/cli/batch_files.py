@@ -115,6 +115,16 @@ def check_names(batch: str, names: list[Name]) -> None:
         seen.add(key_of(name))
 
 
+@contextmanager
+def open_answers(target: Path) -> Iterator[IO[str]]:
+    """The file of the answers, to add to. Raises OSError that names it, as where the disk is full."""
+    try:
+        with open(target, "a", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise OSError(f"cannot write {target}: {error.strerror}") from error
+
+
 def key_of(name: object) -> str:
     """An id as JSON writes it: 1 and "1" are two."""
     return json.dumps(name, ensure_ascii=False)
