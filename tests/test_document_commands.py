@@ -257,6 +257,13 @@ def test_a_page_in_a_browser(page, tmp_path):
     assert len("".join(texts[: int(found)])) <= first < len("".join(texts[: int(found) + 1])) and folded == "true"
 
 
+def test_a_text_that_is_read_with_each_question_keeps_nothing(use, tmp_path):
+    short = str(tmp_path / "short.locret")
+    assert use("read", "long.txt", "-o", short, "--ckpt", "heads", "--chunk", "1024", "--quiet")[0] == 0
+    status, _, err = use("kept", short)
+    assert status == 1 and "its cache holds nothing: a text this short is read with each question" in err
+
+
 def test_kept_text_in_the_terminal(use, book):
     status, out, _ = use("kept", str(book), "--layer", "1", "--head", "0")
     assert status == 0 and out.startswith("long.txt: ") and "48 of 256 held (layer 1, head 0)" in out and " ... " in out
