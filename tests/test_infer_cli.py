@@ -18,9 +18,10 @@ from tiny_models import tiny_model
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
+from locret_kit.backbones.load import load_config
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.infer import main
-from locret_kit.cli.loading import Chosen, before_reading
+from locret_kit.cli.loading import Chosen, before_reading, choose
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.planning.reading import duration, too_few
 from locret_kit.policies.grammar import parse_policy
@@ -178,6 +179,7 @@ BAD = [
     (b"text", ["--model", "{place}/other"], "n_layers: heads have 3, the backbone has 2"),
     (b"text", ["--model", "{place}/nowhere"], "no such folder"),
     (b"text", ["--ckpt", "{place}/nothing.pt"], "no such file"),
+    (b"text", ["--policy", "mine"], "--plugin FILE.py brings others."),
     (b"text", ["--ckpt", "{place}/backbone"], "config.json: it is a backbone's, not heads': --model"),
     (b"text", ["--ckpt", "{place}/truncated.pt"], "cannot be read safely"),
     (b"text", ["--question", " "], "the question is empty"),
@@ -263,6 +265,17 @@ def test_a_file_several_questions_and_an_answer_that_was_cut(place, tmp_path, mo
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_path_that_heads_name_is_found_by_its_last_part(place):
+    """A document names no more of it."""
+    assert choose(str(place / "heads"), "backbone", None, None).backbone == str(place / "backbone")
+    assert choose(str(place / "heads"), "other", None, None).backbone == "other"
+
+
+def test_heads_are_no_backbone(place):
+    with pytest.raises(FileNotFoundError, match="it is of retaining heads, not of a backbone: --ckpt takes them"):
+        load_config(str(place / "heads"))
+
+
 def test_a_device_that_is_not_there(place, monkeypatch, capsys):
     status, _, err = infer(monkeypatch, capsys, "text", "--ckpt", str(place / "heads"), "--device", "cuda", "--quiet")
     assert (status, err) == (1, "locret-infer: device='cuda': PyTorch sees no CUDA device here\n")
