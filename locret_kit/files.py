@@ -174,13 +174,14 @@ def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Ite
         try:
             text = decoder.decode(data)
         except UnicodeDecodeError as error:
+            at, byte = offset - unread + error.start, error.object[error.start]
             raise ValueError(
-                f"the text is not UTF-8: byte {offset - unread + error.start} is {error.object[error.start]:#04x}"
+                f"the text is not UTF-8: byte {at} is {byte:#04x}; if it is text, save it as UTF-8"
             ) from None
-        if at := re.search("\0|\x1b[$][@AB()]", text):  # neither is in text for people; both decode
-            kind = "UTF-16 without its mark, or no text" if at[0] == "\0" else "ISO-2022"
+        if odd := re.search("\0|\x1b[$][@AB()]", text):  # neither is in text for people; both decode
+            kind = "UTF-16 without its mark, or no text" if odd[0] == "\0" else "ISO-2022"
             raise ValueError(
-                f"the text is not UTF-8: byte {offset - unread + len(text[: at.start()].encode())} is as in {kind}"
+                f"the text is not UTF-8: byte {offset - unread + len(text[: odd.start()].encode())} is as in {kind}"
             )
         offset += len(data)
         yield newlines.decode(text if begun else text.removeprefix("\ufeff"))

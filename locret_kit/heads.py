@@ -297,6 +297,8 @@ def _config_of(stored: Stored, backbone: str | None) -> HeadsConfig:
     if not isinstance(raw, Mapping):
         raise ValueError(f"{path} is not a configuration of heads")
     with blaming(str(path), ValueError):
+        if "architectures" in raw:
+            raise ValueError("it is a backbone's, not heads': --model (or model=) takes it")
         if raw.get("format", FORMAT) != FORMAT:
             raise ValueError(f"format={raw['format']!r} must be {FORMAT!r}")
         return made(HeadsConfig, {name: value for name, value in raw.items() if name not in ("format", HASH)}, "field")

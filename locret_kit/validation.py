@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
+from numbers import Integral, Real
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol, TypeVar, Union, get_args, get_origin
 from typing import get_type_hints as hints_of
@@ -51,13 +52,15 @@ def annotations_of(schema: type[Schema]) -> dict[str, object]:
 
 
 def checked(name: str, annotation: object, value: object) -> object:
-    """The value; an integer as a float where the annotation asks for one.
+    """The value; an integer as a float where the annotation asks for one, and a number of numpy's as Python's.
 
     Raises:
         ValueError: wrong type or out of bounds; says name, value and what is allowed, and suggests the nearest choice.
     """
     from pydantic import ValidationError
 
+    if isinstance(value, Real) and not isinstance(value, bool):
+        value = int(value) if isinstance(value, Integral) else float(value)
     try:
         return _adapter(annotation).validate_python(value)
     except ValueError as error:  # another one than pydantic's at an integer of more digits than Python converts

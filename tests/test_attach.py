@@ -223,6 +223,17 @@ def test_several_texts_are_refused(policy):
         cache.reorder_cache(torch.tensor([0, 0]))
 
 
+def test_what_a_bounded_cache_does_not_give_is_said():
+    """Neither weights of attention, nor gradients, which would lack attention's part."""
+    model, ids = tiny_model("llama").requires_grad_(True), tokens(9)
+    with attach(model):
+        with pytest.raises(ValueError, match="output_attentions=True: attention over a bounded cache gives no weights"):
+            model(ids, past_key_values=BoundedCache(64, "streaming"), output_attentions=True)
+        loss = model(ids, past_key_values=BoundedCache(64, "streaming"), labels=ids).loss
+        with pytest.raises(RuntimeError, match="a bounded cache computes no gradients"):
+            loss.backward()
+
+
 # ---- rotations that are not known ------------------------------------------------------------------------------
 
 

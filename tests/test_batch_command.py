@@ -15,6 +15,7 @@ from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
 from locret_kit.backbones.spec import spec_of
+from locret_kit.cli.batch_files import open_answers
 from locret_kit.cli.infer import main
 from locret_kit.files import locked
 from locret_kit.heads import HeadsConfig, RetainingHeads
@@ -171,6 +172,11 @@ def test_a_run_that_was_cut_short_goes_on(files, monkeypatch, capsys):
     assert "has an answer for each of the 4 prompts" in capsys.readouterr().err
 
 
+def test_a_full_disk_is_named():
+    with pytest.raises(OSError, match="cannot write /dev/full: No space left"), open_answers(Path("/dev/full")) as file:
+        print("an answer", file=file, flush=True)
+
+
 def test_ctrl_c_keeps_what_is_there(files, monkeypatch):
     files.write(*LINES)
     step = batch.Batch.step
@@ -235,7 +241,10 @@ def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, t
     says("id 2 is there twice (a prompt without one has its line's number)")
     files.write(LINES[0])
     says("--batch needs a file for the answers", given=["--batch", str(files.prompts)])
-    says("is the file of the prompts", given=["--batch", str(files.prompts), "-o", f"{tmp_path}/./prompts.jsonl"])
+    says(
+        "is the file that is read: name another",
+        given=["--batch", str(files.prompts), "-o", f"{tmp_path}/./prompts.jsonl"],
+    )
     says("its folder is missing", given=["--batch", str(files.prompts), "-o", f"{tmp_path}/no/answers.jsonl"])
     says("--question Who? has no effect with --batch", "--question", "Who?")
     says("temperature=1e-05 must be 0 (greedy)", "--temperature", "0.00001")

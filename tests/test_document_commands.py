@@ -257,6 +257,13 @@ def test_a_page_in_a_browser(page, tmp_path):
     assert len("".join(texts[: int(found)])) <= first < len("".join(texts[: int(found) + 1])) and folded == "true"
 
 
+def test_a_text_that_is_read_with_each_question_keeps_nothing(use, tmp_path):
+    short = str(tmp_path / "short.locret")
+    assert use("read", "long.txt", "-o", short, "--ckpt", "heads", "--chunk", "1024", "--quiet")[0] == 0
+    status, _, err = use("kept", short)
+    assert status == 1 and "its cache holds nothing: a text this short is read with each question" in err
+
+
 def test_kept_text_in_the_terminal(use, book):
     status, out, _ = use("kept", str(book), "--layer", "1", "--head", "0")
     assert status == 0 and out.startswith("long.txt: ") and "48 of 256 held (layer 1, head 0)" in out and " ... " in out
@@ -278,11 +285,14 @@ BAD = [
     (("read", "-o", "{out}/x", "--ckpt", "heads"), 1, "stdin holds no text"),
     (("read", "long.txt", "-o", "{out}/x", "--ckpt", "heads", "--budgt", "4"), 2, "Did you mean 'budget'?"),
     (("info",), 2, "file=... is missing"),
-    (("info", "long.txt"), 1, "long.txt is no saved cache"),
+    (("info", "long.txt"), 1, "long.txt is no saved cache: locret-read makes one"),
     (("info", "{book}", "more.txt"), 2, "file is given twice"),
     (("kept", "{book}", "--layer", "3"), 1, "layer=3 must be from 0 to 2"),
     (("kept", "{book}", "--head", "2"), 1, "head=2 must be from 0 to 1"),
     (("kept", "{book}", "-o", "{book}"), 1, "is there already"),
+    (("kept", "{book}", "-o", "{book}", "--overwrite"), 1, "is the file that is read: name another"),
+    (("read", "long.txt", "-o", "./long.txt", "--overwrite", "--ckpt", "heads"), 1, "is the file that is read"),
+    (("infer", "long.txt", "--report", "long.txt", "--question", "Who?"), 1, "is the file that is read"),
     (("kept", "{book}", "-o", "{out}/x", "--layer", "1"), 1, "--layer 1 has no effect with --out"),
     (("ask", "{book}"), 1, "ask something"),
     (("ask", "{book}", " "), 1, "the question is empty"),
@@ -290,7 +300,10 @@ BAD = [
     (("ask", "{book}", "Who?", "--model", "./nowhere"), 1, "--model and --ckpt say where they are"),
     (("ask", "{book}", "Who?", "--top-k", "4"), 1, "at temperature 0"),
     (("ask", "{book}", "--question-file", "gone"), 1, "gone' cannot be read"),
-    (("ask", "more.txt", "Who?"), 1, "more.txt is no saved cache"),
+    (("ask", "{book}", "Who?", "-n", "5"), 2, "unknown option '-n': names have two dashes"),
+    (("infer", "{book}", "--question", "Who?"), 1, "is no text but tensors: if locret-read wrote it, locret-ask"),
+    (("infer", "{out}", "--question", "Who?"), 1, "Is a directory: name a file, or join several"),
+    (("infer", "https://example.org/x.html", "--question", "Who?"), 1, "No such file or directory: download it first"),
     (("infer", "long.txt", "--save-cache", "x"), 2, "--save-cache is no option any more: locret-read FILE -o X.locret"),
     (("infer", "--question", "Who?", "--cache={book}"), 2, "--cache is no option any more: locret-read FILE"),
 ]

@@ -109,6 +109,22 @@ def test_a_page_of_the_web(encoding):
     assert read(html(lines, encoding), "a.HTM") == text
 
 
+def test_a_page_of_the_web_may_leave_out_end_tags():
+    """As HTML allows it: the same text as with them, however many there are. And no words of two lines are one."""
+    for start, end in (
+        ("<p>One<p>Two", "<p>One</p><p>Two</p>"),
+        ("<ul><li>One<li>Two", "<ul><li>One</li><li>Two</li>"),
+    ):
+        assert read(start.encode() * 999, "a.html") == read(end.encode() * 999, "a.html")
+    table = "<table><tr><th>A<th>B<tr><td>1<td><ul><li>2<li>3</ul></table><dl><dt>T<dd>D<dt>U</dl>"
+    whole = re.sub("<(t[hd]|li|d[td])>(.|<ul>.*</ul>)(?=<)", r"<\1>\2</\1>", table.replace("<tr><td>", "</tr><tr><td>"))
+    assert whole.count("</") > 9 and read(table.encode(), "a.html") == read(whole.encode(), "a.html")
+    html = (
+        b"<script>'<li>'</script><details><summary>Why?</summary>So.</details><nav>Top</nav><select><option>A<option>B"
+    )
+    assert read(html, "a.html").split() == ["Why?", "So.", "Top", "A", "B"]
+
+
 def test_a_page_of_the_web_that_is_nested_deeply():
     assert "deep" in read(b"<div>" * 5000 + b"deep" + b"</div>" * 5000, "a.html")
 
@@ -172,7 +188,10 @@ def test_blank_documents(data, name):
 
 
 def test_not_utf8():
-    assert refusal("café au lait".encode("latin-1"), "a.txt") == ": the text is not UTF-8: byte 3 is 0xe9"
+    assert (
+        refusal("café au lait".encode("latin-1"), "a.txt")
+        == ": the text is not UTF-8: byte 3 is 0xe9; if it is text, save it as UTF-8"
+    )
     assert refusal("café".encode("utf-16"), "a.txt") == " is text in UTF-16: save it as UTF-8"
 
 

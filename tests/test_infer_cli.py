@@ -19,9 +19,10 @@ from tiny_models import tiny_model
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
+from locret_kit.backbones.load import load_config
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.infer import main
-from locret_kit.cli.loading import Chosen, before_reading
+from locret_kit.cli.loading import Chosen, before_reading, choose
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.planning.reading import duration, too_few
 from locret_kit.policies.grammar import parse_policy
@@ -179,15 +180,18 @@ BAD = [
     (b"text", ["--model", "{place}/other"], "n_layers: heads have 3, the backbone has 2"),
     (b"text", ["--model", "{place}/nowhere"], "no such folder"),
     (b"text", ["--ckpt", "{place}/nothing.pt"], "no such file"),
+    (b"text", ["--policy", "mine"], "--plugin FILE.py brings others."),
+    (b"text", ["--ckpt", "{place}/backbone"], "config.json: it is a backbone's, not heads': --model"),
     (b"text", ["--ckpt", "{place}/truncated.pt"], "cannot be read safely"),
     (b"text", ["--question", " "], "the question is empty"),
     (b"text", ["--question", "a", "--question-file", "b"], "not both"),
     (b"text", ["--question-file", "{place}/nofile"], "nofile' cannot be read: No such file"),
-    (b"text", ["--question-file", "{place}/truncated.pt"], "truncated.pt' is not UTF-8"),
+    (b"text", ["--question-file", "{place}/truncated.pt"], "truncated.pt': the text is not UTF-8"),
+    (b"caf\xe9 noir", [], "stdin: the text is not UTF-8: byte 3 is 0xe9; if it is text, save it"),
     (b"text", ["--model", "{place}/cut"], "cannot be loaded"),
     (b"text", ["--temperature", "-1"], "temperature=-1 must be at least 0"),
     (b"text", ["--device", "gpu"], "device='gpu' must be one of PyTorch's, such as cpu, cuda"),
-    (b"text", ["--top-p", "0"], "top_p=0.0 must be above 0"),
+    (b"text", ["--top-p", "0"], "top_p=0 must be above 0"),
     (b"text", ["--max-new-tokens", "0"], "max_new_tokens=0"),
     (b"text", ["--report", "{place}/nowhere/report.json"], "its folder is missing"),
     (b"text", ["--positions", "clipt"], "Did you mean 'clipped'?"),
@@ -262,6 +266,17 @@ def test_a_file_several_questions_and_an_answer_that_was_cut(place, tmp_path, mo
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_path_that_heads_name_is_found_by_its_last_part(place):
+    """A document names no more of it."""
+    assert choose(str(place / "heads"), "backbone", None, None).backbone == str(place / "backbone")
+    assert choose(str(place / "heads"), "other", None, None).backbone == "other"
+
+
+def test_heads_are_no_backbone(place):
+    with pytest.raises(FileNotFoundError, match="it is of retaining heads, not of a backbone: --ckpt takes them"):
+        load_config(str(place / "heads"))
+
+
 def test_a_device_that_is_not_there(place, monkeypatch, capsys):
     status, _, err = infer(monkeypatch, capsys, "text", "--ckpt", str(place / "heads"), "--device", "cuda", "--quiet")
     assert (status, err) == (1, "locret-infer: device='cuda': PyTorch sees no CUDA device here\n")

@@ -212,5 +212,8 @@ def test_other_errors_pass():
     model, cache = tiny_model("llama"), BoundedCache(64, "h2o")
     with pytest.raises(ValueError, match="another"), explain_oom(model, cache, 9):
         raise ValueError("another")
+    said = "^out of memory: .*iB were asked for at once, with budget=64: a smaller one takes less$"
+    with pytest.raises(OutOfMemory, match=said), explain_oom(model, cache, 9):
+        torch.empty(1 << 55, dtype=torch.uint8)
     with pytest.raises(OutOfMemory, match="^no figures$"), explain_oom(model, cache, 9):
         raise torch.OutOfMemoryError("no figures\nmore")

@@ -151,7 +151,7 @@ def test_a_message_by_a_schema(claude):
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "invalid_request_error", "tools.0"),
         ({"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool", "name": "x"}}, 400, "invalid_request_error", "of tools"),
         ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, 400, "invalid_request_error", "needs a schema"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, 400, "invalid_request_error", "output_config.format: json"),
         ({"document_id": "doc_x"}, 404, "not_found_error", "doc_x"),
         ({"messages": user("x" * 300_000)}, 413, "request_too_large", "at most 200000 bytes"),
         ({"key": "wrong"}, 401, "authentication_error", "API key"),
@@ -159,8 +159,8 @@ def test_a_message_by_a_schema(claude):
 )  # fmt: skip
 def test_errors_have_anthropics_shape(url, fields, status, kind, words):
     key = fields.get("key", KEYS[0])
-    for name in ("x-api-key", "authorization"):
-        headers = {name: f"{'Bearer ' if name == 'authorization' else ''}{key}"}
+    for name, scheme in (("x-api-key", ""), ("authorization", "bearer "), ("authorization", "Bearer ")):
+        headers = {name: f"{scheme}{key}"}
         body = {"max_tokens": 4, "messages": user("a"), **fields}
         answer = httpx.post(f"{url}/v1/messages", json=body, headers=headers)
         assert answer.status_code == status, answer.text
@@ -189,6 +189,7 @@ def test_a_response(client, url):
     assert [event.sequence_number for event in events] == [*range(len(events))]
     assert "".join(e.delta for e in events if e.type.endswith("text.delta")) == whole.output_text
     assert events[-1].response.output_text == whole.output_text and events[-1].response.usage == whole.usage
+    assert {item.status for item in (whole.output[0], events[-2].item, events[-1].response.output[0])} == {"incomplete"}
     with client.responses.stream(**asked) as stream:
         assert [event.type for event in stream][-1] == "response.incomplete"
 
@@ -240,12 +241,12 @@ def test_a_response_by_a_schema(client):
         ({"include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: type 'item_reference'"),
         ({"input": [1]}, "input.0"),
-        ({"input": []}, "messages"),
+        ({"input": []}, "input: "),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "must be text"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
         ({"tool_choice": "required"}, "needs tools"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "needs a schema"),
-        ({"max_output_tokens": 0}, "max_completion_tokens"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format: json_schema needs a schema"),
+        ({"max_output_tokens": 0}, "max_output_tokens: "),
     ],
 )
 def test_what_a_response_cannot_be(client, fields, words):

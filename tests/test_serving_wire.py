@@ -257,11 +257,48 @@ def test_models_and_tokens(url, engine):
     assert httpx.post(f"{url}/detokenize", json={"tokens": ids}, headers=bearer()).json()["content"] == "The harbour"
     prompt = httpx.post(f"{url}/tokenize", json={"messages": user("a")}, headers=bearer()).json()
     assert prompt["count"] == chat(url, user("a")).json()["usage"]["prompt_tokens"]
+    wrong = httpx.post(
+        f"{url}/tokenize", json={"messages": [{"role": "robot", "content": "a"}]}, headers=bearer()
+    ).json()
+    assert wrong["error"]["param"] == "messages.0.role" and wrong["error"]["message"].startswith(
+        "messages.0.role: Input"
+    )
     for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [10**9]}), ("/detokenize", {})):
         assert httpx.post(f"{url}{path}", json=body, headers=bearer()).status_code == 400
         assert httpx.post(f"{url}{path}", json=body).status_code == 401
     with pytest.raises(ValueError, match="at most 1048576 items"):
         Detokenize(tokens=[0] * (2**20 + 1))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "words"),
+    [
+        ("completions", {"prompt": [1, "a"]}, "prompt", "must be a text, token ids, or a list of at most 64 of either"),
+        ("completions", {"prompt": []}, "prompt", "must be a text, token ids"),
+        ("completions", {"prompt": "a", "stop": 5}, "stop", "must be a text, or at most 64 of them"),
+        ("chat/completions", {"messages": user("a"), "tool_choice": "some"}, "tool_choice", "must be 'none', 'auto', 'required'"),
+        ("responses", {"instructions": "b", "input": [{"role": "user", "content": [{"type": "image"}]}]}, "input", "'image'"),
+        ("responses", {"model": "x"}, "input", "Field required"),
+        ("responses", {"input": "a" * 100_000}, "input", "more than 4000 tokens"),
+        ("chat/completions", b"", None, "the body must be a JSON object, with content-type: application/json"),
+        ("chat/completions", b"[]", None, "the body must be a JSON object"),
+        ("chat/completions", b'{"a": "caf\xe9"}', None, "the body is not JSON: 'utf-8' codec can't decode byte 0xe9"),
+        ("embeddings", {"input": "a"}, None, "there is no /v1/embeddings here"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_wrong_is_named_as_the_client_has_it(url, path, body, field, words):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = httpx.post(
+        f"{url}/v1/{path}", content=content, headers=bearer() | {"content-type": "application/json"}, timeout=60
+    )
+    error = answer.json()["error"]
+    assert answer.status_code in (400, 404) and error["param"] == field and words in error["message"], error
+    assert field is None or error["message"].startswith((f"{field}: ", "the prompt has"))
+
+
+def test_health_answers_a_look_at_its_head(url):
+    assert httpx.head(f"{url}/health").status_code == 200
 
 
 def test_codes(url):

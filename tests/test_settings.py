@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from locret_kit.cache.geometry.schedule import Schedule
@@ -32,6 +33,12 @@ def test_errors(given, said):
     with pytest.raises(ValueError) as caught:
         RunSettings.of(given)
     assert said in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    settings = RunSettings.of({"budget": np.int64(512), "chunk": np.int32(64), "seed": np.uint8(3)})
+    assert settings == RunSettings.of({"budget": 512, "chunk": 64, "seed": 3}) and type(settings.budget) is int
+    assert RunSettings.of({"budget": np.float32(0.5)}) == RunSettings.of({"budget": 0.5})
 
 
 def test_published_settings_are_scaled_to_the_budget():

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -68,6 +68,18 @@ def _handled(
         _ACTIVE.handler, _ACTIVE.calls, _ACTIVE.own = before
 
 
+class _WithoutGradient(torch.autograd.Function):
+    """Attention of a handler that differentiates nothing: what lies below would silently have no gradient."""
+
+    @staticmethod
+    def forward(ctx: object, out: Tensor, q: Tensor) -> Tensor:
+        return out
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> NoReturn:
+        raise RuntimeError("a bounded cache computes no gradients: train without it, or under torch.no_grad()")
+
+
 def _attention(
     module: nn.Module,
     q: Tensor,
@@ -96,6 +108,8 @@ def _attention(
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"{type(module).__name__} has {q.shape[2]} queries and {k.shape[2]} new keys")
         out = handler.attend(call.layer, q, k, v, softmax_of(q, scaling, kw))
+    if q.requires_grad and torch.is_grad_enabled() and not out.requires_grad:
+        out = _WithoutGradient.apply(out, q)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -206,6 +220,8 @@ class Attachment:
             return _handled(None, None, self._own, forward, *args, **kwargs)
         if args:
             kwargs = {**inspect.signature(forward).bind_partial(*args).arguments, **kwargs}
+        if kwargs.get("output_attentions"):
+            raise ValueError("output_attentions=True: attention over a bounded cache gives no weights")
         kwargs = handler.begin(self.model, kwargs)
         if self._ranks is not None:
             handler = AllHeads(handler, self._ranks)

@@ -115,6 +115,8 @@ def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
             return config
     with _reading(f"model={name!r} cannot be loaded: config.json"):
         fields, _ = PreTrainedConfig.get_config_dict(resolve_model(name), revision=revision)
+        if str(fields.get("format")).startswith("locret_kit.heads"):  # its model_type would make a model of billions
+            raise ValueError("it is of retaining heads, not of a backbone: --ckpt takes them")
         check_config(fields.get("text_config") or fields)
         config = AutoConfig.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
     return config.get_text_config(decoder=True)

@@ -126,7 +126,9 @@ def _opened(path: Path) -> BinaryIO:
 def _header(path: Path, file: BinaryIO) -> dict[str, object]:
     """The safetensors header, read by itself: it says what the file holds before anything of that size is read."""
     held, size = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-    if not 2 <= size <= min(LARGEST, held - 8):
+    if size > LARGEST:  # eight letters of a text are more
+        raise ValueError(f"{path} is no saved cache: locret-read makes one of a text")
+    if not 2 <= size <= held - 8:
         raise ValueError(f"{path} is no saved cache, or is truncated: {held} bytes, of which {size} are its header")
     return _object(file.read(size), f"{path}: its header")
 

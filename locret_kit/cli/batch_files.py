@@ -53,9 +53,7 @@ def check_files(args: InferOptions) -> Path:
     if not args.out:
         raise ValueError("--batch needs a file for the answers: give -o answers.jsonl")
     target = Path(args.out)
-    check_target(target, "out")
-    if Path(str(args.batch)).resolve() == target.resolve():
-        raise ValueError(f"out={args.out!r} is the file of the prompts: name another")
+    check_target(target, "out", source=str(args.batch))
     return target
 
 
@@ -115,6 +113,16 @@ def check_names(batch: str, names: list[Name]) -> None:
                 f"batch={batch!r}: id {key_of(name)} is there twice (a prompt without one has its line's number)"
             )
         seen.add(key_of(name))
+
+
+@contextmanager
+def open_answers(target: Path) -> Iterator[IO[str]]:
+    """The file of the answers, to add to. Raises OSError that names it, as where the disk is full."""
+    try:
+        with open(target, "a", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise OSError(f"cannot write {target}: {error.strerror}") from error
 
 
 def key_of(name: object) -> str:

@@ -14,6 +14,7 @@ from ..config.command_line import read
 from ..config.eval_options import EVAL, KEPT, PAIRED, TASKS, folder_command, load_eval_config
 from ..config.figure_options import CURVES, FIGURE, SWEEP, TABLE, CurvesConfig, FigureConfig, SweepConfig, TableConfig
 from ..config.schema import Command, T
+from ..naming import nearest
 from .command import command
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def run_config(config: EvalConfig, parts: EvalParts) -> dict[str, object]:
     from ..evals.engine.result_rows import read_config
 
     out, path = Path(config.out), Path(config.out) / CONFIG
-    if not (nearest := next(place for place in (out, *out.absolute().parents) if place.exists())).is_dir():
-        raise ValueError(f"out={config.out}: {nearest} is no folder")
+    if not (above := next(place for place in (out, *out.absolute().parents) if place.exists())).is_dir():
+        raise ValueError(f"out={config.out}: {above} is no folder")
     heads = parts.facts()
     now = {**asdict(config), "model": parts.model, "adapter": parts.adapter, "heads": heads}
     before: dict[str, object] = {}
@@ -313,6 +314,8 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         print(EVAL.usage)
         return 1
+    if argv[0].isidentifier() and argv[0] not in COMMANDS:
+        raise ValueError(f"unknown command {argv[0]!r}.{nearest(argv[0], COMMANDS)} There are: {', '.join(COMMANDS)}")
     return COMMANDS[argv[0]](argv[1:]) if argv[0] in COMMANDS else run(argv)
 
 

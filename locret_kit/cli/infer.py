@@ -34,6 +34,7 @@ from .terminal import (
     progress,
     text_of,
     title_of,
+    words_of,
     write_answer,
 )
 
@@ -50,7 +51,7 @@ def run(args: InferOptions) -> int:
     """Load, read, answer. Raises ValueError or OSError with a one-line message."""
     questions = questions_of(args)
     if args.report:
-        check_target(Path(args.report), "report")
+        check_target(Path(args.report), "report", source=args.file)
     if questions == [None]:
         refuse(args, ("chat",), "without --question: the text is then the whole prompt")
     text = text_of(args.file)  # before torch is imported: a name that is wrong is said at once
@@ -94,12 +95,13 @@ def of_text(
     args: InferOptions, text: Iterable[str], questions: Sequence[str | None], sampling: Sampling, say: Say
 ) -> Ready:
     """Answers about a text; it is read once for all of them where they are then the same."""
-    from ..backbones.load import load_tokenizer
+    from ..backbones.load import load_tokenizer, pick_device
     from ..backbones.precision import choose_precision
     from ..documents.document import Document
     from ..planning.memory import cap_gpu_memory
     from ..runtime.session import Answer
 
+    pick_device(args.device)  # before a long text is tokenised
     cap = cap_gpu_memory(args.gpu_memory, args.device) if args.gpu_memory else None
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits, asked=questions != [None])
     check_run(args, chosen.config)
@@ -196,13 +198,7 @@ def questions_of(args: InferOptions) -> list[str | None]:
         raise ValueError("give --question or --question-file, not both")
     questions = list(args.question)
     if args.question_file:
-        said = f"question_file={args.question_file!r}"
-        try:
-            questions = [Path(args.question_file).read_text(encoding="utf-8").strip()]
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{said} is not UTF-8: byte {error.start}") from error
-        except OSError as error:
-            raise ValueError(f"{said} cannot be read: {error.strerror}") from error
+        questions = [words_of("question_file", args.question_file).strip()]
     for question in questions:
         check_question(question)
     return [*questions] or [None]

@@ -18,7 +18,7 @@ from ..runtime.session import Sampling
 from ..runtime.tokens import stream_ids
 from ..text.template import has_template, render_messages
 from ..validation import made
-from .batch_files import BatchFiles, key_of, lines_of
+from .batch_files import BatchFiles, key_of, lines_of, open_answers
 from .loading import check_run, choose, idle_stabilizers, idle_store, prompt_ids
 from .terminal import check_question
 
@@ -63,7 +63,7 @@ def answer(args: InferOptions, batch: BatchFiles) -> int:
         warn(line)
     errors: list[Name] = []
     with (
-        open(target, "a", encoding="utf-8") as out,
+        open_answers(target) as out,
         tqdm(total=len(names), initial=len(names) - len(left), unit="prompt", disable=args.quiet) as bar,
     ):
 

@@ -16,7 +16,7 @@ def run(args: KeptOptions) -> int:
     """Raises ValueError or OSError with a one-line message."""
     if args.out is not None:
         refuse(args, ("layer", "head"), "with --out: the page shows each")
-        check_target(Path(args.out), "out", replace=args.overwrite)
+        check_target(Path(args.out), "out", replace=args.overwrite, source=args.file)
     else:
         refuse(args, ("overwrite",), "without --out")
     check_saved(args.file)

@@ -88,10 +88,12 @@ class Chosen:
             asked: whether the prompt is a user's one message in the chat template.
         """
         from ..cache.bounded import BoundedCache
+        from ..planning.memory import explain_oom
         from ..text.template import protected_spans
 
         cache = BoundedCache(run, self.policy, self.heads, prompt_length=len(ids))
-        cache.bind(model)
+        with explain_oom(model, cache, len(ids)):
+            cache.bind(model)
         spans = protected_spans(tokenizer, ids, run.protect) if asked else []
         for span in spans:
             cache.pin(*span)
@@ -127,6 +129,8 @@ def choose(
     chosen = named or parse_policy(config.policy if config else POLICY)
     check_storage(kv_bits, chosen)
     name = model or (config.backbone if config else "")
+    if config and (known := Path(config.backbone)).is_absolute() and known.exists() and not Path(name).exists():
+        name = config.backbone if known.name == name else name  # a document has but the last part of its path
     if demo.is_missing(name):
         demo.fetch()
     adapter, warning = choose_adapter(config.adapter if config else None, adapter)

@@ -38,7 +38,7 @@ def run(args: ReadOptions) -> int:
     target = Path(args.out)
     if args.append and args.overwrite:
         raise ValueError("give --append or --overwrite, not both")
-    check_target(target, "out")
+    check_target(target, "out", source=args.file)
     if args.append:
         refuse(args, AS_BEFORE, "with --append: the text is read on as it began")
         if not target.exists():

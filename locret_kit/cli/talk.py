@@ -331,6 +331,6 @@ def _short(text: str) -> str:
 def check_file(file: str) -> Path:
     """The path of a file. Raises ValueError where there is none."""
     path = Path(file).expanduser()
-    if not path.is_file():
+    if path.is_dir() or not path.exists():
         raise ValueError(f"file={file!r} {'is a folder' if path.is_dir() else 'does not exist'}: name a file")
     return path

@@ -6,13 +6,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from ..config.schema import refuse
 from ..files import read_utf8
+from ..naming import blaming
 
 if TYPE_CHECKING:
     from ..config.infer_options import Generation
@@ -41,6 +42,10 @@ def text_of(file: str | None) -> Iterator[str]:
         try:
             stream = sys.stdin.buffer if source == "stdin" else opened.enter_context(Path(name).open("rb"))
             first = stream.read(1 << 16)
+            if first[4:9] == b"\0\0\0\0{":  # the header of a safetensors file
+                raise ValueError(
+                    f"{source} is no text but tensors: if locret-read wrote it, locret-ask answers about it"
+                )
             from ..text.convert import convert
             from ..text.reader import CONVERTED, LIMIT, may_be_text
 
@@ -49,14 +54,22 @@ def text_of(file: str | None) -> Iterator[str]:
             blank = not first.strip()
             if stream.seekable():
                 begun = stream.tell() - len(first)
-                blank = all([not block.strip() for block in read_utf8(stream, first=first)])  # to the end of the file
+                with blaming(source, ValueError):  # to the end of the file
+                    blank = all([not block.strip() for block in read_utf8(stream, first=first)])
                 stream.seek(begun)
                 first = b""
             if blank and not first:
                 raise ValueError(f"{source} holds no text: name a file that does, or give it with < FILE")
         except OSError as error:
-            raise ValueError(f"{source} cannot be read: {error.strerror}") from error
+            raise ValueError(f"{source} cannot be read: {error.strerror}{_way_out(name)}") from error
         return _blocks(stream, first, source, opened.pop_all())
+
+
+def _way_out(name: str) -> str:
+    """Words for what is no file but may have a text; '' for others."""
+    if Path(name).is_dir():
+        return ": name a file, or join several, as in cat FILES | locret-infer"
+    return ": download it first, and name the file" if "://" in name else ""
 
 
 def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> Iterator[str]:
@@ -64,13 +77,27 @@ def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> I
     blank = True
     with opened:
         try:
-            for block in read_utf8(stream, first=first):
-                blank = blank and not block.strip()
-                yield block
+            with blaming(source, ValueError):
+                for block in read_utf8(stream, first=first):
+                    blank = blank and not block.strip()
+                    yield block
         except OSError as error:
             raise ValueError(f"{source} cannot be read: {error.strerror}") from error
     if blank:
         raise ValueError(f"{source} holds no text: name a file that does, or give it with < FILE")
+
+
+def words_of(option: str, file: str) -> str:
+    """The text of a small file that an option names, or of stdin where it is -. Raises ValueError where it is none."""
+    source = "stdin" if file == "-" else f"{option}={file!r}"
+    try:
+        with (
+            nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream,
+            blaming(source, ValueError),
+        ):
+            return "".join(read_utf8(stream))
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
 
 
 def check_saved(file: str | Path) -> None:
@@ -85,14 +112,16 @@ def title_of(file: str | None) -> str:
     return "" if file in (None, "-") else Path(str(file)).name
 
 
-def check_target(path: Path, option: str, *, replace: bool = True) -> None:
+def check_target(path: Path, option: str, *, replace: bool = True, source: str | None = None) -> None:
     """Raise ValueError where no file can be put, before the text is read: minutes later would be too late. Nor may one be
-    there, unless ``replace``."""
+    there, unless ``replace``, and never the one that is read, ``source``."""
     said = f"{option}={str(path)!r}"
     if path.exists() and not path.is_file():
         raise ValueError(f"{said} is {'a folder' if path.is_dir() else 'no regular file'}: name a file")
     if path.exists() and not replace:
         raise ValueError(f"{said} is there already: name another file, or remove it first")
+    if source is not None and path.resolve() == Path(source).resolve():
+        raise ValueError(f"{said} is the file that is read: name another")
     folder = path.resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{said}: its folder is missing or cannot be written")

@@ -82,6 +82,9 @@ def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) ->
             yield from zip(places, rest, strict=False)  # places never end
             return
         dashes = word.startswith("--")
+        if re.fullmatch(r"-[A-Za-z][\w-]*", word):
+            more = ". What begins with one goes after --" if command.positional else ""
+            raise UsageError(f"unknown option {word!r}: names have two dashes{more}")
         if not dashes and not re.match(r"[A-Za-z_][\w.-]*=", word):
             if not command.positional:
                 numbers = (f"{name}={option.default}" for name, option in known.items() if type(option.default) is int)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge, Gt, Interval
 
 from ..settings import Bytes, RunSettings
 from ..validation import Description, check
@@ -65,9 +65,9 @@ class Generation:
     """0 is greedy."""
     top_k: Annotated[int, Ge(0)] = 0
     """Most likely tokens to draw from; 0 is all."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """Share of the likelihood to draw from."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Gt(0)] = 1.0
     """Divides the scores of tokens that were there already; 1 is none."""
 
 

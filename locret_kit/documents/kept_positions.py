@@ -88,6 +88,8 @@ def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:
             raise ValueError("it was written with --no-text, so nobody can say which words it holds")
         text = stored_text(about, tensors.get(IDS), tokenizer)
         seen = int(saved.layers[0].get("seen", 0)) if saved.layers else 0
+        if not seen:
+            raise ValueError("its cache holds nothing: a text this short is read with each question")
         layers = [_positions(tensors, number, seen) for number in range(len(saved.layers))]
         ids = text.ids
         if not 0 < seen <= len(ids):

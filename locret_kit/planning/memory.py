@@ -76,6 +76,13 @@ class explain_oom:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             raise OutOfMemory(_advice(str(error), self.model, self.cache, self.tokens)) from error
+        if isinstance(error, RuntimeError) and (
+            asked := re.search(r"tried to allocate (\d+) bytes", str(error))
+        ):  # a CPU's
+            said = (
+                f"out of memory: {show(int(asked[1]))} were asked for at once, with budget={self.cache.schedule.budget}"
+            )
+            raise OutOfMemory(f"{said}: a smaller one takes less") from error
 
 
 def _advice(said: str, model: PreTrainedModel, cache: BoundedCache, tokens: int) -> str:

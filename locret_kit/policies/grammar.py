@@ -121,7 +121,8 @@ def _call(text: str, kind: str, known: Mapping[str, E]) -> tuple[E, dict[str, ob
         raise ValueError(f"{kind}={text!r} does not read as name or name(key=value)")
     name, inside = match.groups()
     if name not in known:
-        raise ValueError(f"{kind}={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}.")
+        said = f"{kind}={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}."
+        raise ValueError(f"{said} --plugin FILE.py brings others.")
     entry = known[name]
     there = entry.parameters() if isinstance(entry, NamedPolicy) else parameters_of(entry)
     given: dict[str, object] = {}

@@ -43,7 +43,7 @@ def make_app(server: Server) -> ASGIApp:
             expose_headers=["x-request-id"],
         )  # fmt: skip
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
         status = "loading" if server.engine is None else "failed" if server.engine.failed else "ok"
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)

@@ -13,7 +13,16 @@ from ..documents.document import Document
 from ..runtime.session import Sampling
 from ..runtime.tokens import IdStream, TooManyTokens
 from ..text.template import has_template, render_messages
-from .messages import JsonObject, Message, ResponseFormat, TemplateMessage, Tool, call_of, without_nulls
+from .messages import (
+    JsonObject,
+    Message,
+    ResponseFormat,
+    TemplateMessage,
+    Tool,
+    call_of,
+    form,
+    without_nulls,
+)
 from .tools import knows_tools, rewritten
 
 REFUSED = ("functions", "function_call", "audio", "modalities")
@@ -55,7 +64,9 @@ class CompletionBody(BaseModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=-1, lt=2**32)] | None = None
     """-1 as none: another for each request."""
-    stop: str | Annotated[list[str], Field(max_length=STOPS)] | None = None
+    stop: Annotated[
+        str | Annotated[list[str], Field(max_length=STOPS)] | None, form(f"a text, or at most {STOPS} of them")
+    ] = None
     response_format: ResponseFormat | None = None
     document_id: str | None = None
     """A document of ``/v1/documents`` that the prompt is about."""
@@ -130,7 +141,10 @@ class ChatBody(CompletionBody):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | JsonObject = "auto"
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | JsonObject,
+        form("'none', 'auto', 'required', or an object that names a tool"),
+    ] = "auto"
     parallel_tool_calls: bool = True
     """Whether an answer may call more than one tool; otherwise it ends with its first call."""
     continue_final_message: bool = True
@@ -147,7 +161,7 @@ class ChatBody(CompletionBody):
         if self.called not in (None, *self._names):
             raise ValueError(f"tool_choice names {str(self.called)[:64]!r}, which is none of tools")
         if self.tool_choice == "required" and not self.tools:
-            raise ValueError("tool_choice='required' needs tools")
+            raise ValueError("tool_choice needs tools")
         return self
 
     @property
@@ -255,7 +269,10 @@ Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 class TextBody(CompletionBody):
     """``POST /v1/completions``."""
 
-    prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=64)]
+    prompt: Annotated[
+        str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=64)],
+        form("a text, token ids, or a list of at most 64 of either"),
+    ]
     echo: bool = False
     suffix: str | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

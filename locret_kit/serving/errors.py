@@ -27,6 +27,23 @@ CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 """Codes of OpenAI by which clients tell errors apart."""
 
 
+NAMES = {
+    ANTHROPIC: {"response_format": "output_config.format"},
+    "/v1/responses": {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"},
+}  # fmt: skip
+"""Fields of a chat completion by the names that a client of another protocol has for them, by the beginning of its paths."""
+
+
+def field_of(path: str, *parts: object) -> str | None:
+    """The name of a field as the client knows it; None for the whole body. Messages of another protocol are not numbered as its
+    own are."""
+    names = next((names for start, names in NAMES.items() if path.startswith(start)), None)
+    if names is not None and parts:
+        first = str(parts[0])
+        parts = names.get(first, first), *(() if first == "messages" else parts[1:])
+    return ".".join(map(str, parts)) or None
+
+
 class Refused(HTTPException):
     """A request that is refused.
 
@@ -85,8 +102,10 @@ def add_errors(app: FastAPI) -> None:
         if first["type"] == "json_invalid":  # its place is a character, no field
             said = f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}"
             return problem(400, said, path=path)
-        where = ".".join(str(part) for part in first["loc"][1:]) or None
+        where = field_of(path, *first["loc"][1:])
         said = str(first["msg"]).removeprefix("Value error, ")
+        if where is None and first["type"] in ("missing", "model_attributes_type", "model_type", "dict_type"):
+            said = "the body must be a JSON object, with content-type: application/json"
         return problem(400, f"{where}: {said}" if where else said, where, path=path)
 
     @app.exception_handler(StarletteHTTPException)
@@ -95,8 +114,16 @@ def add_errors(app: FastAPI) -> None:
             error.__cause__, OSError
         ):  # FastAPI puts a form on disk, and takes all that stops it for a wrong one
             error = no_room(error.__cause__)
-        param, code = (error.param, error.code) if isinstance(error, Refused) else (None, None)
-        path, said = request.url.path, str(error.detail)
+        path, said, cause = request.url.path, str(error.detail), error.__cause__
+        param, code = (
+            (field_of(path, error.param), error.code) if isinstance(error, Refused) and error.param else (None, None)
+        )
+        if isinstance(cause, ValueError | RecursionError):
+            said = f"the body is not JSON: {first_line(cause)}"
+        elif said == "Not Found":  # Starlette's own words
+            said = f"there is no {path[:64]} here" + (
+                "" if path.startswith("/v1/") else ": OpenAI's paths begin with /v1"
+            )
         return problem(error.status_code, said, param, code, headers=error.headers, path=path)
 
     @app.exception_handler(Exception)

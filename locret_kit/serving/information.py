@@ -7,7 +7,8 @@ from array import array
 from typing import Annotated
 
 from fastapi import FastAPI, HTTPException, Request
-from pydantic import BaseModel, Field
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from ..runtime.kept_text import token_texts
 from ..runtime.tokens import stream_ids
@@ -59,7 +60,11 @@ def add_information(app: FastAPI, server: Server) -> None:
         server.owner(request)
         tokenizer = server.ready().tokenizer
         if body.messages is not None:
-            chat = ChatBody.model_validate({"messages": [without_nulls(message) for message in body.messages]})
+            try:
+                chat = ChatBody.model_validate({"messages": [without_nulls(message) for message in body.messages]})
+            except ValidationError as error:  # as of a body that is a chat
+                errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+                raise RequestValidationError(errors) from error
             (ids,) = await asyncio.to_thread(chat.ids, tokenizer, None)
         else:
             text = body.content if body.content is not None else body.prompt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import count
 
 from fastapi import FastAPI, Request
@@ -123,8 +123,8 @@ def add_responses(app: FastAPI, server: Server) -> None:
             return Streamed([answer], events(answer, head), server.silence)
 
         async def whole() -> dict[str, object]:
-            items = [item_of(new_name(part), part) for part in await answer.whole_blocks()]
-            return {**head, **end_of(answer), "output": items}
+            parts = await answer.whole_blocks()
+            return {**head, **end_of(answer), "output": items_of(answer, [*map(new_name, parts)], parts)}
 
         return Whole([answer], whole(), server.silence)
 
@@ -145,6 +145,14 @@ def item_of(name: str, part: str | Call) -> dict[str, object]:
     if isinstance(part, str):
         return {**head, "type": "message", "role": "assistant", "content": [text_part(part)]}
     return {**head, "type": "function_call", "call_id": part.id, "name": part.name, "arguments": part.arguments}
+
+
+def items_of(answer: AnswerStream, names: Sequence[str], parts: Sequence[str | Call]) -> list[dict[str, object]]:
+    """An answer's output, when it has ended: where it was cut, its last item is incomplete."""
+    items = [item_of(*pair) for pair in zip(names, parts, strict=True)]
+    if items and answer.reason == "length":
+        items[-1]["status"] = "incomplete"
+    return items
 
 
 def end_of(answer: AnswerStream) -> dict[str, object]:
@@ -187,7 +195,7 @@ async def events(answer: AnswerStream, head: dict[str, object]) -> AsyncIterator
             yield event("content_part.done", **place(index), content_index=0, part=text_part(part))
         else:
             yield event("function_call_arguments.done", **place(index), name=part.name, arguments=part.arguments)
-        yield event("output_item.done", output_index=index, item=item_of(names[index], part))
+        yield event("output_item.done", output_index=index, item=items_of(answer, names, made)[index])
 
     def place(index: int) -> dict[str, object]:
         return {"item_id": names[index], "output_index": index}
@@ -207,9 +215,8 @@ async def events(answer: AnswerStream, head: dict[str, object]) -> AsyncIterator
                 yield event("function_call_arguments.delta", **place(index), delta=part.arguments)
         for one in end_item() if made else ():
             yield one
-        items = [item_of(*pair) for pair in zip(names, made, strict=True)]
         end = end_of(answer)
-        yield event(str(end["status"]), response={**head, **end, "output": items})
+        yield event(str(end["status"]), response={**head, **end, "output": items_of(answer, names, made)})
     except (ValueError, Failed, Stopping) as error:
         code = "invalid_prompt" if isinstance(error, ValueError) else "server_error"
         failed = {"status": "failed", "error": {"code": code, "message": first_line(error)}}

@@ -126,7 +126,8 @@ class Server:
         """Who asks, as a salted hash of the key, which ``Authorization`` or ``x-api-key`` has. Raises HTTPException 401."""
         if not self.keys:
             return next(iter(self.owners.values()))
-        given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")  # the scheme's case is nobody's
+        given = (key if scheme.lower() == "bearer" else scheme) or request.headers.get("x-api-key", "")
         digest = hashlib.sha256(given.encode("latin-1")).digest()
         known = [owner for key, owner in self.owners.items() if hmac.compare_digest(digest, key)]
         if not known:  # every key was compared, by its hash: equal time, whatever its length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections import Counter
 from collections.abc import Iterator
 from io import BytesIO
 
@@ -22,6 +23,18 @@ _BARE = ((b"<\0", "utf-16-le"), (b"\0<", "utf-16-be"))
 _TYPED = ("text", "email", "tel", "url", "number", "date")
 """Fields of a form that somebody fills in."""
 _FRAMES = ("iframe", "frame", "object", "embed")
+_CELLS, _TERMS, _PARTS = frozenset(("td", "th", "p")), frozenset(("dt", "dd", "p")), ("thead", "tbody", "tfoot")
+_ENDS: dict[str, frozenset[str]] = {
+    "p": frozenset("p"), "li": frozenset(("li", "p")), "dt": _TERMS, "dd": _TERMS, "td": _CELLS, "th": _CELLS,
+    "tr": _CELLS | {"tr"}, **dict.fromkeys(_PARTS, _CELLS | {"tr", *_PARTS}),
+    **dict.fromkeys(("ul", "ol", "menu", "dl", "table"), frozenset()),
+}  # fmt: skip
+"""Elements whose end tags a page may leave out before another one's start tag, by the latter (HTML, section 13.1.2.4); and those
+within which they are others."""
+_TAG = re.compile(rf"<!--.*?-->|<(/?)({'|'.join(_ENDS)}|script|style)(?=[\s/>])(?![^<>]*/>)", re.DOTALL | re.IGNORECASE)
+_CODE_END = re.compile("</(?:script|style)", re.IGNORECASE)
+_BLOCKS = "address aside button center details dialog fieldset footer form header legend main nav option search summary textarea"
+"""Elements that stand in lines of their own, which converters take for parts of a line."""
 
 
 def page_text(data: bytes, name: str, losses: list[str]) -> str:
@@ -96,7 +109,31 @@ def _prepared(html: str) -> str:
     closed, end, rest = html.rpartition("-->")
     # A comment that has no end would take a square of time, and the text after it.
     html = closed + end + rest.replace("<!--", " ")
-    return re.sub(r"\s{256,}", lambda blanks: "\n" if "\n" in blanks[0] else " ", html)
+    html = re.sub(r"\s{256,}", lambda blanks: "\n" if "\n" in blanks[0] else " ", html)
+    return re.sub(rf"<(/?)(?:{_BLOCKS.replace(' ', '|')})(?=[\s/>])", r"<\1div", _closed(html), flags=re.IGNORECASE)
+
+
+def _closed(html: str) -> str:
+    """A page with the end tags that it leaves out: without them its paragraphs, items and cells lie in one another."""
+    pieces, within, opened, done, at = list[str](), list[str](), Counter[str](), 0, 0
+    while tag := _TAG.search(html, at):
+        at, name = tag.end(), (tag[2] or "").lower()
+        if name in ("script", "style") and not tag[1]:
+            if (code := _CODE_END.search(html, at)) is None:  # the rest is none of the page
+                break
+            at = code.end()
+        elif name and not tag[1]:
+            while within and within[-1] in _ENDS[name]:
+                pieces += [html[done : tag.start()], f"</{within[-1]}>"]
+                done = tag.start()
+                opened[within.pop()] -= 1
+            within.append(name)
+            opened[name] += 1
+        while tag[1] and opened[name]:
+            opened[last := within.pop()] -= 1
+            if last == name:
+                break
+    return "".join(pieces) + html[done:]
 
 
 def _losses(html: str, text: str) -> Iterator[str]:
