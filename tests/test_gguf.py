@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_gguf import SCALED, tiny_source, write_gguf, write_sentencepiece
+from tiny_gguf import SCALED, tiny_source, write_byte_level, write_gguf, write_sentencepiece
 from tiny_tokenizer import TEMPLATE, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -73,6 +73,18 @@ def test_a_vocabulary_of_sentencepiece_is_as_transformers_reads_it(architecture,
     for text in texts if architecture == "llama" else [*texts, "a<end>the"]:
         assert own(text).input_ids == theirs(text).input_ids
         assert own.decode(own(text).input_ids) == theirs.decode(theirs(text).input_ids)
+
+
+def test_tokens_that_are_no_bytes_stay_whole_and_begin_a_text(tmp_path):
+    """As those of DeepSeek; and the one for the beginning where a file of Llama 3 does not say whether it is added."""
+    begin, end = ends = "<begin▁of▁sentence>", "<end▁of▁sentence>"
+    own = tokenizer_of(open_gguf(write_byte_level(tmp_path / "deepseek.gguf", "deepseek-r1-qwen", ends)))
+    the = own.convert_tokens_to_ids("the")
+    assert len(own) == the + 3 and own(f"{begin}the{end}").input_ids == [the + 1, the, the + 2]
+    assert own("the").input_ids == [the] and (own.bos_token_id, own.eos_token_id) == (the + 1, the + 2)
+    assert own.decode([the + 1, the]) == f"{begin}the" and own.decode([the + 1, the], skip_special_tokens=True) == "the"
+    llama = tokenizer_of(open_gguf(write_byte_level(tmp_path / "llama.gguf", "llama-bpe", ends)))
+    assert llama("the").input_ids == [the + 1, the]
 
 
 def test_matrices_stay_where_the_file_is_mapped(file):
