@@ -17,7 +17,7 @@ from locret_kit.backbones.gguf.gguf_file import open_gguf
 from locret_kit.backbones.gguf.gguf_tokenizer import tokenizer_of
 from locret_kit.backbones.gguf.packed_modules import PackedLinear
 from locret_kit.backbones.identity import first_difference, identity_of, tokenizer_identity
-from locret_kit.backbones.load import load_backbone, load_tokenizer, other_backbone
+from locret_kit.backbones.load import load_backbone, load_config, load_tokenizer, other_backbone
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
 from locret_kit.config.recipes import load_config as load_train_config
@@ -85,6 +85,14 @@ def test_tokens_that_are_no_bytes_stay_whole_and_begin_a_text(tmp_path):
     assert own.decode([the + 1, the]) == f"{begin}the" and own.decode([the + 1, the], skip_special_tokens=True) == "the"
     llama = tokenizer_of(open_gguf(write_byte_level(tmp_path / "llama.gguf", "llama-bpe", ends)))
     assert llama("the").input_ids == [the + 1, the]
+
+
+def test_an_answer_ends_at_tokens_for_it_that_no_field_names(tmp_path):
+    """As in llama.cpp: the fields of Phi-3 name another token than its chats end with."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = tokenizer.bos_token
+    path = write_gguf(tmp_path / "ends.gguf", tiny_source("llama"), "F16", tokenizer)
+    assert load_config(str(path)).eos_token_id == [0, 1]
 
 
 def test_matrices_stay_where_the_file_is_mapped(file):

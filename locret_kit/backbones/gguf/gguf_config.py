@@ -27,6 +27,10 @@ NEUTRAL = {
 NO_HEAD_DIM = ("qwen2", "phi3", "smollm3")
 """Types of models whose configurations have no field for the size of a head, where it is the usual one."""
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_TOKENS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>",
+)  # fmt: skip
+"""Tokens that end an answer whatever the fields say, as in llama.cpp: of Phi-3 they name another than a chat ends with."""
 LLAMA3 = dict[str, float](low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 """The scaling of all Llama 3.1, 3.2 and 3.3 but for its factor, which the file gives as factors of frequencies."""
 ORIGINAL = "rope.scaling.original_context_length"
@@ -110,7 +114,8 @@ def _common(fields: ModelFields) -> ConfigFields:
         raise ValueError("token_embd.weight is missing")
     heads = fields.get("attention.head_count")
     ids = {name: everything.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", *ENDS, "padding_token_id")}
-    ends = list(dict.fromkeys(ids[name] for name in ENDS if ids[name] is not None))
+    by_text = [i for i, token in enumerate(fields.file.tokens) if token in END_TOKENS]
+    ends = list(dict.fromkeys([*(ids[name] for name in ENDS if ids[name] is not None), *by_text]))
     return dict(
         model_type=fields.file.architecture,
         vocab_size=tensors["token_embd.weight"].shape[0],
