@@ -240,6 +240,8 @@ def test_what_it_does_not_take():
         change(model)
         assert why in cpu_decoder(model)
     assert "its words are a" in cpu_decoder(tiny_model("gemma3"))
+    with pytest.raises(IndexError, match=r"tokens=\[97\] must be below 97"):
+        CpuDecoder(backbone())([], [97])
     assert "queries are scaled by their positions" in cpu_decoder(tiny_model("mistral", model_type="ministral3"))
 
 
