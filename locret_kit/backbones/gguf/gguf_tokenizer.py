@@ -109,13 +109,8 @@ def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Token
     id."""
     tokens = ["▁" * len(token) if token.strip(" ") == "" else token for token in tokens]  # Gemma's runs of spaces
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges, scores = [], file.fields.get("tokenizer.ggml.scores")
-    order = (
-        np.arange(len(tokens))
-        if scores is None
-        else np.argsort(-np.asarray(scores, np.float64)[: len(tokens)], kind="stable")
-    )
-    for i in order.tolist():
+    merges, scores = list[tuple[str, str]](), file.fields.get("tokenizer.ggml.scores", np.zeros(len(tokens)))
+    for i in np.argsort(-np.asarray(scores, np.float64)[: len(tokens)], kind="stable").tolist():
         token = tokens[i]
         if kinds[i] in (NORMAL, USER):
             pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
