@@ -36,7 +36,7 @@ WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 COMPOSED = ("qwen2", "deepseek-r1-qwen")
 """Names under which a text is normalised (NFC)."""
 UNPREFIXED = ("gemma3",)
-"""Architectures whose texts get no space before them, and whose spaces end a piece."""
+"""Architectures whose texts get no space before them, whose spaces end a piece, and of whose scores the converter replaces some."""
 
 
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
@@ -109,7 +109,9 @@ def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Token
     id."""
     tokens = ["▁" * len(token) if token.strip(" ") == "" else token for token in tokens]  # Gemma's runs of spaces
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges, scores = list[tuple[str, str]](), file.fields.get("tokenizer.ggml.scores", np.zeros(len(tokens)))
+    merges, scores = list[tuple[str, str]](), file.fields.get("tokenizer.ggml.scores")
+    if scores is None or file.architecture in UNPREFIXED:
+        scores = np.zeros(len(tokens))
     for i in np.argsort(-np.asarray(scores, np.float64)[: len(tokens)], kind="stable").tolist():
         token = tokens[i]
         if kinds[i] in (NORMAL, USER):
