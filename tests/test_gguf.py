@@ -175,6 +175,7 @@ def test_training_says_what_to_do_instead(file):
         (lambda data: data.replace(b"llama.vocab_size", b"llama.other_size"), "other_size=.* is not known of llama"),
         (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_r.weight"), "blk.1.attn_r.weight is not known"),
         (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.9.attn_q.weight"), "blk.9.attn_q.weight is not known"),
+        (lambda data: data.replace(b"blk.1.attn_output.weight", b"rope_factors_long.weight"), "long.weight'. cannot be restored"),
         (lambda data: data.replace(b"gpt-2", b"weird"), "tokenizer.ggml.pre='weird' is not known"),
     ],
 )  # fmt: skip

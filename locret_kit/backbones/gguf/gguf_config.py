@@ -153,17 +153,25 @@ def _scaling(fields: ModelFields, rotated: int) -> ConfigFields:
     kind, tensors = fields.get("rope.scaling.type", "none"), fields.file.tensors
     factor, stretch = fields.get("rope.scaling.factor", 1.0), fields.get("rope.scaling.attn_factor", 1.0)
     original = fields.get(ORIGINAL, fields.get("context_length"))
-    if LONG in tensors and SHORT in tensors and kind in ("none", "longrope"):
+    by_tensors = {FACTORS, LONG, SHORT} & tensors.keys()
+    if kind == "linear" and factor == 1.0:
+        kind = "none"
+    if by_tensors == {LONG, SHORT} and kind in ("none", "longrope"):
         return _longrope(fields, original, stretch)
-    if FACTORS in tensors and kind == "none":
+    if stretch == 1.0 and by_tensors == {FACTORS} and kind == "none":
         return _llama3(fields.file.tensor(FACTORS).float(), fields.get("rope.freq_base", 10000.0), rotated)
-    if kind == "none" or (kind == "linear" and factor == 1.0):
-        return {}
-    if kind == "linear" and stretch == 1.0:
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn" and stretch == 1.0:
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    raise ValueError(f"rope.scaling.type={kind!r} with factor {factor} and attn_factor {stretch} cannot be restored")
+    if stretch == 1.0 and not by_tensors:
+        match kind:
+            case "none":
+                return {}
+            case "linear":
+                return {"rope_type": "linear", "factor": factor}
+            case "yarn":
+                return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    raise ValueError(
+        f"rope.scaling.type={kind!r} with factor {factor}, attn_factor {stretch} and tensors {sorted(by_tensors)} cannot be "
+        "restored"
+    )
 
 
 def _llama3(factors: Tensor, theta: float, rotated: int) -> ConfigFields:

@@ -36,7 +36,7 @@ WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
 COMPOSED = ("qwen2", "deepseek-r1-qwen")
 """Names under which a text is normalised (NFC)."""
 UNPREFIXED = ("gemma3",)
-"""Architectures whose texts get no space before them, whose spaces end a piece, and of whose scores the converter replaces some."""
+"""Architectures whose texts get no space before them, whose spaces end a piece, and whose scores say nothing."""
 
 
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
