@@ -14,6 +14,8 @@ from locret_kernels.column_stats.reference import MARGIN
 from locret_kernels.fused import cpu as fused_cpu
 from locret_kernels.fused.reference import rms_norm, swiglu
 from locret_kernels.quantise import cpu as quantise_cpu
+from locret_kernels.ragged_decode import Spans, ragged_decode
+from locret_kernels.ragged_decode import cpu as decode_cpu
 from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import widened
@@ -112,6 +114,13 @@ def test_what_it_does_not_take():
     assert not attend_cpu.takes(q.clone().requires_grad_(), k, v)
     rows = random(1, 1, 1, 16).expand(1, 1, attend_cpu.MAX_ROWS + 1, 16)
     assert not attend_cpu.takes(rows[:, :, :2], rows, rows)
+
+
+def test_rows_of_another_type_than_queries_are_read_as_what_they_are():
+    q, rows, spans = random(1, 2, 32).double(), random(2, 5, 32), Spans(torch.tensor([[0]]), torch.tensor([[5]]), 5)
+    assert torch.equal(
+        decode_cpu.ragged_decode(q, tuple(rows), spans, 0.2).out_BQD, ragged_decode(q, rows, spans, 0.2).out_BQD
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -254,6 +254,9 @@ def test_what_it_does_not_take():
         change(model)
         assert why in cpu_decoder(model)
     assert "its words are a" in cpu_decoder(tiny_model("gemma3"))
+    with pytest.raises(IndexError, match=r"tokens=\[97\] must be below 97"):
+        CpuDecoder(backbone())([], [97])
+    assert "queries are scaled by their positions" in cpu_decoder(tiny_model("mistral", model_type="ministral3"))
 
 
 def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog):

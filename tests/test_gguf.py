@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_gguf import SCALED, tiny_source, write_gguf, write_sentencepiece
+from tiny_gguf import SCALED, tiny_source, write_byte_level, write_gguf, write_sentencepiece
 from tiny_tokenizer import TEMPLATE, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -17,7 +17,7 @@ from locret_kit.backbones.gguf.gguf_file import open_gguf
 from locret_kit.backbones.gguf.gguf_tokenizer import tokenizer_of
 from locret_kit.backbones.gguf.packed_modules import PackedLinear
 from locret_kit.backbones.identity import first_difference, identity_of, tokenizer_identity
-from locret_kit.backbones.load import load_backbone, load_tokenizer, other_backbone
+from locret_kit.backbones.load import load_backbone, load_config, load_tokenizer, other_backbone
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
 from locret_kit.config.recipes import load_config as load_train_config
@@ -73,6 +73,26 @@ def test_a_vocabulary_of_sentencepiece_is_as_transformers_reads_it(architecture,
     for text in texts if architecture == "llama" else [*texts, "a<end>the"]:
         assert own(text).input_ids == theirs(text).input_ids
         assert own.decode(own(text).input_ids) == theirs.decode(theirs(text).input_ids)
+
+
+def test_tokens_that_are_no_bytes_stay_whole_and_begin_a_text(tmp_path):
+    """As those of DeepSeek; and the one for the beginning where a file of Llama 3 does not say whether it is added."""
+    begin, end = ends = "<begin▁of▁sentence>", "<end▁of▁sentence>"
+    own = tokenizer_of(open_gguf(write_byte_level(tmp_path / "deepseek.gguf", "deepseek-r1-qwen", ends)))
+    the = own.convert_tokens_to_ids("the")
+    assert len(own) == the + 3 and own(f"{begin}the{end}").input_ids == [the + 1, the, the + 2]
+    assert own("the").input_ids == [the] and (own.bos_token_id, own.eos_token_id) == (the + 1, the + 2)
+    assert own.decode([the + 1, the]) == f"{begin}the" and own.decode([the + 1, the], skip_special_tokens=True) == "the"
+    llama = tokenizer_of(open_gguf(write_byte_level(tmp_path / "llama.gguf", "llama-bpe", ends)))
+    assert llama("the").input_ids == [the + 1, the]
+
+
+def test_an_answer_ends_at_tokens_for_it_that_no_field_names(tmp_path):
+    """As in llama.cpp: the fields of Phi-3 name another token than its chats end with."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = tokenizer.bos_token
+    path = write_gguf(tmp_path / "ends.gguf", tiny_source("llama"), "F16", tokenizer)
+    assert load_config(str(path)).eos_token_id == [0, 1]
 
 
 def test_matrices_stay_where_the_file_is_mapped(file):
@@ -155,6 +175,7 @@ def test_training_says_what_to_do_instead(file):
         (lambda data: data.replace(b"llama.vocab_size", b"llama.other_size"), "other_size=.* is not known of llama"),
         (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_r.weight"), "blk.1.attn_r.weight is not known"),
         (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.9.attn_q.weight"), "blk.9.attn_q.weight is not known"),
+        (lambda data: data.replace(b"blk.1.attn_output.weight", b"rope_factors_long.weight"), "long.weight'. cannot be restored"),
         (lambda data: data.replace(b"gpt-2", b"weird"), "tokenizer.ggml.pre='weird' is not known"),
     ],
 )  # fmt: skip

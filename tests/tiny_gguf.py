@@ -12,6 +12,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
 from tiny_models import LONGROPE, tiny_model
 from tiny_tokenizer import tiny_tokenizer
+from tokenizers import pre_tokenizers
 
 SIZES = dict(
     vocab_size=len(tiny_tokenizer()),
@@ -186,17 +187,34 @@ def write_sentencepiece(path: Path, architecture: str) -> Path:
     kinds = {"<unk>": TokenType.UNKNOWN, "<s>": TokenType.CONTROL, "<end>": TokenType.CONTROL}
     kinds |= {f"<0x{byte:02X}>": TokenType.BYTE for byte in range(256)}
     merged = ["th", "he", "▁t", "▁th", "▁the", "the", "er", "at", "ea", "\n\n", "▁▁"]
-    tokens = [*kinds, *merged, *"▁\n", *"abcdefghijklmnopqrstuvwxyz"]
+    # An extended vocabulary: its merges are made in another order than that of their ids.
+    tokens = [*kinds, *reversed(merged), *"▁\n", *"abcdefghijklmnopqrstuvwxyz"]
+    scores = [-float(merged.index(token)) if token in merged else -100.0 for token in tokens]
+    return _write_vocabulary(
+        path, architecture, "llama", "default", tokens, kinds, (1, 2), token_scores=scores, unk_token_id=0
+    )
+
+
+def write_byte_level(path: Path, pre: str, ends: tuple[str, str]) -> Path:
+    """The same of a byte-level vocabulary, whose last tokens begin and end a text; nothing says whether they are added."""
+    tokens = [*pre_tokenizers.ByteLevel.alphabet(), "th", "the", *ends]
+    first, last = len(tokens) - 2, len(tokens) - 1
+    kinds = dict.fromkeys(ends, TokenType.CONTROL)
+    return _write_vocabulary(path, "qwen2", "gpt2", pre, tokens, kinds, (first, last), token_merges=["t h", "th e"])
+
+
+def _write_vocabulary(
+    path: Path, architecture: str, model: str, pre: str, tokens: list[str], kinds: dict[str, TokenType], ends: tuple[int, int],
+    **more: Any,
+) -> Path:  # fmt: skip
     writer = GGUFWriter(path, architecture)
     writer.add_context_length(64)
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_scores([-float(i) for i in range(len(tokens))])
     writer.add_token_types([kinds.get(token, TokenType.NORMAL) for token in tokens])
-    writer.add_unk_token_id(0)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    for name, value in (("bos_token_id", ends[0]), ("eos_token_id", ends[1]), *more.items()):
+        getattr(writer, f"add_{name}")(value)
     writer.add_tensor("blk.0.attn_norm.weight", np.ones(4, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

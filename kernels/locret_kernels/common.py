@@ -127,17 +127,22 @@ def check(*, longest: int | None = None, **tensors: Tensor) -> None:
                 raise ValueError(f"{name} spans {span} elements per head, which must be below 2**31")
 
 
-def check_heads(q_BQTD: Tensor, k_BHSD: Tensor) -> tuple[int, int, int, int, int, int]:
-    """``B, H, G, T, S, D`` of queries and keys that fit each other.
+def check_heads(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor | None = None) -> tuple[int, int, int, int, int, int]:
+    """``B, H, G, T, S, D`` of queries and keys, and values where there are some, that fit each other.
 
     Raises:
         ValueError: shapes or types that do not, or what ``check`` refuses.
     """
-    check(q=q_BQTD, k=k_BHSD)
+    v_BHSD = k_BHSD if v_BHSD is None else v_BHSD
+    check(q=q_BQTD, k=k_BHSD, v=v_BHSD)
     B, Q, T, D = q_BQTD.shape
     H, S = k_BHSD.shape[1:3]
     if Q % H or k_BHSD.shape[0] != B or k_BHSD.shape[3] != D:
         raise ValueError(f"q {tuple(q_BQTD.shape)} and k {tuple(k_BHSD.shape)} do not belong together")
     if q_BQTD.dtype != k_BHSD.dtype:
         raise ValueError(f"q is {q_BQTD.dtype} and k is {k_BHSD.dtype}: they must be of one type")
+    if v_BHSD.shape != k_BHSD.shape or v_BHSD.dtype != k_BHSD.dtype:
+        raise ValueError(
+            f"k {tuple(k_BHSD.shape)} {k_BHSD.dtype} and v {tuple(v_BHSD.shape)} {v_BHSD.dtype} must be alike"
+        )
     return B, H, Q // H, T, S, D

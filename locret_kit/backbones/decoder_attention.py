@@ -121,6 +121,8 @@ class DecoderAttention:
     """Whether the rotation may be left out rather than made one by zero (see ``fused``)."""
     fuses_layers: bool = field(default=False, compare=False)
     """Whether a layer is Llama's: its residuals, norms and MLP can be computed by ``fused``."""
+    scales_queries: bool = field(default=False, compare=False)
+    """Whether queries of such layers are scaled by their positions, beside the rotation (Ministral 3)."""
 
     @property
     def unlike_llama(self) -> str | None:

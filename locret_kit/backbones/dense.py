@@ -124,6 +124,8 @@ def dense(model: PreTrainedModel) -> Dense:
         raise NotDense(unlike)
     if not description.fuses_layers:
         raise NotDense("its layers are not Llama's: other norms, residuals or experts")
+    if description.scales_queries:
+        raise NotDense("its queries are scaled by their positions")
     try:
         words = _words(decoder.embed_tokens)
         found = Dense(words, tuple(map(_layer, decoder.layers)), _norm(decoder.norm), _product(head))

@@ -17,6 +17,7 @@ from .recording import NOW, IndexedCache, RecordedRun, close, run_recorded
 from .releases import CACHE
 from .rope import rotate
 from .undo import Undo
+from .windows import FARTHEST
 
 
 def with_shortcuts(
@@ -27,11 +28,14 @@ def with_shortcuts(
     def reference(*x: Tensor) -> LayerOperations:
         return REFERENCE
 
-    def run(change: Callable[..., None], *args: object, **named: object) -> RecordedRun | None:
+    def run(change: Callable[..., None], *args: object, first_place: int = 0, **named: object) -> RecordedRun | None:
         undo = Undo()
+        at_T = first_place + torch.arange(ids_1T.shape[1], device=ids_1T.device)
         try:
             change(undo, decoder, *args, **named)
-            return run_recorded(decoder, config, ids_1T, first.outputs)
+            return run_recorded(
+                decoder, config, ids_1T, first.outputs, **({"position_ids": at_T[None]} if first_place else {})
+            )
         except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
             return None
         finally:
@@ -40,16 +44,18 @@ def with_shortcuts(
     rotations = () if isinstance(found.rotations, str) else found.rotations
     if not any(rotation.module for rotation in rotations):
         return found
-    answers = _is_unturned(run(unrotate, in_halves=True), first, decoder, found)
+    unturned = run(unrotate, in_halves=True)
+    answers = _is_unturned(unturned, first, decoder, found)
     standard = all(rotation.order is None for rotation in rotations)
     skips = standard and answers and _is_unturned(run(skip_rotations, reference), first, decoder, found)
     fuses = skips and _is_alike(run(fuse_layers, reference), first)
-    return replace(found, answers_in_halves=answers, skips_rotation=skips, fuses_layers=fuses)
+    scales = fuses and not _is_alike(run(unrotate, in_halves=True, first_place=FARTHEST), unturned)
+    return replace(found, answers_in_halves=answers, skips_rotation=skips, fuses_layers=fuses, scales_queries=scales)
 
 
-def _is_alike(run: RecordedRun | None, first: RecordedRun) -> bool:
+def _is_alike(run: RecordedRun | None, first: RecordedRun | None) -> bool:
     """Whether hidden states, queries and keys are what they were; attention gave what it had given."""
-    if run is None:
+    if run is None or first is None:
         return False
     pairs = zip(run.calls, first.calls, strict=True)
     return close(run.hidden, first.hidden, 2) and all(close(a.q, b.q) and close(a.k, b.k) for a, b in pairs)

@@ -125,6 +125,9 @@ class CpuDecoder:
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
         N, L, V = len(caches), len(self.weights.layers), len(self.weights.head.weight)
+        words = len(self.weights.words.weight)
+        if not all(0 <= token < words for token in tokens):  # the call would read other memory
+            raise IndexError(f"tokens={[*tokens]} must be below {words}, the rows of the backbone's words")
         for cache in caches:
             cache.unfinished = True
         lanes = [self._lane(cache) for cache in caches]

@@ -20,7 +20,7 @@ from .. import common
 from ..checks import check_queries
 from ..column_stats.reference import ColumnStats
 from ..column_stats.triton import column_stats
-from ..common import LOG2E, check, check_heads, dot_rows, head_blocks, load_rows
+from ..common import LOG2E, check_heads, dot_rows, head_blocks, load_rows
 from ..rotate.triton import rotate_rows
 from ..split_merge import merge_splits, split_rows
 from .reference import ChunkRotation
@@ -102,13 +102,8 @@ def _attend(
 
 def attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """See ``reference.attend``."""
-    B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD)
-    check(v=v_BHSD)
+    B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD, v_BHSD)
     check_queries(q_BQTD, k_BHSD)
-    if v_BHSD.shape != k_BHSD.shape or v_BHSD.dtype != k_BHSD.dtype:
-        raise ValueError(
-            f"k {tuple(k_BHSD.shape)} {k_BHSD.dtype} and v {tuple(v_BHSD.shape)} {v_BHSD.dtype} must be alike"
-        )
     D0, D1 = head_blocks(D, q_BQTD.dtype)
     # 16 rows are the least that a tensor core multiplies; see above for 128.
     block_t = 16 if T <= 16 else 128 if D in (96, 128) and T > 64 else 64

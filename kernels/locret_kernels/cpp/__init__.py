@@ -40,6 +40,8 @@ FLAGS = (
 COMPILE_SECONDS = 120
 MAX_CHANNELS = 1024
 """Channels of the largest head."""
+CHANNELS = (64, 96, 128, 256)
+"""Channels of a head for which a call is compiled by itself; one for any number serves the others."""
 STATISTICS = {"above": 1, "square": 2, "sum": 4}
 """Bits of the statistics that rows carry."""
 
@@ -81,6 +83,11 @@ def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
         function = getattr(loaded, call)
         function.argtypes, function.restype = arguments, None
     return loaded
+
+
+def head_options(dtype: torch.dtype, channels: int) -> tuple[str, str]:
+    """Options for rows of a type and heads of so many channels."""
+    return f"-DTYPE={TYPES[dtype]}", f"-DCHANNELS={channels if channels in CHANNELS else 0}"
 
 
 def point(at: np.ndarray, **tensors: torch.Tensor) -> None:

@@ -14,9 +14,6 @@ import torch
 
 from .. import cpp
 
-CHANNELS = (64, 96, 128, 256)
-"""Channels of a head for which the step is compiled by itself; one for any number serves the others."""
-
 OWN, HALVED = 0, 30
 """Forms of matrices that are of the weights' type, and of copies in bfloat16; others are numbers of ``product.FORMATS``."""
 _I = np.int64  # numbers and addresses
@@ -65,10 +62,6 @@ def load(dtype: torch.dtype, channels: int, packed: bool = False) -> cpp.Library
         raise cpp.Unavailable(f"weights of {str(dtype).removeprefix('torch.')}")
     if packed and dtype == torch.float64:
         raise cpp.Unavailable("packed matrices beside numbers of float64")
-    options = (
-        f"-DTYPE={cpp.TYPES[dtype]}",
-        f"-DCHANNELS={channels if channels in CHANNELS else 0}",
-        f"-DPACKED={int(packed)}",
-    )
+    options = *cpp.head_options(dtype, channels), f"-DPACKED={int(packed)}"
     p, n, i = cpp.ADDRESS, cpp.NUMBER, cpp.INT
     return cpp.load(Path(__file__).with_name("cpu.cpp"), *options, locret_step=(p, n, p, p, p, p, i))

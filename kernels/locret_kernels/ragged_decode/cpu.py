@@ -22,8 +22,6 @@ DECODE = np.dtype(
     )]
     + [("scaling", np.float64)]
 )  # fmt: skip
-CHANNELS = (64, 96, 128, 256)
-"""Channels of a head for which the call is compiled by itself; one for any number serves the others."""
 
 
 @cache
@@ -33,8 +31,8 @@ def load(dtype: torch.dtype, channels: int) -> cpp.Library:
     Raises:
         cpp.Unavailable: another system, no compiler, or one that fails.
     """
-    options = f"-DTYPE={cpp.TYPES[dtype]}", f"-DCHANNELS={channels if channels in CHANNELS else 0}"
-    return cpp.load(Path(__file__).with_name("cpu.cpp"), *options, locret_ragged_decode=(cpp.ADDRESS, cpp.INT))
+    options, source = cpp.head_options(dtype, channels), Path(__file__).with_name("cpu.cpp")
+    return cpp.load(source, *options, locret_ragged_decode=(cpp.ADDRESS, cpp.INT))
 
 
 def ragged_decode(
@@ -49,9 +47,10 @@ def ragged_decode(
     starts_BH, lengths_BH, longest = spans
     check_some("longest", longest, "rows")
     (B, Q, D), H = q_BQD.shape, starts_BH.shape[1]
-    if isinstance(rows, Float8Rows) or q_BQD.dtype not in cpp.TYPES or D > cpp.MAX_CHANNELS:
+    alike = all((x.dtype, x.shape[1]) == (q_BQD.dtype, D) for x in rows[:2])  # what else there is would be misread
+    if not alike or q_BQD.dtype not in cpp.TYPES or D > cpp.MAX_CHANNELS:
         return reference.ragged_decode(q_BQD, rows, spans, scaling, turn, received)
-    keys, values = rows
+    keys, values = rows[:2]
     if not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError("keys and values must be contiguous")
     exact = torch.promote_types(q_BQD.dtype, torch.float32)

@@ -13,7 +13,7 @@ from triton import cdiv
 
 from .. import common
 from ..checks import check_queries, check_units
-from ..common import LOG2E, check, check_heads, dot_rows, head_blocks, load_rows
+from ..common import LOG2E, check_heads, dot_rows, head_blocks, load_rows
 from .reference import Blocks
 
 
@@ -75,14 +75,9 @@ def _sparse_attend(
 
 def sparse_attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, blocks: Blocks) -> Tensor:
     """See ``reference.sparse_attend``."""
-    B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD)
-    check(v=v_BHSD)
+    B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD, v_BHSD)
     check_queries(q_BQTD, k_BHSD)
     check_units(q_BQTD, k_BHSD, *blocks)
-    if v_BHSD.shape != k_BHSD.shape or v_BHSD.dtype != k_BHSD.dtype:
-        raise ValueError(
-            f"k {tuple(k_BHSD.shape)} {k_BHSD.dtype} and v {tuple(v_BHSD.shape)} {v_BHSD.dtype} must be alike"
-        )
     D0, D1 = head_blocks(D, q_BQTD.dtype)
     seen_BQNU, queries, unit = blocks
     # The seen units of a block first, ascending, and how many there are.

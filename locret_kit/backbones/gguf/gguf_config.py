@@ -27,6 +27,10 @@ NEUTRAL = {
 NO_HEAD_DIM = ("qwen2", "phi3", "smollm3")
 """Types of models whose configurations have no field for the size of a head, where it is the usual one."""
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_TOKENS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>",
+)  # fmt: skip
+"""Tokens that end an answer whatever the fields say, as in llama.cpp: of Phi-3 they name another than a chat ends with."""
 LLAMA3 = dict[str, float](low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 """The scaling of all Llama 3.1, 3.2 and 3.3 but for its factor, which the file gives as factors of frequencies."""
 ORIGINAL = "rope.scaling.original_context_length"
@@ -110,7 +114,8 @@ def _common(fields: ModelFields) -> ConfigFields:
         raise ValueError("token_embd.weight is missing")
     heads = fields.get("attention.head_count")
     ids = {name: everything.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", *ENDS, "padding_token_id")}
-    ends = list(dict.fromkeys(ids[name] for name in ENDS if ids[name] is not None))
+    by_text = [i for i, token in enumerate(fields.file.tokens) if token in END_TOKENS]
+    ends = list(dict.fromkeys([*(ids[name] for name in ENDS if ids[name] is not None), *by_text]))
     return dict(
         model_type=fields.file.architecture,
         vocab_size=tensors["token_embd.weight"].shape[0],
@@ -148,17 +153,25 @@ def _scaling(fields: ModelFields, rotated: int) -> ConfigFields:
     kind, tensors = fields.get("rope.scaling.type", "none"), fields.file.tensors
     factor, stretch = fields.get("rope.scaling.factor", 1.0), fields.get("rope.scaling.attn_factor", 1.0)
     original = fields.get(ORIGINAL, fields.get("context_length"))
-    if LONG in tensors and SHORT in tensors and kind in ("none", "longrope"):
+    by_tensors = {FACTORS, LONG, SHORT} & tensors.keys()
+    if kind == "linear" and factor == 1.0:
+        kind = "none"
+    if by_tensors == {LONG, SHORT} and kind in ("none", "longrope"):
         return _longrope(fields, original, stretch)
-    if FACTORS in tensors and kind == "none":
+    if stretch == 1.0 and by_tensors == {FACTORS} and kind == "none":
         return _llama3(fields.file.tensor(FACTORS).float(), fields.get("rope.freq_base", 10000.0), rotated)
-    if kind == "none" or (kind == "linear" and factor == 1.0):
-        return {}
-    if kind == "linear" and stretch == 1.0:
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn" and stretch == 1.0:
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    raise ValueError(f"rope.scaling.type={kind!r} with factor {factor} and attn_factor {stretch} cannot be restored")
+    if stretch == 1.0 and not by_tensors:
+        match kind:
+            case "none":
+                return {}
+            case "linear":
+                return {"rope_type": "linear", "factor": factor}
+            case "yarn":
+                return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    raise ValueError(
+        f"rope.scaling.type={kind!r} with factor {factor}, attn_factor {stretch} and tensors {sorted(by_tensors)} cannot be "
+        "restored"
+    )
 
 
 def _llama3(factors: Tensor, theta: float, rotated: int) -> ConfigFields:

@@ -108,8 +108,14 @@ class GgufFile:
             return data.view(FLOATS[place.form]).view(place.shape)
         return data.view(*place.shape[:-1], FORMATS[place.form].row_bytes(place.shape[-1]))
 
+    @cached_property
+    def tokens(self) -> list[str]:
+        """The vocabulary; none where the file has no tokenizer."""
+        name = "tokenizer.ggml.tokens"
+        return self.words(name) if isinstance(self.fields.get(name), Words) else []
+
     def words(self, name: str) -> list[str]:
-        """The strings of an array, such as the vocabulary."""
+        """The strings of an array."""
         place = self.fields[name]
         assert isinstance(place, Words)
         with self.path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:

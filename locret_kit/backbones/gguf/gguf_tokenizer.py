@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from .gguf_file import GgufFile, Words
+from .gguf_file import GgufFile
 
 NORMAL, CONTROL, USER = 1, 3, 4
 """``token_type`` of words, of special tokens, and of others that are found whole in a text."""
@@ -32,11 +32,11 @@ SPLITS: dict[str, str | None] = {
 """``tokenizer.ggml.pre`` of byte-level vocabularies -> the pattern of a piece; None is GPT-2's own."""
 DIGITS_APART = ("smollm",)
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Names under which a piece that is a token is not merged anew."""
+"""Names under which a piece that is a token is not merged anew, and a text begins with a token unless the file says otherwise."""
 COMPOSED = ("qwen2", "deepseek-r1-qwen")
 """Names under which a text is normalised (NFC)."""
 UNPREFIXED = ("gemma3",)
-"""Architectures whose texts get no space before them, and whose spaces end a piece."""
+"""Architectures whose texts get no space before them, whose spaces end a piece, and whose scores say nothing."""
 
 
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
@@ -46,9 +46,9 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
         ValueError: it has none, or one of a kind that is not known; it is named.
     """
     kind = file.fields.get("tokenizer.ggml.model")
-    if not isinstance(file.fields.get("tokenizer.ggml.tokens"), Words):
+    if not file.tokens:
         raise ValueError("it holds no tokenizer")
-    tokens, types = file.words("tokenizer.ggml.tokens"), file.fields.get("tokenizer.ggml.token_type")
+    tokens, types = file.tokens, file.fields.get("tokenizer.ggml.token_type")
     kinds = types.tolist() if isinstance(types, np.ndarray) else [NORMAL] * len(tokens)
     if kind == "gpt2":
         made = _byte_level(file, tokens, kinds)
@@ -59,10 +59,11 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: file.fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
     special = {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and i < len(tokens)}
-    # Files of before that field: a vocabulary of SentencePiece begins a text by the token for it.
+    # Files of before that field, such as those of Llama 3: a vocabulary of SentencePiece begins a text by the token for it.
+    begun = kind == "llama" or file.fields.get("tokenizer.ggml.pre") in WHOLE_WORDS
     begins, ends = (
         file.fields.get(f"tokenizer.ggml.add_{name}_token", default)
-        for name, default in (("bos", kind == "llama"), ("eos", False))
+        for name, default in (("bos", begun), ("eos", False))
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made, add_bos_token=begins, add_eos_token=ends, clean_up_tokenization_spaces=False,
@@ -82,8 +83,10 @@ def _byte_level(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenize
     spelled = bytes_to_unicode()
     alphabet = set(spelled.values())
     vocabulary = {
-        token if set(token) <= alphabet else "".join(spelled[byte] for byte in token.encode()): i
-        for i, token in enumerate(tokens)
+        token
+        if kind in (CONTROL, USER) or set(token) <= alphabet
+        else "".join(spelled[byte] for byte in token.encode()): i
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
     }
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in WHOLE_WORDS))
     split = SPLITS[str(pre)]
@@ -102,11 +105,15 @@ def _byte_level(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenize
 
 
 def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
-    """Byte-pair merges by SentencePiece: a pair is merged the earlier, the lower the id of what it makes."""
+    """Byte-pair merges by SentencePiece: a pair is merged the earlier, the higher the score of what it makes, then the lower its
+    id."""
     tokens = ["▁" * len(token) if token.strip(" ") == "" else token for token in tokens]  # Gemma's runs of spaces
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges = []
-    for i, token in enumerate(tokens):
+    merges, scores = list[tuple[str, str]](), file.fields.get("tokenizer.ggml.scores")
+    if scores is None or file.architecture in UNPREFIXED:
+        scores = np.zeros(len(tokens))
+    for i in np.argsort(-np.asarray(scores, np.float64)[: len(tokens)], kind="stable").tolist():
+        token = tokens[i]
         if kinds[i] in (NORMAL, USER):
             pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
             known = [(vocabulary[a], vocabulary[b], a, b) for a, b in pairs if a in vocabulary and b in vocabulary]
