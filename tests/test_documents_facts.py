@@ -232,6 +232,9 @@ def pages() -> Iterator[Case]:
     form = f"<p>Lease</p><input name='rent' value='{FACT}'><iframe src='x'></iframe>".encode()
     yield "form.html", form, ["Lease"], ["1 field of a form left out", "1 frame with other pages"]
     yield "comment.html", f"<p>One.</p><!-- never ends <p>{FACT}</p>".encode(), ["One.", FACT], []
+    yield "labels.html", f"<meta charset=x-sjis><p>{YEN}</p>".encode("shift_jis"), [YEN], []
+    boxes = "<!-- <title>Old</title> --><head><title>New</title></head><body><nav>Home</nav><details><summary>More</summary>of it</details>"
+    yield "boxes.html", f"{boxes}<p>One.</p>".encode(), ["**Title:** New\n\nHome\n\nMore\n\nof it\n\nOne."], []
 
 
 def texts() -> Iterator[Case]:
