@@ -81,13 +81,13 @@ LEVAL = [
 
 
 def test_leval_asks_every_document_before_it_asks_one_again(tmp_path):
-    write(tmp_path, "coursera", *LEVAL)
+    write(tmp_path, "coursera", *LEVAL, {**LEVAL[1], "evaluation": "LLM"})  # the last is for a model to judge
     asked = [example("leval.coursera", tmp_path, i, 30_000)[1] for i in range(3)]
     assert [made.answer for made in asked] == ["A", "C D", "B"]
     assert ["First book." in made.prompt for made in asked] == [True, False, True]
     assert [made.document for made in asked] == [0, 1, 0]
     assert "Question: Q3?." in asked[1].prompt and asked[0].extra == {"several": True}
-    assert find_tasks(["leval.coursera"], data=[str(tmp_path)], samples=2)[0].size == 2
+    assert [find_tasks(["leval.coursera"], data=[str(tmp_path)], samples=n)[0].size for n in (2, 9)] == [2, 3]
 
 
 def test_leval_documents_lose_their_end_and_the_answer_begins_as_published(tmp_path):

@@ -28,10 +28,12 @@ CASES = [
     ("equal_number", "", 7, 0),
     ("leading_numbers", "4, 8, 9", [4, 8, 10, 12], 0.5),
     ("leading_numbers", "x", [[1, 2]], 0),
+    ("leading_numbers", "007 0 " + 5000 * "1", [7, 0, 1], 2 / 3),
     ("last_integer", "it returns: `-3`.", -3, 1),
     ("last_integer", "-3 of them", -3, 0),
     ("gsm8k", " 2+3=5\n#### 1,005\n\nQuestion: 7", "so\n#### 1005", 1),
     ("gsm8k", "the answer is $18.", "#### 18", 1),
+    ("gsm8k", "the answer is $18.$", "#### 18", 1),  # the harness strips marks one kind after the other
     ("gsm8k", "18 or 19", "#### 18", 0),
     ("qa_f1", "The cat sat", ["a cat", "dog"], 2 / 3),
     ("qa_f1", "", ["a cat"], 0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..config.document_options import ASK, AskOptions
 from .command import entry
 from .loading import idle_store, open_document
-from .terminal import check_question, check_sampling, check_saved, words_of, write_answer
+from .terminal import check_question, check_sampling, check_saved, json_line, words_of, write_answer
 
 if TYPE_CHECKING:
     from ..documents.document import Document
@@ -39,7 +38,7 @@ def run(args: AskOptions) -> int:
         if document.reads > reads and not args.quiet:
             print("the text is read anew: with this question it is evicted otherwise", file=sys.stderr)
         if args.json:
-            print(json.dumps(as_json(question, answer, cached, began), ensure_ascii=False), flush=True)
+            print(json_line(as_json(question, answer, cached, began)), flush=True)
             continue
         write_answer(answer, question if len(questions) > 1 else None, first=not number)
         if answer.finish_reason == "length" and not args.quiet:

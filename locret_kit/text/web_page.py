@@ -17,6 +17,8 @@ _SAME = {
     "shift_jis": "cp932", "euc_kr": "cp949", "utf-16": "utf-8", "utf-16-le": "utf-8", "utf-16-be": "utf-8",
 }  # fmt: skip
 """Encodings that pages mean when they name others (WHATWG Encoding Standard); UTF-16 is seen, not believed."""
+_LABELS = {"windows-31j": "cp932", "windows-874": "cp874", "iso-8859-8-i": "iso-8859-8"}
+"""Names of encodings that Python does not know; beside them all that begin with ``x-``, such as x-sjis."""
 _MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _BARE = ((b"<\0", "utf-16-le"), (b"\0<", "utf-16-be"))
 """First bytes of a page in UTF-16 without a mark."""
@@ -33,7 +35,7 @@ _ENDS: dict[str, frozenset[str]] = {
 within which they are others."""
 _TAG = re.compile(rf"<!--.*?-->|<(/?)({'|'.join(_ENDS)}|script|style)(?=[\s/>])(?![^<>]*/>)", re.DOTALL | re.IGNORECASE)
 _CODE_END = re.compile("</(?:script|style)", re.IGNORECASE)
-_BLOCKS = "address aside button center details dialog fieldset footer form header legend main nav option search summary textarea"
+_BLOCKS = "address aside button center details dialog fieldset figure footer form header legend main nav option search summary textarea"
 """Elements that stand in lines of their own, which converters take for parts of a line."""
 
 
@@ -48,10 +50,13 @@ def page_text(data: bytes, name: str, losses: list[str]) -> str:
         raise Refusal(f"{name} names no encoding and is not UTF-8: save it as UTF-8")
     if wrong:
         losses.append(f"{counted(wrong, 'character')} not in {encoding}, the encoding that it names, left out")
+    html = _prepared(html)
     text, left = markdown(html)
     losses += left
-    title = re.search(r"<title\b[^>]*>(.*?)</title", html, re.DOTALL | re.IGNORECASE)
-    if title and (words := markdown(title[1])[0]) and missing([(words, [words])], text) and text.strip():
+    bare = re.sub("<!--.*?-->", "", html, flags=re.DOTALL)
+    begin = re.search(r"<title\b[^>]*>", bare, re.IGNORECASE)
+    title = bare[begin.end() :].partition("</")[0] if begin else ""
+    if (words := markdown(title)[0]) and missing([(words, [words])], text) and text.strip():
         text = f"**Title:** {' '.join(words.split())}\n\n{text}"
     return text
 
@@ -71,8 +76,10 @@ def decoded(data: bytes) -> tuple[str, str, int, bool]:
         rb"<meta[^>]*charset\s*=\s*[\"']?\s*([\w.:-]+)", head, re.IGNORECASE
     )
     try:
-        found = codecs.lookup(label[1].decode("ascii")).name if label else "utf-8"
-    except LookupError:
+        name = label[1].decode("ascii").lower() if label else "utf-8"
+        found = codecs.lookup(_LABELS.get(name, name.removeprefix("x-"))).name
+        b"a".decode(found, "replace")
+    except (LookupError, ValueError):  # unknown, or a codec of something else than text
         found, label = "utf-8", None
     encoding = _SAME.get(found, found)
     if _bytewise(encoding):
@@ -102,7 +109,7 @@ def markdown(html: str) -> tuple[str, list[str]]:
 
 
 def _prepared(html: str) -> str:
-    """A page without what converters stumble over: prefixes of tags, comments, thousands of blanks in a row."""
+    """A page without what converters stumble over: prefixes of tags, comments, boxes, thousands of blanks in a row."""
     html = re.sub(r"^\s*<\?xml[^>]*\?>", "", html)
     for prefix in re.findall(r"xmlns:(\w+)\s*=\s*[\"']http://www\.w3\.org/1999/xhtml[\"']", html[:4096]):
         html = re.sub(rf"<(/?){prefix}:", r"<\1", html)

@@ -90,8 +90,9 @@ def equal_number(output: str, answer: Answer, extra: Extra) -> Figures:
 def leading_numbers(output: str, answer: Answer, extra: Extra) -> Figures:
     """Share of the answer's numbers that are right before the first wrong one (InfiniteBench's Math.Calc)."""
     wanted = answer[0] if answer and isinstance(answer[0], list) else answer
-    given, right = [int(n) for n in re.findall("[0-9]+", output)], 0
-    while right < min(len(given), len(wanted)) and given[right] == wanted[right]:
+    # Compared as texts: Python makes no integer of thousands of digits, which a model may write.
+    given, right = [n.lstrip("0") or "0" for n in re.findall("[0-9]+", output)], 0
+    while right < min(len(given), len(wanted)) and given[right] == str(wanted[right]):
         right += 1
     return {"share": right / len(wanted)}
 
@@ -109,7 +110,7 @@ def gsm8k(output: str, answer: Answer, extra: Extra) -> Figures:
     """The number after ``####``, else the last number ('flexible'), equals the answer's."""
 
     def clean(text: str) -> str:
-        return re.sub(r"[,$]|\.$", "", text)
+        return re.sub("[,$]", "", text).removesuffix(".")
 
     wanted = clean(str(answer).split("####")[-1].strip())
     output = re.split(r"Question:|</s>|<\|im_end\|>", output)[0]

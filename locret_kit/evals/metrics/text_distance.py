@@ -52,7 +52,7 @@ def distance(output: str, answer: Answer, extra: Extra) -> Figures:
     reference = str(as_list(answer)[0])
     figures = {
         **rouge(output, reference, extra),
-        "bleu": library("sacrebleu").sentence_bleu(output, [reference]).score / 100,
+        "bleu": bleu(output, reference),
         **meteor(output, reference),
         "same": float(output == reference),
     }
@@ -62,8 +62,12 @@ def distance(output: str, answer: Answer, extra: Extra) -> Figures:
 
 def reconstruction(output: str, answer: Answer, extra: Extra) -> Figures:
     """Share of the text itself that was repeated: ROUGE, and BLEU of the one example (RoCo, section 5.1.1)."""
-    bleu = library("sacrebleu").sentence_bleu(output, [str(answer)]).score / 100
-    return {**rouge(output, answer, extra), "bleu": bleu}
+    return {**rouge(output, answer, extra), "bleu": bleu(output, str(answer))}
+
+
+def bleu(output: str, reference: str) -> float:
+    """BLEU of one example; sacrebleu's own of equal texts is above 1 by a rounding."""
+    return min(1.0, library("sacrebleu").sentence_bleu(output, [reference]).score / 100)
 
 
 def meteor(output: str, reference: str) -> Figures:

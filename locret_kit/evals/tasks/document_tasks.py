@@ -7,7 +7,7 @@ The files come from local folders (``data=``) or from the Hub. An entry's fields
 together), ``extract`` (fields made of others by a pattern), ``words`` (the field whose words are counted as
 ``{words}``), ``extra`` (what the metric needs: fields or plain values), ``truncate`` ('middle' of the prompt, the
 document's 'end' or 'start', or 'never'), ``document`` (the field cut), ``shots`` and ``shot`` (examples in front, from
-the training split).
+the training split), ``leave_out`` (values of fields whose records are not asked).
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class TaskEntry:
     extra: Extra = field(default_factory=dict)
     shots: int = 0
     shot: str = ""
+    leave_out: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=1)
@@ -167,6 +168,8 @@ def _hub_records(entry: TaskEntry, data: Sequence[str], split: str | None) -> It
 
 def _examples(entry: TaskEntry, records: Iterator[Record]) -> Iterator[Numbered]:
     """Records, or with ``each`` the n-th items of every record's lists for n = 0, 1, ..."""
+    left_out = entry.leave_out.items()
+    records = (one for one in records if not any(one.get(name) in values for name, values in left_out))
     if not entry.each:
         yield from enumerate(records)
         return
