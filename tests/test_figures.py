@@ -118,6 +118,12 @@ def once(*policies: str) -> str:
     return found
 
 
+def named(policy: str, slots: int) -> str:
+    """Share of RULER's three most frequent words."""
+    scores = [row.score or 0.0 for row in rows() if (row.task, row.policy, row.slots) == ("ruler.fwe", policy, slots)]
+    return f"{fmean(scores):.2f}"
+
+
 LOOKAHEAD, UNSEEN = "lookahead-locret", ("R.PassKey", "unseen", 4096)
 PARAPHRASE, MULTIKEY = ("paraphrase", "jargon", 1024), ("ruler.niah_multikey", "jargon", 2048)
 FIGURES: dict[str, list[tuple[str, Callable[[], str]]]] = {
