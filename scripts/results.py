@@ -5,7 +5,8 @@ of GPUs), or check that they agree.
     python scripts/results.py --check   # exit status 1 if one would change
 
 docs/results has one page for each question of a reader: facts.md, questions.md, and in speed.md what GPUs reach of their
-targets. The logs of scripts/research/logs have every needle (needles.md), what comes back and sparse prefill (recall.md).
+targets. The logs of scripts/research/logs have every needle (needles.md), what comes back and sparse prefill (recall.md), and the
+papers' own comparisons (papers.md).
 Tables stand between HTML comments such as ``<!-- facts:begin -->`` and ``<!-- facts:end -->``; the RESULTS.md beside each set
 of heads has every table of its rows.
 """
@@ -27,6 +28,7 @@ from locret_kit.files import write_beside
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "scripts" / "research")]
 import log_tables  # noqa: E402
+import paper_tables  # noqa: E402
 import targets  # noqa: E402
 from log_tables import HEADS, PAPER, RECALL, device_rows  # noqa: E402
 
@@ -39,6 +41,7 @@ FACTS = (
     ("R.PassKey", "jargon", 16384, (512, 1024, 2048, 4096)), ("R.PassKey", "repeated", 131072, (1024,)),
     ("R.Number", "jargon", 2048, (256, 512)), ("R.Number", "repeated", 32768, (512,)),
     ("ruler.niah_multikey", "jargon", 2048, (256, 512)), ("paraphrase", "jargon", 1024, (256,)),
+    ("ruler.fwe", "-", 2048, (256,)),
 )  # fmt: skip
 """Tables of docs/results/facts.md: task, text, tokens, rows on the device."""
 QUESTIONS = (
@@ -56,6 +59,7 @@ GEMMA = (
 TITLES = {
     "R.PassKey": "A pass key of five digits", "R.Number": "A number of ten digits",
     "ruler.niah_multikey": "One key among many alike", "ruler.niah_multiquery": "Four numbers by four keys",
+    "ruler.fwe": "The three most frequent words of a made-up text",
     "paraphrase": "A price of five digits, asked for in other words than the text has",
     "agreement:leval.quality": "L-Eval's questions about stories: share of full attention's own tokens that are chosen too",
     "agreement:leval.meeting_summ": "L-Eval's meetings, to be summarised: the same share",
@@ -149,7 +153,13 @@ def _command(rows: Sequence[Row], place: Place) -> str:
     task, text, length, budgets = place
     named = ",".join(name for name in NAMED if any(row.policy == name for row in rows))
     samples = max(row.sample for row in rows) + 1
-    where = "data=[PATH/leval/eval]" if "leval." in task else f"haystacks=[{FOLDERS.get(text, text)}]"
+    where = (
+        "data=[PATH/leval/eval] "
+        if "leval." in task
+        else f"haystacks=[{FOLDERS.get(text, text)}] "
+        if text != "-"
+        else ""
+    )
     heads = next((row.heads for row in rows if row.heads not in ("-", PAPER)), HEADS)
     out, form = f"runs/{task.replace(':', '-')}-{length}", ""
     if rows[0].one_shot:
@@ -158,7 +168,7 @@ def _command(rows: Sequence[Row], place: Place) -> str:
     if rows[0].ending == OPEN:
         out, form = f"{out}-open", " ending=open chat=always max_new_tokens=24"
     return (
-        f"locret-eval tasks=[{task}] {where} lengths=[{length}] budgets=[{','.join(map(str, budgets))}] \\\n"
+        f"locret-eval tasks=[{task}] {where}lengths=[{length}] budgets=[{','.join(map(str, budgets))}] \\\n"
         f'    "policies=[{named}]" samples={samples}{form} ckpt=checkpoints/{heads}{model} out={out}'
     )
 
@@ -193,6 +203,7 @@ def main(argv: list[str] | None = None) -> int:
             ("scripts/research/logs/needles.md", "needles", needles),
             ("scripts/research/logs/recall.md", "recall", log_tables.recall_table(everything, HEADS)),
             ("scripts/research/logs/recall.md", "sparse", log_tables.sparse_table(everything)),
+            *(("scripts/research/logs/papers.md", *one) for one in paper_tables.sections(args.root).items()),
             ("docs/results/speed.md", "gpu", targets.to_markdown(gpus, targets.predicted())),
         ]
         for name, marker, table in sections:

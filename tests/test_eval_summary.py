@@ -417,7 +417,8 @@ def test_results_script(tmp_path, capsys):
     files = {
         "docs/results/facts.md": ["facts", "second"], "docs/results/questions.md": ["questions"],
         "scripts/research/logs/needles.md": ["needles"],
-        "scripts/research/logs/recall.md": ["recall", "sparse"], "docs/results/speed.md": ["gpu"],
+        "scripts/research/logs/recall.md": ["recall", "sparse"],
+        "scripts/research/logs/papers.md": [*RESULTS.paper_tables.MARKERS], "docs/results/speed.md": ["gpu"],
     }  # fmt: skip
     rows, tables = (tmp_path / "checkpoints" / RESULTS.HEADS / name for name in ("results.jsonl", "RESULTS.md"))
     rows.parent.mkdir(parents=True)
