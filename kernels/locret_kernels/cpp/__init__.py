@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from .place import folder, is_ours
+from .place import LOG, folder, is_ours
 
 __all__: list[str] = []  # no operation
 
@@ -73,6 +74,7 @@ def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
     try:
         library = folder() / f"{source.parent.name}-{made.hexdigest()[:24]}.so"
         if not is_ours(library):
+            announce()
             _compile(compiler, source, options, library)
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
@@ -81,6 +83,11 @@ def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
         function = getattr(loaded, call)
         function.argtypes, function.restype = arguments, None
     return loaded
+
+
+@cache
+def announce() -> None:
+    LOG.warning("compiling C++ for this processor: some seconds, once")
 
 
 def point(at: np.ndarray, **tensors: torch.Tensor) -> None:
