@@ -13,7 +13,6 @@ from locret_kernels.attend import cpu as attend_cpu
 from locret_kernels.column_stats.reference import MARGIN
 from locret_kernels.fused import cpu as fused_cpu
 from locret_kernels.fused.reference import rms_norm, swiglu
-from locret_kernels.quantise import cpu as quantise_cpu
 from locret_kernels.ragged_decode import Spans, ragged_decode
 from locret_kernels.ragged_decode import cpu as decode_cpu
 from locret_kernels.rotate import rotate_rows
@@ -227,7 +226,7 @@ def test_weights_that_are_trained_through_a_cache_get_their_gradients(trained, d
 
 def test_without_a_compiler_prompts_are_read_all_the_same(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    calls = (attend_cpu.load, fused_cpu.load, quantise_cpu.load, runs_on_cpu)
+    calls = (attend_cpu.load, fused_cpu.load, runs_on_cpu)
     for call in calls:
         call.cache_clear()
     model, ids = tiny_model("llama", head_dim=16), list(range(2, 90))

@@ -11,7 +11,7 @@ from policy_runs import LENGTH, SMALL, backbone, heads_of, held, make, tokens
 from tiny_models import tiny_model
 
 from locret_kernels.cases import packed_matrix
-from locret_kernels.decoder_step.cpu import HALVED, OWN, load
+from locret_kernels.decoder_step.cpu import load
 from locret_kernels.product import FORMATS
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.gguf.packed_modules import PackedEmbedding, PackedLinear
@@ -145,7 +145,7 @@ def test_weights_that_bfloat16_holds_are_halved_and_no_bit_changes(monkeypatch):
                 if not halved:
                     patch.setattr(torch, "equal", lambda *_: False)
                 decoder = CpuDecoder(model)
-            assert decoder._own[0][0][3] == decoder._head[3] == (HALVED if halved else OWN)
+            assert decoder._own[0][0][3] == decoder._head[3] == halved
             numbers = sum(x.weight.numel() for x in model.modules() if isinstance(x, torch.nn.Linear))
             assert decoder.weight_bytes() == numbers * (2 if halved else 4)
             cache = make("streaming")

@@ -134,8 +134,8 @@ PLAIN = ("-march=x86-64", "-O1")
 def test_compiled_product(form, options, monkeypatch):
     """Of a few rows and of many, of odd numbers of rows, as the numbers in eight bits give in float64; the same for any number of
     threads and whatever rows stand beside a row."""
-    library = cpu.load(*options)
-    monkeypatch.setattr(cpu, "load", lambda: library)
+    library = cpu.load(form, *options)
+    monkeypatch.setattr(cpu, "load", lambda form: library)
     columns = 512 if format_of(form).block == 256 else 608  # not whole stretches of 256, nor panels of 1,024
     data = packed_matrix(39, columns, form, generator=torch.Generator().manual_seed(0))
     matrix, generator = unpack(data, form).double(), torch.Generator().manual_seed(1)
@@ -165,8 +165,9 @@ def test_compiled_product(form, options, monkeypatch):
     assert cpu.product(x[3:4].double(), data, form).dtype == torch.float64  # the definition's
 
 
+@pytest.mark.parametrize("form", ["Q5_1", "Q8_0"])
 @pytest.mark.parametrize("processor", ["alderlake", "sapphirerapids", "skylake-avx512"])
-def test_other_processors_are_compiled(processor):
+def test_other_processors_are_compiled(processor, form):
     """AVX-VNNI, AVX512-VNNI and AVX512 without it: no processor of the tests need have them."""
     compiler = shutil.which("g++")
     assert compiler is not None
@@ -175,6 +176,7 @@ def test_other_processors_are_compiled(processor):
         compiler,
         "-std=c++17",
         f"-march={processor}",
+        f"-DFORMAT={form}",
         "-fopenmp",
         "-fsyntax-only",
         "-Wno-unknown-pragmas",

@@ -17,7 +17,6 @@ from locret_kernels.attend.reference import attend_and_count
 from locret_kernels.backend import BackendUnavailable, choose, function
 from locret_kernels.column_stats import ColumnStats
 from locret_kernels.fused import cpu as fused_on_cpu
-from locret_kernels.quantise import cpu as quantise_on_cpu
 from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.handler import LayerOperations, Linear, Softmax
@@ -170,7 +169,7 @@ class CpuBackend(Backend):
 def runs_on_cpu() -> bool:
     """Whether the C++ for a chunk of a prompt runs here; compiles it where it is not yet. Says why it does not, once."""
     try:
-        for operation in (attend_on_cpu, fused_on_cpu, quantise_on_cpu):
+        for operation in (attend_on_cpu, fused_on_cpu):
             operation.load()
     except cpp.Unavailable as error:
         logger.warning("prompts are read by PyTorch's operations alone, which is slower here: %s", error)

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from locret_kernels import cpp
 from locret_kernels.decoder_step import cpu as decoder_step
 from locret_kernels.decoder_step.halves import Halves
-from locret_kernels.product import FORMATS
 
 from ..backbones.dense import Dense, NotDense, Product, check_dense, dense
 from ..backbones.spec import text_config
@@ -79,7 +78,9 @@ class CpuDecoder:
             raise NotDense(f"the backbone is on {device.type}")
         first = weights.layers[0]
         self.channels = len(first.query.weight) // text_config(model).num_attention_heads
-        self.library = decoder_step.load(self.dtype, self.channels, weights.is_packed)
+        if weights.is_packed and self.dtype == torch.float64:
+            raise cpp.Unavailable("packed matrices beside numbers of float64")
+        self.library = decoder_step.load(self.dtype, self.channels)
         self.sums = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.weights = weights
         Q, H = self.shape = len(first.query.weight) // self.channels, len(first.key.weight) // self.channels
@@ -256,16 +257,16 @@ def signature_of(tensors: Iterable[Tensor]) -> Signature:
     return tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
 
 
-def _address(product: Product | None, halves: Halves | None = None) -> tuple[int, int, int, int]:
-    """Where a product's weights and biases are, how many rows it has, and the weights' form: copies of half the size, where there
-    are ``halves`` and they hold them."""
+def _address(product: Product | None, halves: Halves | None = None) -> tuple[int, int, int, bool, int]:
+    """Where a product's weights and biases are, how many rows it has, whether the weights are copies of half the size, where
+    there are ``halves`` and they hold them, and where their format of few bits is."""
     if product is None:
-        return 0, 0, 0, 0
+        return 0, 0, 0, False, 0
     half = None if halves is None else halves.of(product.weight)
-    weight, form = (product.weight, decoder_step.OWN) if half is None else (half, decoder_step.HALVED)
-    if product.form is not None:
-        form = FORMATS[product.form].number
-    return weight.data_ptr(), 0 if product.bias is None else product.bias.data_ptr(), len(weight), form
+    weight = product.weight if half is None else half
+    bias = 0 if product.bias is None else product.bias.data_ptr()
+    packed = 0 if product.form is None else decoder_step.format_at(product.form).ctypes.data
+    return weight.data_ptr(), bias, len(weight), half is not None, packed
 
 
 @lru_cache

@@ -77,7 +77,7 @@ def main() -> None:
     exact, rows = of_prompt(model, ids), []
     for path in args.gguf:
         packed, _ = load_backbone(path, dtype="float32", device="cpu")
-        with patch.object(packed_modules, "multiplies_integers", lambda: False):
+        with patch.object(packed_modules, "multiplies_integers", lambda form: False):
             own = of_prompt(packed, ids)
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             theirs = torch.from_numpy(process.submit(of_llama, path, ids).result())

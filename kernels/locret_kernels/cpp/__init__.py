@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from .place import folder, is_ours
+from .place import LOG, folder, is_ours
 
 __all__: list[str] = []  # no operation
 
@@ -75,6 +76,7 @@ def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
     try:
         library = folder() / f"{source.parent.name}-{made.hexdigest()[:24]}.so"
         if not is_ours(library):
+            announce()
             _compile(compiler, source, options, library)
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
@@ -88,6 +90,11 @@ def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
 def head_options(dtype: torch.dtype, channels: int) -> tuple[str, str]:
     """Options for rows of a type and heads of so many channels."""
     return f"-DTYPE={TYPES[dtype]}", f"-DCHANNELS={channels if channels in CHANNELS else 0}"
+
+
+@cache
+def announce() -> None:
+    LOG.warning("compiling C++ for this processor: some seconds, once")
 
 
 def point(at: np.ndarray, **tensors: torch.Tensor) -> None:

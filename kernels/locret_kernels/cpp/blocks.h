@@ -3,7 +3,6 @@
 // Each format gives the codes of 32 numbers at a time, a `SLICE`, and for each group of numbers a step and a lowest number:
 // a number is step * code + low. Activations have a step per slice, so a product is of integers within it, and
 //     sum w x = sum over groups of (step * own step) * sum of codes * own codes + low * (own step * sum of own codes).
-// Run so far: AVX2. The lines for VNNI are compiled by the tests, where the compiler knows it, but no processor has run them.
 
 #pragma once
 
@@ -189,19 +188,6 @@ struct Q6_K {
     }
 };
 
-// act(a format) for its number in ggml.
-template <class F> inline void with_format(i64 form, F act) {
-    switch (form) {
-    case 2: return act(Q4_0());
-    case 3: return act(Q4_1());
-    case 6: return act(Q5_0());
-    case 7: return act(Q5_1());
-    case 8: return act(Q8_0());
-    case 12: return act(Q4_K());
-    case 13: return act(Q5_K());
-    case 14: return act(Q6_K());
-    }
-}
 template <class F> constexpr i64 row_bytes(i64 K) { return K / F::BLOCK * F::BYTES; }
 
 // A row's K numbers.
@@ -412,17 +398,18 @@ template <class F, int M> inline void row_product(const uint8_t *w, const Activa
     }
 }
 
-// Rows [first, end) of a matrix with N rows of activations, into columns of `y [N, stride]` or added to them.
-template <class F, class B>
-void rows_of(F, const uint8_t *w, const B *bias, i64 first, i64 end, const Activations &x, i64 N, float *y, i64 stride, bool add) {
+// Rows [first, end) of a matrix with N rows of activations, into columns of `y [N, stride]` or added to them. `type` of the bias.
+template <class F>
+void rows_of(const uint8_t *w, const void *bias, i64 type, i64 first, i64 end, const Activations &x, i64 N, float *y, i64 stride, bool add) {
     for (i64 row = first; row < end; row++) {
         const uint8_t *own = w + row * row_bytes<F>(x.K);
+        float more = !bias ? 0 : type == 16 ? number(((const bf16 *)bias)[row]) : ((const float *)bias)[row];
         float out[4];
         for (i64 n = 0, some; n < N; n += some) {
             some = N - n >= 4 ? 4 : N - n >= 2 ? 2 : 1;
             (some == 4 ? row_product<F, 4> : some == 2 ? row_product<F, 2> : row_product<F, 1>)(own, x, n, out);
             for (i64 m = 0; m < some; m++) {
-                float &to = y[(n + m) * stride + row], sum = out[m] + (bias ? number(bias[row]) : 0);
+                float &to = y[(n + m) * stride + row], sum = out[m] + more;
                 to = add ? to + sum : sum;
             }
         }

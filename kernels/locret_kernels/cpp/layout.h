@@ -8,8 +8,14 @@ namespace {
 
 constexpr i64 MOST_CHANNELS = 1024; // of a head
 
-// form: 0 for the type of weights; otherwise the number of a format in ggml, of which 30 is bfloat16 (copies of float32 numbers).
-struct Linear { const void *weight, *bias; i64 rows, form; };
+// A format of few bits: sizes of its blocks, and calls of the `product/cpu.cpp` that is compiled for it. x: `Activations`.
+struct Format {
+    i64 block, nbytes;
+    void (*rows)(const void *w, const void *bias, i64 type, i64 first, i64 end, const void *x, i64 N, float *y, i64 stride, int add);
+    void (*unpack)(const void *w, i64 K, float *out);
+};
+// halved: whether weights of float32 are copied in bfloat16. format: null where they are not in few bits.
+struct Linear { const void *weight, *bias; i64 rows, halved; const Format *format; };
 struct Layer {
     const void *norm, *query_norm, *key_norm, *mlp_norm;
     Linear query, key, value, out, gate, up, down, fc1, fc2;

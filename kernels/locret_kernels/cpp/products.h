@@ -7,10 +7,8 @@
 #include <omp.h>
 #include <sched.h>
 
-#include "layout.h"
-#if PACKED
 #include "blocks.h"
-#endif
+#include "layout.h"
 
 namespace {
 
@@ -93,11 +91,6 @@ void rows_of(const W *w, const B *bias, i64 first, i64 end, i64 K, const A *x, i
     }
 }
 
-constexpr i64 OWN = 0, HALVED = 30; // forms
-
-#if !PACKED
-struct Activations {};
-#endif
 // What matrices are multiplied with: N rows of K numbers, for packed matrices in 8 bits too, for which there is room in `eight`.
 template <class A> struct Input {
     const A *numbers;
@@ -107,14 +100,12 @@ template <class A> struct Input {
 
     // The numbers that `matrix` asks for beside the plain ones, each thread for itself.
     void prepare(const Linear &matrix) {
-#if PACKED
         if constexpr (sizeof(A) == 4) {
-            if (matrix.form == OWN || matrix.form == HALVED || taken) return;
+            if (!matrix.format || taken) return;
             eight->resize(N, K);
             for (i64 n = 0; n < N; n++) eight->take(numbers + n * K, n);
             taken = true;
         }
-#endif
     }
 };
 
@@ -122,35 +113,28 @@ template <class A> struct Input {
 template <class W, class A>
 void product(const Linear &m, i64 first, i64 end, const Input<A> &x, A *y, i64 stride, bool add = false) {
     const W *bias = (const W *)m.bias;
-    if (m.form == OWN) return rows_of((const W *)m.weight, bias, first, end, x.K, x.numbers, x.N, y, stride, add);
-    if constexpr (sizeof(W) == 4)
-        if (m.form == HALVED) return rows_of((const bf16 *)m.weight, bias, first, end, x.K, x.numbers, x.N, y, stride, add);
-#if PACKED
     if constexpr (sizeof(A) == 4)
-        with_format(m.form, [&](auto form) { rows_of(form, (const uint8_t *)m.weight, bias, first, end, *x.eight, x.N, y, stride, add); });
-#endif
+        if (m.format) return m.format->rows(m.weight, bias, 8 * sizeof(W), first, end, x.eight, x.N, y, stride, add);
+    if constexpr (sizeof(W) == 4)
+        if (m.halved) return rows_of((const bf16 *)m.weight, bias, first, end, x.K, x.numbers, x.N, y, stride, add);
+    rows_of((const W *)m.weight, bias, first, end, x.K, x.numbers, x.N, y, stride, add);
+}
+
+template <class W> inline i64 row_bytes(const Linear &m, i64 K) {
+    return m.format ? K / m.format->block * m.format->nbytes : K * (m.halved ? 2 : sizeof(W));
 }
 
 // Row `row` of a matrix of K columns.
 template <class W, class A> void read_row(const Linear &m, i64 row, i64 K, A *out) {
-    if (m.form == OWN)
-        for (i64 k = 0; k < K; k++) out[k] = number(((const W *)m.weight)[row * K + k]);
-#if PACKED
+    const char *at = (const char *)m.weight + row * row_bytes<W>(m, K);
     if constexpr (sizeof(A) == 4)
-        with_format(m.form, [&](auto form) {
-            typedef decltype(form) F;
-            unpack_row<F>((const uint8_t *)m.weight + row * row_bytes<F>(K), K, out);
-        });
-#endif
+        if (m.format) return m.format->unpack(at, K, out);
+    for (i64 k = 0; k < K; k++) out[k] = number(((const W *)at)[k]);
 }
 
 // Rows of a matrix of K columns in one item of work.
 template <class W> inline i64 share_of(const Linear &m, i64 K) {
-    i64 bytes = K * (m.form == HALVED ? 2 : sizeof(W));
-#if PACKED
-    with_format(m.form, [&](auto form) { bytes = row_bytes<decltype(form)>(K); });
-#endif
-    return std::max<i64>(4, SHARE / bytes / 4 * 4);
+    return std::max<i64>(4, SHARE / row_bytes<W>(m, K) / 4 * 4);
 }
 inline i64 parts(i64 n, i64 each) { return (n + each - 1) / each; }
 

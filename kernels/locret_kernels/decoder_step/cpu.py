@@ -6,6 +6,7 @@ come between. Here a few threads stay in one function from the words to the logi
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from pathlib import Path
 
@@ -13,16 +14,17 @@ import numpy as np
 import torch
 
 from .. import cpp
+from ..product import cpu as product
+from ..product.formats import format_of
 
-OWN, HALVED = 0, 30
-"""Forms of matrices that are of the weights' type, and of copies in bfloat16; others are numbers of ``product.FORMATS``."""
 _I = np.int64  # numbers and addresses
 
 
 def _linear(name: str) -> list[tuple[str, type]]:
-    return [(name, _I), (f"{name}_bias", _I), (f"{name}_rows", _I), (f"{name}_form", _I)]
+    return [(name, _I), *((f"{name}_{field}", _I) for field in ("bias", "rows", "halved", "format"))]
 
 
+FORMAT = np.dtype([(name, _I) for name in ("block", "nbytes", "rows", "unpack")])
 LAYER = np.dtype(
     [(name, _I) for name in ("norm", "query_norm", "key_norm", "mlp_norm")]
     + [field for name in ("query", "key", "value", "out", "gate", "up", "down", "fc1", "fc2") for field in _linear(name)]
@@ -47,11 +49,8 @@ ROWS = np.dtype(
 
 
 @cache
-def load(dtype: torch.dtype, channels: int, packed: bool = False) -> cpp.Library:
+def load(dtype: torch.dtype, channels: int) -> cpp.Library:
     """The compiled step for weights of a type and heads of so many channels.
-
-    Args:
-        packed: whether matrices may be in few bits, which takes longer to compile.
 
     Raises:
         cpp.Unavailable: another type or system, no compiler, or one that fails.
@@ -60,8 +59,18 @@ def load(dtype: torch.dtype, channels: int, packed: bool = False) -> cpp.Library
         raise cpp.Unavailable(f"heads of {channels} channels, more than {cpp.MAX_CHANNELS}")
     if dtype not in cpp.TYPES:
         raise cpp.Unavailable(f"weights of {str(dtype).removeprefix('torch.')}")
-    if packed and dtype == torch.float64:
-        raise cpp.Unavailable("packed matrices beside numbers of float64")
-    options = *cpp.head_options(dtype, channels), f"-DPACKED={int(packed)}"
+    options = cpp.head_options(dtype, channels)
     p, n, i = cpp.ADDRESS, cpp.NUMBER, cpp.INT
     return cpp.load(Path(__file__).with_name("cpu.cpp"), *options, locret_step=(p, n, p, p, p, p, i))
+
+
+@cache
+def format_at(form: str) -> np.ndarray:
+    """A format of few bits as the step finds it, with its compiled calls.
+
+    Raises:
+        cpp.Unavailable: as ``load``.
+    """
+    size, library = format_of(form), product.load(form)
+    calls = (ctypes.cast(call, ctypes.c_void_p).value for call in (library.locret_rows, library.locret_unpack))
+    return np.array([(size.block, size.nbytes, *calls)], FORMAT)

@@ -3,10 +3,7 @@
 // Of a few rows of activations, each row of the matrix is read once where it lies (`blocks.h`). Of more, `ROWS` rows are unpacked
 // at a time, as far as a core's nearest cache holds them, and multiplied with every row of activations: the lanes of a vector
 // are rows of the matrix there, so nothing is summed across lanes. A number does not depend on how many threads or rows there
-// are, but for the one change of form at `MANY`.
-//
-// Run so far: AVX2. The lines for VNNI and for vectors of 64 bytes are compiled by the tests, where the compiler knows them, but no
-// processor has run them.
+// are, but for the one change of form at `MANY`. Compiled for a `FORMAT`, one of those of `blocks.h`.
 
 #include <memory>
 #include <omp.h>
@@ -223,6 +220,7 @@ template <class F> struct Panel {
 // ---- a product -------------------------------------------------------------------------------------------------------------
 
 struct Product {
+    using F = FORMAT;
     const uint8_t *w;
     const void *x, *bias;
     void *y;
@@ -243,7 +241,7 @@ struct Product {
         });
     }
 
-    template <class F> void few(F form, int threads) {
+    void few(int threads) {
         Activations own;
         own.resize(N, K);
         for (i64 n = 0; n < N; n++) take(n, own, n);
@@ -252,12 +250,12 @@ struct Product {
             i64 part = omp_get_thread_num(), parts = omp_get_num_threads();
             i64 first = rows * part / parts, count = rows * (part + 1) / parts - first;
             std::vector<float> room(N * count);
-            rows_of(form, w + first * row_bytes<F>(K), (const float *)nullptr, 0, count, own, N, room.data(), count, false);
+            rows_of<F>(w + first * row_bytes<F>(K), nullptr, 32, 0, count, own, N, room.data(), count, false);
             give(room.data(), count, first, count);
         }
     }
 
-    template <class F> void many(F, int threads) {
+    void many(int threads) {
         Blocked<F> own{N, K};
 #pragma omp parallel num_threads(threads)
         {
@@ -274,25 +272,30 @@ struct Product {
                 for (i64 k = 0; k < K; k += panel->COLUMNS) {
                     i64 some = std::min<i64>(panel->COLUMNS, K - k), n = 0;
                     panel->unpack(w + first * bytes, bytes, count, k, some);
-                    for (; n + TOKENS <= N; n += TOKENS) panel->template multiply<TOKENS>(own, n, k, some, room.data() + n * ROWS);
-                    for (; n < N; n++) panel->template multiply<1>(own, n, k, some, room.data() + n * ROWS);
+                    for (; n + TOKENS <= N; n += TOKENS) panel->multiply<TOKENS>(own, n, k, some, room.data() + n * ROWS);
+                    for (; n < N; n++) panel->multiply<1>(own, n, k, some, room.data() + n * ROWS);
                 }
                 give(room.data(), ROWS, first, count);
             }
         }
     }
 
-    template <class F> void run(F form, int threads) {
+    void run(int threads) {
         if (N * K * rows < ONE_THREAD) threads = 1;
-        N < MANY ? few(form, threads) : many(form, threads);
+        N < MANY ? few(threads) : many(threads);
     }
 };
 
 } // namespace
 
-// x [N, K] times a matrix [rows, K] of the format that has this number in ggml, transposed, plus a bias or null: y [N, rows].
-// `type` of x, bias and y as `TYPES`.
+// x [N, K] times a matrix [rows, K], transposed, plus a bias or null: y [N, rows]. `type` of x, bias and y as `TYPES`.
 extern "C" void locret_product(
-    const void *x, const void *w, const void *bias, i64 form, i64 N, i64 K, i64 rows, void *y, int type, int threads) {
-    with_format(form, [&](auto own) { Product{(const uint8_t *)w, x, bias, y, N, K, rows, type}.run(own, threads); });
+    const void *x, const void *w, const void *bias, i64 N, i64 K, i64 rows, void *y, int type, int threads) {
+    Product{(const uint8_t *)w, x, bias, y, N, K, rows, type}.run(threads);
 }
+// `rows` and `unpack` of a `Format` (`layout.h`).
+extern "C" void locret_rows(
+    const void *w, const void *bias, i64 type, i64 first, i64 end, const void *x, i64 N, float *y, i64 stride, int add) {
+    rows_of<FORMAT>((const uint8_t *)w, bias, type, first, end, *(const Activations *)x, N, y, stride, add);
+}
+extern "C" void locret_unpack(const void *w, i64 K, float *out) { unpack_row<FORMAT>((const uint8_t *)w, K, out); }

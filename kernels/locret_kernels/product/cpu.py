@@ -14,21 +14,21 @@ from torch import Tensor
 
 from .. import cpp
 from . import reference
-from .formats import format_of
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Types of activations; of others the definition's product is taken."""
 
 
 @cache
-def load(*options: str) -> cpp.Library:
-    """The compiled call, by options of the compiler beside the usual ones.
+def load(form: str, *options: str) -> cpp.Library:
+    """The compiled calls for a format, by options of the compiler beside the usual ones.
 
     Raises:
         cpp.Unavailable: another system, no compiler, or one that fails.
     """
     p, n, i = cpp.ADDRESS, cpp.NUMBER, cpp.INT
-    return cpp.load(Path(__file__).with_name("cpu.cpp"), *options, locret_product=(p, p, p, n, n, n, n, p, i, i))
+    options = f"-DFORMAT={form}", *options
+    return cpp.load(Path(__file__).with_name("cpu.cpp"), *options, locret_product=(p, p, p, n, n, n, p, i, i))
 
 
 def product(x: Tensor, data: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
@@ -38,8 +38,8 @@ def product(x: Tensor, data: Tensor, form: str, bias: Tensor | None = None) -> T
     reference.check_packed(x, data, form)
     x, data, K, N = x.contiguous(), data.contiguous(), x.shape[-1], len(data)
     out = x.new_empty(*x.shape[:-1], N)
-    load().locret_product(
-        x.data_ptr(), data.data_ptr(), None if bias is None else bias.data_ptr(), format_of(form).number, x.numel() // K, K, N,
-        out.data_ptr(), cpp.TYPES[x.dtype], torch.get_num_threads(),
+    load(form).locret_product(
+        x.data_ptr(), data.data_ptr(), None if bias is None else bias.data_ptr(), x.numel() // K, K, N, out.data_ptr(),
+        cpp.TYPES[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
     return out

@@ -14,11 +14,10 @@ class Format:
     """Sizes of a format.
 
     Attributes:
-        number: its number in ggml. block: numbers of a block. nbytes: bytes of a block. group: numbers that share a step.
-        halves: bytes of a block at which a float16 number begins.
+        block: numbers of a block. nbytes: bytes of a block. group: numbers that share a step. halves: bytes of a block at which
+            a float16 number begins.
     """
 
-    number: int
     block: int
     nbytes: int
     group: int
@@ -40,14 +39,14 @@ class Format:
 
 
 FORMATS = {
-    "Q4_0": Format(2, 32, 18, 32, (0,)),
-    "Q4_1": Format(3, 32, 20, 32, (0, 2)),
-    "Q5_0": Format(6, 32, 22, 32, (0,)),
-    "Q5_1": Format(7, 32, 24, 32, (0, 2)),
-    "Q8_0": Format(8, 32, 34, 32, (0,)),
-    "Q4_K": Format(12, 256, 144, 32, (0, 2)),
-    "Q5_K": Format(13, 256, 176, 32, (0, 2)),
-    "Q6_K": Format(14, 256, 210, 16, (208,)),
+    "Q4_0": Format(32, 18, 32, (0,)),
+    "Q4_1": Format(32, 20, 32, (0, 2)),
+    "Q5_0": Format(32, 22, 32, (0,)),
+    "Q5_1": Format(32, 24, 32, (0, 2)),
+    "Q8_0": Format(32, 34, 32, (0,)),
+    "Q4_K": Format(256, 144, 32, (0, 2)),
+    "Q5_K": Format(256, 176, 32, (0, 2)),
+    "Q6_K": Format(256, 210, 16, (208,)),
 }
 """Name, as ``GGMLQuantizationType`` has it -> sizes."""
 

@@ -22,12 +22,12 @@ UNPACKED = 12
 
 
 @cache
-def multiplies_integers() -> bool:
-    """Whether the C++ for packed products runs here; compiles it where it is not yet. Says why it does not, once."""
+def multiplies_integers(form: str) -> bool:
+    """Whether the C++ for products of a format runs here; compiles it where it is not yet. Says why it does not, once."""
     try:
-        product_on_cpu.load()
+        product_on_cpu.load(form)
     except cpp.Unavailable as error:
-        logger.warning("packed matrices are unpacked at every product, which is slower: %s", error)
+        logger.warning("matrices of %s are unpacked at every product, which is slower: %s", form, error)
         return False
     return True
 
@@ -35,7 +35,7 @@ def multiplies_integers() -> bool:
 def packed_product(x: Tensor, weight: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
     """``x [..., K]`` times a packed matrix ``[N, row_bytes]``, transposed, plus a bias: integer products on a CPU; elsewhere by
     numbers that are unpacked for it, ``AT_ONCE`` at a time."""
-    if x.device.type == "cpu" and x.dtype in product_on_cpu.DTYPES and multiplies_integers():
+    if x.device.type == "cpu" and x.dtype in product_on_cpu.DTYPES and multiplies_integers(form):
         return product_on_cpu.product(x, weight, form, bias)
     rows = max(1, AT_ONCE // FORMATS[form].columns(weight.shape[1]))
     parts = [product(x, some, form) for some in weight.split(rows)]
