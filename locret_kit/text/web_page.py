@@ -38,7 +38,8 @@ _CODE_END = re.compile("</(?:script|style)", re.IGNORECASE)
 _BLOCKS = (
     "address aside button center details dialog fieldset figure footer form header legend main nav option search summary "
     "textarea"
-)"""Elements that stand in lines of their own, which converters take for parts of a line."""
+)
+"""Elements that stand in lines of their own, which converters take for parts of a line."""
 
 
 def page_text(data: bytes, name: str, losses: list[str]) -> str:
