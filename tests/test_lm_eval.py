@@ -19,8 +19,9 @@ def test_the_command_line_is_the_harness_s_with_one_model_more(monkeypatch):
     monkeypatch.setattr(sys, "argv", [])
     words = ["--model", "locret", "--model_args", "model=x,budget=32", "--tasks", "own"]
     assert main(["lm_eval", *words]) == 0
-    ((given, model),) = found
-    assert given == ["lm_eval", *words] and model.__name__ == "Locret"
+    from locret_kit.lm_eval import Locret
+
+    assert found == [(["lm_eval", *words], Locret)]
 
 
 def test_the_class_that_a_registry_names(tmp_path):
