@@ -31,7 +31,9 @@ from tiny_decoders.rows import rows
 from tiny_decoders.shrink import tiny_config
 from tiny_decoders.simulation import Plan, simulate
 
+from locret_kit import attach
 from locret_kit.backbones.releases import ASKED_FOR_STATES
+from locret_kit.runtime.session import prefill
 
 ROWS = rows(Sizes())
 RIGHT = {
@@ -119,6 +121,18 @@ def test_partly_refused(name):
 def test_a_policy_that_scores_by_logits_has_those_of_every_token():
     """Layers that read others' keys compute the tokens alone whose logits are asked for, where they may."""
     Subject(ROWS["gemma4_text shared"], Sizes()).long("sirllm")
+
+
+@pytest.mark.parametrize("name", ["lfm2"] if ASKED_FOR_STATES else [])
+def test_a_state_that_begins_in_inference_mode_goes_on_outside_of_it(name):
+    """As buffers do: the kit's own prefill, then ``model.generate``."""
+    subject = Subject(ROWS[name], Sizes())
+    caches = [subject.cache("knorm", "original") for _ in range(2)]
+    with attach(subject.model), torch.no_grad():
+        prefill(subject.model, subject.ids, caches[0])
+        subject.model(input_ids=torch.tensor([subject.ids]), past_key_values=caches[1])
+        last = [subject.model(torch.tensor([subject.more[:1]]), past_key_values=one).logits for one in caches]
+    torch.testing.assert_close(*last)
 
 
 def lines_of(name):

@@ -80,13 +80,15 @@ class StatefulCache(Cache):
         return self._own_layers().get_conv_state(*args, **named)
 
     def update_conv_state(self, conv_states: Tensor, *args: int, **named: int) -> Tensor:
-        return self._own_layers().update_conv_state(conv_states, *args, **named)
+        with torch.inference_mode(False):  # one that begins in inference mode is written outside of it too
+            return self._own_layers().update_conv_state(conv_states, *args, **named)
 
     def get_recurrent_state(self, *args: int, **named: int) -> Tensor | None:
         return self._own_layers().get_recurrent_state(*args, **named)
 
     def update_recurrent_state(self, recurrent_states: Tensor, *args: int, **named: int) -> Tensor:
-        return self._own_layers().update_recurrent_state(recurrent_states, *args, **named)
+        with torch.inference_mode(False):
+            return self._own_layers().update_recurrent_state(recurrent_states, *args, **named)
 
     def has_previous_state(self, *args: int | None, **named: int | None) -> bool:
         return self.states is not None and bool(self.states.cache.has_previous_state(*args, **named))
