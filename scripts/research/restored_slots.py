@@ -7,14 +7,15 @@ Measure the ceiling of restored slots: a few learned slots stand in the place of
         --steps 240 --every 80
 
 Facts are hidden in texts, which are read once with ``--budget`` slots. Some questions train the learned slots: of one text two
-thirds, and the others test; of ``--texts`` all, and two more texts test. Two kinds:
+thirds, and the others test; of ``--texts`` all, and two more texts test. Three kinds:
 
     read   ``--slots`` learned token embeddings, the same at every eviction. Their forward reads all rows just before it (what was
            kept, and the chunk), and their keys and values stay.
+    blind  the same, but they read nothing of the text: what they teach is how to answer, or nothing.
     free   as many keys and values, optimised themselves: what no forward could do better for the questions that train.
 
 Figures are nats per token of the answers, and answers whose every token is the likeliest: full attention, the heads with all of
-the budget, with what the learned slots leave of it, and with both kinds of slots in the rest.
+the budget, with what the learned slots leave of it, and with each kind of slots in the rest.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def main() -> None:
     )
     parser.add_argument("--held", type=int, default=2, help="texts that test, where several train")
     parser.add_argument("--facts", type=int, default=24, help="of each text")
-    parser.add_argument("--kinds", nargs="+", default=["read", "free"], choices=["read", "free"])
+    parser.add_argument("--kinds", nargs="+", default=["read", "free"], choices=["read", "blind", "free"])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--every", type=int, default=60, help="steps between figures")
     parser.add_argument("--batch", type=int, default=3, help="questions of a step, all about one text")
@@ -207,8 +208,9 @@ def main() -> None:
         words = model.get_input_embeddings().weight
         embeds = words[torch.randint(0, len(words), (args.slots,))].clone().requires_grad_()
 
-        def read_rows(case: Case) -> list[Rows]:
-            reader, places = Reader(case.less.recorder, case.less.before), torch.arange(args.slots)[None]
+        def read_rows(case: Case, blind: bool = False) -> list[Rows]:
+            before = [mask & (not blind) for mask in case.less.before]
+            reader, places = Reader(case.less.recorder, before), torch.arange(args.slots)[None]
             with attached.handled_by(reader):
                 model(
                     inputs_embeds=embeds.expand(evictions, -1, -1),
@@ -222,6 +224,7 @@ def main() -> None:
             free = [tuple(x.clone().requires_grad_() for x in pair) for pair in read_rows(cases[0])]
         kinds: dict[str, tuple[Callable[[Case], list[Any]], list[Tensor]]] = {
             "read": (read_rows, [embeds]),
+            "blind": (lambda case: read_rows(case, True), [embeds]),
             "free": (lambda case: free, [x for pair in free for x in pair]),
         }
         for name in args.kinds:
