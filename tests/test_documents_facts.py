@@ -233,9 +233,9 @@ def pages() -> Iterator[Case]:
     yield "form.html", form, ["Lease"], ["1 field of a form left out", "1 frame with other pages"]
     yield "comment.html", f"<p>One.</p><!-- never ends <p>{FACT}</p>".encode(), ["One.", FACT], []
     yield "labels.html", f"<meta charset=x-sjis><p>{YEN}</p>".encode("shift_jis"), [YEN], []
-    boxes = "<body><nav>Home</nav><details><summary>More</summary>of it</details>"
-    boxes = f"<!-- <title>Old</title> --><head><title>New</title></head>{boxes}"
-    yield "boxes.html", f"{boxes}<p>One.</p>".encode(), ["**Title:** New Home More of it One."], []
+    head = "<head><!-- <title>Old</title> --><title>New</title><script>'<!--'</script></head>"
+    boxes = "<body><nav>Home</nav><details><summary>More</summary>of it</details><p>One.</p><!-- -->"
+    yield "boxes.html", f"{head}{boxes}".encode(), ["**Title:** New Home More of it One."], []
 
 
 def texts() -> Iterator[Case]:

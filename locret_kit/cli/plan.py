@@ -207,11 +207,12 @@ def _vllm(
 
 def _width(args: PlanOptions, recipe: Values, spec: BackboneSpec) -> int:
     """Width of the heads: as it is given, or as the recipe's form has it."""
-    from ..planning.backbone_sizes import heads_width
+    from ..heads import HeadsConfig
 
+    d_hidden = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN)
     if args.d_hidden is not None:
-        return args.d_hidden
-    return heads_width(spec, str(recipe.get("heads.form", "mlp")), int(str(recipe.get("heads.d_hidden", D_HIDDEN))))
+        return d_hidden
+    return HeadsConfig.for_backbone(spec, args.model, d_hidden, form=recipe.get("heads.form", "mlp")).width
 
 
 def _setting(args: PlanOptions, recipe: Values, policy: Policy, d_hidden: int) -> Setting:

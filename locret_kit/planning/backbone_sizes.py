@@ -128,11 +128,6 @@ def parameters_of(model: PreTrainedModel) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def heads_width(spec: BackboneSpec, form: str, d_hidden: int) -> int:
-    """Values that heads of a form compute of each token in between, as ``HeadsConfig.width`` has them."""
-    return {"mlp": d_hidden, "linear": 1, "sink": (spec.n_heads + spec.n_kv_heads) * d_hidden}[form]
-
-
 def head_parameters(spec: BackboneSpec, d_hidden: int) -> int:
     """Weights of all retaining heads."""
     return d_hidden * sum(layer.qkv_dim + layer.n_kv_heads for layer in spec.layers)
