@@ -232,6 +232,10 @@ def pages() -> Iterator[Case]:
     form = f"<p>Lease</p><input name='rent' value='{FACT}'><iframe src='x'></iframe>".encode()
     yield "form.html", form, ["Lease"], ["1 field of a form left out", "1 frame with other pages"]
     yield "comment.html", f"<p>One.</p><!-- never ends <p>{FACT}</p>".encode(), ["One.", FACT], []
+    yield "labels.html", f"<meta charset=x-sjis><p>{YEN}</p>".encode("shift_jis"), [YEN], []
+    head = "<head><!-- <title>Old</title> --><title>New</title><script>'<!--'</script></head>"
+    boxes = "<body><nav>Home</nav><details><summary>More</summary>of it</details><p>One.</p><!-- -->"
+    yield "boxes.html", f"{head}{boxes}".encode(), ["**Title:** New Home More of it One."], []
 
 
 def texts() -> Iterator[Case]:

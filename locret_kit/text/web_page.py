@@ -16,6 +16,12 @@ _SAME = {
     "shift_jis": "cp932", "euc_kr": "cp949", "utf-16": "utf-8", "utf-16-le": "utf-8", "utf-16-be": "utf-8",
 }  # fmt: skip
 """Encodings that pages mean when they name others (WHATWG Encoding Standard); UTF-16 is seen, not believed."""
+_LABELS = {"windows-31j": "cp932", "windows-874": "cp874", "iso-8859-8-i": "iso-8859-8"}
+"""Names of encodings that Python does not know; beside them all that begin with ``x-``, such as x-sjis."""
+_BOXES = (
+    "address|aside|button|center|details|dialog|fieldset|figure|footer|form|header|legend|main|menu|nav|option|summary"
+)
+"""Tags of what stands apart on a page, whose words the converter joins with those before and after it."""
 _MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _BARE = ((b"<\0", "utf-16-le"), (b"\0<", "utf-16-be"))
 """First bytes of a page in UTF-16 without a mark."""
@@ -35,10 +41,13 @@ def page_text(data: bytes, name: str, losses: list[str]) -> str:
         raise Refusal(f"{name} names no encoding and is not UTF-8: save it as UTF-8")
     if wrong:
         losses.append(f"{counted(wrong, 'character')} not in {encoding}, the encoding that it names, left out")
+    html = _prepared(html)
     text, left = markdown(html)
     losses += left
-    title = re.search(r"<title\b[^>]*>(.*?)</title", html, re.DOTALL | re.IGNORECASE)
-    if title and (words := markdown(title[1])[0]) and missing([(words, [words])], text) and text.strip():
+    shown = re.sub("<!--.*?-->", "", html, flags=re.DOTALL)
+    begin = re.search(r"<title\b[^>]*>", shown, re.IGNORECASE)
+    title = shown[begin.end() :].partition("</")[0] if begin else ""
+    if (words := markdown(title)[0]) and missing([(words, [words])], text) and text.strip():
         text = f"**Title:** {' '.join(words.split())}\n\n{text}"
     return text
 
@@ -58,8 +67,10 @@ def decoded(data: bytes) -> tuple[str, str, int, bool]:
         rb"<meta[^>]*charset\s*=\s*[\"']?\s*([\w.:-]+)", head, re.IGNORECASE
     )
     try:
-        found = codecs.lookup(label[1].decode("ascii")).name if label else "utf-8"
-    except LookupError:
+        name = label[1].decode("ascii").lower() if label else "utf-8"
+        found = codecs.lookup(_LABELS.get(name, name.removeprefix("x-"))).name
+        b"a".decode(found, "replace")
+    except (LookupError, ValueError):  # unknown, or a codec of something else than text
         found, label = "utf-8", None
     encoding = _SAME.get(found, found)
     if _bytewise(encoding):
@@ -89,13 +100,14 @@ def markdown(html: str) -> tuple[str, list[str]]:
 
 
 def _prepared(html: str) -> str:
-    """A page without what converters stumble over: prefixes of tags, comments, thousands of blanks in a row."""
+    """A page without what converters stumble over: prefixes of tags, comments, boxes, thousands of blanks in a row."""
     html = re.sub(r"^\s*<\?xml[^>]*\?>", "", html)
     for prefix in re.findall(r"xmlns:(\w+)\s*=\s*[\"']http://www\.w3\.org/1999/xhtml[\"']", html[:4096]):
         html = re.sub(rf"<(/?){prefix}:", r"<\1", html)
     closed, end, rest = html.rpartition("-->")
     # A comment that has no end would take a square of time, and the text after it.
     html = closed + end + rest.replace("<!--", " ")
+    html = re.sub(rf"<(/?)(?:{_BOXES})\b", r"<\1div", html, flags=re.IGNORECASE)
     return re.sub(r"\s{256,}", lambda blanks: "\n" if "\n" in blanks[0] else " ", html)
 
 
