@@ -50,6 +50,14 @@ def test_memory_bounds_it(model, monkeypatch):
     assert 64 < found[0] < found[1]
 
 
+def test_the_cache_of_files_is_free_memory(monkeypatch, tmp_path):
+    """A container's count has the files that it has read, such as weights, which give way."""
+    monkeypatch.setattr(text_budget, "CGROUP", tmp_path)
+    for name, text in (("max", "3000"), ("current", "2900"), ("stat", "anon 900\ninactive_file 1500\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert text_budget.free_memory(torch.device("cpu")) == 3000 - 2900 + 1500
+
+
 def test_nothing_named_is_the_demo(monkeypatch):
     """Its backbone is fetched where it is missing; a model without heads has the policy that finds most."""
     fetched: list[bool] = []

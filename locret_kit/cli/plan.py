@@ -16,6 +16,7 @@ from .command import entry
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from ..backbones.spec import BackboneSpec
     from ..planning.backbone_sizes import BackboneSizes
     from ..planning.inference_plan import Setting
     from ..policies.policy import Policy
@@ -107,9 +108,7 @@ def run(args: PlanOptions) -> int:
                 f"{field}={value} does not go with the packed weights of {args.model!r}: name the float model"
             )
     backbone = BackboneSizes.of(config)
-    d_hidden, bits = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN), args.weight_bits
-    if recipe.get("heads.form") == "sink" and args.d_hidden is None:  # a rank for each head
-        d_hidden *= backbone.spec.n_heads + backbone.spec.n_kv_heads
+    d_hidden, bits = _width(args, recipe, backbone.spec), args.weight_bits
     say = [
         f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}{suffix(bits, types)}; cap {show(cap)} "
         f"({args.gpu_memory} less {args.reserve} reserve)"
@@ -131,7 +130,7 @@ def run(args: PlanOptions) -> int:
         return 0
     if args.batch is not None:
         raise ValueError(f"batch={args.batch} is for a training step: give --train TOKENS too")
-    setting = _setting(args, recipe, policy)
+    setting = _setting(args, recipe, policy, d_hidden)
     if args.engine == "vllm":
         print("\n".join([*say, *_vllm(args, config, backbone, setting, cap)]))
         return 0
@@ -147,7 +146,8 @@ def run(args: PlanOptions) -> int:
                 lambda n: peak - (sessions - n) * (caches.each + decoding_bytes(backbone, setting, 1)) <= cap,
                 sessions,
             )
-            raise DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; sessions={max_sessions} fits")
+            advice = f"sessions={max_sessions} fits" if max_sessions else "not even sessions=1 fits beside the others"
+            raise DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; {advice}")
         return 0
     full = full_cache_bytes(backbone.spec, args.context, args.dtype)
     say += [
@@ -205,7 +205,17 @@ def _vllm(
     return [f"policy {args.policy}, {setting}", *lines, f"vLLM: {pages}"]
 
 
-def _setting(args: PlanOptions, recipe: Values, policy: Policy) -> Setting:
+def _width(args: PlanOptions, recipe: Values, spec: BackboneSpec) -> int:
+    """Width of the heads: as it is given, or as the recipe's form has it."""
+    from ..heads import HeadsConfig
+
+    d_hidden = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN)
+    if args.d_hidden is not None:
+        return d_hidden
+    return HeadsConfig.for_backbone(spec, args.model, d_hidden, form=recipe.get("heads.form", "mlp")).width
+
+
+def _setting(args: PlanOptions, recipe: Values, policy: Policy, d_hidden: int) -> Setting:
     """The run that is planned."""
     from ..planning.inference_plan import Setting
 
@@ -213,7 +223,6 @@ def _setting(args: PlanOptions, recipe: Values, policy: Policy) -> Setting:
         key.removeprefix("infer."): value for key, value in recipe.items() if key.startswith("infer.")
     }
     run_settings = replace(replace(args.run, one_shot=False).resolved(published, args.context), one_shot=args.one_shot)
-    d_hidden = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN)
     return Setting(
         args.context, run_settings, dtype=args.dtype, d_hidden=d_hidden, policy=policy, weight_bits=args.weight_bits
     )
@@ -221,12 +230,14 @@ def _setting(args: PlanOptions, recipe: Values, policy: Policy) -> Setting:
 
 def _speed(args: PlanOptions) -> int:
     """Print the predicted speed on one card, or on all."""
+    from ..planning.backbone_sizes import BackboneSizes
     from ..planning.cards import CARDS
     from ..policies.grammar import parse_policy
     from ..runtime.speed import predict, record
 
     config, recipe = resolve(args.model)
-    setting = _setting(args, recipe, parse_policy(args.policy))
+    width = _width(args, recipe, BackboneSizes.of(config).spec)
+    setting = _setting(args, recipe, parse_policy(args.policy), width)
     recorded = record(config, setting)
     cards = CARDS.values() if args.gpu is None else [CARDS[args.gpu]]
     print("\n\n".join("\n".join(predict(config, setting, card, recorded).lines()) for card in cards))

@@ -46,6 +46,7 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
     """One line from PyTorch's message, with the longest samples that the plan of a step lets in. Where the plan does not
     speak (a pool, a sharded or a spread backbone): PyTorch's first line."""
     from ..backbones.load import pick_device, pick_dtype
+    from ..heads import HeadsConfig
     from ..planning.backbone_sizes import BackboneSizes
     from ..planning.fitting_settings import largest_sample
     from ..planning.memory import allocator_figures, shortage
@@ -59,11 +60,16 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
     config, _ = resolve(cfg.backbone.model)
     dtype = str(pick_dtype(cfg.backbone.dtype, pick_device(None), config)).removeprefix("torch.")
     tokens = cfg.data.max_tokens
-    setting = TrainSetting(
-        tokens, min(TrainSetting.answer, tokens - 1), cfg.data.batch, dtype, cfg.heads.d_hidden,
-        weight_bits=cfg.backbone.weight_bits,
-    )  # fmt: skip
     backbone = BackboneSizes.of(config)
+    heads = HeadsConfig.for_backbone(backbone.spec, cfg.backbone.model, cfg.heads.d_hidden, form=cfg.heads.form)
+    setting = TrainSetting(
+        tokens,
+        min(TrainSetting.answer, tokens - 1),
+        cfg.data.batch,
+        dtype,
+        heads.width,
+        weight_bits=cfg.backbone.weight_bits,
+    )
     words, room = shortage(figures, plan_training(backbone, setting).peak)
     longest = largest_sample(backbone, setting, room, max_value=tokens)
     advice = f"data.max_tokens={longest} fits" if longest else "no length of samples fits"

@@ -74,7 +74,8 @@ def free_memory(device: torch.device) -> int | None:
         pages = "SC_PHYS_PAGES" if "SC_PHYS_PAGES" in os.sysconf_names else None
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") // 2 if pages else None
     try:
-        limit = int((CGROUP / "memory.max").read_text(encoding="ascii"))
-        return min(free, limit - int((CGROUP / "memory.current").read_text(encoding="ascii")))
+        limit, used = (int((CGROUP / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        return min(free, limit - used + int(stat.get("inactive_file", 0)))  # the cache of files gives way
     except (OSError, ValueError):  # no cgroup v2, or "max"
         return free
