@@ -162,19 +162,19 @@ async def announce(options: Namespace, pages: Pages) -> None:
     host = options.host if options.host not in (None, "", "0.0.0.0", "::") else "127.0.0.1"
     while not await healthy(host, options.port):
         await asyncio.sleep(0.2)
-    found = Pages(pages.each, requests_that_fit())
-    print(f"ready: http://{host}:{options.port}, {found}", file=sys.stderr, flush=True)
+    found, name = Pages(pages.each, requests_that_fit()), f"[{host}]" if ":" in host else host
+    print(f"ready: http://{name}:{options.port}, {found}", file=sys.stderr, flush=True)
 
 
 async def healthy(host: str, port: int) -> bool:
     """Whether the server answers."""
     try:
         reader, writer = await asyncio.open_connection(host, port)
-    except OSError:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        status = await reader.readline()
+        writer.close()
+    except OSError:  # also where a server that begins or ends cuts the connection
         return False
-    writer.write(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-    status = await reader.readline()
-    writer.close()
     return b" 200 " in status
 
 
