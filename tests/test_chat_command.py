@@ -225,6 +225,8 @@ def test_a_word_longer_than_a_line_is_shown_as_it_comes():
     shown = [lines.feed(piece) for piece in ("Here ", "abc", "def", "ghi", "j", " k")]
     assert shown == ["Here ", "", "", "\nabcdefghi", "j", ""]
     assert lines.end() == "\nk\n"
+    lines = Lines(10)
+    assert lines.feed("\tab cd") + lines.end() == "\tab\ncd\n"  # a tabulator goes to the eighth column
 
 
 # ---- a terminal ------------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ BAD = [
     (b"text", ["--question", " "], "the question is empty"),
     (b"text", ["--question", "a", "--question-file", "b"], "not both"),
     (b"text", ["--question-file", "{place}/nofile"], "nofile' cannot be read: No such file"),
-    (b"text", ["--question-file", "{place}/truncated.pt"], "truncated.pt' is not UTF-8"),
+    (b"text", ["--question-file", "{place}/truncated.pt"], "truncated.pt': the text is not UTF-8"),
     (b"text", ["--model", "{place}/cut"], "cannot be loaded"),
     (b"text", ["--temperature", "-1"], "temperature=-1 must be at least 0"),
     (b"text", ["--device", "gpu"], "device='gpu' must be one of PyTorch's, such as cpu, cuda"),

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.document_options import ASK, AskOptions
 from .command import entry
 from .loading import idle_store, open_document
-from .terminal import check_question, check_sampling, check_saved, write_answer
+from .terminal import check_question, check_sampling, check_saved, json_line, read_questions, write_answer
 
 if TYPE_CHECKING:
     from ..documents.document import Document
@@ -41,7 +38,7 @@ def run(args: AskOptions) -> int:
         if document.reads > reads and not args.quiet:
             print("the text is read anew: with this question it is evicted otherwise", file=sys.stderr)
         if args.json:
-            print(json.dumps(as_json(question, answer, cached, began), ensure_ascii=False), flush=True)
+            print(json_line(as_json(question, answer, cached, began)), flush=True)
             continue
         write_answer(answer, question if len(questions) > 1 else None, first=not number)
         if answer.finish_reason == "length" and not args.quiet:
@@ -77,19 +74,9 @@ def repeated(document: Document) -> list[str]:
 
 def questions_of(args: AskOptions) -> list[str]:
     """The questions, in order. Raises ValueError where there is none, or one is empty or no UTF-8."""
-    from ..files import read_utf8
-
     questions = list(args.question)
     if args.question_file:
-        source = "stdin" if args.question_file == "-" else f"question_file={args.question_file!r}"
-        try:
-            with nullcontext(sys.stdin.buffer) if source == "stdin" else Path(args.question_file).open("rb") as stream:
-                text = "".join(read_utf8(stream))
-        except OSError as error:
-            raise ValueError(f"{source} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from error
-        questions += [line.strip() for line in text.splitlines() if line.strip()]
+        questions += [line.strip() for line in read_questions(args.question_file).splitlines() if line.strip()]
     if not questions:
         raise ValueError('ask something: locret-ask book.locret "question", or --question-file FILE')
     for question in questions:

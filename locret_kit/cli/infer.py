@@ -32,6 +32,7 @@ from .terminal import (
     check_sampling,
     check_target,
     progress,
+    read_questions,
     text_of,
     title_of,
     write_answer,
@@ -196,13 +197,7 @@ def questions_of(args: InferOptions) -> list[str | None]:
         raise ValueError("give --question or --question-file, not both")
     questions = list(args.question)
     if args.question_file:
-        said = f"question_file={args.question_file!r}"
-        try:
-            questions = [Path(args.question_file).read_text(encoding="utf-8").strip()]
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{said} is not UTF-8: byte {error.start}") from error
-        except OSError as error:
-            raise ValueError(f"{said} cannot be read: {error.strerror}") from error
+        questions = [read_questions(args.question_file).strip()]
     for question in questions:
         check_question(question)
     return [*questions] or [None]

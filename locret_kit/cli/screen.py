@@ -19,7 +19,7 @@ from typing import TextIO
 
 from ..runtime.kept_text import DIM, PLAIN
 from .line_editor import line_session, silent_keys
-from .terminal import progress, to_stdout
+from .terminal import pace, progress, to_stdout
 
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Characters with which a text could command a terminal."""
@@ -57,6 +57,8 @@ class Lines:
             if self._word:
                 shown += self._flush()
             self._long = False
+            if character == "\t":
+                width = 8 - self._column % 8
             if character == "\n":
                 self._column = 0
             elif self._column + width > self._columns:
@@ -217,18 +219,16 @@ class Terminal(Pipes):
             raise Stopped
 
     def progress(self, what: str, *, patience_s: float = 0) -> Callable[[int, int], None]:
-        began = last = time.monotonic()
-        first = 0  # a question begins after the document, so the first step says no rate
+        words, last = pace(what), 0.0
 
         def step(done: int, total: int) -> None:
-            nonlocal began, last, first
+            nonlocal last
             self.check()
-            now = time.monotonic()
-            if not first:
-                first, began, last = done, now, now - 1 + patience_s
+            line, now = words(done, total), time.monotonic()
+            if not last:
+                last = now - 1 + patience_s
             elif now - last > 0.2 and done < total:
-                last, rate = now, (done - first) / (now - began)
-                line = f"{what} {done}/{total} tokens, {rate:.0f} tok/s, {(total - done) / rate:.0f} s left"
+                last = now
                 self._erase()
                 print(line[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
                 self._progressing = True
@@ -251,7 +251,7 @@ class Terminal(Pipes):
         os.write(2, b" ^C")  # no stream: one may be in the middle of writing
 
     def page(self, text: str) -> None:
-        pager = shlex.split(os.environ.get("PAGER") or "less")
+        pager = shlex.split(os.environ.get("PAGER", "")) or ["less"]
         if not sys.stdout.isatty() or not shutil.which(pager[0]):
             super().page(text)
             return

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -98,26 +100,38 @@ def check_target(path: Path, option: str, *, replace: bool = True) -> None:
         raise ValueError(f"{said}: its folder is missing or cannot be written")
 
 
+def pace(what: str) -> Callable[[int, int], str]:
+    """Words for how far the reading of a text is, of ``(done, total)`` in tokens. The first say no rate: a part may have been
+    there before."""
+    began, first = 0.0, 0
+
+    def words(done: int, total: int) -> str:
+        nonlocal began, first
+        now = time.monotonic()
+        if not first:
+            began, first = now, done
+        line = f"{what} {done}/{total} tokens"
+        if done == first or now == began:
+            return line
+        rate = (done - first) / (now - began)
+        return f"{line}, {rate:.0f} tok/s, {(total - done) / rate:.0f} s left"
+
+    return words
+
+
 def progress(what: str = "prefill") -> Callable[[int, int], None]:
     """A line on stderr that says how far the reading of a text is: ``progress(done, total)`` in tokens."""
-    began = last = time.perf_counter()
+    words, last = pace(what), time.monotonic()
 
     def show(done: int, total: int) -> None:
         nonlocal last
-        now = time.perf_counter()
-        terminal = sys.stderr.isatty()
+        line, now, terminal = words(done, total), time.monotonic(), sys.stderr.isatty()
         if done < total and now - last < (0.5 if terminal else 10):
             return
         last = now
-        rate = done / (now - began)
-        end = "\r" if terminal and done < total else "\n"
-        left = (total - done) / rate
-        print(
-            f"{what} {done}/{total} tokens, {rate:.0f} tok/s, {left:.0f} s left   ",
-            file=sys.stderr,
-            end=end,
-            flush=True,
-        )
+        if terminal:  # a line that is wrapped would stay
+            line = f"{line}   "[: shutil.get_terminal_size().columns - 1]
+        print(line, file=sys.stderr, end="\r" if terminal and done < total else "\n", flush=True)
 
     return show
 
@@ -140,6 +154,28 @@ def check_question(question: str) -> None:
         question.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"the question is not UTF-8: character {error.start}") from error
+
+
+def read_questions(file: str) -> str:
+    """The text of ``--question-file``; - is stdin. Raises ValueError where it cannot be read, or is not UTF-8."""
+    source = "stdin" if file == "-" else f"question_file={file!r}"
+    try:
+        with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
+            return "".join(read_utf8(stream))
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def json_line(value: object) -> str:
+    """A value as JSON; in escapes where stdout's encoding lacks a character, since those of ``open_streams`` are no JSON."""
+    line = json.dumps(value, ensure_ascii=False)
+    try:
+        line.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return line
 
 
 def write_answer(answer: Answer, question: str | None = None, *, first: bool = True) -> None:

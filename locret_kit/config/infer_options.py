@@ -35,7 +35,7 @@ class Text:
     """Asked about the text, through the chat template. Given several times, each is answered in turn; the text is read once,
     unless the budget is a share of each prompt. Without one the text is continued."""
     question_file: str | None = None
-    """The question, from a file."""
+    """The question, from a file; - is stdin."""
     chat: bool = True
     """Use the chat template; without, nothing follows the question: it may end with the answer's first words."""
 

@@ -1,0 +1,49 @@
+"""Helpers of commands in a terminal."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from locret_kit.cli import terminal
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+def test_progress_counts_what_is_read_now_in_one_line(monkeypatch, columns):
+    """A document's earlier tokens took no time; a wrapped line would stay on the screen."""
+    clock = itertools.count()
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(sys, "stderr", Screen())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    show = terminal.progress("read")
+    for done in (100_512, 101_024, 101_536):  # two seconds each
+        show(done, 101_536)
+    shown = sys.stderr.getvalue().rstrip("\n").split("\r")
+    assert len(shown) == 3 and all(len(line) < columns for line in shown)
+    if columns == 80:
+        assert [line.rstrip() for line in shown[:2]] == [
+            "read 100512/101536 tokens", "read 101024/101536 tokens, 256 tok/s, 2 s left",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_line_of_json_is_json_in_every_encoding(monkeypatch, encoding):
+    """stdout's own escapes are those of Python, such as \\xe9."""
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace"))
+    print(terminal.json_line({"answer": "caf\xe9 \U0001f600"}), flush=True)
+    assert json.loads(sys.stdout.buffer.getvalue().decode(encoding)) == {"answer": "caf\xe9 \U0001f600"}
+
+
+def test_a_question_has_no_byte_order_mark(tmp_path):
+    (tmp_path / "asked").write_bytes(b"\xef\xbb\xbfWho?\r\n")
+    assert terminal.read_questions(str(tmp_path / "asked")) == "Who?\n"
