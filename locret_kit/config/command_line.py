@@ -53,7 +53,8 @@ def given_by(command: Command[T], argv: list[str]) -> Values:
         if name in command.gone:
             raise UsageError(f"--{name.replace('_', '-')} is no option any more: {command.gone[name]}")
         if name not in known:
-            raise UsageError(unknown(name, known))
+            meant = command.positional and any(word.partition("=")[0] == name for word in argv)  # such as "E=mc2?"
+            raise UsageError(unknown(name, known) + "; a text with = in it stands behind --" * bool(meant))
         texts.setdefault(name, []).append(text)
     values: Values = {}
     for name, words in texts.items():
