@@ -7,9 +7,9 @@ function is a metric of `metrics.METRICS`.
 from __future__ import annotations
 
 import re
-import string
 
 from . import Answer, Extra
+from .normalisation import without_articles
 
 
 def leval_choice(output: str, answer: Answer, extra: Extra) -> dict[str, float]:
@@ -24,18 +24,13 @@ def leval_choice(output: str, answer: Answer, extra: Extra) -> dict[str, float]:
 def _exact(given: str, wanted: str) -> float:
     """An answer of letters A to D: 1, or 0.25 for a part of them; else equal as numbers, or contained, spaces and case
     aside. An answer of punctuation alone (an empty list that code prints) counts as letters, as published."""
-    letters, wanted_letters = (_without_articles(text) for text in (given, wanted))
+    letters, wanted_letters = map(without_articles, (given, wanted))
     if set(wanted_letters) <= set("ABCD"):
         return 1.0 if letters == wanted_letters else 0.25 * (set(letters) <= set(wanted_letters))
     try:
         return float(float(given) == float(wanted))
     except ValueError:
         return float(wanted.lower().replace(" ", "") in given.lower().replace(" ", ""))
-
-
-def _without_articles(text: str) -> str:
-    """No punctuation, no English articles in lower case, single spaces."""
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", "".join(c for c in text if c not in string.punctuation)).split())
 
 
 def _leval_letters(output: str, several: bool) -> str:

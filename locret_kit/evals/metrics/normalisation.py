@@ -35,7 +35,12 @@ def library(name: str) -> ModuleType:
 
 def normalize(text: str) -> str:
     """Lower case, no punctuation, no English articles, single spaces (SQuAD's normalisation)."""
-    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return without_articles(text.lower())
+
+
+def without_articles(text: str) -> str:
+    """No punctuation, no English articles in lower case, single spaces."""
+    kept = "".join(c for c in text if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
 
