@@ -153,13 +153,8 @@ def _command(rows: Sequence[Row], place: Place) -> str:
     task, text, length, budgets = place
     named = ",".join(name for name in NAMED if any(row.policy == name for row in rows))
     samples = max(row.sample for row in rows) + 1
-    where = (
-        "data=[PATH/leval/eval] "
-        if "leval." in task
-        else f"haystacks=[{FOLDERS.get(text, text)}] "
-        if text != "-"
-        else ""
-    )
+    where = "" if text == "-" else f"haystacks=[{FOLDERS.get(text, text)}] "
+    where = "data=[PATH/leval/eval] " if "leval." in task else where
     heads = next((row.heads for row in rows if row.heads not in ("-", PAPER)), HEADS)
     out, form = f"runs/{task.replace(':', '-')}-{length}", ""
     if rows[0].one_shot:
