@@ -129,7 +129,7 @@ def test_a_wrong_line_is_an_error_of_its_own(files, capsys):
         '{"messages": []}': "messages must end with one that is to be answered",
         '{"prompt": ""}': "the prompt holds no tokens",
         '{"prompt": "a", "top_p": 0.5}': "top_p has no effect at temperature 0",
-        '{"prompt": "a", "temperature": 0.5, "top_p": 2}': "top_p=2.0 must be above 0 and at most 1",
+        '{"prompt": "a", "temperature": 0.5, "top_p": 2}': "top_p=2 must be above 0 and at most 1",
         '{"prompt": "\\ud800"}': "half of a character",
     }
     files.write(*wrong, LINES[0])

@@ -115,10 +115,9 @@ def add_errors(app: FastAPI) -> None:
         ):  # FastAPI puts a form on disk, and takes all that stops it for a wrong one
             error = no_room(error.__cause__)
         path, said, cause = request.url.path, str(error.detail), error.__cause__
-        param, code = (
-            (field_of(path, error.param), error.code) if isinstance(error, Refused) and error.param else (None, None)
-        )
-        if isinstance(cause, ValueError | RecursionError):
+        param, code = (error.param, error.code) if isinstance(error, Refused) else (None, None)
+        param = param and field_of(path, param)
+        if isinstance(cause, ValueError | RecursionError) and not path.startswith("/v1/documents"):  # uploads are forms
             said = f"the body is not JSON: {first_line(cause)}"
         elif said == "Not Found":  # Starlette's own words
             said = f"there is no {path[:64]} here" + (
