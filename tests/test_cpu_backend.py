@@ -210,12 +210,13 @@ def test_a_prompt_read_so(policy, bits, dtype):
 @pytest.mark.parametrize("trained", ["mlp.gate_proj", "mlp.down_proj", "post_attention_layernorm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_are_trained_through_a_cache_get_their_gradients(trained, dtype):
-    """Whatever is trained alone, as a LoRA of these modules would be, beside the plain forward in float64. Attention through a
-    cache is not differentiated by either."""
+    """Whatever is trained alone in the last layer, as a LoRA of its modules would be, beside the plain forward in float64. What lies
+    below another layer's attention is refused (``test_attach``)."""
     ids, grads = torch.arange(2, 32)[None], []
     for kind, plain in ((dtype, {}), (torch.float64, {"backend": "reference"})):
         model = tiny_model("llama", head_dim=16).to(dtype).to(kind).requires_grad_(False)
-        weights = [w.requires_grad_() for name, w in model.named_parameters() if trained in name]
+        last = model.model.layers[-1].named_parameters()
+        weights = [w.requires_grad_() for name, w in last if trained in name]
         with attach(model):
             logits = model(ids, past_key_values=BoundedCache(64, "streaming", **plain)).logits
         logits.double().logsumexp(-1).square().mean().backward()
