@@ -210,8 +210,8 @@ def test_a_prompt_read_so(policy, bits, dtype):
 @pytest.mark.parametrize("trained", ["mlp.gate_proj", "mlp.down_proj", "post_attention_layernorm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_are_trained_through_a_cache_get_their_gradients(trained, dtype):
-    """Whatever is trained alone in the last layer, as a LoRA of its modules would be, beside the plain forward in float64. What lies
-    below another layer's attention is refused (``test_attach``)."""
+    """Whatever is trained alone in the last layer, as a LoRA of its modules would be, beside the plain forward in float64. What
+    lies below another layer's attention is refused (``test_attach``)."""
     ids, grads = torch.arange(2, 32)[None], []
     for kind, plain in ((dtype, {}), (torch.float64, {"backend": "reference"})):
         model = tiny_model("llama", head_dim=16).to(dtype).to(kind).requires_grad_(False)
