@@ -46,4 +46,4 @@ def test_a_line_of_json_is_json_in_every_encoding(monkeypatch, encoding):
 
 def test_a_question_has_no_byte_order_mark(tmp_path):
     (tmp_path / "asked").write_bytes(b"\xef\xbb\xbfWho?\r\n")
-    assert terminal.read_questions(str(tmp_path / "asked")) == "Who?\n"
+    assert terminal.words_of("question_file", str(tmp_path / "asked")) == "Who?\n"
