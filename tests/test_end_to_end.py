@@ -169,7 +169,7 @@ def test_evictions_forward_leave_every_head_a_gradient():
 
 
 def test_the_distributions_are_the_models_own():
-    """What it does to its logits counts: scaled down to nothing, they all say the same."""
+    """A scaling of its logits counts: scaled down to nothing, they all say the same."""
     found = []
     for scaling in (1.0, 1e9):
         kind = {"model_type": "granite", "logits_scaling": scaling, "attention_multiplier": 0.25}

@@ -258,7 +258,7 @@ def signature_of(tensors: Iterable[Tensor]) -> Signature:
 
 
 def _address(product: Product | None, halves: Halves | None = None) -> tuple[int, int, int, bool, int]:
-    """Where a product's weights and biases are, how many rows it has, whether the weights are copies of half the size, where
+    """Addresses of a product's weights and biases, how many rows it has, whether the weights are copies of half the size, where
     there are ``halves`` and they hold them, and where their format of few bits is."""
     if product is None:
         return 0, 0, 0, False, 0

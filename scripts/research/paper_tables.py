@@ -13,7 +13,7 @@ from locret_kit.evals.tables import Table
 
 FOLDER = "scripts/research/logs/papers"
 MARKERS = ("learned", "once")
-"""Of the tables in `scripts/research/logs/papers.md`."""
+"""Tables of `scripts/research/logs/papers.md`."""
 LAST = 40
 """Steps of a training that count, each on one new sample."""
 TRIALS = {

@@ -55,7 +55,7 @@ class Reader(Handler):
     def __init__(self, recorder: Recorder, seen: Sequence[Tensor], learned: list[Rows] | None = None) -> None:
         self.recorder, self.seen, self.learned = recorder, seen, learned
         self.made: list[Rows] = []
-        """Of each layer, the keys before RoPE and the values ``[B, H, T, D]`` of the new tokens."""
+        """Keys before RoPE and values ``[B, H, T, D]`` of the new tokens, a pair for each layer."""
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         self.made.append((k_BHTD, v_BHTD))
