@@ -258,8 +258,8 @@ def signature_of(tensors: Iterable[Tensor]) -> Signature:
 
 
 def _address(product: Product | None, halves: Halves | None = None) -> tuple[int, int, int, bool, int]:
-    """Addresses of a product's weights and biases, how many rows it has, whether the weights are copies of half the size, where
-    there are ``halves`` and they hold them, and where their format of few bits is."""
+    """Addresses of a product's weights and biases, its number of rows, whether the weights are copies of half the size (where
+    ``halves`` hold them), and the address of their format of few bits."""
     if product is None:
         return 0, 0, 0, False, 0
     half = None if halves is None else halves.of(product.weight)
