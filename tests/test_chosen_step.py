@@ -66,6 +66,7 @@ def test_a_container_s_bound_is_its_memory(monkeypatch, tmp_path):
     for words, memory in (("max\n", whole), (f"{GIB // 4}\n", GIB // 4), (f"{2**60}\n", whole)):
         (tmp_path / "memory.max").write_text(words)
         assert recipes.machine_memory() == memory
+        assert 0 < (text_budget.free_memory(torch.device("cpu")) or 1) <= memory
 
 
 def test_it_says_what_it_chose(monkeypatch, capsys, tmp_path):

@@ -75,9 +75,13 @@ def free_memory(device: torch.device) -> int | None:
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") // 2 if pages else None
     if (limit := container_limit()) is None:
         return free
-    used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
-    stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
-    return min(free, limit - used + int(stat.get("inactive_file", 0)))  # the cache of files gives way
+    try:
+        used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        used -= int(stat.get("inactive_file", 0))  # the cache of files gives way
+    except (OSError, ValueError):  # a container that says its bound alone
+        used = 0
+    return min(free, limit - used)
 
 
 def container_limit() -> int | None:
