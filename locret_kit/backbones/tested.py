@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 
 LOG = logging.getLogger("locret_kit")
-TESTED = {"transformers": "5.24", "torch": "2.13"}
+TESTED = {"transformers": "5.24", "torch": "2.15"}
 """The newest releases with which the tests ran; the oldest are in ``pyproject.toml``."""
 
 
