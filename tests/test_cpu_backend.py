@@ -115,11 +115,14 @@ def test_what_it_does_not_take():
     assert not attend_cpu.takes(rows[:, :, :2], rows, rows)
 
 
-def test_rows_of_another_type_than_queries_are_read_as_what_they_are():
+def test_numbers_of_another_type_are_read_as_what_they_are():
     q, rows, spans = random(1, 2, 32).double(), random(2, 5, 32), Spans(torch.tensor([[0]]), torch.tensor([[5]]), 5)
     assert torch.equal(
         decode_cpu.ragged_decode(q, tuple(rows), spans, 0.2).out_BQD, ragged_decode(q, rows, spans, 0.2).out_BQD
     )
+    for x, other in ((q, rows[0, 0]), (rows[0], rows[0, 0].bfloat16())):
+        assert torch.equal(fused_cpu.rms_norm(x, other, 1e-5)[0], rms_norm(x, other, 1e-5)[0])
+        assert torch.equal(fused_cpu.swiglu(x, other.expand_as(x)), swiglu(x, other.expand_as(x)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
