@@ -74,6 +74,10 @@ def test_a_vocabulary_of_sentencepiece_is_as_transformers_reads_it(architecture,
     for text in texts if architecture == "llama" else [*texts, "a<end>the"]:
         assert own(text).input_ids == theirs(text).input_ids
         assert own.decode(own(text).input_ids) == theirs.decode(theirs(text).input_ids)
+    # Phi-3's own file has it of all these tokens but a few; llama.cpp goes by the model's name.
+    with_blanks, without = (own(text).input_ids for text in ("a<end>\n\nthe", "a<end>the"))
+    assert (with_blanks == without) == (architecture == "phi3")
+    assert own("<s>\n\nthe").input_ids != own("<s>the").input_ids
 
 
 def test_tokens_that_are_no_bytes_stay_whole_and_begin_a_text(tmp_path):

@@ -38,6 +38,10 @@ COMPOSED = ("qwen2", "deepseek-r1-qwen")
 UNPREFIXED = ("gemma3",)
 """Architectures whose texts get no space before them, whose spaces end a piece, and whose scores say nothing."""
 
+SWALLOWING, UNSWALLOWING = ("phi3",), ("<unk>", "<s>", "<|endoftext|>")
+"""Architectures whose tokens that are found whole swallow the blanks behind them, where the vocabulary is SentencePiece's, and
+the tokens that do not. A file does not say it."""
+
 
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
     """The tokenizer with the file's special tokens and chat template.
@@ -139,15 +143,14 @@ def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Token
         made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
     made.decoder = decoders.Sequence([back, decoders.ByteFallback(), decoders.Fuse(), *strip])
-    _add(made, tokens, kinds)
+    _add(made, tokens, kinds, swallow=file.architecture in SWALLOWING)
     return made
 
 
-def _add(made: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """The tokens that are found whole in a text."""
+def _add(made: Tokenizer, tokens: list[str], kinds: list[int], *, swallow: bool = False) -> None:
+    """The tokens that are found whole in a text. They ``swallow`` the blanks behind them but for ``UNSWALLOWING``."""
     known = made.get_vocab(with_added_tokens=False)
     pairs = [(token, kind) for token, kind in zip(tokens, kinds, strict=True) if token in known and token.strip("▁")]
-    made.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token, kind in pairs if kind == CONTROL]
-    )
-    made.add_tokens([AddedToken(token, normalized=False, special=False) for token, kind in pairs if kind == USER])
+    for add, special, wanted in ((made.add_special_tokens, True, CONTROL), (made.add_tokens, False, USER)):
+        found = [(token, swallow and token not in UNSWALLOWING) for token, kind in pairs if kind == wanted]
+        add([AddedToken(token, normalized=False, special=special, rstrip=blanks) for token, blanks in found])
