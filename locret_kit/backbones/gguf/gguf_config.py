@@ -110,7 +110,7 @@ class ModelFields:
             name = key.removeprefix(f"{self.file.architecture}.")
             if name == key or name in self.read:
                 continue
-            if name not in NEUTRAL or (NEUTRAL[name] is not None and not np.array_equal(NEUTRAL[name], value)):
+            if name not in NEUTRAL or not (NEUTRAL[name] is None or np.all(value == NEUTRAL[name])):
                 raise ValueError(f"{name}={value!r:.60} is not known of {self.file.architecture}")
 
 

@@ -118,9 +118,10 @@ class GgufFile:
 
     @cached_property
     def tokens(self) -> list[str]:
-        """The vocabulary; none where the file has no tokenizer."""
+        """The vocabulary; none where the file has no tokenizer. Empty ones get names, as in llama.cpp."""
         name = "tokenizer.ggml.tokens"
-        return self.words(name) if isinstance(self.fields.get(name), Words) else []
+        words = self.words(name) if isinstance(self.fields.get(name), Words) else []
+        return [word or f"[EMPTY_{i}]" for i, word in enumerate(words)]
 
     def words(self, name: str) -> list[str]:
         """The strings of an array. Raises ValueError where there is none."""
