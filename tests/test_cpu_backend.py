@@ -13,7 +13,7 @@ from locret_kernels.attend import cpu as attend_cpu
 from locret_kernels.column_stats.reference import MARGIN
 from locret_kernels.fused import cpu as fused_cpu
 from locret_kernels.fused.reference import rms_norm, swiglu
-from locret_kernels.ragged_decode import Spans, ragged_decode
+from locret_kernels.ragged_decode import Rotation, Spans, ragged_decode
 from locret_kernels.ragged_decode import cpu as decode_cpu
 from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
@@ -115,11 +115,17 @@ def test_what_it_does_not_take():
     assert not attend_cpu.takes(rows[:, :, :2], rows, rows)
 
 
-def test_rows_of_another_type_than_queries_are_read_as_what_they_are():
+def test_numbers_of_another_type_are_read_as_what_they_are_and_tables_reach_every_row():
     q, rows, spans = random(1, 2, 32).double(), random(2, 5, 32), Spans(torch.tensor([[0]]), torch.tensor([[5]]), 5)
     assert torch.equal(
         decode_cpu.ragged_decode(q, tuple(rows), spans, 0.2).out_BQD, ragged_decode(q, rows, spans, 0.2).out_BQD
     )
+    tables = Rope(torch.ones(16)).tables(torch.arange(4), torch.float32)
+    with pytest.raises(ValueError, match=r"cos \(4, 32\) must be \[at least 5, even and at most 32\]"):
+        decode_cpu.ragged_decode(q.float(), tuple(rows), spans, 0.2, Rotation(*tables))
+    for x, other in ((q, rows[0, 0]), (rows[0], rows[0, 0].bfloat16())):
+        assert torch.equal(fused_cpu.rms_norm(x, other, 1e-5)[0], rms_norm(x, other, 1e-5)[0])
+        assert torch.equal(fused_cpu.swiglu(x, other.expand_as(x)), swiglu(x, other.expand_as(x)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

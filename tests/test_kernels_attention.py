@@ -298,6 +298,9 @@ def test_rows_of_many_heads_may_be_over_2_to_the_31_elements(monkeypatch):
     assert launched
     with pytest.raises(ValueError, match=f"keys spans {2**31} elements per head, which must be below 2"):
         KERNELS["ragged_decode"](q, (rows, rows), Spans(starts, starts, 2**24), 0.1)
+    q, k = (torch.empty(1, heads, 2**20, D, device="meta") for heads in (16, 1))
+    with pytest.raises(ValueError, match=f"q spans {2**31} elements per group, which must be below 2"):
+        KERNELS["log_sum_exp"](q, k, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,7 @@ def test_compiled_product(form, options, monkeypatch):
     assert (wanted - exact).square().mean().sqrt() < 1e-2 * size
     half = cpu.product(x.bfloat16(), data, form, bias.bfloat16())
     assert half.dtype == torch.bfloat16 and (half.double() - exact).square().mean().sqrt() < 1e-2 * size
+    assert torch.equal(mine, cpu.product(x, data, form, torch.stack((bias, -bias), 1).double()[:, 0]))  # with gaps
     few, many = (cpu.product(x[rows], data, form) for rows in (slice(0, 7), slice(0, 21)))
     assert torch.equal(few[2:5], cpu.product(x[2:5], data, form))
     assert torch.equal(many[6:15], cpu.product(x[6:15], data, form))

@@ -135,8 +135,7 @@ def _add_rotation(writer: GGUFWriter, config: Any) -> None:
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
     match rope["rope_type"]:
-        case "linear":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        case "linear":  # the kind that a file means which names none
             writer.add_rope_scaling_factor(rope["factor"])
         case "yarn":
             writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)

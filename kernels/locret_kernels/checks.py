@@ -26,6 +26,13 @@ def check_units(q_BQTD: Tensor, k_BHSD: Tensor, seen_BQNU: Tensor, queries: int,
         )
 
 
+def check_tables(cos_SR: Tensor, sin_SR: Tensor, longest: int, D: int) -> None:
+    """Raise ValueError unless there are tables for every rank of the longest head, of columns that its rows have."""
+    (places, R), alike = cos_SR.shape, cos_SR.shape == sin_SR.shape
+    if not alike or R > D or R % 2 or places < longest:
+        raise ValueError(f"cos {tuple(cos_SR.shape)} must be [at least {longest}, even and at most {D}], and sin alike")
+
+
 def check_some(name: str, count: int, what: str) -> None:
     """Raise ValueError, naming the argument, where there are no ``what``."""
     if count < 1:

@@ -106,7 +106,7 @@ def head_blocks(D: int, dtype: torch.dtype) -> tuple[int, int]:
 def check(*, longest: int | None = None, **tensors: Tensor) -> None:
     """Refuse tensors that the kernels cannot read. Meta tensors pass, so that launches can be compiled.
 
-    Offsets inside a head are 32-bit integers, those of heads 64-bit.
+    Offsets inside a head, and among the queries of a group, are 32-bit integers, those of heads 64-bit.
 
     Args:
         longest: rows of the longest head, where 2-D tensors hold the rows of all heads one after another.
@@ -139,6 +139,8 @@ def check_heads(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor | None = None) ->
     H, S = k_BHSD.shape[1:3]
     if Q % H or k_BHSD.shape[0] != B or k_BHSD.shape[3] != D:
         raise ValueError(f"q {tuple(q_BQTD.shape)} and k {tuple(k_BHSD.shape)} do not belong together")
+    if (span := Q // H * q_BQTD.stride(1)) >= 2**31:  # kernels that read a group by turns count from its first head
+        raise ValueError(f"q spans {span} elements per group, which must be below 2**31")
     if q_BQTD.dtype != k_BHSD.dtype:
         raise ValueError(f"q is {q_BQTD.dtype} and k is {k_BHSD.dtype}: they must be of one type")
     if v_BHSD.shape != k_BHSD.shape or v_BHSD.dtype != k_BHSD.dtype:

@@ -6,7 +6,7 @@
 this one: each intrinsic is the function of SIMDe (Debian: ``libsimde-dev``; https://github.com/simd-everywhere/simde) that
 computes the same, lane by lane, and those that SIMDe 0.7 lacks are in ``avx512.h``. Results are what is shown: neither speed, nor
 what a compiler makes of the intrinsics. 32 bytes with VNNI are the lines for AVX-VNNI, too. This machine needs AVX2.
-Used on 2026-11-26 (``docs/limits.md``).
+Used on 2026-11-27 (``docs/limits.md``).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def takes(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor) -> bool:
     if torch.is_grad_enabled() and any(x.requires_grad for x in three):
         return False
     alike = all(type(x) is Tensor and x.dtype == q_BQTD.dtype and x.shape[-1] == D and x.stride(-1) == 1 for x in three)
-    fits = D % LANES == 0 and D <= cpp.MAX_CHANNELS and k_BHSD.shape[2] <= MAX_ROWS
+    fits = k_BHSD.shape == v_BHSD.shape and D % LANES == 0 and D <= cpp.MAX_CHANNELS and k_BHSD.shape[2] <= MAX_ROWS
     return alike and fits and q_BQTD.device.type == "cpu" and q_BQTD.dtype in DTYPES
 
 

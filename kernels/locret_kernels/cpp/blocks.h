@@ -162,7 +162,8 @@ struct Q4_K {
 struct Q5_K {
     static constexpr int BLOCK = 256, BYTES = 176, GROUP = 32, MAX = 31, SIGNED = false, PAIRED = false;
     static codes_u8 codes(const uint8_t *b, int i) {
-        codes_u8 x = at<codes_u8>(b + 48 + i / 2 * 32), bit = uint8_t(1 << i) - codes_u8{};
+        const uint8_t own = uint8_t(1 << i);
+        codes_u8 x = at<codes_u8>(b + 48 + i / 2 * 32), bit = own - codes_u8{};
         return (i % 2 ? x >> 4 : x & 15) | ((codes_u8)((at<codes_u8>(b + 16) & bit) == bit) & 16);
     }
     static void steps(const uint8_t *b, float *step, float *low) { six_bits(b, step, low); }
@@ -266,11 +267,13 @@ struct Activations {
                 eight_f32 size = (eight_f32)((eight_u32)parts[i] & 0x7fffffff);
                 most = size > most ? size : most, odd += parts[i] * 0;
             }
-            float largest = greatest(most), step = is_zero(odd) ? largest / 127 : NAN;
+            const bool finite = is_zero(odd);
+            float largest = greatest(most), step = finite ? largest / 127 : NAN;
             float by = largest > 1e-30f ? 127 / largest : 0; // 127 / 1e-30 is finite
-            eight_i32 near[4];
-            UNROLL for (int i = 0; i < 4; i++) // to the nearest, ties to even
-                near[i] = __builtin_convertvector((parts[i] * by + 12582912.0f) - 12582912.0f, eight_i32);
+            eight_i32 near[4] = {};
+            if (finite) // others are no integers
+                UNROLL for (int i = 0; i < 4; i++) // to the nearest, ties to even
+                    near[i] = __builtin_convertvector((parts[i] * by + 12582912.0f) - 12582912.0f, eight_i32);
             put(&codes[g * SLICE], bytes_of(near));
             int32_t sum[2];
             totals_of(near[0] + near[1], near[2] + near[3], sum);

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import cpp
+from . import reference
 from .reference import check_gate, check_norm
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Types of rows; others, and weights of another type than theirs, are the definitions'."""
 
 
 @cache
@@ -27,6 +31,9 @@ def load() -> cpp.Library:
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As ``reference.rms_norm``."""
     check_norm(x, weight_C, residual)
+    others = (weight_C,) if residual is None else (weight_C, residual)
+    if x.dtype not in DTYPES or any(other.dtype != x.dtype for other in others):
+        return reference.rms_norm(x, weight_C, eps, residual)
     x, weight_C, C = x.contiguous(), weight_C.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
     total, before = (x, None) if residual is None else (torch.empty_like(x), residual.contiguous())
@@ -40,6 +47,8 @@ def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """As ``reference.swiglu``."""
     check_gate(gate, up)
+    if gate.dtype not in DTYPES or up.dtype != gate.dtype:
+        return reference.swiglu(gate, up)
     C = gate.shape[-1]
     gate_NC, up_NC = (x.reshape(-1, C) if x.stride(-1) == 1 else x.contiguous().view(-1, C) for x in (gate, up))
     out = gate.new_empty(gate.shape)

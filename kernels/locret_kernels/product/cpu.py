@@ -37,6 +37,7 @@ def product(x: Tensor, data: Tensor, form: str, bias: Tensor | None = None) -> T
         return reference.product(x, data, form, bias)
     reference.check_packed(x, data, form)
     x, data, K, N = x.contiguous(), data.contiguous(), x.shape[-1], len(data)
+    bias = None if bias is None else bias.to(x.dtype).expand(N).contiguous()  # what else it is would be misread
     out = x.new_empty(*x.shape[:-1], N)
     load(form).locret_product(
         x.data_ptr(), data.data_ptr(), None if bias is None else bias.data_ptr(), x.numel() // K, K, N, out.data_ptr(),

@@ -42,7 +42,8 @@ Levels levels(float lo, float hi, int bits) {
     return {step, zero};
 }
 float code(float x, Levels by, int bits) {
-    return std::nearbyint(std::min(std::max((x - number(by.zero)) / number(by.step), 0.0f), float((1 << bits) - 1)));
+    // 0 of what is no number: the first argument is what such a comparison leaves.
+    return std::nearbyint(std::min(std::max(0.0f, (x - number(by.zero)) / number(by.step)), float((1 << bits) - 1)));
 }
 // Codes of a row of keys, each channel by its own step and zero point.
 void encode(const float *x, const f16 *zero, const f16 *step, i64 D, int bits, uint8_t *to) {

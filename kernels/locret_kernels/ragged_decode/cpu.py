@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import cpp
-from ..checks import check_some
+from ..checks import check_some, check_tables
 from . import reference
 from .reference import Decoded, Float8Rows, FullRows, Rotation, Spans
 
@@ -47,7 +47,10 @@ def ragged_decode(
     starts_BH, lengths_BH, longest = spans
     check_some("longest", longest, "rows")
     (B, Q, D), H = q_BQD.shape, starts_BH.shape[1]
-    alike = all((x.dtype, x.shape[1]) == (q_BQD.dtype, D) for x in rows[:2])  # what else there is would be misread
+    if turn is not None:
+        check_tables(turn.cos_SR, turn.sin_SR, longest, D)
+    # What else there is would be misread.
+    alike = rows[0].shape == rows[1].shape and all((x.dtype, x.shape[1]) == (q_BQD.dtype, D) for x in rows[:2])
     if not alike or q_BQD.dtype not in cpp.TYPES or D > cpp.MAX_CHANNELS:
         return reference.ragged_decode(q_BQD, rows, spans, scaling, turn, received)
     keys, values = rows[:2]

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import common
-from ..checks import check_some
+from ..checks import check_some, check_tables
 from ..common import LN2, LOG2E, check, dot_rows, head_blocks, load_rows
 from ..hadamard import hadamard
 from ..split_merge import merge_splits, split_rows
@@ -340,9 +340,7 @@ def _launch(
     check_some("longest", longest, "rows")
     if turn is not None:
         check(cos=turn.cos_SR, sin=turn.sin_SR)
-        (places, R), tables = turn.cos_SR.shape, f"cos {tuple(turn.cos_SR.shape)}"
-        if turn.cos_SR.shape != turn.sin_SR.shape or R > D or R % 2 or places < longest:
-            raise ValueError(f"{tables} must be [at least {longest}, even and at most {D}], and sin alike")
+        check_tables(turn.cos_SR, turn.sin_SR, longest, D)
     # `q` stands in for tables that the kernel does not read. Given places may not reach past the tables; nothing checks that.
     cos, sin, place = (q_BQD if x is None else x.contiguous() for x in turn or (None,) * 3)
     splits, per_split = split_rows(longest, block_s, B * H)

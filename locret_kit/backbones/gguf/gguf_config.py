@@ -6,6 +6,7 @@ The file's words are llama.cpp's (``gguf/constants.py``), and so are the default
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +25,11 @@ NEUTRAL = {
     "expert_used_count": 0,
 }  # fmt: skip
 """Fields without effect at this value; None is any."""
+LAYER = re.compile(r"blk\.(\d+)\.")
 NO_HEAD_DIM = ("qwen2", "phi3", "smollm3")
 """Types of models whose configurations have no field for the size of a head, where it is the usual one."""
-ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+ENDS = ("eos", "eot", "eom")
+"""Special tokens that end an answer."""
 END_TOKENS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>",
 )  # fmt: skip
@@ -40,6 +43,8 @@ ConfigFields = dict[str, object]
 """Fields of transformers' configuration by their names."""
 CLOSE = 1e-4
 """Relative difference of numbers that are the same."""
+MAX_SIZE, MAX_HEAD_SIZE = 1 << 24, 1 << 16
+"""Bounds of a model's sizes, and of the channels of a head: tables of rotation are made for those."""
 
 
 @dataclass
@@ -58,18 +63,43 @@ class ModelFields:
         self.read.add(name)
         value = self.file.fields.get(f"{self.file.architecture}.{name}", default)
         if isinstance(value, np.ndarray):
-            if len(set(value.tolist())) > 1:
+            if len(alike := set(value.tolist())) != 1:
                 raise ValueError(f"{name} differs from layer to layer")
-            value = value.tolist()[0]
+            (value,) = alike
         if value is None:
             raise ValueError(f"{name} is missing")
         return float(np.format_float_positional(np.float32(value))) if isinstance(value, float) else value
 
+    def size(self, name: str, default: object = None, *, min_size: int = 1, max_size: int = MAX_SIZE) -> int:
+        """A whole number within bounds. Raises ValueError as ``get``, and for another."""
+        value = self.get(name, default)
+        if type(value) is not int or not min_size <= value <= max_size:
+            raise ValueError(f"{name}={value!r:.60} must be a whole number from {min_size} to {max_size}")
+        return value
+
+    def real(self, name: str, default: object = None) -> float:
+        """A finite number above 0. Raises ValueError as ``get``, and for another."""
+        value = self.get(name, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(f"{name}={value!r:.60} must be a finite number above 0")
+        return value
+
+    @property
+    def usual_head_dim(self) -> int:
+        """Channels of a head where the heads share the embedding among them."""
+        return self.size("embedding_length") // self.size("attention.head_count")
+
+    @property
+    def layers(self) -> int:
+        """Layers: at most those for which there are tensors."""
+        found = {match[1] for name in self.file.tensors if (match := LAYER.match(name))}
+        return self.size("block_count", max_size=len(found))
+
     @property
     def head_dim(self) -> int:
         """Channels of a head."""
-        usual = self.get("embedding_length") // self.get("attention.head_count")
-        key, value = (self.get(f"attention.{kind}_length", usual) for kind in ("key", "value"))
+        usual = self.usual_head_dim
+        key, value = (self.size(f"attention.{kind}_length", usual, max_size=MAX_HEAD_SIZE) for kind in ("key", "value"))
         if key != value:
             raise ValueError(f"attention.key_length={key} must be attention.value_length={value}")
         return key
@@ -80,8 +110,8 @@ class ModelFields:
             name = key.removeprefix(f"{self.file.architecture}.")
             if name == key or name in self.read:
                 continue
-            if name not in NEUTRAL or NEUTRAL[name] not in (None, value):
-                raise ValueError(f"{name}={value!r} is not known of {self.file.architecture}")
+            if name not in NEUTRAL or not (NEUTRAL[name] is None or np.all(value == NEUTRAL[name])):
+                raise ValueError(f"{name}={value!r:.60} is not known of {self.file.architecture}")
 
 
 def config_of(file: GgufFile, name: str) -> PreTrainedConfig:
@@ -92,15 +122,14 @@ def config_of(file: GgufFile, name: str) -> PreTrainedConfig:
     """
     if file.architecture not in ARCHITECTURES:
         raise ValueError(
-            f"architecture={file.architecture!r} of a GGUF file is not mapped; there are: {', '.join(ARCHITECTURES)}. Give the "
-            "model's own folder or Hub id"
+            f"architecture={file.architecture!r:.60} of a GGUF file is not mapped; there are: {', '.join(ARCHITECTURES)}. Give "
+            "the model's own folder or Hub id"
         )
     fields = ModelFields(file)
     values = {**_common(fields), **ARCHITECTURES[file.architecture](fields)}
     fields.check_unread()
     model_type = str(values.pop("model_type"))
-    usual = fields.get("embedding_length") // fields.get("attention.head_count")
-    if model_type in NO_HEAD_DIM and fields.head_dim == usual:
+    if model_type in NO_HEAD_DIM and fields.head_dim == fields.usual_head_dim:
         del values["head_dim"]  # as in the model's own configuration
     config = AutoConfig.for_model(model_type, **values)
     config._name_or_path = name
@@ -109,27 +138,28 @@ def config_of(file: GgufFile, name: str) -> PreTrainedConfig:
 
 
 def _common(fields: ModelFields) -> ConfigFields:
-    tensors, everything = fields.file.tensors, fields.file.fields
+    tensors, ids, hidden = fields.file.tensors, fields.file.token_id, fields.size("embedding_length")
     if "token_embd.weight" not in tensors:
         raise ValueError("token_embd.weight is missing")
-    heads = fields.get("attention.head_count")
-    ids = {name: everything.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", *ENDS, "padding_token_id")}
+    if (shape := tensors["token_embd.weight"].shape)[1:] != (hidden,):
+        raise ValueError(f"token_embd.weight is {shape}, expected rows of embedding_length={hidden}")
+    heads = fields.size("attention.head_count")
     by_text = [i for i, token in enumerate(fields.file.tokens) if token in END_TOKENS]
-    ends = list(dict.fromkeys([*(ids[name] for name in ENDS if ids[name] is not None), *by_text]))
+    ends = list(dict.fromkeys([*(i for i in map(ids, ENDS) if i is not None), *by_text]))
     return dict(
         model_type=fields.file.architecture,
-        vocab_size=tensors["token_embd.weight"].shape[0],
-        hidden_size=fields.get("embedding_length"),
-        intermediate_size=fields.get("feed_forward_length"),
-        num_hidden_layers=fields.get("block_count"),
+        vocab_size=shape[0],
+        hidden_size=hidden,
+        intermediate_size=fields.size("feed_forward_length"),
+        num_hidden_layers=fields.layers,
         num_attention_heads=heads,
-        num_key_value_heads=fields.get("attention.head_count_kv", heads),
-        rms_norm_eps=fields.get("attention.layer_norm_rms_epsilon"),
-        max_position_embeddings=fields.get("context_length"),
+        num_key_value_heads=fields.size("attention.head_count_kv", heads),
+        rms_norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
+        max_position_embeddings=fields.size("context_length"),
         tie_word_embeddings="output.weight" not in tensors,
-        bos_token_id=ids["bos_token_id"],
+        bos_token_id=ids("bos"),
         eos_token_id=ends[0] if len(ends) == 1 else ends or None,
-        pad_token_id=ids["padding_token_id"],
+        pad_token_id=ids("padding"),
         head_dim=fields.head_dim,
     )
 
@@ -140,26 +170,26 @@ def _common(fields: ModelFields) -> ConfigFields:
 def _rope(fields: ModelFields, *, partial: bool = False) -> ConfigFields:
     """``rope_parameters``."""
     size = fields.head_dim
-    rotated = fields.get("rope.dimension_count", size)
+    rotated = fields.size("rope.dimension_count", size, max_size=size)
     if rotated != size and not partial:
         raise ValueError(f"rope.dimension_count={rotated} must be the size of a head, {size}")
-    rope = {"rope_type": "default", "rope_theta": fields.get("rope.freq_base", 10000.0)} | _scaling(fields, rotated)
+    rope = {"rope_type": "default", "rope_theta": fields.real("rope.freq_base", 10000.0)} | _scaling(fields, rotated)
     if rotated != size:
         rope["partial_rotary_factor"] = rotated / size
     return {"rope_parameters": rope}
 
 
 def _scaling(fields: ModelFields, rotated: int) -> ConfigFields:
-    kind, tensors = fields.get("rope.scaling.type", "none"), fields.file.tensors
-    factor, stretch = fields.get("rope.scaling.factor", 1.0), fields.get("rope.scaling.attn_factor", 1.0)
-    original = fields.get(ORIGINAL, fields.get("context_length"))
+    kind, tensors = fields.get("rope.scaling.type", "linear"), fields.file.tensors
+    factor, stretch = fields.real("rope.scaling.factor", 1.0), fields.real("rope.scaling.attn_factor", 1.0)
+    original = fields.size(ORIGINAL, fields.size("context_length"), min_size=2)
     by_tensors = {FACTORS, LONG, SHORT} & tensors.keys()
     if kind == "linear" and factor == 1.0:
         kind = "none"
     if by_tensors == {LONG, SHORT} and kind in ("none", "longrope"):
-        return _longrope(fields, original, stretch)
+        return _longrope(fields, original, stretch, rotated)
     if stretch == 1.0 and by_tensors == {FACTORS} and kind == "none":
-        return _llama3(fields.file.tensor(FACTORS).float(), fields.get("rope.freq_base", 10000.0), rotated)
+        return _llama3(fields.file.tensor(FACTORS).float(), fields.real("rope.freq_base", 10000.0), rotated)
     if stretch == 1.0 and not by_tensors:
         match kind:
             case "none":
@@ -169,34 +199,43 @@ def _scaling(fields: ModelFields, rotated: int) -> ConfigFields:
             case "yarn":
                 return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     raise ValueError(
-        f"rope.scaling.type={kind!r} with factor {factor}, attn_factor {stretch} and tensors {sorted(by_tensors)} cannot be "
+        f"rope.scaling.type={kind!r:.60} with factor {factor}, attn_factor {stretch} and tensors {sorted(by_tensors)} cannot be "
         "restored"
     )
 
 
 def _llama3(factors: Tensor, theta: float, rotated: int) -> ConfigFields:
     """The scaling of which the frequencies' factors are."""
+    _check_factors(FACTORS, factors, rotated)
     factor = round(float(factors.max()), 4)
     lengths = 2 * math.pi * theta ** (torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
     low, high, whole = LLAMA3.values()
     share = ((whole / lengths - low) / (high - low)).clamp(0, 1)
     wanted = 1 / ((1 - share) / factor + share)
-    if factors.shape != wanted.shape or not torch.allclose(factors.double(), wanted, rtol=CLOSE):
+    if not torch.allclose(factors.double(), wanted, rtol=CLOSE):
         raise ValueError(f"{FACTORS}: factors of frequencies that are not Llama 3's cannot be restored")
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
 
-def _longrope(fields: ModelFields, original: int, stretch: float) -> ConfigFields:
+def _longrope(fields: ModelFields, original: int, stretch: float, rotated: int) -> ConfigFields:
     long, short = (fields.file.tensor(name).float() for name in (LONG, SHORT))
+    for name, factors in ((LONG, long), (SHORT, short)):
+        _check_factors(name, factors, rotated)
     rope: ConfigFields = dict(
         rope_type="longrope",
         long_factor=[round(x, 6) for x in long.tolist()],
         short_factor=[round(x, 6) for x in short.tolist()],
         original_max_position_embeddings=original,
     )
-    scale = fields.get("context_length") / original
+    scale = fields.size("context_length") / original
     usual = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
     return rope if math.isclose(stretch, usual, rel_tol=CLOSE) else {**rope, "attention_factor": stretch}
+
+
+def _check_factors(name: str, factors: Tensor, rotated: int) -> None:
+    """Raise ValueError unless there is a factor above 0 for every frequency."""
+    if factors.shape != (rotated // 2,) or not bool((factors > 0).all() and factors.isfinite().all()):
+        raise ValueError(f"{name} {tuple(factors.shape)} must be {rotated // 2} finite numbers above 0")
 
 
 # ---- architectures -----------------------------------------------------------------------------------------------------
@@ -225,27 +264,23 @@ def _smollm3(fields: ModelFields) -> ConfigFields:
 
 def _phi3(fields: ModelFields) -> ConfigFields:
     return {
-        "sliding_window": fields.get("attention.sliding_window", 0) or None,
-        "original_max_position_embeddings": fields.get(ORIGINAL, fields.get("context_length")),
+        "sliding_window": fields.size("attention.sliding_window", 0, min_size=0) or None,
+        "original_max_position_embeddings": fields.size(ORIGINAL, fields.size("context_length")),
         **_rope(fields, partial=True),
     }
 
 
 def _gemma3(fields: ModelFields) -> ConfigFields:
-    layers, hidden, heads = (fields.get(name) for name in ("block_count", "embedding_length", "attention.head_count"))
-    pattern = fields.get("attention.sliding_window_pattern", 6)
-    if type(pattern) is not int:
-        raise ValueError(f"attention.sliding_window_pattern={pattern!r} must be one number")
-    sliding = {"rope_type": "default", "rope_theta": fields.get("rope.freq_base_swa", 10000.0)}
-    capped = fields.get("final_logit_softcapping", 0.0)
+    layers, pattern = fields.layers, fields.size("attention.sliding_window_pattern", 6)
+    sliding = {"rope_type": "default", "rope_theta": fields.real("rope.freq_base_swa", 10000.0)}
+    capped = fields.get("final_logit_softcapping", 0.0) and fields.real("final_logit_softcapping")
     return {
         "model_type": "gemma3_text",
-        "sliding_window": fields.get("attention.sliding_window"),
+        "sliding_window": fields.size("attention.sliding_window"),
         "layer_types": ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)],
         "rope_parameters": {"full_attention": _rope(fields)["rope_parameters"], "sliding_attention": sliding},
-        "query_pre_attn_scalar": hidden // heads
-        if layers == 62
-        else fields.head_dim,  # 62 layers: Gemma 3 27B, as in llama.cpp
+        # 62 layers: Gemma 3 27B, as in llama.cpp.
+        "query_pre_attn_scalar": fields.usual_head_dim if layers == 62 else fields.head_dim,
         "final_logit_softcapping": capped or None,
     }
 

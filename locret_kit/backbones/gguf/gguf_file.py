@@ -22,6 +22,9 @@ from torch import Tensor
 from locret_kernels.product import FORMATS
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
+MAX_HEAD, MAX_NAME, MAX_ENTRIES, MAX_DIMENSIONS = 1 << 27, 256, 1 << 16, 4
+"""Bytes before the tensors and of a name, fields or tensors, and dimensions of a tensor. Models have some 20 MiB, for
+vocabularies of 262,144 words, and 1,200 tensors."""
 STRING, ARRAY = 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Kind of a value -> its ``struct`` format."""
@@ -74,6 +77,11 @@ class GgufFile:
     def architecture(self) -> str:
         return str(self.fields.get("general.architecture"))
 
+    def token_id(self, name: str) -> int | None:
+        """The number of a special token, such as ``bos``; None where the file says none of its vocabulary's."""
+        value = self.fields.get(f"tokenizer.ggml.{name}_token_id")
+        return value if isinstance(value, int) and 0 <= value < len(self.tokens) else None
+
     @property
     def precision(self) -> str:
         """Name of the file's types, such as Q4_K_M: the mixture's, or the type of most bytes of the layers."""
@@ -110,39 +118,59 @@ class GgufFile:
 
     @cached_property
     def tokens(self) -> list[str]:
-        """The vocabulary; none where the file has no tokenizer."""
+        """The vocabulary; none where the file has no tokenizer. Empty ones get names, as in llama.cpp."""
         name = "tokenizer.ggml.tokens"
-        return self.words(name) if isinstance(self.fields.get(name), Words) else []
+        words = self.words(name) if isinstance(self.fields.get(name), Words) else []
+        return [word or f"[EMPTY_{i}]" for i, word in enumerate(words)]
 
     def words(self, name: str) -> list[str]:
-        """The strings of an array."""
-        place = self.fields[name]
-        assert isinstance(place, Words)
+        """The strings of an array. Raises ValueError where there is none."""
+        place = self.fields.get(name)
+        if not isinstance(place, Words):
+            raise ValueError(f"{name} must be an array of strings")
         with self.path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             head = _Head(data, place.start)
             return [head.string() for _ in range(place.count)]
 
 
 class _Head:
-    """The bytes of a file, read one value after another."""
+    """The bytes of a file, read one value after another. Raises ValueError where they go beyond its end or ``MAX_HEAD``."""
 
     def __init__(self, data: mmap.mmap, at: int = 0) -> None:
-        self.data, self.at = data, at
+        self.data, self.at, self.end = data, at, min(len(data), MAX_HEAD)
+
+    def take(self, nbytes: int) -> int:
+        """The place of the next bytes."""
+        start, self.at = self.at, self.at + nbytes
+        if self.at > self.end:
+            raise ValueError(f"{nbytes} bytes from {start} on go beyond the first {self.end}")
+        return start
 
     def number(self, form: str) -> int | float | bool:
-        (value,) = struct.unpack_from(f"<{form}", self.data, self.at)
-        self.at += struct.calcsize(f"<{form}")
+        form = f"<{form}"
+        (value,) = struct.unpack_from(form, self.data, self.take(struct.calcsize(form)))
         return value
 
     def count(self, form: str = "Q") -> int:
         return int(self.number(form))
 
+    def entries(self) -> int:
+        """A number of fields or tensors."""
+        if (count := self.count()) > MAX_ENTRIES:
+            raise ValueError(f"{count} fields or tensors must be at most {MAX_ENTRIES}")
+        return count
+
+    def name(self) -> str:
+        if (length := self.count()) > MAX_NAME:
+            raise ValueError(f"a name of {length} bytes must have at most {MAX_NAME}")
+        return self.text(length)
+
     def string(self) -> str:
-        length = self.count()
-        self.at += length
-        if self.at > len(self.data):
-            raise ValueError("a string goes beyond the file's end")
-        return self.data[self.at - length : self.at].decode("utf-8", "replace")
+        return self.text(self.count())
+
+    def text(self, length: int) -> str:
+        start = self.take(length)
+        return self.data[start : self.at].decode("utf-8", "replace")
 
     def value(self, kind: int) -> object:
         if kind == STRING:
@@ -153,24 +181,24 @@ class _Head:
         if kind == STRING:
             words = Words(self.at, count)
             for _ in range(count):
-                length = self.count()
-                self.at += length
+                self.take(self.count())
             return words
-        numbers = np.frombuffer(self.data, np.dtype(NUMBERS[kind]).newbyteorder("<"), count, self.at).copy()
-        self.at += numbers.nbytes
-        return numbers
+        dtype = np.dtype(NUMBERS[kind]).newbyteorder("<")
+        return np.frombuffer(self.data, dtype, count, self.take(count * dtype.itemsize)).copy()
 
     def fields(self, count: int) -> Iterator[tuple[str, object]]:
         for _ in range(count):
-            name = self.string()
+            name = self.name()
             yield name, self.value(self.count("I"))
 
-    def places(self, count: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
-        """Names, shapes, types and places after the head of every tensor."""
+    def places(self, count: int) -> Iterator[tuple[str, tuple[tuple[int, ...], int, int]]]:
+        """Name -> shape, type and place after the head of every tensor."""
         for _ in range(count):
-            name, dimensions = self.string(), self.count("I")
+            name, dimensions = self.name(), self.count("I")
+            if not 1 <= dimensions <= MAX_DIMENSIONS:
+                raise ValueError(f"{name} has {dimensions} dimensions, which must be from 1 to {MAX_DIMENSIONS}")
             shape = tuple(self.count() for _ in range(dimensions))
-            yield name, shape[::-1], self.count("I"), self.count()
+            yield name, (shape[::-1], self.count("I"), self.count())
 
 
 def open_gguf(path: Path) -> GgufFile:
@@ -194,19 +222,20 @@ def _opened(path: Path, size: int, _changed: int) -> GgufFile:
         if (version := head.count("I")) not in VERSIONS:
             raise ValueError(f"{path}: version={version} of GGUF must be 2 or 3, little-endian")
         try:
-            n_tensors, n_fields = head.count(), head.count()
-            fields = dict(head.fields(n_fields))
-            places = list(head.places(n_tensors))
-        except (struct.error, ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
+            n_tensors, n_fields = head.entries(), head.entries()
+            fields, places = dict(head.fields(n_fields)), dict(head.places(n_tensors))
+            if (len(fields), len(places)) != (n_fields, n_tensors):
+                raise ValueError("a field or a tensor is there twice")
+        except (ValueError, KeyError) as error:
             raise ValueError(f"{path} is damaged: its head cannot be read ({type(error).__name__}: {error})") from error
         at = head.at
     if isinstance(parts := fields.get("split.count"), int) and parts > 1:
         raise ValueError(f"{path} is one of {parts} parts: join them with llama.cpp's llama-gguf-split --merge")
     alignment = fields.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 4 or alignment % 4:
-        raise ValueError(f"{path}: general.alignment={alignment!r} must be a multiple of 4")
+        raise ValueError(f"{path}: general.alignment={alignment!r:.60} must be a multiple of 4")
     start = -(-at // alignment) * alignment
-    tensors = {name: _placed(name, shape, kind, start + offset) for name, shape, kind, offset in places}
+    tensors = {name: _placed(name, *place, start, alignment) for name, place in places.items()}
     if any(tensor.start + tensor.nbytes > size for tensor in tensors.values()):
         raise ValueError(f"{path} is cut off: it lacks bytes of its tensors")
     if not any(name.startswith("blk.") for name in tensors):
@@ -214,10 +243,13 @@ def _opened(path: Path, size: int, _changed: int) -> GgufFile:
     return GgufFile(path, fields, tensors)
 
 
-def _placed(name: str, shape: tuple[int, ...], kind: int, start: int) -> FileTensor:
+def _placed(name: str, shape: tuple[int, ...], kind: int, offset: int, start: int, alignment: int) -> FileTensor:
+    """A tensor that lies so far after ``start``."""
     form = TYPES.get(kind, f"number {kind}")
+    if offset % alignment:
+        raise ValueError(f"{name}: offset={offset} must be a multiple of general.alignment={alignment}")
     if form in FLOATS:
-        return FileTensor(form, shape, start, prod(shape) * FLOATS[form].itemsize)
+        return FileTensor(form, shape, start + offset, prod(shape) * FLOATS[form].itemsize)
     if form not in FORMATS:
         raise ValueError(f"{name} is of type {form}, which is not read; these are: {', '.join([*FORMATS, *FLOATS])}")
-    return FileTensor(form, shape, start, prod(shape[:-1]) * FORMATS[form].row_bytes(shape[-1]))
+    return FileTensor(form, shape, start + offset, prod(shape[:-1]) * FORMATS[form].row_bytes(shape[-1]))

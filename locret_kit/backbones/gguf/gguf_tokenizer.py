@@ -38,6 +38,10 @@ COMPOSED = ("qwen2", "deepseek-r1-qwen")
 UNPREFIXED = ("gemma3",)
 """Architectures whose texts get no space before them, whose spaces end a piece, and whose scores say nothing."""
 
+SWALLOWING, UNSWALLOWING = ("phi3",), ("<unk>", "<s>", "<|endoftext|>")
+"""Architectures whose tokens that are found whole swallow the blanks behind them, where the vocabulary is SentencePiece's, and
+the tokens that do not. A file does not say it."""
+
 
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
     """The tokenizer with the file's special tokens and chat template.
@@ -45,29 +49,32 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: it has none, or one of a kind that is not known; it is named.
     """
-    kind = file.fields.get("tokenizer.ggml.model")
-    if not file.tokens:
+    kind, tokens = file.fields.get("tokenizer.ggml.model"), file.tokens
+    if not tokens:
         raise ValueError("it holds no tokenizer")
-    tokens, types = file.tokens, file.fields.get("tokenizer.ggml.token_type")
-    kinds = types.tolist() if isinstance(types, np.ndarray) else [NORMAL] * len(tokens)
+    if len(set(tokens)) < len(tokens):
+        raise ValueError("tokenizer.ggml.tokens: a token is there twice")
+    types = file.fields.get("tokenizer.ggml.token_type")
+    kinds = [NORMAL] * len(tokens) if types is None else _numbers("token_type", types, len(tokens)).tolist()
     if kind == "gpt2":
         made = _byte_level(file, tokens, kinds)
     elif kind == "llama":
         made = _sentencepiece(file, tokens, kinds)
     else:
-        raise ValueError(f"tokenizer.ggml.model={kind!r} must be 'gpt2' or 'llama'")
+        raise ValueError(f"tokenizer.ggml.model={kind!r:.60} must be 'gpt2' or 'llama'")
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: file.fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    special = {name: tokens[i] for name, i in ids.items() if isinstance(i, int) and i < len(tokens)}
+    ids = {name: file.token_id(key) for name, key in names.items()}
+    special = {name: tokens[i] for name, i in ids.items() if i is not None}
     # Files of before that field, such as those of Llama 3: a vocabulary of SentencePiece begins a text by the token for it.
     begun = kind == "llama" or file.fields.get("tokenizer.ggml.pre") in WHOLE_WORDS
     begins, ends = (
         file.fields.get(f"tokenizer.ggml.add_{name}_token", default)
         for name, default in (("bos", begun), ("eos", False))
     )
+    context = file.fields.get(f"{file.architecture}.context_length")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made, add_bos_token=begins, add_eos_token=ends, clean_up_tokenization_spaces=False,
-        model_max_length=file.fields.get(f"{file.architecture}.context_length"), **special,
+        model_max_length=context if type(context) is int else None, **special,
     )  # fmt: skip
     template = file.fields.get("tokenizer.chat_template")
     if isinstance(template, str):
@@ -75,10 +82,17 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _numbers(name: str, values: object, count: int) -> np.ndarray:
+    """The numbers of ``count`` tokens. Raises ValueError unless there are as many."""
+    if not isinstance(values, np.ndarray) or len(values) < count:
+        raise ValueError(f"tokenizer.ggml.{name} must be numbers of {count} tokens")
+    return values[:count]
+
+
 def _byte_level(file: GgufFile, tokens: list[str], kinds: list[int]) -> Tokenizer:
     pre = file.fields.get("tokenizer.ggml.pre")
     if pre not in SPLITS:
-        raise ValueError(f"tokenizer.ggml.pre={pre!r} is not known; these are: {', '.join(SPLITS)}")
+        raise ValueError(f"tokenizer.ggml.pre={pre!r:.60} is not known; these are: {', '.join(SPLITS)}")
     merges = [(a, b) for a, _, b in (merge.partition(" ") for merge in file.words("tokenizer.ggml.merges"))]
     spelled = bytes_to_unicode()
     alphabet = set(spelled.values())
@@ -112,14 +126,13 @@ def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Token
     merges, scores = list[tuple[str, str]](), file.fields.get("tokenizer.ggml.scores")
     if scores is None or file.architecture in UNPREFIXED:
         scores = np.zeros(len(tokens))
-    for i in np.argsort(-np.asarray(scores, np.float64)[: len(tokens)], kind="stable").tolist():
+    for i in np.argsort(-_numbers("scores", scores, len(tokens)).astype(np.float64), kind="stable").tolist():
         token = tokens[i]
         if kinds[i] in (NORMAL, USER):
             pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
             known = [(vocabulary[a], vocabulary[b], a, b) for a, b in pairs if a in vocabulary and b in vocabulary]
             merges += [(a, b) for *_, a, b in sorted(known)]
-    unknown = file.fields.get("tokenizer.ggml.unknown_token_id", 0)
-    assert isinstance(unknown, int)
+    unknown = file.token_id("unknown") or 0
     made = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     )
@@ -130,15 +143,14 @@ def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Token
         made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
     made.decoder = decoders.Sequence([back, decoders.ByteFallback(), decoders.Fuse(), *strip])
-    _add(made, tokens, kinds)
+    _add(made, tokens, kinds, swallow=file.architecture in SWALLOWING)
     return made
 
 
-def _add(made: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """The tokens that are found whole in a text."""
+def _add(made: Tokenizer, tokens: list[str], kinds: list[int], *, swallow: bool = False) -> None:
+    """The tokens that are found whole in a text. They ``swallow`` the blanks behind them but for ``UNSWALLOWING``."""
     known = made.get_vocab(with_added_tokens=False)
     pairs = [(token, kind) for token, kind in zip(tokens, kinds, strict=True) if token in known and token.strip("▁")]
-    made.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token, kind in pairs if kind == CONTROL]
-    )
-    made.add_tokens([AddedToken(token, normalized=False, special=False) for token, kind in pairs if kind == USER])
+    for add, special, wanted in ((made.add_special_tokens, True, CONTROL), (made.add_tokens, False, USER)):
+        found = [(token, swallow and token not in UNSWALLOWING) for token, kind in pairs if kind == wanted]
+        add([AddedToken(token, normalized=False, special=special, rstrip=blanks) for token, blanks in found])
