@@ -18,9 +18,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from ..backbones.load import load_backbone, load_config, pick_device, pick_dtype
+from ..backbones.load import load_backbone, load_config, load_tokenizer, pick_device, pick_dtype
 from ..config.train_config import TrainConfig
 from ..files import locked, write_beside, write_json
 from ..naming import first_line
@@ -145,14 +145,16 @@ def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
 def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, last: Last) -> Path | None:
     out = Path(cfg.out)
     resume = begin_from(cfg.resume, out)
-    backbone, tokenizer = _backbone(cfg, device=None if cfg.trainer.strategy == "auto" else "cpu")
+    # Before the weights, which may take minutes: what is wrong with the data is said at once.
+    tokenizer = load_tokenizer(cfg.backbone.model, cfg.backbone.revision)
+    data = SampleModule(cfg.data, tokenizer, seed=cfg.seed, per_step=cfg.optim.accumulate)
+    backbone = _backbone(cfg, device=None if cfg.trainer.strategy == "auto" else "cpu")
     with _memory_for(
         f"pool.slots={cfg.pool.slots}" if cfg.trains == "pool" else f"heads.d_hidden={cfg.heads.d_hidden}"
     ):
         module = TRAININGS[cfg.trains](backbone, cfg)
     if resume is not None:
         require_shapes(resume, module)
-    data = SampleModule(cfg.data, tokenizer, seed=cfg.seed, per_step=cfg.optim.accumulate)
     try:
         with _memory_for(f"data.max_tokens={cfg.data.max_tokens} with data.batch={cfg.data.batch}"):
             trainer.fit(module, data, ckpt_path=str(resume) if resume else None, weights_only=True)
@@ -209,13 +211,14 @@ def _trainer(cfg: TrainConfig, strategy: Strategy | str, callbacks: list[Callbac
         ) from error
 
 
-def _backbone(cfg: TrainConfig, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _backbone(cfg: TrainConfig, device: str | None) -> PreTrainedModel:
     """On ``device``, or where training runs; in the precision that suits where training runs."""
     where = "cpu" if cfg.trainer.accelerator == "cpu" else None
     config = load_config(cfg.backbone.model, cfg.backbone.revision)
     precision = str(pick_dtype(cfg.backbone.dtype, pick_device(where), config)).removeprefix("torch.")
-    return load_backbone(
+    backbone, _ = load_backbone(
         cfg.backbone.model, dtype=precision, adapter=cfg.backbone.adapter, revision=cfg.backbone.revision,
         device=device or where, device_map=cfg.backbone.device_map, gpu_memory=cfg.backbone.gpu_memory,
         weight_bits=cfg.backbone.weight_bits,
     )  # fmt: skip
+    return backbone

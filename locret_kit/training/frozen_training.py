@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import lightning as L
 import torch
@@ -24,7 +24,6 @@ from ..config.train_config import TrainConfig
 from .board import flat
 from .strategy import finish_gradients
 
-T = TypeVar("T")
 TRAINING = "training.json"
 """File beside trained weights: the settings that made them."""
 BAR = ("loss", "recall", "tok/s")
@@ -109,10 +108,6 @@ class FrozenTraining(L.LightningModule, ABC):
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for scope in ("total", "current"):
             progress[scope] = dict.fromkeys(progress[scope], checkpoint["global_step"])
-
-    def transfer_batch_to_device(self, batch: T, device: torch.device, dataloader_idx: int) -> T:
-        """Samples are integers; a step makes the tensor where it is needed."""
-        return batch
 
     def on_validation_epoch_start(self) -> None:
         self._validation, self.validated = [], {}
