@@ -88,6 +88,11 @@ class DataConfig:
     num_workers: Annotated[int, Interval(ge=0, le=1024)] = 0
     """Processes that make training samples ahead of each device; 0 makes them in the training process."""
 
+    @property
+    def passes(self) -> int:
+        """Times that a forward sees a prompt: twice with a replay."""
+        return 1 if self.queries == "answers" else 2
+
 
 @dataclass
 class OptimConfig:

@@ -6,6 +6,7 @@ import logging
 import shlex
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from operator import itemgetter
@@ -141,7 +142,7 @@ def beyond_window(backbone: PreTrainedModel, cfg: TrainConfig) -> str | None:
         ValueError: they are, and a token's place is an embedding, of which there are no more.
     """
     window = getattr(text_config(backbone), "max_position_embeddings", None)
-    tokens = cfg.data.max_tokens * (1 if cfg.data.queries == "answers" else 2)
+    tokens = cfg.data.max_tokens * cfg.data.passes
     if window is None or tokens <= window:
         return None
     said = f"data.max_tokens={cfg.data.max_tokens}"
@@ -172,6 +173,9 @@ def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
         ValueError: settings with which nothing can be trained here, or not from this checkpoint.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings(
+        "ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning
+    )  # its own call
     L.seed_everything(cfg.seed, verbose=False)
     out, strategy = Path(cfg.out), make_strategy(cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes)
     require_folder(out)
