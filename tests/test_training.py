@@ -199,7 +199,18 @@ def test_a_source_of_unknown_records_says_which_are_known(tmp_path):
         samples_of(jsonl(tmp_path / "bad.jsonl", [BAD[0][0]] * 7))
 
 
-def test_a_long_source_of_unknown_records_is_not_read_to_its_end(monkeypatch):
+def test_one_usable_record_among_hundreds_never_ends_a_run_in_its_middle(tmp_path):
+    source = jsonl(tmp_path / "rare.jsonl", [*[BAD[2][0]] * 300, GOOD[0]])
+    data, tokenizer = DataConfig(sources=[str(source)], max_tokens=200, val_samples=0), tiny_tokenizer()
+    for seed in range(100):
+        with suppress(ValueError):  # none among the first hundred draws: that is said at the beginning
+            samples = Samples(data, tokenizer, seed=seed)
+            break
+    usable = encode_chat(tokenizer, to_messages(GOOD[0]), max_tokens=200)
+    assert all(samples[i] == usable for i in range(20))
+
+
+def test_a_data_set_of_unknown_records_is_not_read_to_its_end(monkeypatch):
     read = []
 
     def endless(*args, **more):

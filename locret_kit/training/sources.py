@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
 SYNTHETIC = "synthetic"
 """The source that is made of ``data.texts``; every other one holds records."""
 DRAWS = 100
-"""Records in a row, and synthetic samples, that cannot be used and end a run."""
+"""Records in a row, and synthetic samples, that cannot be used and end a run at its beginning."""
 STRETCH = 0.1
 """Part of each real text that is set aside."""
 CHARACTERS = 4
@@ -68,7 +68,7 @@ class Records:
         name: what ``read_records`` takes. seed: what orders are drawn by.
 
     Raises:
-        ValueError: no records, or ``DRAWS`` in a row that cannot be used.
+        ValueError: no records, or, in the place of the first sample, ``DRAWS`` in a row that cannot be used.
     """
 
     def __init__(self, name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: str) -> None:
@@ -77,17 +77,19 @@ class Records:
         self._named: set[int] = set()
         self._order: tuple[int, list[int]] = -1, []  # of one epoch
         self._held = 0
+        self._begun = False
+        """Whether some record can be used: then another draw looks through all of them rather than end a run in its middle."""
         self.records = self._read()
         self.trained = list(range(len(self.records)))
         """Numbers of the records that are trained on."""
         self[0]
 
     def _read(self) -> list[dict]:
-        """All records; of a source whose first ``DRAWS`` can all not be used no more than these are read."""
+        """All records; of a Hub data set whose first ``DRAWS`` can all not be used no more than these are read."""
         broken: list[str] = []
         try:
             rest = read_records(self.name, split=self.data.split, broken=broken.append)
-            first = list(islice(rest, DRAWS))
+            first = [] if Path(self.name).exists() else list(islice(rest, DRAWS))
             reasons = [reason for record in first if (reason := unusable(record))]
             if len(reasons) == DRAWS:
                 raise ValueError(
@@ -148,16 +150,18 @@ class Records:
         epoch, at = divmod(place, len(self.trained))
         if epoch != self._order[0]:
             self._order = epoch, self._shuffled(f"epoch {epoch}")
-        number, rng, refused = self._order[1][at], random.Random(f"{self.seed}:{place}"), dict[int, str]()
-        for _ in range(DRAWS):
+        rng, refused = random.Random(f"{self.seed}:{place}"), dict[int, str]()
+        drawn = (rng.choice(self.trained) for _ in range(DRAWS - 1))
+        for number in chain([self._order[1][at]], drawn, self.trained if self._begun else ()):
             sample = self._encode(number, epoch)
             if isinstance(sample, Sample):
                 self._name(refused)
+                self._begun = True
                 return sample
             refused[number] = sample
-            last, number = number, rng.choice(self.trained)
+        last = next(reversed(refused))
         raise ValueError(
-            f"data.sources: {self.name!r} has no usable record among {DRAWS} drawn; the last was record {last}: "
+            f"data.sources: {self.name!r} has no usable record among {len(refused)} drawn; the last was record {last}: "
             f"{refused[last]}{known_schemas(*refused.values())}"
         )
 
