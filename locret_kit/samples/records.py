@@ -11,7 +11,7 @@ from ..files import parse_json
 from ..naming import blaming, nearest
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
-SAVED = ("state.json", "dataset_dict.json")
+SAVED = (("dataset_info.json", "state.json"), ("dataset_dict.json",))
 """Files by which ``datasets`` knows a data set that ``save_to_disk`` wrote, and a dictionary of splits."""
 SCHEMAS = (
     "messages: list of {role, content} (THUDM/LongAlign-10k)",
@@ -44,7 +44,7 @@ def read_records(
             file and line are named.
     """
     path = Path(source)
-    if any((path / name).is_file() for name in SAVED):
+    if any(all((path / name).is_file() for name in names) for names in SAVED):
         return _read_saved(path, split)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())

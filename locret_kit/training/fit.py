@@ -136,14 +136,14 @@ def other_settings(path: Path, cfg: TrainConfig) -> str | None:
 
 
 def beyond_window(backbone: PreTrainedModel, cfg: TrainConfig) -> str | None:
-    """A warning of samples that are longer than the backbone's window.
+    """A warning of samples that are longer than the backbone's window; a pool's are read at compact positions, below it.
 
     Raises:
         ValueError: they are, and a token's place is an embedding, of which there are no more.
     """
     window = getattr(text_config(backbone), "max_position_embeddings", None)
     tokens = cfg.data.max_tokens * cfg.data.passes
-    if window is None or tokens <= window:
+    if window is None or tokens <= window or cfg.trains == "pool":
         return None
     said = f"data.max_tokens={cfg.data.max_tokens}"
     if tokens > cfg.data.max_tokens:
@@ -173,9 +173,7 @@ def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
         ValueError: settings with which nothing can be trained here, or not from this checkpoint.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings(
-        "ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning
-    )  # its own call
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     L.seed_everything(cfg.seed, verbose=False)
     out, strategy = Path(cfg.out), make_strategy(cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes)
     require_folder(out)
