@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import lightning as L
 import torch
@@ -32,7 +32,7 @@ BAR = ("loss", "recall", "tok/s")
 """Figures that the progress bar shows, where a training has them."""
 
 
-def adamw_settings(optim: OptimConfig) -> dict[str, Any]:
+def adamw_settings(optim: OptimConfig) -> dict[str, object]:
     """AdamW's arguments, by their names."""
     return {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
 
@@ -85,7 +85,7 @@ class FrozenTraining(L.LightningModule, ABC):
     def used(self) -> nn.Module:
         """The part of the backbone that a step runs."""
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[dict[str, object]]:
         """AdamW's groups: weights, and the settings that they share."""
         return [{"params": list(self.parameters()), **adamw_settings(self.cfg.optim)}]
 

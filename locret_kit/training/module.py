@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -80,7 +80,7 @@ class HeadTraining(FrozenTraining):
             write_json(folder / TRAINING, trained_with(trial.cfg))
         return out / "heads"
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[dict[str, object]]:
         return [
             {"params": list(trial.heads.parameters()), **adamw_settings(trial.cfg.optim)}
             for trial in self.trials.values()
