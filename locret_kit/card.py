@@ -206,6 +206,7 @@ def describe(config: HeadsConfig, parameters: int, training: Mapping[str, Any] |
         paragraphs.append(f"They belong to the backbone with the adapter {link}.")
     if training:
         optim, data = training["optim"], training["data"]
+        steps = f"{training['step']} of {optim['steps']}" if "step" in training else optim["steps"]  # of the best heads
         learned = (
             f"end to end: the model's output with evictions against its output without ({training['gates']['divergence']} "
             f"divergence), beginning with {training['heads']['init'] or 'random heads'}"
@@ -215,7 +216,7 @@ def describe(config: HeadsConfig, parameters: int, training: Mapping[str, Any] |
         )
         paragraphs += [
             "## Training",
-            f"{optim['steps']} steps of {optim['accumulate']} samples per device, at most {data['max_tokens']} tokens each, "
+            f"{steps} steps of {optim['accumulate']} samples per device, at most {data['max_tokens']} tokens each, "
             f"from {', '.join(data['sources'])}; learning rate {optim['lr']:g}, {learned}. "
             f"The whole configuration is in `{TRAINING}`.",
         ]

@@ -84,6 +84,14 @@ def test_it_says_what_it_chose(monkeypatch, capsys, tmp_path):
     )
     assert choose_for_device(values | {"data.max_tokens": 512}, ["data.batch"]) == {"data.batch": 2}
     assert "chose data.batch=2;" in capsys.readouterr().err
+    for more in (
+        {"data.max_tokens": 512, "data.queries": "replay"},
+        {"data.max_tokens": 1024},
+    ):  # a replay doubles a sample
+        choose_for_device(values | more, ["data.batch"])
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == second and "planned at" in first
+    assert choose_for_device(values | {"data.queries": "both"}, ["data.max_tokens"]) == {"data.max_tokens": 2048}
 
 
 def test_on_a_card(monkeypatch, capsys, tmp_path):

@@ -249,6 +249,22 @@ def test_auto_in_an_empty_folder_begins_anew_and_in_a_finished_run_ends_at_once(
     assert files(tmp_path / "state") == states and len(read_curves(tmp_path)["loss"]) == 2
 
 
+def test_a_run_goes_on_with_the_optimiser_settings_that_it_is_given(backbone, tmp_path, capsys):
+    """The rate is the new peak times the new schedule, from the first step on: two steps of warm-up, then down to step 5."""
+    assert main(arguments(backbone, tmp_path, "optim.steps=3", "optim.lr=1e-3")) == 0
+    more = ["optim.steps=5", "optim.lr=6e-4", "optim.weight_decay=0.5", "trainer.val_every=5", "--resume", "auto"]
+    assert main(arguments(backbone, tmp_path, *more)) == 0
+    rates = read_curves(tmp_path)["train/lr"]
+    assert [rates[step] for step in range(1, 6)] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 4e-4, 2e-4])
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert "step=3.ckpt was saved with other settings" in said
+    assert said.endswith("optim.lr=0.0006 (was 0.001), optim.weight_decay=0.5 (was 0.0), optim.steps=5 (was 3)")
+    (group,) = torch.load(tmp_path / "state" / "step=5.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"]
+    assert group["weight_decay"] == 0.5 and group["initial_lr"] == 6e-4
+    for said in (["--resume", "never", "seed=1"], ["resume=never", "seed=1"], ["--resume=never", "seed=1"]):
+        assert fit.command_to_go_on(said) == "locret-train seed=1 resume=auto"
+
+
 def test_a_damaged_or_foreign_checkpoint_is_one_line_before_the_backbone_is_loaded(run, tmp_path, capsys):
     whole = (run / "state" / "step=2.ckpt").read_bytes()
     for name, content in (("half.ckpt", whole[: len(whole) // 2]), ("empty.ckpt", b""), ("text.ckpt", b"not a file")):

@@ -222,6 +222,22 @@ def test_read_files(tmp_path):
     assert list(read_records(str(tmp_path))) == rows * 4
 
 
+def test_read_what_datasets_saved(tmp_path):
+    import datasets
+
+    rows = [{"instruction": f"q{i}", "output": "é"} for i in range(3)]
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=saved, test=saved.select([2])).save_to_disk(tmp_path / "two")
+    assert list(read_records(tmp_path / "one")) == list(read_records(tmp_path / "two")) == rows
+    assert list(read_records(tmp_path / "two", split="test")) == rows[2:]
+    with pytest.raises(ValueError, match=r"split=tset must be one that .*two has: train, test\. Did you mean 'test'"):
+        list(read_records(tmp_path / "two", split="tset"))
+    (tmp_path / "one" / "state.json").write_text("{")
+    with pytest.raises(ValueError, match="one cannot be read: "):
+        list(read_records(tmp_path / "one"))
+
+
 def test_half_a_character_is_a_question_mark_and_a_mark_at_the_beginning_is_none(tmp_path):
     rows = [{"instruction": "a \ud83d b", "output": "\U0001f389"}]
     (tmp_path / "a.jsonl").write_text("\ufeff" + json.dumps(rows[0]))

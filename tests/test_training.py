@@ -7,6 +7,7 @@ import json
 import os
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from safetensors.torch import load_file, save_file
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import RetainingHeads
 from locret_kit.cis import ranks
@@ -93,6 +95,8 @@ def test_the_best_heads_are_kept_and_load(backbone, tmp_path):
     assert {path.name for path in (tmp_path / "best").iterdir()} == wanted
     for folder in (tmp_path / "best").iterdir():
         assert RetainingHeads.from_pretrained(str(folder)).config.backbone == str(backbone)
+        settings = json.loads((folder / "training.json").read_text())
+        assert folder.name.endswith(f"-step={settings['step']}") and settings["optim"]["steps"] == 10
     nothing = [*SETTINGS[:-1], "data.val_samples=0", f"backbone.model={backbone}", f"out={tmp_path / 'none'}"]
     assert main(nothing) == 0
     assert not (tmp_path / "none" / "best").exists()
@@ -193,6 +197,33 @@ def test_a_source_of_unknown_records_says_which_are_known(tmp_path):
         ValueError, match=r"keys \['foo'\]; known schemas: messages: .*; conversations: .*anti-haystack\)$"
     ):
         samples_of(jsonl(tmp_path / "bad.jsonl", [BAD[0][0]] * 7))
+
+
+def test_one_usable_record_among_hundreds_never_ends_a_run_in_its_middle(tmp_path):
+    source = jsonl(tmp_path / "rare.jsonl", [*[BAD[2][0]] * 300, GOOD[0]])
+    data, tokenizer = DataConfig(sources=[str(source)], max_tokens=200, val_samples=0), tiny_tokenizer()
+    for seed in range(100):
+        with suppress(ValueError):  # none among the first hundred draws: that is said at the beginning
+            samples = Samples(data, tokenizer, seed=seed)
+            break
+    usable = encode_chat(tokenizer, to_messages(GOOD[0]), max_tokens=200)
+    assert all(samples[i] == usable for i in range(20))
+
+
+def test_a_data_set_of_unknown_records_is_not_read_to_its_end(monkeypatch):
+    read = []
+
+    def endless(*args, **more):
+        for i in count():
+            read.append(i)
+            yield {"text": "no question"}
+
+    monkeypatch.setattr("locret_kit.training.sources.read_records", endless)
+    with pytest.raises(
+        ValueError, match=r"'a/b': none of its first 100 records can be used; .*\['text'\]; known schemas: "
+    ):
+        samples_of(Path("a/b"))
+    assert len(read) == 100
 
 
 def test_a_run_trains_past_a_bad_record(backbone, tmp_path, capsys):
@@ -326,19 +357,44 @@ def test_marks_can_be_taken_out_again(pieces):
     assert "⟧⟦" not in text
 
 
-def test_errors_are_one_line(backbone, tmp_path, capsys):
-    bad = jsonl(tmp_path / "bad.jsonl", [BAD[2][0]])
+def test_errors_are_one_line(backbone, tmp_path, capsys, monkeypatch):
+    bad, text = jsonl(tmp_path / "bad.jsonl", [BAD[2][0]]), tmp_path / "book.txt"
+    text.write_text("The harbour was quiet. ")
+    monkeypatch.setattr(fit, "load_backbone", None)  # all is said before weights are loaded
     for arguments, said in (
         (["recipe=smolm2-135m"], "smollm2-135m"),
         ([*SETTINGS, "backbone.model=checkpoints/nothing"], "no such folder"),
         ([*SETTINGS, f"backbone.model={backbone}", "optim.learning=1"], "optim.lr"),
         ([*SETTINGS, f"backbone.model={backbone}", "data.sources=[nowhere.jsonl]"], "nowhere.jsonl"),
         ([*SETTINGS, f"backbone.model={backbone}", f"data.sources=[{bad}]", "data.num_workers=1"], "no assistant turn"),
+        ([*SETTINGS, f"backbone.model={backbone}", "data.sources=[synthtic]"], "Did you mean 'synthetic'?"),
+        (
+            [*SETTINGS, f"backbone.model={backbone}", f"data.sources=[{text}]"],
+            "text without questions goes to data.texts",
+        ),
+        ([*SETTINGS, f"backbone.model={backbone}", f"data.texts=[{bad}]"], "data.texts: "),
     ):
         more = [] if "recipe=smolm2-135m" in arguments else [f"out={tmp_path}"]
         assert said in refused(capsys, *arguments, *more)
     taken = [*SETTINGS, "backbone.model=checkpoints/nothing", f"out={bad}"]
     assert f"out={bad} cannot be written: File exists" in refused(capsys, *taken)
+
+
+def test_samples_beyond_the_window_are_said(tmp_path, capsys):
+    """Positions that are embeddings end with the window, where rotations go on."""
+    opt = AutoConfig.for_model(
+        "opt", vocab_size=400, hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(opt).save_pretrained(tmp_path / "opt")
+    tiny_tokenizer().save_pretrained(tmp_path / "opt")
+    learned = [*SETTINGS, f"backbone.model={tmp_path / 'opt'}", f"out={tmp_path / 'run'}"]
+    assert "with data.queries=both, samples of up to 1024 tokens, must be at most the window of" in refused(
+        capsys, *learned, "data.queries=both"
+    )
+    short = save_tiny_backbone(tmp_path / "short", max_position_embeddings=256)
+    assert train(short, tmp_path / "long", "optim.steps=1", "trainer.val_every=2") == 0
+    assert f"data.max_tokens=512 must be at most the window of {short}, 256, or heads learn" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_no_number_ends_the_run_before_it_spoils_the_heads(tmp_path, capsys):

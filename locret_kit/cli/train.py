@@ -59,7 +59,7 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
         return said.splitlines()[0].replace("[enforce fail at alloc_cpu.cpp", "out of memory [alloc_cpu.cpp")
     config, _ = resolve(cfg.backbone.model)
     dtype = str(pick_dtype(cfg.backbone.dtype, pick_device(None), config)).removeprefix("torch.")
-    tokens = cfg.data.max_tokens
+    tokens = cfg.data.max_tokens * cfg.data.passes
     backbone = BackboneSizes.of(config)
     heads = HeadsConfig.for_backbone(backbone.spec, cfg.backbone.model, cfg.heads.d_hidden, form=cfg.heads.form)
     setting = TrainSetting(
@@ -71,9 +71,10 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
         weight_bits=cfg.backbone.weight_bits,
     )
     words, room = shortage(figures, plan_training(backbone, setting).peak)
-    longest = largest_sample(backbone, setting, room, max_value=tokens)
+    longest = largest_sample(backbone, setting, room, max_value=tokens) // cfg.data.passes
     advice = f"data.max_tokens={longest} fits" if longest else "no length of samples fits"
-    return f"{words}, with data.max_tokens={tokens} and data.batch={cfg.data.batch}. By the plan {advice}; resume=auto goes on"
+    sizes = f"data.max_tokens={cfg.data.max_tokens} and data.batch={cfg.data.batch}"
+    return f"{words}, with {sizes}. By the plan {advice}; resume=auto goes on"
 
 
 def pool_flags(cfg: TrainConfig, folder: Path) -> str:

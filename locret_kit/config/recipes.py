@@ -91,17 +91,18 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     backbone = BackboneSizes.of(config)
     dtype = str(pick_dtype(cfg.backbone.dtype, device, config)).removeprefix("torch.")
     width = cfg.heads.d_hidden if "heads.d_hidden" in values else choose_width(backbone)
-    longest = min(LONGEST if on_card else LONGEST_ON_CPU, getattr(config, "max_position_embeddings", LONGEST))
+    longest = (LONGEST if on_card else LONGEST_ON_CPU) * cfg.data.passes
+    longest = min(longest, getattr(config, "max_position_embeddings", longest))
     step = choose_step(
         backbone,
         TrainSetting(longest, dtype=dtype, d_hidden=width, weight_bits=cfg.backbone.weight_bits),
         memory - RESERVE,
-        tokens=cfg.data.max_tokens if "data.max_tokens" in values else None,
+        tokens=cfg.data.max_tokens * cfg.data.passes if "data.max_tokens" in values else None,
         batch=cfg.data.batch if "data.batch" in values else None,
         max_tokens=longest,
         samples=cfg.optim.accumulate,
     )
-    chosen: Values = dict(zip(CHOSEN, (width, step.tokens, step.batch), strict=True))
+    chosen: Values = dict(zip(CHOSEN, (width, step.tokens // cfg.data.passes, step.batch), strict=True))
     words = " ".join(f"{name}={chosen[name]}" for name in names)
     where = torch.cuda.get_device_name(device) if on_card else "this CPU"
     size = f"{backbone.parameters / 1e9:.2f}e9 parameters, {dtype}"

@@ -60,7 +60,7 @@ class DataConfig:
     """The training samples."""
 
     sources: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["synthetic"])
-    """'synthetic', files or folders of records, or Hub data set ids."""
+    """'synthetic', files or folders of records, folders that ``datasets`` saved, or Hub data set ids."""
     weights: list[Annotated[float, Gt(0)]] | None = None
     """Share of samples from each source; null draws from all sources alike."""
     texts: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["pydoc"])
@@ -81,12 +81,17 @@ class DataConfig:
     """Validation samples. What they are made of is set aside, and never trained on: a record each, or a tenth of each text.
     0 skips validation and sets nothing aside."""
     split: str = "train"
-    """Split of a Hub data set."""
+    """Split of a Hub data set, or of a saved one that has several."""
     batch: Slots = 1
     """Samples of one forward, those of like length together, padded to the longest; a divisor of ``optim.accumulate``.
     It changes speed and memory, not the curve: targets and loss never see the padding."""
     num_workers: Annotated[int, Interval(ge=0, le=1024)] = 0
     """Processes that make training samples ahead of each device; 0 makes them in the training process."""
+
+    @property
+    def passes(self) -> int:
+        """Times that a forward sees a prompt: twice with a replay."""
+        return 1 if self.queries == "answers" else 2
 
 
 @dataclass
@@ -196,7 +201,7 @@ class TrainConfig:
     """Seeds the heads and the samples."""
     resume: str = "never"
     """'auto' (the newest checkpoint in ``out``, if any), 'never' (an ``out`` that holds a run is refused), or a
-    checkpoint's path."""
+    checkpoint's path. Settings other than the checkpoint's count from there on, and are named on stderr."""
 
     def __post_init__(self) -> None:
         """Raise ValueError at fields that do not go together, naming them."""

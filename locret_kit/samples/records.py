@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..files import parse_json
-from ..naming import blaming
+from ..naming import blaming, nearest
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
+SAVED = (("dataset_info.json", "state.json"), ("dataset_dict.json",))
+"""Files by which ``datasets`` knows a data set that ``save_to_disk`` wrote, and a dictionary of splits."""
 SCHEMAS = (
     "messages: list of {role, content} (THUDM/LongAlign-10k)",
     "conversations: list of {from, value}",
@@ -28,20 +30,22 @@ ROLES |= {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "
 def read_records(
     source: str | Path, *, split: str = "train", broken: Callable[[str], object] | None = None
 ) -> Iterator[dict]:
-    """Records of a local .json, .jsonl or .parquet file, of a folder of them (by name, recursively), or of a data set
-    of the Hub, which is streamed.
+    """Records of a local .json, .jsonl or .parquet file, of a folder of them (by name, recursively), of a folder that
+    ``datasets`` saved, or of a data set of the Hub, which is streamed.
 
     Args:
         source: a path, or a Hub id such as "Yukang/LongAlpaca-12k".
-        split: the split of a Hub data set; files have none.
+        split: the split of a data set of the Hub, or of a saved one that has several; files have none.
         broken: called with the reason for each line that is no JSON object, which is then left out.
 
     Raises:
         FileNotFoundError: nothing is there (at once), or the Hub cannot deliver it.
-        ValueError: an unknown kind of file (at once), or, without ``broken``, a line that is no JSON object: file and
-            line are named.
+        ValueError: an unknown kind of file (at once), no such split, or, without ``broken``, a line that is no JSON object:
+            file and line are named.
     """
     path = Path(source)
+    if any(all((path / name).is_file() for name in names) for names in SAVED):
+        return _read_saved(path, split)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         if not files:
@@ -150,6 +154,18 @@ def _object(record: object, where: str) -> dict:
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a record must be a JSON object, not {type(record).__name__}")
     return record
+
+
+def _read_saved(path: Path, split: str) -> Iterator[dict]:
+    import datasets
+
+    with blaming(f"{path} cannot be read", OSError, ValueError):
+        saved = datasets.load_from_disk(str(path))
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise ValueError(f"split={split} must be one that {path} has: {', '.join(saved)}.{nearest(split, saved)}")
+        saved = saved[split]
+    yield from (dict(row) for row in saved)
 
 
 def _read_hub(name: str, split: str) -> Iterator[dict]:

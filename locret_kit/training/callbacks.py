@@ -9,17 +9,16 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from torch import nn
 
+from ..files import write_json
 from ..heads import RetainingHeads
-
-if TYPE_CHECKING:
-    from .frozen_training import FrozenTraining
+from .frozen_training import TRAINING, FrozenTraining, trained_with
 
 
 def gather(trainer: L.Trainer) -> nn.Module | None:
@@ -27,7 +26,7 @@ def gather(trainer: L.Trainer) -> nn.Module | None:
     state = trainer.strategy.lightning_module_state_dict()
     if not trainer.is_global_zero:
         return None
-    module = cast("FrozenTraining", trainer.lightning_module)
+    module = cast(FrozenTraining, trainer.lightning_module)
     return module.rebuilt({name: weight.cpu() for name, weight in state.items()})
 
 
@@ -88,9 +87,9 @@ class SaveEvery(Callback):
         trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
         self.saved = step
         if trainer.is_global_zero:
-            for older in self.folder.glob("step=*.ckpt"):
+            for older in (self.folder / "interrupted.ckpt", *self.folder.glob("step=*.ckpt")):
                 if older.stem != f"step={step}":
-                    older.unlink()
+                    older.unlink(missing_ok=True)
 
 
 class Last(Callback):
@@ -158,7 +157,8 @@ class KeepBest(Callback):
         self.folder, self.keep, self.dtype = folder, keep, dtype
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        recall = cast("FrozenTraining", pl_module).validated.get("val/recall")
+        module = cast(FrozenTraining, pl_module)
+        recall = module.validated.get("val/recall")
         if recall is None or not self.keep:
             return
         mine = (f"{recall:.4f}", trainer.global_step)
@@ -166,7 +166,9 @@ class KeepBest(Callback):
         if mine in trainer.strategy.broadcast(best):
             heads = gather(trainer)
             if isinstance(heads, RetainingHeads):
-                heads.save_pretrained(self.folder / f"recall={mine[0]}-step={mine[1]}", self.dtype)
+                folder = self.folder / f"recall={mine[0]}-step={mine[1]}"
+                heads.save_pretrained(folder, self.dtype)
+                write_json(folder / TRAINING, {**trained_with(module.cfg), "step": trainer.global_step})
         if trainer.is_global_zero:
             for entry in set(self._kept()) - set(best):
                 shutil.rmtree(self.folder / f"recall={entry[0]}-step={entry[1]}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import count
-from typing import cast
+from typing import TypeVar, cast
 
 import lightning as L
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +18,8 @@ from ..samples import overlap
 from ..samples.replay import with_replay
 from ..samples.sample import Sample
 from .sources import make_source
+
+T = TypeVar("T")
 
 
 class Samples:
@@ -128,19 +130,20 @@ class SampleModule(L.LightningDataModule):
         super().__init__()
         if data.num_workers > (max_workers := 4 * (os.cpu_count() or 1)):
             raise ValueError(f"data.num_workers={data.num_workers} must be at most {max_workers}, four per CPU core")
-        self.cfg, self.tokenizer, self.seed, self.per_step = data, tokenizer, seed, per_step
+        self.cfg, self.tokenizer, self.per_step = data, tokenizer, per_step
+        self.samples = Samples(data, tokenizer, seed=seed)
+        """The same in every process."""
         self.done = 0
+
+    def transfer_batch_to_device(self, batch: T, device: torch.device, dataloader_idx: int) -> T:
+        """Samples are integers; a step makes the tensor where it is needed."""
+        return batch
 
     def state_dict(self) -> dict[str, int]:
         return {"done": self.done}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.done = state_dict["done"]
-
-    @cached_property
-    def samples(self) -> Samples:
-        """The same in every process."""
-        return Samples(self.cfg, self.tokenizer, seed=self.seed)
 
     def train_dataloader(self) -> DataLoader:
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

@@ -6,6 +6,7 @@ import logging
 import shlex
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from operator import itemgetter
@@ -18,16 +19,19 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from ..backbones.load import load_backbone, load_config, pick_device, pick_dtype
+from ..backbones.load import load_backbone, load_config, load_tokenizer, pick_device, pick_dtype
+from ..backbones.probe import describe
+from ..backbones.spec import text_config
 from ..config.train_config import TrainConfig
 from ..files import locked, write_beside, write_json
 from ..naming import first_line
+from .board import flat
 from .callbacks import Bar, Last, SaveEvery, SeedSteps, StopWhole, TrainingStopped, gather
 from .data import SampleModule
 from .end_to_end import EndToEndTraining
-from .frozen_training import TRAINING, FrozenTraining, trained_with
+from .frozen_training import SETTINGS, TRAINING, FrozenTraining, trained_with
 from .module import HeadTraining
 from .pool import PoolTraining
 from .scalars import write_curves
@@ -39,6 +43,8 @@ TRAININGS: dict[str, type[FrozenTraining]] = {
     "pool": PoolTraining,
 }
 """Trainings by ``trains``, the configuration's key."""
+FREE = ("recipe", "out", "resume", "trainer.", "data.batch", "data.num_workers")
+"""Beginnings of settings that may change from one part of a run to the next: they change no step."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -121,6 +127,44 @@ def require_shapes(path: Path, module: FrozenTraining) -> None:
             )
 
 
+def other_settings(path: Path, cfg: TrainConfig) -> str | None:
+    """A warning of the settings that a checkpoint's steps were made with and those to come are not."""
+    before, now = read_state(path).get(SETTINGS, {}), flat(cfg)
+    changed = [name for name, value in before.items() if now.get(name) != value and not name.startswith(FREE)]
+    words = ", ".join(f"{name}={now.get(name)} (was {before[name]})" for name in changed)
+    return f"warning: {path} was saved with other settings; from here on: {words}" if changed else None
+
+
+def beyond_window(backbone: PreTrainedModel, cfg: TrainConfig) -> str | None:
+    """A warning of samples that are longer than the backbone's window; a pool's are read at compact positions, below it.
+
+    Raises:
+        ValueError: they are, and a token's place is an embedding, of which there are no more.
+    """
+    window = getattr(text_config(backbone), "max_position_embeddings", None)
+    tokens = cfg.data.max_tokens * cfg.data.passes
+    if window is None or tokens <= window or cfg.trains == "pool":
+        return None
+    said = f"data.max_tokens={cfg.data.max_tokens}"
+    if tokens > cfg.data.max_tokens:
+        said += f" with data.queries={cfg.data.queries}, samples of up to {tokens} tokens,"
+    said += f" must be at most the window of {cfg.backbone.model}, {window}"
+    if not any(rotation.module for rotation in describe(backbone).require_rotations()):
+        raise ValueError(f"{said}: it has no positions beyond")
+    return f"warning: {said}, or heads learn from attention that the model was not made for"
+
+
+def command_to_go_on(argv: list[str]) -> str:
+    """The command line that goes on with the run of ``argv``."""
+    kept, words = ["locret-train"], iter(argv)
+    for word in words:
+        if word == "--resume":
+            next(words, None)
+        elif not word.startswith(("resume=", "--resume=")):
+            kept.append(word)
+    return shlex.join([*kept, "resume=auto"])
+
+
 def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
     """Train, and return the folder of what was exported (``out/heads`` or ``out/pool``); None in every process but the first.
 
@@ -129,12 +173,12 @@ def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
         ValueError: settings with which nothing can be trained here, or not from this checkpoint.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     L.seed_everything(cfg.seed, verbose=False)
     out, strategy = Path(cfg.out), make_strategy(cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes)
     require_folder(out)
     state = out / "state"
-    again = shlex.join(["locret-train", *(a for a in argv if not a.startswith("resume=")), "resume=auto"])
-    stop, last = StopWhole(state / "interrupted.ckpt", again), Last()
+    stop, last = StopWhole(state / "interrupted.ckpt", command_to_go_on(argv)), Last()
     trainer = _trainer(cfg, strategy, [SaveEvery(state, cfg.trainer.save_every), stop, last])
     # The other processes of a run share its folder.
     busy = f"out={out}: another locret-train is writing there"
@@ -145,14 +189,21 @@ def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
 def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, last: Last) -> Path | None:
     out = Path(cfg.out)
     resume = begin_from(cfg.resume, out)
-    backbone, tokenizer = _backbone(cfg, device=None if cfg.trainer.strategy == "auto" else "cpu")
+    # Before the weights, which may take minutes: what is wrong with the data is said at once.
+    tokenizer = load_tokenizer(cfg.backbone.model, cfg.backbone.revision)
+    data = SampleModule(cfg.data, tokenizer, seed=cfg.seed, per_step=cfg.optim.accumulate)
+    backbone = _backbone(cfg, device=None if cfg.trainer.strategy == "auto" else "cpu")
+    too_long = beyond_window(backbone, cfg)
     with _memory_for(
         f"pool.slots={cfg.pool.slots}" if cfg.trains == "pool" else f"heads.d_hidden={cfg.heads.d_hidden}"
     ):
         module = TRAININGS[cfg.trains](backbone, cfg)
     if resume is not None:
         require_shapes(resume, module)
-    data = SampleModule(cfg.data, tokenizer, seed=cfg.seed, per_step=cfg.optim.accumulate)
+    changes = None if resume is None else other_settings(resume, cfg)
+    for warning in (too_long, changes) if trainer.is_global_zero else ():
+        if warning:
+            print(warning, file=sys.stderr)
     try:
         with _memory_for(f"data.max_tokens={cfg.data.max_tokens} with data.batch={cfg.data.batch}"):
             trainer.fit(module, data, ckpt_path=str(resume) if resume else None, weights_only=True)
@@ -202,20 +253,21 @@ def _trainer(cfg: TrainConfig, strategy: Strategy | str, callbacks: list[Callbac
             enable_checkpointing=False,
             enable_model_summary=False,
         )
-    except MisconfigurationException as error:
+    except (MisconfigurationException, ValueError, ImportError) as error:
         raise ValueError(
             f"trainer.accelerator={where.accelerator} with trainer.devices={where.devices} cannot run here, choose another "
             f"trainer.accelerator (cpu, auto) or fewer trainer.devices: {' '.join(str(error).split())}"
         ) from error
 
 
-def _backbone(cfg: TrainConfig, device: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _backbone(cfg: TrainConfig, device: str | None) -> PreTrainedModel:
     """On ``device``, or where training runs; in the precision that suits where training runs."""
     where = "cpu" if cfg.trainer.accelerator == "cpu" else None
     config = load_config(cfg.backbone.model, cfg.backbone.revision)
     precision = str(pick_dtype(cfg.backbone.dtype, pick_device(where), config)).removeprefix("torch.")
-    return load_backbone(
+    backbone, _ = load_backbone(
         cfg.backbone.model, dtype=precision, adapter=cfg.backbone.adapter, revision=cfg.backbone.revision,
         device=device or where, device_map=cfg.backbone.device_map, gpu_memory=cfg.backbone.gpu_memory,
         weight_bits=cfg.backbone.weight_bits,
     )  # fmt: skip
+    return backbone

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import lightning as L
 import torch
@@ -20,15 +20,21 @@ from transformers import PreTrainedModel
 from locret_kernels.provenance import peak_memory
 
 from ..backbones.intercept import attach
-from ..config.train_config import TrainConfig
+from ..config.train_config import OptimConfig, TrainConfig
 from .board import flat
 from .strategy import finish_gradients
 
-T = TypeVar("T")
 TRAINING = "training.json"
 """File beside trained weights: the settings that made them."""
+SETTINGS = "settings"
+"""Key of a checkpoint: the settings of the run, by dotted name."""
 BAR = ("loss", "recall", "tok/s")
 """Figures that the progress bar shows, where a training has them."""
+
+
+def adamw_settings(optim: OptimConfig) -> dict[str, object]:
+    """AdamW's arguments, by their names."""
+    return {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
 
 
 def trained_with(cfg: TrainConfig) -> dict[str, object]:
@@ -80,8 +86,8 @@ class FrozenTraining(L.LightningModule, ABC):
         """The part of the backbone that a step runs."""
 
     def groups(self) -> list[dict[str, object]]:
-        """Weights that share an optimiser's settings, with those that are not the configuration's."""
-        return [{"params": list(self.parameters())}]
+        """AdamW's groups: weights, and the settings that they share."""
+        return [{"params": list(self.parameters()), **adamw_settings(self.cfg.optim)}]
 
     # ---- hooks of Lightning ----------------------------------------------------------------------------------------------
 
@@ -95,12 +101,22 @@ class FrozenTraining(L.LightningModule, ABC):
             for summary in hparams(flat(self.cfg), {self.watched: 0.0}):
                 self.logger.experiment.file_writer.add_summary(summary)  # type: ignore[union-attr]
 
+    def on_train_start(self) -> None:
+        """AdamW and its schedule as the configuration says, where a state that was saved with others has been read too."""
+        schedule = cast(LambdaLR, self.lr_schedulers())
+        groups = schedule.optimizer.param_groups
+        for group, own in zip(groups, self.groups(), strict=True):
+            group |= {name: value for name, value in own.items() if name != "params"} | {"initial_lr": own["lr"]}
+            group["lr"] *= self.factor(schedule.last_epoch)
+        schedule.base_lrs = [group["initial_lr"] for group in groups]
+
     def teardown(self, stage: str) -> None:
         if hasattr(self, "_attachment"):
             self._attachment.detach()
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """Scalars of the steps that a checkpoint holds must not be lost after it."""
+        checkpoint[SETTINGS] = flat(self.cfg)
         if self.trainer.is_global_zero:
             self.logger.experiment.flush()  # type: ignore[union-attr]
 
@@ -109,10 +125,6 @@ class FrozenTraining(L.LightningModule, ABC):
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for scope in ("total", "current"):
             progress[scope] = dict.fromkeys(progress[scope], checkpoint["global_step"])
-
-    def transfer_batch_to_device(self, batch: T, device: torch.device, dataloader_idx: int) -> T:
-        """Samples are integers; a step makes the tensor where it is needed."""
-        return batch
 
     def on_validation_epoch_start(self) -> None:
         self._validation, self.validated = [], {}
@@ -131,7 +143,7 @@ class FrozenTraining(L.LightningModule, ABC):
         of the ``tokens`` that all processes have read since ``began``."""
         optimiser = cast(LightningOptimizer, self.optimizers())
         schedule = cast(LRScheduler, self.lr_schedulers())
-        rate = float(schedule.get_last_lr()[0])
+        rate = float(optimiser.param_groups[0]["lr"])
         finish_gradients(self.trainer.strategy, list(self.parameters()), self.cfg.optim.clip_value)
         optimiser.step()
         optimiser.zero_grad()
@@ -148,15 +160,13 @@ class FrozenTraining(L.LightningModule, ABC):
             scalars = {**scalars, "memory/peak_MiB": peak_memory(self.device) / 2**20}
             self.logger.log_metrics(scalars, step=self.global_step)  # type: ignore[union-attr]
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+    def factor(self, step: int) -> float:
+        """The part of the peak learning rate that optimiser step ``step``, from 0, is made with."""
         optim = self.cfg.optim
-        adamw = torch.optim.AdamW(
-            self.groups(), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay
-        )
+        if step < optim.warmup_steps:
+            return (step + 1) / (optim.warmup_steps + 1)
+        return max(0.0, (optim.steps - step) / max(1, optim.steps - optim.warmup_steps))
 
-        def factor(step: int) -> float:
-            if step < optim.warmup_steps:
-                return (step + 1) / (optim.warmup_steps + 1)
-            return max(0.0, (optim.steps - step) / max(1, optim.steps - optim.warmup_steps))
-
-        return {"optimizer": adamw, "lr_scheduler": LambdaLR(adamw, factor)}
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        adamw = torch.optim.AdamW(self.groups())
+        return {"optimizer": adamw, "lr_scheduler": LambdaLR(adamw, lambda step: self.factor(step))}

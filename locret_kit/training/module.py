@@ -22,7 +22,7 @@ from ..samples.sample import Sample
 from .board import cis_figure, marked_text, most_kept, pixels
 from .callbacks import KeepBest
 from .data import Step
-from .frozen_training import TRAINING, FrozenTraining, trained_with
+from .frozen_training import TRAINING, FrozenTraining, adamw_settings, trained_with
 from .observer import Observer, Together
 from .strategy import shard
 from .trial import Trial, evicting
@@ -82,12 +82,9 @@ class HeadTraining(FrozenTraining):
 
     def groups(self) -> list[dict[str, object]]:
         return [
-            {
-                "params": list(trial.heads.parameters()), "lr": trial.cfg.optim.lr,
-                "betas": tuple(trial.cfg.optim.betas), "weight_decay": trial.cfg.optim.weight_decay,
-            }
+            {"params": list(trial.heads.parameters()), **adamw_settings(trial.cfg.optim)}
             for trial in self.trials.values()
-        ]  # fmt: skip
+        ]
 
     def used(self) -> nn.Module:
         return decoder_of(self.backbone)  # the language model's head is not used

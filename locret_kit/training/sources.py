@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from ..config.train_config import DataConfig
-from ..naming import first_line
+from ..naming import blaming, first_line, nearest
 from ..samples import overlap
-from ..samples.haystack import load_text, next_start
+from ..samples.haystack import TEXTS, load_text, next_start
 from ..samples.records import SCHEMAS, is_unknown, read_records, to_messages
 from ..samples.sample import Sample, encode_chat
 from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
@@ -20,7 +22,7 @@ from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
 SYNTHETIC = "synthetic"
 """The source that is made of ``data.texts``; every other one holds records."""
 DRAWS = 100
-"""Records in a row, and synthetic samples, that cannot be used and end a run."""
+"""Records in a row, and synthetic samples, that cannot be used and end a run at its beginning."""
 STRETCH = 0.1
 """Part of each real text that is set aside."""
 CHARACTERS = 4
@@ -66,7 +68,7 @@ class Records:
         name: what ``read_records`` takes. seed: what orders are drawn by.
 
     Raises:
-        ValueError: no records, or ``DRAWS`` in a row that cannot be used.
+        ValueError: no records, or, in the place of the first sample, ``DRAWS`` in a row that cannot be used.
     """
 
     def __init__(self, name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: str) -> None:
@@ -75,20 +77,41 @@ class Records:
         self._named: set[int] = set()
         self._order: tuple[int, list[int]] = -1, []  # of one epoch
         self._held = 0
+        self._begun = False
+        """Whether some record can be used: then another draw looks through all of them rather than end a run in its middle."""
         self.records = self._read()
         self.trained = list(range(len(self.records)))
         """Numbers of the records that are trained on."""
         self[0]
 
     def _read(self) -> list[dict]:
+        """All records; of a Hub data set whose first ``DRAWS`` can all not be used no more than these are read."""
         broken: list[str] = []
-        records = list(read_records(self.name, split=self.data.split, broken=broken.append))
+        try:
+            rest = read_records(self.name, split=self.data.split, broken=broken.append)
+            first = [] if Path(self.name).exists() else list(islice(rest, DRAWS))
+            reasons = [reason for record in first if (reason := unusable(record))]
+            if len(reasons) == DRAWS:
+                raise ValueError(
+                    f"{self.name!r}: none of its first {DRAWS} records can be used; the last: {reasons[-1]}"
+                    f"{known_schemas(*reasons)}"
+                )
+            records = [*first, *rest]
+        except (OSError, ValueError) as error:
+            raise ValueError(f"data.sources: {first_line(error)}{self._advice()}") from error
         if broken:
             lines = "1 line is" if len(broken) == 1 else f"{len(broken)} lines are"
             print(f"data.sources: {self.name!r}: {lines} left out, the first since {broken[0]}", file=sys.stderr)
         if not records:
             raise ValueError(f"data.sources: {self.name!r} holds no records")
         return records
+
+    def _advice(self) -> str:
+        """What a source that cannot be read may have been meant for."""
+        path = Path(self.name)
+        if any(file.name.endswith(TEXTS) for file in (path, *path.glob("*"))):
+            return "; text without questions goes to data.texts"
+        return nearest(self.name, [SYNTHETIC])
 
     def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
         samples: list[Sample] = []
@@ -127,18 +150,19 @@ class Records:
         epoch, at = divmod(place, len(self.trained))
         if epoch != self._order[0]:
             self._order = epoch, self._shuffled(f"epoch {epoch}")
-        number, rng, refused = self._order[1][at], random.Random(f"{self.seed}:{place}"), dict[int, str]()
-        for _ in range(DRAWS):
+        rng, refused = random.Random(f"{self.seed}:{place}"), dict[int, str]()
+        drawn = (rng.choice(self.trained) for _ in range(DRAWS - 1))
+        for number in chain([self._order[1][at]], drawn, self.trained if self._begun else ()):
             sample = self._encode(number, epoch)
             if isinstance(sample, Sample):
                 self._name(refused)
+                self._begun = True
                 return sample
             refused[number] = sample
-            last, number = number, rng.choice(self.trained)
-        known = f"; known schemas: {'; '.join(SCHEMAS)}" if any(map(is_unknown, refused.values())) else ""
+        last = next(reversed(refused))
         raise ValueError(
-            f"data.sources: {self.name!r} has no usable record among {DRAWS} drawn; the last was record {last}: "
-            f"{refused[last]}{known}"
+            f"data.sources: {self.name!r} has no usable record among {len(refused)} drawn; the last was record {last}: "
+            f"{refused[last]}{known_schemas(*refused.values())}"
         )
 
     def _shuffled(self, what: str) -> list[int]:
@@ -182,7 +206,8 @@ class Synthetic:
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         self.data, self.tokenizer, self.seed = data, tokenizer, seed
         self._named: set[str] = set()
-        self.texts = [load_text(source) for source in data.texts]
+        with blaming("data.texts", OSError, ValueError):
+            self.texts = [load_text(source) for source in data.texts]
         """Texts that are trained on."""
         self[0]
 
@@ -229,6 +254,20 @@ class Synthetic:
                 print(f"data.sources: {SYNTHETIC!r}, {said}", file=sys.stderr)
             return sample
         raise ValueError(f"data.max_tokens={data.max_tokens} is too small for synthetic samples: {reason}")
+
+
+def unusable(record: dict) -> str | None:
+    """Why no conversation can be made of a record; None where one can."""
+    try:
+        to_messages(record)
+    except ValueError as error:
+        return first_line(error)
+    return None
+
+
+def known_schemas(*reasons: str) -> str:
+    """The known schemas, for a message, where one of the reasons is that a record has none."""
+    return f"; known schemas: {'; '.join(SCHEMAS)}" if any(map(is_unknown, reasons)) else ""
 
 
 def split_text(text: str, least: int, rng: random.Random) -> tuple[str, str]:

@@ -93,7 +93,7 @@ class Trial:
         """Copy the weights of other heads of the same backbone, width and unit."""
         with blaming(f"heads.init={source}", ValueError, OSError):
             heads = RetainingHeads.from_pretrained(source, backbone=self.cfg.backbone.model)
-        heads.check_backbone(self.spec)
+            heads.check_backbone(self.spec)
         for key in ("form", "d_hidden", "target"):
             mine, theirs = getattr(self.heads.config, key), getattr(heads.config, key)
             if mine != theirs:
