@@ -142,6 +142,28 @@ def test_a_message_by_a_schema(claude):
 @pytest.mark.parametrize(
     ("fields", "status", "kind", "words"),
     [
+@pytest.mark.parametrize("kind", ["create", "continue"])
+def test_threads_are_refused_in_the_words_at_which_clients_send_whole_conversations(url, kind):
+    """A request of a thread holds the newest messages alone: without the others its answer would be another one's."""
+    body = {"max_tokens": 4, "messages": user("a"), "thread": {"type": kind, "previous_message_id": "msg_1"}}
+    answer = httpx.post(f"{url}/v1/messages?beta=true", json=body, headers=bearer())
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["details"]["error_code"] == "thread_unsupported_request"  # of @anthropic-ai/sdk 1.14, ThreadState
+
+
+def test_a_schema_of_older_clients(url):
+    schema = {
+        "type": "object",
+        "properties": {"deep": {"type": "boolean"}},
+        "required": ["deep"],
+        "additionalProperties": False,
+    }
+    body = {"max_tokens": 64, "messages": user("Tell."), "output_format": {"type": "json_schema", "schema": schema}}
+    answer = httpx.post(f"{url}/v1/messages", json=body, headers=bearer(), timeout=60).json()
+    assert isinstance(json.loads(answer["content"][0]["text"])["deep"], bool)
+
+
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"max_tokens": 999}, 400, "invalid_request_error", "at most 200"),

@@ -74,7 +74,8 @@ def error_of(
     if path.startswith(ANTHROPIC):
         kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
         said = f"prompt is too long: {message}" if code == TOO_LONG else message  # words by which its clients know it
-        return {"type": "error", "error": {"type": kind, "message": said}}
+        details = {"details": {"error_code": code}} if code not in (None, TOO_LONG) else {}
+        return {"type": "error", "error": {"type": kind, "message": said, **details}}
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}}
 
