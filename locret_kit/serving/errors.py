@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
+from typing import TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..naming import first_line
 from .request import Busy, Stopping
 
+Body = TypeVar("Body", bound=BaseModel)
 ANTHROPIC = "/v1/messages"
 """Beginning of the paths that are Anthropic's."""
 TOO_LONG = "context_length_exceeded"
@@ -92,6 +95,14 @@ def problem(
 ) -> JSONResponse:  # fmt: skip
     """An error in the shape of the protocol that ``path`` is of."""
     return JSONResponse(error_of(status, message, param, code, path), status, headers)
+
+
+def checked(kind: type[Body], value: object) -> Body:
+    """A body of this kind. Raises RequestValidationError, as FastAPI does for a route's own body."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from error
 
 
 def add_errors(app: FastAPI) -> None:

@@ -7,12 +7,12 @@ from array import array
 from typing import Annotated
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from ..runtime.kept_text import token_texts
 from ..runtime.tokens import stream_ids
 from .bodies import ChatBody
+from .errors import checked
 from .messages import without_nulls
 from .state import Server
 
@@ -60,11 +60,7 @@ def add_information(app: FastAPI, server: Server) -> None:
         server.owner(request)
         tokenizer = server.ready().tokenizer
         if body.messages is not None:
-            try:
-                chat = ChatBody.model_validate({"messages": [without_nulls(message) for message in body.messages]})
-            except ValidationError as error:  # as of a body that is a chat
-                errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-                raise RequestValidationError(errors) from error
+            chat = checked(ChatBody, {"messages": [without_nulls(message) for message in body.messages]})
             (ids,) = await asyncio.to_thread(chat.ids, tokenizer, None)
         else:
             text = body.content if body.content is not None else body.prompt

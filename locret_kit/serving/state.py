@@ -20,6 +20,7 @@ from fastapi import HTTPException, Request
 from ..documents.document import Document
 from ..documents.text_record import describe
 from ..naming import first_line
+from .answer_items import AnswerItems
 from .engine import Engine
 from .store import Store, owner_of
 from .uploads import Conversions
@@ -105,6 +106,7 @@ class Server:
     """Threads that wait for documents, apart from those that answers need."""
     conversions: Conversions = field(default_factory=Conversions)
     """Two files at a time, so that the memory of conversions is that of two."""
+    items: AnswerItems = field(default_factory=AnswerItems)
     salt: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """Salt of the owners' names."""
     ended: Event = field(default_factory=Event)
