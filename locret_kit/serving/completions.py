@@ -18,13 +18,13 @@ from ..runtime.sampling import Constraint
 from ..runtime.tokens import TooManyTokens
 from .answers import AnswerStream
 from .bodies import ChatBody, CompletionBody, TextBody
-from .constraint import constraint
+from .constraint import AnswerForm, constraint
 from .engine import Engine
 from .errors import TOO_LONG, Refused
 from .replies import Streamed, Whole, choice, events, usage
 from .request import ServerRequest
 from .state import Server
-from .tools import CallReader, form_of, schema_of_calls
+from .tools import CallReader, answer_form, form_of
 
 
 def add_completions(app: FastAPI, server: Server) -> None:
@@ -123,18 +123,17 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
 def form_of_answer(
     engine: Engine, body: ChatBody | TextBody
 ) -> tuple[Callable[[], Constraint] | None, Callable[[], CallReader] | None]:
-    """The constraint of an answer's tokens, and the reader of its calls; None for neither. Raises HTTPException 400."""
+    """The constraint of an answer's tokens, and the reader of its calls; None for neither. An answer of a schema that need not
+    call a tool may do so. Raises HTTPException 400."""
     form = form_of(engine.tokenizer.chat_template)
-    schema, before, after, calls = None, "", "", None
-    if body.response_format is not None:
-        schema = body.response_format.schema_of_answer
+    schema = None if body.response_format is None else body.response_format.schema_of_answer
+    forms, calls = [] if schema is None else [AnswerForm(schema)], None
     if isinstance(body, ChatBody) and body.offered:
-        if body.must_call:
-            schema, before, after = schema_of_calls(body.offered, body.called, form)
+        if body.must_call or forms:
+            forms = [*(() if body.must_call else forms), answer_form(body.offered, body.called, form)]
         names = [tool.function.name for tool in body.tools]
         calls = partial(CallReader, form, names, parallel=body.parallel_tool_calls)
-    constrain = None if schema is None else constraint(engine.tokenizer, engine.stop_ids, schema, before, after)
-    return constrain, calls
+    return constraint(engine.tokenizer, engine.stop_ids, forms) if forms else None, calls
 
 
 def allowed_policy(server: Server, body: CompletionBody) -> Policy | None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .constraint import AnswerForm
 from .messages import JsonObject, TemplateMessage, Tool
 
 Form = Literal["tags", "list", "object"]
@@ -62,8 +63,8 @@ def rewritten(messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> lis
     return made
 
 
-def schema_of_calls(tools: Sequence[Tool], name: str | None, form: Form) -> tuple[JsonObject, str, str]:
-    """The schema of a call of one of the tools, or of the one called ``name``, and what stands before and after it."""
+def answer_form(tools: Sequence[Tool], name: str | None, form: Form) -> AnswerForm:
+    """The form of an answer that calls one of the tools, or the one called ``name``."""
     arguments = "parameters" if form == "object" else "arguments"
     calls = [
         {
@@ -78,8 +79,8 @@ def schema_of_calls(tools: Sequence[Tool], name: str | None, form: Form) -> tupl
     ]  # fmt: skip
     call: JsonObject = calls[0] if len(calls) == 1 else {"anyOf": calls}
     if form == "list":
-        return {"type": "array", "minItems": 1, "maxItems": 1, "items": call}, "", ""
-    return (call, f"{OPEN}\n", f"\n{CLOSE}") if form == "tags" else (call, "", "")
+        return AnswerForm({"type": "array", "minItems": 1, "maxItems": 1, "items": call})
+    return AnswerForm(call, f"{OPEN}\n", f"\n{CLOSE}") if form == "tags" else AnswerForm(call)
 
 
 @dataclass(frozen=True)
