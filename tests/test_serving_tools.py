@@ -21,7 +21,7 @@ from test_serving import user
 from locret_kit.serving import completions
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.constraint import AnswerForm, constraint
-from locret_kit.serving.tools import Call, CallReader, answer_form, form_of, knows_tools, rewritten
+from locret_kit.serving.tools import Call, CallReader, call_forms, form_of, knows_tools, rewritten
 from locret_kit.text.template import render_messages
 
 TOOLS = [
@@ -309,20 +309,25 @@ def test_an_answer_of_a_schema_or_a_call(client, first, reason):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_an_answer(form):
-    """Of every form of calls: the answer, the call, and nothing else."""
+    """Of every form of calls: the answer, a call, whose schema may refer to its own parts, and nothing else."""
     _, tokenizer, _ = parts("llama")
-    end = tokenizer.eos_token_id
-    tools = ChatBody.model_validate({"messages": user("a"), "tools": TOOLS[:1]}).offered
+    end, (depth, now) = tokenizer.eos_token_id, TOOLS
+    schema = json.loads(json.dumps(depth["function"]["parameters"]))
+    schema["$defs"] = {"Name": schema["properties"].pop("name")}  # as pydantic writes a class of its own
+    schema["properties"] = {"name": {"$ref": "#/$defs/Name"}, **schema["properties"]}
+    referring = {"type": "function", "function": {"name": "depth", "parameters": schema}}
+    tools = ChatBody.model_validate({"messages": user("a"), "tools": [referring, now]}).offered
     answer = AnswerForm({"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]})
-    make = constraint(tokenizer, frozenset({end}), [answer, answer_form(tools, None, form)])
+    make = constraint(tokenizer, frozenset({end}), [answer, *call_forms(tools, None, form)])
     call = FORMS[form][0].removeprefix("[TOOL_CALLS] ")
-    for text, fits in ((call, True), ('{"deep": true}', True), ("It is deep", False), (f"{call}{call}", False)):
+    fitting = {call, '{"deep": true}', call.replace("depth", "now")}
+    for text in (*fitting, call.replace("north", "east"), call.replace("depth", "dept"), "It is deep", f"{call}{call}"):
         grammar, follows = make(), True
         for token in [*tokenizer(text, add_special_tokens=False).input_ids, end]:
             follows = follows and bool(grammar.allowed(len(tokenizer))[token])
             if follows:
                 grammar.take(token)
-        assert follows == fits, text
+        assert follows == (text in fitting), text
 
 
 @pytest.mark.parametrize("kind", ["number", "integer", "string"])

@@ -24,7 +24,7 @@ from .errors import TOO_LONG, Refused
 from .replies import Streamed, Whole, choice, events, usage
 from .request import ServerRequest
 from .state import Server
-from .tools import CallReader, answer_form, form_of
+from .tools import CallReader, call_forms, form_of
 
 
 def add_completions(app: FastAPI, server: Server) -> None:
@@ -130,7 +130,7 @@ def form_of_answer(
     forms, calls = [] if schema is None else [AnswerForm(schema)], None
     if isinstance(body, ChatBody) and body.offered:
         if body.must_call or forms:
-            forms = [*(() if body.must_call else forms), answer_form(body.offered, body.called, form)]
+            forms = [*(() if body.must_call else forms), *call_forms(body.offered, body.called, form)]
         names = [tool.function.name for tool in body.tools]
         calls = partial(CallReader, form, names, parallel=body.parallel_tool_calls)
     return constraint(engine.tokenizer, engine.stop_ids, forms) if forms else None, calls

@@ -59,21 +59,19 @@ class Grammar:
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """A form that an answer may have: JSON of a schema, between two texts."""
+    """A form that an answer may have: JSON of a schema, between other texts, in pieces. Where these are JSON too, each piece is
+    one of its tokens: the library tells forms apart by whole tokens.
+    """
 
     schema: Mapping[str, object]
-    before: str = ""
-    after: str = ""
+    before: Sequence[str] = ()
+    after: Sequence[str] = ()
 
     @property
     def rule(self) -> str:
         """As llguidance's grammars have it."""
-        parts = (
-            json.dumps(self.before),
-            f"%json {json.dumps({**self.schema, 'x-guidance': COMPACT})}",
-            json.dumps(self.after),
-        )
-        return " ".join(part for part in parts if part != '""')
+        value = f"%json {json.dumps({**self.schema, 'x-guidance': COMPACT})}"
+        return " ".join([*map(json.dumps, self.before), value, *map(json.dumps, self.after)])
 
 
 def constraint(
