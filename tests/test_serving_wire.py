@@ -316,6 +316,7 @@ def test_defaults_of_the_server_and_the_backbone(url):
 
     sampled = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.95, top_k=20)
     assert sampling_defaults(ServeOptions(), sampled) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0}
+    assert "this model's maximum context length is 4000 tokens" in long["message"]  # LangChain and LiteLLM look for it
     assert sampling_defaults(ServeOptions(temperature=0.1), sampled)["temperature"] == 0.1
     assert sampling_defaults(ServeOptions(), GenerationConfig()) == sampling_defaults(ServeOptions(), None) == {}
     body = {"messages": user("Who came in?"), "max_tokens": 8}

@@ -90,11 +90,12 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     settings = engine.session_settings(body.budget)
     constrain, calls = await asyncio.to_thread(form_of_answer, engine, body)
     sampling = replace(sampling, constrain=constrain)
-    where = "messages" if isinstance(body, ChatBody) else "prompt"
+    where, length = "messages" if isinstance(body, ChatBody) else "prompt", server.limits.prompt_tokens
     try:
-        prompts = await asyncio.to_thread(body.ids, engine.tokenizer, document, server.limits.prompt_tokens)
-    except TooManyTokens as error:
-        raise Refused(400, f"the prompt has {error}", where, TOO_LONG) from None
+        prompts = await asyncio.to_thread(body.ids, engine.tokenizer, document, length)
+    except TooManyTokens:  # in words by which clients know it that look for no code
+        said = f"the prompt has more than {length} tokens: this model's maximum context length is {length} tokens"
+        raise Refused(400, said, where, TOO_LONG) from None
     if not all(map(len, prompts)):
         raise Refused(400, "the prompt holds no tokens", where)
     shared_tokens = 0
