@@ -270,6 +270,18 @@ def test_models_and_tokens(url, engine):
         Detokenize(tokens=[0] * (2**20 + 1))
 
 
+def test_lists_of_tokens_have_a_bound(url, monkeypatch):
+    monkeypatch.setattr("locret_kit.serving.information.MAX_TOKENS", 5000)
+    text = "word " * 1100  # more than a prompt may have: who cuts it wants to know how many there are
+    answer = httpx.post(f"{url}/tokenize", json={"content": text}, headers=bearer()).json()
+    assert answer["count"] == len(answer["tokens"]) > answer["max_model_len"] == 4000
+    for body, bound in (
+        ({"content": text, "with_pieces": True}, 4000), ({"content": text * 2}, 5000), ({"messages": user(text * 2)}, 5000)
+    ):  # fmt: skip
+        refused = httpx.post(f"{url}/tokenize", json=body, headers=bearer())
+        assert refused.status_code == 400 and f"more than {bound} tokens" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field", "words"),
     [
@@ -304,6 +316,7 @@ def test_health_answers_a_look_at_its_head(url):
 def test_codes(url):
     long = chat(url, user("word " * 9000)).json()["error"]
     assert long["code"] == "context_length_exceeded" and long["param"] == "messages"
+    assert "this model's maximum context length is 4000 tokens" in long["message"]  # LangChain and LiteLLM look for it
     assert text(url, "word " * 9000).json()["error"]["code"] == "context_length_exceeded"
     error = text(url, "").json()["error"]
     assert error["message"] == "the prompt holds no tokens" and error["code"] is None
@@ -316,7 +329,6 @@ def test_defaults_of_the_server_and_the_backbone(url):
 
     sampled = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.95, top_k=20)
     assert sampling_defaults(ServeOptions(), sampled) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0}
-    assert "this model's maximum context length is 4000 tokens" in long["message"]  # LangChain and LiteLLM look for it
     assert sampling_defaults(ServeOptions(temperature=0.1), sampled)["temperature"] == 0.1
     assert sampling_defaults(ServeOptions(), GenerationConfig()) == sampling_defaults(ServeOptions(), None) == {}
     body = {"messages": user("Who came in?"), "max_tokens": 8}

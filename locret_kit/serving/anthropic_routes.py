@@ -17,6 +17,7 @@ from .answers import AnswerStream
 from .bodies import ChatBody
 from .completions import begin
 from .errors import ANTHROPIC, Failed, Refused, error_of, status_of
+from .information import MAX_TOKENS
 from .messages import JsonObject, without_nulls
 from .replies import Streamed, Whole, named_event, usage
 from .request import Stopping
@@ -142,7 +143,7 @@ def add_anthropic(app: FastAPI, server: Server) -> None:
     @app.post(f"{ANTHROPIC}/count_tokens")
     async def count(body: CountBody, request: Request) -> dict[str, int]:
         server.owner(request)
-        (ids,) = await asyncio.to_thread(body.ids, server.ready().tokenizer, None)
+        (ids,) = await asyncio.to_thread(body.ids, server.ready().tokenizer, None, MAX_TOKENS)
         return {"input_tokens": len(ids)}
 
 
