@@ -106,7 +106,10 @@ def test_parts_have_openais_names(url):
 def test_seeds_minus_one_and_others(url):
     drawn = [said(chat(url, user("a"), temperature=1.5, seed=-1)) for _ in range(4)]
     assert len(set(drawn)) > 1
-    assert chat(url, user("a"), seed=-2).status_code == 400
+    same = {said(chat(url, user("a"), temperature=1.5, seed=seed)) for seed in (5, 2**32 + 5, 5 - 2**32)}
+    assert len(same) == 1 and chat(url, user("a"), seed=2**63).status_code == 400
+    likeliest = said(chat(url, user("a"), temperature=0))
+    assert {said(chat(url, user("a"), temperature=1.5, top_p=0)) for _ in range(3)} == {likeliest}
 
 
 def test_penalties_biases_and_min_p(url, engine):
@@ -292,6 +295,8 @@ def test_lists_of_tokens_have_a_bound(url, monkeypatch):
         ("responses", {"instructions": "b", "input": [{"role": "user", "content": [{"type": "image"}]}]}, "input", "'image'"),
         ("responses", {"model": "x"}, "input", "Field required"),
         ("responses", {"input": "a" * 100_000}, "input", "more than 4000 tokens"),
+        ("responses", {"input": "a", "max_output_tokens": 9999}, "max_output_tokens", "max_output_tokens=9999 must be at most"),
+        ("chat/completions", {"messages": user("a"), "max_completion_tokens": 9999}, "max_completion_tokens", "=9999 must be"),
         ("chat/completions", b"", None, "the body must be a JSON object, with content-type: application/json"),
         ("chat/completions", b"[]", None, "the body must be a JSON object"),
         ("chat/completions", b'{"a": "caf\xe9"}', None, "the body is not JSON: 'utf-8' codec can't decode byte 0xe9"),
@@ -306,7 +311,7 @@ def test_what_is_wrong_is_named_as_the_client_has_it(url, path, body, field, wor
     )
     error = answer.json()["error"]
     assert answer.status_code in (400, 404) and error["param"] == field and words in error["message"], error
-    assert field is None or error["message"].startswith((f"{field}: ", "the prompt has"))
+    assert field is None or error["message"].startswith((f"{field}: ", f"{field}=", "the prompt has"))
 
 
 def test_health_answers_a_look_at_its_head(url):
