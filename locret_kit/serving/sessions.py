@@ -74,9 +74,7 @@ class Sessions:
         if not request.has_defaults or self.store is None or request.loads >= MAX_LOADS:
             return None
         if request.store_version != self.store.version:
-            request.store_version = (
-                self.store.version
-            )  # before its keys: what is written meanwhile is found the next time
+            request.store_version = self.store.version  # before the keys: what comes meanwhile is found next time
             keys = self.store.sessions(request.owner)
             request.file = request.prefixes.longest(keys, request.owner, request.document_id)
         return request.file
