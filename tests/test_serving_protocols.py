@@ -15,6 +15,9 @@ from pydantic import BaseModel
 from served import KEYS, LIMITS, running_engine, serving
 from test_serving import bearer, expected, user
 
+from locret_kit.serving.answer_items import AnswerItems
+from locret_kit.serving.errors import Refused
+
 PARAMETERS = {
     "type": "object", "properties": {"name": {"enum": ["north", "south"]}, "tide": {"type": "boolean"}},
     "required": ["name", "tide"], "additionalProperties": False,
@@ -139,6 +142,28 @@ def test_a_message_by_a_schema(claude):
     assert isinstance(answer.parsed_output, Harbour) and answer.stop_reason == "end_turn"
 
 
+@pytest.mark.parametrize("kind", ["create", "continue"])
+def test_threads_are_refused_in_the_words_at_which_clients_send_whole_conversations(url, kind):
+    """A request of a thread holds the newest messages alone: without the others its answer would be another one's."""
+    body = {"max_tokens": 4, "messages": user("a"), "thread": {"type": kind, "previous_message_id": "msg_1"}}
+    answer = httpx.post(f"{url}/v1/messages?beta=true", json=body, headers=bearer())
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["details"]["error_code"] == "thread_unsupported_request"  # of @anthropic-ai/sdk 1.14, ThreadState
+
+
+def test_a_schema_of_older_clients(url):
+    schema = {
+        "type": "object",
+        "properties": {"deep": {"type": "boolean"}},
+        "required": ["deep"],
+        "additionalProperties": False,
+    }
+    body = {"max_tokens": 64, "messages": user("Tell."), "output_format": {"type": "json_schema", "schema": schema}}
+    answer = httpx.post(f"{url}/v1/messages", json=body, headers=bearer(), timeout=60).json()
+    assert isinstance(json.loads(answer["content"][0]["text"])["deep"], bool)
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "kind", "words"),
     [
@@ -210,6 +235,35 @@ def test_items_are_the_same_prompt(client, url):
     assert answer.instructions == "Be brief." and answer.metadata == {"a": "b"} and answer.tools[0].name == "depth"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_item_is_named_instead_of_sent_again(client, url, stream):
+    """As Vercel's AI SDK does with all items of an answer that was not asked for with store=false."""
+    asked = dict(model="any", max_output_tokens=8)
+    first = client.responses.create(**asked, input=user("How deep?"), stream=stream)
+    (item,) = [event.item for event in first if event.type.endswith("item.done")] if stream else first.output
+
+    def second(middle: dict, by: openai.OpenAI = client) -> str:
+        return by.responses.create(**asked, input=[*user("How deep?"), middle, *user("And now?")]).output_text
+
+    reference = {"type": "item_reference", "id": item.id}
+    assert second(reference) == second({"role": "assistant", "content": item.content[0].text})
+    unkept = client.responses.create(**asked, input="How deep?", store=False).output[0]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[1], max_retries=0) as other:
+        for by, name in ((other, item.id), (client, unkept.id)):
+            with pytest.raises(openai.NotFoundError, match="input.1: item_reference .* store=false"):
+                second({**reference, "id": name}, by)
+
+
+def test_items_are_forgotten_in_their_order(monkeypatch):
+    monkeypatch.setattr("locret_kit.serving.answer_items.MAX_CHARACTERS", 100)
+    items, reference = AnswerItems(), {"type": "item_reference", "id": "1"}
+    for number in range(4):
+        items.add("anna", [{"id": str(number), "text": "x" * 20}])
+    assert items.resolved("anna", [{**reference, "id": "3"}]) == [{"id": "3", "text": "x" * 20}]
+    with pytest.raises(Refused, match="not any more"):
+        items.resolved("anna", [{**reference, "id": "0"}])
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "depth"}])
 def test_a_call_in_a_response(client, choice):
     asked = dict(model="any", input="How deep?", tools=[RESPONSES_TOOL], tool_choice=choice, max_output_tokens=200)
@@ -239,7 +293,7 @@ def test_a_response_by_a_schema(client):
         ({"conversation": "c"}, "conversation is not supported"),
         ({"background": True}, "background is not supported"),
         ({"include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: type 'item_reference'"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input.0: type 'computer_call'"),
         ({"input": [1]}, "input.0"),
         ({"input": []}, "input: "),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "must be text"),

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import signal
+import threading
 import time
 from array import array
 from contextlib import contextmanager
@@ -23,8 +24,11 @@ from test_documents import parts, text_of
 from locret_kit.documents.document import Document
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.engine import Engine
+from locret_kit.serving.prefix_key import PrefixKey
+from locret_kit.serving.request import ServerRequest
+from locret_kit.serving.sessions import Sessions
 from locret_kit.serving.state import Server, UploadedDocument
-from locret_kit.serving.store import Store, owner_of
+from locret_kit.serving.store import File, Store, owner_of
 from locret_kit.settings import RunSettings
 
 ANNA, BERT = (owner_of(key, b"salt") for key in KEYS)
@@ -373,3 +377,20 @@ def talk_over_http(url: str, turns: int, before: list, seed: int = 0, saved: int
         else:
             assert saved is None
     return made
+
+
+def test_files_are_looked_through_again_when_they_have_changed(tmp_path, monkeypatch):
+    """The engine asks at every step, for every request that waits."""
+    store, ids = Store(tmp_path, 1 << 20), array("i", range(20))
+    sessions, request = Sessions(None, store, threading.Condition()), ServerRequest(ids, 4, owner="anna")
+    looks, listed = [], store.sessions
+    monkeypatch.setattr(store, "sessions", lambda owner: looks.append(owner) or listed(owner))
+    keys = [PrefixKey.of(f"session_{tokens}", "anna", "", ids[:tokens]) for tokens in (8, 12)]
+    assert [sessions.find_file(request) for _ in range(3)] == [None] * 3
+    for key in keys:
+        store._add(key.name, File(tmp_path / "anna" / key.name, 1, key))
+        assert [sessions.find_file(request) for _ in range(3)] == [key] * 3
+    store.remove(keys[1].name)
+    assert [sessions.find_file(request) for _ in range(3)] == [keys[0]] * 3
+    assert looks == ["anna"] * 4
+    sessions.close()

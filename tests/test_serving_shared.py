@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -103,6 +105,38 @@ def test_a_document_that_is_deleted_at_one_server_is_gone_at_all(tmp_path):
                 assert httpx.get(f"{url}/v1/documents/{name}", headers=bearer()).status_code == 404
                 assert httpx.get(f"{url}/v1/documents", headers=bearer()).json()["data"] == []
             assert not one.idle and not two.idle  # nor does a conversation about it wait for its next turn
+
+
+def test_nobody_else_waits_while_a_document_is_loaded(tmp_path, monkeypatch):
+    """Two that ask for it wait for one load; another request of the same key has its answer meanwhile."""
+    with ExitStack() as stack:
+        _, first = stack.enter_context(sharing(tmp_path))
+        two, second = stack.enter_context(sharing(tmp_path))
+        upload = {"file": ("book.txt", text_of(50).encode())}
+        name = httpx.post(f"{first}/v1/documents", files=upload, headers=bearer(), timeout=60).json()["id"]
+        load, go, loads = two.load_document, threading.Event(), []
+
+        def slow(path: Path) -> object:
+            loads.append(path)
+            assert go.wait(30)
+            return load(path)
+
+        monkeypatch.setattr(two, "load_document", slow)
+        while not httpx.get(f"{second}/v1/documents", headers=bearer()).json()["data"]:
+            time.sleep(0.02)
+        with ThreadPoolExecutor(2) as pool:
+            shown = [
+                pool.submit(httpx.get, f"{second}/v1/documents/{name}", headers=bearer(), timeout=60) for _ in range(2)
+            ]
+            while not loads:
+                time.sleep(0.02)
+            body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+            assert (
+                httpx.post(f"{second}/v1/chat/completions", json=body, headers=bearer(), timeout=60).status_code == 200
+            )
+            assert not any(answer.done() for answer in shown)
+            go.set()
+            assert [answer.result().json()["status"] for answer in shown] == ["ready"] * 2 and len(loads) == 1
 
 
 def test_documents_come_while_others_are_listed():

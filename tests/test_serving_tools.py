@@ -20,7 +20,8 @@ from test_serving import user
 
 from locret_kit.serving import completions
 from locret_kit.serving.bodies import ChatBody
-from locret_kit.serving.tools import Call, CallReader, form_of, knows_tools, rewritten
+from locret_kit.serving.constraint import AnswerForm, constraint
+from locret_kit.serving.tools import Call, CallReader, call_forms, form_of, knows_tools, rewritten
 from locret_kit.text.template import render_messages
 
 TOOLS = [
@@ -281,6 +282,52 @@ def test_every_answer_is_valid(client, number):
         model="tiny", messages=user("Tell."), response_format={"type": "json_object"}, max_tokens=4, temperature=0
     )
     assert begun.choices[0].message.content.startswith("{")
+
+
+@pytest.mark.parametrize(("first", "reason"), [("{", "stop"), ("<", "tool_calls")])
+def test_an_answer_of_a_schema_or_a_call(client, first, reason):
+    """With tools that need not be called, whichever the model begins with."""
+    tokenizer = parts("llama")[1]
+    (begun,) = tokenizer(first, add_special_tokens=False).input_ids
+    schema = {
+        "type": "object",
+        "properties": {"deep": {"type": "boolean"}},
+        "required": ["deep"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = client.chat.completions.create(
+        model="tiny", messages=user("How deep?"), tools=TOOLS[:1], response_format=wanted, max_tokens=200, logit_bias={begun: 50}
+    ).choices[0]  # fmt: skip
+    assert answer.finish_reason == reason
+    if reason == "stop":
+        assert json.loads(answer.message.content).keys() == {"deep"} and answer.message.tool_calls is None
+    else:
+        (call,) = answer.message.tool_calls
+        assert answer.message.content is None and json.loads(call.function.arguments).keys() == {"name", "tide"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_an_answer(form):
+    """Of every form of calls: the answer, a call, whose schema may refer to its own parts, and nothing else."""
+    _, tokenizer, _ = parts("llama")
+    end, (depth, now) = tokenizer.eos_token_id, TOOLS
+    schema = json.loads(json.dumps(depth["function"]["parameters"]))
+    schema["$defs"] = {"Name": schema["properties"].pop("name")}  # as pydantic writes a class of its own
+    schema["properties"] = {"name": {"$ref": "#/$defs/Name"}, **schema["properties"]}
+    referring = {"type": "function", "function": {"name": "depth", "parameters": schema}}
+    tools = ChatBody.model_validate({"messages": user("a"), "tools": [referring, now]}).offered
+    answer = AnswerForm({"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]})
+    make = constraint(tokenizer, frozenset({end}), [answer, *call_forms(tools, None, form)])
+    call = FORMS[form][0].removeprefix("[TOOL_CALLS] ")
+    fitting = {call, '{"deep": true}', call.replace("depth", "now")}
+    for text in (*fitting, call.replace("north", "east"), call.replace("depth", "dept"), "It is deep", f"{call}{call}"):
+        grammar, follows = make(), True
+        for token in [*tokenizer(text, add_special_tokens=False).input_ids, end]:
+            follows = follows and bool(grammar.allowed(len(tokenizer))[token])
+            if follows:
+                grammar.take(token)
+        assert follows == (text in fitting), text
 
 
 @pytest.mark.parametrize("kind", ["number", "integer", "string"])

@@ -106,7 +106,10 @@ def test_parts_have_openais_names(url):
 def test_seeds_minus_one_and_others(url):
     drawn = [said(chat(url, user("a"), temperature=1.5, seed=-1)) for _ in range(4)]
     assert len(set(drawn)) > 1
-    assert chat(url, user("a"), seed=-2).status_code == 400
+    same = {said(chat(url, user("a"), temperature=1.5, seed=seed)) for seed in (5, 2**32 + 5, 5 - 2**32)}
+    assert len(same) == 1 and chat(url, user("a"), seed=2**63).status_code == 400
+    likeliest = said(chat(url, user("a"), temperature=0))
+    assert {said(chat(url, user("a"), temperature=1.5, top_p=0)) for _ in range(3)} == {likeliest}
 
 
 def test_penalties_biases_and_min_p(url, engine):
@@ -270,6 +273,18 @@ def test_models_and_tokens(url, engine):
         Detokenize(tokens=[0] * (2**20 + 1))
 
 
+def test_lists_of_tokens_have_a_bound(url, monkeypatch):
+    monkeypatch.setattr("locret_kit.serving.information.MAX_TOKENS", 5000)
+    text = "word " * 1100  # more than a prompt may have: who cuts it wants to know how many there are
+    answer = httpx.post(f"{url}/tokenize", json={"content": text}, headers=bearer()).json()
+    assert answer["count"] == len(answer["tokens"]) > answer["max_model_len"] == 4000
+    for body, bound in (
+        ({"content": text, "with_pieces": True}, 4000), ({"content": text * 2}, 5000), ({"messages": user(text * 2)}, 5000)
+    ):  # fmt: skip
+        refused = httpx.post(f"{url}/tokenize", json=body, headers=bearer())
+        assert refused.status_code == 400 and f"more than {bound} tokens" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field", "words"),
     [
@@ -280,6 +295,8 @@ def test_models_and_tokens(url, engine):
         ("responses", {"instructions": "b", "input": [{"role": "user", "content": [{"type": "image"}]}]}, "input", "'image'"),
         ("responses", {"model": "x"}, "input", "Field required"),
         ("responses", {"input": "a" * 100_000}, "input", "more than 4000 tokens"),
+        ("responses", {"input": "a", "max_output_tokens": 9999}, "max_output_tokens", "max_output_tokens=9999 must be at most"),
+        ("chat/completions", {"messages": user("a"), "max_completion_tokens": 9999}, "max_completion_tokens", "=9999 must be"),
         ("chat/completions", b"", None, "the body must be a JSON object, with content-type: application/json"),
         ("chat/completions", b"[]", None, "the body must be a JSON object"),
         ("chat/completions", b'{"a": "caf\xe9"}', None, "the body is not JSON: 'utf-8' codec can't decode byte 0xe9"),
@@ -294,7 +311,7 @@ def test_what_is_wrong_is_named_as_the_client_has_it(url, path, body, field, wor
     )
     error = answer.json()["error"]
     assert answer.status_code in (400, 404) and error["param"] == field and words in error["message"], error
-    assert field is None or error["message"].startswith((f"{field}: ", "the prompt has"))
+    assert field is None or error["message"].startswith((f"{field}: ", f"{field}=", "the prompt has"))
 
 
 def test_health_answers_a_look_at_its_head(url):
@@ -304,6 +321,7 @@ def test_health_answers_a_look_at_its_head(url):
 def test_codes(url):
     long = chat(url, user("word " * 9000)).json()["error"]
     assert long["code"] == "context_length_exceeded" and long["param"] == "messages"
+    assert "this model's maximum context length is 4000 tokens" in long["message"]  # LangChain and LiteLLM look for it
     assert text(url, "word " * 9000).json()["error"]["code"] == "context_length_exceeded"
     error = text(url, "").json()["error"]
     assert error["message"] == "the prompt holds no tokens" and error["code"] is None

@@ -16,15 +16,20 @@ from ..naming import first_line
 from .answers import AnswerStream
 from .bodies import ChatBody
 from .completions import begin
-from .errors import ANTHROPIC, Failed, error_of, status_of
+from .errors import ANTHROPIC, Failed, Refused, error_of, status_of
+from .information import MAX_TOKENS
 from .messages import JsonObject, without_nulls
 from .replies import Streamed, Whole, named_event, usage
 from .request import Stopping
 from .state import Server
 from .tools import Call
 
-PASSED = ("model", "stream", "max_tokens", "temperature", "top_p", "top_k", "document_id", "budget", "policy", "seed")
+PASSED = (
+    "model", "stream", "max_tokens", "temperature", "top_p", "top_k", "document_id", "budget", "policy", "seed", "thread",
+)  # fmt: skip
 """Fields that mean the same in both protocols, or that are this server's own."""
+NO_THREADS = "thread_unsupported_request"
+"""Code at which Anthropic's clients go on without threads, and send whole conversations."""
 THOUGHTS = ("thinking", "redacted_thinking")
 """Blocks of earlier answers that chat templates have no place for."""
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -44,6 +49,8 @@ class MessagesBody(CountBody):
     """``POST /v1/messages``."""
 
     max_tokens: Annotated[int, Field(ge=1)]
+    thread: object = None
+    """A conversation that the server would hold, of which clients then send the newest messages alone."""
 
 
 def chat_fields(body: JsonObject) -> JsonObject:
@@ -68,7 +75,11 @@ def chat_fields(body: JsonObject) -> JsonObject:
         kind = choice.get("type")
         fields["tool_choice"] = CHOICES.get(str(kind), {"type": "function", "name": choice.get("name")})
         fields["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-    if isinstance(config := body.get("output_config"), dict) and (form := config.get("format")) is not None:
+    config = body.get("output_config")
+    form = config.get("format") if isinstance(config, dict) else None
+    if form is None:
+        form = body.get("output_format")  # of clients from before output_config
+    if form is not None:
         schema = form.get("schema") if isinstance(form, dict) else None
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
     return fields
@@ -113,6 +124,8 @@ def add_anthropic(app: FastAPI, server: Server) -> None:
 
     @app.post(ANTHROPIC)
     async def message(body: MessagesBody, request: Request) -> Response:
+        if body.thread is not None:
+            raise Refused(400, "thread is not supported: send the whole conversation", "thread", NO_THREADS)
         (answer,) = await begin(server, request, body)
         head: dict[str, object] = {
             "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": server.name, "content": [],
@@ -130,7 +143,7 @@ def add_anthropic(app: FastAPI, server: Server) -> None:
     @app.post(f"{ANTHROPIC}/count_tokens")
     async def count(body: CountBody, request: Request) -> dict[str, int]:
         server.owner(request)
-        (ids,) = await asyncio.to_thread(body.ids, server.ready().tokenizer, None)
+        (ids,) = await asyncio.to_thread(body.ids, server.ready().tokenizer, None, MAX_TOKENS)
         return {"input_tokens": len(ids)}
 
 

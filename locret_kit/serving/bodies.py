@@ -31,6 +31,8 @@ STOPS = 64
 """Stop texts of a request, at most: the engine's thread looks for each after every token, while all others wait."""
 MESSAGES = 1 << 14
 """Messages of a conversation, at most: each takes its time, however short it is."""
+MIN_TOP_P = 1e-6
+"""Share of the probability, at least; any so small is the likeliest token's."""
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """What a request that says nothing means, as OpenAI has it, where neither server nor model says otherwise."""
 
@@ -55,15 +57,16 @@ class CompletionBody(BaseModel):
     best_of: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """0 as OpenAI has it: the likeliest token alone."""
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
-    seed: Annotated[int, Field(ge=-1, lt=2**32)] | None = None
-    """-1 as none: another for each request."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """-1 as none: another for each request. Of the others the lowest 32 bits count."""
     stop: Annotated[
         str | Annotated[list[str], Field(max_length=STOPS)] | None, form(f"a text, or at most {STOPS} of them")
     ] = None
@@ -93,6 +96,11 @@ class CompletionBody(BaseModel):
         return [text for text in given if text]
 
     @property
+    def tokens_field(self) -> str:
+        """The field that bounds the answer's tokens."""
+        return "max_tokens"
+
+    @property
     def wanted_tokens(self) -> int | None:
         """Tokens of the answer, at most; None where the body does not say."""
         return self.max_tokens
@@ -117,7 +125,8 @@ class CompletionBody(BaseModel):
             if not (token.isascii() and token.isdigit() and int(token) < vocabulary):
                 raise ValueError(f"logit_bias names {token[:20]!r}, which is no token from 0 to {vocabulary - 1}")
         return Sampling(
-            chosen["temperature"], max(0, int(chosen["top_k"])), chosen["top_p"], chosen["repetition_penalty"], chosen["min_p"],
+            chosen["temperature"], max(0, int(chosen["top_k"])), max(chosen["top_p"], MIN_TOP_P),
+            chosen["repetition_penalty"], chosen["min_p"],
             self.frequency_penalty, self.presence_penalty, tuple((int(at), bias) for at, bias in self.logit_bias.items()),
         )  # fmt: skip
 
@@ -193,6 +202,10 @@ class ChatBody(CompletionBody):
     def offered(self) -> list[Tool]:
         """Tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def wanted_tokens(self) -> int | None:

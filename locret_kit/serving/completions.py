@@ -18,13 +18,13 @@ from ..runtime.sampling import Constraint
 from ..runtime.tokens import TooManyTokens
 from .answers import AnswerStream
 from .bodies import ChatBody, CompletionBody, TextBody
-from .constraint import constraint
+from .constraint import AnswerForm, constraint
 from .engine import Engine
-from .errors import TOO_LONG, Refused
+from .errors import TOO_LONG, Refused, field_of
 from .replies import Streamed, Whole, choice, events, usage
 from .request import ServerRequest
 from .state import Server
-from .tools import CallReader, form_of, schema_of_calls
+from .tools import CallReader, call_forms, form_of
 
 
 def add_completions(app: FastAPI, server: Server) -> None:
@@ -82,7 +82,8 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     bound = server.limits.answer_tokens
     max_new_tokens = min(512, bound) if body.wanted_tokens is None else body.wanted_tokens
     if max_new_tokens > bound:
-        raise Refused(400, f"max_tokens={max_new_tokens} must be at most {bound}", "max_tokens")
+        field = field_of(request.url.path, body.tokens_field)
+        raise Refused(400, f"{field}={max_new_tokens} must be at most {bound}", body.tokens_field)
     if body.best_of not in (None, body.n):
         raise Refused(400, f"best_of={body.best_of} must be n={body.n}: every answer is given", "best_of")
     top_logprobs, echoes = body.wanted_logprobs, isinstance(body, TextBody) and body.echo
@@ -90,11 +91,12 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     settings = engine.session_settings(body.budget)
     constrain, calls = await asyncio.to_thread(form_of_answer, engine, body)
     sampling = replace(sampling, constrain=constrain)
-    where = "messages" if isinstance(body, ChatBody) else "prompt"
+    where, length = "messages" if isinstance(body, ChatBody) else "prompt", server.limits.prompt_tokens
     try:
-        prompts = await asyncio.to_thread(body.ids, engine.tokenizer, document, server.limits.prompt_tokens)
-    except TooManyTokens as error:
-        raise Refused(400, f"the prompt has {error}", where, TOO_LONG) from None
+        prompts = await asyncio.to_thread(body.ids, engine.tokenizer, document, length)
+    except TooManyTokens:  # in words by which clients know it that look for no code
+        said = f"the prompt has more than {length} tokens: this model's maximum context length is {length} tokens"
+        raise Refused(400, said, where, TOO_LONG) from None
     if not all(map(len, prompts)):
         raise Refused(400, "the prompt holds no tokens", where)
     shared_tokens = 0
@@ -123,18 +125,17 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
 def form_of_answer(
     engine: Engine, body: ChatBody | TextBody
 ) -> tuple[Callable[[], Constraint] | None, Callable[[], CallReader] | None]:
-    """The constraint of an answer's tokens, and the reader of its calls; None for neither. Raises HTTPException 400."""
+    """The constraint of an answer's tokens, and the reader of its calls; None for neither. An answer of a schema that need not
+    call a tool may do so. Raises HTTPException 400."""
     form = form_of(engine.tokenizer.chat_template)
-    schema, before, after, calls = None, "", "", None
-    if body.response_format is not None:
-        schema = body.response_format.schema_of_answer
+    schema = None if body.response_format is None else body.response_format.schema_of_answer
+    forms, calls = [] if schema is None else [AnswerForm(schema)], None
     if isinstance(body, ChatBody) and body.offered:
-        if body.must_call:
-            schema, before, after = schema_of_calls(body.offered, body.called, form)
+        if body.must_call or forms:
+            forms = [*(() if body.must_call else forms), *call_forms(body.offered, body.called, form)]
         names = [tool.function.name for tool in body.tools]
         calls = partial(CallReader, form, names, parallel=body.parallel_tool_calls)
-    constrain = None if schema is None else constraint(engine.tokenizer, engine.stop_ids, schema, before, after)
-    return constrain, calls
+    return constraint(engine.tokenizer, engine.stop_ids, forms) if forms else None, calls
 
 
 def allowed_policy(server: Server, body: CompletionBody) -> Policy | None:

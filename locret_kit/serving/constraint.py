@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ..runtime.sampling import Constraint
 
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Blanks between the parts of JSON: one form, so that no answer is a row of blanks."""
+"""Blanks between the parts of JSON: one way, so that no answer is a row of blanks."""
 
 
 DIGITS = 40
@@ -56,10 +57,27 @@ class Grammar:
         self._row = self._row + self._digits[token] if token in self._digits else 0
 
 
+@dataclass(frozen=True)
+class AnswerForm:
+    """A form that an answer may have: JSON of a schema, between other texts, in pieces. Where these are JSON too, each piece is
+    one of its tokens: the library tells forms apart by whole tokens.
+    """
+
+    schema: Mapping[str, object]
+    before: Sequence[str] = ()
+    after: Sequence[str] = ()
+
+    @property
+    def rule(self) -> str:
+        """As llguidance's grammars have it."""
+        value = f"%json {json.dumps({**self.schema, 'x-guidance': COMPACT})}"
+        return " ".join([*map(json.dumps, self.before), value, *map(json.dumps, self.after)])
+
+
 def constraint(
-    tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], schema: Mapping[str, object], before: str = "", after: str = ""
-) -> Callable[[], Constraint]:  # fmt: skip
-    """A maker of constraints: JSON of a schema, between two texts.
+    tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], forms: Sequence[AnswerForm]
+) -> Callable[[], Constraint]:
+    """A maker of constraints, by which an answer has one of the forms.
 
     Raises:
         HTTPException: 400, a schema that is none or that cannot be followed, or the library is not installed.
@@ -70,8 +88,7 @@ def constraint(
         raise HTTPException(400, "answers by a grammar need llguidance: in the clone, pip install '.[serve]'") from None
 
     try:
-        parts = (json.dumps(before), f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}", json.dumps(after))
-        grammar = LLMatcher.grammar_from_lark("start: " + " ".join(part for part in parts if part != '""'))
+        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(form.rule for form in forms))
         known = _tokenizer(tokenizer, stop)
         error = LLMatcher.validate_grammar(grammar, known)
     except (ValueError, RecursionError) as reason:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
+from typing import TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..naming import first_line
 from .request import Busy, Stopping
 
+Body = TypeVar("Body", bound=BaseModel)
 ANTHROPIC = "/v1/messages"
 """Beginning of the paths that are Anthropic's."""
 TOO_LONG = "context_length_exceeded"
@@ -74,7 +77,8 @@ def error_of(
     if path.startswith(ANTHROPIC):
         kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
         said = f"prompt is too long: {message}" if code == TOO_LONG else message  # words by which its clients know it
-        return {"type": "error", "error": {"type": kind, "message": said}}
+        details = {"details": {"error_code": code}} if code not in (None, TOO_LONG) else {}
+        return {"type": "error", "error": {"type": kind, "message": said, **details}}
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}}
 
@@ -91,6 +95,14 @@ def problem(
 ) -> JSONResponse:  # fmt: skip
     """An error in the shape of the protocol that ``path`` is of."""
     return JSONResponse(error_of(status, message, param, code, path), status, headers)
+
+
+def checked(kind: type[Body], value: object) -> Body:
+    """A body of this kind. Raises RequestValidationError, as FastAPI does for a route's own body."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from error
 
 
 def add_errors(app: FastAPI) -> None:

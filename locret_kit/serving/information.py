@@ -7,14 +7,18 @@ from array import array
 from typing import Annotated
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field, ValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, Field
 
 from ..runtime.kept_text import token_texts
-from ..runtime.tokens import stream_ids
+from ..runtime.tokens import IdStream, TooManyTokens
 from .bodies import ChatBody
+from .errors import checked
 from .messages import without_nulls
 from .state import Server
+
+MAX_TOKENS = 1 << 20
+"""Tokens of a text, at most; where each comes with its piece, as many as a prompt may have."""
 
 
 class Tokenize(BaseModel):
@@ -31,7 +35,7 @@ class Tokenize(BaseModel):
 class Detokenize(BaseModel):
     """``POST /detokenize``."""
 
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 20)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_TOKENS)]
 
 
 def add_information(app: FastAPI, server: Server) -> None:
@@ -56,27 +60,30 @@ def add_information(app: FastAPI, server: Server) -> None:
             raise HTTPException(404, f"model {name[:64]!r} is not here: {server.name} is")
         return model()
 
-    async def tokenize(body: Tokenize, request: Request) -> dict[str, object]:
-        server.owner(request)
-        tokenizer = server.ready().tokenizer
-        if body.messages is not None:
-            try:
-                chat = ChatBody.model_validate({"messages": [without_nulls(message) for message in body.messages]})
-            except ValidationError as error:  # as of a body that is a chat
-                errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-                raise RequestValidationError(errors) from error
-            (ids,) = await asyncio.to_thread(chat.ids, tokenizer, None)
-        else:
-            text = body.content if body.content is not None else body.prompt
-            if text is None:
-                raise HTTPException(400, "content (or prompt, or messages) is missing")
-            special = body.add_special if body.add_special_tokens is None else body.add_special_tokens
-            ids = await asyncio.to_thread(stream_ids, tokenizer, [text], special=special)
+    def tokenized(body: Tokenize) -> Response:
+        tokenizer, length = server.ready().tokenizer, server.limits.prompt_tokens
+        max_tokens = length if body.with_pieces else MAX_TOKENS
+        try:
+            if body.messages is not None:
+                chat = checked(ChatBody, {"messages": [without_nulls(message) for message in body.messages]})
+                (ids,) = chat.ids(tokenizer, None, max_tokens)
+            else:
+                text = body.content if body.content is not None else body.prompt
+                if text is None:
+                    raise HTTPException(400, "content (or prompt, or messages) is missing")
+                special = body.add_special if body.add_special_tokens is None else body.add_special_tokens
+                ids = IdStream(tokenizer, special=special, max_tokens=max_tokens).finish(text)
+        except TooManyTokens:
+            raise HTTPException(400, f"the text has more than {max_tokens} tokens, the most that are listed") from None
         tokens: list[object] = list(ids)
         if body.with_pieces:
-            pieces = await asyncio.to_thread(token_texts, tokenizer, list(ids))
+            pieces = token_texts(tokenizer, list(ids))
             tokens = [{"id": token, "piece": piece} for token, piece in zip(ids, pieces, strict=True)]
-        return {"tokens": tokens, "count": len(ids), "max_model_len": server.limits.prompt_tokens}
+        return JSONResponse({"tokens": tokens, "count": len(ids), "max_model_len": length})
+
+    async def tokenize(body: Tokenize, request: Request) -> Response:
+        server.owner(request)
+        return await asyncio.to_thread(tokenized, body)
 
     async def detokenize(body: Detokenize, request: Request) -> dict[str, object]:
         server.owner(request)

@@ -14,7 +14,7 @@ from ..documents.document import Document
 from ..policies.policy import Policy
 from ..runtime.sequence import Request, Sequence
 from ..settings import RunSettings
-from .prefix_key import PrefixHashes
+from .prefix_key import PrefixHashes, PrefixKey
 
 
 class Stopping(RuntimeError):
@@ -52,6 +52,7 @@ class ServerRequest(Request):
         session: name of the session that it goes on; '' for a new one.
         cancelled: whether it is to end; the engine's thread ends it.
         loading: whether its session is being read from its file, into a cache that counts already.
+        file, store_version: the session's file that was found for it, and the version of the store in which.
         loads: times that a session was read from its file for it.
         prefix_read: tokens of a shared prefix that was read because of this request.
         evictions, kept_rows: of its cache, after the newest token.
@@ -75,6 +76,8 @@ class ServerRequest(Request):
     session: str = ""
     cancelled: bool = False
     loading: bool = False
+    file: PrefixKey | None = None
+    store_version: int | None = None
     loads: int = 0
     prefix_read: int = 0
     evictions: int = 0

@@ -1,21 +1,23 @@
-"""OpenAI's ``/v1/responses``: its bodies as those of chat completions, and the answers in its form. Nothing is stored."""
+"""OpenAI's ``/v1/responses``: its bodies as those of chat completions, and the answers in its form. Responses are not stored;
+items of answers are remembered, for requests that name them.
+"""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import count
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from ..naming import first_line
 from .answers import AnswerStream
 from .bodies import ChatBody
 from .completions import begin
-from .errors import Failed
+from .errors import Failed, checked
 from .messages import JsonObject, without_nulls
 from .replies import Streamed, Whole, named_event, usage
 from .request import Stopping
@@ -44,9 +46,7 @@ ECHOED: dict[str, object] = {
 
 
 class ResponsesBody(ChatBody):
-    """``POST /v1/responses``. ``asked``: as the client has sent it."""
-
-    asked: JsonObject = Field(default_factory=dict)
+    """``POST /v1/responses``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -72,7 +72,7 @@ def chat_fields(body: JsonObject) -> JsonObject:
         messages = messages_of(given)
     if isinstance(messages, list) and instructions:
         messages.insert(0, {"role": "system", "content": instructions})
-    fields |= {"messages": messages, "max_completion_tokens": body.get("max_output_tokens"), "asked": body}
+    fields |= {"messages": messages, "max_completion_tokens": body.get("max_output_tokens")}
     if isinstance(tools := body.get("tools"), list):
         fields["tools"] = [
             {"type": tool.get("type"), "function": without_nulls(tool)} if isinstance(tool, dict) else tool
@@ -111,20 +111,29 @@ def add_responses(app: FastAPI, server: Server) -> None:
     """Serve ``/v1/responses``."""
 
     @app.post("/v1/responses")
-    async def respond(body: ResponsesBody, request: Request) -> Response:
+    async def respond(asked: JsonObject, request: Request) -> Response:
+        owner = server.owner(request)
+        body = checked(ResponsesBody, {**asked, "input": server.items.resolved(owner, asked.get("input"))})
         (answer,) = await begin(server, request, body)
+
+        def keep(items: Sequence[JsonObject]) -> None:
+            if asked.get("store") is not False:
+                server.items.add(owner, items)
+
         head: dict[str, object] = {
             "id": f"resp_{secrets.token_hex(12)}", "object": "response", "created_at": int(time.time()), "model": server.name,
             "status": "in_progress", "error": None, "incomplete_details": None, "output": [], "usage": None, "store": False,
             "previous_response_id": None, "background": False,
-            **{name: default if body.asked.get(name) is None else body.asked[name] for name, default in ECHOED.items()},
+            **{name: default if asked.get(name) is None else asked[name] for name, default in ECHOED.items()},
         }  # fmt: skip
         if body.stream:
-            return Streamed([answer], events(answer, head), server.silence)
+            return Streamed([answer], events(answer, head, keep), server.silence)
 
         async def whole() -> dict[str, object]:
             parts = await answer.whole_blocks()
-            return {**head, **end_of(answer), "output": items_of(answer, [*map(new_name, parts)], parts)}
+            items = items_of(answer, [*map(new_name, parts)], parts)
+            keep(items)
+            return {**head, **end_of(answer), "output": items}
 
         return Whole([answer], whole(), server.silence)
 
@@ -170,8 +179,10 @@ def end_of(answer: AnswerStream) -> dict[str, object]:
     }  # fmt: skip
 
 
-async def events(answer: AnswerStream, head: dict[str, object]) -> AsyncIterator[str]:
-    """Server-sent events of a streamed answer."""
+async def events(
+    answer: AnswerStream, head: dict[str, object], keep: Callable[[Sequence[JsonObject]], None]
+) -> AsyncIterator[str]:
+    """Server-sent events of a streamed answer, whose items ``keep`` gets."""
     numbers = count()
     names: list[str] = []
     made: list[str | Call] = []
@@ -221,3 +232,5 @@ async def events(answer: AnswerStream, head: dict[str, object]) -> AsyncIterator
         code = "invalid_prompt" if isinstance(error, ValueError) else "server_error"
         failed = {"status": "failed", "error": {"code": code, "message": first_line(error)}}
         yield event("failed", response={**head, **failed})
+    finally:  # also where the client leaves before the end
+        keep([item_of(*pair) for pair in zip(names, made, strict=False)])

@@ -69,10 +69,15 @@ class Sessions:
         return None if parked is None or parked.cache.context.outgrown(len(request.ids)) else parked
 
     def find_file(self, request: ServerRequest) -> PrefixKey | None:
-        """The key of the file that has, as ``find``."""
+        """The key of the file that has, as ``find``. It is looked for again when files have changed: this is asked at every step,
+        for every request that waits."""
         if not request.has_defaults or self.store is None or request.loads >= MAX_LOADS:
             return None
-        return request.prefixes.longest(self.store.sessions(request.owner), request.owner, request.document_id)
+        if request.store_version != self.store.version:
+            request.store_version = self.store.version  # before the keys: what comes meanwhile is found next time
+            keys = self.store.sessions(request.owner)
+            request.file = request.prefixes.longest(keys, request.owner, request.document_id)
+        return request.file
 
     def take(self, parked: ParkedSession) -> None:
         """Let a session go: a request goes on with it."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Event, Lock
 
 from fastapi import HTTPException, Request
@@ -20,6 +20,7 @@ from fastapi import HTTPException, Request
 from ..documents.document import Document
 from ..documents.text_record import describe
 from ..naming import first_line
+from .answer_items import AnswerItems
 from .engine import Engine
 from .store import Store, owner_of
 from .uploads import Conversions
@@ -105,11 +106,15 @@ class Server:
     """Threads that wait for documents, apart from those that answers need."""
     conversions: Conversions = field(default_factory=Conversions)
     """Two files at a time, so that the memory of conversions is that of two."""
+    items: AnswerItems = field(default_factory=AnswerItems)
     salt: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     """Salt of the owners' names."""
     ended: Event = field(default_factory=Event)
     """Set when it stops."""
     _looking: Lock = field(default_factory=Lock)
+    _placing: Lock = field(default_factory=Lock)
+    _loads: dict[tuple[str, str], asyncio.Future[None]] = field(default_factory=dict)
+    """Documents that are being loaded, by their owners and names."""
 
     @cached_property
     def owners(self) -> dict[bytes, str]:
@@ -165,11 +170,12 @@ class Server:
         for stored, whose, created, path in engine.store.documents(owners) if engine.store else ():
             if stored in self.documents or name not in (None, stored):
                 continue
-            if self.places >= self.limits.documents:
-                left += 1
-                continue
             # In its place before it is loaded: an upload meanwhile would be one too many.
-            upload = self.documents[stored] = UploadedDocument(stored, whose, "document", created)
+            with self._placing:
+                if self.places >= self.limits.documents:
+                    left += 1
+                    continue
+                upload = self.documents[stored] = UploadedDocument(stored, whose, "document", created)
             try:
                 upload.document = engine.load_document(path)
                 upload.title = upload.document.title or upload.title
@@ -186,10 +192,23 @@ class Server:
         document is loaded that another has read."""
         owner, engine = self.owner(request), self.engine
         if engine is not None and engine.store is not None and engine.store.shares:
-            await asyncio.to_thread(self._look, engine, engine.store, owner, document)
+            await asyncio.to_thread(self._look, engine, engine.store, owner)
+            if document is not None:
+                await self._restored(engine, owner, document)
         return owner
 
-    def _look(self, engine: Engine, store: Store, owner: str, document: str | None) -> None:
+    async def _restored(self, engine: Engine, owner: str, name: str) -> None:
+        """Have a document loaded, once for all who ask for it meanwhile; the others do not wait."""
+        load = self._loads.get((owner, name))
+        if load is None and name not in self.documents:
+            restore = partial(self.restore, engine, owner=owner, name=name)
+            load = asyncio.get_running_loop().run_in_executor(self.readers, restore)
+            self._loads[owner, name] = load
+            load.add_done_callback(lambda _: self._loads.pop((owner, name)))
+        if load is not None:
+            await asyncio.shield(load)
+
+    def _look(self, engine: Engine, store: Store, owner: str) -> None:
         with self._looking:
             store.refresh(owner)
             for upload in [upload for upload in list(self.documents.values()) if upload.owner == owner]:
@@ -197,8 +216,6 @@ class Server:
                     upload.deleted = True
                     self.documents.pop(upload.id, None)
                     engine.forget(upload.id)
-            if document is not None:
-                self.restore(engine, owner=owner, name=document)
 
     def listed(self, owner: str) -> list[dict[str, object]]:
         """An owner's documents; with status 'saved' those that other servers have read."""

@@ -90,6 +90,8 @@ class Store:
         self.failing: str | None = None
         """Why the last file could not be written; None where it was."""
         self.written = self.failures = 0
+        self.version = 0
+        """Another one after every change of what is there."""
         salt = self.folder / SALT
         # Once, by one of those that share it.
         with locked(self.folder / ".salt.lock", f"{salt} is being made", wait=60):
@@ -214,6 +216,7 @@ class Store:
             return sum(file.bytes for file in self._files.values())
 
     def _add(self, name: str, file: File) -> None:
+        self.version += 1
         self._lost.pop(name, None)
         self._files.pop(name, None)
         self._files[name] = file
@@ -221,6 +224,7 @@ class Store:
             self._mine.setdefault(file.key.owner, {})[name] = file.key
 
     def _drop(self, name: str) -> File | None:
+        self.version += 1
         file = self._files.pop(name, None)
         if file is not None:
             self._mine.get(file.path.parent.name, {}).pop(name, None)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .constraint import AnswerForm
 from .messages import JsonObject, TemplateMessage, Tool
 
 Form = Literal["tags", "list", "object"]
@@ -62,24 +63,18 @@ def rewritten(messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> lis
     return made
 
 
-def schema_of_calls(tools: Sequence[Tool], name: str | None, form: Form) -> tuple[JsonObject, str, str]:
-    """The schema of a call of one of the tools, or of the one called ``name``, and what stands before and after it."""
+def call_forms(tools: Sequence[Tool], name: str | None, form: Form) -> list[AnswerForm]:
+    """The forms of an answer that calls one of the tools, or the one called ``name``. Each has its tool's schema as it is, since
+    references in a schema count from its root."""
     arguments = "parameters" if form == "object" else "arguments"
-    calls = [
-        {
-            "type": "object", "required": ["name", arguments], "additionalProperties": False,
-            "properties": {
-                "name": {"const": tool.function.name},
-                arguments: tool.function.parameters or {"type": "object"},
-            },
-        }
-        for tool in tools
-        if name in (None, tool.function.name)
-    ]  # fmt: skip
-    call: JsonObject = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    if form == "list":
-        return {"type": "array", "minItems": 1, "maxItems": 1, "items": call}, "", ""
-    return (call, f"{OPEN}\n", f"\n{CLOSE}") if form == "tags" else (call, "", "")
+    before, after = {"tags": ([f"{OPEN}\n"], [f"\n{CLOSE}"]), "list": (["["], ["]"]), "object": ([], [])}[form]
+    forms = []
+    for tool in tools:
+        if name in (None, tool.function.name):
+            said = json.dumps(tool.function.name, ensure_ascii=False)
+            before_arguments = [*before, "{", '"name"', ": ", said, ", ", f'"{arguments}"', ": "]
+            forms.append(AnswerForm(tool.function.parameters or {"type": "object"}, before_arguments, ["}", *after]))
+    return forms
 
 
 @dataclass(frozen=True)
