@@ -18,12 +18,13 @@ from pathlib import Path
 from zipfile import ZIP_BZIP2
 
 import pytest
-from made_documents import REMOTE, docx, docx_files, epub, epub_files, html, pdf, zipped
+from made_documents import REMOTE, at, docx, docx_files, drawn, epub, epub_files, html, pdf, zipped
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.cli import command, infer
 from locret_kit.cli.terminal import text_of
 from locret_kit.text.reader import read_document, read_stream
+from locret_kit.text.right_to_left import reading_order
 
 LINE = "a cache keeps the well-known rows of long texts (some say 'prompts'), snake_case and *stars* too; 42% of 7,000"
 WORDS = LINE.split()
@@ -85,6 +86,40 @@ def test_words_that_a_line_of_a_pdf_breaks():
 def test_an_encrypted_pdf_that_opens_without_a_password():
     pages = [prose(1, 4), prose(2, 4)]
     assert read(pdf(pages, password=""), "a.pdf").split() == " ".join(line for page in pages for line in page).split()
+
+
+def test_a_line_from_right_to_left_is_read_however_it_is_drawn():
+    """Small letters are drawn that a table of the font calls Hebrew; a bracket is drawn as it looks, from the left."""
+    seen, said = "e AB (12.5 a) ngh", "hgn (a 12.5) AB e"
+    table = "1 begincodespacerange <00> <ff> endcodespacerange 1 beginbfrange <61> <7a> <05d0> endbfrange"
+    table = f"/CMapName /H def /CMapType 2 def {table} endcmap"
+    tables = (f"<< /Length {len(table)} >>\nstream\nbegincmap {table}\nendstream",)
+    widths = {" ": 2.78, ".": 2.78, "(": 3.33, ")": 3.33, "A": 6.67, "B": 6.67}
+    places = [50 + sum(widths.get(one, 5.56) for one in seen[:n]) for n in range(len(seen))]
+    letters = [at(x, 700, one.replace("(", r"\(").replace(")", r"\)")) for x, one in zip(places, seen, strict=True)]
+    hebrew = {code: chr(0x05D0 + code - 97) for code in range(97, 123)}
+    for drawing in (
+        at(50, 700, seen.replace("(", r"\(").replace(")", r"\)")),
+        "".join(letters),
+        "".join(letters[::-1]),
+    ):
+        data = drawn(drawing, font="/Encoding /WinAnsiEncoding /ToUnicode 6 0 R", objects=tables)
+        assert read(data, "a.pdf") == said.translate(hebrew)
+
+
+@pytest.mark.parametrize(
+    ("seen", "rtl", "said"),
+    [
+        ("1990-1984 ةنس %5 نم", True, "من 5% سنة 1984-1990"),
+        ("03-1234567 ןופלט", True, "טלפון 03-1234567"),
+        ("50% החנה", True, "הנחה 50%"),
+        ("say (םלוע ,םולש) twice", False, "say (שלום, עולם) twice"),
+        (".HTML 5 תפש", True, "שפת HTML 5."),
+    ],
+)
+def test_reading_order(seen, rtl, said):
+    """Hebrew and Arabic among others; letters as they stand from the left."""
+    assert reading_order(list(seen), rtl) == said
 
 
 def test_word():
