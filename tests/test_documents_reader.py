@@ -18,7 +18,7 @@ from pathlib import Path
 from zipfile import ZIP_BZIP2
 
 import pytest
-from made_documents import REMOTE, at, docx, docx_files, drawn, epub, epub_files, html, pdf, zipped
+from made_documents import OFFICE, REMOTE, at, docx, docx_files, drawn, epub, epub_files, html, pdf, zipped
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.cli import command, infer
@@ -220,6 +220,13 @@ def test_empty_documents(name):
 )
 def test_blank_documents(data, name):
     assert refusal(data, name).startswith((" has no text", " is damaged"))
+
+
+def test_a_document_without_text_says_what_was_left_out():
+    header = f"<w:hdr xmlns:w='{OFFICE}wordprocessingml/2006/main'><w:p><w:r><w:t>Top.</w:t></w:r></w:p></w:hdr>"
+    main = f"<w:document xmlns:w='{OFFICE}wordprocessingml/2006/main'><w:body/></w:document>"
+    files = docx_files([]) | {"word/document.xml": main, "word/header1.xml": header}
+    assert refusal(zipped(files), "a.docx") == " has no text; 1 header left out"
 
 
 def test_not_utf8():

@@ -118,7 +118,7 @@ def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost =
     except Exception as error:  # parsers of untrusted bytes raise whatever they stumble over
         raise ValueError(f"{name} is damaged{suffix and f', or no {suffix} file'}: {first_line(error)}") from error
     if not text.strip():
-        raise ValueError(f"{name} has no text")
+        raise ValueError("; ".join([f"{name} has no text", *losses]))
     for line in losses:
         lost(f"{name}: {line}")
     return text
