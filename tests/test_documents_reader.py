@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import io
 import json
@@ -440,6 +441,18 @@ def test_what_is_utf8_is_text_whatever_its_name(name, tmp_path):
     assert losses_of("a,\u4e2d\r\nb\rc\n".encode(), name) == ("a,\u4e2d\nb\nc\n", [])
     (tmp_path / name).write_bytes(b"\xef\xbb\xbfa\r\nb")
     assert "".join(text_of(str(tmp_path / name))) == read_document(tmp_path / name) == "a\nb"
+
+
+def test_base64_in_a_text_is_told(tmp_path, capsys):
+    picture = base64.encodebytes(random.Random(1).randbytes(3000)).decode()
+    notebook = json.dumps({"image/png": picture})
+    plain = "".join("ACGT" * 16 + "\n" for _ in range(40)) + "ACGT" * 800 + " " + "0f" * 2000
+    for text, told in ((f"Subject: a\n\n{picture}", True), (notebook, True), (plain, False)):
+        lost = losses_of(text.encode(), "a.eml")[1]
+        assert bool(lost) == told
+        (tmp_path / "a.eml").write_text(text)
+        assert "".join(text_of(str(tmp_path / "a.eml"))) == text
+        assert ("base64" in capsys.readouterr().err) == told
 
 
 def test_pages_without_text_are_counted():

@@ -23,7 +23,7 @@ from zipfile import ZipFile
 from ..files import read_utf8
 from ..naming import first_line
 from .epub import book_text
-from .losses import Refusal
+from .losses import ENCODED, Refusal, is_encoded
 from .pdf import pdf_text
 from .web_page import page_text
 from .word import word_text
@@ -143,9 +143,11 @@ def _text(data: bytes, name: str, suffix: str, limit: int, losses: list[str]) ->
     if (suffix or kind) in CONVERTED:
         return _convert(data, name, suffix or kind, limit, losses)
     try:
-        return "".join(read_utf8(BytesIO(data)))
+        text = "".join(read_utf8(BytesIO(data)))
     except ValueError as error:
         raise Refusal(f"{name}: {error}") from error
+    losses += [ENCODED] * is_encoded(text)
+    return text
 
 
 def _format(data: bytes, suffix: str) -> str:
