@@ -443,6 +443,17 @@ def test_what_is_utf8_is_text_whatever_its_name(name, tmp_path):
     assert "".join(text_of(str(tmp_path / name))) == read_document(tmp_path / name) == "a\nb"
 
 
+def test_a_word_file_whose_picture_is_gone_is_read():
+    files = docx_files(["Some words."])
+    relations = (
+        str(files["word/_rels/document.xml.rels"]).replace(' TargetMode="External"', "").replace(REMOTE, "media/a.png")
+    )
+    drawing = str(files["word/document.xml"]).replace("r:link", "r:embed")
+    data = zipped(files | {"word/_rels/document.xml.rels": relations, "word/document.xml": drawing})
+    text, lost = losses_of(data, "a.docx")
+    assert "Some words." in text and lost == ["a.docx: 1 picture that it names not in the file"]
+
+
 def test_base64_in_a_text_is_told(tmp_path, capsys):
     picture = base64.encodebytes(random.Random(1).randbytes(3000)).decode()
     notebook = json.dumps({"image/png": picture})
