@@ -11,6 +11,7 @@ import ctypes
 import math
 import re
 import unicodedata
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,6 +34,9 @@ GAP = 0.1
 """Space between two words, at least, as a share of the font's size; the blanks that PDFium has stand within words too."""
 SAME_LINE = 0.6
 """Distance of base lines within a line, at most, as a share of the font's size."""
+
+NEAR = 4
+"""Letters on either side of a mark to one of which it belongs."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +122,11 @@ def from_left(line: list[Drawn]) -> list[str]:
             letters[n : n + 2] = right, left
     if not letters:
         return ["".join(one.text for one in line)]
-    clusters = [[letter] for letter in letters]
+    clusters, places = [[letter] for letter in letters], [letter.x for letter in letters]
     for mark in (one for one in line if one.is_mark):
-        n = min(range(len(letters)), key=lambda n: (letters[n].x != mark.x, abs(letters[n].middle - mark.middle)))
+        after = bisect(places, mark.x)
+        near = range(max(0, after - NEAR), min(len(letters), after + NEAR))
+        n = min(near, key=lambda n: (letters[n].x != mark.x, abs(letters[n].middle - mark.middle)))
         clusters[n].append(mark)
     visual, end = [], clusters[0][0].left
     for cluster in clusters:
