@@ -14,7 +14,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type's name where it has none."""
+    """The first line of an error's message, or its type's name where it has none; of the system's errors file and reason."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -176,7 +176,7 @@ def drawn(*contents: str, page: str = "", catalog: str = "", font: str = "", obj
     return f"{out}{table}{len(out)}\n%%EOF\n".encode("cp1252")
 
 
-def at(x: int, y: int, line: str, turn: str = "1 0 0 1") -> str:
+def at(x: float, y: float, line: str, turn: str = "1 0 0 1") -> str:
     """Operators that draw a line at a place in points; ``turn`` is the matrix of its letters."""
     return f"BT /F 10 Tf {turn} {x} {y} Tm ({line}) Tj ET\n"
 

@@ -34,7 +34,8 @@ def ended(capsys, error: BaseException, **settings) -> tuple[int, str]:
     ("error", "said"),
     [
         (ValueError("budget=0 must be at least 1\nand more"), "budget=0 must be at least 1"),
-        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (FileNotFoundError(2, "No such file or directory", "a.locret"), "a.locret: No such file or directory"),
         (ImportError("pip install it"), "pip install it"),
         (ValueError("  "), "ValueError"),
         (FileNotFoundError(), "FileNotFoundError"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import io
 import json
@@ -18,12 +19,13 @@ from pathlib import Path
 from zipfile import ZIP_BZIP2
 
 import pytest
-from made_documents import REMOTE, docx, docx_files, epub, epub_files, html, pdf, zipped
+from made_documents import OFFICE, REMOTE, at, docx, docx_files, drawn, epub, epub_files, html, pdf, zipped
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.cli import command, infer
 from locret_kit.cli.terminal import text_of
 from locret_kit.text.reader import read_document, read_stream
+from locret_kit.text.right_to_left import reading_order
 
 LINE = "a cache keeps the well-known rows of long texts (some say 'prompts'), snake_case and *stars* too; 42% of 7,000"
 WORDS = LINE.split()
@@ -85,6 +87,40 @@ def test_words_that_a_line_of_a_pdf_breaks():
 def test_an_encrypted_pdf_that_opens_without_a_password():
     pages = [prose(1, 4), prose(2, 4)]
     assert read(pdf(pages, password=""), "a.pdf").split() == " ".join(line for page in pages for line in page).split()
+
+
+def test_a_line_from_right_to_left_is_read_however_it_is_drawn():
+    """Small letters are drawn that a table of the font calls Hebrew; a bracket is drawn as it looks, from the left."""
+    seen, said = "e AB (12.5 a) ngh", "hgn (a 12.5) AB e"
+    table = "1 begincodespacerange <00> <ff> endcodespacerange 1 beginbfrange <61> <7a> <05d0> endbfrange"
+    table = f"/CMapName /H def /CMapType 2 def {table} endcmap"
+    tables = (f"<< /Length {len(table)} >>\nstream\nbegincmap {table}\nendstream",)
+    widths = {" ": 2.78, ".": 2.78, "(": 3.33, ")": 3.33, "A": 6.67, "B": 6.67}
+    places = [50 + sum(widths.get(one, 5.56) for one in seen[:n]) for n in range(len(seen))]
+    letters = [at(x, 700, one.replace("(", r"\(").replace(")", r"\)")) for x, one in zip(places, seen, strict=True)]
+    hebrew = {code: chr(0x05D0 + code - 97) for code in range(97, 123)}
+    for drawing in (
+        at(50, 700, seen.replace("(", r"\(").replace(")", r"\)")),
+        "".join(letters),
+        "".join(letters[::-1]),
+    ):
+        data = drawn(drawing, font="/Encoding /WinAnsiEncoding /ToUnicode 6 0 R", objects=tables)
+        assert read(data, "a.pdf") == said.translate(hebrew)
+
+
+@pytest.mark.parametrize(
+    ("seen", "rtl", "said"),
+    [
+        ("1990-1984 ةنس %5 نم", True, "من 5% سنة 1984-1990"),
+        ("03-1234567 ןופלט", True, "טלפון 03-1234567"),
+        ("50% החנה", True, "הנחה 50%"),
+        ("say (םלוע ,םולש) twice", False, "say (שלום, עולם) twice"),
+        (".HTML 5 תפש", True, "שפת HTML 5."),
+    ],
+)
+def test_reading_order(seen, rtl, said):
+    """Hebrew and Arabic among others; letters as they stand from the left."""
+    assert reading_order(list(seen), rtl) == said
 
 
 def test_word():
@@ -185,6 +221,13 @@ def test_empty_documents(name):
 )
 def test_blank_documents(data, name):
     assert refusal(data, name).startswith((" has no text", " is damaged"))
+
+
+def test_a_document_without_text_says_what_was_left_out():
+    header = f"<w:hdr xmlns:w='{OFFICE}wordprocessingml/2006/main'><w:p><w:r><w:t>Top.</w:t></w:r></w:p></w:hdr>"
+    main = f"<w:document xmlns:w='{OFFICE}wordprocessingml/2006/main'><w:body/></w:document>"
+    files = docx_files([]) | {"word/document.xml": main, "word/header1.xml": header}
+    assert refusal(zipped(files), "a.docx") == " has no text; 1 header left out"
 
 
 def test_not_utf8():
@@ -398,6 +441,29 @@ def test_what_is_utf8_is_text_whatever_its_name(name, tmp_path):
     assert losses_of("a,\u4e2d\r\nb\rc\n".encode(), name) == ("a,\u4e2d\nb\nc\n", [])
     (tmp_path / name).write_bytes(b"\xef\xbb\xbfa\r\nb")
     assert "".join(text_of(str(tmp_path / name))) == read_document(tmp_path / name) == "a\nb"
+
+
+def test_a_word_file_whose_picture_is_gone_is_read():
+    files = docx_files(["Some words."])
+    relations = (
+        str(files["word/_rels/document.xml.rels"]).replace(' TargetMode="External"', "").replace(REMOTE, "media/a.png")
+    )
+    drawing = str(files["word/document.xml"]).replace("r:link", "r:embed")
+    data = zipped(files | {"word/_rels/document.xml.rels": relations, "word/document.xml": drawing})
+    text, lost = losses_of(data, "a.docx")
+    assert "Some words." in text and lost == ["a.docx: 1 picture that it names not in the file"]
+
+
+def test_base64_in_a_text_is_told(tmp_path, capsys):
+    picture = base64.encodebytes(random.Random(1).randbytes(3000)).decode()
+    notebook = json.dumps({"image/png": picture})
+    plain = "".join("ACGT" * 16 + "\n" for _ in range(40)) + "ACGT" * 800 + " " + "0f" * 2000
+    for text, told in ((f"Subject: a\n\n{picture}", True), (notebook, True), (plain, False)):
+        lost = losses_of(text.encode(), "a.eml")[1]
+        assert bool(lost) == told
+        (tmp_path / "a.eml").write_text(text)
+        assert "".join(text_of(str(tmp_path / "a.eml"))) == text
+        assert ("base64" in capsys.readouterr().err) == told
 
 
 def test_pages_without_text_are_counted():

@@ -76,12 +76,16 @@ def _way_out(name: str) -> str:
 
 def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> Iterator[str]:
     """The text of a stream that is open; it is closed at the end."""
-    blank = True
+    from ..text.losses import ENCODED, is_encoded
+
+    blank, encoded = True, False
     with opened:
         try:
             with blaming(source, ValueError):
                 for block in read_utf8(stream, first=first):
                     blank = blank and not block.strip()
+                    if not encoded and (encoded := is_encoded(block)):
+                        to_stderr(f"{source}: {ENCODED}")
                     yield block
         except OSError as error:
             raise ValueError(f"{source} cannot be read: {error.strerror}") from error

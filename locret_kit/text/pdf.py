@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from .losses import Refusal, counted
+from .right_to_left import in_reading_order
 
 if TYPE_CHECKING:
     from pypdfium2 import PdfDocument, PdfPage, PdfTextPage
@@ -102,7 +103,9 @@ def _page(document: PdfDocument, number: int) -> str:
         shown.close()
         page.set_rotation(turn)
         shown = page.get_textpage()
-    text = _ordered(shown, turn) or shown.get_text_range()
+    text = _ordered(shown, turn)
+    if not text:
+        text = shown.get_text_range() if turn else in_reading_order(shown, shown.get_text_range())
     shown.close()
     notes = "\n".join(_annotations(document, page))
     page.close()

@@ -23,7 +23,7 @@ from zipfile import ZipFile
 from ..files import read_utf8
 from ..naming import first_line
 from .epub import book_text
-from .losses import Refusal
+from .losses import ENCODED, Refusal, is_encoded
 from .pdf import pdf_text
 from .web_page import page_text
 from .word import word_text
@@ -118,7 +118,7 @@ def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost =
     except Exception as error:  # parsers of untrusted bytes raise whatever they stumble over
         raise ValueError(f"{name} is damaged{suffix and f', or no {suffix} file'}: {first_line(error)}") from error
     if not text.strip():
-        raise ValueError(f"{name} has no text")
+        raise ValueError("; ".join([f"{name} has no text", *losses]))
     for line in losses:
         lost(f"{name}: {line}")
     return text
@@ -143,9 +143,11 @@ def _text(data: bytes, name: str, suffix: str, limit: int, losses: list[str]) ->
     if (suffix or kind) in CONVERTED:
         return _convert(data, name, suffix or kind, limit, losses)
     try:
-        return "".join(read_utf8(BytesIO(data)))
+        text = "".join(read_utf8(BytesIO(data)))
     except ValueError as error:
         raise Refusal(f"{name}: {error}") from error
+    losses += [ENCODED] * is_encoded(text)
+    return text
 
 
 def _format(data: bytes, suffix: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
@@ -50,6 +51,9 @@ def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
                     part = ElementTree.tostring(root, "utf-8", xml_declaration=True)
                 texts.append((called, root))
             copy.writestr(entry, part)
+        pictures = _missing_pictures(archive)
+        for picture in pictures:
+            copy.writestr(picture, b"")  # the converter would refuse the document
     text = word_page(out.getvalue(), name)
     lost: dict[str, int] = {}
     for called, root in texts:
@@ -59,9 +63,26 @@ def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
         number += len(missing((one for each in pieces for one in each), text)) if called == "passage" else 0
         lost[called] = lost.get(called, 0) + number
     losses += [f"{counted(number, called)} left out" for called, number in lost.items() if number]
+    if pictures:
+        losses.append(f"{counted(len(pictures), 'picture')} that it names not in the file")
     if files:
         losses.append(f"{counted(files, 'file')} within it left out")
     return text
+
+
+def _missing_pictures(archive: ZipFile) -> list[str]:
+    """Names of pictures that a part refers to and that are not in the file."""
+    from defusedxml.ElementTree import fromstring
+
+    there, named = set(archive.namelist()), []
+    for entry in archive.namelist():
+        folder, relations = posixpath.split(entry)
+        if relations.endswith(".rels") and posixpath.basename(folder) == "_rels":
+            for one in fromstring(archive.read(entry)):
+                if one.get("Type", "").endswith("/image") and one.get("TargetMode") != "External":
+                    target = posixpath.join("/", posixpath.dirname(folder), one.get("Target", ""))
+                    named.append(posixpath.normpath(target).lstrip("/"))
+    return sorted(set(named) - there)
 
 
 def _name(element: Element) -> str:
