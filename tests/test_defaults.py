@@ -24,12 +24,12 @@ def model():
 @pytest.mark.parametrize(
     ("tokens", "free", "turns", "budget", "why"),
     [
-        (100, None, 0, BUDGET, "as any text has"),
-        (4 * BUDGET, None, 0, BUDGET, "as any text has"),
+        (100, None, 0, BUDGET, "the least that a text gets"),
+        (4 * BUDGET, None, 0, BUDGET, "the least that a text gets"),
         (8000, None, 0, 2000, "a quarter of them"),
         (80_000, None, 0, 8192 - 512, "window of 8192"),
         (80_000, None, 1024, 8192 - 512 - 1024, "window of 8192"),
-        (8000, 1, 0, BUDGET, "as any text has"),
+        (8000, 1, 0, BUDGET, "the least that a text gets"),
     ],
 )
 def test_the_budget_follows_the_text(model, monkeypatch, tokens, free, turns, budget, why):

@@ -59,7 +59,7 @@ def budget_of_text(
         limits[f"as many as half of the free {free / 2**30:.1f} GiB holds"] = least.budget + STEP * more
     reason, budget = min(limits.items(), key=lambda item: item[1])
     if budget <= least.budget:
-        reason, budget = "as any text has", least.budget
+        reason, budget = "the least that a text gets", least.budget
     return budget, f"budget: {budget} slots for {tokens} tokens, {reason}; --budget N takes another"
 
 
