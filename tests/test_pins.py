@@ -174,7 +174,10 @@ def test_budgets_are_raised(data, heads, unit):
         assert all(floor <= b <= max(floor, was) for floor, b, was in zip(least, mine, budgets, strict=True))
         if all(floor <= was for floor, was in zip(least, budgets, strict=True)):
             assert mine == budgets
-        spare, total = [max(0, was - floor) for floor, was in zip(least, budgets, strict=True)], sum(budgets) - sum(least)
+        spare, total = (
+            [max(0, was - floor) for floor, was in zip(least, budgets, strict=True)],
+            sum(budgets) - sum(least),
+        )
         shares = [Fraction(n * total * WHOLE // max(1, sum(spare)), WHOLE) for n in spare]
         assert mine == [n + more for n, more in zip(least, rounded(shares, total, spare), strict=True)]
 
