@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from locret_kit import attach
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cache.lanes import BatchCache
 from locret_kit.runtime.batch import Batch, Request, run
+from locret_kit.runtime.sampling import Chooser
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 LENGTHS = (83, 20, 61, 7)
@@ -180,6 +182,43 @@ def test_generate_samples_several_answers_and_searches_with_beams():
                 )
             whole.append(out.tolist())
         assert whole[0] == whole[1]  # nothing is evicted: transformers' own
+
+
+def test_a_cache_of_a_batch_takes_other_texts_after_a_reset():
+    """And rows that are repeated or picked; what it cannot do it refuses, and answers nothing wrong."""
+    model, ids = backbone(), torch.tensor([tokens(40, seed=1), tokens(40, seed=2)])
+    cache = BatchCache(24, "h2o", chunk=13, local_len=5)
+
+    def answer(ids, **form):
+        return model.generate(
+            ids, past_key_values=cache, max_new_tokens=4, eos_token_id=None, do_sample=False, **form
+        ).tolist()
+
+    with attach(model), torch.no_grad():
+        first = answer(ids)
+        for again in (ids, torch.cat((ids, ids), 1)[:, :42]):
+            with pytest.raises(ValueError, match=r"position_ids begin with .* others need reset\(\) or a new cache"):
+                answer(again)
+        with pytest.raises(ValueError, match=r"attention_mask=\[2, 9\] must be \[2, 44\]: the 43 columns"):
+            model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(2, 9))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([False, True, True, False]))
+        assert [lane.get_seq_length() for lane in cache.lanes] == [43, 43]
+        want = [model(torch.tensor([[7], [7]]), past_key_values=one).logits for one in (deepcopy(cache), cache)]
+        assert torch.equal(*want) and not torch.equal(*want[0])
+        cache.reset()
+        assert answer(ids) == first
+        cache.reset()
+        with pytest.raises(ValueError, match="cannot be cropped, as assisted generation and prompt lookup do"):
+            answer(torch.cat((ids[:1], ids[:1]), 1), prompt_lookup_num_tokens=3)
+
+
+def test_logits_that_are_not_finite_choose_no_token():
+    choose = Chooser(Sampling(), 0, torch.device("cpu"), [1])
+    for wrong in ("nan", "-inf"):
+        with pytest.raises(RuntimeError, match=f"logits are not finite, but {wrong}: no token can be chosen"):
+            choose(torch.full((9,), float(wrong)))
+    assert choose(torch.tensor([0.0, float("-inf"), 2.0, 2.0])) == 2
 
 
 def test_a_policy_that_generate_cannot_run_says_so():
