@@ -10,13 +10,15 @@ import pytest
 import torch
 from pairwise import one_of
 from policy_runs import POLICIES, backbone, distinct_tokens, heads_of, held, make, tokens
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from locret_kit import attach
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cache.lanes import BatchCache
 from locret_kit.runtime.batch import Batch, Request, run
 from locret_kit.runtime.sampling import Chooser
-from locret_kit.runtime.session import Sampling, decode, prefill
+from locret_kit.runtime.session import Answer, Sampling, decode, prefill
 
 LENGTHS = (83, 20, 61, 7)
 REREADING = "rereading-locret(tokens=12,window=4,kernel=3,first=2,smooth=3,each=true,least=0.8)"
@@ -211,6 +213,15 @@ def test_a_cache_of_a_batch_takes_other_texts_after_a_reset():
         cache.reset()
         with pytest.raises(ValueError, match="cannot be cropped, as assisted generation and prompt lookup do"):
             answer(torch.cat((ids[:1], ids[:1]), 1), prompt_lookup_num_tokens=3)
+
+
+def test_pieces_are_the_answer_where_a_tokenizer_cleans_up():
+    """A blank that a later token would take away is a piece already."""
+    words = Tokenizer(models.WordLevel({f"w{n}" if n else "'": n for n in range(97)}, unk_token="w1"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w1", clean_up_tokenization_spaces=True)
+    cache, sampling = make("streaming", length=5), Sampling(logit_bias=((0, 1e6),))
+    answer = Answer(backbone(), tokenizer, [5, 6, 7, 8, 9], cache, max_new_tokens=5, sampling=sampling)
+    assert "".join(answer) == str(answer) == "' ' ' ' '"
 
 
 def test_logits_that_are_not_finite_choose_no_token():
