@@ -14,7 +14,7 @@ from .spec import decoder_of
 M = TypeVar("M", bound=nn.Module)
 
 
-class _Answered(MoeModelOutputWithPast):
+class _FinalStates(MoeModelOutputWithPast):
     """Output of a decoder: its final hidden states. All else is None, as where a forward was not asked for it."""
 
     def __getattr__(self, name: str) -> None:
@@ -36,7 +36,7 @@ def own_logits(model: PreTrainedModel, hidden_BTE: Tensor, ids_BT: Tensor) -> Te
     for name in path.split("."):
         inner = copied._modules[name] = _shallow(cast(nn.Module, copied._modules[name]))
         copied = inner
-    vars(copied)["forward"] = lambda *args, **kwargs: _Answered(last_hidden_state=hidden_BTE)
+    vars(copied)["forward"] = lambda *args, **kwargs: _FinalStates(last_hidden_state=hidden_BTE)
     logits: Tensor = type(outermost).forward(outermost, input_ids=ids_BT, use_cache=False, return_dict=True).logits
     return logits
 

@@ -22,7 +22,7 @@ from ..heads import RetainingHeads, loaded
 from ..settings import RunSettings
 from .bounded import BoundedCache
 from .context import Stage
-from .storage.rows import CROPPED
+from .storage.rows import CROPPING
 from .view import score_alike, shared_scores
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class BatchCache(Lanes):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise ValueError: as ``BoundedLayer.crop``."""
-        raise ValueError(CROPPED)
+        raise ValueError(CROPPING)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes ``repeats`` rows, one after the other."""

@@ -18,7 +18,7 @@ from .blocks import BlockStore
 from .codec import Codec, Column
 from .layouts import ALL, Index, Layout, Shapes
 
-CROPPED = (
+CROPPING = (
     "a bounded cache cannot be cropped, as assisted generation and prompt lookup do: evicted rows do not come back"
 )
 COUNTS = ("rows", "seen", "since_eviction", "evictions")
@@ -337,7 +337,7 @@ class BoundedLayer(CacheLayerMixin):
             self.store.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(CROPPED)
+        raise ValueError(CROPPING)
 
     @property
     def nbytes(self) -> int:
