@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import warnings
 
 import pytest
@@ -111,6 +113,18 @@ def test_attaching_twice_is_an_error():
     model = tiny_model("llama")
     with attach(model), pytest.raises(RuntimeError, match="attached already"):
         attach(model)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: torch.save(model, io.BytesIO())])
+def test_an_attached_model_is_not_copied(copied):
+    """A copy would run the forward of the model that it was made of."""
+    model = tiny_model("llama")
+    with (
+        attach(model),
+        pytest.raises(TypeError, match="^an attached model is neither copied nor pickled: detach it first"),
+    ):
+        copied(model)
+    copied(model)
 
 
 def test_a_cache_without_attach_says_so():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 from pairwise import one_of
 from policy_runs import POLICIES, backbone, distinct_tokens, heads_of, held, make, tokens
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from locret_kit import attach
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cache.lanes import BatchCache
 from locret_kit.runtime.batch import Batch, Request, run
-from locret_kit.runtime.session import Sampling, decode, prefill
+from locret_kit.runtime.sampling import Chooser
+from locret_kit.runtime.session import Answer, Sampling, decode, prefill
 
 LENGTHS = (83, 20, 61, 7)
 REREADING = "rereading-locret(tokens=12,window=4,kernel=3,first=2,smooth=3,each=true,least=0.8)"
@@ -180,6 +184,52 @@ def test_generate_samples_several_answers_and_searches_with_beams():
                 )
             whole.append(out.tolist())
         assert whole[0] == whole[1]  # nothing is evicted: transformers' own
+
+
+def test_a_cache_of_a_batch_takes_other_texts_after_a_reset():
+    """And rows that are repeated or picked; what it cannot do it refuses, and answers nothing wrong."""
+    model, ids = backbone(), torch.tensor([tokens(40, seed=1), tokens(40, seed=2)])
+    cache = BatchCache(24, "h2o", chunk=13, local_len=5)
+
+    def answer(ids, **form):
+        return model.generate(
+            ids, past_key_values=cache, max_new_tokens=4, eos_token_id=None, do_sample=False, **form
+        ).tolist()
+
+    with attach(model), torch.no_grad():
+        first = answer(ids)
+        for again in (ids, torch.cat((ids, ids), 1)[:, :42]):
+            with pytest.raises(ValueError, match=r"position_ids begin with .* others need reset\(\) or a new cache"):
+                answer(again)
+        with pytest.raises(ValueError, match=r"attention_mask=\[2, 9\] must be \[2, 44\]: the 43 columns"):
+            model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(2, 9))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([False, True, True, False]))
+        assert [lane.get_seq_length() for lane in cache.lanes] == [43, 43]
+        want = [model(torch.tensor([[7], [7]]), past_key_values=one).logits for one in (deepcopy(cache), cache)]
+        assert torch.equal(*want) and not torch.equal(*want[0])
+        cache.reset()
+        assert answer(ids) == first
+        cache.reset()
+        with pytest.raises(ValueError, match="cannot be cropped, as assisted generation and prompt lookup do"):
+            answer(torch.cat((ids[:1], ids[:1]), 1), prompt_lookup_num_tokens=3)
+
+
+def test_pieces_are_the_answer_where_a_tokenizer_cleans_up():
+    """A blank that a later token would take away is a piece already."""
+    words = Tokenizer(models.WordLevel({f"w{n}" if n else "'": n for n in range(97)}, unk_token="w1"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w1", clean_up_tokenization_spaces=True)
+    cache, sampling = make("streaming", length=5), Sampling(logit_bias=((0, 1e6),))
+    answer = Answer(backbone(), tokenizer, [5, 6, 7, 8, 9], cache, max_new_tokens=5, sampling=sampling)
+    assert "".join(answer) == str(answer) == "' ' ' ' '"
+
+
+def test_logits_that_are_not_finite_choose_no_token():
+    choose = Chooser(Sampling(), 0, torch.device("cpu"), [1])
+    for wrong in ("nan", "-inf"):
+        with pytest.raises(RuntimeError, match=f"logits are not finite, but {wrong}: no token can be chosen"):
+            choose(torch.full((9,), float(wrong)))
+    assert choose(torch.tensor([0.0, float("-inf"), 2.0, 2.0])) == 2
 
 
 def test_a_policy_that_generate_cannot_run_says_so():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -22,7 +23,7 @@ from locret_kit.policies.allocation import Adaptive
 from locret_kit.policies.base import Scope, Score, Uniform, rank_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.policy import Policy
-from locret_kit.policies.rounding import raised
+from locret_kit.policies.rounding import WHOLE, raised, rounded
 from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -157,13 +158,14 @@ def test_choice_by_definition(case, selection, allocation, pinned_share, scope_s
     assert torch.equal(stay, selection.select(scores, scoped & free, free, left, slots) | slots.pinned)
 
 
-@given(st.data(), st.integers(1, 7))
+@given(st.data(), st.integers(1, 7), st.sampled_from([1, 2_000_003]))
 @MANY
-def test_budgets_are_raised(data, heads):
-    rows = []
+def test_budgets_are_raised(data, heads, unit):
+    """As by integers of any size: the larger ``unit`` stands for many heads of a million slots."""
+    rows, number = [], st.integers(0, 9).map(lambda n: n * unit + n % 4)
     for _ in range(2):
-        least = data.draw(st.lists(st.integers(0, 9), min_size=heads, max_size=heads))
-        budgets = data.draw(st.lists(st.integers(0, 9), min_size=heads, max_size=heads))
+        least = data.draw(st.lists(number, min_size=heads, max_size=heads))
+        budgets = data.draw(st.lists(number, min_size=heads, max_size=heads))
         budgets[0] += max(0, sum(least) - sum(budgets))
         rows.append((budgets, least))
     got = raised(*(torch.tensor([row[i] for row in rows]) for i in (0, 1))).tolist()
@@ -172,6 +174,12 @@ def test_budgets_are_raised(data, heads):
         assert all(floor <= b <= max(floor, was) for floor, b, was in zip(least, mine, budgets, strict=True))
         if all(floor <= was for floor, was in zip(least, budgets, strict=True)):
             assert mine == budgets
+        spare, total = (
+            [max(0, was - floor) for floor, was in zip(least, budgets, strict=True)],
+            sum(budgets) - sum(least),
+        )
+        shares = [Fraction(n * total * WHOLE // max(1, sum(spare)), WHOLE) for n in spare]
+        assert mine == [n + more for n, more in zip(least, rounded(shares, total, spare), strict=True)]
 
 
 @pytest.mark.parametrize("policy", ["merge-locret", "merge(base=ada-locret)", "merge(base=snapkv(6,3),metric=l2)"])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from policy_runs import EVICTING, LENGTH, POLICIES, SMALL, backbone, held, make, run, tokens, turn
+from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
 from locret_kit.cache.geometry.schedule import PIECE
@@ -223,10 +224,19 @@ def test_ragged_heads_take_no_more_memory():
 # ---- token entropy ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 2, SLICE, SLICE + 2, LENGTH])
-def test_entropy_is_the_backbones_own(length):
-    """While nothing is evicted: ``-log P`` of the full forward, in slices of logits."""
-    model, ids = backbone(), tokens(length)
+SCALED = {
+    "granite": dict(model_type="granite", logits_scaling=4.0),
+    "cohere": dict(model_type="cohere", logit_scale=0.25),
+    "gemma3": dict(model_type="gemma3_text", head_dim=8, final_logit_softcapping=2.0),
+}
+
+
+@pytest.mark.parametrize(
+    "name, length", [*(("llama", n) for n in (1, 2, SLICE, SLICE + 2, LENGTH)), *((n, 9) for n in SCALED)]
+)
+def test_entropy_is_the_backbones_own(name, length):
+    """While nothing is evicted: ``-log P`` of the full forward, in slices of logits, whatever is done to them at the end."""
+    model, ids = tiny_model("llama", **SCALED.get(name, {})).double(), tokens(length)
     cache = make("sirllm", budget=100, length=length)
     widths = []
     hook = model.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))

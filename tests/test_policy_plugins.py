@@ -15,8 +15,9 @@ from tiny_tokenizer import TEXT, save_tiny_backbone
 
 from locret_kit.cli.infer import main
 from locret_kit.policies import registry
-from locret_kit.policies.base import PolicyWarning
+from locret_kit.policies.base import PolicyWarning, Score, TopK, best_of
 from locret_kit.policies.grammar import describe_policies, parse_policy, spell
+from locret_kit.policies.policy import Policy
 
 VATP = '''"""VATP, arXiv 2406.12335: attention times the L1 norm of the value. The file has no postponed annotations."""
 
@@ -157,6 +158,42 @@ def test_the_command_runs_it(tables, tmp_path, monkeypatch, capsys):
     figures, said = json.loads((tmp_path / "report.json").read_text()), capsys.readouterr().err
     assert figures["policy"] == "my-vatp(power=2)" and figures["evictions"] > 0
     assert f"plugin='{path}x.py': FileNotFoundError" in said and "Traceback" not in said
+
+
+class Spoilt(Score):
+    """Scores by age, of which a function makes something else."""
+
+    def __init__(self, spoil) -> None:
+        self.spoil = spoil
+
+    def score_slots(self, slots):
+        return self.spoil(slots.positions.float())
+
+
+class Lavish(TopK):
+    """Keeps some slots more than it may, or fewer."""
+
+    def __init__(self, more: int) -> None:
+        object.__setattr__(self, "more", more)
+
+    def select(self, scores_BHS, protected_BHS, valid_BHS, budgets_BH, slots):
+        return best_of(scores_BHS, protected_BHS, valid_BHS, budgets_BH + self.more)
+
+
+@pytest.mark.parametrize(
+    "parts, said",
+    [
+        ({"score": Spoilt(lambda x: x / 0)}, "scores of Spoilt are NaN or infinite for [0-9]+ of 52 slots, they must be finite"),
+        ({"score": Spoilt(lambda x: x.where(x != 5, float("nan")))}, "scores of Spoilt are NaN or infinite for 2 of 52 slots"),
+        ({"score": Spoilt(lambda x: x[..., 1:])}, r"are torch.float32 \[1, 2, 25\], they must be floating point \[1, 2, 26\]"),
+        ({"score": Spoilt(lambda x: x.int())}, "are torch.int32 .*, they must be floating point"),
+        *(({"score": Spoilt(abs), "selection": Lavish(n)}, "Lavish and Uniform keep .* of the slots, they") for n in (-1, 1)),
+    ],
+)  # fmt: skip
+def test_what_a_plugin_gives_is_checked(parts, said):
+    """One line with the policy and the layer; nothing else would tell of it."""
+    with pytest.raises(ValueError, match=rf"^policy='mine', layer 0: .*{said}"):
+        run(Policy("mine", **parts))
 
 
 def test_a_module_is_loaded_by_its_name(tables, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.planning.inference_plan import Setting, cache_bytes, store_bytes
 from locret_kit.policies.base import PolicyWarning
-from locret_kit.policies.grammar import parse_policy
+from locret_kit.policies.grammar import composed_of, parse_policy
 from locret_kit.runtime.session import prefill
 from locret_kit.settings import RunSettings
 
@@ -123,9 +123,11 @@ def test_named_policies() -> None:
 
 
 def test_sizes_are_those_of_the_budget() -> None:
+    """In the store and where it is looked up: as though they had been given."""
     cache, model = make("scaled-infllm"), backbone()
+    given = make(composed_of(parse_policy("scaled-infllm").at(24)))
     with attach(model), torch.no_grad():
-        prefill(model, tokens(), cache)
+        assert torch.equal(prefill(model, tokens(), cache), prefill(model, tokens(), given))
     assert cache.context.policy.recall == parse_policy("scaled-infllm").at(24).recall
     store = cache.bounded[0].store
     assert store is not None and store.size == 10 and cache.context.recalls.blocks > 0

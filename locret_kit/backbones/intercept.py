@@ -199,6 +199,7 @@ class Attachment:
             self._own = before
             self._known = _calls_of(decoder, description, model.device)
             replace_forward(undo, decoder, self._forward)
+            _refuse_copies(undo, decoder)
             unrotate(undo, decoder, _wants_unrotated, in_halves=description.answers_in_halves)
             if description.skips_rotation:
                 skip_rotations(undo, decoder, _unrotated_operations)
@@ -262,6 +263,16 @@ class Attachment:
 
     def __exit__(self, *exc: object) -> None:
         self.detach()
+
+
+def _refuse_copies(undo: Undo, decoder: nn.Module) -> None:
+    """Let copying and pickling of a decoder raise TypeError until ``undo``: a copy would call this one's forward."""
+
+    def refuse(protocol: object) -> NoReturn:
+        raise TypeError("an attached model is neither copied nor pickled: detach it first (save_pretrained works)")
+
+    undo.add(lambda: vars(decoder).pop("__reduce_ex__", None))
+    vars(decoder)["__reduce_ex__"] = refuse
 
 
 def _calls_of(

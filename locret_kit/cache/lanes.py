@@ -22,6 +22,7 @@ from ..heads import RetainingHeads, loaded
 from ..settings import RunSettings
 from .bounded import BoundedCache
 from .context import Stage
+from .storage.rows import CROPPING
 from .view import score_alike, shared_scores
 
 if TYPE_CHECKING:
@@ -193,8 +194,12 @@ class BatchCache(Lanes):
         # The mask covers all columns so far; its last T are those of this forward.
         fresh = torch.ones(B, T, dtype=torch.bool, device=given.device)
         if mask is not None:
-            if mask.dim() != 2:
-                raise ValueError(f"attention_mask={list(mask.shape)} must have two axes, [batch, tokens]")
+            # A mask of fewer columns goes with a prompt that the cache has read already.
+            if tuple(mask.shape) != (B, self.columns + T):
+                raise ValueError(
+                    f"attention_mask={list(mask.shape)} must be {[B, self.columns + T]}: the {self.columns} columns that "
+                    f"this cache has seen and {T} new ones; other texts need reset() or a new cache"
+                )
             fresh = mask[:, -T:].bool()
         if not self.lanes:
             # The prompt: every row is a text of its own from here on.
@@ -214,13 +219,32 @@ class BatchCache(Lanes):
             counts = fresh.sum(1).tolist()
         # Padding stands on the left now, so the new tokens of a row end at its right edge.
         self.spans = [(row, T - count, T) for row, count in enumerate(counts)]
-        self.columns += T
         self._place((B, T), given.device)
+        if mask is None:  # a prompt that was read already comes again without its first columns
+            _refuse_other_places(kwargs.get("position_ids"), self.position_BT)
+        self.columns += T
         return {**kwargs, "position_ids": self.position_BT, "attention_mask": None}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included."""
         return self.columns
+
+    def reset(self) -> None:
+        """Forget all texts: the next forward makes caches for others."""
+        self.lanes, self.spans, self.columns = [], [], 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise ValueError: as ``BoundedLayer.crop``."""
+        raise ValueError(CROPPING)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes ``repeats`` rows, one after the other."""
+        self.batch_select_indices(torch.arange(len(self.lanes)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Row ``i`` becomes a copy of row ``indices[i]``, or of the ``i``-th one that a bool says."""
+        rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self.reorder_cache(rows)  # type: ignore[arg-type]  # a LongTensor
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row ``i`` becomes a copy of row ``beam_idx[i]``."""
@@ -231,6 +255,15 @@ class BatchCache(Lanes):
             lanes.append(deepcopy(self.lanes[row]) if row in taken else self.lanes[row])
             taken.add(row)
         self.lanes = lanes
+
+
+def _refuse_other_places(given: object, position_BT: Tensor) -> None:
+    """Raise ValueError unless new tokens without padding go on where the texts of a cache end."""
+    if isinstance(given, Tensor) and given.shape == position_BT.shape and not torch.equal(given, position_BT):
+        raise ValueError(
+            f"position_ids begin with {given[:, 0].tolist()}, they must begin with {position_BT[:, 0].tolist()}, where "
+            "this cache goes on: it takes texts in order and once; others need reset() or a new cache"
+        )
 
 
 def _to_the_right(x_BT: Tensor, fresh_BT: Tensor) -> Tensor:

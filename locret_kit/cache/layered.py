@@ -72,6 +72,9 @@ class LayeredCache(StatefulCache):
     def reorder_cache(self, beam_idx: LongTensor) -> None:
         raise ValueError("a BoundedCache takes one text: beams are texts of a BatchCache")
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise ValueError("a BoundedCache takes one text: several are those of a BatchCache")
+
     @property
     def kept_rows(self) -> list[int]:
         """Rows a head holds now (on average where heads differ), per layer."""

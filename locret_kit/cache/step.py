@@ -122,7 +122,7 @@ def evict(
     # The last eviction before the tail protects no newest slots: the tail follows them.
     slots = slots_of(ctx, layer, rows, keep, min(stabilizers, keep), seen)
     t0 = time.perf_counter()
-    scores_BHS = policy.score.score_slots(slots)
+    scores_BHS = policy.scores(slots)
     rows.layout.put_back(rows.scores, slots.entry_scores)  # a score may have aged them
     t1 = time.perf_counter()
     stay_BHS = policy.choose(slots, scores_BHS)

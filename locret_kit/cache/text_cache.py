@@ -69,7 +69,7 @@ class TextCache(LayeredCache):
         if self._context is None:
             context = Context.of(model, self.policy, self.schedule, self.heads, self.settings, self.counters)
             check_room(context, self.pins)
-            self._context = replace(context, pins=self.pins, stages=(*stages_of(self.policy), *self._stages))
+            self._context = replace(context, pins=self.pins, stages=(*stages_of(context.policy), *self._stages))
             self.settings = context.settings
             self.layers.extend(make_layers(self._context, self.scratch))
             self.states = States.of(model, context.spec)

@@ -162,11 +162,44 @@ class Policy:
             kept.append(kept_BHS & valid_BHS)
         return torch.stack(kept, dim=2)
 
+    def scores(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]`` of the slots. Raises ValueError where those of a plugin are no finite numbers of that shape."""
+        scores_BHS = self.score.score_slots(slots)
+        if _is_plugin(self.score):
+            said = f"policy={self.name!r}, layer {slots.layer}: scores of {type(self.score).__name__} are"
+            if scores_BHS.shape != slots.valid.shape or not scores_BHS.is_floating_point():
+                there, shape = f"{scores_BHS.dtype} {list(scores_BHS.shape)}", list(slots.valid.shape)
+                raise ValueError(f"{said} {there}, they must be floating point {shape}")
+            if wrong := int((slots.valid & ~scores_BHS.isfinite()).sum()):
+                raise ValueError(
+                    f"{said} NaN or infinite for {wrong} of {scores_BHS.numel()} slots, they must be finite"
+                )
+        return scores_BHS
+
     def choose(self, slots: Slots, scores_BHS: Tensor | None = None) -> Tensor:
         """Boolean ``[B, H, S]``: the slots that stay, by their scores (computed where they are not given). Pinned slots stay;
-        scopes and selection share what the head's budget leaves, as if the head held no others."""
-        if scores_BHS is None:
-            scores_BHS = self.score.score_slots(slots)
+        scopes and selection share what the head's budget leaves, as if the head held no others.
+
+        Raises:
+            ValueError: a plugin's scores, see ``scores``, or a plugin that keeps other numbers of slots than it must.
+        """
+        stay_BHS = self._chosen(slots, self.scores(slots) if scores_BHS is None else scores_BHS)
+        if _is_plugin(self.selection) or _is_plugin(self.allocation):
+            most_BH, stays_BH = slots.valid.sum(-1), (stay_BHS & slots.valid).sum(-1)
+            budgets_BH = most_BH.clamp(max=slots.keep)
+            if self.ragged:  # heads may differ, their sum may not
+                budgets_BH = most_BH.sum(-1).clamp(max=slots.keep * most_BH.shape[1])
+                stays_BH = stays_BH.sum(-1)
+            if not torch.equal(stays_BH, budgets_BH) or (stay_BHS & ~slots.valid).any():
+                parts = f"{type(self.selection).__name__} and {type(self.allocation).__name__}"
+                raise ValueError(
+                    f"policy={self.name!r}, layer {slots.layer}: {parts} keep {stays_BH.tolist()} of the slots, they must keep "
+                    f"{budgets_BH.tolist()}"
+                )
+        return stay_BHS
+
+    def _chosen(self, slots: Slots, scores_BHS: Tensor) -> Tensor:
+        """``choose``, by scores that are at hand."""
         protected_BHS = self.protected(slots)
         budgets_BH = slots.valid.sum(-1).clamp(max=slots.keep)
         if self.ragged:
@@ -180,3 +213,8 @@ class Policy:
         taken_BH, free_BHS = pinned_BHS.sum(-1), valid_BHS & ~pinned_BHS
         left_BH = raised(budgets_BH, taken_BH) - taken_BH
         return self.selection.select(scores_BHS, protected_BHS & free_BHS, free_BHS, left_BH, slots) | pinned_BHS
+
+
+def _is_plugin(part: Score | Selection | Allocation) -> bool:
+    """Whether a part is none of the kit's own, so that what it gives is checked: for that the host waits."""
+    return type(part).__module__.partition(".")[0] != __name__.partition(".")[0]

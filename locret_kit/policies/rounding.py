@@ -52,6 +52,7 @@ def raised(budgets_BH: Tensor, least_BH: Tensor) -> Tensor:
     """Budgets ``[B, H]`` (int64) of which each is at least ``least``; rows keep their sums, which are at least those of
     ``least``. What some heads lack, the others give in proportion to what they have above theirs."""
     spare_BH = (budgets_BH - least_BH).clamp(min=0)
-    total_B = (budgets_BH - least_BH).sum(-1)
-    share_BH = spare_BH * total_B[:, None] * WHOLE // spare_BH.sum(-1, keepdim=True).clamp(min=1)
-    return least_BH + rounded_on_device(share_BH, spare_BH, total_B)
+    total_B, spare_B1 = (budgets_BH - least_BH).sum(-1), spare_BH.sum(-1, keepdim=True).clamp(min=1)
+    # Whole slots and the rest apart: all three factors together would leave 64 bits at 32 heads of 500,000 slots.
+    whole_BH, rest_BH = spare_BH * total_B[:, None] // spare_B1, spare_BH * total_B[:, None] % spare_B1
+    return least_BH + rounded_on_device(whole_BH * WHOLE + rest_BH * WHOLE // spare_B1, spare_BH, total_B)

@@ -103,7 +103,11 @@ class Chooser:
         if self._sampling.temperature > 0:
             token = int(torch.multinomial(scores_V.softmax(-1), 1, generator=self._generator))
         else:
-            token = int(scores_V.argmax())
+            at = scores_V.argmax()
+            number, best = torch.stack((at.float(), scores_V.take(at).float())).tolist()  # the host waits once
+            if not math.isfinite(best):
+                raise RuntimeError(f"the next token's logits are not finite, but {best}: no token can be chosen")
+            token = int(number)
         self._seen.append(token)
         self._answered[token] += 1
         if self._constraint is not None:

@@ -18,6 +18,9 @@ from .blocks import BlockStore
 from .codec import Codec, Column
 from .layouts import ALL, Index, Layout, Shapes
 
+CROPPING = (
+    "a bounded cache cannot be cropped, as assisted generation and prompt lookup do: evicted rows do not come back"
+)
 COUNTS = ("rows", "seen", "since_eviction", "evictions")
 """Counts of a layer that a step changes."""
 
@@ -334,9 +337,7 @@ class BoundedLayer(CacheLayerMixin):
             self.store.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(
-            "a bounded cache cannot be cropped, as assisted generation and prompt lookup do: evicted rows do not come back"
-        )
+        raise ValueError(CROPPING)
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...backbones.own_logits import own_logits
 from ..attention import Weight
 from ..registry import part, register
 from ..scopes import Sinks, Window
@@ -28,18 +29,15 @@ def token_entropy(
         hidden_BTE: final hidden states of the tokens ``ids_BT``.
         before_B1E: the hidden state before the first of them; None at the start of a text, whose first token gets 0.
     """
-    head = model.get_output_embeddings()
-    if head is None:
+    if model.get_output_embeddings() is None:
         raise ValueError("token entropy needs a model with an output layer (AutoModelForCausalLM)")
-    cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
     start = 1 if before_B1E is None else 0
     source_BTE = hidden_BTE[:, :-1] if before_B1E is None else torch.cat((before_B1E, hidden_BTE[:, :-1]), dim=1)
     out_BT = torch.zeros(ids_BT.shape, dtype=torch.float32, device=hidden_BTE.device)
     for at in range(start, ids_BT.shape[1], SLICE):
         target_BN = ids_BT[:, at : at + SLICE]
-        logits_BNV = head(source_BTE[:, at - start : at - start + target_BN.shape[1]]).float()
-        if cap is not None:
-            logits_BNV = cap * torch.tanh(logits_BNV / cap)
+        hidden_BNE = source_BTE[:, at - start : at - start + target_BN.shape[1]]
+        logits_BNV = own_logits(model, hidden_BNE, target_BN).float()
         out_BT[:, at : at + SLICE] = F.cross_entropy(logits_BNV.transpose(1, 2), target_BN, reduction="none")
     return out_BT, hidden_BTE[:, -1:].clone()
 
