@@ -15,7 +15,7 @@ from ..naming import first_line
 from ..runtime.batch import run as answered
 from ..runtime.sequence import Request, Sequence
 from ..runtime.session import Sampling
-from ..runtime.tokens import stream_ids
+from ..runtime.tokens import answer_text, stream_ids
 from ..text.template import has_template, render_messages
 from ..validation import made
 from .batch_files import BatchFiles, key_of, lines_of, open_answers
@@ -145,7 +145,7 @@ def said(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[str, ob
     if sequence.error is not None:
         return {"error": first_line(sequence.error)}
     return {
-        "answer": tokenizer.decode(sequence.tokens, skip_special_tokens=True),
+        "answer": answer_text(tokenizer, sequence.tokens),
         "finish_reason": sequence.finish_reason,
         "prompt_tokens": len(sequence.request.ids),
         "new_tokens": len(sequence.tokens),

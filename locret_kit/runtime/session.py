@@ -18,6 +18,7 @@ from .decoders import Decoding, logits_after
 from .report import Report
 from .sampling import Chooser, Sampling, stop_ids
 from .sequence import Request, Sequence
+from .tokens import answer_text
 
 
 @torch.inference_mode()
@@ -182,10 +183,6 @@ class Answer:
         progress: Callable[[int, int], None] | None,
     ) -> Generator[str, None, None]:
         ids, cache = self.ids, self.cache
-
-        def decoded_text() -> str:  # a blank that is cleaned up later may have been a piece already
-            return str(tokenizer.decode(self.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
         with attached(model), explain_oom(model, cache, len(ids)):
             began, before = time.perf_counter(), cache.get_seq_length()
             logits = prefill(model, ids, cache, progress)
@@ -195,11 +192,11 @@ class Answer:
                 if not self.tokens:
                     self.first_token_s = time.perf_counter() - began
                 self.tokens.append(token)
-                text = decoded_text()
+                text = answer_text(tokenizer, self.tokens)
                 if not text.endswith("\ufffd"):  # a character whose last token is yet to come
                     piece, self._text = text[len(self._text) :], text
                     yield piece
-            text = decoded_text()
+            text = answer_text(tokenizer, self.tokens)
             piece, self._text = text[len(self._text) :], text
         self.finish_reason = "stop" if len(self.tokens) < limit else "length"
         self._report = Report.of(

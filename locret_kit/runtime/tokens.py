@@ -136,6 +136,11 @@ class IdStream:
         return ids
 
 
+def answer_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> str:
+    """Text of an answer's tokens. Blanks stay, also before marks: one that goes later may have been a piece already."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     """The bytes of a token in UTF-8, also of one that is a part of a character."""
     text, word = str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token))

@@ -11,7 +11,7 @@ from itertools import accumulate
 from ..naming import first_line
 from ..runtime.kept_text import token_texts
 from ..runtime.sequence import Logprob
-from ..runtime.tokens import token_bytes
+from ..runtime.tokens import answer_text, token_bytes
 from .engine import Engine
 from .errors import Failed
 from .request import ServerRequest, Stopping
@@ -75,7 +75,7 @@ class AnswerStream:
         return min((at for stop in self.stops if (at := said.find(stop)) >= 0), default=None)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self.engine.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return answer_text(self.engine.tokenizer, tokens)
 
     def leave(self) -> None:
         """Cancel what is still running."""
