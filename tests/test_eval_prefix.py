@@ -27,6 +27,7 @@ from tiny_heads import INFERENCE, save_tiny_heads
 from tiny_tokenizer import TEXT, tiny_tokenizer
 from transformers import LlamaForCausalLM
 
+from locret_kit.backbones.releases import cache_among
 from locret_kit.cache.fork import CannotFork
 from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.cli.eval import main, run_of
@@ -365,7 +366,7 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
         fresh(cache, *given, **rest)
 
     def no_room(model, input_ids=None, **rest):
-        shared = any(one() is rest["past_key_values"] for one in forks)
+        shared = any(one() is cache_among((), rest) for one in forks)
         if input_ids.shape[1] == 1 and (shared or (always and freed)):
             raise torch.OutOfMemoryError("no room")
         return forward(model, input_ids=input_ids, **rest)
