@@ -157,6 +157,7 @@ def card() -> Iterator[Card]:
         stack.enter_context(mock.patch.object(common, "launch", _launch))
         stack.enter_context(mock.patch.object(torch.cuda, "_lazy_init", lambda: None))
         stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda device=None: None))
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (8, 0)))
         stack.enter_context(mock.patch.object(attend, "_lower_right_bias", _mask))
         for probe in (attend.has_flash, attend.varlen_operator):  # what this card has, another has not
             probe.cache_clear()
