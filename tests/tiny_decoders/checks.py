@@ -157,7 +157,11 @@ class Subject:
     @cached_property
     def answer(self) -> tuple[list[int], Tensor]:
         """Greedy tokens and logits ``[NEW, V]`` of the model by itself."""
-        return self._generated()
+        try:
+            return self._generated()
+        except Exception:
+            self.read(self.model, self.cache("streaming", "original", PROMPT + NEW), [])  # which may be refused by name
+            raise
 
     def _generated(self, **given: Any) -> tuple[list[int], Tensor]:
         out = self.model.generate(
