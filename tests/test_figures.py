@@ -137,15 +137,15 @@ FIGURES: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("95 MB", lambda: f"{demo.WHEEL_MB} MB"),
     ],
     "docs/results/facts.md": [
-        ("answer 9, 8 and 9 of 12", lambda: f"answer {with_slots(512, 256, 128)}"),
-        ("attention 7 of 12", lambda: f"attention {right(*UNSEEN, 0, 'full')}"),
+        ("answer 30, 28 and 22 of 35", lambda: f"answer {with_slots(512, 256, 128)}"),
+        ("attention 25 of 35", lambda: f"attention {right(*UNSEEN, 0, 'full')}"),
         (
-            "template 9 of 12 and 11 of 12",
+            "template 22 of 26 and 20 of 26",
             lambda: "template {} and {}".format(
                 *(right(*UNSEEN, slots, LOOKAHEAD, plain_rows) for slots in (512, 256))
             ),
         ),
-        ("attention 4 of 12", lambda: f"attention {right(*UNSEEN, 0, 'full', plain_rows)}"),
+        ("attention 7 of 26", lambda: f"attention {right(*UNSEEN, 0, 'full', plain_rows)}"),
         ("answer 3 of 7", lambda: f"answer {right('R.PassKey', 'unseen', 16384, 1024, LOOKAHEAD)}"),
         ("`bm25` has 19 of 20 with", lambda: f"`bm25` has {right('R.PassKey', 'jargon', 16384, 512, 'bm25')} with"),
         (
