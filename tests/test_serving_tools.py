@@ -309,7 +309,7 @@ def test_an_answer_of_a_schema_or_a_call(client, first, reason):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_an_answer(form):
-    """Of every form of calls: the answer, a call, whose schema may refer to its own parts, and nothing else."""
+    """Every form of calls: the answer, a call, whose schema may refer to its own parts, and nothing else."""
     _, tokenizer, _ = parts("llama")
     end, (depth, now) = tokenizer.eos_token_id, TOOLS
     schema = json.loads(json.dumps(depth["function"]["parameters"]))

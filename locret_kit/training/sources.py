@@ -107,7 +107,7 @@ class Records:
         return records
 
     def _advice(self) -> str:
-        """What a source that cannot be read may have been meant for."""
+        """Advice on a source that cannot be read: what it may have been meant for."""
         path = Path(self.name)
         if any(file.name.endswith(TEXTS) for file in (path, *path.glob("*"))):
             return "; text without questions goes to data.texts"

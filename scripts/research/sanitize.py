@@ -23,7 +23,7 @@ LIBRARIES = ("libasan.so", "libubsan.so", "libstdc++.so.6")  # the last for thei
 
 
 def path_of(library: str) -> str:
-    """Where the compiler has a library."""
+    """Path of one of the compiler's libraries."""
     command = ["g++", f"-print-file-name={library}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
