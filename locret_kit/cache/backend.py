@@ -134,10 +134,10 @@ class CpuBackend(Backend):
     linear: ClassVar[Linear] = staticmethod(product)
 
     def packs(self, dtype: torch.dtype) -> bool:
-        return dtype in attend_on_cpu.DTYPES
+        return dtype in cpp.DTYPES
 
     def operations(self, x: Tensor) -> LayerOperations | None:
-        if type(x) is not Tensor or x.device.type != "cpu" or x.dtype not in attend_on_cpu.DTYPES:
+        if type(x) is not Tensor or x.device.type != "cpu" or x.dtype not in cpp.DTYPES:
             return None
         return LayerOperations(fused_on_cpu.rms_norm, fused_on_cpu.swiglu, product)
 

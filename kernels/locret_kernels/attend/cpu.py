@@ -26,8 +26,6 @@ ATTENTION = np.dtype(
     )]
     + [("scaling", np.float64), ("margin", np.float64)]
 )  # fmt: skip
-DTYPES = (torch.float32, torch.bfloat16)
-"""Types of rows and hidden states; float64 stays with the definitions."""
 LANES = 16
 """Channels of a head are a multiple of it: numbers of the widest vector."""
 MAX_ROWS = 1 << 14
@@ -51,7 +49,7 @@ def takes(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor) -> bool:
         return False
     alike = all(type(x) is Tensor and x.dtype == q_BQTD.dtype and x.shape[-1] == D and x.stride(-1) == 1 for x in three)
     fits = k_BHSD.shape == v_BHSD.shape and D % LANES == 0 and D <= cpp.MAX_CHANNELS and k_BHSD.shape[2] <= MAX_ROWS
-    return alike and fits and q_BQTD.device.type == "cpu" and q_BQTD.dtype in DTYPES
+    return alike and fits and q_BQTD.device.type == "cpu" and q_BQTD.dtype in cpp.DTYPES
 
 
 def attend_and_count(

@@ -39,6 +39,8 @@ FLAGS = (
     "-fPIC",
 )
 COMPILE_SECONDS = 120
+DTYPES = (torch.float32, torch.bfloat16)
+"""Types of rows, activations and hidden states; others are computed by the definitions."""
 MAX_CHANNELS = 1024
 """Channels of the largest head."""
 CHANNELS = (64, 96, 128, 256)

@@ -12,9 +12,6 @@ from .. import cpp
 from . import reference
 from .reference import check_gate, check_norm
 
-DTYPES = (torch.float32, torch.bfloat16)
-"""Types of rows; others, and weights of another type than theirs, are the definitions'."""
-
 
 @cache
 def load() -> cpp.Library:
@@ -32,7 +29,7 @@ def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = 
     """As ``reference.rms_norm``."""
     check_norm(x, weight_C, residual)
     others = (weight_C,) if residual is None else (weight_C, residual)
-    if x.dtype not in DTYPES or any(other.dtype != x.dtype for other in others):
+    if x.dtype not in cpp.DTYPES or any(other.dtype != x.dtype for other in others):
         return reference.rms_norm(x, weight_C, eps, residual)
     x, weight_C, C = x.contiguous(), weight_C.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
@@ -47,7 +44,7 @@ def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """As ``reference.swiglu``."""
     check_gate(gate, up)
-    if gate.dtype not in DTYPES or up.dtype != gate.dtype:
+    if gate.dtype not in cpp.DTYPES or up.dtype != gate.dtype:
         return reference.swiglu(gate, up)
     C = gate.shape[-1]
     gate_NC, up_NC = (x.reshape(-1, C) if x.stride(-1) == 1 else x.contiguous().view(-1, C) for x in (gate, up))

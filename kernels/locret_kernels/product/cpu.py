@@ -15,9 +15,6 @@ from torch import Tensor
 from .. import cpp
 from . import reference
 
-DTYPES = (torch.float32, torch.bfloat16)
-"""Types of activations; of others the definition's product is taken."""
-
 
 @cache
 def load(form: str, *options: str) -> cpp.Library:
@@ -33,7 +30,7 @@ def load(form: str, *options: str) -> cpp.Library:
 
 def product(x: Tensor, data: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
     """As ``reference.product``."""
-    if x.dtype not in DTYPES:
+    if x.dtype not in cpp.DTYPES:
         return reference.product(x, data, form, bias)
     reference.check_packed(x, data, form)
     x, data, K, N = x.contiguous(), data.contiguous(), x.shape[-1], len(data)

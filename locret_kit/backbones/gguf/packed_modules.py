@@ -35,7 +35,7 @@ def multiplies_integers(form: str) -> bool:
 def packed_product(x: Tensor, weight: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
     """``x [..., K]`` times a packed matrix ``[N, row_bytes]``, transposed, plus a bias: integer products on a CPU; elsewhere by
     numbers that are unpacked for it, ``AT_ONCE`` at a time."""
-    if x.device.type == "cpu" and x.dtype in product_on_cpu.DTYPES and multiplies_integers(form):
+    if x.device.type == "cpu" and x.dtype in cpp.DTYPES and multiplies_integers(form):
         return product_on_cpu.product(x, weight, form, bias)
     rows = max(1, AT_ONCE // FORMATS[form].columns(weight.shape[1]))
     parts = [product(x, some, form) for some in weight.split(rows)]
