@@ -165,7 +165,7 @@ def test_unknown_metric_and_missing_library(monkeypatch):
     with pytest.raises(ValueError, match=r"metric='rogue' is unknown. Did you mean 'rouge'"):
         get_metric("rogue")
     monkeypatch.setattr(normalisation, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
-    with pytest.raises(ImportError, match=r"needs sacrebleu: in the clone, pip install '.\[eval\]'"):
+    with pytest.raises(ImportError, match=r"needs sacrebleu: in the clone, pip install -e '.\[eval\]'"):
         get_metric("reconstruction")("x", "y", {})
 
 

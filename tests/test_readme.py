@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,6 +117,38 @@ def test_commands_are_understood(words):
         values = given_by(SIMPLE[name], given)
         if "policy" in values and "plugin" not in values:
             grammar.parse_policy(values["policy"])
+
+
+def test_no_line_replaces_a_clone_by_a_copy_of_it():
+    """``pip install '.[extra]'`` does, where the clone is installed with ``-e``; in pages, messages, scripts and notebooks."""
+    names = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines()
+    for path in (ROOT / name for name in names if name.endswith((".md", ".py", ".sh", ".ipynb", ".yml", ".toml"))):
+        lines = re.findall(
+            r"pip install (?:-(?!e\b|\w*-editable)\S+ )*['\"]?\.[^\n]*", path.read_text(encoding="utf-8")
+        )
+        assert path == Path(__file__) or not lines, f"{path}: {lines}"
+
+
+def test_set_up_notices_that_the_kit_is_a_copy(tmp_path):
+    """What ``pip install .`` leaves: the stamp of setup.sh, and the package elsewhere. The installer itself is written down."""
+    venv, copy, log = tmp_path / "venv", tmp_path / "copy", tmp_path / "log"
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin" / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" = pip ] && echo "$@" >> {log} && exit\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (copy / "locret_kit").mkdir(parents=True)
+    (copy / "locret_kit" / "__init__.py").touch()
+
+    def set_up(place: Path) -> str:
+        env = {**os.environ, "VIRTUAL_ENV": str(venv), "PYTHONPATH": str(place)}
+        env.pop("LOCRET_EXTRAS", None)
+        log.write_text("")
+        subprocess.run(["bash", str(ROOT / "scripts" / "setup.sh")], env=env, check=True, capture_output=True)
+        return log.read_text()
+
+    assert set_up(ROOT).rstrip().endswith("-e .[dev]"), "no stamp"
+    assert set_up(ROOT) == ""
+    assert set_up(copy).rstrip().endswith("-e .[dev]")
 
 
 def test_there_are_commands_of_every_kind():
