@@ -33,7 +33,9 @@ def run_of(config: EvalConfig, parts: EvalParts | None = None) -> Run:
     from ..evals.tasks import find_tasks
     from .eval_setup import load_parts, load_setup
 
-    tasks = find_tasks(config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples)
+    tasks = find_tasks(
+        config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples, metric=config.metric
+    )
     parts = parts or load_parts(config)
     return Run(
         setup=load_setup(config, parts), tasks=tasks, variants=variants(config.policies, config.budgets, parts.trained),
