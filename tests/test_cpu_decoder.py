@@ -15,6 +15,7 @@ from locret_kernels.decoder_step.cpu import load
 from locret_kernels.product import FORMATS
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.gguf.packed_modules import PackedEmbedding, PackedLinear
+from locret_kit.backbones.releases import CACHE
 from locret_kit.runtime.batch import Batch, Request
 from locret_kit.runtime.cpu_decoder import CpuDecoder, _say_once, cpu_decoder
 from locret_kit.runtime.session import Sampling, decode, prefill
@@ -28,7 +29,7 @@ SOME = ["locret", "h2o", "roco", "ada-locret", "snapkv(6,3)", "tova", "scissorha
 
 def forward(model, cache, token: int):
     piece = torch.tensor([[token]])
-    return model(input_ids=piece, past_key_values=cache, logits_to_keep=1).logits[0, -1].float()
+    return model(input_ids=piece, **{CACHE: cache}, logits_to_keep=1).logits[0, -1].float()
 
 
 def decoded(model, cache, ids, decoder: CpuDecoder | None, steps: int = STEPS):

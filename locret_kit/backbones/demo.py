@@ -9,6 +9,7 @@ left as it is.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,7 +248,8 @@ def dequantise(gguf_file: Path, made: Path, name: str) -> PreTrainedTokenizerBas
     whole: dict[str, object] = {"dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # newer releases keep the weights packed unless told not to
         whole["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(gguf_file.parent, **options, **whole)
+    with redirect_stderr(io.StringIO()):  # a bar that nothing else turns off
+        model: Any = AutoModelForCausalLM.from_pretrained(gguf_file.parent, **options, **whole)
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

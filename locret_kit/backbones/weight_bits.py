@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..naming import install_line
 from .spec import text_config
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def quantisation(bits: int, dtype: torch.dtype, device: torch.device) -> BitsAnd
     """
     check_weight_bits(bits)
     if find_spec("bitsandbytes") is None:
-        raise ImportError(f"weight_bits={bits} needs bitsandbytes: in the clone, pip install '.[quantised]'")
+        raise ImportError(f"weight_bits={bits} needs bitsandbytes: {install_line('quantised')}")
     # It says once for each matrix and call that activations become float16 for LLM.int8().
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from bitsandbytes import supported_torch_devices

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from fastapi import HTTPException
 
-from ..naming import first_line
+from ..naming import first_line, install_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -85,7 +85,7 @@ def constraint(
     try:
         from llguidance import LLMatcher
     except ImportError:
-        raise HTTPException(400, "answers by a grammar need llguidance: in the clone, pip install '.[serve]'") from None
+        raise HTTPException(400, f"answers by a grammar need llguidance: {install_line('serve')}") from None
 
     try:
         grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(form.rule for form in forms))

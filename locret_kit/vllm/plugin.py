@@ -6,6 +6,7 @@ point, which vLLM does not leave aside.
 
 from __future__ import annotations
 
+from ..naming import install_line
 from . import VERSIONS
 
 
@@ -40,5 +41,5 @@ def check_version() -> None:
     """Raise RuntimeError for a release of vLLM in which the plugin was not tried."""
     if release() not in VERSIONS:
         raise RuntimeError(
-            f"vllm=={release()}: locret_kit's plugin takes {' or '.join(VERSIONS)} alone: in the clone, pip install '.[vllm]'"
+            f"vllm=={release()}: locret_kit's plugin takes {' or '.join(VERSIONS)} alone: {install_line('vllm')}"
         )

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.v1.attention import selector
 
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.vllm.worker_state import State
@@ -142,7 +143,7 @@ def kit(
         new = torch.tensor([list(ids)[seen:]])
         for _ in range(tokens):
             at = torch.arange(seen, seen + new.shape[1])[None]
-            logits = model(new, past_key_values=cache, position_ids=at).logits[0, -1]
+            logits = model(new, **{CACHE: cache}, position_ids=at).logits[0, -1]
             seen += new.shape[1]
             out.append(int(logits.argmax()))
             new = torch.tensor([[out[-1]]])
