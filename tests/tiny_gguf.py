@@ -66,11 +66,11 @@ def tiny_source(family: str, **changes: Any) -> Any:
     return model
 
 
-def write_gguf(path: Path, model: Any, form: str, tokenizer: Any = None) -> Path:
-    """Convert a model, whose matrices become what the file's are."""
+def write_gguf(path: Path, model: Any, form: str, tokenizer: Any = None, **split: Any) -> Path:
+    """Convert a model, whose matrices become what the file's are. ``split``: how ``GGUFWriter`` makes parts of it."""
     config = model.config
     arch = ARCHITECTURES[config.model_type]
-    writer = GGUFWriter(path, arch)
+    writer = GGUFWriter(path, arch, **split)
     writer.add_name(f"Tiny {config.model_type}")
     _add_fields(writer, config)
     _add_tokenizer(writer, tokenizer or tiny_tokenizer(), config.vocab_size)
