@@ -9,7 +9,15 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_gguf import SCALED, tiny_source, write_byte_level, write_gguf, write_sentencepiece
+from tiny_gguf import (
+    SCALED,
+    newer_source,
+    tiny_source,
+    write_byte_level,
+    write_gguf,
+    write_newer_gguf,
+    write_sentencepiece,
+)  # fmt: skip
 from tiny_tokenizer import TEMPLATE, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +51,28 @@ def same_logits(path, model) -> None:
 def test_a_file_gives_the_logits_of_its_source(family, form, tmp_path):
     model = tiny_source(family)
     same_logits(write_gguf(tmp_path / f"{family}.gguf", model, form), model)
+
+
+@pytest.mark.parametrize("form", ["F16", "Q8_0"])
+@pytest.mark.parametrize("arch", ["qwen35", "qwen35moe", "lfm2"])
+def test_what_transformers_reads_is_unpacked_and_said(arch, form, tmp_path, caplog):
+    """With the logits and the tokens of the same weights as safetensors."""
+    model = newer_source(arch)
+    path = write_newer_gguf(tmp_path / "a.gguf", model, arch, form)
+    model.save_pretrained(tmp_path / "folder")
+    tiny_tokenizer().save_pretrained(tmp_path / "folder")
+    wanted, tokenizer = load_backbone(str(tmp_path / "folder"), device="cpu", dtype="float32")
+    loaded, own = load_backbone(str(path), device="cpu", dtype="float32")
+    assert (
+        f"a.gguf: its matrices are unpacked, which takes the memory of a model of float32: {arch} is read"
+        in caplog.text
+    )
+    assert own("Of 3 parts, it's?").input_ids == tokenizer("Of 3 parts, it's?").input_ids
+    with torch.inference_mode():
+        logits, expected = (one(input_ids=IDS).logits for one in (loaded, wanted))
+        tokens = [one.generate(IDS, max_new_tokens=20, do_sample=False) for one in (loaded, wanted)]
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max() and torch.equal(*tokens)
+    assert load_config(str(path)).model_type == wanted.config.model_type
 
 
 @pytest.mark.parametrize("scaling", SCALED)
