@@ -73,6 +73,9 @@ def test_what_transformers_reads_is_unpacked_and_said(arch, form, tmp_path, capl
         tokens = [one.generate(IDS, max_new_tokens=20, do_sample=False) for one in (loaded, wanted)]
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max() and torch.equal(*tokens)
     assert load_config(str(path)).model_type == wanted.config.model_type
+    write_newer_gguf(tmp_path / "b.gguf", model, arch, form, split_max_tensors=40)
+    with pytest.raises(OSError, match=rf"architecture='{arch}' in parts: join them first \(llama-gguf-split --merge\)"):
+        load_config(str(min(tmp_path.glob("b-*.gguf"))))
 
 
 @pytest.mark.parametrize("scaling", SCALED)

@@ -131,10 +131,10 @@ def newer_source(arch: str) -> Any:
     return model
 
 
-def write_newer_gguf(path: Path, model: Any, arch: str, form: str) -> Path:
+def write_newer_gguf(path: Path, model: Any, arch: str, form: str, **split: Any) -> Path:
     """Convert such a model as llama.cpp's converter does; its matrices become what the file's are."""
     config, state, tiny = model.config, model.state_dict(), tiny_tokenizer()
-    writer = GGUFWriter(path, arch)
+    writer = GGUFWriter(path, arch, **split)
     for name, value in dict(
         context_length=config.max_position_embeddings, embedding_length=config.hidden_size, head_count=config.num_attention_heads,
         block_count=config.num_hidden_layers, feed_forward_length=config.intermediate_size,

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..files import locked
 from ..naming import first_line
@@ -243,7 +243,7 @@ def dequantise(gguf_file: Path, made: Path, name: str) -> PreTrainedTokenizerBas
 
     quiet()
     say("dequantising in float32")
-    model = unpacked(gguf_file, torch.float32)
+    model: Any = unpacked(gguf_file, torch.float32)
     check_plain(model, torch.float32)
     say("saving in bfloat16")
     model.config._name_or_path = name

@@ -153,10 +153,13 @@ def _read_json(path: Path, broken: Callable[[str], object] | None) -> Iterator[d
 
 def _read_array(path: Path) -> Iterator[dict]:
     """Records of a JSON array; a piece of its text is held at a time."""
-    decoder, between, number = json.JSONDecoder(), re.compile(r"[\s,]*"), 0
+    decoder, number = json.JSONDecoder(), 0
     with path.open(encoding="utf-8-sig") as file:
         text, at = file.read(PIECE).lstrip(), 1
-        while (at := between.match(text, at).end()) == len(text) or text[at] != "]":
+        while text[at : at + 1] != "]":
+            if text[at : at + 1] in (*" \t\r\n,",):
+                at += 1
+                continue
             where = f"{path}, record {number}"
             try:
                 _, end = decoder.raw_decode(text, at)
