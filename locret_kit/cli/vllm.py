@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 GROUPS = ("vllm.general_plugins", "vllm.logits_processors", "vllm.stat_logger_plugins")
 """Entry points by which vLLM finds the kit."""
-STREAMING = "streaming"
-"""The policy of a backbone without heads: vLLM's pages have no room for what others remember."""
 
 
 def run(args: VllmOptions, theirs: list[str]) -> int:
@@ -57,9 +55,9 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     """What is served, and the backbone. Raises ValueError, OSError: heads or a policy that do not go together, or with vLLM."""
     from ..backbones.gguf.gguf_place import is_gguf
     from ..backbones.load import resolve_model
-    from ..vllm.server_settings import ServerSettings, VllmSettings
+    from ..vllm.server_settings import ServerSettings, VllmSettings, untrained
 
-    policy = args.policy or (STREAMING if args.model and not args.ckpt else None)
+    policy = args.policy or (untrained() if args.model and not args.ckpt else None)
     chosen = choose(args.ckpt, args.model, None, policy)
     if chosen.adapter is not None:
         raise ValueError(
