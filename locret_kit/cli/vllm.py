@@ -86,7 +86,8 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
-    from ..backbones.load import load_config
+    from ..backbones.load import load_config, pick_device
+    from ..backbones.precision import choose_precision
     from ..backbones.spec import spec_of
     from ..vllm.refusals import refuse
     from ..vllm.request_pages import Pages, pages_of
@@ -102,6 +103,10 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
         options.max_num_seqs = sessions
     if current_platform.is_cpu():
         options.enforce_eager = True
+        if options.dtype == "auto":
+            precision = choose_precision(pick_device("cpu"), config)
+            options.dtype = str(precision).partition(":")[0]
+            print(f"precision: {precision}", file=sys.stderr)
     else:
         options.attention_backend = "CUSTOM"
     trained = config.max_position_embeddings

@@ -5,12 +5,14 @@ vLLM hands its configuration to some of them, and to none what another one made.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..backbones.load import load_config
+from ..backbones.widened import lacks_bfloat16
 from .ranks import Ranks
 from .refusals import refuse_engine
 from .server_settings import ServerSettings, VllmSettings
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import ModelConfig, VllmConfig
 
+LOG = logging.getLogger("locret_kit")
 SECTION = "locret"
 """Name of the kit's settings in vLLM's ``--additional-config``."""
 PROCESSOR = "locret_kit.vllm:Requests"
@@ -69,6 +72,8 @@ def begin(vllm_config: VllmConfig, device: torch.device) -> Worker:
     """Make the worker of this process. Raises ValueError: an engine that does not go with a bounded cache."""
     server, model = server_of(vllm_config), vllm_config.model_config
     refuse_engine(vllm_config, server.section.documents)
+    if device.type == "cpu" and model.dtype == torch.bfloat16 and lacks_bfloat16():
+        LOG.warning("warning: dtype=bfloat16: this processor widens each number of it: --dtype float32 is faster")
     State.server, State.section = server, section_of(vllm_config)
     State.worker = Worker(server, config_of(model), model.dtype, device, _ranks())
     return State.worker
