@@ -107,12 +107,7 @@ class ServerSettings:
             )
         budget = own.get("budget", largest)
         # Numbers of vllm_xargs may come as floating point.
-        if (
-            isinstance(budget, bool)
-            or not isinstance(budget, int | float)
-            or not 1 <= budget <= largest
-            or budget != int(budget)
-        ):
+        if not isinstance(budget, int | float) or budget is True or not 1 <= budget <= largest or budget != int(budget):
             raise ValueError(f"budget={budget!r} must be an integer from 1 to {largest}, the server's")
         settings = replace(self.section.run, budget=int(budget)).resolved(self.inference, prompt_length)
         schedule, pinned = Schedule.of(settings, prompt_length), count(first_pins(settings))
