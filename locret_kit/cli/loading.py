@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ..policies.policy import Policy
     from ..text.spans import Span
 
-POLICY = "compactor"
-"""The policy of a backbone without heads: of those that need no training, the one that finds most (docs/howto/choose.md)."""
 ASKED = "rereading-locret"
 """The policy of the demo's heads where a text is read for its questions alone."""
 
@@ -116,6 +114,7 @@ def choose(
     from ..cache.storage.bits import check_storage
     from ..heads import RetainingHeads
     from ..policies.grammar import parse_policy
+    from ..policies.registry import UNTRAINED
 
     if not ckpt and not model:
         ckpt, policy = demo.HEADS, policy or (ASKED if asked else None)
@@ -126,7 +125,7 @@ def choose(
             raise ValueError(f"policy={named.name!r} needs retaining heads: give --ckpt")
     heads = RetainingHeads.from_pretrained(ckpt, backbone=model) if ckpt else None
     config = heads.config if heads else None
-    chosen = named or parse_policy(config.policy if config else POLICY)
+    chosen = named or parse_policy(config.policy if config else UNTRAINED[0])
     check_storage(kv_bits, chosen)
     name = model or (config.backbone if config else "")
     if config and (known := Path(config.backbone)).is_absolute() and known.exists() and not Path(name).exists():

@@ -20,7 +20,7 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.heads import HeadsConfig, RetainingHeads
-from locret_kit.vllm.worker_state import State
+from locret_kit.vllm.worker_state import PROCESSOR, State
 
 COMMON = dict(
     vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -95,7 +95,7 @@ def options(section: dict[str, Any] | None) -> dict[str, Any]:
     return dict(
         dtype="float32", enforce_eager=True, max_model_len=2048, kv_cache_memory_bytes=8 << 20, max_num_seqs=8,
         max_num_batched_tokens=48, skip_tokenizer_init=True, disable_log_stats=True, enable_prefix_caching=False,
-        additional_config={} if section is None else {"locret": section},
+        **({} if section is None else {"additional_config": {"locret": section}, "logits_processors": [PROCESSOR]}),
     )  # fmt: skip
 
 
