@@ -118,14 +118,6 @@ class CallReader:
         """Whether the answer has all the calls that it may have."""
         return bool(self.calls) and not self.parallel
 
-    def ends_in(self, text: str) -> bool:
-        """Whether an answer of this text ends here: it has the one call that it may have."""
-        if self.parallel or self.form != "tags" or CLOSE not in text:  # in other forms calls end with the answer
-            return False
-        again = CallReader(self.form, [*self.names], parallel=False)
-        again.feed(text)
-        return again.ended
-
     def feed(self, text: str) -> tuple[str, list[Call]]:
         """Text that is no part of a call, and the calls that end in this piece."""
         if self.ended:
