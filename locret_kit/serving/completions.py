@@ -20,7 +20,7 @@ from .answers import AnswerStream
 from .bodies import ChatBody, CompletionBody, TextBody
 from .constraint import AnswerForm, constraint
 from .engine import Engine
-from .errors import TOO_LONG, Refused, field_of
+from .errors import TOO_LONG, Refused
 from .replies import Streamed, Whole, choice, events, usage
 from .request import ServerRequest
 from .state import Server
@@ -80,10 +80,8 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
         if engine.store is not None:
             engine.store.used(upload.id)
     bound = server.limits.answer_tokens
-    max_new_tokens = min(512, bound) if body.wanted_tokens is None else body.wanted_tokens
-    if max_new_tokens > bound:
-        field = field_of(request.url.path, body.tokens_field)
-        raise Refused(400, f"{field}={max_new_tokens} must be at most {bound}", body.tokens_field)
+    wanted = 512 if body.wanted_tokens is None else body.wanted_tokens
+    max_new_tokens = bound if wanted == -1 else min(wanted, bound)
     if body.best_of not in (None, body.n):
         raise Refused(400, f"best_of={body.best_of} must be n={body.n}: every answer is given", "best_of")
     top_logprobs, echoes = body.wanted_logprobs, isinstance(body, TextBody) and body.echo
