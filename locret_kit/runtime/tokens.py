@@ -151,18 +151,30 @@ class TextStream:
     however many.
 
     Args:
-        special: whether special tokens are shown. row: bytes of SentencePiece that wait for the end of their row, since one that
-            is no UTF-8 makes all of them unreadable; what a longer row has shown stays.
+        special: whether special tokens are shown. shown: those that are shown, of all.
+        row: bytes of SentencePiece that wait for the end of their row, since one that is no UTF-8 makes all of them unreadable;
+            what a longer row has shown stays.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special: bool = False, row: int = 32) -> None:
-        self._tokenizer, self._special, self._row = tokenizer, special, row
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        special: bool = False,
+        row: int = 32,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        self._tokenizer, self._special, self._row = tokenizer, special or bool(shown), row
+        known = tokenizer.added_tokens_decoder if shown else {}
+        self._hidden = {token for token, one in known.items() if one.special} - shown
         self._tokens: list[int] = []  # those of the newest piece, and those that wait
         self._before = self._shown = 0  # tokens of the newest piece, and characters of them
         self._text = ""
 
     def add(self, token: int) -> str:
         """The text that is final with this token."""
+        if token in self._hidden:
+            return ""
         self._tokens.append(token)
         last, self._text = self._text, self._decode()
         waiting = len(self._tokens) - self._before

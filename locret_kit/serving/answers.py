@@ -53,13 +53,20 @@ class AnswerStream:
         self.stop_text: str | None = None
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
         # Written by the engine's thread: final text, of which each token has a piece, and its characters after so many tokens.
-        self._text, self._said, self._ends = TextStream(engine.tokenizer), list[str](), [0]
+        self._text, self._said, self._ends = self._stream(), list[str](), [0]
         self._withheld = max((len(stop) for stop in stops), default=1) - 1  # characters that may begin a stop text
         self._newest = ""
         self._cut: int | None = None
         self._ended: str | None = None
         self._first_call = deepcopy(calls) if calls is not None and not calls.parallel else None
         request.on_change, request.stop_at = self._tell, self._take
+
+    def _stream(self) -> TextStream:
+        tokenizer = self.engine.tokenizer
+        marks = tokenizer.get_added_vocab().items() if self.calls is not None else ()
+        return TextStream(
+            tokenizer, shown=frozenset(at for mark, at in marks if self.calls and mark in self.calls.marks)
+        )
 
     def _tell(self) -> None:
         """Wake the event loop, from the engine's thread."""

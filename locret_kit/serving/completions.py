@@ -24,7 +24,7 @@ from .errors import TOO_LONG, Refused
 from .replies import Streamed, Whole, choice, events, usage
 from .request import ServerRequest
 from .state import Server
-from .tools import CallReader, call_forms, form_of
+from .tools import CallReader, call_forms, declared_by, form_of
 
 
 def add_completions(app: FastAPI, server: Server) -> None:
@@ -125,14 +125,15 @@ def form_of_answer(
 ) -> tuple[Callable[[], Constraint] | None, Callable[[], CallReader] | None]:
     """The constraint of an answer's tokens, and the reader of its calls; None for neither. An answer of a schema that need not
     call a tool may do so. Raises HTTPException 400."""
-    form = form_of(engine.tokenizer.chat_template)
+    form, declared = form_of(engine.tokenizer.chat_template), declared_by(engine.tokenizer)
+    form = "declared" if declared is not None and form in ("list", "object") else form
     schema = None if body.response_format is None else body.response_format.schema_of_answer
     forms, calls = [] if schema is None else [AnswerForm(schema)], None
     if isinstance(body, ChatBody) and body.offered:
         if body.must_call or forms:
             forms = [*(() if body.must_call else forms), *call_forms(body.offered, body.called, form)]
-        names = [tool.function.name for tool in body.tools]
-        calls = partial(CallReader, form, names, parallel=body.parallel_tool_calls)
+        tools = {tool.function.name: tool.function.parameters for tool in body.tools}
+        calls = partial(CallReader, form, tools, parallel=body.parallel_tool_calls, declared=declared)
     return constraint(engine.tokenizer, engine.stop_ids, forms) if forms else None, calls
 
 

@@ -200,7 +200,12 @@ let sending = 0; // drops whose files are being sent
 const uploadAll = async (files) => {
   if (!sending) notice();
   sending += 1;
-  for (const file of files) await upload(file).catch((error) => notice(`${$("notice").textContent}\n${file.name}: ${error.message}`.trim()));
+  for (const file of files) {
+    await upload(file).catch((error) => {
+      $("status").textContent = "";
+      notice(`${$("notice").textContent}\n${file.name}: ${error.message}`.trim());
+    });
+  }
   sending -= 1;
 };
 
