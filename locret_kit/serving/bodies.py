@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticKnownError
 from transformers import PreTrainedTokenizerBase
 
 from ..documents.document import Document
@@ -55,8 +56,9 @@ class CompletionBody(BaseModel):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=16)] = 1
     best_of: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    max_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """-1, as more than the server gives: as many as it gives."""
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """0 as OpenAI has it: the likeliest token alone."""
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -94,11 +96,6 @@ class CompletionBody(BaseModel):
         """Texts at which the answer ends."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [text for text in given if text]
-
-    @property
-    def tokens_field(self) -> str:
-        """The field that bounds the answer's tokens."""
-        return "max_tokens"
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -142,11 +139,22 @@ def tool_name(tool: object) -> str:
     return name if isinstance(name, str) else ""
 
 
+def some(tokens: int) -> int:
+    """A number of tokens that is not 0."""
+    if not tokens:
+        raise PydanticKnownError("greater_than_equal", {"ge": 1})
+    return tokens
+
+
+Tokens = Annotated[int, Field(ge=-1), AfterValidator(some)]
+
+
 class ChatBody(CompletionBody):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] = Field(default_factory=list)
@@ -161,8 +169,6 @@ class ChatBody(CompletionBody):
 
     @model_validator(mode="after")
     def _possible(self) -> ChatBody:
-        if self.max_tokens == 0:
-            raise ValueError("max_tokens=0 must be at least 1")
         for call in (call for message in self.messages for call in message.tool_calls):
             call_of(call)
         if isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "allowed_tools":
@@ -202,10 +208,6 @@ class ChatBody(CompletionBody):
     def offered(self) -> list[Tool]:
         """Tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools
-
-    @property
-    def tokens_field(self) -> str:
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def wanted_tokens(self) -> int | None:
