@@ -109,7 +109,13 @@ def render_first(tokenizer, question: str, system: str | None = None) -> str:
 
 
 def render_messages(
-    tokenizer, messages: Objects, *, about: bool = False, tools: Objects = (), continued: bool = False
+    tokenizer,
+    messages: Objects,
+    *,
+    about: bool = False,
+    tools: Objects = (),
+    continued: bool = False,
+    arguments: Mapping[str, object] | None = None,
 ) -> tuple[str, str]:
     """The text of a conversation up to its next answer: '' and all of it, or what comes before and after a document that
     stands, with a blank line, before the first user message's text (``about``).
@@ -117,16 +123,20 @@ def render_messages(
     Args:
         tools: functions that the answer may call, as OpenAI describes them; for a template that has them.
         continued: the last message is the beginning of the answer.
+        arguments: of the template beside these, such as ``enable_thinking``, above those that the tokenizer has.
 
     Raises:
-        ValueError: if the template refuses the conversation, or there is no user message for the document.
+        ValueError: if the template refuses the conversation or an argument, there is none to take one, or there is no user
+            message for the document.
     """
     if not has_template(tokenizer):
+        if arguments:
+            raise ValueError(f"the model has no chat template, which would take {', '.join(arguments):.64}")
         text = defused(tokenizer, "".join(f"{message['content']}\n" for message in messages))
         text = text.removesuffix("\n") if continued else text
         return "", f"\n\n{text}" if about else text
     if not about:
-        return "", render(tokenizer, messages, generation=True, tools=tools, continued=continued)
+        return "", render(tokenizer, messages, generation=True, tools=tools, continued=continued, arguments=arguments)
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise ValueError("a question about a document needs a user message")
@@ -135,7 +145,7 @@ def render_messages(
         [dict(message) for message in messages],
     )
     changed[first]["content"] = f"{marker}\n\n{changed[first]['content']}"
-    text = render(tokenizer, changed, generation=True, tools=tools, continued=continued)
+    text = render(tokenizer, changed, generation=True, tools=tools, continued=continued, arguments=arguments)
     return _split(text, marker, "the document")
 
 
@@ -159,6 +169,11 @@ def around_turn(tokenizer) -> tuple[str, str]:
         return "", ""
     marker = _marker([])
     return _split(render_turn(tokenizer, marker), marker, "the message")
+
+
+def takes(tokenizer, name: str) -> bool:
+    """Whether the chat template, if any, has an argument of that name."""
+    return has_template(tokenizer) and name in compiled(tokenizer.get_chat_template())[1]
 
 
 def has_template(tokenizer) -> bool:
