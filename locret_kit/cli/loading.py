@@ -67,6 +67,7 @@ class Chosen:
             self.backbone, dtype=machine.dtype, device=machine.device, adapter=self.adapter,
             weight_bits=machine.weight_bits,
         )  # fmt: skip
+        machine.set_template(tokenizer)
         if self.heads is not None:
             self.heads.check_backbone(describe(model).spec)
         return model, tokenizer
@@ -274,7 +275,7 @@ def open_document(
         chosen = choose(ckpt, model or about.names["model"], adapter or about.names.get("adapter"), policy)
         bits = machine.weight_bits or next((bits for bits in (8, 4) if saved.model.get("weight_bits") == bits), None)
         dtype = cast(Dtype, saved.dtype) if machine.dtype == "auto" else machine.dtype
-        loaded, tokenizer = chosen.load(Machine(device=machine.device, dtype=dtype, weight_bits=bits))
+        loaded, tokenizer = chosen.load(replace(machine, dtype=dtype, weight_bits=bits))
     except FileNotFoundError as error:
         theirs = ", ".join(f"{what} {name!r}" for what, name in about.names.items())
         raise FileNotFoundError(

@@ -26,6 +26,7 @@ from .tools import Call
 
 PASSED = (
     "model", "stream", "max_tokens", "temperature", "top_p", "top_k", "document_id", "budget", "policy", "seed", "thread",
+    "thinking", "chat_template_kwargs",
 )  # fmt: skip
 """Fields that mean the same in both protocols, or that are this server's own."""
 NO_THREADS = "thread_unsupported_request"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ..documents.document import Document
 from ..runtime.session import Sampling
 from ..runtime.tokens import IdStream, TooManyTokens
-from ..text.template import has_template, render_messages
+from ..text.template import has_template, render_messages, takes
 from .messages import (
     JsonObject,
     Message,
@@ -164,6 +165,12 @@ class ChatBody(CompletionBody):
     ] = "auto"
     parallel_tool_calls: bool = True
     """Whether an answer may call more than one tool; otherwise it ends with its first call."""
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)
+    """Arguments of the chat template, such as ``enable_thinking``."""
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    """The same, for a template that has it."""
+    thinking: JsonObject | None = None
+    """Anthropic's switch, ``{"type": "disabled"}``: ``enable_thinking`` of a template that has it."""
     continue_final_message: bool = True
     """Whether an answer at the end is gone on with; otherwise it is answered."""
 
@@ -225,6 +232,13 @@ class ChatBody(CompletionBody):
         last = self.messages[-1]
         return self.continue_final_message and last.role == "assistant" and bool(last.content) and not last.tool_calls
 
+    def arguments(self, tokenizer: PreTrainedTokenizerBase) -> JsonObject:
+        """Arguments for the chat template."""
+        thinks = None if self.thinking is None else self.thinking.get("type") != "disabled"
+        said = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks}
+        known = {name: value for name, value in said.items() if value is not None and takes(tokenizer, name)}
+        return known | self.chat_template_kwargs
+
     def conversation(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[TemplateMessage], list[JsonObject]]:
         """Messages and tools for the chat template."""
         messages = [message.rendered() for message in self.messages]
@@ -243,14 +257,18 @@ class ChatBody(CompletionBody):
             ValueError: the chat template refuses the conversation. TooManyTokens: there are more than ``max_tokens``.
         """
         messages, tools = self.conversation(tokenizer)
+        render = partial(
+            render_messages, tokenizer, tools=tools, continued=self.continued, arguments=self.arguments(tokenizer)
+        )
         if document is not None:
-            messages = asked(messages)
-            _, after = render_messages(tokenizer, messages, about=True, tools=tools, continued=self.continued)
+            before, after = render(asked(messages), about=True)
+            if self.chat_template_kwargs and before != document.text.before:
+                raise ValueError("chat_template_kwargs change the chat template's text before the document")
             text = document.text.copy()
             text.stream.max_tokens = max_tokens
             return [text.ids_before(after)]
         stream = IdStream(tokenizer, special=not has_template(tokenizer), max_tokens=max_tokens)
-        return [stream.finish(render_messages(tokenizer, messages, tools=tools, continued=self.continued)[1])]
+        return [stream.finish(render(messages)[1])]
 
     def shared_tokens(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> int:
         """All that comes before the first user message, where that is not only the template's own."""
@@ -258,7 +276,9 @@ class ChatBody(CompletionBody):
         first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None or not (first or tools) or not has_template(tokenizer):
             return 0
-        before, _ = render_messages(tokenizer, messages, about=True, tools=tools, continued=self.continued)
+        before, _ = render_messages(
+            tokenizer, messages, about=True, tools=tools, continued=self.continued, arguments=self.arguments(tokenizer)
+        )
         alone = IdStream(tokenizer).finish(before)
         return next(
             (at for at, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), min(len(alone), len(ids))
