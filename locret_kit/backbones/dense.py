@@ -102,7 +102,7 @@ class Dense:
 
 
 def dense(model: PreTrainedModel) -> Dense:
-    """The weights of a model; nothing is copied.
+    """The weights of a model; nothing is copied, and memory that the model lets go of meanwhile stays.
 
     Raises:
         NotDense: another architecture, modules that were exchanged (adapters, quantised weights), hooks, or several devices.
@@ -207,18 +207,17 @@ def _layer(layer: Layer) -> DenseLayer:
 
 def _words(module: object) -> Product:
     if type(module) is PackedEmbedding:
-        return Product(module.weight, None, module.form)
+        return Product(module.weight.detach(), None, module.form)
     if type(module) is not nn.Embedding:
         raise NotDense(f"its words are a {type(module).__name__}")
-    return Product(module.weight, None)
+    return Product(module.weight.detach(), None)
 
 
 def _product(module: object) -> Product:
-    if type(module) is PackedLinear:
-        return Product(module.weight, module.bias, module.form)
-    if type(module) is not nn.Linear:
+    if type(module) not in (PackedLinear, nn.Linear):
         raise NotDense(f"a {type(module).__name__} among its matrices")
-    return Product(module.weight, module.bias)
+    bias = None if module.bias is None else module.bias.detach()
+    return Product(module.weight.detach(), bias, getattr(module, "form", None))
 
 
 def _pieces(both: Product, rows: tuple[int, ...]) -> list[Product]:
@@ -230,4 +229,4 @@ def _pieces(both: Product, rows: tuple[int, ...]) -> list[Product]:
 def _norm(module: object) -> Norm:
     if not is_rms_norm(module):
         raise NotDense(f"a {type(module).__name__} among its norms")
-    return Norm(module.weight, module.variance_epsilon)
+    return Norm(module.weight.detach(), module.variance_epsilon)

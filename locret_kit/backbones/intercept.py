@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -25,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import Unpack
 
-from .attention_methods import Method, answer_methods
+from .attention_methods import Method, meet_attention
 from .blocks_of_forward import read_blocks
 from .decoder_attention import AttentionCall, Calls, DecoderAttention, unrotate
 from .fused import fuse_layers, skip_rotations
@@ -192,10 +191,7 @@ class Attachment:
         description = describe(model)
         decoder, words = decoder_of(model), model.get_output_embeddings()
         try:
-            undo.add(partial(decoder.set_attn_implementation, before))
-            decoder.set_attn_implementation(NAME)
-            if config._attn_implementation != NAME:
-                answer_methods(undo, decoder, config, NAME, _method)
+            meet_attention(undo, decoder, config, NAME, _method)
             self._own = before
             self._known = _calls_of(decoder, description, model.device)
             replace_forward(undo, decoder, self._forward)

@@ -100,7 +100,7 @@ def _chosen(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> 
     device = model.device.type
     decoder: Decoder | str
     if device == "cpu" and not graph:
-        decoder = cpu_decoder(model)
+        decoder = cpu_decoder(model, cache.context.heads)
     elif graph is False:
         return DynamicDecoder(model)
     else:
