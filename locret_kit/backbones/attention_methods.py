@@ -10,9 +10,8 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from .llama import DecoderStack
 from .spec import UnsupportedArchitecture
 from .undo import Undo
 
@@ -20,7 +19,7 @@ Method = Callable[..., tuple[Tensor, Tensor | None]]
 """A module's own, or what answers for it. Queries, keys, values and output are ``[B, heads, T, D]``; a mask comes last."""
 
 
-def meet_attention(undo: Undo, decoder: DecoderStack, config: PreTrainedConfig, name: str, answer: Method) -> None:
+def meet_attention(undo: Undo, decoder: PreTrainedModel, config: PreTrainedConfig, name: str, answer: Method) -> None:
     """Let a decoder ask the attention ``name``, or ``answer`` as in ``_answer_methods``, until ``undo``.
 
     Raises:

@@ -19,7 +19,7 @@ from locret_kernels.fused import rms_norm, swiglu
 
 from .handler import Choice, LayerOperations
 from .llama import DecoderStack, GatedMlp, Layer, RmsNorm, is_gated, is_rms_norm, is_silu
-from .undo import Undo, replace_forward
+from .undo import Undo, has_own_forward, replace_forward
 
 REFERENCE = LayerOperations(rms_norm, swiglu, F.linear)
 
@@ -39,11 +39,11 @@ def _no_rotation(choice: Choice, forward: Callable[..., object], x: Tensor, *arg
 
 def fuse_layers(undo: Undo, decoder: DecoderStack, choice: Choice) -> None:
     """Let a decoder's elementwise work be done by the operations that ``choice`` gives, until ``undo``. Modules that are not of
-    the known kinds are left as they are, and so are those that accelerate moves between devices."""
+    the known kinds are left as they are, and so are those whose forward somebody has replaced, as accelerate does."""
     for layer in decoder.layers:
-        if is_rms_norm(layer.post_attention_layernorm) and not hasattr(layer, "_hf_hook"):
+        if is_rms_norm(layer.post_attention_layernorm) and has_own_forward(layer):
             replace_forward(undo, layer, partial(_layer, layer, choice))
-        if is_gated(layer.mlp) and is_silu(layer.mlp) and not hasattr(layer.mlp, "_hf_hook"):
+        if is_gated(layer.mlp) and is_silu(layer.mlp) and has_own_forward(layer.mlp):
             replace_forward(undo, layer.mlp, partial(_mlp, layer.mlp, choice))
     for norm in filter(is_rms_norm, decoder.modules()):
         replace_forward(undo, norm, partial(_norm, norm, choice))

@@ -39,6 +39,7 @@ from .slices import slice_mlps
 from .spec import decoder_of, text_config
 from .undo import Undo, replace_forward
 from .widened import widen
+from .wrapped import run_eagerly, unwrapped
 
 NAME = "locret"
 
@@ -170,7 +171,7 @@ class Attachment:
     exactly. An interrupt of either leaves the model as it was."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+        self.model = model = unwrapped(model)
         self._explicit = _Active()
         self._undo = Undo()
         self._ranks = group_of(model)
@@ -191,6 +192,7 @@ class Attachment:
         description = describe(model)
         decoder, words = decoder_of(model), model.get_output_embeddings()
         try:
+            run_eagerly(undo, model)
             meet_attention(undo, decoder, config, NAME, _method)
             self._own = before
             self._known = _calls_of(decoder, description, model.device)
@@ -320,7 +322,7 @@ def _sweep(model: PreTrainedModel) -> None:
 def attached(model: PreTrainedModel) -> Iterator[None]:
     """The model attached inside the block, unless it is already. Blocks of several threads, or of several answers that are
     written by turns, may overlap: the last one detaches."""
-    block = _Block()
+    block, model = _Block(), unwrapped(model)
     try:
         with _LOCK:
             if id(model) in _SHARED or not is_attached(model):

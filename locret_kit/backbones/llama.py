@@ -8,6 +8,8 @@ from typing import Protocol, TypeGuard
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .undo import has_own_forward
+
 
 class RmsNorm(nn.Module):
     """A norm that scales by its weight what was rounded before."""
@@ -62,7 +64,7 @@ Forward = Callable[..., DecoderOutput]
 def is_rms_norm(module: object) -> TypeGuard[RmsNorm]:
     """Whether a module is a norm as Llama's."""
     name = type(module).__name__
-    return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and not hasattr(module, "_hf_hook")
+    return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and has_own_forward(module)
 
 
 def is_gated(mlp: nn.Module) -> TypeGuard[GatedMlp]:

@@ -45,6 +45,7 @@ from .spec import (
 )
 from .states import States
 from .windows import window_of
+from .wrapped import unwrapped
 
 TOKENS = 12
 """Tokens that are read."""
@@ -58,6 +59,7 @@ def describe(model: PreTrainedModel) -> DecoderAttention:
     """
     if isinstance(model, Described):
         return model.description
+    model = unwrapped(model)
     decoder, config, ranks = decoder_of(model), text_config(model), getattr(model, "_tp_size", None) or 1
     key = ranks, *_key(decoder, config)
     with _LOCK:

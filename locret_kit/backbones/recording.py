@@ -23,6 +23,7 @@ from .handler import Softmax
 from .releases import CACHE
 from .spec import UnsupportedArchitecture
 from .undo import Undo
+from .wrapped import run_eagerly
 
 NAME = "locret_probe"
 LONG = 4096
@@ -150,6 +151,7 @@ def observed(decoder: PreTrainedModel, config: PreTrainedConfig) -> Iterator[Non
     try:
         for module in training:
             module.training = False
+        run_eagerly(undo, decoder)
         rows = min(getattr(config, "max_position_embeddings", None) or LONG, LONG)
         meet_attention(undo, decoder, config, NAME, partial(_record_method, rows))
         NOW.masks = {}

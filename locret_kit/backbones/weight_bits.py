@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .spec import text_config
+from .wrapped import unwrapped
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
@@ -57,7 +58,7 @@ def quantisation(bits: int, dtype: torch.dtype, device: torch.device) -> BitsAnd
 
 def weight_bits_of(model: PreTrainedModel) -> int | None:
     """Bits of a loaded model's weights; None where they are in its dtype."""
-    return next((bits for bits in WEIGHT_BITS if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
+    return next((bits for bits in WEIGHT_BITS if getattr(unwrapped(model), f"is_loaded_in_{bits}bit", False)), None)
 
 
 def gguf_types(config: PreTrainedConfig) -> str | None:
