@@ -21,9 +21,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from locret_kit import BoundedCache, Chat, Document, attach, load_cache, save_cache
+from locret_kit.backbones.decoder_attention import Described
 from locret_kit.backbones.identity import identity_of
 from locret_kit.backbones.load import load_backbone
 from locret_kit.backbones.probe import describe
+from locret_kit.backbones.wrapped import unwrapped
 from locret_kit.config.recipes import load_config
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.batch import Batch, Request, run
@@ -165,6 +167,15 @@ def test_documents_servers_and_training(wrap, tmp_path):
         assert engine.model is model
         assert HeadTraining(one, load_config(["recipe=tiny", "backbone.model=some/model"])).backbone is model
     assert said[0] == said[1]
+
+
+def test_a_stand_in_is_taken_as_it_is():
+    class Standin(nn.Module, Described):
+        pass
+
+    standin = Standin()
+    standin.description = describe(tiny_model("llama"))
+    assert unwrapped(standin) is standin and describe(standin) is standin.description
 
 
 def prompts(model):

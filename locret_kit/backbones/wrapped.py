@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -29,8 +29,8 @@ def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
             raise ValueError(
                 f"{name} keeps its weights in shards: pass the model before it is sharded, whole on each rank"
             )
-        if isinstance(inner, PreTrainedModel):
-            return inner
+        if isinstance(inner, PreTrainedModel) or hasattr(inner, "description"):  # a stand-in (``Described``) has one
+            return cast(PreTrainedModel, inner)
         held = [x for known, x in inner._modules.items() if known in INNER and library in LIBRARIES]
         if not held:
             raise ValueError(f"{name} is not known as a wrapper: pass the model of transformers that it holds")
