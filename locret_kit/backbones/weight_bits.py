@@ -16,6 +16,7 @@ import torch
 
 from ..naming import install_line
 from .spec import text_config
+from .wrapped import unwrapped
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
@@ -58,7 +59,7 @@ def quantisation(bits: int, dtype: torch.dtype, device: torch.device) -> BitsAnd
 
 def weight_bits_of(model: PreTrainedModel) -> int | None:
     """Bits of a loaded model's weights; None where they are in its dtype."""
-    return next((bits for bits in WEIGHT_BITS if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
+    return next((bits for bits in WEIGHT_BITS if getattr(unwrapped(model), f"is_loaded_in_{bits}bit", False)), None)
 
 
 def gguf_types(config: PreTrainedConfig) -> str | None:

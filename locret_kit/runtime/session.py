@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.intercept import attached
+from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..planning.memory import explain_oom
 from .decoders import Decoding, logits_after
@@ -39,6 +40,7 @@ def prefill(
     Raises:
         ValueError: no tokens, none that are new, or more than the prompt for which the cache was made.
     """
+    model = unwrapped(model)
     total, expected = len(ids), cache.schedule.prompt_length
     if expected is not None and cache.get_seq_length() < expected < total:
         raise _other_length(cache, total)
@@ -136,6 +138,7 @@ class Answer:
         graph: bool | None = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        model = unwrapped(model)
         if not cache.get_seq_length() and cache.schedule.prompt_length not in (None, len(ids)):
             raise _other_length(cache, len(ids))
         with explain_oom(model, cache, len(ids)):
