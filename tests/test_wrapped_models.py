@@ -25,6 +25,7 @@ from locret_kit.backbones.decoder_attention import Described
 from locret_kit.backbones.identity import identity_of
 from locret_kit.backbones.load import load_backbone
 from locret_kit.backbones.probe import describe
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.wrapped import unwrapped
 from locret_kit.config.recipes import load_config
 from locret_kit.policies.grammar import parse_policy
@@ -108,7 +109,7 @@ def plain(model) -> list[int]:
 def by_generate(wrapped, model):
     with attach(wrapped):
         mine = cache()
-        return model.generate(torch.tensor([IDS]), past_key_values=mine, max_new_tokens=LIMIT, do_sample=False)[
+        return model.generate(torch.tensor([IDS]), max_new_tokens=LIMIT, do_sample=False, **{CACHE: mine})[
             0, len(IDS) :
         ].tolist()
 
