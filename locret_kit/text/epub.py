@@ -45,7 +45,7 @@ def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
                 missing += 1
                 continue
             html, encoding, wrong, _ = decoded(archive.read(entry))
-            text, left = markdown(html)
+            text, _, left = markdown(html)
             if wrong:
                 left = [f"{counted(wrong, 'character')} not in {encoding}, its encoding, left out", *left]
             losses += [f"chapter {number} ({posixpath.basename(entry)}): {line}" for line in left]

@@ -1,4 +1,4 @@
-"""Documents as text: plain text as it is; a PDF through PDFium; HTML and Word through markitdown, and so each chapter of an EPUB.
+"""Documents as text: plain text as it is; a PDF through PDFium; HTML, Word and each chapter of an EPUB through markdownify.
 
 Each loss, which the file holds and its text does not, is told in one line.
 
@@ -53,7 +53,7 @@ _OFFICE = (
     ("index/", "a file of Apple's: save it as PDF"),
 )
 """Names of entries of zip archives that are not read, and what their owner is told."""
-_LOGGERS = ("bs4", "charset_normalizer", "mammoth", "markitdown", "pypdfium2")
+_LOGGERS = ("bs4", "charset_normalizer", "mammoth", "pypdfium2")
 _TURN = Lock()
 """Held during a conversion: PDFium runs in one thread at a time, and warnings are silenced for the whole process."""
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections import Counter
-from collections.abc import Iterator
-from io import BytesIO
 
 from .losses import Refusal, counted, missing
 
 OPTIONS: dict[str, bool] = {"escape_asterisks": False, "escape_underscores": False, "escape_misc": False}
-"""Options of markitdown's converters: characters stay as they are."""
+"""Options of the converter: characters stay as they are."""
 _SAME = {
     "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030",
     "shift_jis": "cp932", "euc_kr": "cp949", "utf-16": "utf-8", "utf-16-le": "utf-8", "utf-16-be": "utf-8",
@@ -25,16 +22,6 @@ _BARE = ((b"<\0", "utf-16-le"), (b"\0<", "utf-16-be"))
 _TYPED = ("text", "email", "tel", "url", "number", "date")
 """Fields of a form that somebody fills in."""
 _FRAMES = ("iframe", "frame", "object", "embed")
-_CELLS, _TERMS, _PARTS = frozenset(("td", "th", "p")), frozenset(("dt", "dd", "p")), ("thead", "tbody", "tfoot")
-_ENDS: dict[str, frozenset[str]] = {
-    "p": frozenset("p"), "li": frozenset(("li", "p")), "dt": _TERMS, "dd": _TERMS, "td": _CELLS, "th": _CELLS,
-    "tr": _CELLS | {"tr"}, **dict.fromkeys(_PARTS, _CELLS | {"tr", *_PARTS}),
-    **dict.fromkeys(("ul", "ol", "menu", "dl", "table"), frozenset()),
-}  # fmt: skip
-"""Elements whose end tags a page may leave out before another one's start tag, by the latter (HTML, section 13.1.2.4); and those
-within which they are others."""
-_TAG = re.compile(rf"<!--.*?-->|<(/?)({'|'.join(_ENDS)}|script|style)(?=[\s/>])(?![^<>]*/>)", re.DOTALL | re.IGNORECASE)
-_CODE_END = re.compile("</(?:script|style)", re.IGNORECASE)
 _BLOCKS = (
     "address aside button center details dialog fieldset figure footer form header legend main nav option search summary "
     "textarea"
@@ -53,14 +40,10 @@ def page_text(data: bytes, name: str, losses: list[str]) -> str:
         raise Refusal(f"{name} names no encoding and is not UTF-8: save it as UTF-8")
     if wrong:
         losses.append(f"{counted(wrong, 'character')} not in {encoding}, the encoding that it names, left out")
-    html = _prepared(html)
-    text, left = markdown(html)
+    text, title, left = markdown(html)
     losses += left
-    bare = re.sub("<!--.*?-->", "", html, flags=re.DOTALL)
-    begin = re.search(r"<title\b[^>]*>", bare, re.IGNORECASE)
-    title = bare[begin.end() :].partition("</")[0] if begin else ""
-    if (words := markdown(title)[0]) and missing([(words, [words])], text) and text.strip():
-        text = f"**Title:** {' '.join(words.split())}\n\n{text}"
+    if title and missing([(title, [title])], text) and text:
+        text = f"**Title:** {title}\n\n{text}"
     return text
 
 
@@ -102,17 +85,41 @@ def _bytewise(encoding: str) -> bool:
         return False
 
 
-def markdown(html: str) -> tuple[str, list[str]]:
-    """A page as Markdown, and its losses."""
-    from markitdown.converters import HtmlConverter
+def markdown(html: str) -> tuple[str, str, list[str]]:
+    """A page as Markdown, its title, and its losses."""
+    from markdownify import MarkdownConverter  # the first import, by whose name the extra is found
+    from bs4 import BeautifulSoup, CData, NavigableString  # isort: skip
 
-    html = _prepared(html)
-    text = HtmlConverter().convert_string(html, url=None, **OPTIONS).markdown
-    return text, list(_losses(html, text))
+    page = BeautifulSoup(_prepared(html), "lxml")
+    title = " ".join(page.title.get_text().split()) if page.title else ""
+    for code in page(["script", "style", "template", "head"]):
+        code.extract()
+    strings = [str(one) for one in page.descendants if type(one) in (NavigableString, CData) and one.strip()]
+    fields = [str(one.get("value", "")) for one in page("input") if one.get("type", "text") in _TYPED]
+    frames = len(page(_FRAMES))
+    for picture in page("img", src=re.compile("^data:", re.IGNORECASE)):
+        picture["src"] = str(picture["src"]).partition(",")[0] + "..."
+    for link in page("a", href=re.compile(r"^(?!https?:|file:)[a-z][\w+.-]*:", re.IGNORECASE)):
+        link.unwrap()
+    for box in page("input", type="checkbox"):
+        box.replace_with("[x] " if box.has_attr("checked") else "[ ] ")
+    shown = page.body or page
+    try:
+        text = MarkdownConverter(heading_style="ATX", **OPTIONS).convert_soup(shown).strip()
+    except RecursionError:
+        text = shown.get_text("\n", strip=True)
+    losses = []
+    if lost := missing(((one, [one]) for one in strings), text):
+        losses.append(f"{counted(len(lost), 'passage')} left out, such as {' '.join(lost[0].split())[:40]!r}")
+    if lost := missing(((one, [one]) for one in fields if one.strip()), text):
+        losses.append(f"{counted(len(lost), 'field')} of a form left out, such as {lost[0][:40]!r}")
+    if frames:
+        losses.append(f"{counted(frames, 'frame')} with other pages left out")
+    return text, title, losses
 
 
 def _prepared(html: str) -> str:
-    """A page without what converters stumble over: prefixes of tags, comments, boxes, thousands of blanks in a row."""
+    """A page without what parsers stumble over: prefixes of tags, comments, boxes, thousands of blanks in a row."""
     html = re.sub(r"^\s*<\?xml[^>]*\?>", "", html)
     for prefix in re.findall(r"xmlns:(\w+)\s*=\s*[\"']http://www\.w3\.org/1999/xhtml[\"']", html[:4096]):
         html = re.sub(rf"<(/?){prefix}:", r"<\1", html)
@@ -120,57 +127,4 @@ def _prepared(html: str) -> str:
     # A comment that has no end would take a square of time, and the text after it.
     html = closed + end + rest.replace("<!--", " ")
     html = re.sub(r"\s{256,}", lambda blanks: "\n" if "\n" in blanks[0] else " ", html)
-    return re.sub(rf"<(/?)(?:{_BLOCKS.replace(' ', '|')})(?=[\s/>])", r"<\1div", _closed(html), flags=re.IGNORECASE)
-
-
-def _closed(html: str) -> str:
-    """A page with the end tags that it leaves out: without them its paragraphs, items and cells lie in one another."""
-    pieces, within, opened, done, at = list[str](), list[str](), Counter[str](), 0, 0
-    while tag := _TAG.search(html, at):
-        at, name = tag.end(), (tag[2] or "").lower()
-        if name in ("script", "style") and not tag[1]:
-            if (code := _CODE_END.search(html, at)) is None:  # the rest is none of the page
-                break
-            at = code.end()
-        elif name and not tag[1]:
-            while within and within[-1] in _ENDS[name]:
-                pieces += [html[done : tag.start()], f"</{within[-1]}>"]
-                done = tag.start()
-                opened[within.pop()] -= 1
-            within.append(name)
-            opened[name] += 1
-        while tag[1] and opened[name]:
-            opened[last := within.pop()] -= 1
-            if last == name:
-                break
-    return "".join(pieces) + html[done:]
-
-
-def _losses(html: str, text: str) -> Iterator[str]:
-    """Lines for what a page shows and its text lacks."""
-    from bs4 import BeautifulSoup, CData, NavigableString
-
-    page = BeautifulSoup(html, "html.parser")
-    for hidden in page(["script", "style", "head", "template"]):
-        hidden.extract()
-    strings = [str(one) for one in page.descendants if type(one) in (NavigableString, CData)]
-    words = [one for one in strings if one.strip()]
-    lost = missing(((one, [one]) for one in words), text)
-    if lost:
-        yield f"{counted(len(lost), 'passage')} left out, such as {' '.join(lost[0].split())[:40]!r}"
-    fields = [str(one.get("value", "")) for one in page("input") if one.get("type", "text") in _TYPED]
-    if lost := missing(((one, [one]) for one in fields if one.strip()), text):
-        yield f"{counted(len(lost), 'field')} of a form left out, such as {lost[0][:40]!r}"
-    if frames := len(page(_FRAMES)):
-        yield f"{counted(frames, 'frame')} with other pages left out"
-
-
-def word_page(data: bytes, name: str) -> str:
-    """A Word file as Markdown."""
-    from markitdown import MissingDependencyException, StreamInfo
-    from markitdown.converters import DocxConverter
-
-    try:
-        return DocxConverter().convert(BytesIO(data), StreamInfo(extension=".docx"), **OPTIONS).markdown
-    except MissingDependencyException as error:
-        raise ImportError(f"{name} needs more of markitdown than is installed", name="markitdown") from error
+    return re.sub(rf"<(/?)(?:{_BLOCKS.replace(' ', '|')})(?=[\s/>])", r"<\1div", html, flags=re.IGNORECASE)

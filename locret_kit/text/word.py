@@ -13,7 +13,7 @@ from zipfile import ZIP_STORED, ZipFile
 
 from .archive import stored
 from .losses import counted, missing
-from .web_page import word_page
+from .web_page import markdown
 
 W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 STRICT = "{http://purl.oclc.org/ooxml/wordprocessingml/main}"
@@ -36,6 +36,7 @@ ElementTree.register_namespace("w", W[1:-1])  # markitdown asks for tags by this
 
 def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
     """The text of a Word file as Markdown; its losses are added to ``losses``."""
+    import mammoth
     from defusedxml.ElementTree import fromstring
 
     out, texts, files = BytesIO(), [], 0
@@ -54,7 +55,7 @@ def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
         pictures = _missing_pictures(archive)
         for picture in pictures:
             copy.writestr(picture, b"")  # the converter would refuse the document
-    text = word_page(out.getvalue(), name)
+    text = markdown(mammoth.convert_to_html(out, style_map="u => u").value)[0]
     lost: dict[str, int] = {}
     for called, root in texts:
         several = called in ("comment", "note", "passage")  # others are one thing, in as many passages as they like
