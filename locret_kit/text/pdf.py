@@ -22,6 +22,8 @@ HYPHEN = "\ufffe"
 _LETTER = r"[^\W\d_]"
 _UNKNOWN = r"[\x00-\x08\x0e-\x1f\x7f-\x9f\ue000-\uf8ff\ufffd]"
 """Characters that a font draws and has no Unicode for."""
+_MORE = re.compile(rb"\d\s+\d+\s+obj\b|\bxref\b|startxref")
+"""Beginning of what a cut file still holds after the %%EOF of its earlier state."""
 GUTTER = 6.0
 """Points between two columns, at least."""
 ROWS, WIDE = 4, 18
@@ -35,10 +37,13 @@ def pdf_text(data: bytes, name: str, losses: list[str]) -> str:
     from pypdfium2 import PdfDocument, PdfiumError
     from pypdfium2.raw import FORMTYPE_XFA_FULL, FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY
 
-    if b"%%EOF" not in data[-2048:]:  # PDFium would give the pages that are there, and be silent on the rest
-        raise Refusal(f"{name} is damaged: it has no %%EOF at its end; get it again, or repair it with qpdf")
+    begin, end = data.find(b"%PDF-"), data.rfind(b"%%EOF") + 5
+    whole = re.search(rb"/Linearized\b[^>]*/L\s+(\d+)", data[begin : begin + 1024])
+    if end < 5 or _MORE.search(data, end) or (whole and len(data) - begin < int(whole[1])):
+        # PDFium would give the pages that are there, and be silent on the rest.
+        raise Refusal(f"{name} is damaged: its end is missing; get it again, or repair it with qpdf")
     try:
-        document = PdfDocument(data)
+        document = PdfDocument(data[begin:end])  # mails, servers and file systems leave bytes on either side
     except PdfiumError as error:
         if error.err_code in (FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY):
             raise Refusal(f"{name} is encrypted: save it without a password, such as with qpdf --decrypt") from error

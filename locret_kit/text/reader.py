@@ -152,7 +152,7 @@ def _text(data: bytes, name: str, suffix: str, limit: int, losses: list[str]) ->
 
 def _format(data: bytes, suffix: str) -> str:
     """The format of the bytes: '.pdf', '.docx', '.epub', words for a format that is not read, or '' for text."""
-    if data.startswith(b"%PDF-") or (suffix == ".pdf" and b"%PDF-" in data[:1024]):
+    if data.startswith(b"%PDF-") or (suffix == ".pdf" and b"%PDF-" in data[: 1 << 16]):
         return ".pdf"
     if suffix in PAGES and data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return ""  # its mark is its encoding

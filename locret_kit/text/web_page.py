@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import codecs
 import re
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from .losses import Refusal, counted, missing
+from .numbering import formed
+from .raised import marks
+
+if TYPE_CHECKING:
+    from bs4 import BeautifulSoup, Tag
+    from markdownify import MarkdownConverter
 
 OPTIONS: dict[str, bool] = {"escape_asterisks": False, "escape_underscores": False, "escape_misc": False}
 """Options of the converter: characters stay as they are."""
@@ -27,6 +35,25 @@ _BLOCKS = (
     "textarea"
 )
 """Elements that stand in lines of their own, which converters take for parts of a line."""
+
+
+_INLINE = re.compile(
+    "a|abbr|b|cite|code|del|dfn|em|i|ins|kbd|mark|math|m[ino]|mrow|mfrac|msqrt|msu[bp]|msubsup|q|s|samp|strike|strong|sub|sup|tt|u|var"
+)
+"""Elements that are parts of a line."""
+_FORMS = {"a": "lowerLetter", "A": "upperLetter", "i": "lowerRoman", "I": "upperRoman"}
+"""Forms of a list's numbers, by its type."""
+_STYLED = (
+    ("decimal-leading-zero", "decimalZero"), ("lower-alpha", "lowerLetter"), ("lower-latin", "lowerLetter"),
+    ("upper-alpha", "upperLetter"), ("upper-latin", "upperLetter"), ("lower-roman", "lowerRoman"), ("upper-roman", "upperRoman"),
+)  # fmt: skip
+"""Forms of a list's numbers, by its style."""
+_COUNTERS = re.compile(
+    rf"\bcounters?\(|list-style[\w-]*\s*:[^;}}]*({'|'.join(style for style, _ in _STYLED)}|\w+-greek|\")"
+)
+"""Numbers that a style sheet makes."""
+_HIDDEN = re.compile(r"(?:^|;)\s*(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.IGNORECASE)
+_STRUCK = re.compile("line-through", re.IGNORECASE)
 
 
 def page_text(data: bytes, name: str, losses: list[str]) -> str:
@@ -87,25 +114,34 @@ def _bytewise(encoding: str) -> bool:
 
 def markdown(html: str) -> tuple[str, str, list[str]]:
     """A page as Markdown, its title, and its losses."""
-    from markdownify import MarkdownConverter  # the first import, by whose name the extra is found
+    import markdownify  # noqa: F401  # the first import, by whose name the extra is found
     from bs4 import BeautifulSoup, CData, NavigableString  # isort: skip
 
     page = BeautifulSoup(_prepared(html), "lxml")
     title = " ".join(page.title.get_text().split()) if page.title else ""
+    sheets = any(_COUNTERS.search(sheet.get_text()) for sheet in page("style"))
     for code in page(["script", "style", "template", "head"]):
         code.extract()
+    hidden = [
+        words for one in [*page(hidden=True), *page(style=_HIDDEN)] if (words := one.extract().get_text().strip())
+    ]
+    for old in page(["span", "font", "big", "small", "strike"]):
+        _respell(old)
+    with suppress(RecursionError):  # a page that is nested deeply keeps its strings in pieces
+        page.smooth()
     strings = [str(one) for one in page.descendants if type(one) in (NavigableString, CData) and one.strip()]
     fields = [str(one.get("value", "")) for one in page("input") if one.get("type", "text") in _TYPED]
-    frames = len(page(_FRAMES))
-    for picture in page("img", src=re.compile("^data:", re.IGNORECASE)):
-        picture["src"] = str(picture["src"]).partition(",")[0] + "..."
+    frames, (pictures, gone) = len(page(_FRAMES)), _without_pictures(page)
+    _write_places(page)
+    for items in page(["ol", "ul"]):
+        _write_numbers(items)
     for link in page("a", href=re.compile(r"^(?!https?:|file:)[a-z][\w+.-]*:", re.IGNORECASE)):
         link.unwrap()
     for box in page("input", type="checkbox"):
         box.replace_with("[x] " if box.has_attr("checked") else "[ ] ")
     shown = page.body or page
     try:
-        text = MarkdownConverter(heading_style="ATX", **OPTIONS).convert_soup(shown).strip()
+        text = _converter().convert_soup(shown).strip()
     except RecursionError:
         text = shown.get_text("\n", strip=True)
     losses = []
@@ -115,7 +151,132 @@ def markdown(html: str) -> tuple[str, str, list[str]]:
         losses.append(f"{counted(len(lost), 'field')} of a form left out, such as {lost[0][:40]!r}")
     if frames:
         losses.append(f"{counted(frames, 'frame')} with other pages left out")
+    if hidden:
+        losses.append(
+            f"{counted(len(hidden), 'hidden passage')} left out, such as {' '.join(hidden[0].split())[:40]!r}"
+        )
+    if sheets:
+        losses.append("numbers that its style sheet makes, of lists or headings, left out")
+    if pictures:
+        losses.append(f"{counted(pictures, 'picture')} left out")
+    if gone:
+        losses.append(f"{counted(gone, 'picture')} that it names not in the file")
     return text, title, losses
+
+
+def _converter() -> MarkdownConverter:
+    """markdownify's converter, with an item's own number where one is written in ``data-label``."""
+    from markdownify import MarkdownConverter
+
+    class Converter(MarkdownConverter):
+        def convert_li(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+            said, label = super().convert_li(el, text, parent_tags), el.get("data-label")
+            return re.sub(r"^\S+", lambda _: str(label), said, count=1) if label and said.strip() else said
+
+    return Converter(heading_style="ATX", **OPTIONS)
+
+
+def _respell(element: Tag) -> None:
+    """Write a part of a line as the element whose look its style gives it."""
+    style = str(element.get("style", ""))
+    place = re.search(r"vertical-align\s*:\s*(super|sub)\b", style)
+    if place:
+        element.name = place[1].removesuffix("er")
+    elif element.name == "strike" or _STRUCK.search(style):
+        element.name = "s"
+    else:
+        element.unwrap()
+
+
+def _without_pictures(page: BeautifulSoup) -> tuple[int, int]:
+    """Take pictures that the page itself holds out of it, and leave what is said in their place. The number of these, and of
+    those that have no content."""
+    pictures = gone = 0
+    for picture in page("img", src=re.compile("^data:", re.IGNORECASE)):
+        if picture.get("data-src"):  # what is shown once the page has been scrolled there
+            picture["src"] = picture["data-src"]
+            continue
+        there = bool(str(picture["src"]).partition(",")[2])
+        pictures, gone = pictures + there, gone + (not there)
+        picture["src"] = ""
+        if not picture.get("alt"):
+            picture.extract()
+    return pictures, gone
+
+
+def _write_places(page: BeautifulSoup) -> None:
+    """Write into the text what a page says by places: raised, lowered, fractions, roots."""
+    for fraction in page("mfrac"):
+        top, *rest = fraction(True, recursive=False)
+        for part in (top, *rest):
+            if len(part.get_text().strip()) > 1 and not part.get_text().strip().isalnum():
+                part.insert(0, "(")
+                part.append(")")
+        top.insert_after("/")
+    for root in page("msqrt"):
+        root.insert(0, "\u221a(")
+        root.append(")")
+    for base in page(["msup", "msub", "msubsup", "munder", "mover", "munderover", "mmultiscripts"]):
+        scripts = base(True, recursive=False)[1:]
+        names = ("sub", "sup") if len(scripts) > 1 else ("sup" if base.name in ("msup", "mover") else "sub",)
+        for script, name in zip(scripts, names, strict=False):
+            script.name = name
+    for script in page(["sup", "sub"]):
+        if script.parent is None:
+            continue
+        slash = script.next_sibling
+        below = slash.next_sibling if isinstance(slash, str) and slash.strip() in ("/", "\u2044") else None
+        before, after = _beside(script, "previous_sibling"), _beside(script, "next_sibling")
+        if script.name == "sup" and getattr(below, "name", None) == "sub":
+            below.unwrap()
+            begin, end = " " * before.isdigit(), ""
+        else:
+            begin, end = marks("^" if script.name == "sup" else "_", script.get_text(), before, after)
+        if begin:  # not an empty string, which the converter takes for the beginning of a line
+            script.insert(0, begin)
+        if end:
+            script.append(end)
+        script.unwrap()
+
+
+def _beside(element: Tag | None, side: str) -> str:
+    """The character next to an element in its line; '' where it begins or ends there."""
+    while element is not None:
+        other = getattr(element, side)
+        if other is None:
+            element = element.parent if element.parent is not None and _INLINE.fullmatch(element.parent.name) else None
+            continue
+        name = getattr(other, "name", None)
+        text = str(other) if name is None else other.get_text() if _INLINE.fullmatch(name) else " "
+        if text:
+            return text[-1] if side == "previous_sibling" else text[0]
+        element = other
+    return ""
+
+
+def _write_numbers(items: Tag) -> None:
+    """Write the numbers of a list's items as a page shows them. A list that is all of another one's text takes its place."""
+    while (above := items.parent) is not None and above.name == "li" and above.get_text() == items.get_text():
+        if above.parent is None or len(above.parent("li", recursive=False)) > 1:
+            break
+        above.parent.replace_with(items)
+    if items.name == "ul":
+        return
+    entries = items("li", recursive=False)
+    style = str(items.get("style", ""))
+    form = next((form for name, form in _STYLED if name in style), _FORMS.get(str(items.get("type", "")), "decimal"))
+    step = -1 if items.has_attr("reversed") else 1
+    number = _integer(items.get("start"), len(entries) if step < 0 else 1)
+    for entry in entries:
+        number = _integer(entry.get("value"), number)
+        if not entry.get("data-label"):
+            entry["data-label"] = formed(number, _FORMS.get(str(entry.get("type", "")), form)) + "."
+        number += step
+
+
+def _integer(given: object, default: int) -> int:
+    """A number that an attribute gives."""
+    return int(str(given)) if re.fullmatch(r"[+-]?\d{1,9}", str(given).strip()) else default
 
 
 def _prepared(html: str) -> str:
