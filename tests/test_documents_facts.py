@@ -30,6 +30,8 @@ RIGHT = [
     "Heating is paid by the tenant and", "costs 815 euros in winter months,", "which is read on the meters there by",
     "the landlord, who shows his figures", "to the tenant before the year ends.",
 ]  # fmt: skip
+WIDTHS = {"T": 6.11, "R": 7.22, "H": 7.22, "c": 5, "t": 2.78}
+"""Widths of Helvetica's letters of ten points; others are 5.56 wide."""
 LEASE = "The rent of the house is 4711 euros a month, and it is due on the first of each month at the latest"
 METER = "costs 815 euros in winter months, which is read on the meters there by the landlord"
 
@@ -52,6 +54,46 @@ def pdfs() -> Iterator[Case]:
     yield "rows.pdf", drawn("".join(both)), [LEASE, METER], []
     turned = [at(100 + 12 * i, 50, a, "0 1 -1 0") + at(100 + 12 * i, 320, b, "0 1 -1 0") for i, (a, b) in pairs]
     yield "rows-turned.pdf", drawn("".join(turned)), [LEASE, METER], []
+    apart = [at(50, 760 - 12 * i, a[0]) + at(50 + WIDTHS.get(a[0], 5.56), 760 - 12 * i, a[1:]) for i, (a, _) in pairs]
+    apart = [one + at(320, 760 - 12 * i, b) for one, (i, (_, b)) in zip(apart, pairs, strict=True)]
+    heading = at(50, 780, "2") + at(55.56, 780, "0") + at(61.12, 780, "07 rent")
+    yield "apart.pdf", drawn(heading + "".join(apart)), ["2007 rent", LEASE, METER], []
+    yield "digits.pdf", drawn(at(50, 720, "Rents") + at(50, 700, "1") + at(60, 700, "13")), ["1 13"], []
+    line = "about 10|^6| metres, costs 700|^3| or 800.|^4| CO|_2| H|_2|O log|_2|8 10|^-6| m, 1|^1|/|_2"
+    places = [(part.lstrip("^_"), {"^": 3.5, "_": -1.5}.get(part[:1], 0)) for part in line.split("|")]
+    places = "".join(f"/F {6.5 if rise else 10} Tf {rise} Ts ({words}) Tj " for words, rise in places)
+    raised = "about 10^6 metres, costs 700^3 or 800.^4 CO2 H2O log_(2)8 10^-6 m, 1 1/2"
+    for turn in (0, 90):
+        yield f"raised{turn}.pdf", drawn(f"BT 50 700 Td {places} ET", page=f"/Rotate {turn}"), [raised], []
+    stacked = at(50, 700, "x is") + at(80, 706, "47") + at(80, 694, "11") + at(95, 700, "euros")
+    yield "stacked.pdf", drawn(stacked), ["x is 47/11 euros"], []
+    small = at(50, 712, "Rent in euros") + at(50, 700, "12").replace("F 10", "F 7") + at(62, 700, "a month")
+    yield "small.pdf", drawn(small), ["12 a month"], []
+    grey = (
+        "<< /Type /XObject /Subtype /Image /Width 1 /Height 1 /ColorSpace /DeviceGray /BitsPerComponent 8 /Length 1 >>"
+    )
+    shown = {
+        "page": "/Resources << /Font << /F 3 0 R >> /XObject << /I 6 0 R >> >>",
+        "objects": (f"{grey}\nstream\nx\nendstream",),
+    }
+    for size, line in (
+        (100, "1 picture left out"),
+        (9, ""),
+        (900, ""),
+    ):  # a mark of a list, and a scan with its text over it
+        data = drawn(f"q {size} 0 0 {size} 0 0 cm /I Do Q {at(50, 700, FACT)}", **shown)
+        yield (
+            f"picture{size}.pdf",
+            data.replace(b"/Resources << /Font << /F 3 0 R >> >> ", b""),
+            [FACT],
+            [line] if line else [],
+        )
+    bars = "".join(f"{50 + 30 * i} 400 20 {high} re f " for i, high in enumerate((40, 90, 60)))
+    curve = "".join(f"50 {300 + 9 * i} m 90 {340 + i} 120 200 200 300 c S " for i in range(3))
+    for name, chart in (("bars", bars), ("curves", curve)):
+        yield f"{name}.pdf", drawn(chart + at(50, 700, FACT)), [FACT], ["drawings, such as charts, on 1 page left out"]
+    frame = "".join(f"50 {300 + 20 * i} 400 20 re S 50 {300 + 20 * i} 400 20 re f " for i in range(5))
+    yield "frame.pdf", drawn(frame + at(50, 700, FACT)), [FACT], []
     even = f"/Encoding /WinAnsiEncoding /FirstChar 32 /LastChar 126 /Widths [{'600 ' * 95}]"
     for turn in ("1 0 0 1", "0 1 -1 0"):  # a row by one operator, its gutter of blanks or of none
         places = [(50, 760 - 12 * i) if turn[0] == "1" else (100 + 12 * i, 50) for i, _ in pairs]

@@ -113,8 +113,9 @@ class Numbering:
         if level is None:
             levels = self._list(number)[1]
             named = (at for style, _ in given for at, one in levels.items() if style and one.style == style)
-            level = next(named, None) or next((found for _, one in given if (found := value(one, "ilvl"))), None)
-        return number, int(level or 0)
+            inherited = next((found for _, one in given if (found := value(one, "ilvl"))), "0")
+            return number, next(named, int(inherited))
+        return number, int(level)
 
     def label(self, number: str, at: int) -> str | None:
         """The next number of a list at a level, with what stands behind it; None for a bullet, and where none is defined."""

@@ -16,7 +16,7 @@ def marks(mark: str, script: str, before: str, after: str) -> tuple[str, str]:
         before, after: characters next to it in the line; '' where there are none.
     """
     bare = script.strip()
-    beside = re.fullmatch(r"[^\W_]|[)\]}]", before) or re.match(r"[^\W_]", after)
+    beside = before.strip() or re.match(r"[^\W_]", after)
     if not re.search(r"\w", bare) or bare.startswith("[") or not beside:
         return "", ""
     if re.fullmatch(ORDINAL, bare) and mark == "^":

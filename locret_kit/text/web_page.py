@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .losses import Refusal, counted, missing
 from .numbering import formed
@@ -13,9 +13,10 @@ from .raised import marks
 
 if TYPE_CHECKING:
     from bs4 import BeautifulSoup, Tag
-    from markdownify import MarkdownConverter
 
-OPTIONS: dict[str, bool] = {"escape_asterisks": False, "escape_underscores": False, "escape_misc": False}
+OPTIONS: dict[str, Any] = {
+    "heading_style": "ATX", "escape_asterisks": False, "escape_underscores": False, "escape_misc": False,
+}  # fmt: skip
 """Options of the converter: characters stay as they are."""
 _SAME = {
     "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030",
@@ -129,7 +130,7 @@ def markdown(html: str) -> tuple[str, str, list[str]]:
         _respell(old)
     with suppress(RecursionError):  # a page that is nested deeply keeps its strings in pieces
         page.smooth()
-    strings = [str(one) for one in page.descendants if type(one) in (NavigableString, CData) and one.strip()]
+    strings = [str(one) for one in page.descendants if type(one) in (NavigableString, CData) and str(one).strip()]
     fields = [str(one.get("value", "")) for one in page("input") if one.get("type", "text") in _TYPED]
     frames, (pictures, gone) = len(page(_FRAMES)), _without_pictures(page)
     _write_places(page)
@@ -164,16 +165,19 @@ def markdown(html: str) -> tuple[str, str, list[str]]:
     return text, title, losses
 
 
-def _converter() -> MarkdownConverter:
+def _converter() -> Any:
     """markdownify's converter, with an item's own number where one is written in ``data-label``."""
     from markdownify import MarkdownConverter
 
-    class Converter(MarkdownConverter):
-        def convert_li(self, el: Tag, text: str, parent_tags: set[str]) -> str:
-            said, label = super().convert_li(el, text, parent_tags), el.get("data-label")
-            return re.sub(r"^\S+", lambda _: str(label), said, count=1) if label and said.strip() else said
+    converter: Any = MarkdownConverter(**OPTIONS)
+    plain = converter.convert_li
 
-    return Converter(heading_style="ATX", **OPTIONS)
+    def item(el: Tag, text: str, parent_tags: set[str]) -> str:
+        said, label = plain(el, text, parent_tags), el.get("data-label")
+        return re.sub(r"^\S+", lambda _: str(label), said, count=1) if label and said.strip() else said
+
+    converter.convert_li = item
+    return converter
 
 
 def _respell(element: Tag) -> None:
@@ -206,6 +210,8 @@ def _without_pictures(page: BeautifulSoup) -> tuple[int, int]:
 
 def _write_places(page: BeautifulSoup) -> None:
     """Write into the text what a page says by places: raised, lowered, fractions, roots."""
+    from bs4 import Tag
+
     for fraction in page("mfrac"):
         top, *rest = fraction(True, recursive=False)
         for part in (top, *rest):
@@ -227,7 +233,7 @@ def _write_places(page: BeautifulSoup) -> None:
         slash = script.next_sibling
         below = slash.next_sibling if isinstance(slash, str) and slash.strip() in ("/", "\u2044") else None
         before, after = _beside(script, "previous_sibling"), _beside(script, "next_sibling")
-        if script.name == "sup" and getattr(below, "name", None) == "sub":
+        if script.name == "sup" and isinstance(below, Tag) and below.name == "sub":
             below.unwrap()
             begin, end = " " * before.isdigit(), ""
         else:
