@@ -362,6 +362,16 @@ def books() -> Iterator[Case]:
     two, spine = item % ("a", "a.xhtml") + item % ("b", "b.xhtml"), ref % "a" + ref % "b"
     lost = book({"a.xhtml": page % FACT}, two, spine + ref % "c")
     yield "lost.epub", lost, [FACT], ["2 of 3 chapters of the spine are not in the file"]
+    styled = book(
+        {"a.xhtml": page % FACT, "a.css": "h1::before { content: counters(a, '.') }"},
+        item % ("a", "a.xhtml"),
+        ref % "a",
+    )
+    yield "styled.epub", styled, [FACT], ["numbers that its style sheet makes"]
+    shown = book(
+        {"a.xhtml": page % f"{FACT}<img src='x%20y.png'/>", "x y.png": "x"}, item % ("a", "a.xhtml"), ref % "a"
+    )
+    yield "shown.epub", shown, [FACT], ["1 picture left out"]
     pictures = book({"a.xhtml": page % FACT, "b.xhtml": "<img src='x.png'/>"}, two, spine)
     yield "pictures.epub", pictures, [FACT], ["1 of 2 chapters are pictures without text"]
 

@@ -49,10 +49,11 @@ _STYLED = (
     ("upper-alpha", "upperLetter"), ("upper-latin", "upperLetter"), ("lower-roman", "lowerRoman"), ("upper-roman", "upperRoman"),
 )  # fmt: skip
 """Forms of a list's numbers, by its style."""
-_COUNTERS = re.compile(
+COUNTERS = re.compile(
     rf"\bcounters?\(|list-style[\w-]*\s*:[^;}}]*({'|'.join(style for style, _ in _STYLED)}|\w+-greek|\")"
 )
 """Numbers that a style sheet makes."""
+NUMBERS = "numbers that its style sheet makes, of lists or headings, left out"
 _HIDDEN = re.compile(r"(?:^|;)\s*(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.IGNORECASE)
 _STRUCK = re.compile("line-through", re.IGNORECASE)
 
@@ -120,7 +121,7 @@ def markdown(html: str) -> tuple[str, str, list[str]]:
 
     page = BeautifulSoup(_prepared(html), "lxml")
     title = " ".join(page.title.get_text().split()) if page.title else ""
-    sheets = any(_COUNTERS.search(sheet.get_text()) for sheet in page("style"))
+    sheets = any(COUNTERS.search(sheet.get_text()) for sheet in page("style"))
     for code in page(["script", "style", "template", "head"]):
         code.extract()
     hidden = [
@@ -157,7 +158,7 @@ def markdown(html: str) -> tuple[str, str, list[str]]:
             f"{counted(len(hidden), 'hidden passage')} left out, such as {' '.join(hidden[0].split())[:40]!r}"
         )
     if sheets:
-        losses.append("numbers that its style sheet makes, of lists or headings, left out")
+        losses.append(NUMBERS)
     if pictures:
         losses.append(f"{counted(pictures, 'picture')} left out")
     if gone:
