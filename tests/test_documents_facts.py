@@ -257,7 +257,7 @@ def numbered() -> Iterator[Case]:
         [],
     )
     unknown = word(item(FACT, 0) + item(OTHER, 0), numbering=lists(level(0, "%1", "ganada")))
-    yield "ganada.docx", unknown, [f"1 {FACT} 2 {OTHER}"], ["2 automatic numbers or its form left out"]
+    yield "ganada.docx", unknown, [f"1 {FACT} 2 {OTHER}"], ["2 automatic numbers (some in digits instead) left out"]
     field = "<w:p><w:r><w:instrText> LISTNUM </w:instrText></w:r>"
     yield "listnum.docx", word(f"{field}{said(FACT)}</w:p>"), [FACT], ["1 automatic number"]
     deep = level(0, "%1", more='<w:pStyle w:val="H1"/>') + level(1, "%1.%2", more='<w:pStyle w:val="H2"/>')

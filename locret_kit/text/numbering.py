@@ -43,6 +43,11 @@ def formed(number: int, form: str) -> str:
     return FORMS.get(form, str)(number) if 0 < number < 5000 or form == "none" else str(number)
 
 
+def integer(given: object, default: int = 0) -> int:
+    """A number that an attribute gives, such as one of a damaged file."""
+    return int(str(given)) if re.fullmatch(r"[+-]?\d{1,9}", str(given).strip()) else default
+
+
 def on(element: Element | None, name: str) -> bool | None:
     """A property that is on, off, or not there."""
     one = None if element is None else element.find(W + name)
@@ -114,8 +119,8 @@ class Numbering:
             levels = self._list(number)[1]
             named = (at for style, _ in given for at, one in levels.items() if style and one.style == style)
             inherited = next((found for _, one in given if (found := value(one, "ilvl"))), "0")
-            return number, next(named, int(inherited))
-        return number, int(level)
+            return number, next(named, integer(inherited))
+        return number, integer(level)
 
     def label(self, number: str, at: int) -> str | None:
         """The next number of a list at a level, with what stands behind it; None for a bullet, and where none is defined."""
@@ -161,8 +166,8 @@ class Numbering:
             for one in [] if number not in self._nums else self._nums[number].findall(f"{W}lvlOverride"):
                 found += [level for level in one.findall(f"{W}lvl")]
                 if (start := value(one, "startOverride")) is not None:
-                    starts[int(one.get(f"{W}ilvl", 0))] = int(start)
-            self._levels[number] = key, {int(one.get(f"{W}ilvl", 0)): _level(one) for one in found}, starts
+                    starts[integer(one.get(f"{W}ilvl", 0))] = integer(start)
+            self._levels[number] = key, {integer(one.get(f"{W}ilvl", 0)): _level(one) for one in found}, starts
         return self._levels[number]
 
 
@@ -178,6 +183,7 @@ def _level(element: Element) -> _Level:
     restart = value(element, "lvlRestart")
     hidden = on(element.find(f"{W}rPr"), "vanish")
     return _Level(
-        int(value(element, "start") or 0), kind, "" if hidden else value(element, "lvlText"), int(restart) if restart else None,
+        integer(value(element, "start") or 0), kind, "" if hidden else value(element, "lvlText"),
+        integer(restart) if restart else None,
         bool(on(element, "isLgl")), "" if value(element, "suff") == "nothing" else " ", value(element, "pStyle"),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .losses import Refusal, counted, missing
-from .numbering import formed
+from .numbering import formed, integer
 from .raised import marks
 
 if TYPE_CHECKING:
@@ -167,14 +167,14 @@ def markdown(html: str) -> tuple[str, str, list[str]]:
 
 
 def _converter() -> Any:
-    """markdownify's converter, with an item's own number where one is written in ``data-label``."""
+    """markdownify's converter, with an item's own number where one is written in ``locret-label``."""
     from markdownify import MarkdownConverter
 
     converter: Any = MarkdownConverter(**OPTIONS)
     plain = converter.convert_li
 
     def item(el: Tag, text: str, parent_tags: set[str]) -> str:
-        said, label = plain(el, text, parent_tags), el.get("data-label")
+        said, label = plain(el, text, parent_tags), el.get("locret-label")
         return re.sub(r"^\S+", lambda _: str(label), said, count=1) if label and said.strip() else said
 
     converter.convert_li = item
@@ -273,17 +273,12 @@ def _write_numbers(items: Tag) -> None:
     style = str(items.get("style", ""))
     form = next((form for name, form in _STYLED if name in style), _FORMS.get(str(items.get("type", "")), "decimal"))
     step = -1 if items.has_attr("reversed") else 1
-    number = _integer(items.get("start"), len(entries) if step < 0 else 1)
+    number = integer(items.get("start"), len(entries) if step < 0 else 1)
     for entry in entries:
-        number = _integer(entry.get("value"), number)
-        if not entry.get("data-label"):
-            entry["data-label"] = formed(number, _FORMS.get(str(entry.get("type", "")), form)) + "."
+        number = integer(entry.get("value"), number)
+        if not entry.get("locret-label"):
+            entry["locret-label"] = formed(number, _FORMS.get(str(entry.get("type", "")), form)) + "."
         number += step
-
-
-def _integer(given: object, default: int) -> int:
-    """A number that an attribute gives."""
-    return int(str(given)) if re.fullmatch(r"[+-]?\d{1,9}", str(given).strip()) else default
 
 
 def _prepared(html: str) -> str:

@@ -13,7 +13,7 @@ from zipfile import ZIP_STORED, ZipFile
 
 from .archive import stored
 from .losses import counted, missing
-from .numbering import VALUE, Numbering, Styles, W, formed, on, value
+from .numbering import VALUE, Numbering, Styles, W, formed, integer, on, value
 from .web_page import markdown
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
     losses += [line for line in lines if "picture" in line]  # what else is lost is counted by Word's parts
     symbols = sum("w:sym" in message.message for message in made.messages) + len(re.findall("[\ue000-\uf8ff]", text))
     for number, words in (
-        (hidden, counted(hidden, "hidden passage")), (wild, counted(wild, "automatic number") + " or its form"),
+        (hidden, counted(hidden, "hidden passage")), (wild, counted(wild, "automatic number") + " (some in digits instead)"),
         (symbols, counted(symbols, "symbol") + " without Unicode"), (files, counted(files, "file") + " within it"),
         (linked, counted(linked, "part") + " that it links to"),
     ):  # fmt: skip
@@ -124,12 +124,12 @@ def _numbered_notes(html: str, properties: Iterable[Element]) -> str:
     for kind, form in (("footnote", "decimal"), ("endnote", "lowerRoman")):
         given = [one for part in properties for one in part.iter(f"{W}{kind}Pr")]
         form = next((found for one in given if (found := value(one, "numFmt"))), form)
-        first = next((int(found) for one in given if (found := value(one, "numStart"))), 1)
-        marks = dict.fromkeys(re.findall(rf'id="{kind}-ref-([^"]+)"', html))
-        for number, note in enumerate(marks, first):
-            label = f"[{formed(number, form)}]"
+        first = next((integer(found, 1) for one in given if (found := value(one, "numStart"))), 1)
+        notes = dict.fromkeys(re.findall(rf'id="{kind}-ref-([^"]+)"', html))
+        labels = {note: f"[{formed(number, form)}]" for number, note in enumerate(notes, first)}
+        for note, label in labels.items():
+            html = html.replace(f'<li id="{kind}-{note}"', f'<li locret-label="{label}" id="{kind}-{note}"', 1)
             html = re.sub(rf'(id="{kind}-ref-{re.escape(note)}">)\[\d+\]', rf"\g<1>{label}", html)
-            html = html.replace(f'<li id="{kind}-{note}"', f'<li data-label="{label}" id="{kind}-{note}"')
     return html
 
 
@@ -217,7 +217,7 @@ def _prepare_runs(root: Element, styles: Styles, numbering: Numbering) -> int:
                     ElementTree.SubElement(own, W + name, {VALUE: kind})
         for field in run.iter(f"{W}ddList"):  # a list to choose from: what is chosen stands in no run
             choices = [one.get(VALUE, "") for one in field.findall(f"{W}listEntry")]
-            at = int(value(field, "result") or value(field, "default") or 0)
+            at = integer(value(field, "result") or value(field, "default"))
             ElementTree.SubElement(run, f"{W}t").text = choices[at] if at < len(choices) else ""
         for code in run.iter(f"{W}instrText"):
             numbering.unknown += bool(re.match(r"\s*(LISTNUM|AUTONUM)", code.text or ""))
