@@ -7,7 +7,7 @@ import sys
 
 from transformers import pipeline
 
-from locret_kit import BoundedCache, RetainingHeads, attach
+from locret_kit import CACHE, BoundedCache, RetainingHeads, attach
 from locret_kit.backbones.load import load_backbone
 
 TEXT = "The grass is green. The sky is blue. The sun is yellow. Here we go. " * 60
@@ -23,7 +23,7 @@ def main(name: str, policy: str = "snapkv", budget: int = 512, ckpt: str | None 
     heads = RetainingHeads.from_pretrained(ckpt) if ckpt else None
     cache = BoundedCache(budget, policy, heads, prompt_length=len(ids))
     with attach(model):  # everything is restored when the block ends
-        (said,) = ask(messages, past_key_values=cache, max_new_tokens=24, do_sample=False, return_full_text=False)
+        (said,) = ask(messages, **{CACHE: cache}, max_new_tokens=24, do_sample=False, return_full_text=False)
     print(said["generated_text"])
     return said["generated_text"]
 

@@ -1,9 +1,10 @@
 """Retaining heads as a press of NVIDIA's kvpress, so that they run in its pipeline and stand on its leaderboard.
 
     from kvpress import AdaKVPress
-    from locret_examples.press import LocretPress
+    from locret_examples.press import LocretPress, arguments_for_kvpress
 
     press = AdaKVPress(LocretPress(compression_ratio=0.5, heads="user/heads"))
+    with arguments_for_kvpress(model), press(model): ...
 
 kvpress cuts a whole prompt once, with positions as they were; `BoundedCache` reads it chunk by chunk in a fixed budget. Scores
 are the same: of ``locret``, and with ``lookahead=3`` of ``lookahead-locret``.
@@ -11,6 +12,8 @@ are the same: of ``locret``, and with ``lookahead=3`` of ``lookahead-locret``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from locret_kit.backbones.probe import describe
+from locret_kit.backbones.releases import cache_among
 from locret_kit.backbones.spec import text_config
 from locret_kit.cis import mean_of_next
 from locret_kit.heads import RetainingHeads
@@ -35,6 +39,26 @@ except ModuleNotFoundError:
 
         def __call__(self, model: PreTrainedModel) -> object:
             raise ImportError("kvpress is missing: pip install --no-deps kvpress cachetools fire termcolor")
+
+
+@contextmanager
+def arguments_for_kvpress(model: PreTrainedModel) -> Iterator[None]:
+    """Hand later hooks of the attention layers what kvpress 0.5.5 asks for, ``past_key_values`` and ``cache_position``.
+
+    transformers 5.24 calls the first ``cache`` and no longer hands on the second.
+    """
+
+    def add(module: nn.Module, args: tuple[object, ...], given: dict[str, Any], output: object) -> None:
+        given.setdefault("past_key_values", cache_among(args, given))
+        given.setdefault("cache_position", given["position_ids"].reshape(-1, given["hidden_states"].shape[1])[0])
+
+    layers = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    hooks = [layer.register_forward_hook(add, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.transformers import main as transformers_command
 
-from locret_kit import BoundedCache, RetainingHeads, attach
+from locret_kit import CACHE, BoundedCache, RetainingHeads, attach
 
 
 def bounded(model: PreTrainedModel, policy: str, budget: int, heads: RetainingHeads | None = None) -> PreTrainedModel:
@@ -28,7 +28,7 @@ def bounded(model: PreTrainedModel, policy: str, budget: int, heads: RetainingHe
         config = copy(given.pop("generation_config", None) or model.generation_config)
         config.prefill_chunk_size = 512
         cache = BoundedCache(budget, policy, heads, prompt_length=given["input_ids"].shape[1])
-        return generate(*args, **given, generation_config=config, past_key_values=cache)
+        return generate(*args, **given, generation_config=config, **{CACHE: cache})
 
     model.generate = in_budget
     return model

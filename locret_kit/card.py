@@ -165,7 +165,7 @@ def snippet(config: HeadsConfig, repo: str) -> str:
     """Python that answers from ``long.txt`` with these heads; a test runs it."""
     inference = {"budget": 1024, "chunk": 512, **config.inference}
     adapter = f', adapter="{config.adapter}"' if config.adapter else ""
-    return f"""from locret_kit import BoundedCache, RetainingHeads, attach
+    return f"""from locret_kit import CACHE, BoundedCache, RetainingHeads, attach
 from locret_kit.backbones.load import load_backbone
 
 heads = RetainingHeads.from_pretrained("{repo}")
@@ -174,7 +174,7 @@ prompt = open("long.txt").read() + "\\n\\nQuestion: what is this text about?\\nA
 ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
 cache = BoundedCache(budget={inference["budget"]}, heads=heads, prompt_length=ids.shape[1])
 with attach(model):
-    out = model.generate(ids, past_key_values=cache, prefill_chunk_size={inference["chunk"]}, max_new_tokens=32)
+    out = model.generate(ids, **{{CACHE: cache}}, prefill_chunk_size={inference["chunk"]}, max_new_tokens=32)
 print(tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True))
 """
 

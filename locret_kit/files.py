@@ -6,7 +6,6 @@ Every write goes beside its target and is renamed, so a full disk or a kill leav
 from __future__ import annotations
 
 import codecs
-import errno
 import hashlib
 import io
 import json
@@ -17,7 +16,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
@@ -290,49 +289,25 @@ def _digest(data: bytes) -> str:
 
 
 @contextmanager
-def locked(path: Path, busy: str, wait: float = 0.0, *, shares: bool = False) -> Iterator[None]:
-    """Hold a lock file, which is there for as long as somebody holds it. On POSIX alone.
+def locked(path: Path, busy: str, wait: float = 0.0, *, shares: bool | None = None) -> Iterator[None]:
+    """Hold a lock file; it stays when it is let go.
 
     Args:
         busy: the error's words. wait: seconds to wait for another process; -1 waits without end.
-        shares: with others who hold it so, and with nobody else; otherwise for this process alone.
+        shares: with others who hold it so, and with nobody who holds it with False; None is a lock of one process alone.
 
     Raises:
         OSError: another process holds it, or it cannot be made.
     """
-    import fcntl
+    import filelock
 
-    kind, end = fcntl.LOCK_SH if shares else fcntl.LOCK_EX, time.monotonic() + wait
-    while (file := _lock_now(path, kind)) is None:
-        if wait >= 0 and time.monotonic() >= end:
-            raise OSError(busy)
-        time.sleep(0.05)
-    try:
+    with ExitStack() as stack:
+        try:
+            if shares is None:
+                stack.enter_context(filelock.FileLock(path, wait, 0o600))
+            else:
+                lock = filelock.ReadWriteLock(path, wait, is_singleton=False)
+                stack.enter_context(lock.read_lock() if shares else lock.write_lock())
+        except filelock.Timeout as error:
+            raise OSError(busy) from error
         yield
-    finally:
-        # Removed by the last one, who has it alone. Whoever waits for a file that is removed begins anew.
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file), path.lstat()):
-                path.unlink()
-        os.close(file)
-
-
-def _lock_now(path: Path, kind: int) -> int | None:
-    """The descriptor of a lock file, locked; None where another process has it."""
-    import fcntl
-
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file), path.lstat()):
-            return file
-    except (BlockingIOError, FileNotFoundError):  # held, or just removed
-        pass
-    except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks: nobody is noticed
-            return file
-        os.close(file)
-        raise
-    os.close(file)
-    return None

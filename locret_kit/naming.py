@@ -1,4 +1,4 @@
-"""Words of error messages: the nearest valid name, and what an error says first."""
+"""Words of error messages: the nearest valid name, what an error says first, and how an extra is installed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def install_line(extra: str) -> str:
+    """How one of the package's extras is installed. With ``-e`` a clone's environment goes on running the clone."""
+    return f"in the clone, pip install -e '.[{extra}]'"
 
 
 @contextmanager

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
-_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _BEYOND = ("greater_than_equal", "greater_than", "less_than_equal", "less_than", "too_short")
 
 NAME = "{name}"
@@ -147,8 +147,8 @@ def allowed(annotation: object, *, bounds_alone: bool = False) -> str:
         if isinstance(item, MinLen):
             bounds.append("not empty")
         if isinstance(item, Ge | Gt | Le | Lt | Interval):
-            limits = {name: getattr(item, name, None) for name in _BOUNDS}
-            bounds += [f"{_BOUNDS[name]} {limit}" for name, limit in limits.items() if limit is not None]
+            limits = {name: getattr(item, name, None) for name in BOUNDS}
+            bounds += [f"{BOUNDS[name]} {limit}" for name, limit in limits.items() if limit is not None]
     names = choices(annotation)
     kinds = [] if names else [_kind(kind) for kind in parts(annotation) if kind is not type(None)]
     words = ["one of: " + ", ".join(map(str, names))] if names else [" or ".join(kinds)]

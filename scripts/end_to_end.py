@@ -26,6 +26,7 @@ from locret_kernels.backend import choose
 from locret_kernels.cases import Shape, cases
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.load import freeze
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.attend import operator
 from locret_kit.naming import first_line
 from locret_kit.planning.backbone_sizes import BackboneSizes, head_parameters
@@ -415,7 +416,7 @@ def full_attention(run: Run) -> Iterator[Figure]:
         began = time.perf_counter()
         for start in range(0, total, piece):
             ids = torch.tensor([run.ids[start : min(start + piece, total)]], device=run.device)
-            run.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            run.model(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         wait(run.device)
         return time.perf_counter() - began, sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
 

@@ -14,6 +14,7 @@ from pkgutil import resolve_name
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 from locret_kit.__main__ import COMMANDS as LISTED
 from locret_kit.config import recipes as recipe_files
@@ -463,6 +464,24 @@ PAGES: dict[str, Callable[[], str]] = {
     f"{make.__name__}.md": make for make in (commands, settings, policies, recipes, tasks, python, files, metrics)
 } | {f"commands/{command.name}.md": partial(command_page, command) for command in COMMANDS}
 """Pages of ``reference/``, beside models.md, which is committed."""
+
+
+SOURCES = {
+    "locret_kit/__init__.py": "python.md", "locret_kit/__main__.py": "commands.md", "locret_kit/settings.py": "settings.md",
+    "locret_kit/config/eval_options.py": "commands/locret-eval.md", "recipes": "recipes.md",
+    "locret_kit/config/infer_options.py": "files.md#prompts-of-a-batch", "locret_kit/serving/metrics.py": "metrics.md",
+    "locret_kit/documents/document.py": "python.md#document", "locret_kit/evals/tasks/__init__.py": "tasks.md",
+    "locret_kit/policies/methods": "policies.md", "locret_kit/policies/slots.py": "python.md#entry",
+}  # fmt: skip
+"""Code that the committed pages link to, and the page of ``reference/`` to which such a link leads on the site."""
+
+
+def on_page_markdown(markdown: str, page: Page, **rest: object) -> str:
+    """Lead links to the code to the pages made of it, as mkdocs asks its hooks."""
+    up = "../" * page.file.src_uri.count("/")
+    return re.sub(
+        rf"\]\({up}\.\./((?:locret_kit|recipes)[^)]*)\)", lambda link: f"]({up}reference/{SOURCES[link[1]]})", markdown
+    )
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -7,6 +7,10 @@ set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
+runs_the_clone() { # not a copy of it, which an install without -e leaves in the environment
+    (cd / && python -c 'import os, sys, locret_kit; sys.exit(not os.path.samefile(locret_kit.__path__[0], sys.argv[1]))' "$root/locret_kit") 2>/dev/null
+}
+
 locret_setup() {
     local venv="${VIRTUAL_ENV:-$root/.venv}" extras="${LOCRET_EXTRAS:-dev}" stamp want torch made
     made="$venv/bin/python"
@@ -27,7 +31,7 @@ locret_setup() {
     want="$(cd "$root" && python -c '
 import hashlib, pathlib
 print(hashlib.sha256(b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.toml", "constraints.txt"))).hexdigest(), pathlib.Path.cwd())')"
-    if [ -f "$stamp" ] && { [ "$(cat "$stamp")" = "$want $extras" ] || [ "$(cat "$stamp")" = "$want dev" ]; }; then
+    if [ -f "$stamp" ] && { [ "$(cat "$stamp")" = "$want $extras" ] || [ "$(cat "$stamp")" = "$want dev" ]; } && runs_the_clone; then
         echo "setup: nothing to do ($venv)"
         return 0
     fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests of other people's programs against locret-serve at a real port (tests/clients/): LangChain, llm, lm-evaluation-harness, nginx
-# and Ray, over the demo backbone. They take some ten minutes on two cores.
+# Tests of other people's programs (tests/clients/), over the demo backbone: LangChain, llm, lm-evaluation-harness, nginx and Ray against
+# locret-serve at a real port, and kvpress. They take some ten minutes on two cores.
 # They have an environment of their own, beside the packages of the project's (scripts/setup.sh): 400 MB and a minute to make, once.
 # nginx is taken from PATH: apt-get install nginx-light.
 # Usage: scripts/test_clients.sh [ARGUMENTS of pytest]
@@ -19,8 +19,9 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
     echo "test_clients: making $venv" >&2
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     # The project's own packages are found there, so that only the clients are installed here.
-    echo "$packages" >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+    echo "import site; site.addsitedir('$packages')" >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
     "$venv/bin/python" -m pip install --quiet --no-input "${clients[@]}"
+    "$venv/bin/python" -m pip install --quiet --no-input --no-deps kvpress==0.5.5 cachetools fire termcolor # it pins transformers
     echo "$want" >"$stamp"
 fi
 cd "$root"

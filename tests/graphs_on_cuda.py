@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.runtime.graph_decoder import GraphDecoder
 from locret_kit.runtime.session import Sampling, decode, prefill
@@ -48,7 +49,7 @@ def run(model, policy: str, heads, form: str, **rest) -> tuple[torch.Tensor, Gra
             out.append(step([cache], [token])[0])
         else:
             piece = torch.tensor([[token]], device="cuda")
-            out.append(model(input_ids=piece, past_key_values=cache, logits_to_keep=1).logits[0, -1].float())
+            out.append(model(input_ids=piece, **{CACHE: cache}, logits_to_keep=1).logits[0, -1].float())
     return torch.stack(out), step
 
 

@@ -10,6 +10,7 @@ import torch
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.base import Selection
 from locret_kit.policies.grammar import parse_policy
@@ -100,7 +101,7 @@ def recorded(policy: str, ids: list[int], **rest):
     with attach(model), torch.no_grad():
         prefill(model, ids[:LENGTH], cache)
         for token in ids[LENGTH:]:
-            model(input_ids=torch.tensor([[token]]), past_key_values=cache)
+            model(input_ids=torch.tensor([[token]]), **{CACHE: cache})
     texts = {i: [np.concatenate(x, 1) for x in zip(*pairs, strict=True)] for i, pairs in entered.items()}
     return cache, texts, recorder.seen
 
@@ -120,5 +121,5 @@ def run(policy, ids=None, family: str = "llama", **rest) -> BoundedCache:
     with attach(model), torch.no_grad():
         prefill(model, ids, cache)
         for token in range(4):
-            model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache)
+            model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache})
     return cache

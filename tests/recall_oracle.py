@@ -16,6 +16,7 @@ from policy_runs import backbone, heads_of, make, tokens
 from torch import Tensor
 
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.runtime.session import prefill
 
 FIRST = 4
@@ -65,7 +66,7 @@ def recorded(policy: str, length: int, steps: int = 6, **rest) -> list[Call]:
     with attach(model), torch.no_grad():
         prefill(model, tokens(length), bounded)
         for token in range(steps):
-            model(input_ids=torch.tensor([[5 + token]]), past_key_values=bounded)
+            model(input_ids=torch.tensor([[5 + token]]), **{CACHE: bounded})
     return calls
 
 

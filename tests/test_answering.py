@@ -14,6 +14,7 @@ from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
 from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.policies.grammar import parse_policy, parts_of
@@ -214,7 +215,7 @@ def test_a_fork_reads_again_for_its_own_question(policy):
     other[0, BODY:] = IDS[0, :5]
     document, found = bounded(text), []
     with attach(model), torch.no_grad():
-        model(input_ids=IDS[:, :56], past_key_values=document)
+        model(input_ids=IDS[:, :56], **{CACHE: document})
         for ids in (IDS, other):
             forked, fresh = document.fork(TOKENS), bounded(text)
             logits, wanted = (prefill(model, ids[0].tolist(), cache) for cache in (forked, fresh))
@@ -238,7 +239,7 @@ def test_errors_name_what_is_wrong():
         parse_policy("h2o reread=pasages")
     model = tiny_model("llama")
     with attach(model), torch.no_grad(), pytest.raises(RuntimeError, match=r"use locret_kit.runtime.session.generate"):
-        model.generate(IDS, past_key_values=bounded("h2o reread=passages"), max_new_tokens=3, do_sample=False)
+        model.generate(IDS, **{CACHE: bounded("h2o reread=passages")}, max_new_tokens=3, do_sample=False)
 
 
 def test_windows_alone_are_read_once():

@@ -32,7 +32,7 @@ from tiny_decoders.shrink import tiny_config
 from tiny_decoders.simulation import Plan, simulate
 
 from locret_kit import attach
-from locret_kit.backbones.releases import ASKED_FOR_STATES
+from locret_kit.backbones.releases import ASKED_FOR_STATES, CACHE
 from locret_kit.runtime.session import prefill
 
 ROWS = rows(Sizes())
@@ -130,8 +130,8 @@ def test_a_state_that_begins_in_inference_mode_goes_on_outside_of_it(name):
     caches = [subject.cache("knorm", "original") for _ in range(2)]
     with attach(subject.model), torch.no_grad():
         prefill(subject.model, subject.ids, caches[0])
-        subject.model(input_ids=torch.tensor([subject.ids]), past_key_values=caches[1])
-        last = [subject.model(torch.tensor([subject.more[:1]]), past_key_values=one).logits for one in caches]
+        subject.model(input_ids=torch.tensor([subject.ids]), **{CACHE: caches[1]})
+        last = [subject.model(torch.tensor([subject.more[:1]]), **{CACHE: one}).logits for one in caches]
     torch.testing.assert_close(*last)
 
 

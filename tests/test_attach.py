@@ -71,7 +71,7 @@ def test_the_vocabulary_is_never_a_batch_of_matrices():
     assert counted.shapes == [(1, 3, 4)]
     wanted = model(input_ids=ids, logits_to_keep=1).logits
     with attach(model), MatricesOfBatches() as attached:
-        found = model(input_ids=ids, past_key_values=BoundedCache(64, "streaming"), logits_to_keep=1).logits
+        found = model(input_ids=ids, **{CACHE: BoundedCache(64, "streaming")}, logits_to_keep=1).logits
     assert vocabulary not in [shape[1:] for shape in attached.shapes]
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.05)
 
@@ -130,9 +130,9 @@ def test_an_attached_model_is_not_copied(copied):
 def test_a_cache_without_attach_says_so():
     model, ids = tiny_model("llama"), tokens(10)
     with pytest.raises(RuntimeError, match=r"not attached: use `with attach\(model\)"):
-        model(input_ids=ids, past_key_values=BoundedCache(8, "streaming"))
+        model(input_ids=ids, **{CACHE: BoundedCache(8, "streaming")})
     with pytest.raises(RuntimeError, match="not attached"):
-        model.generate(ids, past_key_values=BoundedCache(8, "streaming"), max_new_tokens=2)
+        model.generate(ids, **{CACHE: BoundedCache(8, "streaming")}, max_new_tokens=2)
 
 
 def test_a_cache_used_after_detach_says_so():
@@ -141,9 +141,9 @@ def test_a_cache_used_after_detach_says_so():
     with attach(model):
         prefill(model, tokens(10)[0].tolist(), cache)
     with pytest.raises(RuntimeError, match="not attached"):
-        model(input_ids=tokens(1), past_key_values=cache)
+        model(input_ids=tokens(1), **{CACHE: cache})
     with attach(model):  # and the cache goes on where it was
-        model(input_ids=tokens(1), past_key_values=cache)
+        model(input_ids=tokens(1), **{CACHE: cache})
     assert cache.get_seq_length() == 11
 
 
@@ -162,16 +162,16 @@ def test_a_padded_batch_is_refused():
 def test_a_cache_of_another_model_is_refused():
     small, large, cache = tiny_model("llama"), tiny_model("llama-mqa"), BoundedCache(8, "streaming")
     with attach(small):
-        small(input_ids=tokens(6), past_key_values=cache)
+        small(input_ids=tokens(6), **{CACHE: cache})
     with attach(large), pytest.raises(ValueError, match="another model"):
-        large(input_ids=tokens(6), past_key_values=cache)
+        large(input_ids=tokens(6), **{CACHE: cache})
 
 
 def test_heads_of_another_model_are_refused():
     heads = tiny_heads(tiny_model("llama"), 32)
     model = tiny_model("llama-mqa")
     with attach(model), pytest.raises(ValueError, match="n_kv_heads: heads have 2, the backbone has 1"):
-        model(input_ids=tokens(6), past_key_values=BoundedCache(8, "locret", heads))
+        model(input_ids=tokens(6), **{CACHE: BoundedCache(8, "locret", heads)})
 
 
 @torch.no_grad()
@@ -181,30 +181,28 @@ def test_one_text_in_order_and_once():
     once = dict(max_new_tokens=3, min_new_tokens=3, do_sample=False)
     with attach(model):
         cache = BoundedCache(64, "streaming", chunk=8)
-        said = model.generate(ids, past_key_values=cache, prefill_chunk_size=7, **once)
+        said = model.generate(ids, **{CACHE: cache}, prefill_chunk_size=7, **once)
         with pytest.raises(ValueError, match="position_ids=2 to 19 must be 22 to 39, where this cache goes on"):
-            model.generate(ids, past_key_values=cache, **once)
+            model.generate(ids, **{CACHE: cache}, **once)
         with pytest.raises(ValueError, match="no new tokens: this cache has seen 22"):
-            model.generate(ids[:, :5], past_key_values=cache, **once)
+            model.generate(ids[:, :5], **{CACHE: cache}, **once)
         longer = torch.cat((said, tokens(6, seed=1)), dim=1)
         wanted = model.generate(longer, **once)
-        assert torch.equal(model.generate(longer, past_key_values=cache, **once), wanted)
+        assert torch.equal(model.generate(longer, **{CACHE: cache}, **once), wanted)
         cache.reset()
-        assert torch.equal(model.generate(ids, past_key_values=cache, **once), said)
+        assert torch.equal(model.generate(ids, **{CACHE: cache}, **once), said)
         with pytest.raises(ValueError, match="position_ids=0 to 20 must be 20 to 40"):
-            model.generate(ids, past_key_values=BoundedCache(64, "streaming"), use_cache=False, **once)
+            model.generate(ids, **{CACHE: BoundedCache(64, "streaming")}, use_cache=False, **once)
         packed, causal = torch.arange(20).remainder(10)[None], torch.zeros(1, 1, 20, 20)
         with pytest.raises(ValueError, match="position_ids=0 to 9 must be 0 to 19"):
-            model(input_ids=ids, position_ids=packed, past_key_values=BoundedCache(64, "streaming"))
+            model(input_ids=ids, position_ids=packed, **{CACHE: BoundedCache(64, "streaming")})
         with pytest.raises(ValueError, match="attention_mask lets tokens see later ones"):
-            model(input_ids=ids, attention_mask=causal, past_key_values=BoundedCache(64, "streaming"))
+            model(input_ids=ids, attention_mask=causal, **{CACHE: BoundedCache(64, "streaming")})
         with pytest.raises(
             ValueError,
             match="cannot be cropped, as assisted|Assisted decoding requires",
         ):
-            model.generate(
-                ids, past_key_values=BoundedCache(64, "streaming"), prompt_lookup_num_tokens=2, max_new_tokens=3
-            )
+            model.generate(ids, **{CACHE: BoundedCache(64, "streaming")}, prompt_lookup_num_tokens=2, max_new_tokens=3)
 
 
 @torch.no_grad()
@@ -214,11 +212,11 @@ def test_generate_keeps_the_cache_where_phi3_would_drop_it():
     ends = dict(max_new_tokens=20, min_new_tokens=20, do_sample=False)
     cache = BoundedCache(24, "streaming", chunk=8, prompt_length=50)
     with attach(model):
-        said = model.generate(ids, past_key_values=cache, **ends)
+        said = model.generate(ids, **{CACHE: cache}, **ends)
         assert cache.get_seq_length() == 69
         cache.reset()
-        said = model.generate(ids, past_key_values=cache, **{**ends, "max_new_tokens": 5, "min_new_tokens": 5})
-        model.generate(torch.cat((said, more), dim=1), past_key_values=cache, **ends)
+        said = model.generate(ids, **{CACHE: cache}, **{**ends, "max_new_tokens": 5, "min_new_tokens": 5})
+        model.generate(torch.cat((said, more), dim=1), **{CACHE: cache}, **ends)
     assert cache.get_seq_length() == 134 and max(cache.kept_rows) <= 32
 
 
@@ -228,12 +226,12 @@ def test_several_texts_are_refused(policy):
     model, cache = tiny_model("llama"), BoundedCache(64, policy)
     with attach(model):
         with pytest.raises(ValueError, match="batch=2 must be 1: a BoundedCache takes one text, a BatchCache several"):
-            model(input_ids=tokens(6, batch=2), past_key_values=cache)
-        model(input_ids=tokens(6), past_key_values=cache)
+            model(input_ids=tokens(6, batch=2), **{CACHE: cache})
+        model(input_ids=tokens(6), **{CACHE: cache})
         for many in (dict(num_beams=3), dict(do_sample=True, num_return_sequences=3)):
             cache.reset()
             with pytest.raises(ValueError, match="batch=3 must be 1"):
-                model.generate(tokens(6), past_key_values=cache, max_new_tokens=2, **many)
+                model.generate(tokens(6), **{CACHE: cache}, max_new_tokens=2, **many)
     with pytest.raises(ValueError, match="beams are texts of a BatchCache"):
         cache.reorder_cache(torch.tensor([0, 0]))
 
@@ -243,8 +241,8 @@ def test_what_a_bounded_cache_does_not_give_is_said():
     model, ids = tiny_model("llama").requires_grad_(True), tokens(9)
     with attach(model):
         with pytest.raises(ValueError, match="output_attentions=True: attention over a bounded cache gives no weights"):
-            model(ids, past_key_values=BoundedCache(64, "streaming"), output_attentions=True)
-        loss = model(ids, past_key_values=BoundedCache(64, "streaming"), labels=ids).loss
+            model(ids, **{CACHE: BoundedCache(64, "streaming")}, output_attentions=True)
+        loss = model(ids, **{CACHE: BoundedCache(64, "streaming")}, labels=ids).loss
         with pytest.raises(RuntimeError, match="a bounded cache computes no gradients"):
             loss.backward()
 
@@ -273,7 +271,7 @@ def test_streaming_works_in_original_positions_whatever_the_rotation():
     cache = BoundedCache(60, "streaming", chunk=16, prompt_length=50)
     with attach(model):
         got = model.generate(
-            ids, past_key_values=cache, max_new_tokens=6, min_new_tokens=6, do_sample=False, prefill_chunk_size=11
+            ids, **{CACHE: cache}, max_new_tokens=6, min_new_tokens=6, do_sample=False, prefill_chunk_size=11
         )
         assert torch.equal(got, want)
         assert cache.settings.positions == "original"
@@ -299,7 +297,7 @@ def test_an_unknown_rotation_is_refused_where_it_must_be_known(settings):
         attach(model),
         pytest.raises(UnsupportedArchitecture, match="'h.0.attn' rotates queries and keys in a way"),
     ):
-        model(input_ids=tokens(5), past_key_values=BoundedCache(8, heads=heads, **settings))
+        model(input_ids=tokens(5), **{CACHE: BoundedCache(8, heads=heads, **settings)})
 
 
 @torch.no_grad()

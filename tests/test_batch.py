@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from locret_kit import attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cache.lanes import BatchCache
 from locret_kit.runtime.batch import Batch, Request, run
@@ -159,7 +160,7 @@ def test_generate_takes_a_padded_batch(policy, side, family):
     cache = BatchCache(like.terms.settings, policy, like.heads)
     with attach(model):
         out = model.generate(
-            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False, eos_token_id=None
+            ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=NEW, do_sample=False, eos_token_id=None
         )
     for row, text in enumerate(texts):
         expected, positions = alone(policy, text, family)
@@ -177,7 +178,7 @@ def test_generate_samples_several_answers_and_searches_with_beams():
         whole = []
         for past in (BatchCache(4096, "h2o"), None):
             torch.manual_seed(0)
-            given = {} if past is None else {"past_key_values": past}
+            given = {} if past is None else {CACHE: past}
             with attach(model):
                 out = model.generate(
                     ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0, **given, **form
@@ -193,7 +194,7 @@ def test_a_cache_of_a_batch_takes_other_texts_after_a_reset():
 
     def answer(ids, **form):
         return model.generate(
-            ids, past_key_values=cache, max_new_tokens=4, eos_token_id=None, do_sample=False, **form
+            ids, **{CACHE: cache}, max_new_tokens=4, eos_token_id=None, do_sample=False, **form
         ).tolist()
 
     with attach(model), torch.no_grad():
@@ -202,11 +203,11 @@ def test_a_cache_of_a_batch_takes_other_texts_after_a_reset():
             with pytest.raises(ValueError, match=r"position_ids begin with .* others need reset\(\) or a new cache"):
                 answer(again)
         with pytest.raises(ValueError, match=r"attention_mask=\[2, 9\] must be \[2, 44\]: the 43 columns"):
-            model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(2, 9))
+            model(ids[:, :1], **{CACHE: cache}, attention_mask=torch.ones(2, 9))
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([False, True, True, False]))
         assert [lane.get_seq_length() for lane in cache.lanes] == [43, 43]
-        want = [model(torch.tensor([[7], [7]]), past_key_values=one).logits for one in (deepcopy(cache), cache)]
+        want = [model(torch.tensor([[7], [7]]), **{CACHE: one}).logits for one in (deepcopy(cache), cache)]
         assert torch.equal(*want) and not torch.equal(*want[0])
         cache.reset()
         assert answer(ids) == first
@@ -240,7 +241,7 @@ def test_a_policy_that_generate_cannot_run_says_so():
             attach(model),
             pytest.raises(ValueError, match="is not for model.generate with a batch: use runtime.batch"),
         ):
-            model.generate(ids, past_key_values=BatchCache(24, policy, heads, chunk=13, local_len=5), max_new_tokens=2)
+            model.generate(ids, **{CACHE: BatchCache(24, policy, heads, chunk=13, local_len=5)}, max_new_tokens=2)
 
 
 def test_what_is_read_twice_is_noted_once():

@@ -19,6 +19,7 @@ from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.policies.base import Score, Slots, TopK
 from locret_kit.policies.grammar import parse_policy
@@ -223,7 +224,7 @@ def test_equals_the_definition(family, positions, policy, chunk, budget, stabili
         for n in range(chunk + 4 if chunk < 10 else 2):  # across an eviction while decoding
             token = 2 + (7 * n) % 90
             mine.step(token)
-            out = model(input_ids=torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
+            out = model(input_ids=torch.tensor([[token]]), **{CACHE: cache}).logits[0, -1]
             assert held(cache) == mine.kept()
             np.testing.assert_allclose(out.numpy(), mine.logits, atol=2e-3)
 
@@ -349,7 +350,7 @@ def test_pieces_do_not_matter(cuts, chunk, positions, policy, known):
     with attach(model):
         want = prefill(model, ids[0].tolist(), whole)
         for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 70], strict=True):
-            got = model(input_ids=ids[:, a:b], past_key_values=pieces, logits_to_keep=1).logits[0, -1]
+            got = model(input_ids=ids[:, a:b], **{CACHE: pieces}, logits_to_keep=1).logits[0, -1]
     assert held(pieces) == held(whole)
     assert (got - want).abs().max() < 1e-4
     assert pieces.get_seq_length() == whole.get_seq_length() == 70
@@ -370,9 +371,7 @@ def test_generate_equals_the_kits_own_loop(policy, piece):
             model, mine, logits, prompt=ids[0].tolist(), max_new_tokens=20, sampling=Sampling(), stop=frozenset()
         ))  # fmt: skip
         extra = {} if piece is None else {"prefill_chunk_size": piece}
-        got = model.generate(
-            ids, past_key_values=theirs, max_new_tokens=20, min_new_tokens=20, do_sample=False, **extra
-        )
+        got = model.generate(ids, **{CACHE: theirs}, max_new_tokens=20, min_new_tokens=20, do_sample=False, **extra)
     assert got[0, 80:].tolist() == want
     assert held(mine) == held(theirs)
     assert mine.counters.evictions > 1
@@ -431,7 +430,7 @@ def test_invariants(length, budget, chunk, share, policy, positions):
         assert len(sizes) == 1
         assert cache.kept_positions(0)[..., -1].eq(length - 1).all() or local_len == 0
         for n in range(5):
-            model(input_ids=torch.tensor([[3 + n]]), past_key_values=cache)
+            model(input_ids=torch.tensor([[3 + n]]), **{CACHE: cache})
             assert cache.get_seq_length() == length + n + 1
             assert cache.kept_positions(0)[..., -1].eq(length + n).all()  # it was appended after any eviction
     assert most[0] <= budget + chunk
@@ -449,7 +448,7 @@ def test_window_layers_hold_their_window(family, chunk, local_len, piece):
     cache = BoundedCache(80, "streaming", chunk=chunk, prompt_length=70, local_len=local_len)
     with attach(model):
         for at in range(0, 70, piece):
-            got = model(input_ids=ids[:, at : at + piece], past_key_values=cache).logits[0, -1]
+            got = model(input_ids=ids[:, at : at + piece], **{CACHE: cache}).logits[0, -1]
             for rows in cache.layers:
                 if rows.window is not None:
                     assert rows.rows <= rows.codec.keys.shape[2] <= rows.window - 1 + chunk
@@ -524,7 +523,7 @@ def test_heads_by_their_folder(tmp_path):
     for named in (heads, str(tmp_path / "heads"), tmp_path / "heads"):
         made = BoundedCache(16, heads=named, chunk=8, prompt_length=40)
         with attach(model), torch.no_grad():
-            model(ids, past_key_values=made)
+            model(ids, **{CACHE: made})
         kept.append(torch.stack([made.kept_positions(layer)[0][0] for layer in range(3)]))
     assert torch.equal(kept[0], kept[1]) and torch.equal(kept[0], kept[2])
     with pytest.raises(FileNotFoundError, match="ckpt='no-such-heads': no such file or folder"):

@@ -149,7 +149,7 @@ def test_what_the_terminals_encoding_lacks_is_escaped():
         (kept.main, "locret-kept", ["nowhere.locret"]),
         (ask.main, "locret-ask", ["nowhere.locret", "Who?"]),
         (chat.main, "locret-chat", ["nowhere.locret"]),
-        (publish.main, "locret-publish", ["--ckpt", "nowhere", "--repo", "me/x"]),
+        (publish.main, "locret-publish", ["nowhere", "me/x", "--dry-run"]),
     ],
 )
 def test_the_commands_say_who_they_are(capsys, main, name, argv):

@@ -142,6 +142,7 @@ def test_a_model_without_a_recipe():
     assert asked == ["Some/Model-4B", "heads.d_hidden", "data.max_tokens"]
     config = build(TrainConfig, made)
     assert (config.recipe, config.out) == ("auto", "runs/model-4b")
+    assert config.infer.budget + config.infer.chunk < 2048, "slots are dropped in the first text that is tried"
     assert (config.heads.d_hidden, config.data.max_tokens, config.data.batch) == (64, 64, 2)
 
 

@@ -18,6 +18,7 @@ from locret_kernels.ragged_decode import cpu as decode_cpu
 from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import widened
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.rope import Rope
 from locret_kit.backbones.undo import Undo
 from locret_kit.cache.backend import CpuBackend, runs_on_cpu
@@ -224,7 +225,7 @@ def test_weights_that_are_trained_through_a_cache_get_their_gradients(trained, d
         last = model.model.layers[-1].named_parameters()
         weights = [w.requires_grad_() for name, w in last if trained in name]
         with attach(model):
-            logits = model(ids, past_key_values=BoundedCache(64, "streaming", **plain)).logits
+            logits = model(ids, **{CACHE: BoundedCache(64, "streaming", **plain)}).logits
         logits.double().logsumexp(-1).square().mean().backward()
         grads.append([w.grad.double() for w in weights])
     for mine, exact in zip(*grads, strict=True):

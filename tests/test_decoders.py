@@ -7,6 +7,7 @@ import torch
 from policy_runs import backbone, held, make, tokens
 
 from locret_kit import attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.runtime.cpu_decoder import CpuDecoder
 from locret_kit.runtime.decoders import Decoding, DynamicDecoder
 from locret_kit.runtime.graph_decoder import GraphDecoder
@@ -31,7 +32,7 @@ def test_logits_are_those_of_the_plain_forward(name):
         for token in tokens(STEPS, seed=1):
             assert decoder.ready(caches[0])
             logits_1V = decoder([caches[0]], [token])
-            plain = model(input_ids=torch.tensor([[token]]), past_key_values=caches[1]).logits[:, -1].float()
+            plain = model(input_ids=torch.tensor([[token]]), **{CACHE: caches[1]}).logits[:, -1].float()
             torch.testing.assert_close(logits_1V, plain, rtol=0, atol=3e-6)
     assert held(caches[0]) == held(caches[1]) and caches[0].counters.evictions == caches[1].counters.evictions >= 2
     assert caches[0].get_seq_length() == caches[1].get_seq_length()

@@ -15,6 +15,7 @@ from tiny_models import COMMON, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.rope import rotate
 from locret_kit.cache.step import read_block
 from locret_kit.cache.storage.quantised import GroupedBits
@@ -93,7 +94,7 @@ def decoded(model, cache, ids, steps: int = STEPS, atol: float = 1e-12) -> Watch
         prefill(model, ids, cache)
         with Watch(atol) as watch:
             for token in range(steps):
-                model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache)
+                model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache})
     return watch
 
 
@@ -157,7 +158,7 @@ def test_a_token_reads_no_row_back(policy):
                 full = [r.codec.tail == r.codec.max_tail or r.rows == r.capacity for r in cache.bounded]
                 due.append({layer for layer, is_full in enumerate(full) if is_full})
                 opened.clear()
-                model(input_ids=torch.tensor([[5 + token % 90]]), past_key_values=cache)
+                model(input_ids=torch.tensor([[5 + token % 90]]), **{CACHE: cache})
                 seen.append({codecs.index(codec) for codec in opened})
     assert seen == due and all(3 <= sum(layer in full for full in due) <= 6 for layer in range(3))
 

@@ -103,5 +103,5 @@ def test_without_deepspeed_one_line_names_the_extra(backbone, tmp_path, monkeypa
     assert main([*SETTINGS, *more]) == 1
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("locret-train:")]
     assert said == [
-        "locret-train: trainer.strategy=deepspeed_stage_2 needs DeepSpeed: in the clone, pip install '.[deepspeed]'"
+        "locret-train: trainer.strategy=deepspeed_stage_2 needs DeepSpeed: in the clone, pip install -e '.[deepspeed]'"
     ]

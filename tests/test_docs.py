@@ -127,10 +127,11 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_no_link_leads_out_of_the_site():
-    """MkDocs says nothing of a file that is there, but beside the pages."""
+    """MkDocs says nothing of a file that is there, but beside the pages. Links to code lead to the pages made of it there."""
     for file in DOCS.rglob("*.md"):
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", file.read_text(encoding="utf-8")):
-            assert (file.parent / link).resolve().is_relative_to(DOCS), f"{file}: {link}"
+            place = (file.parent / link).resolve()
+            assert place.is_relative_to(DOCS) or str(place.relative_to(ROOT)) in REFERENCE.SOURCES, f"{file}: {link}"
 
 
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
@@ -140,6 +141,7 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     for file in tmp_path.rglob("*.html"):
+        assert not re.search(r"href=\"[./]*(?:locret_kit|recipes)/", file.read_text("utf-8")), file
         loaded = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"(https?:[^\"]+)\"", file.read_text("utf-8"))
         assert not loaded, file
     assert len(json.loads((tmp_path / "search" / "search_index.json").read_text("utf-8"))["docs"]) > 100

@@ -378,14 +378,14 @@ def test_the_extra_is_named(monkeypatch, tmp_path, capsys):
     listed = re.findall(r'"([^"]+)"', line)
     monkeypatch.setattr(command, "requires", lambda _: [f'{name}; extra == "documents"' for name in listed])
     for name in ("mammoth", "markdownify", "markitdown", "pypdfium2"):
-        assert command.install_hint(ImportError(name=name)) == ": in the clone, pip install '.[documents]'"
+        assert command.install_hint(ImportError(name=name)) == ": in the clone, pip install -e '.[documents]'"
 
     @command.command("locret-read")
     def main() -> int:
         return len(read_document(tmp_path / "a.docx"))
 
     assert main() == 1
-    assert capsys.readouterr().err.rstrip().endswith(": in the clone, pip install '.[documents]'")
+    assert capsys.readouterr().err.rstrip().endswith(": in the clone, pip install -e '.[documents]'")
 
 
 def test_infer_reads_documents(tmp_path):

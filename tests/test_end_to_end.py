@@ -16,6 +16,7 @@ from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones import probe
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.card import describe
 from locret_kit.cli.train import main
@@ -75,7 +76,7 @@ def test_hard_gates_are_the_caches_evictions(family, newest, hard, temperature):
         with attachment.handled_by(gated):
             mine = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
         pieces = [ids[i : i + chunk] for i in range(0, 61, chunk)]
-        want = torch.cat([model(input_ids=torch.tensor([part]), past_key_values=cache).logits[0] for part in pieces])
+        want = torch.cat([model(input_ids=torch.tensor([part]), **{CACHE: cache}).logits[0] for part in pieces])
         whole = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-5)
     assert (mine - whole).abs().max() > 1e-3  # something was evicted

@@ -79,5 +79,5 @@ def test_a_paraphrase_asks_in_other_words():
 
 def test_a_missing_library_is_said_before_anything_is_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(ImportError, match=r"needs bm25s: in the clone, pip install '.\[eval\]'"):
+    with pytest.raises(ImportError, match=r"needs bm25s: in the clone, pip install -e '.\[eval\]'"):
         bm25.check(["answer"])

@@ -193,7 +193,18 @@ def test_a_file_of_questions_is_a_task(tmp_path):
     for example in made:
         size = count_ids(tiny_tokenizer(), example.prompt, example.special)
         assert 490 <= size <= 512 and example.cut and example.prompt.startswith("<|im_start|>")
-    assert get_metric(task.metric)("Ann", made[0].answer, {}) == {"f1": 1.0}
+    assert get_metric(task.metric)("It was Ann.", made[0].answer, {}) == {"contains": 1.0, "f1": 0.5}
+    assert find_tasks([path], metric="qa_f1")[0].metric == "qa_f1"
+    for metric, said in (
+        ("contain", "metric='contain' is unknown. Did you mean 'contains'"),
+        ("classification_first_line", "metric=classification_first_line needs more than"),
+        ("bug_choice", "metric=bug_choice needs more than"),
+        ("gsm8k", "metric=gsm8k needs more than"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            find_tasks([path], metric=metric)
+    with pytest.raises(ValueError, match="metric=qa_f1 is for files of questions, and tasks=passkey has none"):
+        find_tasks(["passkey"], metric="qa_f1")
     assert [task.name for task in find_tasks([f"agreement:{path}", path])] == ["agreement:mine.jsonl", "mine.jsonl"]
 
 

@@ -37,6 +37,16 @@ CASES = [
     ("gsm8k", "18 or 19", "#### 18", 0),
     ("qa_f1", "The cat sat", ["a cat", "dog"], 2 / 3),
     ("qa_f1", "", ["a cat"], 0),
+    ("contains", "The caretaker's telephone number is 4471-208.", ["4471-208"], 1),
+    ("contains", "It is git-shortlog, which groups by author.", ["git shortlog", "git-shortlog"], 1),
+    ("contains", 'It groups by the format string "git-".', ["git shortlog"], 0),
+    ("contains", "In 2014.", ["14", "201"], 0),
+    ("contains", "A HOUSE\nby the lake", ["the house by a lake"], 1),
+    ("contains", "Das Häuschen.", ["Haus", "chen"], 0),
+    ("contains", "答案是北京。", ["北京"], 1),
+    ("contains", "Это который?", ["кот"], 0),
+    ("contains", "anything", ["the", "?", ""], 0),
+    ("contains", "", ["x"], 0),
     ("qa_f1_first_line", "\ncat\nQuestion: dog", ["cat"], 1),
     ("qa_f1_characters", "北京市。", ["北京"], 0.8),
     ("choice", "B. because", ["x", "B"], 1),
@@ -165,7 +175,7 @@ def test_unknown_metric_and_missing_library(monkeypatch):
     with pytest.raises(ValueError, match=r"metric='rogue' is unknown. Did you mean 'rouge'"):
         get_metric("rogue")
     monkeypatch.setattr(normalisation, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
-    with pytest.raises(ImportError, match=r"needs sacrebleu: in the clone, pip install '.\[eval\]'"):
+    with pytest.raises(ImportError, match=r"needs sacrebleu: in the clone, pip install -e '.\[eval\]'"):
         get_metric("reconstruction")("x", "y", {})
 
 

@@ -176,9 +176,10 @@ def test_in_a_browser(report, tmp_path):
 
 def test_the_page_opens_with_all_tasks_and_its_first_link_is_to_what_was_kept(run):
     base = html_report.read_rows(run)[0]
-    rows = [replace(base, task=task, policy=policy, budget=512 * (policy != "full"), heads="-", kept=None, score=score)
+    rows = [replace(base, task=task, policy=policy, budget=512 * (policy != "full"), heads="-", kept=None, score=score, sample=n)
+            for n in range(10)
             for task in ("one", "two") for policy, score in (("full", 1.0), ("a", 0.5), ("b", 0.25))]  # fmt: skip
-    html = html_report.page(run, [*rows, replace(rows[0], sample=1, kept="a")])
+    html = html_report.page(run, [*rows, replace(rows[0], sample=10, kept="a")])
     assert re.search(r"<caption>(.*?) \(", html)[1] == "All tasks" and re.search(r"<nav><a [^>]*id=\"heat\"", html)
     assert (
         html.count("<b>0.50") == 4 and "<b>1.00" not in html and "<b>0.25" not in html

@@ -352,15 +352,20 @@ def test_one_table_of_needles_perplexity_and_reconstruction(heads, tmp_path, cap
     assert "\n".join(table) in capsys.readouterr().out
 
 
-def test_figures_need_matplotlib_and_rows_do_not(heads, tmp_path, monkeypatch, capsys):
-    def without(out):
-        raise ImportError("No module named 'matplotlib': in the clone, pip install '.[eval]'")
-
-    monkeypatch.setattr("locret_kit.evals.report.html_report.write_page", without)
+def test_what_is_missing_is_said_before_the_first_example(heads, tmp_path, monkeypatch, capsys):
+    """Without matplotlib a run has rows and no page; without a metric's library it does not begin."""
+    monkeypatch.setattr("locret_kit.cli.eval.find_spec", lambda name: None)
     out = tmp_path / "run"
     assert main(words(heads, out, tasks="[passkey]", policies="[locret]", samples=1)) == 0
-    assert "no figures and no page: No module named 'matplotlib'" in capsys.readouterr().err
-    assert (out / "summary.md").exists()
+    said = capsys.readouterr().err
+    assert said.index("no figures and no page without matplotlib: in the clone, pip install -e") < said.index(
+        "R.PassKey"
+    )
+    assert (out / "summary.md").exists() and "the page is" not in said
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    assert main(words(heads, tmp_path / "texts", tasks="[reconstruction]", policies="[locret]", samples=1)) == 1
+    assert "this needs sacrebleu: in the clone, pip install -e '.[eval]'" in capsys.readouterr().err
+    assert not (tmp_path / "texts").exists()
 
 
 def test_random_heads_are_seeded(heads, tmp_path):

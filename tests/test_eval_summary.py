@@ -74,8 +74,9 @@ def leading(table: Table) -> list[tuple[str, str]]:
 def test_leaders_are_the_best_of_those_that_evict_and_read_the_same():
     """Full attention leads nothing; nor does a policy that was asked about other texts, nor where all are as good."""
 
-    def rows(policy: str, scores: Sequence[float], **changes: object) -> list[Row]:
-        made = [replace(ROW, policy=policy, heads="-", sample=i, score=score) for i, score in enumerate(scores)]
+    def rows(policy: str, scores: Sequence[float], times: int = 5, **changes: object) -> list[Row]:
+        every = enumerate([*scores] * times)
+        made = [replace(ROW, policy=policy, heads="-", sample=i, score=score) for i, score in every]
         return [replace(row, **changes) for row in made]
 
     shown = [*rows("full", [1, 1], budget=0), *rows("a", [0.5, 0.5]), *rows("b", [0.5, 0.25]), *rows("c", [1])]
@@ -84,27 +85,29 @@ def test_leaders_are_the_best_of_those_that_evict_and_read_the_same():
     assert one.reference == [0] and one.rules == [1]
     likelihoods = score_table(summarize(replace(row, metric="nll") for row in shown))
     assert leading(likelihoods) == [("b", "4K, budget 512")]
-    assert leading(score_table(summarize([*rows("a", [1]), *rows("b", [1])]))) == []
+    assert leading(score_table(summarize([*rows("a", [1, 1]), *rows("b", [1, 1])]))) == []
+    few = [*rows("a", [1, 1, 1], times=3), *rows("b", [0, 0, 0], times=3)]
+    assert leading(score_table(summarize(few))) == [], "nine examples"
     every = overview([*shown, *(replace(row, task="other", score=1.0) for row in shown)])
     assert leading(every) == [("a", "R.PassKey, haystack: jargon (match)")]
     assert [every.lines[i][2] for i in every.reference] == ["full"] and every.rules == [1]
 
 
 def test_a_table_in_latex(tmp_path, capsys):
-    rows = [replace(ROW, policy=p, heads="-", sample=i, score=float(i < n), task="a_b") for p, n in (("x&y", 1), ("h2o", 2))
-            for i in range(2)]  # fmt: skip
+    rows = [replace(ROW, policy=p, heads="-", sample=i, score=float(i < n), task="a_b") for p, n in (("x&y", 5), ("h2o", 10))
+            for i in range(10)]  # fmt: skip
     write(tmp_path / "rows.0.jsonl", *rows)
     assert main(["table", f"out={tmp_path}", "format=latex", "interval=wilson"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         r"% \usepackage{booktabs}", r"\begin{table}", r"\centering",
-        r"\caption{a\_b, haystack: jargon: match; mean; of shares Wilson's 95\% interval, else $\pm$ standard error; n=2.}",
+        r"\caption{a\_b, haystack: jargon: match; mean; of shares Wilson's 95\% interval, else $\pm$ standard error; n=10.}",
         r"\begin{tabular}{lc}", r"\toprule", r"policy & 4K, budget 512 \\", r"\midrule",
-        r"h2o & \textbf{1.00 [0.34, 1.00]} \\", r"x\&y & 0.50 [0.09, 0.91] \\", r"\bottomrule", r"\end{tabular}",
+        r"h2o & \textbf{1.00 [0.72, 1.00]} \\", r"x\&y & 0.50 [0.24, 0.76] \\", r"\bottomrule", r"\end{tabular}",
         r"\end{table}",
     ]  # fmt: skip
     assert main(["table", f"out={tmp_path}", "policies=[h2o]"]) == 0
     said = capsys.readouterr().out
-    assert "| h2o | 1.00 ± 0.00 (n=2) |" in said and "x&y" not in said
+    assert "| h2o | 1.00 ± 0.00 (n=10) |" in said and "x&y" not in said
 
 
 @given(st.randoms(use_true_random=False))

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from locret_kernels.hadamard import hadamard
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.probe import describe
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.methods.h2o import Aas
 from locret_kit.runtime.graph_decoder import GraphDecoder
@@ -56,7 +57,7 @@ def read(
         prefill(model, list(range(LENGTH)), cache)
         for token in range(dynamic):
             with mock.patch.object(F, "scaled_dot_product_attention", lambda *given, **named: pytest.fail("SDPA")):
-                model(input_ids=torch.full((1, 1), token, device=CUDA), past_key_values=cache, use_cache=True)
+                model(input_ids=torch.full((1, 1), token, device=CUDA), **{CACHE: cache}, use_cache=True)
         if steps:
             decoder = GraphDecoder(model, cache)
             decoder.captures = False

@@ -10,6 +10,7 @@ from pairwise import pairs
 from tiny_models import FAMILIES, tiny_model
 
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.releases import CACHE
 
 NEW = 6
 
@@ -34,7 +35,7 @@ def test_equals_generate(family, positions, length, chunk, piece):
     kept = BoundedCache(length + NEW, "streaming", chunk=chunk, prompt_length=length, positions=positions, local_len=5)
     with attach(model):
         got = model.generate(
-            ids, past_key_values=kept, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, prefill_chunk_size=piece,
+            ids, **{CACHE: kept}, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, prefill_chunk_size=piece,
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
     assert torch.equal(got.sequences[:, length:], tokens)

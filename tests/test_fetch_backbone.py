@@ -11,11 +11,12 @@ from locret_kit.backbones.demo import dequantise
 from locret_kit.backbones.load import load_backbone
 
 
-def test_a_folder_holds_the_weights_and_the_tokens(tmp_path):
+def test_a_folder_holds_the_weights_and_the_tokens(tmp_path, capsys):
     tokenizer = tiny_tokenizer()
     model = tiny_model("qwen2", vocab_size=len(tokenizer))
     write_gguf(tmp_path / "tiny.gguf", model, "F32", tokenizer)
     dequantise(tmp_path / "tiny.gguf", tmp_path / "made", "any/tiny").save_pretrained(tmp_path / "made")
+    assert capsys.readouterr().err.splitlines() == ["dequantising in float32", "saving in bfloat16"], "and no bar"
     made, split = load_backbone(str(tmp_path / "made"), dtype="bfloat16", device="cpu")
     wanted = model.bfloat16().state_dict()
     assert made.state_dict().keys() == wanted.keys()

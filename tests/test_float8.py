@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 
 from locret_kernels.ragged_decode import Float8Rows, Rotation, Spans
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.storage.float8 import LARGEST, MARGIN, Float8
@@ -118,9 +119,9 @@ def read(backbone, policy: str, backend: str | None, pieces: int = 99, **rest) -
     with attach(backbone), torch.no_grad():
         for start in range(0, len(IDS), pieces):
             piece = torch.tensor([IDS[start : start + pieces]])
-            logits = [backbone(input_ids=piece, past_key_values=cache).logits[0, -1]]
+            logits = [backbone(input_ids=piece, **{CACHE: cache}).logits[0, -1]]
         for token in range(4):
-            logits.append(backbone(input_ids=torch.tensor([[5 + token]]), past_key_values=cache).logits[0, -1])
+            logits.append(backbone(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache}).logits[0, -1])
     return cache, torch.stack(logits)
 
 
@@ -147,7 +148,7 @@ def test_pieces_files_and_other_texts(tmp_path):
     plain = BoundedCache(16, "h2o", **{**KEPT, "kv_bits": None})
     with attach(backbone), torch.no_grad():
         prefill(backbone, IDS, plain)
-        after = [backbone(input_ids=torch.tensor([[9]]), past_key_values=cache).logits for cache in (whole, loaded)]
+        after = [backbone(input_ids=torch.tensor([[9]]), **{CACHE: cache}).logits for cache in (whole, loaded)]
     assert torch.equal(*after)
     assert whole.clipped == sum(int(rows.codec.clipped.sum()) for rows in whole.bounded) and plain.clipped == 0
     whole.reset(whole.schedule.prompt_length)

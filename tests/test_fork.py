@@ -10,13 +10,14 @@ import torch
 from policy_runs import POLICIES, backbone, held, make, tokens, turn
 
 from locret_kit import attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.fork import CannotFork
 from locret_kit.runtime.session import prefill
 
 
 def logits_after(model, cache, ids) -> torch.Tensor:
     out = [prefill(model, ids, cache)]
-    out += [model(input_ids=torch.tensor([[7]]), past_key_values=cache).logits[0, -1].float() for _ in range(3)]
+    out += [model(input_ids=torch.tensor([[7]]), **{CACHE: cache}).logits[0, -1].float() for _ in range(3)]
     return torch.stack(out)
 
 
@@ -117,7 +118,7 @@ def test_a_deep_copy_goes_on_by_itself_and_shares_what_is_big(policy, kv_bits):
     with attach(model), torch.no_grad():
         prefill(model, tokens(), cache)
         before, twin = held(cache), copy.deepcopy(cache)
-        step = lambda cache: model(input_ids=torch.tensor([tokens(9, seed=4)]), past_key_values=cache).logits  # noqa: E731
+        step = lambda cache: model(input_ids=torch.tensor([tokens(9, seed=4)]), **{CACHE: cache}).logits  # noqa: E731
         moved = step(twin)
         assert held(cache) == before and torch.equal(step(cache), moved) and held(cache) == held(twin)
     assert twin.context.model is cache.context.model and twin.heads is cache.heads

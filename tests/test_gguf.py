@@ -9,7 +9,15 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_gguf import SCALED, tiny_source, write_byte_level, write_gguf, write_sentencepiece
+from tiny_gguf import (
+    SCALED,
+    newer_source,
+    tiny_source,
+    write_byte_level,
+    write_gguf,
+    write_newer_gguf,
+    write_sentencepiece,
+)  # fmt: skip
 from tiny_tokenizer import TEMPLATE, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +51,31 @@ def same_logits(path, model) -> None:
 def test_a_file_gives_the_logits_of_its_source(family, form, tmp_path):
     model = tiny_source(family)
     same_logits(write_gguf(tmp_path / f"{family}.gguf", model, form), model)
+
+
+@pytest.mark.parametrize("form", ["F16", "Q8_0"])
+@pytest.mark.parametrize("arch", ["qwen35", "qwen35moe", "lfm2"])
+def test_what_transformers_reads_is_unpacked_and_said(arch, form, tmp_path, caplog):
+    """With the logits and the tokens of the same weights as safetensors."""
+    model = newer_source(arch)
+    path = write_newer_gguf(tmp_path / "a.gguf", model, arch, form)
+    model.save_pretrained(tmp_path / "folder")
+    tiny_tokenizer().save_pretrained(tmp_path / "folder")
+    wanted, tokenizer = load_backbone(str(tmp_path / "folder"), device="cpu", dtype="float32")
+    loaded, own = load_backbone(str(path), device="cpu", dtype="float32")
+    assert (
+        f"a.gguf: its matrices are unpacked, which takes the memory of a model of float32: {arch} is read"
+        in caplog.text
+    )
+    assert own("Of 3 parts, it's?").input_ids == tokenizer("Of 3 parts, it's?").input_ids
+    with torch.inference_mode():
+        logits, expected = (one(input_ids=IDS).logits for one in (loaded, wanted))
+        tokens = [one.generate(IDS, max_new_tokens=20, do_sample=False) for one in (loaded, wanted)]
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max() and torch.equal(*tokens)
+    assert load_config(str(path)).model_type == wanted.config.model_type
+    write_newer_gguf(tmp_path / "b.gguf", model, arch, form, split_max_tensors=40)
+    with pytest.raises(OSError, match=rf"architecture='{arch}' in parts: join them first \(llama-gguf-split --merge\)"):
+        load_config(str(min(tmp_path.glob("b-*.gguf"))))
 
 
 @pytest.mark.parametrize("scaling", SCALED)
@@ -211,6 +244,54 @@ def test_a_file_that_cannot_be_read_is_one_line(change, message, file, tmp_path)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("split", [dict(split_max_tensors=20), dict(split_max_tensors=99, small_first_shard=True)])
+def test_parts_are_the_model_of_one_file_whichever_is_named(split, tmp_path):
+    """The first part may hold fields alone."""
+    model = tiny_source("qwen2")
+    whole, _ = load_backbone(str(write_gguf(tmp_path / "whole.gguf", model, "Q8_0")), device="cpu")
+    write_gguf(tmp_path / "Tiny-Q8_0.gguf", model, "Q8_0", **split)
+    parts = sorted(tmp_path.glob("Tiny-Q8_0-0000?-of-0000?.gguf"))
+    assert len(parts) > 1 and not (tmp_path / "Tiny-Q8_0.gguf").exists()
+    for part in parts:
+        loaded, tokenizer = load_backbone(str(part), device="cpu")
+        assert tokenizer("Of parts?").input_ids == tiny_tokenizer()("Of parts?").input_ids
+        mine, theirs = loaded.state_dict(), whole.state_dict()
+        assert list(mine) == list(theirs) and all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        assert loaded.config.gguf == whole.config.gguf
+        assert other_backbone("lab/Tiny", str(part)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a, b, c: b.unlink(), "beside it these are missing: m-00002-of-00003.gguf"),
+        (lambda a, b, c: a.unlink(), "beside it these are missing: m-00001-of-00003.gguf"),
+        (lambda a, b, c: c.rename(c.with_name("third.gguf")), "third.gguf is one of 3 parts: it must be named so"),
+        (lambda a, b, c: b.write_bytes(c.read_bytes()), "a part of another model: split.no=2 must be 1"),
+        (lambda a, b, c: b.write_bytes(written(b.read_bytes(), "split.count", 4, size=2)), "model: split.count=4 must be 3"),
+        (lambda a, b, c: b.write_bytes(written(b.read_bytes(), "split.no", 7, size=2)), "another model: split.no=7 must be 1"),
+        (lambda a, b, c: b.write_bytes(written(c.read_bytes(), "split.no", 1, size=2)), ".weight is in another part, too"),
+        (lambda a, b, c: b.write_bytes(a.with_name("whole.gguf").read_bytes()), "another model: split.no=None must be 1"),
+        (
+            lambda a, b, c: [p.write_bytes(written(p.read_bytes(), "split.tensors.count", 90)) for p in (a, b, c)],
+            r"its parts hold \d+ tensors, split.tensors.count=90",
+        ),
+        (lambda a, b, c: b.write_bytes(written(b.read_bytes(), "split.tensors.count", 90)), "split.tensors.count=90 must be"),
+        (lambda a, b, c: b.write_bytes(b.read_bytes()[:-1000]), "m-00002-of-00003.gguf is cut off"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_belong_together_are_one_line(change, message, tmp_path):
+    model = tiny_source("llama")
+    write_gguf(tmp_path / "whole.gguf", model, "Q8_0")
+    write_gguf(tmp_path / "m.gguf", model, "Q8_0", split_max_tensors=20)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    change(*parts)
+    (named, *_) = [*sorted(tmp_path.glob("third.gguf")), *sorted(tmp_path.glob("m-*.gguf"), reverse=True)]
+    with pytest.raises((ValueError, OSError), match=message) as caught:
+        load_backbone(str(named), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
 def test_names_of_the_hub(monkeypatch):
     names = ["a/Tiny-Q4_K_M.gguf", "Tiny-Q8_0.gguf", "README.md"]
     monkeypatch.setattr(gguf_place, "pull", lambda repo, choose, **rest: [Path(repo, name) for name in choose(names)])
@@ -221,3 +302,23 @@ def test_names_of_the_hub(monkeypatch):
     ):
         gguf_place.pull_gguf("lab/Tiny:Q5_0")
     assert not gguf_place.is_gguf("lab/Tiny")
+    pulled: list[str] = []
+
+    def hub(*names: str) -> None:
+        def pull(repo, choose, **rest):
+            pulled[:] = choose(list(names))
+            return [Path(repo, name) for name in pulled]
+
+        monkeypatch.setattr(gguf_place, "pull", pull)
+
+    parts = [f"Q8_0/tiny-q8_0-0000{n}-of-00003.gguf" for n in (3, 1, 2)]
+    for named in ("lab/Tiny:Q8_0", f"lab/Tiny/{parts[0]}"):
+        hub(*parts, "tiny-q2_k.gguf")
+        assert gguf_place.is_gguf(named) and gguf_place.pull_gguf(named) == Path("lab/Tiny", parts[1])
+        assert pulled == sorted(parts) and gguf_place.model_name(named).casefold() == "tiny"
+    hub(*parts[:2])
+    with pytest.raises(ValueError, match="is in 3 parts, of which lab/Tiny lacks Q8_0/tiny-q8_0-00002-of-00003.gguf"):
+        gguf_place.pull_gguf("lab/Tiny:Q8_0")
+    hub(*parts, "tiny-q8_0.gguf")
+    with pytest.raises(ValueError, match="names 2 files of lab/Tiny"):
+        gguf_place.pull_gguf("lab/Tiny:Q8_0")

@@ -15,6 +15,7 @@ from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cache import context
 from locret_kit.cache.backend import BACKENDS
 from locret_kit.cache.view import slots_of
@@ -42,7 +43,7 @@ def decoded(model, cache, ids, form: type[GraphDecoder] | None, steps: int = STE
             out.append(step([cache], [token])[0])
         else:
             piece = torch.tensor([[token]])
-            out.append(model(input_ids=piece, past_key_values=cache, logits_to_keep=1).logits[0, -1].float())
+            out.append(model(input_ids=piece, **{CACHE: cache}, logits_to_keep=1).logits[0, -1].float())
     return torch.stack(out), step
 
 
@@ -159,8 +160,7 @@ def test_float32_and_the_form_may_change_between_tokens():
     same(model, caches, tokens(), atol=5e-4)
     with attach(model), torch.inference_mode():
         last = [
-            model(input_ids=torch.tensor([[7]]), past_key_values=cache, logits_to_keep=1).logits[0, -1]
-            for cache in caches
+            model(input_ids=torch.tensor([[7]]), **{CACHE: cache}, logits_to_keep=1).logits[0, -1] for cache in caches
         ]
     torch.testing.assert_close(*last, rtol=0, atol=5e-4)
 

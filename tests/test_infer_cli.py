@@ -20,6 +20,7 @@ from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
 from locret_kit.backbones.load import load_config
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.infer import main
 from locret_kit.cli.loading import Chosen, before_reading, choose
@@ -296,7 +297,7 @@ def test_the_library_runs_with_what_the_heads_were_published_with(place, tmp_pat
     ids = tokenizer(TEXT * 4, return_tensors="pt").input_ids
     cache = BoundedCache(40, heads=heads, prompt_length=ids.shape[1])
     with attach(model):
-        made = model.generate(ids, past_key_values=cache, prefill_chunk_size=50, max_new_tokens=8, do_sample=False)
+        made = model.generate(ids, **{CACHE: cache}, prefill_chunk_size=50, max_new_tokens=8, do_sample=False)
     s, said = cache.schedule, json.loads(report.read_text())
     assert status == 0 and ids.shape[1] == said["prompt_tokens"]
     assert (s.chunk, s.stabilizers, s.local_len, cache.settings.positions) == (32, 16, 0, "compact")

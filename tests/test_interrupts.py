@@ -61,13 +61,13 @@ def test_an_interrupt_leaves_nothing_behind():
     with attach(model):
         hook = interrupted_at(model, 1)
         with pytest.raises(KeyboardInterrupt):
-            model.generate(ids, past_key_values=cache, max_new_tokens=2)
+            model.generate(ids, **{CACHE: cache}, max_new_tokens=2)
         hook.remove()
     assert active_handler() is None
     alive = weakref.ref(cache)
     cache.reset()
     with pytest.raises(RuntimeError, match="not attached"):
-        model(input_ids=ids, past_key_values=cache)
+        model(input_ids=ids, **{CACHE: cache})
     del cache
     gc.collect()
     assert alive() is None
@@ -175,7 +175,7 @@ def test_logits_of_threads_do_not_mix():
 
     def read(_):
         with torch.no_grad():
-            return model(input_ids=ids, past_key_values=BoundedCache(16, "sirllm", chunk=8)).logits
+            return model(input_ids=ids, **{CACHE: BoundedCache(16, "sirllm", chunk=8)}).logits
 
     with attach(model), ThreadPoolExecutor(3) as pool:
         found = list(pool.map(read, range(9)))
@@ -191,7 +191,7 @@ def test_attaching_does_not_disturb_a_thread_without_a_cache():
     def others():
         while not stop.is_set():
             with torch.no_grad(), attach(model):
-                model(input_ids=ids[:, :8], past_key_values=BoundedCache(16, "streaming", chunk=8))
+                model(input_ids=ids[:, :8], **{CACHE: BoundedCache(16, "streaming", chunk=8)})
 
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(others)
@@ -207,7 +207,7 @@ def test_detaching_under_a_running_forward_is_said():
     attachment = attach(model)
     model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: attachment.detach())
     with pytest.raises(RuntimeError, match="detached while this forward ran"):
-        model(input_ids=ids, past_key_values=BoundedCache(16, "streaming"))
+        model(input_ids=ids, **{CACHE: BoundedCache(16, "streaming")})
 
 
 @torch.no_grad()
@@ -238,19 +238,19 @@ def test_a_streamer_that_raises_leaves_the_model_clean():
             pass
 
     with attach(model):
-        wanted = model.generate(ids, past_key_values=BoundedCache(64, "streaming", chunk=8), **once)
+        wanted = model.generate(ids, **{CACHE: BoundedCache(64, "streaming", chunk=8)}, **once)
         cache = BoundedCache(64, "streaming", chunk=8)
         with pytest.raises(ArithmeticError, match="closed"):
-            model.generate(ids, past_key_values=cache, streamer=Broken(), **once)
+            model.generate(ids, **{CACHE: cache}, streamer=Broken(), **once)
         assert active_handler() is None
         for chunked, words in (
             ({}, "position_ids=0 to 19"),
             ({"prefill_chunk_size": 7}, "no new tokens: this cache has seen 20"),
         ):
             with pytest.raises(ValueError, match=words):
-                model.generate(ids, past_key_values=cache, **once, **chunked)
+                model.generate(ids, **{CACHE: cache}, **once, **chunked)
         cache.reset()
-        assert torch.equal(model.generate(ids, past_key_values=cache, **once), wanted)
+        assert torch.equal(model.generate(ids, **{CACHE: cache}, **once), wanted)
 
 
 # ---- another text in the same cache ------------------------------------------------------------------------------
@@ -288,8 +288,8 @@ def test_reset_alone_forgets_the_length(policy):
         with attach(model):
             prefill(model, tokens(first)[0].tolist(), used)
             used.reset()
-            wanted = model.generate(ids, past_key_values=fresh, do_sample=False, max_new_tokens=6)
-            assert torch.equal(model.generate(ids, past_key_values=used, do_sample=False, max_new_tokens=6), wanted)
+            wanted = model.generate(ids, **{CACHE: fresh}, do_sample=False, max_new_tokens=6)
+            assert torch.equal(model.generate(ids, **{CACHE: used}, do_sample=False, max_new_tokens=6), wanted)
         assert used.schedule == fresh.schedule and used.nbytes == fresh.nbytes
     shared = BoundedCache(0.5, policy, prompt_length=40)
     with pytest.raises(ValueError, match="pass prompt_length="):
@@ -322,7 +322,7 @@ def test_a_length_that_is_refused_leaves_the_cache_as_it_was():
             cache.reset(prompt_length=14)
         assert vars(cache) == before and cache.pins == ((0, 12),)
         assert all(torch.equal(rows.codec.keys, keys) for rows, keys in zip(cache.bounded, held, strict=True))
-        model(input_ids=ids[:, 40:41], past_key_values=cache)
+        model(input_ids=ids[:, 40:41], **{CACHE: cache})
 
 
 def test_a_prompt_of_another_length_is_refused():
@@ -342,5 +342,5 @@ def test_a_cache_says_what_it_holds():
     model, cache = tiny_model("llama"), BoundedCache(16, "h2o", chunk=8)
     assert repr(cache) == "BoundedCache(budget=16, policy='h2o', seen=0 tokens, rows=none yet, 0.0 MiB)"
     with attach(model):
-        model(input_ids=tokens(30), past_key_values=cache)
+        model(input_ids=tokens(30), **{CACHE: cache})
     assert "seen=30 tokens, rows=22, 0." in repr(cache)

@@ -11,6 +11,7 @@ from tiny_models import COMMON
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cache import decoding
 from locret_kit.runtime.graph_decoder import GraphDecoder
 from locret_kit.runtime.session import prefill
@@ -43,7 +44,7 @@ def run(
     with attach(model), torch.no_grad():
         logits = [prefill(model, ids, cache)]
         for token in range(DECODED):
-            logits.append(model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache).logits[0, -1])
+            logits.append(model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache}).logits[0, -1])
     return torch.stack(logits), [torch.stack(list(cache.kept_positions(layer)[0])) for layer in range(2)]
 
 

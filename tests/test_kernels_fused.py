@@ -16,6 +16,7 @@ from locret_kit.backbones import fused as fused_backbones
 from locret_kit.backbones.fused import ROTATION, fuse_layers
 from locret_kit.backbones.handler import LayerOperations
 from locret_kit.backbones.intercept import operations
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.undo import Undo
 from locret_kit.heads import _side_by_side
 
@@ -130,7 +131,7 @@ def test_a_cpu_knows_nothing_of_it(family):
     names, rotate = state(model), getattr(module, ROTATION)
     with torch.inference_mode(), common.recorded(lambda *call, **rest: pytest.fail("a kernel was launched")):
         with attach(model) as attachment:
-            first = model(input_ids=ids, past_key_values=BoundedCache(64, "streaming", backend="reference")).logits
+            first = model(input_ids=ids, **{CACHE: BoundedCache(64, "streaming", backend="reference")}).logits
             attachment.detach()
         assert state(model) == names and getattr(module, ROTATION) is rotate
     torch.testing.assert_close(first, model(ids).logits, rtol=1e-4, atol=1e-4)

@@ -16,6 +16,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit.backbones.handler import Handler, Softmax
 from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.rope import Rope, rotate
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.evals.engine import oracle as kvzip
@@ -531,7 +532,7 @@ class Recorder(Handler):
 def read_in(model, cache, ids, piece):
     with attach(model):
         for start in range(0, ids.shape[1], piece):
-            model(ids[:, start : start + piece], past_key_values=cache, use_cache=True)
+            model(ids[:, start : start + piece], **{CACHE: cache}, use_cache=True)
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)

@@ -91,7 +91,7 @@ def test_a_missing_extra_is_one_line_that_says_how_to_install_it(tmp_path):
     words = ["recipe=tiny", f"backbone.model={backbone}", f"out={tmp_path / 'out'}"]
     done = run(f"from locret_kit.cli.train import main\nsys.exit(main({words!r}))")
     assert done.returncode == 1
-    assert done.stderr.strip() == "locret-train: No module named 'lightning': in the clone, pip install '.[train]'"
+    assert done.stderr.strip() == "locret-train: No module named 'lightning': in the clone, pip install -e '.[train]'"
 
 
 def test_names_and_types_for_users():

@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.train import main as train
 from locret_kit.config.recipes import load_config
@@ -51,7 +52,7 @@ def test_training_reads_as_inference_does(policy, tmp_path):
         with torch.no_grad():
             logits = torch.cat(
                 [
-                    module.backbone(input_ids=torch.tensor([ids[i : i + 8]]), past_key_values=cache).logits[0]
+                    module.backbone(input_ids=torch.tensor([ids[i : i + 8]]), **{CACHE: cache}).logits[0]
                     for i in range(0, 59, 8)
                 ]
             )

@@ -15,6 +15,7 @@ from test_attach import stranger
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.handler import Softmax
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import UnsupportedArchitecture
 from locret_kit.cache.storage.bits import check_storage
 from locret_kit.cli.infer import main
@@ -271,9 +272,9 @@ def test_a_fork_goes_on_alike():
     with attach(model), torch.no_grad():
         whole, first = make("merge"), make("merge", length=None)
         want = prefill(model, ids, whole)
-        model(input_ids=torch.tensor([ids[:39]]), past_key_values=first)
+        model(input_ids=torch.tensor([ids[:39]]), **{CACHE: first})
         second = first.fork(LENGTH)
-        got = model(input_ids=torch.tensor([ids[39:]]), past_key_values=second).logits[0, -1]
+        got = model(input_ids=torch.tensor([ids[39:]]), **{CACHE: second}).logits[0, -1]
     assert held(second) == held(whole)
     torch.testing.assert_close(got.float(), want.float())
 
@@ -334,4 +335,4 @@ def test_few_bits_are_refused_before_anything_is_loaded(policy, capsys):
 def test_keys_that_come_rotated_are_refused():
     model = stranger("gptj")
     with attach(model), pytest.raises(UnsupportedArchitecture, match="rotates queries and keys in a way"):
-        model(input_ids=torch.tensor([[1, 2]]), past_key_values=BoundedCache(4, "merge", chunk=4))
+        model(input_ids=torch.tensor([[1, 2]]), **{CACHE: BoundedCache(4, "merge", chunk=4)})

@@ -16,6 +16,7 @@ from tape import TapedDecoder
 from test_policy_parts import SELECTIONS, layers_of_slots, slots_of
 
 from locret_kit import attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cache import context, step
 from locret_kit.cache.backend import BACKENDS
 from locret_kit.cache.pins import pins_of, without
@@ -73,7 +74,7 @@ def read(cache, pins=(), steps: int = 20, ids=None):
         out = [prefill(model, ids, cache)]
         for n in range(steps):
             piece = torch.tensor([[5 + n]])
-            out.append(model(input_ids=piece, past_key_values=cache).logits[0, -1].float())
+            out.append(model(input_ids=piece, **{CACHE: cache}).logits[0, -1].float())
     return torch.stack(out)
 
 
@@ -219,7 +220,7 @@ def test_what_was_evicted_stays_gone_and_the_rest_stays(policy):
     before = held(cache)
     with attach(model), torch.no_grad():
         for n in range(60):
-            model(input_ids=torch.tensor([[5 + n % 80]]), past_key_values=cache)
+            model(input_ids=torch.tensor([[5 + n % 80]]), **{CACHE: cache})
     for layer, heads in enumerate(held(cache)):
         for old, new in zip(before[layer], heads, strict=True):
             assert {p for p in new if p < 50} >= {p for p in old if 30 <= p < 50}
@@ -238,7 +239,7 @@ def test_tokens_to_come_and_unpinned_ones():
     assert cache.pins == ((30, 31), (35, 36))
     with attach(model), torch.no_grad():
         for _ in range(40):
-            model(input_ids=torch.tensor([[9]]), past_key_values=cache)
+            model(input_ids=torch.tensor([[9]]), **{CACHE: cache})
     assert all(set(head) & set(range(30, 36)) == {30, 35} for heads in held(cache) for head in heads)
 
 
@@ -305,7 +306,7 @@ def test_fixed_shapes(policy, on_the_reference):
                 if n == 30:
                     cache.pin(cache.get_seq_length() - 2, cache.get_seq_length() + 1)
                 token = 2 + 37 * n % 95
-                dynamic = lambda: model(input_ids=torch.tensor([[token]]), past_key_values=cache).logits[0, -1]  # noqa: B023, E731
+                dynamic = lambda: model(input_ids=torch.tensor([[token]]), **{CACHE: cache}).logits[0, -1]  # noqa: B023, E731
                 logits.append(step([cache], [token])[0] if step else dynamic().float())
         assert all(pinned(cache.pins, 10**6) <= set(head) for heads in held(cache) for head in heads)
         if step is not None:
@@ -324,7 +325,7 @@ def test_pinned_text_is_read_again(monkeypatch, base):
     too_many = pytest.raises(ValueError, match=r"pins=14 tokens must be at most 13: .*14 tokens are read again")
     halfway = copy.deepcopy(cache)
     with attach(backbone()), torch.no_grad():
-        backbone()(input_ids=torch.tensor([tokens()[:60]]), past_key_values=halfway)
+        backbone()(input_ids=torch.tensor([tokens()[:60]]), **{CACHE: halfway})
     with too_many:  # what is evicted by now is read again too
         halfway.pin_all([*pins, (12, 21)])
     read(cache, pins, steps=60)

@@ -10,6 +10,7 @@ from policy_runs import EVICTING, LENGTH, POLICIES, SMALL, backbone, held, make,
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.geometry.schedule import PIECE
 from locret_kit.policies.base import Selection
 from locret_kit.policies.grammar import parse_policy
@@ -124,7 +125,7 @@ def test_pieces_do_not_matter(policy):
     with attach(model), torch.no_grad():
         want = prefill(model, ids[0].tolist(), whole)
         for a, b in zip([0, *cuts], [*cuts, LENGTH], strict=True):
-            got = model(input_ids=ids[:, a:b], past_key_values=pieces).logits
+            got = model(input_ids=ids[:, a:b], **{CACHE: pieces}).logits
             assert got.shape[1] == b - a
     assert held(pieces) == held(whole)
     assert (got[0, -1] - want).abs().max() < 1e-4
@@ -179,7 +180,7 @@ def test_decoding_evicts_every_so_often(policy, every):
     with attach(model), torch.no_grad():
         prefill(model, tokens(), cache)
         for token in range(7):
-            model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache)
+            model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache})
             rows.append(cache.kept_rows[1])
     assert rows == [24 + n % every for n in range(1, 8)]
 
@@ -193,7 +194,7 @@ def test_easykv_decoding_keeps_the_prompt_and_evicts_of_the_answer():
     with attach(model), torch.no_grad():
         prefill(model, tokens(P), cache)
         for token in range(15):
-            model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache)
+            model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache})
             generated = min(token + 1, 8)
             for head in (head for layer in held(cache) for head in layer):
                 assert head[:P] == list(range(P)) and len(head) == P + generated
@@ -255,7 +256,7 @@ def test_entropy_is_the_backbones_own(name, length):
 def test_entropy_needs_token_ids():
     model = backbone()
     with attach(model), pytest.raises(ValueError, match="give input_ids, not inputs_embeds"):
-        model(inputs_embeds=torch.zeros(1, 4, 48, dtype=torch.double), past_key_values=make("sirllm"))
+        model(inputs_embeds=torch.zeros(1, 4, 48, dtype=torch.double), **{CACHE: make("sirllm")})
     with attach(model), torch.no_grad():  # and the model is whole afterwards
         assert model(input_ids=torch.tensor([tokens(5)])).logits.shape == (1, 5, 97)
 

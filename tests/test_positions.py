@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.rope import rotate, rotate_lean
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cache.geometry.positions import Positions
@@ -37,7 +38,7 @@ def logits(model, ids, policy, positions, **kw):
     )
     with attach(model):
         out = prefill(model, ids, cache)
-        nxt = model(input_ids=torch.tensor([[5]]), past_key_values=cache, logits_to_keep=1).logits[0, -1]
+        nxt = model(input_ids=torch.tensor([[5]]), **{CACHE: cache}, logits_to_keep=1).logits[0, -1]
     return torch.stack((out, nxt.float()))
 
 

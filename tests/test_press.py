@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from locret_examples.press import LocretPress
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.session import prefill
 
@@ -30,7 +31,7 @@ def test_the_best_of_its_scores_are_what_our_cache_keeps(family, lookahead):
 
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(hook, with_kwargs=True)
-    model(torch.tensor([ids]), past_key_values=cache)
+    model(torch.tensor([ids]), **{CACHE: cache})
     for layer in model.model.layers:
         layer.self_attn._forward_hooks.clear()
     policy = f"score=cis(lookahead={lookahead}) scope=window(5)"

@@ -15,7 +15,7 @@ from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones import probe
 from locret_kit.backbones.decoder_attention import Rotation
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.releases import ASKED_FOR_STATES
+from locret_kit.backbones.releases import ASKED_FOR_STATES, CACHE
 from locret_kit.backbones.spec import UnsupportedArchitecture, spec_of, text_config
 from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.runtime.session import prefill
@@ -196,7 +196,7 @@ def test_attention_that_goes_elsewhere_is_an_error():
         attention.forward = lambda hidden_states, **rest: (torch.zeros_like(hidden_states), None)
         try:
             with pytest.raises(ValueError, match="some attention did not reach the cache"):
-                model(input_ids=ids, past_key_values=BoundedCache(40, "streaming"), use_cache=True)
+                model(input_ids=ids, **{CACHE: BoundedCache(40, "streaming")}, use_cache=True)
         finally:
             del attention.forward
 

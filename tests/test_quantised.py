@@ -11,6 +11,7 @@ from policy_runs import LENGTH, POLICIES, backbone, held, make, tokens, turn
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.storage.codec import Plain
 from locret_kit.cache.storage.groups import rank_alike, regroup
 from locret_kit.cache.storage.layouts import EqualRows
@@ -327,7 +328,7 @@ def test_every_policy_reads_and_decodes(policy):
     cache = make(policy, 90, length=150, chunk=30, positions=positions, decode_every=5, kv_bits=bits)
     with attach(model), torch.no_grad():
         prefill(model, tokens(150), cache)
-        logits = [model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache).logits for token in range(6)]
+        logits = [model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache}).logits for token in range(6)]
     assert all(bool(x.isfinite().all()) for x in logits)
     long = [layer for layer in cache.bounded if layer.rows >= 64]  # a pyramid's last layers are all tail
     assert long and all(bool((layer.codec.group[layer.layout.by_table()] >= 0).any()) for layer in long)
@@ -357,7 +358,7 @@ def test_attention_reads_the_rows_as_they_are_read_back():
         for there, here in zip(plain.bounded, stored.bounded, strict=True):
             for name in ("keys", "values"):
                 there.slots(name).copy_(here.slots(name))
-        step = [model(input_ids=torch.tensor([[7]]), past_key_values=cache).logits for cache in (plain, stored)]
+        step = [model(input_ids=torch.tensor([[7]]), **{CACHE: cache}).logits for cache in (plain, stored)]
     torch.testing.assert_close(*step, rtol=1e-9, atol=1e-9)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from policy_runs import POLICIES, backbone, held, make, tokens, turn
 
 from locret_kit import attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.decoding import decode_rows
 from locret_kit.cache.storage.codec import Plain
 from locret_kit.cache.storage.groups import pairs_of, regroup, table_size
@@ -375,7 +376,7 @@ def test_scores_that_see_no_key_keep_the_same_slots(bits):
         for kv_bits in (None, bits):
             cache = make(LOPSIDED, 100, length=260, chunk=50, kv_bits=kv_bits, decode_every=7)
             out = [prefill(model, tokens(260), cache)]
-            out += [model(input_ids=torch.tensor([[5 + n]]), past_key_values=cache).logits[0, -1] for n in range(40)]
+            out += [model(input_ids=torch.tensor([[5 + n]]), **{CACHE: cache}).logits[0, -1] for n in range(40)]
             caches.append(cache)
             logits.append(torch.stack(out))
     assert held(caches[0]) == held(caches[1])
@@ -430,7 +431,7 @@ def test_a_fork_goes_on_as_a_fresh_run(policy):
     def after(cache, ids):
         out = [prefill(model, ids, cache)]
         return torch.stack(
-            out + [model(input_ids=torch.tensor([[7]]), past_key_values=cache).logits[0, -1].float() for _ in range(3)]
+            out + [model(input_ids=torch.tensor([[7]]), **{CACHE: cache}).logits[0, -1].float() for _ in range(3)]
         )
 
     with attach(model), torch.no_grad():
@@ -451,13 +452,13 @@ def test_generate(bits):
     caches = [make("ada-snapkv(6,3)", 70, length=150, chunk=30, kv_bits=bits, decode_every=4) for _ in range(2)]
     with attach(model), torch.no_grad():
         out = model.generate(
-            torch.tensor([ids]), past_key_values=caches[0], max_new_tokens=12, do_sample=False, pad_token_id=0,
+            torch.tensor([ids]), **{CACHE: caches[0]}, max_new_tokens=12, do_sample=False, pad_token_id=0,
             eos_token_id=None,
         )  # fmt: skip
-        mine, logits = [], model(input_ids=torch.tensor([ids]), past_key_values=caches[1]).logits[0, -1]
+        mine, logits = [], model(input_ids=torch.tensor([ids]), **{CACHE: caches[1]}).logits[0, -1]
         for _ in range(12):
             mine.append(int(logits.argmax()))
-            logits = model(input_ids=torch.tensor([[mine[-1]]]), past_key_values=caches[1]).logits[0, -1]
+            logits = model(input_ids=torch.tensor([[mine[-1]]]), **{CACHE: caches[1]}).logits[0, -1]
     assert out[0, 150:].tolist() == mine
     assert all(isinstance(layer.codec, GroupedBits) and layer.layout.ragged for layer in caches[0].layers)
     assert all(

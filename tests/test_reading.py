@@ -10,6 +10,7 @@ from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
 from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.policies.grammar import parse_policy, parts_of
 from locret_kit.policies.prefill_mask import Sliding
@@ -28,7 +29,7 @@ def bounded(policy: str, budget: int = 24, **settings) -> BoundedCache:
 def read(model, cache, piece: int = IDS.shape[1]) -> torch.Tensor:
     """Logits of every token of the prompt, fed in pieces."""
     with attach(model), torch.no_grad():
-        pieces = [model(input_ids=ids, past_key_values=cache).logits for ids in IDS.split(piece, dim=1)]
+        pieces = [model(input_ids=ids, **{CACHE: cache}).logits for ids in IDS.split(piece, dim=1)]
     return torch.cat(pieces, dim=1)
 
 
@@ -94,10 +95,10 @@ def test_slots_out_of_sight_gain_no_attention():
     model = tiny_model("llama").double()
     cache = bounded("h2o prefill_mask=sliding(6,2)", chunk=16)
     with attach(model), torch.no_grad():
-        model(input_ids=IDS[:, :32], past_key_values=cache)
+        model(input_ids=IDS[:, :32], **{CACHE: cache})
         before = cache.bounded[0].slots("stats").clone()
         assert before.shape[-1] == 24
-        model(input_ids=IDS[:, 32:40], past_key_values=cache)
+        model(input_ids=IDS[:, 32:40], **{CACHE: cache})
     gained = (cache.bounded[0].slots("stats")[..., :24] - before)[cache.context.statistics.index("sum")]
     assert (gained[..., :2] > 0).all() and (gained[..., 18:] > 0).all() and not gained[..., 2:18].any()
     everything = cache.bounded[0].slots("stats")[cache.context.statistics.index("sum")].sum(-1) - before.sum(-1)[0]
@@ -126,9 +127,9 @@ def test_a_forked_document_goes_on_as_a_fresh_one():
     fresh, begun = (bounded("random prefill_mask=sliding(5,2)") for _ in range(2))
     with attach(model), torch.no_grad():
         wanted = prefill(model, IDS[0].tolist(), fresh)
-        model(input_ids=IDS[:, :48], past_key_values=begun)
+        model(input_ids=IDS[:, :48], **{CACHE: begun})
         forked = begun.fork(67)
-        found = model(input_ids=IDS[:, 48:], past_key_values=forked, logits_to_keep=1).logits[0, -1]
+        found = model(input_ids=IDS[:, 48:], **{CACHE: forked}, logits_to_keep=1).logits[0, -1]
     torch.testing.assert_close(found.float(), wanted.float(), rtol=0, atol=1e-9)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from scripts_loaded import load_script
 
 from locret_kit.cli.eval import COMMANDS
 from locret_kit.config import recipes
@@ -26,8 +28,7 @@ POLICIES = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 FIRST = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 LOGS = sorted((ROOT / "scripts" / "research").rglob("*.md"))
-GENERATED = {ROOT / "docs" / "reference" / name for name in load_script("scripts/make_reference.py").PAGES}
-"""Pages that the site alone has."""
+NAMES = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines()
 PAGES = {
     page: page.read_text(encoding="utf-8")
     for page in (*(ROOT / name for name in FIRST), *sorted((ROOT / "docs").rglob("*.md")), *LOGS)
@@ -76,7 +77,7 @@ TERMS = (
 
 def test_what_a_newcomer_must_know():
     """Words of the page; and from its top until the first answer, terms and options of the prose, and commands of each way."""
-    assert len(TEXT.split()) <= 750
+    assert len(TEXT.split()) <= 700
     start = TEXT[TEXT.index("## Start") : TEXT.index("## What it does")]
     first = TEXT[: TEXT.index(start) + start.rindex("```")]
     ways = [re.findall(r"^(?!#)\S.*$", block, re.M) for block in re.findall(r"```bash\n(.*?)```", start, re.S)]
@@ -116,19 +117,52 @@ def test_commands_are_understood(words):
             grammar.parse_policy(values["policy"])
 
 
+def test_no_line_replaces_a_clone_by_a_copy_of_it():
+    """``pip install '.[extra]'`` does, where the clone is installed with ``-e``; in pages, messages, scripts and notebooks."""
+    for path in (ROOT / name for name in NAMES if name.endswith((".md", ".py", ".sh", ".ipynb", ".yml", ".toml"))):
+        lines = re.findall(
+            r"pip install (?:-(?!e\b|\w*-editable)\S+ )*['\"]?\.[^\n]*", path.read_text(encoding="utf-8")
+        )
+        assert path == Path(__file__) or not lines, f"{path}: {lines}"
+
+
+def test_set_up_notices_that_the_kit_is_a_copy(tmp_path):
+    """What ``pip install .`` leaves: the stamp of setup.sh, and the package elsewhere. The installer itself is written down."""
+    venv, copy, log = tmp_path / "venv", tmp_path / "copy", tmp_path / "log"
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin" / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" = pip ] && echo "$@" >> {log} && exit\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (copy / "locret_kit").mkdir(parents=True)
+    (copy / "locret_kit" / "__init__.py").touch()
+
+    def set_up(place: Path) -> str:
+        env = {**os.environ, "VIRTUAL_ENV": str(venv), "PYTHONPATH": str(place)}
+        env.pop("LOCRET_EXTRAS", None)
+        log.write_text("")
+        subprocess.run(["bash", str(ROOT / "scripts" / "setup.sh")], env=env, check=True, capture_output=True)
+        return log.read_text()
+
+    assert set_up(ROOT).rstrip().endswith("-e .[dev]"), "no stamp"
+    assert set_up(ROOT) == ""
+    assert set_up(copy).rstrip().endswith("-e .[dev]")
+
+
 def test_there_are_commands_of_every_kind():
     assert {words[0] for words in commands()} == set(KIT) and len(commands()) > 25
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    text = PAGES[page]
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith((".md", ".ipynb"))])
+def test_links_lead_somewhere(name):
+    """In a clone, and so where the repository is shown; `test_docs.py` has those of the site."""
+    page = ROOT / name
+    text = page.read_text(encoding="utf-8")
     headings = {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in text.splitlines()}
     for target in re.findall(r"\]\(([^)]+)\)", text):
         if target.startswith("#"):
             assert target[1:] in headings, target
         elif not target.startswith("https://"):
             file = (page.parent / target.split("#")[0]).resolve()
-            assert file.exists() or file in GENERATED, target
+            assert file.exists(), target
     for path in re.findall(r"`((?:tests|scripts|kernels|data|recipes)/[\w./-]+)`", text):
         assert (ROOT / path).exists(), path

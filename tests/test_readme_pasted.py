@@ -1,4 +1,4 @@
-"""The README's commands, pasted into a shell in a clean copy of the project: the first answer, and one about a PDF."""
+"""The README's commands, pasted into a shell in a clean copy of the project: the first answer, and one about a file of it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_documents_reader import pdf
 
 ROOT = Path(__file__).resolve().parents[1]
 BACKBONE = "checkpoints/SmolLM2-135M-Instruct"
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
 LINES = [re.sub(r"( +#.*)?$", "", line) for block in BLOCKS for line in block.splitlines()]
-LEFT_OUT = {"bash scripts/test.sh", "pip install '.[documents]'"}
+LEFT_OUT = {"bash scripts/test.sh", "pip install -e '.[documents]'"}
 """The first runs this test, the second installs."""
 SHORTER = {"bash scripts/demo.sh": " 1536"}
 """Tokens of the text, where a command takes longer than a test may."""
-KEY = "48213"
+SAYS = {'locret-infer SECURITY.md --question "How do I report a vulnerability?"': "privately"}
+"""Word of a right answer, where the command itself says none."""
 
 pytestmark = pytest.mark.backbone
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """The files that git has, the backbone, a book, and nothing else."""
+    """The files that git has, the backbone, and nothing else."""
     folder = tmp_path_factory.mktemp("clone")
     names = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines()
     for name in names:
@@ -36,9 +36,6 @@ def copy(tmp_path_factory) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     (folder / BACKBONE).symlink_to(ROOT / BACKBONE)
-    page = ["The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."] * 30
-    key = f"The pass key is {KEY}. Remember it. {KEY} is the pass key."
-    (folder / "book.pdf").write_bytes(pdf([page, [*page[:20], key, *page[20:]]]))
     return folder
 
 
@@ -76,6 +73,6 @@ def test_every_command_answers_right(copy, env):
         )
         assert done.returncode == 0, f"{line}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
         expected = re.search(r"expected answer: (\d+)", done.stderr)
-        assert (expected[1] if expected else KEY) in done.stdout, f"{line}\n{done.stdout}"
+        assert (expected[1] if expected else SAYS[line]) in done.stdout, f"{line}\n{done.stdout}"
         ran += 1
     assert ran == 2

@@ -12,6 +12,7 @@ from policy_runs import LENGTH, SMALL, backbone, held, make, tokens
 from recall_oracle import OurBlocks, PublishedInfLLM, recorded
 
 from locret_kit import attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.planning.inference_plan import Setting, cache_bytes, store_bytes
@@ -30,7 +31,7 @@ def logits(policy: str, length: int = LENGTH, steps: int = 12, **rest) -> torch.
     with attach(model), torch.no_grad():
         found = [prefill(model, tokens(length), cache)]
         for token in tokens(steps, seed=1):
-            found.append(model(input_ids=torch.tensor([[token]]), past_key_values=cache).logits[0, -1].float())
+            found.append(model(input_ids=torch.tensor([[token]]), **{CACHE: cache}).logits[0, -1].float())
     return torch.stack(found)
 
 
@@ -52,7 +53,7 @@ def test_every_token_is_kept_or_stored_and_never_both(base: str) -> None:
     with attach(model), torch.no_grad():
         prefill(model, tokens(), cache)
         for token in range(20):
-            model(input_ids=torch.tensor([[5 + token]]), past_key_values=cache)
+            model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache})
             for rows, heads in zip(cache.bounded, held(cache), strict=True):
                 for h, kept in enumerate(heads):
                     stored = rows.store.held[0, h].flatten().nonzero().flatten().tolist()
@@ -95,14 +96,14 @@ def test_copies_and_files_go_on_alike(base: str, tmp_path) -> None:
         saved = tmp_path / "cache.safetensors"
         save_cache(cache, saved)
         others = [cache.fork(LENGTH), deepcopy(cache), load_cache(saved, model, cache.heads)]
-        wanted = [prefill(model, tokens(), cache), model(torch.tensor([[7]]), past_key_values=cache).logits[0, -1]]
+        wanted = [prefill(model, tokens(), cache), model(torch.tensor([[7]]), **{CACHE: cache}).logits[0, -1]]
         for other in others:
             assert torch.equal(prefill(model, tokens(), other), wanted[0])
-            assert torch.equal(model(torch.tensor([[7]]), past_key_values=other).logits[0, -1], wanted[1])
+            assert torch.equal(model(torch.tensor([[7]]), **{CACHE: other}).logits[0, -1], wanted[1])
         cache.reset(LENGTH)
         assert cache.context.recalls.blocks == 0
         prefill(model, tokens(), cache)
-        assert torch.equal(model(torch.tensor([[7]]), past_key_values=cache).logits[0, -1], wanted[1])
+        assert torch.equal(model(torch.tensor([[7]]), **{CACHE: cache}).logits[0, -1], wanted[1])
 
 
 def test_named_policies() -> None:
@@ -134,7 +135,7 @@ def test_sizes_are_those_of_the_budget() -> None:
     larger = cache.with_budget(48)  # goes on with the blocks that there are
     assert larger.context.policy.recall == cache.context.policy.recall == parse_policy(larger.policy.name).recall
     with attach(model), torch.no_grad():
-        assert model(torch.tensor([[7]]), past_key_values=larger).logits.isfinite().all()
+        assert model(torch.tensor([[7]]), **{CACHE: larger}).logits.isfinite().all()
 
 
 def test_the_plan_is_the_buffers() -> None:

@@ -104,6 +104,24 @@ def test_spans_are_exact(turns):
     assert TOK.decode(sample.ids) == TOK.apply_chat_template(messages, tokenize=False)
 
 
+@pytest.mark.parametrize("now", ["strftime_now('%H:%M:%S.%f')", "range(99999) | random"])
+def test_a_template_that_says_something_else_each_time(now):
+    changing = make_tokenizer(f"{{{{ {now} }}}} {CHAT}")
+    sample = encode_chat(changing, chat("why", "one", "so?", "two"))
+    assert spans(changing, sample) == ["one<|im_end|>", "two<|im_end|>"]
+
+
+def test_thoughts_that_the_template_leaves_out():
+    """The tokens are the tokenizer's own, and an answer's are what the template shows of it."""
+    cut = CHAT.replace("m['content']", "m['content'].split('</think>')[-1].strip()")
+    thinking = make_tokenizer(cut)
+    thinking.add_tokens(["<think>", "</think>"])
+    messages = chat("why", "<think>\nhm\n</think>\n\none", "so?", "two")
+    sample = encode_chat(thinking, messages)
+    assert [*sample.ids] == thinking(thinking.apply_chat_template(messages, tokenize=False)).input_ids
+    assert spans(thinking, sample) == ["one<|im_end|>", "two<|im_end|>"]
+
+
 def test_template_that_trims_and_adds_blocks():
     sample = encode_chat(TRIM, chat("q", " one ", "one", "two"))
     assert [span.strip() for span in spans(TRIM, sample)] == ["one <|im_end|>", "two <|im_end|>"]

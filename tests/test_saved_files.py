@@ -21,6 +21,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import BoundedCache, Document, attach, files
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cache import file
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.saved_record import DTYPES
@@ -216,14 +217,14 @@ def test_a_cache_of_a_prompt_of_unknown_length_is_saved_too(policy, kv_bits, tmp
     ids = torch.randint(2, 400, (1, 300), generator=torch.Generator().manual_seed(0))
     cache = BoundedCache(64, policy, chunk=32, kv_bits=kv_bits)
     with attach(model), torch.no_grad():
-        model(input_ids=ids[:, :280], past_key_values=cache)
+        model(input_ids=ids[:, :280], **{CACHE: cache})
         if policy == "full" and kv_bits:
             with pytest.raises(ValueError, match="policy='full' in 4 bits is saved with a prompt_length= alone"):
                 save_cache(cache, tmp_path / "cache.locret")
             return
         save_cache(cache, tmp_path / "cache.locret")
         loaded = load_cache(tmp_path / "cache.locret", model)
-        outs = [model(input_ids=ids[:, 280:], past_key_values=one).logits for one in (cache, loaded)]
+        outs = [model(input_ids=ids[:, 280:], **{CACHE: one}).logits for one in (cache, loaded)]
     assert torch.equal(*outs) and kept(cache) == kept(loaded)
 
 
@@ -238,7 +239,7 @@ def test_a_cache_is_saved_after_an_answer_and_after_a_reset(policy, kv_bits, tmp
         list(decode(model, cache, logits, prompt=ids, max_new_tokens=40, sampling=Sampling(), stop=frozenset()))
         save_cache(cache, path)
         loaded = load_cache(path, model)
-        outs = [model(input_ids=torch.tensor([[7]]), past_key_values=one).logits for one in (cache, loaded)]
+        outs = [model(input_ids=torch.tensor([[7]]), **{CACHE: one}).logits for one in (cache, loaded)]
     assert torch.equal(*outs) and kept(cache) == kept(loaded)
     cache.reset(100)
     save_cache(cache, path)

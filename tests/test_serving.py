@@ -270,7 +270,7 @@ def test_a_document_that_cannot_be_read_says_so(url):
         ),
         (json.dumps({"messages": user("x"), "n": 0}), 400, "n"),
         (json.dumps({"messages": user("x"), "temperature": -1}), 400, "temperature"),
-        (json.dumps({"messages": user("x"), "max_tokens": 65}), 400, "max_tokens=65 must be at most 64"),
+        (json.dumps({"messages": user("x"), "max_tokens": -65}), 400, "max_tokens=-65 must be at least -1"),
         (json.dumps({"messages": user("x"), "top_logprobs": 3}), 400, "logprobs"),
         (json.dumps({"messages": user("word " * 9000)}), 400, "the prompt has more than 4000 tokens"),
         (json.dumps({"messages": user("x" * 300_000)}), 413, "at most 200000 bytes"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import time
 from array import array
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 import torch
-from served import KEYS, SETTINGS, ask, running_engine, serving
+from served import KEYS, LIMITS, SETTINGS, ask, running_engine, serving
 from test_documents import parts, text_of
 from test_serving import bearer, expected, user
 
@@ -21,7 +22,7 @@ from locret_kit.planning.inference_plan import Setting
 from locret_kit.planning.serving import Caches
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.scheduler import PATIENCE
-from locret_kit.runtime.session import Sampling, generate
+from locret_kit.runtime.session import Answer, Sampling, generate
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.header_timeout import HeaderTimeout
 from locret_kit.serving.request import ServerRequest
@@ -97,6 +98,23 @@ def test_stop_texts_over_http_are_not_cancelled(client, engine):
         )
         assert said == whole[: whole.index(whole[4:6])]
     assert engine.counters.cancelled == before
+
+
+def test_a_token_of_a_long_answer_costs_what_one_of_a_short_answer_does(engine, monkeypatch):
+    given, decode = [], engine.tokenizer.decode
+    monkeypatch.setattr(engine.tokenizer, "decode", lambda ids, **more: given.append(len(ids)) or decode(ids, **more))
+    asked = {"messages": user("A story."), "max_tokens": 200, "temperature": 1.5, "seed": 3}
+    plain = "ab" * 80
+    with serving(engine, replace(LIMITS, answer_tokens=200)) as address:
+        for more in ({}, {"stop": [plain]}, {"stream": True, "logprobs": True, "stop": [plain]}):
+            body = {**asked, **more, "logit_bias": {str(engine.tokenizer.eos_token_id): -100}}
+            assert (
+                httpx.post(f"{address}/v1/chat/completions", json=body, headers=bearer(), timeout=100).status_code
+                == 200
+            )
+    cache = BoundedCache(SETTINGS, parse_policy("streaming"), prompt_length=4)
+    assert str(Answer(engine.model, engine.tokenizer, [5, 6, 7, 8], cache, max_new_tokens=200, sampling=Sampling(1.5)))
+    assert len(given) > 400 and max(given) <= 80
 
 
 # ---- log-probabilities -------------------------------------------------------------------------------------------------

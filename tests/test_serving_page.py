@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -167,9 +168,9 @@ def test_stop_keeps_what_was_written(tab, url, engine):
 
 def test_errors_are_said_in_words(tab, url, engine, monkeypatch, tmp_path):
     tab.open(url)
-    tab.evaluate("document.querySelector('#max').value = 65")
-    assert ask(tab, "Who?") == "max_tokens=65 must be at most 64"
-    assert tab.text(".turn .bad") == "max_tokens=65 must be at most 64"
+    tab.evaluate("document.querySelector('#max').value = -2")
+    assert ask(tab, "Who?") == "max_tokens=-2 must be at least -1"
+    assert tab.text(".turn .bad") == "max_tokens=-2 must be at least -1"
     assert tab.evaluate("document.querySelector('#question').value") == "Who?"  # to be sent again
 
     def full(job):
@@ -187,6 +188,32 @@ def test_errors_are_said_in_words(tab, url, engine, monkeypatch, tmp_path):
     with serving(None) as loading:
         tab.open(loading)
         assert tab.wait("document.querySelector('#notice').textContent") == "The model is being loaded."
+    tab.open("about:blank")
+    tab.said.clear()
+
+
+def test_each_file_that_is_refused_is_named(tab, engine, tmp_path):
+    names = ["t.csv", "t.json", "t.py"]
+    for name in ("first.txt", *names):
+        (tmp_path / name).write_text(text_of(200))
+    with serving(engine, replace(LIMITS, documents=1), ()) as url:
+        tab.open(url)
+        tab.wait("document.querySelector('#model').textContent === 'tiny'")
+        tab.choose("#file", tmp_path / "first.txt")
+        tab.wait("document.querySelector('#title').textContent === 'first.txt'")
+        tab.choose("#file", *(tmp_path / name for name in names))
+        says = tab.wait(
+            "document.querySelector('#notice').textContent.includes('t.py') && document.querySelector('#notice').innerText"
+        )
+        assert [line.split(":")[0] for line in says.splitlines()] == names
+        assert all(line.endswith("delete one first, such as 'first.txt'") for line in says.splitlines())
+        tab.click("#documents li:first-child input")
+        tab.evaluate("document.querySelector('#max').value = 4")
+        plain = ask(tab, "Who?")
+        assert "rows kept" in plain and "document" not in plain
+        tab.click("#documents li:last-child input")
+        about = ask(tab, "Who?")
+        assert re.search(r"document [\d.]+ KiB", about) and "undefined" not in tab.evaluate("document.body.innerText")
     tab.open("about:blank")
     tab.said.clear()
 

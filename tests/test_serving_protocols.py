@@ -14,9 +14,13 @@ import pytest
 from pydantic import BaseModel
 from served import KEYS, LIMITS, running_engine, serving
 from test_serving import bearer, expected, user
+from tiny_text import tiny_tokenizer
 
 from locret_kit.serving.answer_items import AnswerItems
+from locret_kit.serving.anthropic_routes import MessagesBody
+from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.errors import Refused
+from locret_kit.serving.responses_routes import ResponsesBody
 
 PARAMETERS = {
     "type": "object", "properties": {"name": {"enum": ["north", "south"]}, "tide": {"type": "boolean"}},
@@ -72,6 +76,62 @@ CONVERSATION = [
     {"role": "assistant", "content": "I look.", "tool_calls": [{"id": "c1", "type": "function", "function": CALL}]},
     {"role": "tool", "tool_call_id": "c1", "content": "7 m"}, *user("And now?"),
 ]  # fmt: skip
+
+
+# ---- arguments of the chat template ----------------------------------------------------------------------------------------
+
+SWITCH = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{{ style }}{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ reasoning_effort }}"
+)
+BODIES = {
+    MessagesBody: {"max_tokens": 8, "messages": user("Hi")}, ResponsesBody: {"input": "Hi"}, ChatBody: {"messages": user("Hi")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_arguments_of_the_template(kind):
+    """The prompt is that of the tokenizer's own template; a text in an argument forges no token."""
+    tokenizer = tiny_tokenizer(SWITCH)
+
+    def prompt(**fields: object) -> list[int]:
+        return [*kind.model_validate({**BODIES[kind], **fields}).ids(tokenizer, None)[0]]
+
+    def wanted(**arguments: object) -> list[int]:
+        text = tokenizer.apply_chat_template(user("Hi"), tokenize=False, **arguments)
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    for arguments in ({}, {"enable_thinking": False}, {"enable_thinking": True, "style": "brief"}):
+        assert prompt(chat_template_kwargs=arguments) == wanted(**arguments)
+    assert prompt(thinking={"type": "disabled"}) == (
+        wanted() if kind is ResponsesBody else wanted(enable_thinking=False)
+    )
+    effort = {"reasoning": {"effort": "low"}} if kind is ResponsesBody else {"reasoning_effort": "low"}
+    assert prompt(**effort) == (wanted() if kind is MessagesBody else wanted(reasoning_effort="low"))
+    forged = prompt(chat_template_kwargs={"style": ["<|im_end|>", {"<|im_start|>": "<|im_end|>"}]})
+    assert [forged.count(token) for token in (0, 1)] == [wanted().count(token) for token in (0, 1)]
+    deep: list[object] = []
+    for _ in range(9999):
+        deep = [deep]
+    for name, value in (
+        *((name, 1) for name in ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "bos_token")),
+        ("enable_thinkin", False), ("style", float("nan")), ("style", [10**7]), ("style", {1}), ("style", deep),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=name):
+            prompt(chat_template_kwargs={name: value})
+    tokenizer = tiny_tokenizer(None)
+    assert prompt(reasoning_effort="low") == prompt()
+    with pytest.raises(ValueError, match="no chat template, which would take style"):
+        prompt(chat_template_kwargs={"style": "x"})
+
+
+@pytest.mark.parametrize("path", ["v1/chat/completions", "v1/messages", "v1/responses", "tokenize"])
+def test_arguments_that_the_template_does_not_take(url, path):
+    body = {"messages": user("Hi"), "input": "Hi", "max_tokens": 8, "chat_template_kwargs": {"messages": []}}
+    answer = httpx.post(f"{url}/{path}", json=body, headers=bearer())
+    assert answer.status_code == 400 and "takes no argument 'messages'" in answer.text, answer.text
+    answer = httpx.post(f"{url}/{path}", json=body | {"chat_template_kwargs": 1}, headers=bearer())
+    assert answer.status_code in (400, 422) and "chat_template_kwargs" in answer.text, answer.text
 
 
 # ---- Anthropic -----------------------------------------------------------------------------------------------------------
@@ -169,7 +229,7 @@ def test_a_schema_of_older_clients(url):
     [
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
-        ({"max_tokens": 999}, 400, "invalid_request_error", "at most 200"),
+        ({"temperature": 1.5}, 400, "invalid_request_error", "temperature=1.5 must be at most 1"),
         ({"messages": user("word " * 9000)}, 400, "invalid_request_error", "prompt is too long"),
         ({"messages": [1]}, 400, "invalid_request_error", "messages: "),
         ({"messages": "a"}, 400, "invalid_request_error", "messages"),
@@ -300,7 +360,7 @@ def test_a_response_by_a_schema(client):
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
         ({"tool_choice": "required"}, "needs tools"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format: json_schema needs a schema"),
-        ({"max_output_tokens": 0}, "max_output_tokens: "),
+        ({"max_output_tokens": 0}, "max_output_tokens=0 must be at least 1"),
     ],
 )
 def test_what_a_response_cannot_be(client, fields, words):

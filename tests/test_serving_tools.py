@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 
@@ -17,11 +18,14 @@ from real_templates import real_tokenizer
 from served import KEYS, LIMITS, running_engine, serving
 from test_documents import parts
 from test_serving import user
+from tokenizers import AddedToken
 
 from locret_kit.serving import completions
+from locret_kit.serving.answers import AnswerStream
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.constraint import AnswerForm, constraint
-from locret_kit.serving.tools import Call, CallReader, call_forms, form_of, knows_tools, rewritten
+from locret_kit.serving.messages import Tool
+from locret_kit.serving.tools import Call, CallReader, call_forms, declared_by, form_of, knows_tools, rewritten
 from locret_kit.text.template import render_messages
 
 TOOLS = [
@@ -41,8 +45,14 @@ FORMS = {
 
 
 @pytest.fixture(scope="module")
-def url():
-    with running_engine() as engine, serving(engine, replace(LIMITS, answer_tokens=200)) as address:
+def engine():
+    with running_engine() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with serving(engine, replace(LIMITS, answer_tokens=600)) as address:
         yield address
 
 
@@ -128,6 +138,151 @@ def test_what_is_no_call_is_text(cuts):
         ("list", "[1] or {2}"), ("object", '{"name": "depth"'), ("list", ""),
     ]:  # fmt: skip
         assert read(CallReader(form, ["depth"]), text, cuts) == (text, [])
+
+
+TYPED = {
+    "type": "object", "required": ["city"], "$defs": {"Wind": {
+        "type": "object", "properties": {"gale": {"type": "boolean"}}, "required": ["gale"], "additionalProperties": False,
+    }},
+    "properties": {
+        "city": {"type": "string"}, "days": {"type": "integer"}, "limit": {"type": "number"}, "tide": {"type": "boolean"},
+        "by": {"type": ["null", "integer"]}, "names": {"type": "array"}, "wind": {"$ref": "#/$defs/Wind"},
+        "kind": {"enum": ["a", "b"]},
+    },
+}  # fmt: skip
+VALUES = {
+    "city": '  if a < b:\n    say("ü </b>") ',
+    "days": "3",
+    "limit": "2.5",
+    "tide": "true",
+    "by": "null",
+    "names": '["x", 1]',
+}
+TYPES = {**VALUES, "days": 3, "limit": 2.5, "tide": True, "by": None, "names": ["x", 1]}
+GEMMA = 'call:weather{city:<|"|>' + VALUES["city"] + '<|"|>,days:3,limit:2.5,tide:true,by:null,names:[<|"|>x<|"|>,1]}'
+
+
+def xml(name: str, values: dict[str, str]) -> str:
+    said = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{said}</function>\n</tool_call>"
+
+
+def pairs(name: str, values: dict[str, str]) -> str:
+    said = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
+    return f"<tool_call>{name}\n{said}</tool_call>"
+
+
+OWN = {
+    "xml": ("<function=", xml("weather", VALUES), xml("now", {}), [
+        xml("other", {}), "<tool_call>\n<function=now>\n<parameter=a>\n1\n</function>\n</tool_call>",
+        "<tool_call>\n<function=now>", "<tool_call> <function>now</function></tool_call>",
+    ]),
+    "pairs": ("<arg_key>", pairs("weather", VALUES), pairs("now", {}), [
+        pairs("other", {}), "<tool_call>now\n<arg_key>a</arg_key>\n</tool_call>", "<tool_call>now and then</tool_call>",
+    ]),
+    "gemma": ("<|tool_call>", f"<|tool_call>{GEMMA}<tool_call|>", "<|tool_call>call:now{}<tool_call|>", [
+        "<|tool_call>call:other{}<tool_call|>", "<|tool_call>call:now{a:}<tool_call|>", "<|tool_call>call:now{",
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", OWN)
+@given(cuts=st.lists(st.integers(0, 600), max_size=9))
+def test_forms_of_other_families(form, cuts):
+    """Of Qwen3-Coder and Qwen 3.5, GLM 4.5, Gemma 4."""
+    mark, call, empty, wrong = OWN[form]
+    assert form_of("{{ tools }}<tool_call>" * (form != "gemma") + f"{{{{ tools }}}}{mark}") == form
+    reader = CallReader(form, {"weather": TYPED, "now": {}})
+    said, calls = read(reader, f"I < look.{call}\n{empty}", cuts)
+    assert said.strip() == "I < look."
+    assert [(one.name, json.loads(one.arguments)) for one in calls] == [("weather", TYPES), ("now", {})]
+    one = CallReader(form, ["now"], parallel=False)
+    assert [call.name for call in read(one, f"{empty} {empty} more", cuts)[1]] == ["now"] and one.ended
+    for text in wrong:
+        assert read(CallReader(form, ["now"]), text, cuts) == (text, [])
+
+
+@given(cuts=st.lists(st.integers(0, 60), max_size=5))
+def test_a_form_that_a_tokenizer_declares(cuts):
+    field = {
+        "open": ["<<", "[["],
+        "close": ">>",
+        "repeats": True,
+        "content": "json",
+        "transform": {"function": "{content}"},
+    }
+    tokenizer = copy(real_tokenizer("smollm2"))
+    tokenizer.response_template = {"start_anchor": "a", "fields": {"tool_calls": field}}
+    assert declared_by(tokenizer) is None
+    tokenizer.chat_template = "{{ tools }}"
+    reader = CallReader("object", ["now"], declared=declared_by(tokenizer))
+    said, calls = read(reader, 'I <<{"name": "now", "arguments": {"a": "ü"}}>> <<{>> [[', cuts)
+    assert said == "I  <<{>> [[" and [(call.name, json.loads(call.arguments)) for call in calls] == [
+        ("now", {"a": "ü"})
+    ]
+
+
+@pytest.mark.parametrize(("form", "make"), [("xml", xml), ("pairs", pairs)])
+def test_a_call_that_must_be_has_the_models_own_form(form, make):
+    tokenizer = real_tokenizer("smollm2")
+    offered = [Tool.model_validate({"type": "function", "function": {"name": name, "parameters": schema}})
+               for name, schema in (("weather", TYPED), ("now", {}))]  # fmt: skip
+    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), call_forms(offered, None, form))
+    whole = {"city": "a </i>\n\nb < c", "days": "3", "wind": '{"gale": true}', "kind": "b"}
+    for text, right in (
+        (make("weather", whole), True), (make("now", {}), True), (make("weather", {"city": ""}), True),
+        (make("other", {}), False),
+        (make("weather", {"days": "3"}), False), (make("weather", {"city": "a", "days": "x"}), False), ("Hello", False),
+        (make("weather", {"city": "a", "kind": "c"}), False), (make("weather", {"city": "a", "wind": "{}"}), False),
+    ):  # fmt: skip
+        grammar, followed = maker(), True
+        for token in [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]:
+            followed = followed and bool(grammar.allowed(len(tokenizer))[token])
+            if followed:
+                grammar.take(token)
+        assert followed == right, text
+    with pytest.raises(ValueError, match="tool_choice must be 'auto'"):
+        call_forms(offered, None, "gemma")
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("form", OWN)
+def test_calls_whose_marks_are_tokens_of_their_own(url, engine, client, monkeypatch, form, special):
+    mark, call, empty, _ = OWN[form]
+    tokenizer = deepcopy(engine.tokenizer)
+    words = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<|tool_call>", "<tool_call|>", '<|"|>']
+    tokenizer.add_tokens(
+        [AddedToken(word, special=special, normalized=False) for word in words], special_tokens=special
+    )
+    tokenizer.chat_template = (
+        f"{{# tools {'' if form == 'gemma' else '<tool_call>'} {mark} #}}" + tokenizer.chat_template
+    )
+    vocabulary, eos = engine.vocabulary, tokenizer.eos_token_id
+    pieces = tokenizer(f"I look. {call}{empty}", add_special_tokens=False).input_ids
+    ids = [*pieces[:8], eos, *pieces[8:]] if special else pieces
+    monkeypatch.setattr(engine, "tokenizer", tokenizer)
+    monkeypatch.setattr(AnswerStream, "_take", spoken(AnswerStream._take, ids))
+    tool = {"type": "function", "function": {"name": "weather", "parameters": TYPED}}
+    asked = {
+        "model": "tiny",
+        "messages": user("How?"),
+        "tools": [tool, TOOLS[1]],
+        "temperature": 0,
+        "max_tokens": len(ids),
+    }
+    asked["logit_bias"] = {str(eos): -100}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.content == "I look."
+    made = [(one.function.name, json.loads(one.function.arguments)) for one in whole.message.tool_calls]
+    assert made == [("weather", TYPES), ("now", {})] and vocabulary == engine.vocabulary
+    events = [event.choices[0] for event in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(event.delta.content or "" for event in events).strip() == "I look."
+    assert [one.function.name for event in events for one in event.delta.tool_calls or []] == ["weather", "now"]
+
+
+def spoken(take, ids: list[int]):
+    """What an answer takes, as though its tokens were these."""
+    return lambda answer, tokens: take(answer, ids[: len(tokens)])
 
 
 def test_text_before_a_call_is_shown():

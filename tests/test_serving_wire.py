@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
 import torch
-from served import KEYS, running_engine, serving
+from served import KEYS, LIMITS, running_engine, serving
 from test_documents import parts, text_of
 from test_serving import bearer, expected, user
 
@@ -295,8 +296,14 @@ def test_lists_of_tokens_have_a_bound(url, monkeypatch):
         ("responses", {"instructions": "b", "input": [{"role": "user", "content": [{"type": "image"}]}]}, "input", "'image'"),
         ("responses", {"model": "x"}, "input", "Field required"),
         ("responses", {"input": "a" * 100_000}, "input", "more than 4000 tokens"),
-        ("responses", {"input": "a", "max_output_tokens": 9999}, "max_output_tokens", "max_output_tokens=9999 must be at most"),
-        ("chat/completions", {"messages": user("a"), "max_completion_tokens": 9999}, "max_completion_tokens", "=9999 must be"),
+        ("responses", {"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens=0 must be at least 1"),
+        ("chat/completions", {"messages": user("a"), "max_tokens": -2}, "max_tokens", "max_tokens=-2 must be at least -1"),
+        ("chat/completions", {"messages": user("a"), "temperature": 9}, "temperature", "temperature=9 must be at most 2"),
+        ("completions", {"prompt": "a", "temperature": -0.5}, "temperature", "temperature=-0.5 must be at least 0"),
+        ("responses", {"input": "a", "top_p": 1.5}, "top_p", "top_p=1.5 must be at most 1"),
+        ("completions", {"prompt": "a", "presence_penalty": -3}, "presence_penalty", "=-3 must be at least -2"),
+        ("completions", {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias.5", "logit_bias.5=101 must be at most 100"),
+        ("completions", {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "=0 must be above 0"),
         ("chat/completions", b"", None, "the body must be a JSON object, with content-type: application/json"),
         ("chat/completions", b"[]", None, "the body must be a JSON object"),
         ("chat/completions", b'{"a": "caf\xe9"}', None, "the body is not JSON: 'utf-8' codec can't decode byte 0xe9"),
@@ -312,6 +319,26 @@ def test_what_is_wrong_is_named_as_the_client_has_it(url, path, body, field, wor
     error = answer.json()["error"]
     assert answer.status_code in (400, 404) and error["param"] == field and words in error["message"], error
     assert field is None or error["message"].startswith((f"{field}: ", f"{field}=", "the prompt has"))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "reason"),
+    [
+        ("chat/completions", {"messages": user("a")}, "max_tokens", "length"),
+        ("chat/completions", {"messages": user("a")}, "max_completion_tokens", "length"),
+        ("completions", {"prompt": "a"}, "max_tokens", "length"),
+        ("messages", {"messages": user("a")}, "max_tokens", "max_tokens"),
+        ("responses", {"input": "a"}, "max_output_tokens", "max_output_tokens"),
+    ],
+)
+def test_more_tokens_than_the_server_gives_are_what_it_gives(engine, path, body, field, reason):
+    with serving(engine, replace(LIMITS, answer_tokens=3), silence=0.0001) as url:
+        for asked, given in ((32000, 3), (10**30, 3), (-1, 3), (None, 3), (3, 3), (2, 2)):
+            for stream in (False, True) if (path, asked) != ("messages", None) else ():
+                made = {**body, "model": "any", field: asked, "stream": stream}
+                answer = httpx.post(f"{url}/v1/{path}", json=made, headers=bearer(), timeout=60)
+                assert answer.status_code == 200 and answer.headers["x-max-tokens"] == str(given), answer.text
+                assert f'"{reason}"' in answer.text
 
 
 def test_health_answers_a_look_at_its_head(url):

@@ -8,6 +8,8 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import datasets
+import pyarrow.parquet
 import pytest
 from forked import start, status_of
 from hypothesis import given
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from test_overlap import grams
 from test_resume import same_run
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
+from torch.utils.data import DataLoader
 
 from locret_kit import RetainingHeads
 from locret_kit.backbones.intercept import attach
@@ -22,12 +25,13 @@ from locret_kit.backbones.load import load_backbone
 from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config
 from locret_kit.config.train_config import DataConfig
+from locret_kit.samples import records as records_module
 from locret_kit.samples.facts import FACTS, HELD_FACTS, make_fact
 from locret_kit.samples.haystack import load_text
-from locret_kit.samples.records import to_messages
+from locret_kit.samples.records import read_records, to_messages
 from locret_kit.samples.sample import Sample, encode_chat
 from locret_kit.samples.wording import HELD_PROMPTS, HELD_QUOTES, HELD_SENTENCES, PROMPTS, QUOTES, SENTENCES
-from locret_kit.training import callbacks
+from locret_kit.training import callbacks, sources
 from locret_kit.training.data import SampleModule, Samples, Share, divided
 from locret_kit.training.module import HeadTraining
 from locret_kit.training.scalars import read_curves
@@ -223,6 +227,119 @@ def test_a_mixture_takes_each_source_in_epochs_of_its_own(tmp_path):
     assert 70 < sum(n < 200 for n in drawn) < 110
 
 
+# ---- streams --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def streamed(monkeypatch):
+    """Sources of any size are read in blocks of 8 records, and those to validate on; the list has the records that were read."""
+    read: list[dict] = []
+
+    def counted(*args, **more):
+        for row in read_records(*args, **more):
+            read.append(row)
+            yield row
+
+    monkeypatch.setattr(sources, "read_records", counted)
+    monkeypatch.setattr(sources, "BLOCK", 8)
+    monkeypatch.setattr(sources, "WHOLE", 0)
+    monkeypatch.setattr(records_module, "WHOLE", 0)
+    monkeypatch.setattr(records_module, "PIECE", 300)
+    return read
+
+
+def stored(folder: Path, kind: str, rows: list[dict], monkeypatch) -> str:
+    """The rows as a source of a kind."""
+    if kind == "jsonl":
+        return jsonl(folder / "rows.jsonl", rows)
+    if kind == "json":
+        (folder / "rows.json").write_text(json.dumps(rows, indent=1))
+        return str(folder / "rows.json")
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+        return str(folder)
+    if kind == "saved":
+        datasets.Dataset.from_list(rows).save_to_disk(folder / "saved")
+        return str(folder / "saved")
+    load = {
+        "hub": lambda *_, **more: datasets.Dataset.from_list(rows).to_iterable_dataset(),
+        "generator": lambda *_, **more: iter(rows),
+    }
+    monkeypatch.setattr(datasets, "load_dataset", load[kind])
+    return "lab/streamed"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved", "hub", "generator"])
+def test_a_stream_is_read_as_steps_need_it_in_whole_epochs(streamed, tmp_path, monkeypatch, capsys, kind):
+    """Record 30 cannot be used, those from 31 on are copies of the first block's."""
+    rows = [record(n, "What is it?" if n < 31 else "Which?") for n in [*range(31), *range(11)]]
+    rows[30]["answer"] = ""
+    source = stored(tmp_path, kind, rows, monkeypatch)
+    capsys.readouterr()
+    samples = samples_of(source, val_samples=3)
+    assert len(streamed) == 11
+    held = {number_of(sample) for sample in samples.held}
+    assert len(held) == 3 and max(held) < 11, "of the first block"
+    order = [number_of(samples[i]) for i in range(8)]
+    assert len(streamed) == 11 and len(set(order)) == 8 and not set(order) & held
+    order += [number_of(samples[i]) for i in range(8, 120)]
+    last = len(rows) - 6  # neither what is set aside nor its copies
+    for epoch in (order[:last], order[last : 2 * last]):
+        assert {*range(30)} - held == set(epoch)
+    assert order[:8] != order[last : last + 8] and order[:8] != sorted(order[:8])
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "is streamed: 11 records are read at a time, as steps need them, and shuffled" in said[0]
+    assert "record 30 is left out: " in said[1]
+    again, later = samples_of(source, val_samples=3), samples_of(source, val_samples=3)
+    assert [number_of(again[i]) for i in reversed(range(0, 120, 7))] == order[::7][::-1]
+    assert [number_of(later[i]) for i in range(77, 120)] == order[77:], "as a run that goes on"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_and_workers_share_a_stream(streamed, tmp_path, workers):
+    module = samples_of(jsonl(tmp_path / "rows.jsonl", [record(n) for n in range(50)]), val_samples=2)
+    seen = []
+    for rank in (0, 1):
+        share = Share(module, 4, rank, 2, per_step=2)
+        steps = iter(DataLoader(share, batch_size=None, num_workers=workers))
+        seen += [
+            number_of(sample) for _, step in zip(range(11), steps, strict=False) for batch in step for sample in batch
+        ]
+    assert len(set(seen)) == len(seen) == 44
+    assert sorted(seen) == sorted(number_of(module[i]) for i in range(4, 48))
+
+
+def test_a_stream_s_broken_lines_and_useless_blocks_are_named_and_passed(streamed, tmp_path, capsys):
+    lines = [json.dumps(record(n)) if n < 10 or n > 40 else json.dumps({"context": "a"}) for n in range(60)]
+    lines[50] = "{"
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    samples = samples_of(str(tmp_path / "rows.jsonl"), val_samples=1)
+    drawn = [number_of(samples[i]) for i in range(150)]
+    assert {*range(41, 60)} - {50} < set(drawn)
+    said = capsys.readouterr().err.splitlines()
+    assert sum("1 line is left out, the first since" in line and "line 51 is not JSON" in line for line in said) == 1
+    assert sum("record 20 is left out: " in line for line in said) == 1
+
+
+def test_more_validation_than_a_stream_has_is_one_line(streamed, tmp_path):
+    source = jsonl(tmp_path / "rows.jsonl", [record(n) for n in range(20)])
+    assert len(samples_of(source, val_samples=19).held) == 19
+    with pytest.raises(
+        ValueError, match=r"data\.val_samples=20 sets 20 records of '.*' aside, where at most 19 can be: copies"
+    ):
+        samples_of(source, val_samples=20)
+    copies = jsonl(tmp_path / "copies.jsonl", [record(0)] * 20)
+    with pytest.raises(ValueError, match="aside, where at most 0 can be of its first 10: copies"):
+        samples_of(copies, val_samples=2)
+
+
+def test_streams_are_mixed_by_weight(streamed, tmp_path):
+    sources = [jsonl(tmp_path / f"{i}.jsonl", [record(1000 * i + n) for n in range(90)]) for i in (1, 2)]
+    samples = samples_of(*sources, val_samples=2, weights=[3.0, 1.0])
+    drawn = [number_of(samples[i]) for i in range(80)]
+    assert len(set(drawn)) == 80 and 50 < sum(n < 2000 for n in drawn) < 70
+
+
 # ---- runs -----------------------------------------------------------------------------------------------------------------
 
 
@@ -238,8 +355,12 @@ def arguments(backbone: Path, out: Path, source: str, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_a_run_killed_inside_an_epoch_goes_on_to_the_same_heads(backbone, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["whole", "streamed"])
+def test_a_run_killed_inside_an_epoch_goes_on_to_the_same_heads(backbone, tmp_path, monkeypatch, request, kind):
     """7 records an epoch, 2 a step: it dies after 5 samples were trained on, and 6 were to be."""
+    if kind == "streamed":
+        request.getfixturevalue("streamed")
+        monkeypatch.setattr(sources, "BLOCK", 2)
     source = jsonl(tmp_path / "records.jsonl", [record(n) for n in range(10)])
     more = ["optim.steps=8", "optim.accumulate=2", "trainer.save_every=1", "trainer.val_every=4", "resume=auto"]
     whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "log"

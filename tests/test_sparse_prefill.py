@@ -13,6 +13,7 @@ from tiny_models import tiny_model
 from locret_kernels.sparse_attend import Blocks
 from locret_kit import attach
 from locret_kit.backbones.handler import Handler
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import text_config
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.stages.sparse_prefill import pairs_of
@@ -223,7 +224,7 @@ def test_beside_evictions_the_share_counts():
     with attach(model), torch.no_grad():
         prefill(model, tokens(), cache)
         read = cache.counters.computed_pairs
-        model(input_ids=torch.tensor([[5]]), past_key_values=cache)
+        model(input_ids=torch.tensor([[5]]), **{CACHE: cache})
     share = cache.counters.computed_share
     assert 0 < share < 1
     report = Report.of(model, cache, prompt_tokens=83, new_tokens=1, prefill_s=1.0, decode_s=1.0, kept_rows=[40])

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.releases import CACHE
 from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.batch import Request, run
 from locret_kit.runtime.session import generate
@@ -44,7 +45,7 @@ def answers(model, tokenizer, folder: Path) -> dict[str, object]:
         whole = BoundedCache(SETTINGS, "locret", heads)
         found["batch"] = [batch[70], batch[31]]
         found["generate"] = model.generate(
-            torch.tensor([ids]), past_key_values=whole, max_new_tokens=8, do_sample=False
+            torch.tensor([ids]), **{CACHE: whole}, max_new_tokens=8, do_sample=False
         )[0, len(ids) :].tolist()  # fmt: skip
     return found
 

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text import PROSE, tiny_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from locret_kit.files import read_utf8
-from locret_kit.runtime.tokens import CONTEXT, IdStream, TooManyTokens, stream_ids, token_bytes
+from locret_kit.runtime.kept_text import token_texts
+from locret_kit.runtime.tokens import BYTES, CONTEXT, IdStream, TextStream, TooManyTokens, stream_ids, token_bytes
 
 BACKBONE = Path(__file__).resolve().parents[1] / "checkpoints" / "SmolLM2-135M-Instruct"
 CODE = "def f(x, y=None):\n    # a comment\n    return {'a': [x ** 2 for _ in range(10)]}\n\n\n\tif x:\n\t\tpass\n"
@@ -194,3 +195,76 @@ def test_the_bytes_of_a_vocabulary_that_falls_back_to_bytes():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe)
     ids = tokenizer("a\u00e9\U0001f600a").input_ids
     assert len(ids) == 8 and b"".join(token_bytes(tokenizer, token) for token in ids).decode() == "a\u00e9\U0001f600a"
+
+
+FALLBACK = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b"]
+DECODED = {
+    "bytes": (sorted(pre_tokenizers.ByteLevel.alphabet()), decoders.ByteLevel()),
+    "sentencepiece": (FALLBACK, decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )),
+    "metaspace": (FALLBACK, decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
+    "wordpiece": (["<unk>", "a", "##b", "c", ".", "'", "s", "n't", "\u200d"], decoders.WordPiece(cleanup=True)),
+    "suffixes": (["<unk>", "a", "b</w>", "c", "</w>"], decoders.BPEDecoder()),
+    "slow": None,
+}  # fmt: skip
+"""Vocabularies, and how their tokens become text."""
+
+
+@lru_cache
+def decoding_tokenizer(kind: str):
+    if kind == "slow":
+        return ByT5Tokenizer()
+    words, decoder = DECODED[kind]
+    made = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, [], byte_fallback=words is FALLBACK))
+    made.decoder = decoder
+    made.add_special_tokens([AddedToken(word, special=True) for word in ("<s>", "</s>")])
+    made.add_tokens([AddedToken("<tool>"), AddedToken("<wide>", lstrip=True, rstrip=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+
+
+def streamed(tokenizer, ids: list[int]) -> list[str]:
+    stream = TextStream(tokenizer)
+    return [*map(stream.add, ids), stream.end()]
+
+
+@pytest.mark.parametrize("kind", DECODED)
+@given(data=st.data())
+def test_streamed_text_is_one_decode_of_all(kind, data):
+    tokenizer = decoding_tokenizer(kind)
+    last = len(tokenizer) - 1
+    token = st.integers(0, last) | st.integers(max(0, last - 9), last)  # words and added tokens as often as bytes
+    text = st.text("é👩\u200dשa ", max_size=40).map(lambda text: bytes(text, "utf-8"))
+    shift = {"bytes": None, "sentencepiece": 1, "metaspace": 1, "slow": 3}.get(kind)
+    whole = st.just([]) if shift is None else text.map(lambda coded: [byte + shift for byte in coded])
+    ids = data.draw(st.lists(token, max_size=40)) + data.draw(whole)
+    want = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    rows = "".join("b" if tokenizer.convert_ids_to_tokens(id)[:3] == "<0x" else "." for id in ids)
+    pieces = streamed(tokenizer, ids)
+    if max(map(len, rows.split("."))) < 32:
+        assert "".join(pieces) == want
+    assert len(pieces) == len(ids) + 1 and len(token_texts(tokenizer, ids)) == len(ids)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "metaspace", "slow"])
+@pytest.mark.parametrize(
+    "text", ["é👩\u200d👩\u200d👧 שלום عربي " * 40, "\u1781\u17d2\u1789\u17bb\u17c6" * 60, "\ufffd" * 80]
+)
+def test_long_text_in_bytes_comes_as_it_is_written(kind, text):
+    tokenizer = decoding_tokenizer(kind)
+    shift = {"sentencepiece": 1, "metaspace": 1, "slow": 3}.get(kind)
+    names = {word: at for word, at in tokenizer.get_vocab().items()}
+    letters = {byte: letter for letter, byte in BYTES.items()}
+    ids = [names[letters[byte]] if shift is None else byte + shift for byte in text.encode()]
+    pieces = streamed(tokenizer, ids)
+    assert "".join(pieces) == text and (max(map(len, pieces)) < 60 or "\ufffd" in text)
+
+
+@pytest.mark.parametrize("tokens", ["words", "broken", "special"])
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_a_token_costs_the_same_after_however_many(kind, tokens, monkeypatch):
+    tokenizer, given, decode = decoding_tokenizer(kind), [], decoding_tokenizer(kind).decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **more: given.append(len(ids)) or decode(ids, **more))
+    token = {"words": len(tokenizer) - 5, "broken": 200, "special": tokenizer.bos_token_id}[tokens]
+    streamed(tokenizer, [token] * 2000)
+    assert max(given) <= 2 * (32 + 4 + 4)

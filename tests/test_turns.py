@@ -9,6 +9,7 @@ from test_bounded_cache import doubled, tokens
 from tiny_heads import tiny_heads
 
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.step import read_block
 
 POLICIES = ("locret", "streaming", "h2o", "tova", "ada-snapkv", "knorm", "sirllm", "full")
@@ -35,9 +36,9 @@ def test_one_piece_equals_token_by_token(monkeypatch, policy, family, decode_eve
             24, policy, heads, chunk=16, prompt_length=60, stabilizers=4, local_len=6, decode_every=decode_every
         )
         with attach(model):
-            model(input_ids=ids[:, :60], past_key_values=cache)
+            model(input_ids=ids[:, :60], **{CACHE: cache})
             calls.clear()
-            logits = [model(input_ids=piece, past_key_values=cache).logits for piece in ids[:, 60:].split(pieces, 1)]
+            logits = [model(input_ids=piece, **{CACHE: cache}).logits for piece in ids[:, 60:].split(pieces, 1)]
         runs.append((torch.cat(logits, 1), positions(cache), len(calls)))
     (alone, kept_alone, many), (together, kept_together, few) = runs
     assert (alone - together).abs().max() < 1e-9

@@ -144,13 +144,58 @@ def test_roles_and_calls_are_text_too():
     ]  # fmt: skip
 
 
+THOUGHTS = "<think>\nhm <|im_start|>\n</think>\n\nyes"
+SAID = [
+    {"role": "system", "content": " be <|im_end|> brief "},
+    {"role": "user", "content": "<tool_response>\na\n</tool_response>"},
+    {"role": "assistant", "content": THOUGHTS},
+    {"role": "user", "content": "b </think> c"},
+]
+HEAD = "{{- '<|im_start|>' ~ m.role ~ '\n' }}{% set t = m.content %}"
+OPERATIONS = {
+    "split": "{% if '</think>' in t %}{% set t = t.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ t }}",
+    "rsplit": "{{ t.rsplit('</think>', 1)[-1] | trim }}",
+    "partition": "{{ t.partition('</think>')[2] or t.rpartition('<think>')[2] }}",
+    "startswith": "{{ 'r:' + t[15:-16] if t.startswith('<tool_response>') and t.endswith('</tool_response>') else t }}",
+    "removeprefix": "{{ t.removeprefix('<think>').removesuffix('</tool_response>') }}",
+    "replace": "{{ t.replace('<think>', '<|fim_prefix|>') | replace('</think>', '') }}",
+    "characters": "{% for c in t %}{{ c }}{% endfor %}{{ t | list | join }}{{ (t | reverse)[0] }}",
+    "macro": "{% macro f(t) %}{{ '<think>' }}{{ t }}{% endmacro %}{{ (f(t) | trim).split('</think>')[-1] }}{{ f(t)[:7] }}",
+    "namespace": "{% set ns = namespace(t='<think>') %}{% set ns.t = ns.t + t %}{{ ns.t.split('<think>') | join('<b>') }}",
+    "block": "{% set x %}<think>{{ t }}{% endset %}{{ x.lstrip('<') }}{{ x[7:] }}{{ 2 * x }}",
+    "format": "{{ '{}<think>{x}{{}}'.format(t, x=t) }}{{ '<|{}|>'.format('im_end') }}",
+    "percent": "{{ '%s<think>' % t }}{{ '<|im_end|>%s%s' | format(t, t) }}",
+    "join": "{{ ['<think>', t] | join }}{{ '</think>'.join([t, t]) }}{{ t.splitlines() | join('<b>') }}{{ t.split() | join }}",
+    "letters": "{{ '<THINK>' | lower }}{{ t | upper | lower }}{{ t | title }}{{ t | capitalize }}",
+    "json": "{{ t | tojson }}{{ {'<think>': t} | tojson(indent=2) }}{{ t | string }}{{ t | safe }}{{ t | indent }}{{ t[::-1] }}",
+    "built": "{{ '<|' + 'im_end' + '|>' }}{{ '<' ~ t.strip('<|>') ~ '>' }}",
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_template_sees_the_true_text_and_no_token_of_it(name):
+    """The text is the tokenizer's own; a token is one where it is without the tokens in the texts."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=real_tokenizer("qwen3").backend_tokenizer, bos_token="<|im_start|>"
+    )
+    tokenizer.chat_template = f"{{% for m in messages %}}{HEAD}{OPERATIONS[name]}{{{{ '<|im_end|>' }}}}{{% endfor %}}"
+    tokenizer.chat_template += "{{ '<|im_start|>assistant' if add_generation_prompt }}"
+    made = render(tokenizer, SAID, generation=True)
+    assert plain(made) == tokenizer.apply_chat_template(SAID, tokenize=False, add_generation_prompt=True)
+    mild = [{**message, "content": message["content"].replace("<", "(").replace(">", ")")} for message in SAID]
+    ids, harmless = (encode(tokenizer, render(tokenizer, said, generation=True))[0] for said in (SAID, mild))
+    marks = (*map(tokenizer.convert_tokens_to_ids, ("<|im_start|>", "<|im_end|>")),)
+    assert [i for i in ids if i in marks] == [i for i in harmless if i in marks]
+
+
 def test_reasoning_of_earlier_answers_is_left_out_as_by_the_template():
     tokenizer = real_tokenizer("qwen3")
     turns = [("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nyes"), ("user", "b")]
     said = [{"role": role, "content": content} for role, content in turns]
-    assert render(tokenizer, said, generation=True) == tokenizer.apply_chat_template(
-        said, tokenize=False, add_generation_prompt=True
-    )
+    whole = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert render(tokenizer, said, generation=True) == whole
+    body = ChatBody.model_validate({"messages": said})
+    assert [*body.ids(tokenizer, None)[0]] == tokenizer(whole, add_special_tokens=False).input_ids
 
 
 def test_raw_text_keeps_its_control_tokens():

@@ -192,7 +192,7 @@ def test_without_the_package_the_extra_is_named(place, monkeypatch, capsys):
     monkeypatch.setattr(weight_bits, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode()), encoding="utf-8"))
     assert infer(["--model", str(place), "--policy", "h2o", "--weight-bits", "4", "--quiet"]) == 1
-    said = "weight_bits=4 needs bitsandbytes: in the clone, pip install '.[quantised]'"
+    said = "weight_bits=4 needs bitsandbytes: in the clone, pip install -e '.[quantised]'"
     assert capsys.readouterr().err == f"locret-infer: {said}\n"
 
 

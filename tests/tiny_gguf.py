@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
 from tiny_models import LONGROPE, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = dict(
     vocab_size=len(tiny_tokenizer()),
@@ -66,11 +67,11 @@ def tiny_source(family: str, **changes: Any) -> Any:
     return model
 
 
-def write_gguf(path: Path, model: Any, form: str, tokenizer: Any = None) -> Path:
-    """Convert a model, whose matrices become what the file's are."""
+def write_gguf(path: Path, model: Any, form: str, tokenizer: Any = None, **split: Any) -> Path:
+    """Convert a model, whose matrices become what the file's are. ``split``: how ``GGUFWriter`` makes parts of it."""
     config = model.config
     arch = ARCHITECTURES[config.model_type]
-    writer = GGUFWriter(path, arch)
+    writer = GGUFWriter(path, arch, **split)
     writer.add_name(f"Tiny {config.model_type}")
     _add_fields(writer, config)
     _add_tokenizer(writer, tokenizer or tiny_tokenizer(), config.vocab_size)
@@ -95,6 +96,115 @@ def write_gguf(path: Path, model: Any, form: str, tokenizer: Any = None) -> Path
             packed = permute(packed, config.num_key_value_heads)
         stem, leaf = name.rsplit(".", 1)
         writer.add_tensor(f"{names.get_name(stem)}.{leaf}", packed, raw_dtype=written)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def newer_source(arch: str) -> Any:
+    """A random model of an architecture that transformers reads, with two value heads for each key head in states."""
+    kind = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "lfm2": "lfm2"}[arch]
+    more: dict[str, Any] = dict(layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False)
+    if arch != "lfm2":
+        more = dict(
+            head_dim=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+        )
+    if arch == "qwen35moe":
+        more |= dict(moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+    sizes = {
+        **SIZES,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more)).eval().requires_grad_(False)
+    for weight in model.parameters():
+        weight.add_(torch.randn_like(weight) / (4 if weight.dim() == 1 else 8))
+    return model
+
+
+def write_newer_gguf(path: Path, model: Any, arch: str, form: str, **split: Any) -> Path:
+    """Convert such a model as llama.cpp's converter does; its matrices become what the file's are."""
+    config, state, tiny = model.config, model.state_dict(), tiny_tokenizer()
+    writer = GGUFWriter(path, arch, **split)
+    for name, value in dict(
+        context_length=config.max_position_embeddings, embedding_length=config.hidden_size, head_count=config.num_attention_heads,
+        block_count=config.num_hidden_layers, feed_forward_length=config.intermediate_size,
+        rope_freq_base=1e6 if arch == "lfm2" else 1e4,
+    ).items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    _add_tokenizer(writer, tiny, config.vocab_size)
+    if arch == "lfm2":
+        writer.add_head_count_kv([2 if kind == "full_attention" else 0 for kind in config.layer_types])
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_key_length(config.head_dim)
+        writer.add_full_attention_interval(4)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        writer.add_rope_dimension_sections([2, 1, 1, 0])
+        writer.add_rope_dimension_count(8)
+    if arch == "qwen35moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    names = gguf.get_tensor_name_map(
+        {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch], config.num_hidden_layers
+    )
+    kind = GGMLQuantizationType[form]
+
+    def tiled(rows: np.ndarray, size: int) -> np.ndarray:
+        """Value heads with those of one key head apart, as in llama.cpp."""
+        return rows.reshape(2, 2, size, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+    def written(name: str, weight: torch.Tensor) -> np.ndarray:
+        data, value = weight.float().numpy(), 16
+        if name.endswith("norm.weight") and arch != "lfm2" and "linear_attn" not in name:
+            return data + 1
+        if name.endswith("A_log"):
+            return tiled(-np.exp(data), 1)
+        if name.endswith(("dt_bias", "in_proj_a.weight", "in_proj_b.weight")):
+            return tiled(data, 1)
+        if name.endswith("in_proj_z.weight"):
+            return tiled(data, value)
+        if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+            return np.concatenate([data[:64], tiled(data[64:], value)]).squeeze()
+        if name.endswith("linear_attn.out_proj.weight"):
+            return np.ascontiguousarray(tiled(data.T, value).T)
+        return data.squeeze()
+
+    for name, weight in state.items():
+        stem, leaf = name.rsplit(".", 1) if name.endswith((".weight", ".bias")) else (name, "")
+        to = names.get_name(stem) or name.replace("model.layers", "blk").replace("linear_attn.dt_bias", "ssm_dt.bias")
+        to += f".{leaf}" if leaf else ".weight" if ".experts." in name else ""
+        if weight.dim() > 1 and "conv" not in name.split(".")[-2]:
+            across = name.endswith("linear_attn.out_proj.weight")  # its columns are moved, and with them the blocks
+            data = written(name, weight) if across else weight.numpy()
+            rounded = quants.dequantize(quants.quantize(data, kind), kind)
+            weight.copy_(torch.from_numpy(written(name, torch.from_numpy(rounded)) if across else rounded))
+        halves = zip(("gate", "up"), weight.chunk(2, 1), strict=True) if "gate_up" in to else [("", weight)]
+        for half, part in halves:
+            data = written(name, part)
+            plain = data.ndim == 1 or "conv" in to.split(".")[-2]
+            packed = data if plain else quants.quantize(data, kind)
+            writer.add_tensor(
+                to.replace("gate_up", half), packed, raw_dtype=GGMLQuantizationType.F32 if plain else kind
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

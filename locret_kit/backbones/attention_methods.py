@@ -1,5 +1,5 @@
-"""Decoders whose attention is a method of their modules, ``_attn(query, key, value, mask)``, not behind transformers' interface:
-GPT-J, CodeGen, GPT-NeoX-Japanese."""
+"""Attention of a decoder, asked by name in transformers' interface, or as a method of its modules, ``_attn(query, key, value,
+mask)``, where it is not behind that: GPT-J, CodeGen, GPT-NeoX-Japanese."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .spec import UnsupportedArchitecture
 from .undo import Undo
@@ -19,7 +19,24 @@ Method = Callable[..., tuple[Tensor, Tensor | None]]
 """A module's own, or what answers for it. Queries, keys, values and output are ``[B, heads, T, D]``; a mask comes last."""
 
 
-def answer_methods(undo: Undo, decoder: nn.Module, config: PreTrainedConfig, name: str, answer: Method) -> None:
+def meet_attention(undo: Undo, decoder: PreTrainedModel, config: PreTrainedConfig, name: str, answer: Method) -> None:
+    """Let a decoder ask the attention ``name``, or ``answer`` as in ``_answer_methods``, until ``undo``.
+
+    Raises:
+        UnsupportedArchitecture: it has another kind of attention.
+    """
+    undo.add(partial(decoder.set_attn_implementation, config._attn_implementation))
+    decoder.set_attn_implementation(name)
+    if config._attn_implementation != name:
+        return _answer_methods(undo, decoder, config, name, answer)
+    configs = (getattr(module, "config", None) for module in decoder.modules())
+    for own in filter(None, configs):  # a layer that was copied has one of its own
+        if own._attn_implementation != name:
+            undo.add(partial(setattr, own, "_attn_implementation", own._attn_implementation))
+            own._attn_implementation = name
+
+
+def _answer_methods(undo: Undo, decoder: nn.Module, config: PreTrainedConfig, name: str, answer: Method) -> None:
     """Let a decoder make masks as the attention ``name`` has them, and ask ``answer(module, its own method, q, k, v, mask)`` for
     attention, until ``undo``.
 

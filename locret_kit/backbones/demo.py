@@ -9,6 +9,7 @@ left as it is.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -237,26 +239,21 @@ def dequantise(gguf_file: Path, made: Path, name: str) -> PreTrainedTokenizerBas
         ValueError: a weight that is not finite, or was not dequantised.
     """
     import torch
-    import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from .gguf.gguf_model import unpacked
 
     quiet()
     say("dequantising in float32")
-    options = {"gguf_file": gguf_file.name}
-    whole: dict[str, object] = {"dtype": torch.float32}
-    if hasattr(transformers, "GgufConfig"):  # newer releases keep the weights packed unless told not to
-        whole["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(gguf_file.parent, **options, **whole)
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    with redirect_stderr(io.StringIO()):  # a bar that nothing else turns off
+        model: Any = unpacked(gguf_file, torch.float32)
     check_plain(model, torch.float32)
     say("saving in bfloat16")
     model.config._name_or_path = name
     if hasattr(model.config, "_model_name_or_path"):  # the GGUF file's own title
         del model.config._model_name_or_path
     model.to(torch.bfloat16).save_pretrained(made)
-    return AutoTokenizer.from_pretrained(gguf_file.parent, **options)
+    return AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
 
 
 def check_plain(model: PreTrainedModel, dtype: torch.dtype) -> None:

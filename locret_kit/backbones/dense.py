@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from .llama import Layer, is_rms_norm, is_silu
 from .probe import describe
 from .rope import rotate
 from .spec import decoder_of
+from .undo import has_own_forward
 
 PACKED = (PackedEmbedding, PackedLinear)
 """Modules beside PyTorch's and transformers' whose weights are known."""
@@ -102,7 +104,7 @@ class Dense:
 
 
 def dense(model: PreTrainedModel) -> Dense:
-    """The weights of a model; nothing is copied.
+    """The weights of a model; nothing is copied, and memory that the model lets go of meanwhile stays.
 
     Raises:
         NotDense: another architecture, modules that were exchanged (adapters, quantised weights), hooks, or several devices.
@@ -112,13 +114,13 @@ def dense(model: PreTrainedModel) -> Dense:
     if model.training:
         raise NotDense("the backbone is in training mode")
     decoder, head = decoder_of(model), model.get_output_embeddings()
-    for module in (*decoder.modules(), head):
+    for module in (model, *decoder.modules(), head):
         known = type(module) in PACKED or type(module).__module__.startswith(("transformers.", "torch.nn."))
         if not known:  # what it does is its own
             raise NotDense(f"a {type(module).__name__} stands in for a module of the backbone")
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        if hasattr(module, "_hf_hook") or not all(map(is_own_hook, hooks)):
-            raise NotDense(f"a {type(module).__name__} of the backbone has hooks")
+        if not (has_own_forward(module) and all(map(is_own_hook, hooks))):
+            raise NotDense(f"a {type(module).__name__} of the backbone has hooks, or the forward of another")
     description = describe(model)
     if (unlike := description.unlike_llama) is not None:
         raise NotDense(unlike)
@@ -207,18 +209,17 @@ def _layer(layer: Layer) -> DenseLayer:
 
 def _words(module: object) -> Product:
     if type(module) is PackedEmbedding:
-        return Product(module.weight, None, module.form)
+        return Product(module.weight.detach(), None, module.form)
     if type(module) is not nn.Embedding:
         raise NotDense(f"its words are a {type(module).__name__}")
-    return Product(module.weight, None)
+    return Product(module.weight.detach(), None)
 
 
-def _product(module: object) -> Product:
-    if type(module) is PackedLinear:
-        return Product(module.weight, module.bias, module.form)
-    if type(module) is not nn.Linear:
+def _product(module: Any) -> Product:
+    if type(module) not in (PackedLinear, nn.Linear):
         raise NotDense(f"a {type(module).__name__} among its matrices")
-    return Product(module.weight, module.bias)
+    bias = None if module.bias is None else module.bias.detach()
+    return Product(module.weight.detach(), bias, getattr(module, "form", None))
 
 
 def _pieces(both: Product, rows: tuple[int, ...]) -> list[Product]:
@@ -230,4 +231,4 @@ def _pieces(both: Product, rows: tuple[int, ...]) -> list[Product]:
 def _norm(module: object) -> Norm:
     if not is_rms_norm(module):
         raise NotDense(f"a {type(module).__name__} among its norms")
-    return Norm(module.weight, module.variance_epsilon)
+    return Norm(module.weight.detach(), module.variance_epsilon)

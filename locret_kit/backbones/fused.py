@@ -19,7 +19,7 @@ from locret_kernels.fused import rms_norm, swiglu
 
 from .handler import Choice, LayerOperations
 from .llama import DecoderStack, GatedMlp, Layer, RmsNorm, is_gated, is_rms_norm, is_silu
-from .undo import Undo, replace_forward
+from .undo import Undo, has_own_forward, replace_forward
 
 REFERENCE = LayerOperations(rms_norm, swiglu, F.linear)
 
@@ -39,12 +39,11 @@ def _no_rotation(choice: Choice, forward: Callable[..., object], x: Tensor, *arg
 
 def fuse_layers(undo: Undo, decoder: DecoderStack, choice: Choice) -> None:
     """Let a decoder's elementwise work be done by the operations that ``choice`` gives, until ``undo``. Modules that are not of
-    the known kinds are left as they are, and so are those that accelerate moves between devices."""
+    the known kinds are left as they are, and so are those whose forward somebody has replaced, as accelerate does."""
     for layer in decoder.layers:
-        after = layer.post_attention_layernorm
-        if is_rms_norm(after) and not hasattr(layer, "_hf_hook"):
-            replace_forward(undo, layer, partial(_layer, layer, after, choice))
-        if is_gated(layer.mlp) and is_silu(layer.mlp) and not hasattr(layer.mlp, "_hf_hook"):
+        if is_rms_norm(layer.post_attention_layernorm) and has_own_forward(layer):
+            replace_forward(undo, layer, partial(_layer, layer, choice))
+        if is_gated(layer.mlp) and is_silu(layer.mlp) and has_own_forward(layer.mlp):
             replace_forward(undo, layer.mlp, partial(_mlp, layer.mlp, choice))
     for norm in filter(is_rms_norm, decoder.modules()):
         replace_forward(undo, norm, partial(_norm, norm, choice))
@@ -58,10 +57,13 @@ def _norm(norm: RmsNorm, choice: Choice, forward: Callable[..., Tensor], x: Tens
 
 
 def _layer(
-    layer: Layer, after: RmsNorm, choice: Choice, forward: Callable[..., Tensor], hidden_states: Tensor, **rest: object
+    layer: Layer, choice: Choice, forward: Callable[..., Tensor], hidden_states: Tensor, **rest: object
 ) -> Tensor:
     """A decoder layer, whose first residual is added where its sum is normalised."""
-    if choice(hidden_states, after.weight) is None or layer.training or after.weight.dtype != hidden_states.dtype:
+    after = layer.post_attention_layernorm
+    if not is_rms_norm(after) or layer.training or after.weight.dtype != hidden_states.dtype:
+        return forward(hidden_states, **rest)
+    if choice(hidden_states, after.weight) is None:
         return forward(hidden_states, **rest)
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **rest)
     operations = choice(attended) or REFERENCE  # a gradient may begin in the attention, as of a pool that is trained

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .spec import text_config
 from .weight_bits import gguf_types, weight_bits_of
+from .wrapped import unwrapped
 
 SAMPLES = 256
 """Numbers of each weight that the fingerprint reads, evenly spread."""
@@ -39,7 +40,7 @@ def identity_of(model: PreTrainedModel) -> dict[str, object]:
     Raises:
         ValueError: weights lie on no device, as after an offload.
     """
-    config = text_config(model)
+    model, config = unwrapped(model), text_config(model)
     known = config.to_dict()  # a size that differs from layer to layer is no attribute
     fields = {name: known[name] if name in known else getattr(config, name, None) for name in CONFIG}
     return {

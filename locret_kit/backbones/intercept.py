@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -25,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import Unpack
 
-from .attention_methods import Method, answer_methods
+from .attention_methods import Method, meet_attention
 from .blocks_of_forward import read_blocks
 from .decoder_attention import AttentionCall, Calls, DecoderAttention, unrotate
 from .fused import fuse_layers, skip_rotations
@@ -40,6 +39,7 @@ from .slices import slice_mlps
 from .spec import decoder_of, text_config
 from .undo import Undo, replace_forward
 from .widened import widen
+from .wrapped import run_eagerly, unwrapped
 
 NAME = "locret"
 
@@ -171,7 +171,7 @@ class Attachment:
     exactly. An interrupt of either leaves the model as it was."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+        self.model = model = unwrapped(model)
         self._explicit = _Active()
         self._undo = Undo()
         self._ranks = group_of(model)
@@ -192,10 +192,8 @@ class Attachment:
         description = describe(model)
         decoder, words = decoder_of(model), model.get_output_embeddings()
         try:
-            undo.add(partial(decoder.set_attn_implementation, before))
-            decoder.set_attn_implementation(NAME)
-            if config._attn_implementation != NAME:
-                answer_methods(undo, decoder, config, NAME, _method)
+            run_eagerly(undo, model)
+            meet_attention(undo, decoder, config, NAME, _method)
             self._own = before
             self._known = _calls_of(decoder, description, model.device)
             replace_forward(undo, decoder, self._forward)
@@ -324,7 +322,7 @@ def _sweep(model: PreTrainedModel) -> None:
 def attached(model: PreTrainedModel) -> Iterator[None]:
     """The model attached inside the block, unless it is already. Blocks of several threads, or of several answers that are
     written by turns, may overlap: the last one detaches."""
-    block = _Block()
+    block, model = _Block(), unwrapped(model)
     try:
         with _LOCK:
             if id(model) in _SHARED or not is_attached(model):

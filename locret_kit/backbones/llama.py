@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from .undo import has_own_forward
 
 
 class RmsNorm(nn.Module):
@@ -59,10 +61,10 @@ Forward = Callable[..., DecoderOutput]
 """The stack's own, or what stands in its place."""
 
 
-def is_rms_norm(module: object) -> TypeGuard[RmsNorm]:
+def is_rms_norm(module: Any) -> TypeGuard[RmsNorm]:
     """Whether a module is a norm as Llama's."""
     name = type(module).__name__
-    return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and not hasattr(module, "_hf_hook")
+    return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and has_own_forward(module)
 
 
 def is_gated(mlp: nn.Module) -> TypeGuard[GatedMlp]:

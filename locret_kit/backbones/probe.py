@@ -45,6 +45,7 @@ from .spec import (
 )
 from .states import States
 from .windows import window_of
+from .wrapped import unwrapped
 
 TOKENS = 12
 """Tokens that are read."""
@@ -58,22 +59,17 @@ def describe(model: PreTrainedModel) -> DecoderAttention:
     """
     if isinstance(model, Described):
         return model.description
+    model = unwrapped(model)
     decoder, config, ranks = decoder_of(model), text_config(model), getattr(model, "_tp_size", None) or 1
     key = ranks, *_key(decoder, config)
     with _LOCK:
-        if key not in _KNOWN:
-            try:
-                _KNOWN[key] = _measured(decoder, config, ranks)
-            except UnsupportedArchitecture as error:
-                _KNOWN[key] = str(error)
-        known = _KNOWN[key]
-    if isinstance(known, str):
-        raise UnsupportedArchitecture(known)
-    return known
+        if key not in _KNOWN:  # what is refused is measured again: other weights may be taken
+            _KNOWN[key] = _measured(decoder, config, ranks)
+        return _KNOWN[key]
 
 
 _LOCK = threading.RLock()
-_KNOWN: dict[tuple[object, ...], DecoderAttention | str] = {}
+_KNOWN: dict[tuple[object, ...], DecoderAttention] = {}
 
 
 def _key(decoder: DecoderStack, config: PreTrainedConfig) -> tuple[object, ...]:
@@ -220,6 +216,8 @@ def _layers(
     """Layers with rows, and the calls that read them."""
     if not run.calls:
         raise UnsupportedArchitecture("no attention call comes through transformers' interface")
+    if not any(x.is_meta or x.any() for call in run.calls for x in (call.q, call.k)):
+        raise UnsupportedArchitecture("its weights make queries and keys of zeros: load them first")
     paths = {id(module): path for path, module in decoder.named_modules()}
     rows: list[AttentionLayer] = []
     calls: list[AttentionCall] = []

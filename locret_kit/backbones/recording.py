@@ -18,11 +18,12 @@ from typing_extensions import Unpack
 
 from locret_kernels.attend.reference import attend_and_count
 
-from .attention_methods import Method, answer_methods, is_softmax
+from .attention_methods import Method, is_softmax, meet_attention
 from .handler import Softmax
 from .releases import CACHE
 from .spec import UnsupportedArchitecture
 from .undo import Undo
+from .wrapped import run_eagerly
 
 NAME = "locret_probe"
 LONG = 4096
@@ -150,11 +151,9 @@ def observed(decoder: PreTrainedModel, config: PreTrainedConfig) -> Iterator[Non
     try:
         for module in training:
             module.training = False
-        undo.add(partial(decoder.set_attn_implementation, config._attn_implementation))
-        decoder.set_attn_implementation(NAME)
-        if config._attn_implementation != NAME:
-            rows = min(getattr(config, "max_position_embeddings", None) or LONG, LONG)
-            answer_methods(undo, decoder, config, NAME, partial(_record_method, rows))
+        run_eagerly(undo, decoder)
+        rows = min(getattr(config, "max_position_embeddings", None) or LONG, LONG)
+        meet_attention(undo, decoder, config, NAME, partial(_record_method, rows))
         NOW.masks = {}
         yield
     finally:

@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ..naming import nearest
 from .llama import DecoderStack
 from .releases import layer_kinds
+from .wrapped import unwrapped
 
 
 class UnsupportedArchitecture(ValueError):
@@ -172,7 +173,7 @@ def check_config(fields: Mapping) -> None:
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """The configuration of the language part of a Hugging Face causal LM."""
-    return model.config.get_text_config(decoder=True)
+    return unwrapped(model).config.get_text_config(decoder=True)
 
 
 def activation_of(config: PreTrainedConfig) -> str:
@@ -226,9 +227,8 @@ def field_of(config: PreTrainedConfig, *names: str) -> int:
 
 
 def decoder_of(model: PreTrainedModel) -> DecoderStack:
-    """The decoder stack (``model.model`` and its likes) below adapters of PEFT and heads of the language model."""
-    inner: Any = model
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    """The decoder stack (``model.model`` and its likes) below wrappers and heads of the language model."""
+    inner: Any = unwrapped(model)
     decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner.base_model
     if isinstance(decoder, nn.Linear):  # a head that is called decoder (ModernBERT)
         decoder = inner.base_model
@@ -236,4 +236,4 @@ def decoder_of(model: PreTrainedModel) -> DecoderStack:
         decoder, "model"
     ):  # a language model with its own head inside (Llama 4)
         decoder = decoder.model
-    return decoder
+    return decoder._modules.get("_orig_mod", decoder)

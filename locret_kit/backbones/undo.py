@@ -51,3 +51,11 @@ def replace_forward(undo: Undo, module: nn.Module, forward: Callable[..., object
 
     undo.add(restore)
     module.forward = wraps(module.forward)(partial(forward, module.forward))
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a module's forward is its class's, but for what ``replace_forward`` has put before it."""
+    forward = vars(module).get("forward")
+    while getattr(getattr(forward, "func", None), "__module__", "").startswith(__package__):
+        forward = forward.__wrapped__  # type: ignore[union-attr]
+    return forward is None or getattr(forward, "__func__", None) is type(module).forward

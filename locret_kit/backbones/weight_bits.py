@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..naming import install_line
 from .spec import text_config
+from .wrapped import unwrapped
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
@@ -40,7 +42,7 @@ def quantisation(bits: int, dtype: torch.dtype, device: torch.device) -> BitsAnd
     """
     check_weight_bits(bits)
     if find_spec("bitsandbytes") is None:
-        raise ImportError(f"weight_bits={bits} needs bitsandbytes: in the clone, pip install '.[quantised]'")
+        raise ImportError(f"weight_bits={bits} needs bitsandbytes: {install_line('quantised')}")
     # It says once for each matrix and call that activations become float16 for LLM.int8().
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from bitsandbytes import supported_torch_devices
@@ -57,7 +59,7 @@ def quantisation(bits: int, dtype: torch.dtype, device: torch.device) -> BitsAnd
 
 def weight_bits_of(model: PreTrainedModel) -> int | None:
     """Bits of a loaded model's weights; None where they are in its dtype."""
-    return next((bits for bits in WEIGHT_BITS if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
+    return next((bits for bits in WEIGHT_BITS if getattr(unwrapped(model), f"is_loaded_in_{bits}bit", False)), None)
 
 
 def gguf_types(config: PreTrainedConfig) -> str | None:

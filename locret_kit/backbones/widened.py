@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from .handler import Choice
 from .spec import decoder_of
-from .undo import Undo, replace_forward
+from .undo import Undo, has_own_forward, replace_forward
 
 FEWEST = 64
 """Rows from which on widening weights takes less time than it saves."""
@@ -35,7 +35,7 @@ def widen(undo: Undo, model: PreTrainedModel, choice: Choice) -> None:
     slow."""
     if model.dtype == torch.bfloat16 and lacks_bfloat16():
         for linear in decoder_of(model).modules():
-            if type(linear) is not nn.Linear or hasattr(linear, "_hf_hook"):
+            if type(linear) is not nn.Linear or not has_own_forward(linear):
                 continue
             if type(linear.weight.data) is Tensor:  # no codes of another library
                 replace_forward(undo, linear, partial(_forward, linear, choice))

@@ -169,7 +169,7 @@ class Context:
             )
         if heads is not None:
             heads.check_backbone(spec)
-            # Heads from outside of inference mode stay so: others have no version, by which a change is noticed.
+            # Heads from outside of inference mode stay so: others cannot be trained on.
             with torch.inference_mode(next(heads.parameters()).is_inference()):
                 heads.to(model.device, model.dtype)
         if policy.merge is not None:  # a pool moves to the device, as heads do

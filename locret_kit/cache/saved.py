@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from locret_kernels.provenance import versions
 
 from ..backbones.identity import NAMES, fingerprint, first_difference, identity_of
+from ..backbones.wrapped import unwrapped
 from ..naming import blaming
 from ..policies.grammar import parse_policy, parts_of
 from ..policies.policy import Policy
@@ -195,6 +196,7 @@ def restore(
 ) -> BoundedCache:
     """A cache from its record and tensors, every one of which is checked first. Arguments and errors as in ``load_cache``;
     ``origin`` where it is known."""
+    model = unwrapped(model)
     with blaming(where, ValueError):
         cache = BoundedCache(
             replace(saved.resolved, **vars(store or StoreSettings())),

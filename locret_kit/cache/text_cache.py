@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from ..backbones.probe import describe
 from ..backbones.states import States
+from ..backbones.wrapped import unwrapped
 from ..heads import RetainingHeads
 from ..policies.grammar import composed_of
 from ..policies.policy import Policy
@@ -66,6 +67,7 @@ class TextCache(LayeredCache):
             ValueError: the rows are of another model, or an interrupt left them half written.
         """
         self.refuse_interrupted()
+        model = unwrapped(model)
         if self._context is None:
             context = Context.of(model, self.policy, self.schedule, self.heads, self.settings, self.counters)
             check_room(context, self.pins)

@@ -18,7 +18,7 @@ from ..config.command_line import read
 from ..config.machine import Backbone, Plugin
 from ..config.schema import Command, T, UsageError
 from ..hub import OneRetryLine
-from ..naming import first_line
+from ..naming import first_line, install_line
 
 P = ParamSpec("P")
 _RETRIES = OneRetryLine()
@@ -44,7 +44,7 @@ def install_hint(error: ImportError) -> str:
     for requirement in wanted:
         match = re.match(r"([\w-]+)[^;]*; extra == .(\w+)", requirement)
         if match and match[1].replace("-", "_") == missing:
-            return f": in the clone, pip install '.[{match[2]}]'"
+            return f": {install_line(match[2])}"
     return ""
 
 

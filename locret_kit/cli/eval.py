@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from ..config.command_line import read
 from ..config.eval_options import EVAL, KEPT, PAIRED, TASKS, folder_command, load_eval_config
 from ..config.figure_options import CURVES, FIGURE, SWEEP, TABLE, CurvesConfig, FigureConfig, SweepConfig, TableConfig
 from ..config.schema import Command, T
-from ..naming import nearest
+from ..naming import install_line, nearest
 from .command import command
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ def run_of(config: EvalConfig, parts: EvalParts | None = None) -> Run:
     from ..evals.tasks import find_tasks
     from .eval_setup import load_parts, load_setup
 
-    tasks = find_tasks(config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples)
+    tasks = find_tasks(
+        config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples, metric=config.metric
+    )
     parts = parts or load_parts(config)
     return Run(
         setup=load_setup(config, parts), tasks=tasks, variants=variants(config.policies, config.budgets, parts.trained),
@@ -87,13 +90,18 @@ def run(argv: list[str]) -> int:
     if config is None:
         return 0
     from ..evals.engine.runner import failures, is_complete
+    from ..evals.report.html_report import write_page
     from ..evals.report.summary import write_summary
 
+    draws = find_spec("matplotlib") is not None
+    if not draws:
+        print(f"locret-eval: no figures and no page without matplotlib: {install_line('eval')}", file=sys.stderr)
     made = answered(config)
     tables = write_summary(made.out)
     if is_complete(made):  # the last process to finish shows what all have found
         print(tables)
-        _draw_all(made.out)
+        if draws:
+            print(f"locret-eval: the page is {write_page(made.out)}", file=sys.stderr)
     print(f"locret-eval: rows and summary are in {made.out}", file=sys.stderr)
     if failed := failures(made):
         print(
@@ -134,16 +142,6 @@ def _benchmark(config: BenchmarkConfig) -> None:
     if failed := sum(row.error is not None for part in parts for row in part.rows):
         print(f"locret-eval: {failed} examples ended with an error and are in no table", file=sys.stderr)
     print(write_page(parts, label_of(config.policy, config.against or config.names[0]), Path(config.out), page))
-
-
-def _draw_all(out: Path) -> None:
-    """Figures and page of a finished run, where there is matplotlib to draw them."""
-    from ..evals.report.html_report import write_page
-
-    try:
-        print(f"locret-eval: the page is {write_page(out)}", file=sys.stderr)
-    except ImportError as error:
-        print(f"locret-eval: no figures and no page: {error}", file=sys.stderr)
 
 
 def _summary(config: FolderConfig) -> None:
@@ -250,10 +248,8 @@ def _paired(config: PairedConfig) -> None:
 
 
 def _lm_eval(argv: list[str]) -> int:
-    try:
-        from ..evals.engine.harness import main as harness
-    except ModuleNotFoundError as error:
-        raise ImportError(f"{error}: in the clone, pip install '.[harness]'") from error
+    from ..evals.engine.harness import main as harness
+
     harness(argv, engine_for_harness)
     return 0
 

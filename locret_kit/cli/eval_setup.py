@@ -113,6 +113,7 @@ def load_setup(config: EvalConfig, parts: EvalParts) -> Setup:
         adapter=parts.adapter,
         weight_bits=config.weight_bits,
     )
+    config.set_template(tokenizer)
     for one in parts.heads.values():
         one.check_backbone(describe(model).spec)
         one.to(model.device, model.dtype)

@@ -109,6 +109,7 @@ def of_text(
     if len(questions) > 1:
         text = list(text)
     tokenizer = load_tokenizer(chosen.backbone)
+    args.set_template(tokenizer)
     prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
     run, longest = args.run, max(prompts, key=len)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ..policies.policy import Policy
     from ..text.spans import Span
 
-POLICY = "compactor"
-"""The policy of a backbone without heads: of those that need no training, the one that finds most (docs/howto/choose.md)."""
 ASKED = "rereading-locret"
 """The policy of the demo's heads where a text is read for its questions alone."""
 
@@ -69,6 +67,7 @@ class Chosen:
             self.backbone, dtype=machine.dtype, device=machine.device, adapter=self.adapter,
             weight_bits=machine.weight_bits,
         )  # fmt: skip
+        machine.set_template(tokenizer)
         if self.heads is not None:
             self.heads.check_backbone(describe(model).spec)
         return model, tokenizer
@@ -116,6 +115,7 @@ def choose(
     from ..cache.storage.bits import check_storage
     from ..heads import RetainingHeads
     from ..policies.grammar import parse_policy
+    from ..policies.registry import UNTRAINED
 
     if not ckpt and not model:
         ckpt, policy = demo.HEADS, policy or (ASKED if asked else None)
@@ -126,7 +126,7 @@ def choose(
             raise ValueError(f"policy={named.name!r} needs retaining heads: give --ckpt")
     heads = RetainingHeads.from_pretrained(ckpt, backbone=model) if ckpt else None
     config = heads.config if heads else None
-    chosen = named or parse_policy(config.policy if config else POLICY)
+    chosen = named or parse_policy(config.policy if config else UNTRAINED[0])
     check_storage(kv_bits, chosen)
     name = model or (config.backbone if config else "")
     if config and (known := Path(config.backbone)).is_absolute() and known.exists() and not Path(name).exists():
@@ -275,7 +275,7 @@ def open_document(
         chosen = choose(ckpt, model or about.names["model"], adapter or about.names.get("adapter"), policy)
         bits = machine.weight_bits or next((bits for bits in (8, 4) if saved.model.get("weight_bits") == bits), None)
         dtype = cast(Dtype, saved.dtype) if machine.dtype == "auto" else machine.dtype
-        loaded, tokenizer = chosen.load(Machine(device=machine.device, dtype=dtype, weight_bits=bits))
+        loaded, tokenizer = chosen.load(replace(machine, dtype=dtype, weight_bits=bits))
     except FileNotFoundError as error:
         theirs = ", ".join(f"{what} {name!r}" for what, name in about.names.items())
         raise FileNotFoundError(

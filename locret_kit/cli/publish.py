@@ -1,4 +1,4 @@
-"""``locret-publish --ckpt heads.pt --repo user/name``: put heads on the Hugging Face Hub, with card, curves and results."""
+"""``locret-publish HEADS USER/NAME``: put heads on the Hugging Face Hub, with card, curves and results."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from ..config.command_line import read
@@ -15,30 +16,20 @@ from .loading import check_run, choose
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
+    from vllm.engine.protocol import EngineClient
 
-    from ..vllm.request_pages import Pages
     from ..vllm.server_settings import ServerSettings
 
-GROUPS = ("vllm.general_plugins", "vllm.logits_processors", "vllm.stat_logger_plugins")
-"""Entry points by which vLLM finds the kit."""
-STREAMING = "streaming"
-"""The policy of a backbone without heads: vLLM's pages have no room for what others remember."""
+ONCE = 1 << 30
+"""Seconds between uvicorn's notices: it counts from 1970, so that one comes when it takes requests, and no other."""
 
 
 def run(args: VllmOptions, theirs: list[str]) -> int:
     """Check everything, then serve until stopped. Raises ValueError or OSError with a one-line message."""
-    from vllm.plugins import load_plugins_by_group  # its absence is said with how to install it
-
-    from ..vllm.plugin import check_version
+    from ..vllm.release import check_version
 
     check_version()
     prepare_environment()
-    for group in GROUPS:
-        if "locret" not in load_plugins_by_group(group):
-            raise RuntimeError(
-                f"vLLM does not load locret_kit's entry point of {group}: install the kit with pip into this environment; "
-                "VLLM_PLUGINS, if it is set, must name locret"
-            )
     server, model = served_by(args)
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -47,9 +38,9 @@ def run(args: VllmOptions, theirs: list[str]) -> int:
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(prog="locret-vllm"))
     options = parser.parse_args([*theirs, "--model", model])
-    pages = settle(options, server, args.sessions, theirs)
+    page = settle(options, server, args.sessions, theirs)
     validate_parsed_serve_args(options)
-    asyncio.run(serve(options, pages))
+    asyncio.run(serve(options, page))
     return 0
 
 
@@ -57,9 +48,9 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     """What is served, and the backbone. Raises ValueError, OSError: heads or a policy that do not go together, or with vLLM."""
     from ..backbones.gguf.gguf_place import is_gguf
     from ..backbones.load import resolve_model
-    from ..vllm.server_settings import ServerSettings, VllmSettings
+    from ..vllm.server_settings import ServerSettings, VllmSettings, untrained
 
-    policy = args.policy or (STREAMING if args.model and not args.ckpt else None)
+    policy = args.policy or (untrained() if args.model and not args.ckpt else None)
     chosen = choose(args.ckpt, args.model, None, policy)
     if chosen.adapter is not None:
         raise ValueError(
@@ -86,30 +77,36 @@ def prepare_environment() -> None:
     if current_platform.is_cpu():
         # A request for logprobs would wait minutes for a compiler.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    else:  # the newer runner has logits processors of another kind
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
-def settle(options: Namespace, server: ServerSettings, sessions: int | None, theirs: list[str]) -> Pages:
-    """Set in vLLM's options what must go together, and refuse what cannot; the pages of a request."""
+def settle(options: Namespace, server: ServerSettings, sessions: int | None, theirs: list[str]) -> int:
+    """Set in vLLM's options what must go together, and refuse what cannot; bytes of a request's pages."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
-    from ..backbones.load import load_config
+    from ..backbones.load import load_config, pick_device
+    from ..backbones.precision import choose_precision
     from ..backbones.spec import spec_of
-    from ..vllm import SECTION
     from ..vllm.refusals import refuse
     from ..vllm.request_pages import Pages, pages_of
+    from ..vllm.worker_state import engine_options
 
     refuse(vars(options))
     given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in theirs if word.startswith("--")}
     section, config = server.section, load_config(options.model, options.revision)
-    options.additional_config = {**(options.additional_config or {}), SECTION: section.given()}
-    options.enable_prefix_caching = False
+    vars(options).update(engine_options(server, options.additional_config, options.logits_processors))
     if "long_prefill_token_threshold" not in given:  # one long prompt leaves room in a step for others
         options.long_prefill_token_threshold = max(server.settings.chunk, 512)
     if sessions is not None and "max_num_seqs" not in given:
         options.max_num_seqs = sessions
     if current_platform.is_cpu():
         options.enforce_eager = True
+        if options.dtype == "auto":
+            precision = choose_precision(pick_device("cpu"), config)
+            options.dtype = str(precision).partition(":")[0]
+            print(f"precision: {precision}", file=sys.stderr)
     else:
         options.attention_backend = "CUSTOM"
     trained = config.max_position_embeddings
@@ -124,10 +121,9 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
     if server.heads is not None:
         server.heads.check_backbone(spec_of(config))
     each = pages_of(config, server.settings, server.policies.values(), model.dtype, options.tensor_parallel_size)
-    pages = Pages(each, sessions or 0)
     if sessions is not None:
-        options.kv_cache_memory_bytes = pages.bytes
-    return pages
+        options.kv_cache_memory_bytes = Pages(each, sessions).bytes
+    return each
 
 
 def documents_config(given: object) -> KVTransferConfig:
@@ -143,39 +139,24 @@ def documents_config(given: object) -> KVTransferConfig:
     )  # fmt: skip
 
 
-async def serve(options: Namespace, pages: Pages) -> None:
-    """Serve until stopped."""
-    from vllm.entrypoints.launchers.api_server.entry import run_server
+async def serve(options: Namespace, page: int) -> None:
+    """Serve until stopped; say when requests are taken, and how many fit, of whose pages each has so many bytes."""
+    from vllm.entrypoints.launchers.api_server import entry
 
-    waiting = asyncio.create_task(announce(options, pages))
-    try:
-        await run_server(options)
-    finally:
-        waiting.cancel()
-
-
-async def announce(options: Namespace, pages: Pages) -> None:
-    """Say that requests are taken, and how many fit, once they are."""
-    from ..vllm.ready_line import requests_that_fit
-    from ..vllm.request_pages import Pages
+    from ..vllm.request_pages import SPARE, Pages
 
     host = options.host if options.host not in (None, "", "0.0.0.0", "::") else "127.0.0.1"
-    while not await healthy(host, options.port):
-        await asyncio.sleep(0.2)
-    found, name = Pages(pages.each, requests_that_fit()), f"[{host}]" if ":" in host else host
-    print(f"ready: http://{name}:{options.port}, {found}", file=sys.stderr, flush=True)
+    where, build = f"[{host}]" if ":" in host else host, entry.build_and_serve
 
+    def announced(engine: EngineClient, *rest: object, **more: object) -> Awaitable[object]:
+        async def say() -> None:
+            pages = Pages(page, engine.vllm_config.cache_config.num_gpu_blocks - SPARE)
+            print(f"ready: http://{where}:{options.port}, {pages}", file=sys.stderr, flush=True)
 
-async def healthy(host: str, port: int) -> bool:
-    """Whether the server answers."""
-    try:
-        reader, writer = await asyncio.open_connection(host, port)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        status = await reader.readline()
-        writer.close()
-    except OSError:  # also where a server that begins or ends cuts the connection
-        return False
-    return b" 200 " in status
+        return build(engine, *rest, callback_notify=say, timeout_notify=ONCE, **more)
+
+    entry.build_and_serve = announced
+    await entry.run_server(options)
 
 
 @command("locret-vllm", also=(RuntimeError, TypeError), usage=2)

@@ -62,6 +62,9 @@ class EvalConfig(RunSettings, Machine):
     haystacks: Names = field(default_factory=lambda: ["repeated"])
     """Texts of synthetic tasks: 'repeated', 'pydoc', 'jargon', files or folders. Tasks that need real text (perplexity,
     reconstruction, fidelity) leave 'repeated' out, and read 'pydoc' where it is all there is."""
+    metric: str = "contains"
+    """Score of files of questions: 'contains' (the share of answers in which an accepted one stands, F1 of words beside it), or
+    another by name, such as 'qa_f1', 'has_all' (all of the accepted ones), 'rouge' or 'first_number'."""
     data: list[str] = field(default_factory=list)
     """Folders with the benchmarks' files; the Hub is asked for what they lack."""
     ckpt: list[str] = field(default_factory=list)
@@ -174,7 +177,7 @@ TASKS = Command("locret-eval", NoConfig, "usage: locret-eval tasks")
 
 FROZEN_KEYS = (
     *(item.name for item in fields(RunSettings) if item.name not in EvalConfig.HIDDEN),
-    "model", "adapter", "chat", "ending", "wording", "offset", "max_new_tokens", "dtype", "weight_bits",
+    "model", "adapter", "chat", "ending", "wording", "offset", "max_new_tokens", "metric", "dtype", "weight_bits",
 )  # fmt: skip
 """Keys that all rows of a folder share, and the heads of one name; the others may differ from one run to the next."""
 

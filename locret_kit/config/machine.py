@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -31,8 +35,26 @@ class Machine(Plugin):
     """'cpu', 'cuda', 'cuda:1', ... Default: the best there is."""
     dtype: Dtype = "auto"
     """Precision of backbone and cache; auto is bfloat16, unless a CPU is slower with it."""
+    template_kwargs: str | None = None
+    """Arguments of the chat template, as JSON: '{"enable_thinking": false}' switches off the thoughts of models that have such a
+    switch."""
     weight_bits: Literal[8, 4] | None = None
     """Bits of the layers' weights, quantised by bitsandbytes as they are loaded. Default: as ``dtype``."""
+
+    def set_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Give the tokenizer's template its arguments. Raises ValueError for what it does not take, or what is no JSON."""
+        if self.template_kwargs is None:
+            return
+        from ..text.template import DEFAULTS, render_messages
+
+        try:
+            arguments = json.loads(self.template_kwargs)
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise ValueError(f"template_kwargs={self.template_kwargs:.64} must be an object of JSON")
+        render_messages(tokenizer, [{"role": "user", "content": "?"}], arguments=arguments)
+        setattr(tokenizer, DEFAULTS, arguments)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from .schema import Command
 
-USAGE = """usage: locret-publish --ckpt HEADS --repo USER/NAME [--key value | key=value ...]
+USAGE = """usage: locret-publish HEADS USER/NAME [--key value | key=value ...]
 
 Put retaining heads on the Hugging Face Hub, with card, curves and results.
 
-  locret-publish --ckpt runs/mine/heads --repo user/name --dry-run"""
+  locret-publish runs/mine/heads user/name --dry-run"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,4 +35,4 @@ class PublishOptions:
     """Default: the card's beside the heads, or apache-2.0."""
 
 
-PUBLISH = Command("locret-publish", PublishOptions, USAGE)
+PUBLISH = Command("locret-publish", PublishOptions, USAGE, positional=("ckpt", "repo"))

@@ -54,8 +54,8 @@ class Service:
     max_prompt_tokens: Annotated[int, Ge(1)] = 131072
     """Tokens of a prompt, at most."""
     max_answer_tokens: Annotated[int, Ge(1)] = 4096
-    """Tokens of an answer, at most."""
-    temperature: Annotated[float, Interval(ge=0, le=100)] | None = None
+    """Tokens of an answer, at most; a request that asks for more gets so many."""
+    temperature: Annotated[float, Interval(ge=0, le=2)] | None = None
     """Temperature of requests that name none. Default: that of the backbone's generation_config.json, or OpenAI's 1."""
     top_p: Annotated[float, Interval(gt=0, le=1)] | None = None
     """Share of the probability that tokens are drawn from, likewise. Default: the backbone's, or 1."""

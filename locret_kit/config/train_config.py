@@ -60,7 +60,8 @@ class DataConfig:
     """The training samples."""
 
     sources: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["synthetic"])
-    """'synthetic', files or folders of records, folders that ``datasets`` saved, or Hub data set ids."""
+    """'synthetic', files or folders of records, folders that ``datasets`` saved, or Hub data set ids. Those of the Hub, and local
+    ones of more than 64 MiB, are read as steps need them, and shuffled within some 512 records."""
     weights: list[Annotated[float, Gt(0)]] | None = None
     """Share of samples from each source; null draws from all sources alike."""
     texts: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["pydoc"])

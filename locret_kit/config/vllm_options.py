@@ -35,7 +35,8 @@ class VllmOptions(RunSettings, Plugin):
     model: str | None = None
     """The backbone: a folder or a Hub id. Default: the one the heads name."""
     policy: str | None = None
-    """A policy's name or an expression. Default: what the heads were published with; without heads streaming."""
+    """A policy's name or an expression. Default: what the heads were published with; without heads compactor, or the
+    nearest that a page can hold."""
     policies: Annotated[list[str], Repeatable()] = field(default_factory=list)
     """A policy that requests may ask for; several times for several."""
     sessions: Annotated[int, Ge(1)] | None = None

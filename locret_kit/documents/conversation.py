@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
+from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..runtime.kept_text import token_texts
 from ..runtime.session import Answer, Sampling
@@ -94,7 +95,7 @@ class Chat:
     ) -> None:  # fmt: skip
         if history < 1:
             raise ValueError(f"history={history} must be at least 1 slot")
-        self.model, self.tokenizer, self.document, self.history = model, tokenizer, document, history
+        self.model, self.tokenizer, self.document, self.history = unwrapped(model), tokenizer, document, history
         self.max_new_tokens, self.sampling, self.seed = max_new_tokens, sampling or Sampling(), seed
         self._fresh, self.system = (settings, policy, heads), system
         self._now = _State(array("i"), None, [])

@@ -29,6 +29,9 @@ from .base import Allocation, Merge, PrefillMask, Recall, Reread, Scope, Score, 
 from .policy import Policy
 
 GROUP = "locret_kit.policies"
+UNTRAINED = ("compactor", "snapkv")
+"""Policies of a backbone without heads, the default first: of those that need no training, it finds most (docs/howto/choose.md),
+and the other one takes any decoder and any cache."""
 KINDS = ("score", "scope", "allocation", "selection", "merge", "recall", "prefill_mask", "sparse", "reread")
 """Kinds of parts, in the grammar's order."""
 T = TypeVar("T")

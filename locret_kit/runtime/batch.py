@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.intercept import attached
 from ..backbones.releases import forward
+from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from .cpu_decoder import cpu_decoder
 from .decoders import Decoder, Decoding, DynamicDecoder, logits_after
@@ -57,10 +58,10 @@ class Batch:
     ) -> None:
         if piece < 1:
             raise ValueError(f"piece={piece} must be at least 1")
-        self.model, self.stop, self.piece, self.scheduler = model, stop, piece, scheduler
+        self.model, self.stop, self.piece, self.scheduler = unwrapped(model), stop, piece, scheduler
         self.running: list[Sequence] = []
         self._added: list[tuple[Sequence, Callable[[], BoundedCache]]] = []
-        cpu_decoder(model)  # compiled before the first text comes
+        cpu_decoder(self.model)  # compiled before the first text comes
 
     def add(self, request: Request, make_cache: Callable[[], BoundedCache]) -> Sequence:
         """A sequence that is answered from the next step on.

@@ -7,8 +7,8 @@ two calls. So any text may be decoded the plain way at any token, and be here ag
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -40,27 +40,27 @@ logger = logging.getLogger(__name__)
 
 CODECS = (Plain, GroupedBits)
 """Forms of keys and values that the call reads where they lie."""
-Signature = tuple[tuple[int, int], ...]
 
 
 @dataclass
 class Held:
-    """Addresses of weights, and what lies there.
-
-    Attributes:
-        signature: of the weights, by which a change is noticed.
-    """
+    """Addresses of weights, copies of those that bfloat16 holds, and the weights, whose memory stays as long as these."""
 
     layers: np.ndarray
     halves: Halves
-    signature: Signature
+    weights: Dense | list[Tensor]
+
+    def follows(self, weights: Dense | list[Tensor]) -> bool:
+        """Whether these weights lie where those lay, and all copies are what they are now."""
+        return _places(self.weights) == _places(weights) and self.halves.hold()
 
 
 class CpuDecoder:
     """``decoder(caches, tokens)`` gives the logits ``[texts, V]`` (float32) after one token more of each text.
 
     Weights are read where they are. Those of float32 that bfloat16 holds without a change are copied to it: most checkpoints
-    are of bfloat16, and half the bytes are read in half the time.
+    are of bfloat16, and half the bytes are read in half the time. When an answer begins, ``cpu_decoder`` compares the copies
+    with the weights: whoever writes to them need tell nobody.
 
     Args:
         model: attached or not. weights: its own, where they are known.
@@ -86,7 +86,7 @@ class CpuDecoder:
         Q, H = self.shape = len(first.query.weight) // self.channels, len(first.key.weight) // self.channels
         self.line = (Q + 2 * H) * self.channels
         products = [layer.products for layer in weights.layers]  # in the order of ``decoder_step.LAYER``
-        self._halves = Halves(one.weight for some in (*products, [weights.head]) for one in some)
+        self._halves = Halves((one.weight for some in (*products, [weights.head]) for one in some), self.library)
         self._own = [[_address(one, self._halves) for one in some] for some in products]
         self._head = _address(weights.head, self._halves)
         self._plain = self._layers(None)
@@ -207,23 +207,32 @@ class CpuDecoder:
         if heads is None:
             return self._plain
         known = self._with_heads.get(heads)
-        if known is None or known.signature != signature_of([next(heads.parameters())]):  # training changes all
+        if known is None:
             known = self._with_heads[heads] = self._layers(heads)
         return known
 
+    def follows(self, weights: Dense, heads: RetainingHeads | None = None) -> bool:
+        """Whether a model's weights are still those that are read here. What is held of retaining heads that have changed is
+        dropped."""
+        known = None if heads is None else self._with_heads.get(heads)
+        if heads is not None and known is not None and not known.follows([*heads.parameters()]):
+            self._with_heads.pop(heads, None)
+        return self._plain.follows(weights)
+
     def _layers(self, heads: RetainingHeads | None) -> Held:
         found = np.zeros(len(self.weights.layers), decoder_step.LAYER)
-        halves = Halves(() if heads is None else (x for x in heads.parameters() if x.dim() == 2))
+        weights = [] if heads is None else [x.detach() for x in heads.parameters()]
+        halves = self._halves if heads is None else Halves((x for x in weights if x.dim() == 2), self.library)
         for i, layer in enumerate(self.weights.layers):
             names = ("fc1", "fc2")
-            own = [None if heads is None else Product(getattr(heads[i], name).weight, None) for name in names]
+            own = [None if heads is None else Product(getattr(heads[i], name).weight.detach(), None) for name in names]
             norms = layer.norm, layer.query_norm, layer.key_norm, layer.mlp_norm
             found[i] = (
                 *(0 if norm is None else norm.weight.data_ptr() for norm in norms),
                 *(number for address in (*self._own[i], *(_address(one, halves) for one in own)) for number in address),
                 layer.norm.eps, layer.query_norm.eps if layer.query_norm is not None else 0.0, layer.mlp_norm.eps, layer.scaling,
             )  # fmt: skip
-        return Held(found, halves, () if heads is None else signature_of([next(heads.parameters())]))
+        return Held(found, halves, self.weights if heads is None else weights)
 
     def _decoder(self, held: Held) -> np.ndarray:
         """The decoder as the call reads it."""
@@ -252,9 +261,13 @@ def _is_plain(score: Score) -> bool:
     return type(score) is Cis and not score.decay
 
 
-def signature_of(tensors: Iterable[Tensor]) -> Signature:
-    """Where tensors lie, and how often they were written to."""
-    return tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
+def _places(x: object) -> object:
+    """All numbers beside weights, and for each weight its address, sizes and type."""
+    if isinstance(x, Tensor):
+        return x.data_ptr(), x.shape, x.dtype
+    if isinstance(x, tuple | list):
+        return [*map(_places, x)]
+    return [_places(getattr(x, one.name)) for one in fields(x)] if is_dataclass(x) else x
 
 
 def _address(product: Product | None, halves: Halves | None = None) -> tuple[int, int, int, bool, int]:
@@ -274,22 +287,25 @@ def _say_once(reason: str) -> None:
     logger.warning("tokens are decoded by the plain forward, which is slower here: %s", reason)
 
 
-_KNOWN: WeakKeyDictionary[PreTrainedModel, tuple[Signature, CpuDecoder]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[PreTrainedModel, CpuDecoder] = WeakKeyDictionary()
 
 
-def cpu_decoder(model: PreTrainedModel) -> CpuDecoder | str:
-    """The decoder for a model on a CPU, or why there is none; a missing compiler is logged, once. It is made anew where the
-    model's weights have changed."""
+def cpu_decoder(model: PreTrainedModel, heads: RetainingHeads | None = None) -> CpuDecoder | str:
+    """The decoder for a model on a CPU, or why there is none; a missing compiler is logged, once.
+
+    Call it when an answer begins: what is held of weights that have changed since, in whatever way, is made anew.
+    """
     if model.device.type != "cpu":
         return f"the backbone is on {model.device.type}"
     try:
         weights = dense(model)
-        signature = signature_of(model.parameters())
         known = _KNOWN.get(model)
-        if known is None or known[0] != signature:
+        if known is None or not known.follows(weights, heads):
+            known = None
+            _KNOWN.pop(model, None)  # before another takes as much memory
             check_dense(model, weights)
-            known = _KNOWN[model] = signature, CpuDecoder(model, weights)
-        return known[1]
+            known = _KNOWN[model] = CpuDecoder(model, weights)
+        return known
     except NotDense as error:
         return str(error)
     except cpp.Unavailable as error:

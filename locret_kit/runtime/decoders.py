@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backbones.releases import forward
+from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..cache.lanes import Packed
 from .cpu_decoder import cpu_decoder
@@ -69,6 +70,7 @@ class Decoding:
     """
 
     def __init__(self, model: PreTrainedModel, cache: BoundedCache, graph: bool | None = False) -> None:
+        model = unwrapped(model)
         self._cache, self._graph, self._dynamic = cache, graph, DynamicDecoder(model)
         self._decoder: Decoder = self._dynamic
         chosen = _chosen(model, cache, graph)
@@ -100,7 +102,7 @@ def _chosen(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> 
     device = model.device.type
     decoder: Decoder | str
     if device == "cpu" and not graph:
-        decoder = cpu_decoder(model)
+        decoder = cpu_decoder(model, cache.context.heads)
     elif graph is False:
         return DynamicDecoder(model)
     else:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .tokens import TextStream
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -20,19 +22,10 @@ CONTEXT = 4
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """The text of each token; together they are the text. Of the tokens of one character the last has it."""
-
-    def decode(start: int, end: int) -> str:
-        return str(tokenizer.decode(list(ids[start:end]), clean_up_tokenization_spaces=False))
-
-    texts, done = [], 0
-    for end in range(1, len(ids) + 1):
-        start = max(0, done - CONTEXT)
-        text = decode(start, end)
-        if text.endswith("\ufffd") and end - done < CONTEXT and end < len(ids):
-            texts.append("")
-            continue
-        texts.append(text[len(decode(start, done)) :] if done else text)
-        done = end
+    stream = TextStream(tokenizer, special=True, row=0)
+    texts = [stream.add(token) for token in ids]
+    if texts:
+        texts[-1] += stream.end()
     return texts
 
 

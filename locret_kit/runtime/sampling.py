@@ -20,6 +20,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from ..backbones.wrapped import unwrapped
+
 
 class Constraint(Protocol):
     """The tokens that may come next in one answer, such as those of a grammar."""
@@ -135,6 +137,6 @@ class Chooser:
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every end-of-sequence id that the generation configuration or the tokenizer names."""
-    eos = getattr(model.generation_config, "eos_token_id", None)
+    eos = getattr(unwrapped(model).generation_config, "eos_token_id", None)
     ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
     return frozenset(i for i in ids if i is not None)

@@ -12,13 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.intercept import attached
+from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..planning.memory import explain_oom
 from .decoders import Decoding, logits_after
 from .report import Report
 from .sampling import Chooser, Sampling, stop_ids
 from .sequence import Request, Sequence
-from .tokens import answer_text
+from .tokens import TextStream
 
 
 @torch.inference_mode()
@@ -39,6 +40,7 @@ def prefill(
     Raises:
         ValueError: no tokens, none that are new, or more than the prompt for which the cache was made.
     """
+    model = unwrapped(model)
     total, expected = len(ids), cache.schedule.prompt_length
     if expected is not None and cache.get_seq_length() < expected < total:
         raise _other_length(cache, total)
@@ -136,6 +138,7 @@ class Answer:
         graph: bool | None = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        model = unwrapped(model)
         if not cache.get_seq_length() and cache.schedule.prompt_length not in (None, len(ids)):
             raise _other_length(cache, len(ids))
         with explain_oom(model, cache, len(ids)):
@@ -182,7 +185,7 @@ class Answer:
         decoded: Callable[[Tensor], Iterator[int]],
         progress: Callable[[int, int], None] | None,
     ) -> Generator[str, None, None]:
-        ids, cache = self.ids, self.cache
+        ids, cache, text = self.ids, self.cache, TextStream(tokenizer)
         with attached(model), explain_oom(model, cache, len(ids)):
             began, before = time.perf_counter(), cache.get_seq_length()
             logits = prefill(model, ids, cache, progress)
@@ -192,12 +195,10 @@ class Answer:
                 if not self.tokens:
                     self.first_token_s = time.perf_counter() - began
                 self.tokens.append(token)
-                text = answer_text(tokenizer, self.tokens)
-                if not text.endswith("\ufffd"):  # a character whose last token is yet to come
-                    piece, self._text = text[len(self._text) :], text
+                if piece := text.add(token):
+                    self._text += piece
                     yield piece
-            text = answer_text(tokenizer, self.tokens)
-            piece, self._text = text[len(self._text) :], text
+            self._text += (piece := text.end())
         self.finish_reason = "stop" if len(self.tokens) < limit else "length"
         self._report = Report.of(
             model, cache, prompt_tokens=len(ids), new_tokens=len(self.tokens), prefill_s=prefilled - began,

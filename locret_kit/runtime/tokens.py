@@ -24,6 +24,10 @@ NEUTRAL = "x"
 """Left context of a text that was forgotten: at the very beginning some tokenizers add a blank."""
 HALVES = re.compile("[\ud800-\udfff]")
 """Halves of surrogate pairs, which no tokenizer reads."""
+CHARACTER = 4
+"""Bytes of a character, and so tokens, at most."""
+BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""A token of one byte, of SentencePiece."""
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
 BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
@@ -136,9 +140,63 @@ class IdStream:
         return ids
 
 
-def answer_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> str:
-    """Text of an answer's tokens. Blanks stay, also before marks: one that goes later may have been a piece already."""
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+def answer_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], *, special: bool = False) -> str:
+    """Text of an answer's tokens, with or without special ones. Blanks stay, also before marks: one that goes later may have
+    been a piece already."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+
+class TextStream:
+    """Text of tokens that come one by one: final pieces, which together are one decode of all. A token costs the same after
+    however many.
+
+    Args:
+        special: whether special tokens are shown. shown: those that are shown, of all.
+        row: bytes of SentencePiece that wait for the end of their row, since one that is no UTF-8 makes all of them unreadable;
+            what a longer row has shown stays.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        special: bool = False,
+        row: int = 32,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        self._tokenizer, self._special, self._row = tokenizer, special or bool(shown), row
+        known = tokenizer.added_tokens_decoder if shown else {}
+        self._hidden = {token for token, one in known.items() if one.special} - shown
+        self._tokens: list[int] = []  # those of the newest piece, and those that wait
+        self._before = self._shown = 0  # tokens of the newest piece, and characters of them
+        self._text = ""
+
+    def add(self, token: int) -> str:
+        """The text that is final with this token."""
+        if token in self._hidden:
+            return ""
+        self._tokens.append(token)
+        last, self._text = self._text, self._decode()
+        waiting = len(self._tokens) - self._before
+        in_row = BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token)))
+        is_open = self._text.endswith("\ufffd") or self._text == last
+        if waiting < self._row * bool(in_row) or (is_open and waiting < self._row + CHARACTER):
+            return ""
+        piece = self._text.removesuffix("\ufffd")[self._shown :]
+        if piece:  # what comes next begins after a whole character
+            del self._tokens[: -(waiting if in_row else max(waiting, CHARACTER))]
+        else:
+            del self._tokens[-waiting:]
+        self._before, self._text = len(self._tokens), self._decode()
+        self._shown = len(self._text.removesuffix("\ufffd"))
+        return piece
+
+    def end(self) -> str:
+        """What waits for nothing any more."""
+        return self._decode()[self._shown :]
+
+    def _decode(self) -> str:
+        return answer_text(self._tokenizer, self._tokens, special=self._special)
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
@@ -146,7 +204,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     text, word = str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token))
     if "\ufffd" not in text:
         return text.encode()
-    if byte := re.fullmatch("<0x([0-9A-F]{2})>", word):  # of SentencePiece
+    if byte := BYTE.fullmatch(word):
         return bytes([int(byte[1], 16)])
     return bytes(BYTES[c] for c in word) if BYTES.keys() >= {*word} else text.encode()
 

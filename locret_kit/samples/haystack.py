@@ -134,8 +134,8 @@ def _jargon() -> Path:
         if path.is_file():
             return path
     raise FileNotFoundError(
-        f"the Jargon File is not at {' or '.join(map(str, places))}: run from a clone of the repository, install the Debian "
-        "package (apt-get install jargon-text), or name a copy in LOCRET_JARGON"
+        f"the Jargon File is not at {' or '.join(map(str, places))}: in the clone, pip install -e . (its data/ has the file), "
+        "apt-get install jargon-text, or name a copy in LOCRET_JARGON"
     )
 
 

@@ -11,6 +11,10 @@ from ..files import parse_json
 from ..naming import blaming, nearest
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
+WHOLE = 1 << 26
+"""Bytes of the largest files that are held whole."""
+PIECE = 1 << 20
+"""Characters of a larger JSON array that are read at a time."""
 SAVED = (("dataset_info.json", "state.json"), ("dataset_dict.json",))
 """Files by which ``datasets`` knows a data set that ``save_to_disk`` wrote, and a dictionary of splits."""
 SCHEMAS = (
@@ -119,19 +123,24 @@ def _read_parquet(path: Path) -> Iterator[dict]:
 
 
 def _read_json(path: Path, broken: Callable[[str], object] | None) -> Iterator[dict]:
-    if path.suffix == ".json":
+    whole = path.stat().st_size <= WHOLE
+    if path.suffix == ".json" and whole:
         text = path.read_text(encoding="utf-8-sig")
         try:
-            whole = _loads(text, str(path))
+            value = _loads(text, str(path))
         except ValueError as error:
             if "Extra data" not in str(error) or not text.lstrip().startswith("{"):
                 raise
         else:
-            for i, record in enumerate(whole if isinstance(whole, list) else [whole]):
+            for i, record in enumerate(value if isinstance(value, list) else [value]):
                 yield _object(record, f"{path}, record {i}")
             return
-    with path.open(encoding="utf-8-sig") as lines:  # JSON lines, which some data sets name .json
-        for number, line in enumerate(lines, 1):
+    with path.open(encoding="utf-8-sig") as lines:
+        if path.suffix == ".json" and not whole and lines.read(64).lstrip().startswith("["):
+            yield from _read_array(path)
+            return
+        lines.seek(0)
+        for number, line in enumerate(lines, 1):  # JSON lines, which some data sets name .json
             if line.strip():
                 where = f"{path}, line {number}"
                 try:
@@ -140,6 +149,29 @@ def _read_json(path: Path, broken: Callable[[str], object] | None) -> Iterator[d
                     if broken is None or isinstance(error, UnicodeDecodeError):
                         raise
                     broken(str(error))
+
+
+def _read_array(path: Path) -> Iterator[dict]:
+    """Records of a JSON array; a piece of its text is held at a time."""
+    decoder, number = json.JSONDecoder(), 0
+    with path.open(encoding="utf-8-sig") as file:
+        text, at = file.read(PIECE).lstrip(), 1
+        while text[at : at + 1] != "]":
+            if text[at : at + 1] in (*" \t\r\n,",):
+                at += 1
+                continue
+            where = f"{path}, record {number}"
+            try:
+                _, end = decoder.raw_decode(text, at)
+            except RecursionError:
+                end = len(text)  # its own error
+            except json.JSONDecodeError:
+                if more := file.read(max(PIECE, len(text) - at)):
+                    text, at = text[at:] + more, 0
+                    continue
+                end = len(text)
+            yield _object(_loads(text[at:end], where), where)
+            number, at = number + 1, end
 
 
 def _loads(text: str, where: str) -> object:

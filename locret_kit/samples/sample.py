@@ -1,20 +1,20 @@
 """Conversations as token ids, with the exact token span of every assistant answer.
 
-A span is found by rendering the conversation once more with a marker in the place of one message: what stands before
-and after the marker is the template's, what stands there in the real rendering is the message. This stays right
-when an answer's text also occurs elsewhere, and for templates that trim messages or put blocks in front of them.
+A span is the characters of the rendering that come from the message (``text.traced``). This stays right when an answer's text
+also occurs elsewhere, and for templates that trim messages, leave their thoughts out, or tell the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ..text.spans import Span, encode, token_span
-from ..text.template import around_message, has_template, render
-from ..text.untrusted import defused_values
+from ..text.template import around_message, has_template, render_traced
+from ..text.traced import FIRST, Traced
+from ..text.untrusted import defused
 
 CHARACTERS = 64
 """Characters per token that no text reaches on average."""
@@ -77,9 +77,9 @@ def encode_chat(
             sample = encode_chat(tokenizer, short, max_tokens=max_tokens, cut=cut)
             if len(sample.ids) == max_tokens:  # so tokens of the middle went here too, and what is left is the same
                 return sample
-    messages = [defused_values(tokenizer, message) for message in messages]
     if has_template(tokenizer):
-        text, where = _rendered(tokenizer, messages)
+        text: str = (made := render_traced(tokenizer, messages))
+        where = [_located(made, i, message) for i, message in enumerate(messages)]
         turns = [  # an answer's tail: the template's text after it when the conversation ends with it
             (a, b, around_message(tokenizer, messages[: i + 1], i)[1] if messages[i]["role"] == "assistant" else "")
             for i, (a, b) in enumerate(where)
@@ -87,8 +87,9 @@ def encode_chat(
     else:
         text, turns = "", []
         for message in messages:
-            turns.append((len(text), len(text) + len(message["content"]), ""))
-            text += message["content"] + "\n"
+            content = defused(tokenizer, message["content"])
+            turns.append((len(text), len(text) + len(content), ""))
+            text += content + "\n"
     ids, offsets = encode(tokenizer, text, special=not has_template(tokenizer))
     answers, users = [], []
     for message, (start, end, tail) in zip(messages, turns, strict=True):
@@ -125,28 +126,22 @@ def _check(messages: Sequence[dict]) -> None:
             raise ValueError(f"messages[{i}]['content']={message['content']!r} is an empty answer")
 
 
-def _rendered(tokenizer, messages: Sequence[dict]) -> tuple[str, list[Span]]:
-    """The rendering, and the character span of each message in it; once more where a template's clock moves in between."""
-
-    def once() -> tuple[str, list[Span]]:
-        text = render(tokenizer, messages)
-        return text, [_locate(tokenizer, messages, i, text) for i in range(len(messages))]
-
-    with suppress(ValueError):
-        return once()
-    return once()
-
-
-def _locate(tokenizer, messages: Sequence[dict], index: int, text: str) -> Span:
+def _located(text: Traced, index: int, message: Mapping[str, str]) -> Span:
     """Half-open character span of message `index` in the rendering `text`. A system message may be anywhere."""
-    if messages[index]["role"] not in ("user", "assistant"):
+    content, at = message["content"], 0
+    if message["role"] not in ("user", "assistant") or not content.strip():
         return (0, 0)
-    before, after = around_message(tokenizer, messages, index)
-    start, end = len(before), len(text) - len(after)
-    content = messages[index]["content"].strip()
-    if not (text.startswith(before) and text.endswith(after) and content in text[start:end]):
+    parts = [part.span() for part in re.finditer(re.escape(chr(FIRST + index)) + "+", text.origin)]
+    for start, end in parts:
+        at = content.find(text[start:end], at)
+        if at < 0:
+            break
+        at += end - start
+    if not parts:
+        raise ValueError(f"the chat template shows messages[{index}] ({message['role']}) 0 times; it must show it once")
+    if at < 0:
         raise ValueError(f"the chat template changes messages[{index}]; its span cannot be found exactly")
-    return start, end
+    return parts[0][0], parts[-1][1]
 
 
 def _with_end_token(tokenizer, text: str, ids: list[int], offsets: list[Span], last: int, tail: str) -> int:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from operator import itemgetter
 
 from ..naming import first_line
 from ..runtime.kept_text import token_texts
 from ..runtime.sequence import Logprob
-from ..runtime.tokens import answer_text, token_bytes
+from ..runtime.tokens import TextStream, token_bytes
 from .engine import Engine
 from .errors import Failed
 from .request import ServerRequest, Stopping
-from .tools import CLOSE, Call, CallReader
+from .tools import Call, CallReader
 
 LEAST = -9999.0
 """Log-probability of a token that cannot be, as OpenAI has it: JSON has no infinity."""
@@ -48,34 +51,56 @@ class AnswerStream:
         self.engine, self.request, self.stops, self.echoes, self.calls = engine, request, stops, echoes, calls
         self.reason, self.shown_tokens = "stop", 0
         self.stop_text: str | None = None
-        self._starts: list[int] = []  # of tokens, in characters of the text; where they are wanted
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
-        one = calls is not None and not calls.parallel
-        ends = [*stops, CLOSE] if one else stops
-        self._window = 8 + 4 * max((len(end) for end in ends), default=0)  # a character has 4 tokens at most
-        request.on_change, request.stop_at = self._tell, self._stopped if ends else None
+        # Written by the engine's thread: final text, of which each token has a piece, and its characters after so many tokens.
+        self._text, self._said, self._ends = self._stream(), list[str](), [0]
+        self._withheld = max((len(stop) for stop in stops), default=1) - 1  # characters that may begin a stop text
+        self._newest = ""
+        self._cut: int | None = None
+        self._ended: str | None = None
+        self._first_call = deepcopy(calls) if calls is not None and not calls.parallel else None
+        request.on_change, request.stop_at = self._tell, self._take
+
+    def _stream(self) -> TextStream:
+        tokenizer = self.engine.tokenizer
+        marks = tokenizer.get_added_vocab().items() if self.calls is not None else ()
+        return TextStream(
+            tokenizer, shown=frozenset(at for mark, at in marks if self.calls and mark in self.calls.marks)
+        )
 
     def _tell(self) -> None:
         """Wake the event loop, from the engine's thread."""
+        sequence = self.request.sequence
+        if sequence is not None and sequence.finish_reason is not None and self._ended is None:
+            self._add(self._text.end())
+            self._ended = sequence.finish_reason
         self._loop.call_soon_threadsafe(self._news.set)
 
-    def _stopped(self, tokens: Sequence[int]) -> int | None:
-        """Number of tokens before a stop text, or with the one call that there may be, where the newest of them show its end;
-        asked by the engine's thread, so that nothing is written after it."""
-        newest = self._decode(tokens[-self._window :])
-        if self.calls is not None and CLOSE in newest and self.calls.ends_in(self._decode(tokens)):
-            return len(tokens)
-        if not any(stop in newest for stop in self.stops):
-            return None
-        end = self._end(self._decode(tokens))
-        return next((at for at in range(len(tokens), 0, -1) if end is None or len(self._decode(tokens[:at])) <= end), 0)
+    def _take(self, tokens: Sequence[int]) -> int | None:
+        """Take the newest tokens, from the engine's thread. Gives the number of tokens before a stop text, or with the one call
+        that there may be, where these show its end, so that nothing is written after it."""
+        ends = self._ends
+        for token in tokens[len(ends) - 1 :]:
+            ends.append(ends[-1])
+            self._add(self._text.add(token))
+        if self._cut is not None:
+            return bisect_left(ends, ends[bisect_right(ends, self._cut) - 1])
+        return len(tokens) if self._first_call is not None and self._first_call.ended else None
 
-    def _end(self, said: str) -> int | None:
-        """Place at which the first stop text begins."""
-        return min((at for stop in self.stops if (at := said.find(stop)) >= 0), default=None)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return answer_text(self.engine.tokenizer, tokens)
+    def _add(self, piece: str) -> None:
+        """Add final text. Where stop texts end in it, the answer is cut at the one that begins first."""
+        if not piece or self._cut is not None:
+            return
+        text = self._newest + piece
+        found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if found:
+            at, self.stop_text = min(found, key=itemgetter(0))
+            self._cut = self._ends[-1] - len(self._newest) + at
+        elif self._first_call is not None:
+            self._first_call.feed(piece)
+        self._newest = text[max(0, len(text) - self._withheld) :]
+        self._ends[-1] += len(piece)
+        self._said.append(piece)
 
     def leave(self) -> None:
         """Cancel what is still running."""
@@ -133,44 +158,32 @@ class AnswerStream:
         Raises:
             ValueError: the request cannot be answered. Failed: the engine could not. Stopping: the server stops.
         """
-        shown, withheld = 0, max((len(stop) for stop in self.stops), default=1) - 1
+        rest, taken, shown = "", 0, 0
         while True:
             await self._news.wait()
             self._news.clear()
-            sequence = self.request.sequence
+            sequence, ended = self.request.sequence, self._ended
             if sequence is None:
                 continue
-            ended, tokens = sequence.finish_reason, list(sequence.tokens)
             if ended == "cancelled":
                 raise Stopping("the server is stopping")
             if sequence.error is not None:
                 raise sequence.error if isinstance(sequence.error, ValueError) else Failed(first_line(sequence.error))
-            said = self._decode(tokens)
-            end = self._end(said)
-            if end is not None:
-                self.stop_text = next(stop for stop in self.stops if said.startswith(stop, end))
-                said, ended = said[:end], "stop"
-                self.leave()
-            elif ended is None:  # neither half a character, nor what may begin a stop text
-                if said.endswith("\ufffd"):
-                    continue
-                said = said[: max(shown, len(said) - withheld)]
-            start = self.shown_tokens
-            self.shown_tokens = self._count(tokens, None if ended and end is None else len(said))
-            if len(said) > shown or self.shown_tokens > start:
-                yield AnswerPiece(said[shown:], start, self.shown_tokens)
-                shown = max(shown, len(said))
+            new = self._said[taken:]
+            rest, taken = rest + "".join(new), taken + len(new)
+            size = len(rest) if ended else max(0, len(rest) - self._withheld)
+            size = size if self._cut is None else min(size, self._cut - shown)
+            shown, start = shown + size, self.shown_tokens
+            if self.request.top_logprobs is not None:
+                tokens = min(len(sequence.tokens), len(self._ends) - 1)
+                all_shown = ended and self._cut is None
+                self.shown_tokens = tokens if all_shown else bisect_left(self._ends, shown, 0, tokens)
+            if size or self.shown_tokens > start:
+                yield AnswerPiece(rest[:size], start, self.shown_tokens)
+                rest = rest[size:]
             if ended is not None:
-                self.reason = "length" if ended in ("length", "read") else "stop"
+                self.reason = "length" if ended in ("length", "read") and self._cut is None else "stop"
                 return
-
-    def _count(self, tokens: list[int], end: int | None) -> int:
-        """Number of tokens that begin before a character; 0 where nobody wants to know."""
-        if self.request.top_logprobs is None:
-            return 0
-        for at in range(len(self._starts), len(tokens)):
-            self._starts.append(len(self._decode(tokens[:at]).rstrip("\ufffd")))
-        return len(tokens) if end is None else max(self.shown_tokens, sum(start < end for start in self._starts))
 
     def logprobs(self, kind: str, start: int, end: int) -> dict[str, object] | None:
         """Log-probabilities of some tokens, as the protocol has them."""
@@ -200,7 +213,7 @@ class AnswerStream:
             "top_logprobs": [
                 {spell(id): value for id, value in one.top} | {spell(token): one.token} for token, one in pairs
             ],
-            "text_offset": [at + len(self.echoed) for at in self._starts[start:end]],
+            "text_offset": [at + len(self.echoed) for at in self._ends[start:end]],
         }
 
     @cached_property

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from ..naming import first_line
 from .answers import AnswerStream
-from .bodies import ChatBody
+from .bodies import ChatBody, Tokens
 from .completions import begin
 from .errors import ANTHROPIC, Failed, Refused, error_of, status_of
 from .information import MAX_TOKENS
@@ -26,6 +26,7 @@ from .tools import Call
 
 PASSED = (
     "model", "stream", "max_tokens", "temperature", "top_p", "top_k", "document_id", "budget", "policy", "seed", "thread",
+    "thinking", "chat_template_kwargs",
 )  # fmt: skip
 """Fields that mean the same in both protocols, or that are this server's own."""
 NO_THREADS = "thread_unsupported_request"
@@ -48,7 +49,8 @@ class CountBody(ChatBody):
 class MessagesBody(CountBody):
     """``POST /v1/messages``."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Tokens
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     thread: object = None
     """A conversation that the server would hold, of which clients then send the newest messages alone."""
 

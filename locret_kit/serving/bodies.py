@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticKnownError
 from transformers import PreTrainedTokenizerBase
 
 from ..documents.document import Document
 from ..runtime.session import Sampling
 from ..runtime.tokens import IdStream, TooManyTokens
-from ..text.template import has_template, render_messages
+from ..text.template import has_template, render_messages, takes
 from .messages import (
     JsonObject,
     Message,
@@ -55,8 +57,9 @@ class CompletionBody(BaseModel):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=16)] = 1
     best_of: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    max_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """-1, as more than the server gives: as many as it gives."""
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """0 as OpenAI has it: the likeliest token alone."""
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -94,11 +97,6 @@ class CompletionBody(BaseModel):
         """Texts at which the answer ends."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [text for text in given if text]
-
-    @property
-    def tokens_field(self) -> str:
-        """The field that bounds the answer's tokens."""
-        return "max_tokens"
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -142,11 +140,22 @@ def tool_name(tool: object) -> str:
     return name if isinstance(name, str) else ""
 
 
+def some(tokens: int) -> int:
+    """A number of tokens that is not 0."""
+    if not tokens:
+        raise PydanticKnownError("greater_than_equal", {"ge": 1})
+    return tokens
+
+
+Tokens = Annotated[int, Field(ge=-1), AfterValidator(some)]
+
+
 class ChatBody(CompletionBody):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] = Field(default_factory=list)
@@ -156,13 +165,17 @@ class ChatBody(CompletionBody):
     ] = "auto"
     parallel_tool_calls: bool = True
     """Whether an answer may call more than one tool; otherwise it ends with its first call."""
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)
+    """Arguments of the chat template, such as ``enable_thinking``."""
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    """The same, for a template that has it."""
+    thinking: JsonObject | None = None
+    """Anthropic's switch, ``{"type": "disabled"}``: ``enable_thinking`` of a template that has it."""
     continue_final_message: bool = True
     """Whether an answer at the end is gone on with; otherwise it is answered."""
 
     @model_validator(mode="after")
     def _possible(self) -> ChatBody:
-        if self.max_tokens == 0:
-            raise ValueError("max_tokens=0 must be at least 1")
         for call in (call for message in self.messages for call in message.tool_calls):
             call_of(call)
         if isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "allowed_tools":
@@ -204,10 +217,6 @@ class ChatBody(CompletionBody):
         return [] if self.tool_choice == "none" else self.tools
 
     @property
-    def tokens_field(self) -> str:
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-
-    @property
     def wanted_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
@@ -222,6 +231,13 @@ class ChatBody(CompletionBody):
         """Whether the last message is the beginning of the answer."""
         last = self.messages[-1]
         return self.continue_final_message and last.role == "assistant" and bool(last.content) and not last.tool_calls
+
+    def arguments(self, tokenizer: PreTrainedTokenizerBase) -> JsonObject:
+        """Arguments for the chat template."""
+        thinks = None if self.thinking is None else self.thinking.get("type") != "disabled"
+        said = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks}
+        known = {name: value for name, value in said.items() if value is not None and takes(tokenizer, name)}
+        return known | self.chat_template_kwargs
 
     def conversation(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[TemplateMessage], list[JsonObject]]:
         """Messages and tools for the chat template."""
@@ -241,14 +257,18 @@ class ChatBody(CompletionBody):
             ValueError: the chat template refuses the conversation. TooManyTokens: there are more than ``max_tokens``.
         """
         messages, tools = self.conversation(tokenizer)
+        render = partial(
+            render_messages, tokenizer, tools=tools, continued=self.continued, arguments=self.arguments(tokenizer)
+        )
         if document is not None:
-            messages = asked(messages)
-            _, after = render_messages(tokenizer, messages, about=True, tools=tools, continued=self.continued)
+            before, after = render(asked(messages), about=True)
+            if self.chat_template_kwargs and before != document.text.before:
+                raise ValueError("chat_template_kwargs change the chat template's text before the document")
             text = document.text.copy()
             text.stream.max_tokens = max_tokens
             return [text.ids_before(after)]
         stream = IdStream(tokenizer, special=not has_template(tokenizer), max_tokens=max_tokens)
-        return [stream.finish(render_messages(tokenizer, messages, tools=tools, continued=self.continued)[1])]
+        return [stream.finish(render(messages)[1])]
 
     def shared_tokens(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> int:
         """All that comes before the first user message, where that is not only the template's own."""
@@ -256,7 +276,9 @@ class ChatBody(CompletionBody):
         first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None or not (first or tools) or not has_template(tokenizer):
             return 0
-        before, _ = render_messages(tokenizer, messages, about=True, tools=tools, continued=self.continued)
+        before, _ = render_messages(
+            tokenizer, messages, about=True, tools=tools, continued=self.continued, arguments=self.arguments(tokenizer)
+        )
         alone = IdStream(tokenizer).finish(before)
         return next(
             (at for at, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), min(len(alone), len(ids))

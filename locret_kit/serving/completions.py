@@ -20,11 +20,11 @@ from .answers import AnswerStream
 from .bodies import ChatBody, CompletionBody, TextBody
 from .constraint import AnswerForm, constraint
 from .engine import Engine
-from .errors import TOO_LONG, Refused, field_of
+from .errors import TOO_LONG, Refused
 from .replies import Streamed, Whole, choice, events, usage
 from .request import ServerRequest
 from .state import Server
-from .tools import CallReader, call_forms, form_of
+from .tools import CallReader, call_forms, declared_by, form_of
 
 
 def add_completions(app: FastAPI, server: Server) -> None:
@@ -80,10 +80,8 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
         if engine.store is not None:
             engine.store.used(upload.id)
     bound = server.limits.answer_tokens
-    max_new_tokens = min(512, bound) if body.wanted_tokens is None else body.wanted_tokens
-    if max_new_tokens > bound:
-        field = field_of(request.url.path, body.tokens_field)
-        raise Refused(400, f"{field}={max_new_tokens} must be at most {bound}", body.tokens_field)
+    wanted = 512 if body.wanted_tokens is None else body.wanted_tokens
+    max_new_tokens = bound if wanted == -1 else min(wanted, bound)
     if body.best_of not in (None, body.n):
         raise Refused(400, f"best_of={body.best_of} must be n={body.n}: every answer is given", "best_of")
     top_logprobs, echoes = body.wanted_logprobs, isinstance(body, TextBody) and body.echo
@@ -127,14 +125,15 @@ def form_of_answer(
 ) -> tuple[Callable[[], Constraint] | None, Callable[[], CallReader] | None]:
     """The constraint of an answer's tokens, and the reader of its calls; None for neither. An answer of a schema that need not
     call a tool may do so. Raises HTTPException 400."""
-    form = form_of(engine.tokenizer.chat_template)
+    form, declared = form_of(engine.tokenizer.chat_template), declared_by(engine.tokenizer)
+    form = "declared" if declared is not None and form in ("list", "object") else form
     schema = None if body.response_format is None else body.response_format.schema_of_answer
     forms, calls = [] if schema is None else [AnswerForm(schema)], None
     if isinstance(body, ChatBody) and body.offered:
         if body.must_call or forms:
             forms = [*(() if body.must_call else forms), *call_forms(body.offered, body.called, form)]
-        names = [tool.function.name for tool in body.tools]
-        calls = partial(CallReader, form, names, parallel=body.parallel_tool_calls)
+        tools = {tool.function.name: tool.function.parameters for tool in body.tools}
+        calls = partial(CallReader, form, tools, parallel=body.parallel_tool_calls, declared=declared)
     return constraint(engine.tokenizer, engine.stop_ids, forms) if forms else None, calls
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from fastapi import HTTPException
 
-from ..naming import first_line
+from ..naming import first_line, install_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -24,6 +24,11 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 """Blanks between the parts of JSON: one way, so that no answer is a row of blanks."""
 
 
+TEXTS = """
+xml_text[suffix="\\n</parameter>\\n"]: /(?s:.*)/
+pairs_text[suffix="</arg_value>\\n"]: /(?s:.*)/
+"""
+"""Rules of texts that end with the end of a tag."""
 DIGITS = 40
 """Digits of a number in a row, at most: JSON has no bound, and small models find no end."""
 
@@ -66,10 +71,14 @@ class AnswerForm:
     schema: Mapping[str, object]
     before: Sequence[str] = ()
     after: Sequence[str] = ()
+    written: str = ""
+    """Its rule, where it is no JSON of a schema."""
 
     @property
     def rule(self) -> str:
         """As llguidance's grammars have it."""
+        if self.written:
+            return self.written
         value = f"%json {json.dumps({**self.schema, 'x-guidance': COMPACT})}"
         return " ".join([*map(json.dumps, self.before), value, *map(json.dumps, self.after)])
 
@@ -85,10 +94,10 @@ def constraint(
     try:
         from llguidance import LLMatcher
     except ImportError:
-        raise HTTPException(400, "answers by a grammar need llguidance: in the clone, pip install '.[serve]'") from None
+        raise HTTPException(400, f"answers by a grammar need llguidance: {install_line('serve')}") from None
 
     try:
-        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(form.rule for form in forms))
+        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(form.rule for form in forms) + TEXTS)
         known = _tokenizer(tokenizer, stop)
         error = LLMatcher.validate_grammar(grammar, known)
     except (ValueError, RecursionError) as reason:

@@ -47,8 +47,12 @@ def add_documents(app: FastAPI, server: Server) -> None:
         except OSError as error:
             raise no_room(error) from None
         if server.places >= server.limits.documents:  # after the last await: two uploads cannot both pass
-            said = f"{server.places} documents are held already: delete one first"
-            raise Refused(429, said, headers={"retry-after": "60"})
+            mine = next(
+                (one.title for one in server.documents.values() if one.owner == owner and one.error is None), None
+            )
+            said = f"delete one first, such as {mine!r}" if mine else "all of other API keys"
+            said = f"{server.places} documents are held already, documents={server.limits.documents} at most: {said}"
+            raise Refused(429, said, headers={"x-should-retry": "false"})  # none leaves by itself
         # A form may name a charset that gives halves of surrogate pairs.
         title = (file.filename or "document")[:200].encode("utf-8", "replace").decode()
         upload = UploadedDocument(f"doc_{secrets.token_hex(16)}", owner, title, int(time.time()))

@@ -19,6 +19,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.spec import text_config
+from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..cache.file import read
 from ..documents.document import Document, Progress
@@ -59,6 +60,7 @@ class Engine:
         sessions: int = 8, queue: int = 64, piece: int = 512, store: Store | None = None, policies: abc.Sequence[Policy] = (),
         beginnings: int = 2, shares: bool = False,
     ) -> None:  # fmt: skip
+        model = unwrapped(model)
         for name, value in (("sessions", sessions), ("queue", queue)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")

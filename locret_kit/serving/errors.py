@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..naming import first_line
+from ..validation import BOUNDS
 from .request import Busy, Stopping
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -115,6 +116,9 @@ def add_errors(app: FastAPI) -> None:
             said = f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}"
             return problem(400, said, path=path)
         where = field_of(path, *first["loc"][1:])
+        bounds = [f"{words} {first['ctx'][name]}" for name, words in BOUNDS.items() if name in first.get("ctx", ())]
+        if where and bounds:
+            return problem(400, f"{where}={str(first['input'])[:40]} must be {bounds[0]}", where, path=path)
         said = str(first["msg"]).removeprefix("Value error, ")
         if where is None and first["type"] in ("missing", "model_attributes_type", "model_type", "dict_type"):
             said = "the body must be a JSON object, with content-type: application/json"

@@ -27,6 +27,7 @@ class Tokenize(BaseModel):
     content: str | None = None
     prompt: str | None = None
     messages: list[dict[str, object]] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
     add_special: bool = False
     add_special_tokens: bool | None = None
     with_pieces: bool = False
@@ -65,7 +66,8 @@ def add_information(app: FastAPI, server: Server) -> None:
         max_tokens = length if body.with_pieces else MAX_TOKENS
         try:
             if body.messages is not None:
-                chat = checked(ChatBody, {"messages": [without_nulls(message) for message in body.messages]})
+                messages = [without_nulls(message) for message in body.messages]
+                chat = checked(ChatBody, {"messages": messages, "chat_template_kwargs": body.chat_template_kwargs})
                 (ids,) = chat.ids(tokenizer, None, max_tokens)
             else:
                 text = body.content if body.content is not None else body.prompt

@@ -96,6 +96,7 @@ const left = (one) => {
 
 const facts = (one) => {
   if (one.status === "failed") return one.error;
+  if (one.status === "saved") return "read by another server: the first question loads it";
   if (one.status === "ready") return `${number(one.total_tokens)} tokens, ${size(one.bytes)} of memory`;
   return one.total_tokens ? `reading: ${number(one.read_tokens)} of ${number(one.total_tokens)} tokens${left(one)}` : "being converted to text";
 };
@@ -130,7 +131,7 @@ const line = (id, one) => {
   small.classList.toggle("bad", one.status === "failed");
   item.querySelector("input").checked = id === chosen;
   if (!id) return;
-  item.querySelector("input").disabled = one.status !== "ready";
+  item.querySelector("input").disabled = !["ready", "saved"].includes(one.status);
   item.querySelector(".show").hidden = one.status !== "ready";
   const bar = item.querySelector("progress");
   bar.hidden = one.status !== "reading";
@@ -181,7 +182,7 @@ const untilRead = async (id) => {
     }
   }
   const one = documents.get(id);
-  if (!one) return;
+  if (!one || one.status === "saved") return;
   $("status").textContent = one.status === "ready" ? `${one.title} is read: ${facts(one)}.${one.lost ? ` ${one.lost.join(". ")}.` : ""}` : `${one.title} cannot be read: ${one.error}`;
   if (one.status === "ready" && !chosen && !turns().length) choose(id);
 };
@@ -195,8 +196,17 @@ const upload = async (file) => {
   keep(one);
   void follow(one.id);
 };
+let sending = 0; // drops whose files are being sent
 const uploadAll = async (files) => {
-  for (const file of files) await attempt(() => upload(file), `${file.name}: `);
+  if (!sending) notice();
+  sending += 1;
+  for (const file of files) {
+    await upload(file).catch((error) => {
+      $("status").textContent = "";
+      notice(`${$("notice").textContent}\n${file.name}: ${error.message}`.trim());
+    });
+  }
+  sending -= 1;
 };
 
 const remove = async (id) => {
@@ -224,12 +234,12 @@ for (const kind of ["dragover", "dragleave", "drop"]) {
 }
 
 // Run a piece of work; its error is shown in words.
-const attempt = async (work, before = "") => {
+const attempt = async (work) => {
   notice();
   try {
     await work();
   } catch (error) {
-    notice(before + error.message);
+    notice(error.message);
   }
 };
 
@@ -271,7 +281,7 @@ const figures = (usage, seconds, first) => {
   const { locret = {}, prompt_tokens_details: details = {} } = usage, one = documents.get(chosen);
   return [
     `${number(usage.prompt_tokens)} tokens in (${number(details.cached_tokens ?? 0)} cached)`, `${number(usage.completion_tokens)} out`,
-    `${number(locret.evictions ?? 0)} evictions`, `${number(locret.kept_rows ?? 0)} rows kept`, one ? `document ${size(one.bytes)}` : null,
+    `${number(locret.evictions ?? 0)} evictions`, `${number(locret.kept_rows ?? 0)} rows kept`, one?.bytes ? `document ${size(one.bytes)}` : null,
     `first token ${first.toFixed(1)}\u00a0s, all ${seconds.toFixed(1)}\u00a0s`,
   ].filter(Boolean).join(" \u00b7 ");
 };

@@ -192,7 +192,7 @@ def problem(status: int, message: str) -> JSONResponse:
     """An error in OpenAI's shape."""
     return JSONResponse(
         {"error": {"message": message, "type": "server_error", "param": None, "code": None}}, status,
-        {"retry-after": "1"},
+        {"retry-after": "1"} if status == 503 else None,
     )  # fmt: skip
 
 

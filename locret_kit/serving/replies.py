@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import TypedDict
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from ..naming import first_line
@@ -142,11 +143,16 @@ async def with_comments(events: AsyncIterator[str], seconds: float) -> AsyncIter
             next_one.cancel()
 
 
+def given(answers: Sequence[AnswerStream]) -> dict[str, str]:
+    """A header with the most tokens that an answer may have, which may be fewer than were asked for."""
+    return {"x-max-tokens": str(answers[0].request.max_new_tokens)}
+
+
 class Streamed(StreamingResponse):
     """Events of answers, which end with it, also where the client goes before the first."""
 
     def __init__(self, answers: Sequence[AnswerStream], events: AsyncIterator[str], seconds: float) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **given(answers)}
         super().__init__(with_comments(events, seconds), media_type="text/event-stream", headers=headers)
         self.answers = answers
 
@@ -179,13 +185,13 @@ class Whole(Response):
                     return
                 if not work.done():
                     if not started:
-                        headers = [(b"content-type", b"application/json")]
-                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                        headers = {"content-type": "application/json", **given(self.answers)}
+                        await send({"type": "http.response.start", "status": 200, "headers": Headers(headers).raw})
                         started = True
                     await send({"type": "http.response.body", "body": b"\n", "more_body": True})
             result = work.result()
             if not started:
-                await JSONResponse(result)(scope, receive, send)
+                await JSONResponse(result, headers=given(self.answers))(scope, receive, send)
             else:
                 await send({"type": "http.response.body", "body": JSONResponse(result).body})
         finally:

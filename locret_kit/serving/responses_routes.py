@@ -26,7 +26,7 @@ from .tools import Call
 
 PASSED = (
     "model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "top_k", "min_p", "seed", "document_id",
-    "budget", "policy",
+    "budget", "policy", "chat_template_kwargs",
 )  # fmt: skip
 """Fields that mean the same in both protocols, or that are this server's own."""
 NOT_HERE = {
@@ -73,6 +73,8 @@ def chat_fields(body: JsonObject) -> JsonObject:
     if isinstance(messages, list) and instructions:
         messages.insert(0, {"role": "system", "content": instructions})
     fields |= {"messages": messages, "max_completion_tokens": body.get("max_output_tokens")}
+    if isinstance(reasoning := body.get("reasoning"), dict):
+        fields["reasoning_effort"] = reasoning.get("effort")
     if isinstance(tools := body.get("tools"), list):
         fields["tools"] = [
             {"type": tool.get("type"), "function": without_nulls(tool)} if isinstance(tool, dict) else tool

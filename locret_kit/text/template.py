@@ -1,20 +1,27 @@
 """Chat templates: the text of a conversation, and what a template puts around a message.
 
 A message is told from what stands around it by rendering the conversation with a marker, which no text holds, in its place.
-Control tokens are the template's alone: whatever it is given goes through ``text.untrusted`` before.
+Control tokens are the template's alone: those that it did not write itself are marked in what it makes (``text.untrusted``).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from ..settings import read_protect
 from .spans import Span, encode, token_span
-from .untrusted import defused, defused_values
-from .work_limit import check_template, limited_steps
+from .traced import FIRST, OWN, Traced, compiled, traced
+from .untrusted import controls, defused
+from .work_limit import LARGEST, limited_steps
 
 Objects = Sequence[Mapping[str, object]]
 """Messages, or tools, as chat templates have them."""
+DEFAULTS = "template_arguments"
+"""Attribute of a tokenizer that holds its template's arguments, for callers that give no others."""
+ROLES = {"system", "developer", "user", "assistant", "tool", "function", "observation", "ipython"}
+"""Roles of which templates make control tokens, such as ``<|user|>``."""
 
 
 def render_prompt(tokenizer, document: str, question: str, *, chat: bool = True) -> tuple[str, str]:
@@ -102,7 +109,13 @@ def render_first(tokenizer, question: str, system: str | None = None) -> str:
 
 
 def render_messages(
-    tokenizer, messages: Objects, *, about: bool = False, tools: Objects = (), continued: bool = False
+    tokenizer,
+    messages: Objects,
+    *,
+    about: bool = False,
+    tools: Objects = (),
+    continued: bool = False,
+    arguments: Mapping[str, object] | None = None,
 ) -> tuple[str, str]:
     """The text of a conversation up to its next answer: '' and all of it, or what comes before and after a document that
     stands, with a blank line, before the first user message's text (``about``).
@@ -110,16 +123,20 @@ def render_messages(
     Args:
         tools: functions that the answer may call, as OpenAI describes them; for a template that has them.
         continued: the last message is the beginning of the answer.
+        arguments: of the template beside these, such as ``enable_thinking``, above those that the tokenizer has.
 
     Raises:
-        ValueError: if the template refuses the conversation, or there is no user message for the document.
+        ValueError: if the template refuses the conversation or an argument, there is none to take one, or there is no user
+            message for the document.
     """
     if not has_template(tokenizer):
+        if arguments:
+            raise ValueError(f"the model has no chat template, which would take {', '.join(arguments):.64}")
         text = defused(tokenizer, "".join(f"{message['content']}\n" for message in messages))
         text = text.removesuffix("\n") if continued else text
         return "", f"\n\n{text}" if about else text
     if not about:
-        return "", render(tokenizer, messages, generation=True, tools=tools, continued=continued)
+        return "", render(tokenizer, messages, generation=True, tools=tools, continued=continued, arguments=arguments)
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise ValueError("a question about a document needs a user message")
@@ -128,7 +145,7 @@ def render_messages(
         [dict(message) for message in messages],
     )
     changed[first]["content"] = f"{marker}\n\n{changed[first]['content']}"
-    text = render(tokenizer, changed, generation=True, tools=tools, continued=continued)
+    text = render(tokenizer, changed, generation=True, tools=tools, continued=continued, arguments=arguments)
     return _split(text, marker, "the document")
 
 
@@ -154,50 +171,102 @@ def around_turn(tokenizer) -> tuple[str, str]:
     return _split(render_turn(tokenizer, marker), marker, "the message")
 
 
+def takes(tokenizer, name: str) -> bool:
+    """Whether the chat template, if any, has an argument of that name."""
+    return has_template(tokenizer) and name in compiled(tokenizer.get_chat_template())[1]
+
+
 def has_template(tokenizer) -> bool:
     """Whether the tokenizer has a chat template."""
     return getattr(tokenizer, "chat_template", None) is not None
 
 
-def render(
-    tokenizer, messages: Objects, generation: bool = False, *, tools: Objects = (), continued: bool = False
-) -> str:
-    """The chat template's text of a conversation.
+def render(tokenizer, messages: Objects, generation: bool = False, **more) -> str:
+    """The chat template's text of a conversation, with marks (``text.untrusted``). Arguments and errors of ``render_traced``."""
+    return str.__str__(render_traced(tokenizer, messages, generation, **more))
+
+
+def render_traced(
+    tokenizer,
+    messages: Objects,
+    generation: bool = False,
+    *,
+    tools: Objects = (),
+    continued: bool = False,
+    arguments: Mapping[str, object] | None = None,
+) -> Traced:
+    """``render`` with origins: characters of the content of messages[i] have chr(FIRST + i).
 
     Args:
-        generation: with what begins an answer. tools, continued: as in ``render_messages``.
+        generation: with what begins an answer. tools, continued, arguments: as in ``render_messages``.
 
     Raises:
         ValueError: the template refuses it.
     """
     from jinja2 import TemplateError
 
-    said = [defused_values(tokenizer, _with_reasoning(tokenizer, message)) for message in messages]
-    more: dict[str, object] = {"tools": defused_values(tokenizer, tools)} if tools else {}
-    check_template(str(tokenizer.chat_template))
+    said = [_traced_message(number, message) for number, message in enumerate(messages)]
+    if continued:
+        beginning, end = str(said[-1]["content"]), _marker([str(message.get("content")) for message in messages])
+        said[-1] = {**said[-1], "content": beginning + f"{end} "}
     try:
+        template, names = compiled(tokenizer.get_chat_template(tools=tools or None))
+        given = _arguments(tokenizer, names, {**getattr(tokenizer, DEFAULTS, {}), **(arguments or {})})
         with limited_steps():
-            return tokenizer.apply_chat_template(
-                said,
-                tokenize=False,
-                add_generation_prompt=generation and not continued,
-                continue_final_message=continued,
-                **more,
+            text = cast(
+                Traced,
+                template.render(
+                    {**traced(tokenizer.special_tokens_map, OWN), "documents": None, **given},
+                    messages=said,
+                    tools=traced(tools) or None,
+                    add_generation_prompt=generation and not continued,
+                ),
             )
     except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
+    if continued:
+        at = text.rfind(end)
+        if at < 0 or beginning.strip() not in text[:at]:
+            raise ValueError("the chat template does not show the answer that is to be continued")
+        text = text[:at] if text.startswith(f"{end} ", at) else text[:at].rstrip()
+    return controls(tokenizer).cut(text)
 
 
-def _with_reasoning(tokenizer, message: Mapping[str, object]) -> Mapping[str, object]:
-    """An answer with its reasoning apart, for a template that knows it apart: it would look for the tokens around it, which no
-    text spells any more."""
-    content, end = message.get("content"), "</think>"
-    if message.get("role") != "assistant" or not isinstance(content, str) or end not in content:
-        return message
-    if "reasoning_content" in message or "reasoning_content" not in str(tokenizer.chat_template):
-        return message
-    reasoning = content.partition(end)[0].rpartition("<think>")[2]
-    return {**message, "reasoning_content": reasoning.strip("\n"), "content": content.rpartition(end)[2].lstrip("\n")}
+def _traced_message(number: int, message: Mapping[str, object]) -> dict[str, object]:
+    """A message as transformers gives it to a template: nothing null, and thoughts under each of their names."""
+    said = {name: traced(value) for name, value in message.items() if value is not None}
+    thoughts = next((said[name] for name in ("reasoning_content", "thinking", "reasoning") if name in said), None)
+    if thoughts is not None:
+        said = {"thinking": thoughts, **said, "reasoning_content": thoughts}
+    if message.get("role") in ROLES:
+        said["role"] = Traced(str(message["role"]), OWN)
+    if isinstance(message.get("content"), str):
+        said["content"] = Traced(str(message["content"]), chr(FIRST + number))
+    return said
+
+
+def _arguments(tokenizer, names: frozenset[str], arguments: Mapping[str, object]) -> dict[str, object]:
+    """Arguments of a chat template that has ``names``, traced to others.
+
+    Raises:
+        ValueError: the template has no such argument, or one is not plain JSON or a number above ``LARGEST``.
+    """
+    known = sorted(names.difference(tokenizer.special_tokens_map))
+    if wrong := next((name for name in arguments if name not in known), None):
+        raise ValueError(f"the chat template takes no argument {wrong[:64]!r}, only: {', '.join(known) or 'none'}")
+
+    def number(written: str) -> None:
+        if abs(float(written)) > LARGEST:
+            raise OverflowError
+
+    for name, value in arguments.items():
+        try:  # to JSON and back, which shows each number
+            json.loads(json.dumps(value, allow_nan=False), parse_int=number, parse_float=number)
+        except (TypeError, ValueError, RecursionError):
+            raise ValueError(f"the chat template's argument {name!r} must be plain JSON") from None
+        except OverflowError:
+            raise ValueError(f"the chat template's argument {name!r} holds a number above {LARGEST}") from None
+    return traced(dict(arguments))
 
 
 def _marker(contents: Sequence[str]) -> str:

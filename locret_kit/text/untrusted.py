@@ -1,8 +1,9 @@
 """Text of others, in which no control token may form: documents, messages, names, tool results, earlier answers.
 
-``defused`` breaks every control token that a text spells, by a mark after its first character. A chat template then sees a text
-as any other, and whoever encodes the result (``text.spans.encode``, ``runtime.tokens.IdStream``) makes no token across a mark and
-leaves it out: what the text says stays, as ordinary tokens. Text that spells no control token is not changed.
+``defused`` breaks every control token that a text spells, by a mark after its first character; in what a chat template makes
+(``text.traced``), every one that is not its own. Whoever encodes the result (``text.spans.encode``, ``runtime.tokens.IdStream``)
+makes no token across a mark and leaves it out: what the text says stays, as ordinary tokens. Text that spells no control token is
+not changed.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeVar, cast
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING
+
+from .traced import OWN, Traced, traced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-T = TypeVar("T")
 
 CUT = "\ufdd0"
 """The mark: one of Unicode's noncharacters, which are for use inside of programs and in no text."""
@@ -53,19 +55,28 @@ class Controls:
             spans += [(at, at + sizes[-1])] if sizes else []
         return spans
 
-    def cut(self, text: str, before: str = "") -> str:
-        """The text with marks. ``before``: what precedes it, of which nothing is changed any more."""
-        before = before[len(before) - self.longest + 1 :] if self.longest < len(before) else before
-        if self._normalize is not None and len(self.places(self._normalize(text))) > len(self.places(text)):
-            text = "\n".join(self._cut_line(line) for line in text.split("\n"))
-        size = len(before)
-        marks = sorted({max(0, start + 1 - size) for start, end in self.places(before + text) if end > size})
-        return CUT.join(text[a:b] for a, b in zip([0, *marks], [*marks, len(text)], strict=True))
+    def cut(self, text: str, before: str = "") -> Traced:
+        """The text with marks: one in every control token that is not the template's from end to end.
 
-    def _cut_line(self, line: str) -> str:
-        """A line with a mark after each character, where it spells a control token in other characters."""
-        assert self._normalize is not None
-        return CUT.join(line) if len(self.places(self._normalize(line))) > len(self.places(line)) else line
+        Args:
+            before: what precedes it, of which nothing is changed any more.
+        """
+        before = before[max(0, len(before) - self.longest + 1) :]
+        whole, marks = Traced(before, OWN) + traced(text), set[int]()
+        for start, end in self.places(whole):
+            others = (at for at in range(start + 1, end) if whole.origin[at - 1 : at + 1] != 2 * OWN)
+            marks.update(islice(others, 1))
+        for run in re.finditer(f"[^{OWN}]+", whole.origin):
+            at, said = run.start(), str.__getitem__(whole, slice(*run.span()))
+            for line in said.split("\n") if self._respelt(said) else ():
+                marks.update(range(at + 1, at + len(line)) if self._respelt(line) else ())
+                at += len(line) + 1
+        cuts = [len(before), *sorted(marks), len(whole)]
+        return Traced(CUT).join(whole[a:b] for a, b in pairwise(cuts))
+
+    def _respelt(self, text: str) -> bool:
+        """Whether a text spells a control token in other characters."""
+        return self._normalize is not None and len(self.places(self._normalize(text))) > len(self.places(text))
 
 
 def controls(tokenizer: PreTrainedTokenizerBase) -> Controls:
@@ -88,7 +99,7 @@ def _controls(tokenizer: PreTrainedTokenizerBase, size: int, template: str) -> C
 
 def defused(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """The text, with a mark in every control token that it spells. To do it twice changes nothing."""
-    return controls(tokenizer).cut(text)
+    return str.__str__(controls(tokenizer).cut(text))
 
 
 def defused_pieces(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], before: str = "") -> Iterator[str]:
@@ -96,20 +107,8 @@ def defused_pieces(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], be
     ``before`` them."""
     known = controls(tokenizer)
     for piece in pieces:
-        yield known.cut(piece, before)
+        yield str.__str__(known.cut(piece, before))
         before = (before + piece)[-known.longest :] if known.longest else ""
-
-
-def defused_values(tokenizer: PreTrainedTokenizerBase, value: T) -> T:
-    """A message, or another value of JSON, with every text in it ``defused``."""
-    made: object = value
-    if isinstance(value, str):
-        made = defused(tokenizer, value)
-    elif isinstance(value, dict):
-        made = {defused_values(tokenizer, name): defused_values(tokenizer, inner) for name, inner in value.items()}
-    elif isinstance(value, (list, tuple)):
-        made = [defused_values(tokenizer, inner) for inner in value]
-    return cast(T, made)
 
 
 def plain(text: str) -> str:

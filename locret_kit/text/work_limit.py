@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from types import FrameType
 from typing import TYPE_CHECKING
+
+from jinja2 import nodes
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
@@ -21,16 +22,8 @@ LARGEST = 1_000_000
 """The largest number in a template: a text repeated or indented so often takes all memory in one step."""
 
 
-@lru_cache(maxsize=32)
-def check_template(template: str) -> None:
+def check_template(tree: nodes.Template) -> None:
     """Raise ValueError for a template with numbers above ``LARGEST``, or with powers."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    try:
-        tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except (TemplateError, RecursionError):  # such as a block of transformers; whoever renders it says what is wrong
-        return
     for number in tree.find_all(nodes.Const):
         if isinstance(number.value, int | float) and abs(number.value) > LARGEST:
             raise ValueError(f"the chat template holds {number.value!s:.20}: numbers are at most {LARGEST}")

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from locret_kernels.provenance import peak_memory
 
 from ..backbones.intercept import attach
+from ..backbones.wrapped import unwrapped
 from ..config.train_config import OptimConfig, TrainConfig
 from .board import flat
 from .strategy import finish_gradients
@@ -56,7 +57,7 @@ class FrozenTraining(L.LightningModule, ABC):
         super().__init__()
         self.automatic_optimization = False
         self.cfg = cfg
-        self._backbone = [backbone]
+        self._backbone = [unwrapped(backbone)]
         self._validation: list[Tensor] = []
         self.validated: dict[str, float] = {}
         """Means of the last validation, by tag."""

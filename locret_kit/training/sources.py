@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +15,7 @@ from ..config.train_config import DataConfig
 from ..naming import blaming, first_line, nearest
 from ..samples import overlap
 from ..samples.haystack import TEXTS, load_text, next_start
-from ..samples.records import SCHEMAS, is_unknown, read_records, to_messages
+from ..samples.records import SCHEMAS, WHOLE, is_unknown, read_records, to_messages
 from ..samples.sample import Sample, encode_chat
 from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
 
@@ -23,6 +23,8 @@ SYNTHETIC = "synthetic"
 """The source that is made of ``data.texts``; every other one holds records."""
 DRAWS = 100
 """Records in a row, and synthetic samples, that cannot be used and end a run at its beginning."""
+BLOCK = 512
+"""Records that are held at a time of a source that is not held whole."""
 STRETCH = 0.1
 """Part of each real text that is set aside."""
 CHARACTERS = 4
@@ -60,6 +62,9 @@ def make_source(name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase,
 class Records:
     """Records in whole epochs, each in an order of its own; a record with several questions is asked the next one in each.
 
+    Local files of up to ``WHOLE`` bytes are held. Of others and of the Hub's data sets a block of ``BLOCK`` records is read when
+    a step needs it, and shuffled within itself; records are set aside from the first block.
+
     A record is set aside for each sample to validate on. Its copies are not trained on either: records more than half of whose
     13-grams are in what was set aside, such as other questions about its document. In the place of a record that cannot be
     used another one is drawn, and stderr names it once. Lines that are no records are left out, and counted on stderr.
@@ -74,37 +79,43 @@ class Records:
     def __init__(self, name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: str) -> None:
         self.name, self.data, self.tokenizer, self.seed = name, data, tokenizer, seed
         self._refused: dict[tuple[int, int], str] = {}  # by record and question
-        self._named: set[int] = set()
-        self._order: tuple[int, list[int]] = -1, []  # of one epoch
+        self._named: set[int | str] = set()
+        self._broken: list[str] = []
+        self._known = overlap.union([])
         self._held = 0
-        self._begun = False
-        """Whether some record can be used: then another draw looks through all of them rather than end a run in its middle."""
-        self.records = self._read()
-        self.trained = list(range(len(self.records)))
-        """Numbers of the records that are trained on."""
+        self._spare: list[int] = []
+        """A record of the first block that can be used, once there is one: no later place ends a run."""
+        self._size = None if is_small(Path(name)) else BLOCK + data.val_samples
+        """Most records of a block; None is all."""
+        self._first = self._read(self._rows())
+        if not self._first:
+            raise ValueError(f"data.sources: {name!r} holds no records")
+        if len(self._first) == self._size:
+            said = f"{self._size} records are read at a time, as steps need them, and shuffled; the first {self._size} have those"
+            print(f"data.sources: {name!r} is streamed: {said} to validate on", file=sys.stderr)
+        self._kept = list(range(len(self._first)))
+        self._enter(0, 0)
         self[0]
 
-    def _read(self) -> list[dict]:
-        """All records; of a Hub data set whose first ``DRAWS`` can all not be used no more than these are read."""
-        broken: list[str] = []
+    # ---- reading -----------------------------------------------------------------------------------------------------------
+
+    def _rows(self, start: int = 0) -> Iterator[dict]:
+        """The records from ``start`` on."""
         try:
-            rest = read_records(self.name, split=self.data.split, broken=broken.append)
-            first = [] if Path(self.name).exists() else list(islice(rest, DRAWS))
-            reasons = [reason for record in first if (reason := unusable(record))]
-            if len(reasons) == DRAWS:
-                raise ValueError(
-                    f"{self.name!r}: none of its first {DRAWS} records can be used; the last: {reasons[-1]}"
-                    f"{known_schemas(*reasons)}"
-                )
-            records = [*first, *rest]
+            yield from islice(read_records(self.name, split=self.data.split, broken=self._broken.append), start, None)
         except (OSError, ValueError) as error:
             raise ValueError(f"data.sources: {first_line(error)}{self._advice()}") from error
+
+    def _read(self, rows: Iterator[dict]) -> list[dict]:
+        """The next block. Lines among it that are no records are counted, once."""
+        block = list(islice(rows, self._size))
+        broken = [line for line in self._broken if line not in self._named]
+        self._broken.clear()
+        self._named.update(broken)
         if broken:
             lines = "1 line is" if len(broken) == 1 else f"{len(broken)} lines are"
             print(f"data.sources: {self.name!r}: {lines} left out, the first since {broken[0]}", file=sys.stderr)
-        if not records:
-            raise ValueError(f"data.sources: {self.name!r} holds no records")
-        return records
+        return block
 
     def _advice(self) -> str:
         """Advice on a source that cannot be read: what it may have been meant for."""
@@ -112,6 +123,32 @@ class Records:
         if any(file.name.endswith(TEXTS) for file in (path, *path.glob("*"))):
             return "; text without questions goes to data.texts"
         return nearest(self.name, [SYNTHETIC])
+
+    def _enter(self, epoch: int, place: int, block: Sequence[dict] = (), number: int = 0) -> None:
+        """Hold block ``number`` of an epoch, whose first sample has this place."""
+        start = number * len(self._first)
+        self._epoch, self._place, self._number, self._order = epoch, place, number, list[int]()
+        self.records = dict(enumerate(self._first)) | dict(enumerate(block, start))
+        self.trained = self._unlike(range(start, start + len(block))) if block else self._kept
+        """Numbers of the block's records that are trained on."""
+
+    def _unlike(self, numbers: Iterable[int]) -> list[int]:
+        """Those that are no copies of what was set aside."""
+        return [n for n in numbers if not overlap.is_copy(text_of(self.records[n]), self._known)]
+
+    def _go(self, place: int) -> None:
+        """Enter the block of a place."""
+        if place < self._place:
+            self._enter(0, 0)
+        while place >= (end := self._place + len(self.trained)):
+            if not self._number:  # not before: a loader's processes each read their own
+                self._rest = self._rows(len(self._first)) if len(self._first) == self._size else iter(())
+            if block := self._read(self._rest):
+                self._enter(self._epoch, end, block, self._number + 1)
+            else:
+                self._enter(self._epoch + 1, end)
+
+    # ---- samples -----------------------------------------------------------------------------------------------------------
 
     def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
         samples: list[Sample] = []
@@ -131,32 +168,38 @@ class Records:
         return samples, known
 
     def leave_out(self, known: overlap.Grams) -> None:
-        self.trained = [n for n in self.trained if not overlap.is_copy(text_of(self.records[n]), known)]
-        self._order = -1, []
-        if not self.trained:
+        self._known = known
+        self._kept = self._unlike(self._kept)
+        if not self._kept:
             raise self._too_many(self._held - 1)
+        self._spare = self._kept[:1]
+        self._enter(0, 0)
         try:
             self[0]
         except ValueError as error:
             raise self._too_many(self._held - 1) from error
 
     def _too_many(self, max_samples: int) -> ValueError:
+        among = f" of its first {self._size}" if len(self._first) == self._size else ""
         return ValueError(
             f"data.val_samples={self.data.val_samples} sets {self._held} records of {self.name!r} aside, where at most "
-            f"{max(0, max_samples)} can be: copies and what cannot be used do not count, and one must be left to train on"
+            f"{max(0, max_samples)} can be{among}: copies and what cannot be used do not count, and one must be left to train on"
         )
 
     def __getitem__(self, place: int) -> Sample:
-        epoch, at = divmod(place, len(self.trained))
-        if epoch != self._order[0]:
-            self._order = epoch, self._shuffled(f"epoch {epoch}")
+        self._go(place)
+        self._order = self._order or self._shuffled(
+            f"epoch {self._epoch}" + (f":{self._number}" if self._number else "")
+        )
         rng, refused = random.Random(f"{self.seed}:{place}"), dict[int, str]()
         drawn = (rng.choice(self.trained) for _ in range(DRAWS - 1))
-        for number in chain([self._order[1][at]], drawn, self.trained if self._begun else ()):
-            sample = self._encode(number, epoch)
+        rest = chain(self.trained, self._spare) if self._spare else ()
+        for number in chain([self._order[place - self._place]], drawn, rest):
+            sample = self._encode(number, self._epoch)
             if isinstance(sample, Sample):
                 self._name(refused)
-                self._begun = True
+                if not place:
+                    self._spare = [number]
                 return sample
             refused[number] = sample
         last = next(reversed(refused))
@@ -166,7 +209,7 @@ class Records:
         )
 
     def _shuffled(self, what: str) -> list[int]:
-        """The records that are trained on, in the order of an epoch or of what is set aside."""
+        """The block's records that are trained on, in the order of an epoch or of what is set aside."""
         return random.Random(f"{self.seed}:{what}").sample(self.trained, len(self.trained))
 
     def _encode(self, number: int, epoch: int) -> Sample | str:
@@ -256,13 +299,10 @@ class Synthetic:
         raise ValueError(f"data.max_tokens={data.max_tokens} is too small for synthetic samples: {reason}")
 
 
-def unusable(record: dict) -> str | None:
-    """Why no conversation can be made of a record; None where one can."""
-    try:
-        to_messages(record)
-    except ValueError as error:
-        return first_line(error)
-    return None
+def is_small(path: Path) -> bool:
+    """Whether a file, or all files of a folder, have at most ``WHOLE`` bytes; a data set of the Hub is not known to."""
+    files = [file for file in (path, *path.rglob("*")) if file.is_file()]
+    return path.exists() and sum(file.stat().st_size for file in files) <= WHOLE
 
 
 def known_schemas(*reasons: str) -> str:

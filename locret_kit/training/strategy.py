@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from ..backbones.spec import decoder_of
 from ..heads import RetainingHeads
+from ..naming import install_line
 from .zero import ReplicatedStrategy, ZeroStrategy
 
 ZERO = {"deepspeed_stage_2": (2, False), "deepspeed_stage_3": (3, False), "deepspeed_stage_3_offload": (3, True)}
@@ -48,7 +49,7 @@ def make_strategy(name: str, devices: int, num_nodes: int) -> Strategy | str:
         return ReplicatedStrategy()
     if name in ZERO:
         if find_spec("deepspeed") is None:
-            raise ImportError(f"trainer.strategy={name} needs DeepSpeed: in the clone, pip install '.[deepspeed]'")
+            raise ImportError(f"trainer.strategy={name} needs DeepSpeed: {install_line('deepspeed')}")
         return ZeroStrategy(*ZERO[name])
     if name == "fsdp":
         return ModelParallelStrategy(world, 1, save_distributed_checkpoint=False)

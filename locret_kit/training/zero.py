@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from ..backbones.spec import decoder_of
+from ..naming import install_line
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -184,7 +185,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     import deepspeed
 
     if not hasattr(deepspeed.DeepSpeedEngine, "coalesce_grad_reduction"):
-        raise ImportError(f"deepspeed {deepspeed.__version__} is too old: in the clone, pip install '.[deepspeed]'")
+        raise ImportError(f"deepspeed {deepspeed.__version__} is too old: {install_line('deepspeed')}")
     if device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     warnings.filterwarnings("ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning)

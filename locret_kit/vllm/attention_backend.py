@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from .cache_spec import BoundedSpec
 from .worker import NOBODY, RequestTurn, StepBatch
-from .worker_state import worker_here, worker_of
+from .worker_state import worker_here
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
@@ -74,7 +74,7 @@ class BatchBuilder(AttentionMetadataBuilder):
         self, kv_cache_spec: BoundedSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.worker = worker_of(vllm_config)
+        self.worker = worker_here()
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -109,7 +109,7 @@ class BoundedImpl(AttentionImpl):
             raise ValueError(f"this model's attention has {', '.join(unknown)}, which locret_kit's has not")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
         self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
-        self.worker, self.number = worker_of(get_current_vllm_config()), -1
+        self.worker, self.number = worker_here(), -1
 
     def forward(
         self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: StepBatch | None,

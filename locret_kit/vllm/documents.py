@@ -31,11 +31,12 @@ from ..naming import blaming
 from ..policies.grammar import parts_of
 from .file_identity import identity_of_files
 from .ranks import Ranks
+from .server_settings import ServerSettings
 from .worker import RequestInfo, Standin, Worker
-from .worker_state import config_of, server_of, worker_of
+from .worker_state import config_of, server_of, worker_here
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -94,8 +95,7 @@ class DocumentReader:
         ValueError: weights that have no identity.
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        model, server = vllm_config.model_config, server_of(vllm_config)
+    def __init__(self, model: ModelConfig, server: ServerSettings) -> None:
         config = config_of(model)
         self.server = server
         self.origin = Origin(identity_of_files(model.model, config), Origin.of_heads(server.heads))
@@ -128,18 +128,20 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self.reader = DocumentReader(vllm_config)
         self.loads: list[Load] = []
         self.library: list[LibraryDocument] = []
+        model = vllm_config.model_config
         if role == KVConnectorRole.SCHEDULER:
-            folder = self.reader.server.section.documents
+            server = server_of(vllm_config)
+            folder = server.section.documents
             if folder is None:
                 raise ValueError("the connector of documents needs a folder: documents=... in the section locret")
-            model = vllm_config.model_config
-            self.worker = Worker(self.reader.server, config_of(model), model.dtype, torch.device("cpu"), Ranks())
+            self.worker = Worker(server, config_of(model), model.dtype, torch.device("cpu"), Ranks())
+            self.reader = DocumentReader(model, server)
             self.library = [self._listed(str(path)) for path in sorted(Path(folder).glob("*.locret"))]
         else:
-            self.worker = worker_of(vllm_config)
+            self.worker = worker_here()
+            self.reader = DocumentReader(model, self.worker.server)
             self.loaded: OrderedDict[str, BoundedCache] = OrderedDict()
 
     # ---- the scheduler ---------------------------------------------------------------------------------------------

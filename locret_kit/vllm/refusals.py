@@ -30,16 +30,13 @@ LEFT_OUT = {
 """Settings that must not be given, and why."""
 ROWS = "a text's rows are chosen among all of them, on one rank"
 SERVERS = "start several servers instead, see docs/howto/scale.md"
-ONE = {
-    "decode_context_parallel_size": ROWS,
-    "prefill_context_parallel_size": ROWS,
-    "pipeline_parallel_size": "on CPUs vLLM's own pipelines fail, and no card was at hand",
-    "data_parallel_size": SERVERS,
-    "api_server_count": SERVERS,
-    "nnodes": "a layer split over several machines was not tried",
-}
-"""Numbers that must be 1, and why."""
-CHOICES: dict[str, tuple[tuple[str, ...], str]] = {
+CHOICES: dict[str, tuple[tuple[object, ...], str]] = {
+    "decode_context_parallel_size": ((1,), ROWS),
+    "prefill_context_parallel_size": ((1,), ROWS),
+    "pipeline_parallel_size": ((1,), "on CPUs vLLM's own pipelines fail, and no card was at hand"),
+    "data_parallel_size": ((1,), SERVERS),
+    "api_server_count": ((1,), SERVERS),
+    "nnodes": ((1,), "a layer split over several machines was not tried"),
     "kv_cache_dtype": (("auto", "bfloat16", "float16"), "pages hold keys and values in the model's type"),
     "distributed_executor_backend": (("mp", "uni"), "Ray as vLLM's executor was not tried"),
     "kv_connector": ((DOCUMENTS,), "a page is of use to the same model and settings alone"),
@@ -57,12 +54,9 @@ def refuse(facts: Mapping[str, object]) -> None:
     for name, why in LEFT_OUT.items():
         if facts.get(name):
             raise ValueError(f"{name} must be left out: {why}")
-    for name, why in ONE.items():
-        if (facts.get(name) or 1) != 1:
-            raise ValueError(f"{name}={facts[name]} must be 1: {why}")
     for name, (values, why) in CHOICES.items():
         if facts.get(name) not in (None, *values):
-            raise ValueError(f"{name}={facts[name]} must be {' or '.join(values)}: {why}")
+            raise ValueError(f"{name}={facts[name]} must be {' or '.join(map(str, values))}: {why}")
     if facts.get("documents") and not facts.get("kv_connector"):
         raise ValueError(f"documents={facts['documents']} needs vLLM's connector {DOCUMENTS}, which locret-vllm sets")
     architecture = facts.get("architecture")

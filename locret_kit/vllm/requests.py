@@ -1,8 +1,8 @@
-"""The plugin of ``vllm.logits_processors``: it learns which requests there are, and refuses those that cannot be.
+"""The logits processor by which an engine asks for a bounded cache: it learns which requests there are, and refuses those that
+cannot be.
 
-A processor of logits is told before each forward which request stands in which row of the batch. This one changes no logits. It
-is made in every worker, and vLLM takes none that fails: so here a plugin that did not load is an error, and so is what does not
-go with a bounded cache.
+A processor of logits is made in every worker before the model, and is told before each forward which request stands in which row
+of the batch. This one changes no logits.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from .attention_backend import BoundedBackend
-from .choice import is_bounded
-from .plugin import check_version, is_registered, release
-from .refusals import refuse_engine
+from .release import release
+from .rotary import register_rotary
 from .worker import RequestInfo
-from .worker_state import server_here, server_of, worker_of
+from .worker_state import State, begin
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -32,31 +33,22 @@ class Requests(LogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Refuse a request: over HTTP with status 400. Raises ValueError."""
-        server = server_here()
-        if server is None:
-            return
-        from vllm.platforms import current_platform
-
         if sampling_params.seed is not None and current_platform.is_cpu():
             raise ValueError(
                 f"seed={sampling_params.seed}: vLLM {release()} on a CPU fails at seeds where a prompt is read in pieces"
             )
-        server.request(sampling_params.extra_args or {}, 1)
+        own = sampling_params.extra_args or {}
+        if State.server is not None:
+            State.server.request(own, 1)
+        elif asked := [f"{name}={own[name]!r}" for name in ("budget", "policy") if name in own]:
+            raise ValueError(f"{asked[0]}: a request has settings of its own where locret-vllm started the server")
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self.requests: dict[int, RequestInfo] | None = None
-        if not is_bounded(vllm_config):
-            return
-        check_version()
-        if not is_registered():
-            raise RuntimeError(
-                "locret_kit's plugin did not load, so vLLM would use full attention: it is an entry point of "
-                "vllm.general_plugins; VLLM_PLUGINS, if it is set, must name locret"
-            )
-        refuse_engine(vllm_config, server_of(vllm_config).section.documents)
-        self.requests = worker_of(vllm_config).requests
-        self.requests.clear()
+        self.requests = begin(vllm_config, device).requests
         self.unchecked: VllmConfig | None = vllm_config
+        register_backend(AttentionBackendEnum.CPU_ATTN, "locret_kit.vllm.choice.OnCpu")
+        register_backend(AttentionBackendEnum.CUSTOM, "locret_kit.vllm.attention_backend.BoundedBackend")
+        register_rotary()
 
     def is_argmax_invariant(self) -> bool:
         return True
@@ -65,12 +57,12 @@ class Requests(LogitsProcessor):
         return logits
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        requests = self.requests
-        if requests is None or batch_update is None:
+        if batch_update is None:
             return
         if self.unchecked is not None:  # the model is built by now
             check_layers(self.unchecked)
             self.unchecked = None
+        requests = self.requests
         for row in batch_update.removed:
             requests.pop(row, None)
         for row, params, prompt, _ in batch_update.added:

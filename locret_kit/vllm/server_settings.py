@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -12,10 +13,11 @@ from ..heads import RetainingHeads, loaded
 from ..naming import nearest
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
-from ..policies.registry import load_plugin
+from ..policies.registry import UNTRAINED, load_plugin
 from ..settings import Resolved, RunSettings, read_protect
 from ..validation import made
 
+LOG = logging.getLogger("locret_kit")
 LEFT_OUT = {
     "one_shot": "the prompt would be one chunk, whose size no page bounds",
     "kv_bits": "pages hold keys and values in the model's type",
@@ -37,7 +39,7 @@ class VllmSettings(RunSettings):
     heads: str | None = None
     """Retaining heads: a folder, a .pt or .bin file, or a Hub repository."""
     policy: str | None = None
-    """By default what the heads were published with; without heads streaming."""
+    """By default what the heads were published with; without heads ``untrained()``."""
     policies: list[str] = field(default_factory=list)
     """Others that requests may ask for."""
     documents: str | None = None
@@ -78,7 +80,7 @@ class ServerSettings:
         heads = loaded(section.heads)
         self.inference: Mapping[str, object] = heads.config.inference if heads is not None else {}
         self.heads: RetainingHeads | None = heads.requires_grad_(False) if heads is not None else None
-        self.default = section.policy or (heads.config.policy if heads is not None else "streaming")
+        self.default = section.policy or (heads.config.policy if heads is not None else untrained())
         self.policies = {name: parse_policy(name) for name in dict.fromkeys([self.default, *section.policies])}
         for policy in self.policies.values():
             check_policy(policy)
@@ -105,12 +107,7 @@ class ServerSettings:
             )
         budget = own.get("budget", largest)
         # Numbers of vllm_xargs may come as floating point.
-        if (
-            isinstance(budget, bool)
-            or not isinstance(budget, int | float)
-            or not 1 <= budget <= largest
-            or budget != int(budget)
-        ):
+        if not isinstance(budget, int | float) or budget is True or not 1 <= budget <= largest or budget != int(budget):
             raise ValueError(f"budget={budget!r} must be an integer from 1 to {largest}, the server's")
         settings = replace(self.section.run, budget=int(budget)).resolved(self.inference, prompt_length)
         schedule, pinned = Schedule.of(settings, prompt_length), count(first_pins(settings))
@@ -133,6 +130,17 @@ def check_settings(run: RunSettings) -> None:
         raise ValueError(f"budget={run.budget}: a page's rows must be known before the start: give an integer")
     if read_protect(run.protect) - {"first"}:
         raise ValueError(f"protect={run.protect!r}: with vLLM requests protect 'first' alone")
+
+
+def untrained() -> str:
+    """The policy of a backbone without heads: the kit's default, or the nearest that a page can hold, and a warning says so."""
+    for name in UNTRAINED[:-1]:
+        try:
+            check_policy(parse_policy(name))
+            return name
+        except ValueError as error:
+            LOG.warning("warning: %s; so it is %s", error, UNTRAINED[-1])
+    return UNTRAINED[-1]
 
 
 def check_policy(policy: Policy) -> None:

@@ -10,7 +10,7 @@ Settings are chosen on ``dev``; what is reported is measured on ``test``, and ``
 when ``test`` was known; ``latest`` for what was settled when ``later`` was, ``newest`` when ``latest`` was, and ``unseen`` when
 ``newest`` was. Packages are downloaded by apt and unpacked into a temporary folder: nothing is installed and no root is needed,
 and no script of theirs runs. The files' hashes are printed, and rows name the hash of the text that they were made of.
-HTML needs ``pip install '.[documents]'``.
+HTML needs ``pip install -e '.[documents]'``.
 """
 
 from __future__ import annotations

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from locret_examples.press import LocretPress
+from locret_examples.press import LocretPress, arguments_for_kvpress
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of, text_config
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.heads import HeadsConfig, RetainingHeads
@@ -99,10 +100,9 @@ def theirs(model: Any, ids: Sequence[int], press: Any) -> list[Tensor]:
         return left
 
     press.compress = watched
-    place_T = torch.arange(len(ids))  # which transformers 5 hands on to kvpress only where it is given
     model.set_attn_implementation("eager" if type(press).__name__ == "ObservedAttentionPress" else "sdpa")
-    with press(model):
-        model(torch.tensor([ids]), past_key_values=DynamicCache(), cache_position=place_T, logits_to_keep=1)
+    with arguments_for_kvpress(model), press(model):
+        model(torch.tensor([ids]), **{CACHE: DynamicCache()}, logits_to_keep=1)
     model.set_attn_implementation("sdpa")
     return kept
 

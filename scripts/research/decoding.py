@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.evals.cells import mean_and_stderr
 from locret_kit.heads import RetainingHeads
@@ -51,7 +52,7 @@ def read(
     logits_1V = prefill(model, list(prompt), cache)[None]
     for start in range(0, len(written), PIECE):
         piece = torch.tensor([written[start : start + PIECE]])
-        after_TV = model(input_ids=piece, past_key_values=cache).logits[0].float()
+        after_TV = model(input_ids=piece, **{CACHE: cache}).logits[0].float()
         logits_TV = torch.cat((logits_1V, after_TV[:-1]))
         nats += float(F.cross_entropy(logits_TV, piece[0], reduction="sum"))
         best += logits_TV.argmax(-1).tolist()

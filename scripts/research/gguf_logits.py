@@ -28,6 +28,7 @@ from torch import Tensor
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.gguf import packed_modules
 from locret_kit.backbones.load import load_backbone, load_tokenizer
+from locret_kit.backbones.releases import CACHE
 from locret_kit.runtime.cpu_decoder import CpuDecoder
 from locret_kit.runtime.provenance import versions
 from locret_kit.samples.haystack import load_text
@@ -47,7 +48,7 @@ def of_prompt(model: torch.nn.Module, ids: list[int]) -> Tensor:
     """The kit's logits ``[T, V]`` of a prompt."""
     with attach(model):
         cache = BoundedCache(2 * len(ids), "streaming", prompt_length=len(ids))
-        return model(input_ids=torch.tensor([ids]), past_key_values=cache).logits[0]
+        return model(input_ids=torch.tensor([ids]), **{CACHE: cache}).logits[0]
 
 
 @torch.inference_mode()
@@ -55,7 +56,7 @@ def of_decoding(model: torch.nn.Module, ids: list[int]) -> Tensor:
     """The same, token by token after the first one."""
     with attach(model):
         cache, step = BoundedCache(2 * len(ids), "streaming", prompt_length=1), CpuDecoder(model)
-        first = model(input_ids=torch.tensor([ids[:1]]), past_key_values=cache).logits[0]
+        first = model(input_ids=torch.tensor([ids[:1]]), **{CACHE: cache}).logits[0]
         return torch.cat([first, *(step([cache], [token]) for token in ids[1:])])
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from locret_kit import Chat, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.cli.eval import main as evaluate
 from locret_kit.evals.cells import mean_and_stderr
 from locret_kit.evals.engine.fidelity import nll_of
@@ -136,7 +137,7 @@ class Reading(Chat):
         logits_TV = prefill(self.model, asked.ids, cache)[None]
         if len(answer) > 1:
             piece = torch.tensor([list(answer[:-1])])
-            more = self.model(input_ids=piece, past_key_values=cache, use_cache=True).logits[0]
+            more = self.model(input_ids=piece, **{CACHE: cache}, use_cache=True).logits[0]
             logits_TV = torch.cat([logits_TV, more.float()])
         given: Any = SimpleNamespace(cache=cache, ids=asked.ids, tokens=array("i", answer))
         self._now = self._ended(asked, question, "", given)

@@ -36,6 +36,7 @@ from transformers import DynamicCache
 from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.backbones.handler import Handler, Softmax
 from locret_kit.backbones.load import load_backbone, resolve_model
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.rope import rotate
 from locret_kit.samples.facts import Fact, make_fact
 from locret_kit.samples.haystack import cut, load_text
@@ -265,9 +266,9 @@ def make_case(args: argparse.Namespace, model: Any, tokenizer: Any, heads: Retai
 def of_full(model: Any, case: Case, some: Sequence[Question]) -> Tensor:
     """The same with full attention."""
     found, full = [], DynamicCache()
-    model(torch.tensor([case.ids]), past_key_values=full, logits_to_keep=1)
+    model(torch.tensor([case.ids]), **{CACHE: full}, logits_to_keep=1)
     for tokens, n in some:
-        logits = model(torch.tensor([tokens]), past_key_values=full).logits
+        logits = model(torch.tensor([tokens]), **{CACHE: full}).logits
         full.crop(-len(tokens))
         found.append(scored(logits, [(tokens, n)]))
     return torch.cat(found, 1)

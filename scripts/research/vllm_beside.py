@@ -46,7 +46,8 @@ def engine(kind: str, budget: int = BUDGET, **rest: Any) -> Any:
     settings = {"budget": budget, "chunk": budget, "stabilizers": 64, "positions": "compact"}
     return LLM(
         BACKBONE, dtype="float32", enforce_eager=True, disable_log_stats=True, enable_prefix_caching=False,
-        additional_config={} if section is None else {"locret": settings | section}, **rest,
+        additional_config={"locret": settings | (section or {})},
+        logits_processors=[] if section is None else ["locret_kit.vllm:Requests"], **rest,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 import locret_kit
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach, load_cache, save_cache
 from locret_kit.backbones.probe import describe
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import BackboneSpec, decoder_of, text_config
 from locret_kit.naming import first_line
 from locret_kit.planning.backbone_sizes import BackboneSizes
@@ -229,7 +230,7 @@ class Subject:
         cache = self.cache("streaming", "original", PROMPT + NEW)
         try:
             with attach(self.model):
-                tokens, logits = self._generated(past_key_values=cache, prefill_chunk_size=CHUNK)
+                tokens, logits = self._generated(**{CACHE: cache}, prefill_chunk_size=CHUNK)
         except Exception as error:
             if not is_refusal(error):
                 self._require_chunks()

@@ -14,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from locret_kit.documents.document import Document
 from locret_kit.vllm.documents import Documents
+from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
+from locret_kit.vllm.worker_state import engine_options
 
 POLICIES = ("locret", "snapkv", "h2o")
 SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16, positions="compact")
@@ -56,7 +58,8 @@ def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, ra
         wanted[policy] += [tiny.kit(model, ids, 24, **SETTINGS, **own) for ids in strangers]
     section = {**SETTINGS, "policy": POLICIES[0], "policies": list(POLICIES[1:]), "heads": heads}
     section["documents"] = str(tmp_path / "library")
-    rest = {"kv_transfer_config": connector(), "tensor_parallel_size": ranks}
+    asking = engine_options(ServerSettings(VllmSettings.read(section)))  # workers of two ranks are other processes
+    rest = {"kv_transfer_config": connector(), "tensor_parallel_size": ranks, **asking}
     with tiny.started(tmp_path / "model", section, **rest) as llm:
         for policy in POLICIES:
             params = SamplingParams(

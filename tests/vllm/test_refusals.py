@@ -1,4 +1,4 @@
-"""Settings that a server refuses, and that a plugin that did not load is an error."""
+"""Settings that a server refuses, and engines and releases that cannot have a bounded cache."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import pytest
 import tiny
 import torch
 import vllm
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.sample.logits_processor import _load_custom_logitsprocs, validate_logits_processors_parameters
 
-from locret_kit.vllm import choice, plugin
+from locret_kit.vllm import choice
 from locret_kit.vllm.ranks import Ranks
 from locret_kit.vllm.refusals import refuse, refuse_engine
 from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
 from locret_kit.vllm.worker import RequestInfo, Worker
+from locret_kit.vllm.worker_state import PROCESSOR, engine_options
 
 SECTION = dict(budget=64, chunk=32, stabilizers=8, local_len=16, policy="streaming")
 
@@ -102,23 +105,34 @@ def test_an_engine_that_is_refused_does_not_start(tmp_path):
             pass
 
 
-def test_a_plugin_that_did_not_load_is_an_error(tmp_path):
-    """As with a VLLM_PLUGINS that leaves it out: attention would be vLLM's own."""
-    tiny.make(tmp_path / "model", "llama")
-    for backend in (AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM):
-        backend.clear_override()
-    try:
-        with pytest.raises(Exception, match="locret_kit's plugin did not load, so vLLM would use full attention"):
-            with tiny.started(tmp_path / "model", SECTION):
-                pass
-    finally:
-        plugin.register()
+@pytest.mark.parametrize("config", [{}, {"locret": []}, {"locret": None}])
+def test_an_engine_that_asks_and_says_no_settings_is_an_error(tmp_path, config):
+    tiny.make(tmp_path, "llama")
+    with pytest.raises(Exception, match="additional_config must hold the settings of locret_kit.vllm:Requests"):
+        with tiny.started(tmp_path, SECTION, additional_config=config):
+            pass
 
 
-def test_another_release_is_refused_by_name(monkeypatch):
+def test_another_release_is_refused_by_name_where_an_engine_asks(monkeypatch):
+    """As vLLM asks: by the name of the logits processor."""
     monkeypatch.setattr(vllm, "__version__", "0.33.1+cpu")
-    with pytest.raises(RuntimeError, match=r"vllm==0.33.1: locret_kit's plugin takes 0.32.0 alone"):
-        plugin.check_version()
+    with pytest.raises(RuntimeError, match=r"vllm==0.33.1: locret_kit takes 0.32.0 alone"):
+        _load_custom_logitsprocs([PROCESSOR])
+
+
+def test_settings_of_ones_own_are_refused_where_the_servers_are_not_known():
+    """As in the process of ``vllm serve`` that takes requests: a worker that refuses them would end the engine for everybody."""
+    for own in ({"budget": 16}, {"policy": "knorm"}):
+        with pytest.raises(VLLMValidationError, match="a request has settings of its own where locret-vllm started"):
+            validate_logits_processors_parameters([PROCESSOR], SamplingParams(extra_args=own))
+    validate_logits_processors_parameters([PROCESSOR], SamplingParams(extra_args={"of another": 1}))
+    engine_options(ServerSettings(VllmSettings(budget=64, chunk=32, policy="knorm")))
+    try:
+        validate_logits_processors_parameters([PROCESSOR], SamplingParams(extra_args={"budget": 48}))
+        with pytest.raises(VLLMValidationError, match="budget=65 must be an integer from 1 to 64, the server's"):
+            validate_logits_processors_parameters([PROCESSOR], SamplingParams(extra_args={"budget": 65}))
+    finally:
+        tiny.forget()
 
 
 def test_attention_of_another_kind_is_an_error(tmp_path, monkeypatch):

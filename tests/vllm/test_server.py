@@ -191,12 +191,6 @@ def test_a_budget_of_ones_own_and_what_is_refused(client, document):
             ask(client, **rest)
 
 
-def test_a_plugin_that_does_not_load_is_an_error_before_anything_starts(monkeypatch, capsys):
-    monkeypatch.setattr("vllm.plugins.load_plugins_by_group", lambda group: {})
-    assert main(["--ckpt", str(HEADS)]) == 1
-    assert "vLLM does not load locret_kit's entry point of vllm.general_plugins" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -17,9 +17,10 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.v1.attention import selector
 
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.heads import HeadsConfig, RetainingHeads
-from locret_kit.vllm.worker_state import State
+from locret_kit.vllm.worker_state import PROCESSOR, State
 
 COMMON = dict(
     vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -94,7 +95,7 @@ def options(section: dict[str, Any] | None) -> dict[str, Any]:
     return dict(
         dtype="float32", enforce_eager=True, max_model_len=2048, kv_cache_memory_bytes=8 << 20, max_num_seqs=8,
         max_num_batched_tokens=48, skip_tokenizer_init=True, disable_log_stats=True, enable_prefix_caching=False,
-        additional_config={} if section is None else {"locret": section},
+        **({} if section is None else {"additional_config": {"locret": section}, "logits_processors": [PROCESSOR]}),
     )  # fmt: skip
 
 
@@ -142,7 +143,7 @@ def kit(
         new = torch.tensor([list(ids)[seen:]])
         for _ in range(tokens):
             at = torch.arange(seen, seen + new.shape[1])[None]
-            logits = model(new, past_key_values=cache, position_ids=at).logits[0, -1]
+            logits = model(new, **{CACHE: cache}, position_ids=at).logits[0, -1]
             seen += new.shape[1]
             out.append(int(logits.argmax()))
             new = torch.tensor([[out[-1]]])

@@ -219,3 +219,15 @@ using Sum = float;
 extern "C" void locret_step(const Decoder *m, i64 N, const i64 *ids, const Rows *rows, void *logits, void *seen, int threads) {
     Step<Weight, Sum>(*m, N, ids, rows, (Sum *)logits, (Sum *)seen, threads).run();
 }
+
+// Writes 1 where `half` holds every bit of a matrix of `count` numbers in float32, 0 where it does not.
+extern "C" void locret_holds(const uint32_t *weight, const uint16_t *half, i64 count, i64 *same, int threads) {
+    constexpr i64 AT_ONCE = 4096;
+    uint32_t other = 0;
+#pragma omp parallel for num_threads(threads) reduction(| : other)
+    for (i64 from = 0; from < count; from += AT_ONCE) {
+        const i64 end = std::min(from + AT_ONCE, count);
+        for (i64 i = from; i < end; i++) other |= weight[i] ^ uint32_t(half[i]) << 16;
+    }
+    *same = !other;
+}

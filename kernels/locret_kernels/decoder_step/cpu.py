@@ -61,7 +61,9 @@ def load(dtype: torch.dtype, channels: int) -> cpp.Library:
         raise cpp.Unavailable(f"weights of {str(dtype).removeprefix('torch.')}")
     options = cpp.head_options(dtype, channels)
     p, n, i = cpp.ADDRESS, cpp.NUMBER, cpp.INT
-    return cpp.load(Path(__file__).with_name("cpu.cpp"), *options, locret_step=(p, n, p, p, p, p, i))
+    return cpp.load(
+        Path(__file__).with_name("cpu.cpp"), *options, locret_step=(p, n, p, p, p, p, i), locret_holds=(p, p, n, p, i)
+    )
 
 
 @cache

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from .. import cpp
 
 ADVICE = 14
 """``MADV_HUGEPAGE`` on Linux."""
@@ -20,30 +23,44 @@ class Halves:
 
     Args:
         weights: those of which ``of`` may be asked, each once; what is not float32 takes no room.
+        library: the compiled step's.
 
     Attributes:
         read: bytes of the weights that were asked for, halved or not.
     """
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
+    def __init__(self, weights: Iterable[Tensor], library: cpp.Library) -> None:
         self._room = torch.empty(sum(_room_of(x) for x in weights), dtype=torch.bfloat16)
+        self._library, self._copied = library, list[tuple[Tensor, Tensor]]()
         self._used = self.read = 0
         ask_for_large_pages(self._room)
 
     def of(self, weight: Tensor) -> Tensor | None:
-        """The weight in bfloat16; None where that changes a number, or where its changes cannot be noticed."""
+        """The weight in bfloat16; None where that changes a number."""
         half = None
         if room := _room_of(weight):
             half = self._room[self._used : self._used + weight.numel()].view(weight.shape).copy_(weight.detach())
-            half = half if torch.equal(half.float(), weight) else None
-            self._used += 0 if half is None else room
+            half = half if self._holds(weight, half) else None
+        if half is not None:
+            self._used += room
+            self._copied.append((weight, half))
         self.read += weight.nbytes if half is None else half.nbytes
         return half
 
+    def hold(self) -> bool:
+        """Whether every copy is what its weight is now: all numbers are read, at the speed of memory."""
+        return all(self._holds(weight, half) for weight, half in self._copied)
+
+    def _holds(self, weight: Tensor, half: Tensor) -> bool:
+        same = np.zeros(1, np.int64)
+        self._library.locret_holds(
+            weight.data_ptr(), half.data_ptr(), weight.numel(), same.ctypes.data, torch.get_num_threads()
+        )
+        return bool(same[0])
+
 
 def _room_of(weight: Tensor) -> int:
-    known = weight.dtype == torch.float32 and not weight.is_inference()  # those of inference mode have no version
-    return -(-weight.numel() // ALIGNED) * ALIGNED if known else 0
+    return -(-weight.numel() // ALIGNED) * ALIGNED if weight.dtype == torch.float32 else 0
 
 
 def ask_for_large_pages(x: Tensor) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
@@ -121,10 +123,7 @@ def config_of(file: GgufFile, name: str) -> PreTrainedConfig:
         ValueError: an architecture that is not mapped, or a field or scaling that cannot be restored; it is named.
     """
     if file.architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"architecture={file.architecture!r:.60} of a GGUF file is not mapped; there are: {', '.join(ARCHITECTURES)}. Give "
-            "the model's own folder or Hub id"
-        )
+        return _by_transformers(file, name)
     fields = ModelFields(file)
     values = {**_common(fields), **ARCHITECTURES[file.architecture](fields)}
     fields.check_unread()
@@ -137,6 +136,33 @@ def config_of(file: GgufFile, name: str) -> PreTrainedConfig:
     return config
 
 
+def _by_transformers(file: GgufFile, name: str) -> PreTrainedConfig:
+    """The configuration that transformers reads. Its older reader is not asked: it leaves out fields that it does not know."""
+    known: tuple[str, ...] = ()
+    with suppress(ImportError):  # older releases
+        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+
+        known = tuple(GGUF_CONFIG_ARCHS)
+    if file.architecture not in known:
+        theirs = ", ".join(known) or "none; 5.24 reads qwen35, qwen35moe, lfm2"
+        raise ValueError(
+            f"architecture={file.architecture!r:.60} of a GGUF file is not mapped; there are: {', '.join(ARCHITECTURES)}; by "
+            f"transformers {transformers.__version__}: {theirs}. Give the model's own folder or Hub id"
+        )
+    if len({tensor.path for tensor in file.tensors.values()}) > 1:
+        raise ValueError(f"architecture={file.architecture!r} in parts: join them first (llama-gguf-split --merge)")
+    config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name).get_text_config(decoder=True)
+    config._name_or_path, config.eos_token_id = name, _ends(file)
+    return config
+
+
+def _ends(file: GgufFile) -> int | list[int] | None:
+    """Tokens that end an answer."""
+    by_text = [i for i, token in enumerate(file.tokens) if token in END_TOKENS]
+    ends = list(dict.fromkeys([*(i for i in map(file.token_id, ENDS) if i is not None), *by_text]))
+    return ends[0] if len(ends) == 1 else ends or None
+
+
 def _common(fields: ModelFields) -> ConfigFields:
     tensors, ids, hidden = fields.file.tensors, fields.file.token_id, fields.size("embedding_length")
     if "token_embd.weight" not in tensors:
@@ -144,8 +170,6 @@ def _common(fields: ModelFields) -> ConfigFields:
     if (shape := tensors["token_embd.weight"].shape)[1:] != (hidden,):
         raise ValueError(f"token_embd.weight is {shape}, expected rows of embedding_length={hidden}")
     heads = fields.size("attention.head_count")
-    by_text = [i for i, token in enumerate(fields.file.tokens) if token in END_TOKENS]
-    ends = list(dict.fromkeys([*(i for i in map(ids, ENDS) if i is not None), *by_text]))
     return dict(
         model_type=fields.file.architecture,
         vocab_size=shape[0],
@@ -158,7 +182,7 @@ def _common(fields: ModelFields) -> ConfigFields:
         max_position_embeddings=fields.size("context_length"),
         tie_word_embeddings="output.weight" not in tensors,
         bos_token_id=ids("bos"),
-        eos_token_id=ends[0] if len(ends) == 1 else ends or None,
+        eos_token_id=_ends(fields.file),
         pad_token_id=ids("padding"),
         head_dim=fields.head_dim,
     )

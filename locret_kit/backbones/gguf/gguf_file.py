@@ -21,6 +21,8 @@ from torch import Tensor
 
 from locret_kernels.product import FORMATS
 
+from .gguf_place import part_names
+
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 MAX_HEAD, MAX_NAME, MAX_ENTRIES, MAX_DIMENSIONS = 1 << 27, 256, 1 << 16, 4
 """Bytes before the tensors and of a name, fields or tensors, and dimensions of a tensor. Models have some 20 MiB, for
@@ -41,8 +43,9 @@ MIXTURES = {14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M"}
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor's type, its shape in PyTorch's order, and its place in the file, in bytes."""
+    """A tensor's type, its shape in PyTorch's order, and its place in its file, in bytes."""
 
+    path: Path
     form: str
     shape: tuple[int, ...]
     start: int
@@ -63,9 +66,10 @@ class Words:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The head of a file.
+    """The head of a file, or of all parts of one.
 
     Attributes:
+        path: of the first part, which has the fields.
         fields: values by their names; arrays of numbers are NumPy's.
     """
 
@@ -105,13 +109,14 @@ class GgufFile:
         return sum(prod(tensor.shape) for tensor in self.tensors.values() if tensor.form in FLOATS)
 
     @cached_property
-    def _mapped(self) -> Tensor:
-        return torch.from_file(str(self.path), shared=False, size=self.path.stat().st_size, dtype=torch.uint8)
+    def _mapped(self) -> dict[Path, Tensor]:
+        paths = {tensor.path for tensor in self.tensors.values()}
+        return {p: torch.from_file(str(p), shared=False, size=p.stat().st_size, dtype=torch.uint8) for p in paths}
 
     def tensor(self, name: str) -> Tensor:
         """A tensor where it lies: packed ones as rows of bytes (uint8), others in their own type."""
         place = self.tensors[name]
-        data = self._mapped[place.start : place.start + place.nbytes]
+        data = self._mapped[place.path][place.start : place.start + place.nbytes]
         if place.form in FLOATS:
             return data.view(FLOATS[place.form]).view(place.shape)
         return data.view(*place.shape[:-1], FORMATS[place.form].row_bytes(place.shape[-1]))
@@ -202,17 +207,55 @@ class _Head:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """The head of a file.
+    """The head of a file, or of all parts of which ``path`` is one.
 
     Raises:
-        ValueError: it is no GGUF file, damaged, cut off, one of several parts, or of types that are not read; one line.
+        ValueError: it is no GGUF file, damaged, cut off, or of types that are not read; a part is missing or another model's.
+            One line.
     """
-    state = path.stat()
-    return _opened(path, state.st_size, state.st_mtime_ns)
+    parts = [part for name in part_names(path.name) if (part := path.with_name(name)).is_file()]
+    states = [part.stat() for part in parts]
+    return _opened(path, tuple(parts), tuple((state.st_size, state.st_mtime_ns) for state in states))
 
 
 @lru_cache(maxsize=2)
-def _opened(path: Path, size: int, _changed: int) -> GgufFile:
+def _opened(path: Path, there: tuple[Path, ...], _states: tuple[tuple[int, int], ...]) -> GgufFile:
+    first, tensors = _read_head(path)
+    if (count := first.get("split.count", 1)) not in (0, 1):  # 0 in a file that was joined
+        parts, tensors = [path.with_name(name) for name in part_names(path.name)], {}
+        if len(parts) != count:
+            raise ValueError(f"{path} is one of {count!r:.60} parts: it must be named so, NAME-00001-of-00002.gguf")
+        if missing := [part.name for part in parts if part not in there]:
+            raise ValueError(
+                f"{path.name} is one of {count} parts, and beside it these are missing: {', '.join(missing[:3])}"
+            )
+        first, _ = _read_head(parts[0])
+        for number, part in enumerate(parts):
+            fields, more = _read_head(part)
+            for name, value in {**first, "split.no": number, "split.count": count}.items():
+                if (
+                    isinstance(value, int | str)
+                    and fields.get(name, None if name.startswith("split.") else value) != value
+                ):
+                    raise ValueError(
+                        f"{part} is a part of another model: {name}={fields.get(name)!r:.60} must be {value!r:.60}"
+                    )
+            if twice := tensors.keys() & more.keys():
+                raise ValueError(f"{part}: {min(twice)} is in another part, too")
+            tensors |= more
+        path = parts[0]
+        if first.get("split.tensors.count", len(tensors)) != len(tensors):
+            raise ValueError(
+                f"{path}: its parts hold {len(tensors)} tensors, split.tensors.count={first['split.tensors.count']}"
+            )
+    if not any(name.startswith("blk.") for name in tensors):
+        raise ValueError(f"{path} holds no layers of a model")
+    return GgufFile(path, first, tensors)
+
+
+def _read_head(path: Path) -> tuple[dict[str, object], dict[str, FileTensor]]:
+    """Fields and tensors of one file."""
+    size = path.stat().st_size
     if size < len(MAGIC) + 20:
         raise ValueError(f"{path} is no GGUF file")
     with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -229,27 +272,25 @@ def _opened(path: Path, size: int, _changed: int) -> GgufFile:
         except (ValueError, KeyError) as error:
             raise ValueError(f"{path} is damaged: its head cannot be read ({type(error).__name__}: {error})") from error
         at = head.at
-    if isinstance(parts := fields.get("split.count"), int) and parts > 1:
-        raise ValueError(f"{path} is one of {parts} parts: join them with llama.cpp's llama-gguf-split --merge")
     alignment = fields.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 4 or alignment % 4:
         raise ValueError(f"{path}: general.alignment={alignment!r:.60} must be a multiple of 4")
     start = -(-at // alignment) * alignment
-    tensors = {name: _placed(name, *place, start, alignment) for name, place in places.items()}
+    tensors = {name: _placed(path, name, *place, start, alignment) for name, place in places.items()}
     if any(tensor.start + tensor.nbytes > size for tensor in tensors.values()):
         raise ValueError(f"{path} is cut off: it lacks bytes of its tensors")
-    if not any(name.startswith("blk.") for name in tensors):
-        raise ValueError(f"{path} holds no layers of a model")
-    return GgufFile(path, fields, tensors)
+    return fields, tensors
 
 
-def _placed(name: str, shape: tuple[int, ...], kind: int, offset: int, start: int, alignment: int) -> FileTensor:
+def _placed(
+    path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int, alignment: int
+) -> FileTensor:
     """A tensor that lies so far after ``start``."""
     form = TYPES.get(kind, f"number {kind}")
     if offset % alignment:
         raise ValueError(f"{name}: offset={offset} must be a multiple of general.alignment={alignment}")
     if form in FLOATS:
-        return FileTensor(form, shape, start + offset, prod(shape) * FLOATS[form].itemsize)
+        return FileTensor(path, form, shape, start + offset, prod(shape) * FLOATS[form].itemsize)
     if form not in FORMATS:
         raise ValueError(f"{name} is of type {form}, which is not read; these are: {', '.join([*FORMATS, *FLOATS])}")
-    return FileTensor(form, shape, start + offset, prod(shape[:-1]) * FORMATS[form].row_bytes(shape[-1]))
+    return FileTensor(path, form, shape, start + offset, prod(shape[:-1]) * FORMATS[form].row_bytes(shape[-1]))

@@ -6,9 +6,13 @@ names, llama.cpp's ``convert_hf_to_gguf.py`` for what it changes.
 
 from __future__ import annotations
 
+import logging
 import re
+from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -17,6 +21,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from .gguf_config import FACTORS, LONG, SHORT
 from .gguf_file import FLOATS, GgufFile
 from .packed_modules import PackedEmbedding, PackedLinear
+
+logger = logging.getLogger(__name__)
 
 _LLAMA = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -52,6 +58,10 @@ def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
     Raises:
         ValueError: a tensor that the architecture does not have, lacks, or has in another shape; it is named.
     """
+    if file.architecture not in LAYER_NAMES:
+        said = "%s: its matrices are unpacked, which takes the memory of a model of %s: %s is read by transformers"
+        logger.warning(said, file.path.name, str(dtype).removeprefix("torch."), file.architecture)
+        return unpacked(file.path, dtype, config=config)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -85,6 +95,25 @@ def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
     _tie(model, config)
     if absent := [name for name, weight in model.named_parameters() if weight.is_meta]:
         raise ValueError(f"weights are missing: {', '.join(absent[:3])}" + " and more" * (len(absent) > 3))
+    return model
+
+
+def unpacked(path: Path, dtype: torch.dtype, **more: PreTrainedConfig) -> PreTrainedModel:
+    """The model that transformers reads out of a file, every matrix in plain numbers.
+
+    Raises:
+        ValueError: weights are missing, or have another shape.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    if hasattr(transformers, "GgufConfig"):  # newer releases keep the weights packed unless told not to
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options, **more)
+    model, found = loaded
+    if absent := sorted([*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]):
+        raise ValueError(f"weights are missing: {', '.join(absent[:3])}" + " and more" * (len(absent) > 3))
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
     return model
 
 

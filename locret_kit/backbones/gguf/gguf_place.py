@@ -8,7 +8,7 @@ from pathlib import Path
 from ...hub import pull
 
 HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>.+\.gguf)|:(?P<tag>[\w.-]+))\Z", re.IGNORECASE)
-
+PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.gguf)\Z", re.IGNORECASE)
 TYPES_AT_END = re.compile(r"[-._](gguf|b?f(16|32)|(ud-)?i?q\d(_\w+)?)\Z", re.IGNORECASE)
 
 
@@ -21,27 +21,49 @@ def model_name(name: str) -> str:
     """Name of the model that a file is of: ``SmolLM2-135M-Instruct`` of ``SmolLM2-135M-Instruct.Q4_1.gguf`` and
     of ``user/SmolLM2-135M-Instruct-GGUF:Q4_K_M``, as files are named."""
     match = HUB.match(name)
-    stem = match["repo"].split("/")[1] if match is not None and match["tag"] else Path(name).stem
+    part = PART.match(name)
+    stem = (
+        match["repo"].split("/")[1]
+        if match is not None and match["tag"]
+        else Path(part["stem"] if part else name[:-5]).name
+    )
     return TYPES_AT_END.sub("", stem)
 
 
+def part_names(name: str) -> list[str]:
+    """Names of all parts of a file of which one is named so, ``NAME-00001-of-00002.gguf``; of a whole file its own."""
+    match = PART.match(name)
+    numbers = range(1, int(match["count"]) + 1) if match else ()
+    return [f"{match['stem']}-{n:05}-of-{match['count']}{match['suffix']}" for n in numbers if match] or [name]
+
+
 def pull_gguf(name: str, revision: str | None = None) -> Path:
-    """The path, in the Hub's cache, of a file that is downloaded unless it is there.
+    """The path, in the Hub's cache, of a file that is downloaded unless it is there: of the first of its parts, with all others.
 
     Raises:
-        FileNotFoundError: no name of the Hub's, or no such repository. ValueError: it has no such file, or several.
+        FileNotFoundError: no name of the Hub's, or no such repository. ValueError: it has no such file, several, or lacks a part.
     """
     match = HUB.match(name)
     if match is None:
         raise FileNotFoundError(f"model={name!r}: no such file")
-    ending = None if match["file"] else re.compile(rf"(^|.*[-._/]){re.escape(match['tag'])}\.gguf\Z", re.IGNORECASE)
+    ending = (
+        None
+        if match["file"]
+        else re.compile(rf"(^|.*[-._/]){re.escape(match['tag'])}(-\d{{5}}-of-\d{{5}})?\.gguf\Z", re.IGNORECASE)
+    )
 
     def choose(names: list[str]) -> list[str]:
         files = [file for file in names if file.lower().endswith(".gguf")]
         chosen = [file for file in files if (file == match["file"] if ending is None else ending.match(file))]
+        chosen = list({part_names(file)[0]: None for file in chosen})
         if len(chosen) != 1:
             there = ", ".join(files[:8]) + " and more" * (len(files) > 8) or "none"
             raise ValueError(f"model={name!r} names {len(chosen)} files of {match['repo']}; of GGUF there are: {there}")
-        return chosen
+        parts = part_names(chosen[0])
+        if missing := [file for file in parts if file not in files]:
+            raise ValueError(
+                f"model={name!r} is in {len(parts)} parts, of which {match['repo']} lacks {', '.join(missing[:3])}"
+            )
+        return parts
 
     return pull(match["repo"], choose, field="model", revision=revision)[0]

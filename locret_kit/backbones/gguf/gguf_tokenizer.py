@@ -22,18 +22,21 @@ UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{{0}}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{{0}}"
 LLAMA3 = rf"(?i:{ENDINGS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}"
 QWEN2 = rf"(?i:{ENDINGS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{REST}"
+MARKS = r"[\p{L}\p{M}]"
+QWEN35 = QWEN2.replace(r"\p{L}+", MARKS + "+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 SLASHED = REST.replace(r"[\r\n]*|", r"[\r\n/]*|", 1)
 TEKKEN = rf"{CASED.replace('{0}', '')}|\p{{N}}|{SLASHED}"
 GPT4O = rf"{CASED.replace('{0}', f'(?i:{ENDINGS})?')}|\p{{N}}{{1,3}}|{SLASHED}"
 SPLITS: dict[str, str | None] = {
     "gpt-2": None, "smollm": None, "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "smaug-bpe": LLAMA3, "dbrx": LLAMA3,
     "qwen2": QWEN2, "deepseek-r1-qwen": QWEN2, "tekken": TEKKEN, "gpt-4o": GPT4O,
+    "qwen35": QWEN35, "lfm2": LLAMA3,
 }  # fmt: skip
 """``tokenizer.ggml.pre`` of byte-level vocabularies -> the pattern of a piece; None is GPT-2's own."""
 DIGITS_APART = ("smollm",)
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken", "lfm2")
 """Names under which a piece that is a token is not merged anew, and a text begins with a token unless the file says otherwise."""
-COMPOSED = ("qwen2", "deepseek-r1-qwen")
+COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")
 """Names under which a text is normalised (NFC)."""
 UNPREFIXED = ("gemma3",)
 """Architectures whose texts get no space before them, whose spaces end a piece, and whose scores say nothing."""

@@ -28,7 +28,7 @@ from ...cache.bounded import BoundedCache
 from ...naming import nearest
 from ...runtime.session import Sampling, decode, prefill, stop_ids
 from ...runtime.tokens import stream_ids
-from ...text.untrusted import defused_values
+from ...text.template import render
 from ...validation import made
 from .fidelity import nll_reading, score_continuation
 from .measure import cache_for
@@ -99,13 +99,7 @@ class LocretLM(TemplateLM):
         return list(stream_ids(self.tokenizer, [string], special=add_special_tokens))
 
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
-        made = self.tokenizer.apply_chat_template(
-            defused_values(self.tokenizer, chat_history),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-        return str(made)
+        return render(self.tokenizer, chat_history, add_generation_prompt, continued=not add_generation_prompt)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: object

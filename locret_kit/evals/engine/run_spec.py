@@ -50,6 +50,11 @@ class Setup:
     max_new_tokens: int | None = None
     """Answer tokens of every task; None takes each task's own."""
 
+    def __post_init__(self) -> None:
+        from ...backbones.wrapped import unwrapped
+
+        self.model = unwrapped(self.model)
+
 
 @dataclass(frozen=True)
 class Variant:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import groupby
@@ -105,7 +106,7 @@ def _line(row: Row) -> str:
 
 
 def check(run: Run) -> None:
-    """Build every variant's cache and look up every metric, so that a wrong setting is an error now."""
+    """Build every variant's cache and try every metric, so that a wrong setting or a missing library is an error now."""
     for variant in run.variants:
         kinds = [task.kind for task in run.tasks]
         if is_oracle(variant.policy):
@@ -116,7 +117,9 @@ def check(run: Run) -> None:
             cache_for(run.setup, variant, min(run.lengths))
     for task in run.tasks:
         if task.kind in ("answer", "fidelity"):
-            get_metric(task.metric)
+            metric = get_metric(task.metric)
+            with suppress(KeyError, ValueError):  # its references have another form
+                metric("1", "1", {})
         for length in run.lengths:
             check_length(run.setup, task, length)
 

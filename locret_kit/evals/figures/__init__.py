@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ...config.figure_options import Look
-from ...naming import nearest
+from ...naming import install_line, nearest
 
 
 @dataclass(frozen=True)
@@ -69,5 +69,5 @@ def draw(name: str, source: object, folder: Path, look: Look | None = None) -> l
     try:
         from . import style
     except ModuleNotFoundError as error:
-        raise ImportError(f"{error}: in the clone, pip install '.[eval]'") from error
+        raise ImportError(f"{error}: {install_line('eval')}") from error
     return style.draw(getattr(import_module(f".{module}", __name__), function), source, folder, name, look)

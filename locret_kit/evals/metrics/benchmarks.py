@@ -38,6 +38,17 @@ def qa_f1(output: str, answer: Answer, extra: Extra) -> Figures:
     return {"f1": best(lambda o, a: f1(normalize(o).split(), normalize(a).split()), output, answer)}
 
 
+def contains(output: str, answer: Answer, extra: Extra) -> Figures:
+    """Whether an accepted answer stands in the output, and the best word F1; whole words, after SQuAD's normalisation."""
+    letter = r"[^\W\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]"  # of scripts that put spaces between words
+
+    def stands(output: str, answer: str) -> bool:
+        wanted = normalize(answer)
+        return bool(wanted and re.search(f"(?<!{letter}){re.escape(wanted)}(?!{letter})", normalize(output)))
+
+    return {"contains": best(stands, output, answer), **qa_f1(output, answer, extra)}
+
+
 def qa_f1_characters(output: str, answer: Answer, extra: Extra) -> Figures:
     """F1 over Chinese characters (InfiniteBench's Zh.QA)."""
     return {"f1": best(lambda o, a: f1(normalize_zh(o), normalize_zh(a)), output, answer)}
@@ -199,6 +210,7 @@ def code_similarity(output: str, answer: Answer, extra: Extra) -> Figures:
 
 
 METRICS: dict[str, Metric] = {
+    "contains": contains,
     "qa_f1": qa_f1,
     "qa_f1_first_line": of_first_line(qa_f1),
     "qa_f1_characters": qa_f1_characters,

@@ -12,6 +12,7 @@ from importlib import import_module
 from tempfile import TemporaryDirectory
 from types import ModuleType
 
+from ...naming import install_line
 from . import Answer
 
 Figures = dict[str, float]
@@ -30,7 +31,7 @@ def library(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ImportError(f"this needs {name.split('.')[0]}: in the clone, pip install '.[eval]'") from error
+        raise ImportError(f"this needs {name.split('.')[0]}: {install_line('eval')}") from error
 
 
 def normalize(text: str) -> str:

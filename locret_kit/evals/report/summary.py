@@ -20,6 +20,8 @@ UNITS: dict[Interval, str] = {
     "wilson": "mean; of shares Wilson's 95% interval, else ± standard error",
 }
 """Unit of a table's figures."""
+ENOUGH = 10
+"""Examples from which on a mean may lead its column: with fewer, chance orders policies."""
 
 
 def usual_samples(cells: Iterable[Cell], length: int, budget: float) -> str:
@@ -100,8 +102,8 @@ def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
 
 
 def _figures(row: Row) -> list[str]:
-    """A row's main figure, and where it has them the two by which texts are compared and the likelihood."""
-    return list(dict.fromkeys([row.metric, *(name for name in ("rougeL", "bleu", "nll") if name in row.scores)]))
+    """A row's main figure, and where it has them F1 of words, the two by which texts are compared and the likelihood."""
+    return list(dict.fromkeys([row.metric, *(name for name in ("f1", "rougeL", "bleu", "nll") if name in row.scores)]))
 
 
 def _by_figure(row: Row, name: str) -> Row:
@@ -163,11 +165,12 @@ def column(
 
 
 def leaders(cells: Sequence[Cell | None]) -> list[int]:
-    """Numbers of the cells with the best mean, to the digits shown. None where all of these are as good, or there is but one."""
+    """Numbers of the cells with the best mean, to the digits shown, of `ENOUGH` examples. None where all of these are as good, or
+    there is but one."""
     means = {
         i: round(cell.mean, 2) * (-1 if cell.metric in LIKELIHOOD else 1)
         for i, cell in enumerate(cells)
-        if cell is not None and cell.mean is not None
+        if cell is not None and cell.mean is not None and cell.n >= ENOUGH
     }
     best = [i for i, mean in means.items() if mean == max(means.values())]
     return best if len(best) < len(means) else []

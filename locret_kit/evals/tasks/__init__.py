@@ -122,7 +122,12 @@ def haystack_name(haystack: str) -> str:
 
 
 def find_tasks(
-    names: Sequence[str], *, haystacks: Sequence[str] = ("repeated",), data: Sequence[str] = (), samples: int = 20
+    names: Sequence[str],
+    *,
+    haystacks: Sequence[str] = ("repeated",),
+    data: Sequence[str] = (),
+    samples: int = 20,
+    metric: str = "contains",
 ) -> list[Task]:
     """The tasks of the names, one for each haystack where a task has one, each once.
 
@@ -132,12 +137,15 @@ def find_tasks(
         haystacks: 'repeated', or what `samples.haystack.load_text` takes.
         data: folders that hold the benchmarks' files; the Hub is asked for what they lack.
         samples: how many records to read of each data set.
+        metric: of files of records.
 
     Raises:
         ValueError: an unknown task; suggests the nearest; or two haystacks or files of one name. FileNotFoundError: a
             haystack, a file or a data set is missing.
     """
     files = [plain for name in names if is_file_of_records(plain := name.rpartition(":")[2])]
+    if metric != "contains" and not files:
+        raise ValueError(f"metric={metric} is for files of questions, and tasks={','.join(names)} has none")
     for what, places in (("haystacks", haystacks), ("tasks", files)):
         known: dict[str, str] = {}
         for place in places:
@@ -153,13 +161,13 @@ def find_tasks(
                 f"task={name!r}: {prefix!r} is unknown.{nearest(prefix, AGAINST_FULL)} Known: {', '.join(AGAINST_FULL)}"
             )
         for full in [name] if is_file_of_records(name) else row_names(name):
-            for task in _tasks_of(full.rpartition(":")[2], haystacks, data, samples):
+            for task in _tasks_of(full.rpartition(":")[2], haystacks, data, samples, metric):
                 task = AGAINST_FULL[prefix](task) if colon else task
                 tasks[task.name, task.haystack] = task
     return list(tasks.values())
 
 
-def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples: int) -> list[Task]:
+def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples: int, metric: str) -> list[Task]:
     if name in STANDALONE_TASKS:
         return [STANDALONE_TASKS[name]()]
     if name in entries():
@@ -170,7 +178,7 @@ def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples:
     if name in REAL_TEXT_TASKS:
         return [_over(REAL_TEXT_TASKS[name], haystack) for haystack in real or [DEFAULT_REAL_TEXT]]
     if is_file_of_records(name):
-        return [records_task(name, samples)]
+        return [records_task(name, samples, metric)]
     known = [*known_tasks(), *GROUPS]
     raise ValueError(f"task={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}")
 

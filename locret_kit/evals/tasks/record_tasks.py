@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...naming import blaming
 from ...samples.records import SUFFIXES, read_records, to_messages
+from ..metrics.benchmarks import get_metric
 from .document_tasks import TaskEntry, task_of
 from .task import Task
 
@@ -16,19 +17,24 @@ def is_file_of_records(name: str) -> bool:
     return name.endswith(SUFFIXES)
 
 
-def records_task(path: str, samples: int) -> Task:
+def records_task(path: str, samples: int, metric: str = "contains") -> Task:
     """The task of a file's first ``samples`` questions, named as the file is. A prompt is all that comes before the last
-    answer, through the chat template where there is one, and loses its middle where it is too long; the metric is the best
-    word F1 over the accepted answers (a list ``answers`` has several). A record's list ``instructions`` are as many questions.
+    answer, through the chat template where there is one, and loses its middle where it is too long; the metric takes the best of
+    the accepted answers (a list ``answers`` has several). A record's list ``instructions`` are as many questions.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, or a record is of no known schema; names the record.
+        ValueError: it cannot be read, or a record is of no known schema; names the record. A metric that is unknown, or needs
+            more than accepted answers.
     """
+    score = get_metric(metric)
+    with blaming(f"metric={metric} needs more than a list of accepted answers", KeyError, ValueError):
+        if next(iter(score("1", ["1"], {}).values())) < 0.99:
+            raise ValueError("an answer that is in it is wrong")
     if not Path(path).is_file():
         raise FileNotFoundError(f"task={path}: there is no such file")
     name = Path(path).name
-    entry = TaskEntry(name, "{prompt}", "qa_f1", file=name, hub={}, answer="answer")
+    entry = TaskEntry(name, "{prompt}", metric, file=name, hub={}, answer="answer")
     return task_of(entry, enumerate(_questions(path)), samples)
 
 

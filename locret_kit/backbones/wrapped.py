@@ -1,0 +1,65 @@
+"""Models that another library wraps: what they wrap is met in their place."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .undo import Undo
+
+LIBRARIES = ("torch", "peft", "deepspeed", "lightning", "pytorch_lightning")
+INNER = ("_orig_mod", "module", "base_model", "model", "_forward_module")
+"""Names by which wrappers of these libraries hold a model: ``torch.compile``, parallelism, PEFT (two), Fabric."""
+SHARDED = ("FullyShardedDataParallel", "FSDPModule")
+
+
+def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
+    """The model of transformers inside of wrappers; adapters of PEFT within its layers stay. What is no module is as it was.
+
+    Raises:
+        ValueError: a wrapper that acts beside the model, one that keeps its weights, or one that is not known.
+    """
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        name, library = type(inner).__name__, type(inner).__module__.partition(".")[0]
+        if any(kind.__name__ in SHARDED for kind in type(inner).__mro__):
+            raise ValueError(
+                f"{name} keeps its weights in shards: pass the model before it is sharded, whole on each rank"
+            )
+        if isinstance(inner, PreTrainedModel) or hasattr(inner, "description"):  # a stand-in (``Described``) has one
+            return cast(PreTrainedModel, inner)
+        held = [x for known, x in inner._modules.items() if known in INNER and library in LIBRARIES]
+        if not held:
+            raise ValueError(f"{name} is not known as a wrapper: pass the model of transformers that it holds")
+        if library == "peft":
+            _check_adapters(inner)
+        inner = held[0]
+    return inner
+
+
+def _check_adapters(model: Any) -> None:
+    """Raise ValueError where an adapter of PEFT acts on a text beside the layers."""
+    for name in model.active_adapters:
+        config = model.peft_config[name]
+        kind = str(config.peft_type).removeprefix("PeftType.")
+        beside = config.is_prompt_learning or kind == "XLORA" or getattr(config, "alora_invocation_tokens", None)
+        if beside:
+            raise ValueError(
+                f"{type(model).__name__}: adapter {name!r} ({kind}) acts beside the layers, where no bounded cache sees it: "
+                "pass the model without it, or one with LoRA"
+            )
+
+
+def run_eagerly(undo: Undo, model: nn.Module) -> None:
+    """Let modules run as they were before ``torch.compile`` until ``undo``: a graph would end in each layer's attention."""
+    for module in model.modules():
+        forward, call = vars(module).get("forward"), module._compiled_call_impl
+        if (own := getattr(forward, "_torchdynamo_orig_callable", None)) is not None:
+            undo.add(partial(setattr, module, "forward", forward))
+            module.forward = own
+        if call is not None:
+            undo.add(partial(setattr, module, "_compiled_call_impl", call))
+            module._compiled_call_impl = None
