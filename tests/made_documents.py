@@ -211,3 +211,29 @@ def book(chapters: dict[str, bytes | str], manifest: str, spine: str, prefix: st
         "mimetype": "application/epub+zip", **chapters, f"{folder}a.opf": opf,
         "META-INF/container.xml": f'<container><rootfiles><rootfile full-path="{folder}a.opf"/></rootfiles></container>',
     })  # fmt: skip
+
+
+def level(at: int, text: str, form: str = "decimal", more: str = "", start: int = 1) -> str:
+    """A level of a list of Word's; ``more`` is what it holds besides."""
+    return f'<w:lvl w:ilvl="{at}"><w:start w:val="{start}"/><w:numFmt w:val="{form}"/><w:lvlText w:val="{text}"/>{more}</w:lvl>'
+
+
+def lists(levels: str, second: str = "") -> str:
+    """The part of a Word file that defines list 1, and list 2 of the same counters with changes."""
+    of = '<w:abstractNumId w:val="0"/>'
+    return (
+        f'<w:numbering {WORD}><w:abstractNum w:abstractNumId="0">{levels}</w:abstractNum><w:num w:numId="1">{of}</w:num>'
+        f'<w:num w:numId="2">{of}{second}</w:num></w:numbering>'
+    )
+
+
+def item(text: str, at: int | None = None, number: int = 1, style: str = "") -> str:
+    """A paragraph of Word's at a level of a list, or of a style."""
+    named = style and f'<w:pStyle w:val="{style}"/>'
+    place = "" if at is None else f'<w:numPr><w:ilvl w:val="{at}"/><w:numId w:val="{number}"/></w:numPr>'
+    return f"<w:p><w:pPr>{named}{place}</w:pPr>{said(text)}</w:p>"
+
+
+def looks(text: str, look: str) -> str:
+    """A run of Word's with properties."""
+    return f'<w:r><w:rPr>{look}</w:rPr><w:t xml:space="preserve">{escaped(text)}</w:t></w:r>'

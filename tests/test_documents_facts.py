@@ -1,4 +1,4 @@
-"""Some sixty documents with known facts: each is in the text, or its loss is said, or the file is refused."""
+"""Some hundred documents with known facts: each is in the text, or its loss is said, or the file is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from made_documents import WORD, at, book, docx_files, drawn, said, word, zipped
+from made_documents import WORD, at, book, docx_files, drawn, item, level, lists, looks, pdf, said, word, zipped
 
 from locret_kit.cli.terminal import text_of
 from locret_kit.text.convert import convert
@@ -19,6 +19,7 @@ from locret_kit.text.reader import read_stream
 
 FACT = "The rent is 4711 euros"
 OTHER = "Heating costs 815 euros"
+REL = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 Case = tuple[str, bytes, list[str], list[str]]
 """A document's name, its bytes, facts in its text, and words of its losses."""
 LONG = [
@@ -29,6 +30,8 @@ RIGHT = [
     "Heating is paid by the tenant and", "costs 815 euros in winter months,", "which is read on the meters there by",
     "the landlord, who shows his figures", "to the tenant before the year ends.",
 ]  # fmt: skip
+WIDTHS = {"T": 6.11, "R": 7.22, "H": 7.22, "c": 5, "t": 2.78}
+"""Widths of Helvetica's letters of ten points; others are 5.56 wide."""
 LEASE = "The rent of the house is 4711 euros a month, and it is due on the first of each month at the latest"
 METER = "costs 815 euros in winter months, which is read on the meters there by the landlord"
 
@@ -51,6 +54,46 @@ def pdfs() -> Iterator[Case]:
     yield "rows.pdf", drawn("".join(both)), [LEASE, METER], []
     turned = [at(100 + 12 * i, 50, a, "0 1 -1 0") + at(100 + 12 * i, 320, b, "0 1 -1 0") for i, (a, b) in pairs]
     yield "rows-turned.pdf", drawn("".join(turned)), [LEASE, METER], []
+    apart = [at(50, 760 - 12 * i, a[0]) + at(50 + WIDTHS.get(a[0], 5.56), 760 - 12 * i, a[1:]) for i, (a, _) in pairs]
+    apart = [one + at(320, 760 - 12 * i, b) for one, (i, (_, b)) in zip(apart, pairs, strict=True)]
+    heading = at(50, 780, "2") + at(55.56, 780, "0") + at(61.12, 780, "07 rent")
+    yield "apart.pdf", drawn(heading + "".join(apart)), ["2007 rent", LEASE, METER], []
+    yield "digits.pdf", drawn(at(50, 720, "Rents") + at(50, 700, "1") + at(60, 700, "13")), ["1 13"], []
+    line = "about 10|^6| metres, costs 700|^3| or 800.|^4| CO|_2| H|_2|O log|_2|8 10|^-6| m, 1|^1|/|_2"
+    places = [(part.lstrip("^_"), {"^": 3.5, "_": -1.5}.get(part[:1], 0)) for part in line.split("|")]
+    places = "".join(f"/F {6.5 if rise else 10} Tf {rise} Ts ({words}) Tj " for words, rise in places)
+    raised = "about 10^6 metres, costs 700^3 or 800.^4 CO2 H2O log_(2)8 10^-6 m, 1 1/2"
+    for turn in (0, 90):
+        yield f"raised{turn}.pdf", drawn(f"BT 50 700 Td {places} ET", page=f"/Rotate {turn}"), [raised], []
+    stacked = at(50, 700, "x is") + at(80, 706, "47") + at(80, 694, "11") + at(95, 700, "euros")
+    yield "stacked.pdf", drawn(stacked), ["x is 47/11 euros"], []
+    small = at(50, 712, "Rent in euros") + at(50, 700, "12").replace("F 10", "F 7") + at(62, 700, "a month")
+    yield "small.pdf", drawn(small), ["12 a month"], []
+    grey = (
+        "<< /Type /XObject /Subtype /Image /Width 1 /Height 1 /ColorSpace /DeviceGray /BitsPerComponent 8 /Length 1 >>"
+    )
+    shown = {
+        "page": "/Resources << /Font << /F 3 0 R >> /XObject << /I 6 0 R >> >>",
+        "objects": (f"{grey}\nstream\nx\nendstream",),
+    }
+    for size, line in (
+        (100, "1 picture left out"),
+        (9, ""),
+        (900, ""),
+    ):  # a mark of a list, and a scan with its text over it
+        data = drawn(f"q {size} 0 0 {size} 0 0 cm /I Do Q {at(50, 700, FACT)}", **shown)
+        yield (
+            f"picture{size}.pdf",
+            data.replace(b"/Resources << /Font << /F 3 0 R >> >> ", b""),
+            [FACT],
+            [line] if line else [],
+        )
+    bars = "".join(f"{50 + 30 * i} 400 20 {high} re f " for i, high in enumerate((40, 90, 60)))
+    curve = "".join(f"50 {300 + 9 * i} m 90 {340 + i} 120 200 200 300 c S " for i in range(3))
+    for name, chart in (("bars", bars), ("curves", curve)):
+        yield f"{name}.pdf", drawn(chart + at(50, 700, FACT)), [FACT], ["drawings, such as charts, on 1 page left out"]
+    frame = "".join(f"50 {300 + 20 * i} 400 20 re S 50 {300 + 20 * i} 400 20 re f " for i in range(5))
+    yield "frame.pdf", drawn(frame + at(50, 700, FACT)), [FACT], []
     even = f"/Encoding /WinAnsiEncoding /FirstChar 32 /LastChar 126 /Widths [{'600 ' * 95}]"
     for turn in ("1 0 0 1", "0 1 -1 0"):  # a row by one operator, its gutter of blanks or of none
         places = [(50, 760 - 12 * i) if turn[0] == "1" else (100 + 12 * i, 50) for i, _ in pairs]
@@ -90,6 +133,26 @@ def pdfs() -> Iterator[Case]:
     fields = {"page": "/Annots [6 0 R 7 0 R 8 0 R]", "catalog": "/AcroForm << /Fields [6 0 R 7 0 R] >>"}
     filled = drawn(at(50, 760, "Lease"), objects=form, **fields)
     yield "form.pdf", filled, ["Lease", "rent: 4711 euros", "due: yearly", OTHER], []
+    whole = pdf([[FACT]])
+    begin, last = (int(re.search(rb"startxref\n(\d+)", whole)[1]), len(whole))
+    update = b"1 0 obj\n<< /Type /Catalog /Pages 2 0 R >>\nendobj\nxref\n1 1\n%010d 00000 n \n"
+    update += b"trailer << /Size 6 /Root 1 0 R /Prev %d >>\n"
+    update = update % (last, begin) + b"startxref\n%d\n%%%%EOF" % (last + update.index(b"xref"))
+    around = {
+        "zeros": whole + bytes(6000), "html": whole + b"<html>" + b"x" * 3000, "line": whole.rstrip(), "update": whole + update,
+        "http": b"HTTP/1.1 200 OK\r\n\r\n" + whole,
+        "mail": b"x" * 3000 + b"\n" + whole + bytes(3000), "padded": whole + update + bytes(3000),
+    }  # fmt: skip
+    for name, data in around.items():
+        yield f"{name}.pdf", data, [FACT], []
+    cuts = {
+        "": whole[:-60],
+        "-padded": whole[:-60] + bytes(5000),
+        "-html": whole[:-60] + b"<html>",
+        "-update": whole + update[:-9],
+    }
+    for name, data in (cuts | {"-update-padded": whole + update[:40] + bytes(3000)}).items():
+        yield f"cut{name}.pdf", data, [], ["its end is missing"]
     yield "blank.pdf", drawn(at(50, 700, FACT), *[""] * 9), [FACT], ["9 of 10 pages have no text", "run OCR"]
     yield (
         "numbered.pdf",
@@ -157,6 +220,117 @@ def words() -> Iterator[Case]:
     yield "renamed.docx", zipped(renamed), [FACT, OTHER], []
 
 
+def numbered() -> Iterator[Case]:
+    """Word files whose numbers, heights and strokes decide what they say."""
+    clauses = (
+        level(0, "Article %1", "upperRoman") + level(1, "%1.%2.", more="<w:isLgl/>") + level(2, "(%3)", "lowerLetter")
+    )
+    clauses += level(3, "%4)", "lowerRoman") + level(4, "x", "bullet")
+    body = "".join(item(words, at) for words, at in zip("ABCDEFGHIJ", (0, 1, 2, 2, 3, 0, 1, 2, 4, 2), strict=True))
+    said_so = ["Article I A 1.1. B (a) C (b) D i) E Article II F 2.1. G (a) H * I (b) J"]
+    yield "levels.docx", word(body, numbering=lists(clauses)), said_so, []
+    five = '<w:lvlOverride w:ilvl="0"><w:startOverride w:val="5"/></w:lvlOverride>'
+    body = item("A", 0) + item("B", 0) + item("C", 0, 2) + item("D", 0, 2)
+    yield "again.docx", word(body, numbering=lists(level(0, "%1."), five)), ["1. A 2. B 5. C 6. D"], []
+    other = f'<w:lvlOverride w:ilvl="0">{level(0, "%1)", "lowerLetter")}</w:lvlOverride>'
+    yield "other.docx", word(body, numbering=lists(level(0, "%1."), other)), ["1. A 2. B c) C d) D"], []
+    never = level(0, "%1.") + level(1, "Clause %2", more='<w:lvlRestart w:val="0"/>')
+    body = item("A", 0) + item("B", 1) + item("C", 0) + item("D", 1)
+    yield "never.docx", word(body, numbering=lists(never)), ["1. A Clause 1 B 2. C Clause 2 D"], []
+    yield (
+        "orphan.docx",
+        word(item("B", 1) + item("A", 0), numbering=lists(level(0, "%1") + level(1, "%1.%2"))),
+        ["1.1 B 1 A"],
+        [],
+    )
+    forms = (
+        level(0, "%1", "ordinal")
+        + level(1, "%2", "decimalZero")
+        + level(2, "-", "none")
+        + level(3, "%4", "upperLetter", "", 28)
+    )
+    forms += level(4, "Sec%5:", more='<w:suff w:val="nothing"/>')
+    yield (
+        "forms.docx",
+        word("".join(item(x, i) for i, x in enumerate("ABCDE")), numbering=lists(forms)),
+        ["1st A 01 B - C BB D Sec1:E"],
+        [],
+    )
+    unknown = word(item(FACT, 0) + item(OTHER, 0), numbering=lists(level(0, "%1", "ganada")))
+    yield "ganada.docx", unknown, [f"1 {FACT} 2 {OTHER}"], ["2 automatic numbers (some in digits instead) left out"]
+    field = "<w:p><w:r><w:instrText> LISTNUM </w:instrText></w:r>"
+    yield "listnum.docx", word(f"{field}{said(FACT)}</w:p>"), [FACT], ["1 automatic number"]
+    deep = level(0, "%1", more='<w:pStyle w:val="H1"/>') + level(1, "%1.%2", more='<w:pStyle w:val="H2"/>')
+    own, name = (
+        "<w:pPr><w:numPr>%s</w:numPr></w:pPr>",
+        '<w:style w:type="paragraph" w:styleId="%s"><w:name w:val="%s"/>%s</w:style>',
+    )
+    base = '<w:basedOn w:val="H1"/>'
+    raised = '<w:style w:type="character" w:styleId="Up"><w:rPr><w:vertAlign w:val="superscript"/></w:rPr></w:style>'
+    styles = (
+        name % ("H1", "heading 1", own % '<w:numId w:val="1"/>')
+        + name % ("H3", "x", '<w:basedOn w:val="H2"/>')
+        + raised
+    )
+    styles = f"<w:styles {WORD}>{styles}{name % ('H2', 'heading 2', base)}</w:styles>"
+    body = "".join(item(x, style=f"H{n}") for x, n in zip("ABCDE", (1, 2, 3, 1, 2), strict=True)) + item(
+        "F", 0, 0, "H1"
+    )
+    yield (
+        "styles.docx",
+        word(body, numbering=lists(deep), styles=styles),
+        ["# 1 A ## 1.1 B 1.2 C # 2 D ## 2.1 E # F"],
+        [],
+    )
+    up, down = (f'<w:vertAlign w:val="{kind}script"/>' for kind in ("super", "sub"))
+    places = [("10", ""), ("6", up), (" m, H", ""), ("2", down), ("O, 700", ""), ("3", '<w:rStyle w:val="Up"/>'),
+              (", x", ""), ("n+1", up),
+              ("; 5", ""), ("2", '<w:position w:val="6"/>'), (" log", ""), ("2", down), ("8", "")]  # fmt: skip
+    body = f"<w:p>{''.join(looks(*one) for one in places)}</w:p>"
+    yield "places.docx", word(body, styles=styles), ["10^6 m, H2O, 700^3, x^(n+1); 5^2 log_(2)8"], []
+    struck = (
+        looks("700", "<w:dstrike/>")
+        + looks("800", "")
+        + looks("900", "<w:vanish/>")
+        + looks("47", "")
+        + looks("11", "")
+    )
+    yield "struck.docx", word(f"<w:p>{struck}</w:p>"), ["~~700~~8004711"], ["1 hidden passage left out"]
+    notes = {
+        kind: f'<w:{kind} {WORD}><w:{kind[:-1]} w:id="3"><w:p>{said(words)}</w:p></w:{kind[:-1]}></w:{kind}>'
+        for kind, words in (("footnotes", FACT), ("endnotes", OTHER))
+    }
+    marks = "".join(f'{said("700")}<w:r><w:{kind}Reference w:id="3"/></w:r>' for kind in ("footnote", "endnote"))
+    yield (
+        "notes.docx",
+        word(f"<w:p>{marks}</w:p>", **notes),
+        ["700[[1]](#", "700[[i]](#", f"[1] {FACT}", f"[i] {OTHER}"],
+        [],
+    )
+    number = "<m:r><m:t>%s</m:t></m:r>"
+    power = f"<m:sSup><m:e>{number % 10}</m:e><m:sup>{number % 6}</m:sup></m:sSup>"
+    half = f"<m:f><m:num>{number % 47}</m:num><m:den>{number % 11}</m:den></m:f>"
+    yield "equations.docx", word(f"<w:p><m:oMath>{power}{number % '+'}{half}</m:oMath></w:p>"), ["10^6+47/11"], []
+    menu = '<w:fldChar w:fldCharType="begin"><w:ffData><w:ddList><w:result w:val="1"/><w:listEntry w:val="4"/>'
+    menu += '<w:listEntry w:val="5"/>'
+    yield "menu.docx", word(f"<w:p><w:r>{menu}</w:ddList></w:ffData></w:fldChar></w:r></w:p>"), ["Before. 5"], []
+    for n, (target, line) in enumerate({
+        "media/a.png": "1 picture left out", "/word/media/a.png": "1 picture left out",
+        "media/b.png": "1 picture that it names not in",
+        'https://192.0.2.1/a.png" TargetMode="External': "1 picture that it names not in",
+        'file:///C:/a.png" TargetMode="External': "1 picture that it names not in", "": "",
+    }.items()):  # fmt: skip
+        files = docx_files([FACT])
+        main = str(files["word/document.xml"])
+        body = main[main.index("<w:p>") :].replace("r:link", "r:embed").replace('"r1"', '"r1"' if target else '"r9"')
+        relation = f'<Relationship Id="r1" Type="{REL}/image" Target="{target}"/>'
+        files |= {"word/document.xml": main[: main.index("<w:p>")] + body, "word/media/a.png": "x"}
+        files["word/_rels/document.xml.rels"] = re.sub(
+            r"<Relationship .*/>", relation, str(files["word/_rels/document.xml.rels"])
+        )
+        yield f"picture{n}.docx", zipped(files), [FACT], [line] if line else []
+
+
 def books() -> Iterator[Case]:
     page = "<html><body><p>%s</p></body></html>"
     item, ref = '<item id="%s" href="%s"/>', '<itemref idref="%s"/>'
@@ -188,6 +362,16 @@ def books() -> Iterator[Case]:
     two, spine = item % ("a", "a.xhtml") + item % ("b", "b.xhtml"), ref % "a" + ref % "b"
     lost = book({"a.xhtml": page % FACT}, two, spine + ref % "c")
     yield "lost.epub", lost, [FACT], ["2 of 3 chapters of the spine are not in the file"]
+    styled = book(
+        {"a.xhtml": page % FACT, "a.css": "h1::before { content: counters(a, '.') }"},
+        item % ("a", "a.xhtml"),
+        ref % "a",
+    )
+    yield "styled.epub", styled, [FACT], ["numbers that its style sheet makes"]
+    shown = book(
+        {"a.xhtml": page % f"{FACT}<img src='x%20y.png'/>", "x y.png": "x"}, item % ("a", "a.xhtml"), ref % "a"
+    )
+    yield "shown.epub", shown, [FACT], ["1 picture left out"]
     pictures = book({"a.xhtml": page % FACT, "b.xhtml": "<img src='x.png'/>"}, two, spine)
     yield "pictures.epub", pictures, [FACT], ["1 of 2 chapters are pictures without text"]
 
@@ -238,6 +422,27 @@ def pages() -> Iterator[Case]:
     yield "boxes.html", f"{head}{boxes}".encode(), ["**Title:** New Home More of it One."], []
 
 
+def places() -> Iterator[Case]:
+    """Pages whose numbers are made by their lists, heights and strokes."""
+    for n, (html, fact, line) in enumerate([
+        ("10<sup>6</sup> m, H<sub>2</sub>O, log<sub>2</sub>8, 1<sup>st</sup>", "10^6 m, H2O, log_(2)8, 1st", ""),
+        ("700<sup><a href='#f'>3</a></sup> and 700<sup>[3]</sup>", "700^[3](#f) and 700[3]", ""),
+        ("1<sup>1</sup>/<sub>2</sub> 5<sup>6</sup>/ml 1&frac12;", "1 1/2 5^6/ml 1\u00bd", ""),
+        ("10<span style='vertical-align: super'>6</span> <span>47</span>11", "10^6 4711", ""),
+        ("<math><msup><mn>10</mn><mn>6</mn></msup><mfrac><mn>47</mn><mn>11</mn></mfrac></math>", "10^(6)47/11", ""),
+        ("<ol start=5 type=a><li>x<li>y</ol>", "e. x f. y", ""), ("<ol reversed><li>x<li>y</ol>", "2. x 1. y", ""),
+        ("<ol style='list-style-type: upper-roman'><li>x<li value=9>y<li>z</ol>", "I. x IX. y X. z", ""),
+        ("<del>700</del>800 <strike>1</strike>2 <span style='text-decoration:line-through'>9</span>8",
+         "~~700~~800 ~~1~~2 ~~9~~8", ""),
+        ("one<div hidden>two</div><p style='color:red; display:none'>three", "one", "2 hidden passages left out, such as 'two'"),
+        ("<style>h1::before{content: counter(s)}</style><h1>A</h1>", "# A", "numbers that its style sheet makes"),
+        ("<style>ol{list-style-type: lower-alpha}</style><ol><li>A</ol>", "1. A", "numbers that its style sheet makes"),
+        ("<style>a::after{content:''} ul{list-style:none}</style>A", "A", ""),
+        ("<img alt=Sales src='data:image/png;base64,AAAA'>x", "![Sales]()x", "1 picture left out"),
+    ]):  # fmt: skip
+        yield f"places{n}.html", f"<body>{html}</body>".encode(), [fact], [line] if line else []
+
+
 def texts() -> Iterator[Case]:
     for encoding, text in TEXTS.items():
         facts, losses = ([text], []) if encoding == "utf-8" else ([], ["UTF-"])
@@ -250,7 +455,7 @@ def texts() -> Iterator[Case]:
     yield "note.odt", zipped({"mimetype": "x", "content.xml": "<x/>"}), [], ["save it as .docx or PDF"]
 
 
-CASES = [*pdfs(), *words(), *books(), *pages(), *texts()]
+CASES = [*pdfs(), *words(), *numbered(), *books(), *pages(), *places(), *texts()]
 
 
 @pytest.mark.parametrize(("name", "data", "facts", "losses"), CASES, ids=[case[0] for case in CASES])

@@ -46,6 +46,8 @@ ONLY = {
     "matplotlib": {"evals", "training"},
     "jinja2": {"evals", "text"},
     "markitdown": {"text"},
+    "markdownify": {"text"},
+    "mammoth": {"text"},
     "pypdfium2": {"text"},
     "prompt_toolkit": {"cli"},
     "triton": set(),

@@ -568,14 +568,14 @@ def test_a_conversion_that_starts_slowly_gets_its_whole_input(tmp_path, monkeypa
 
 
 def test_modules_in_the_servers_folder_are_not_run(url, tmp_path, monkeypatch):
-    ran = plant(tmp_path, "markitdown", "subprocess", "json", "resource", "locret_kit", "sitecustomize")
+    ran = plant(tmp_path, "markdownify", "subprocess", "json", "resource", "locret_kit", "sitecustomize")
     monkeypatch.chdir(tmp_path)
     held = uploaded(url, "a.html", f"<p>{text_of(50)}</p>".encode())
     assert held["status"] == "ready" and not ran.exists(), held
 
 
 def test_a_broken_library_is_named_in_the_log_alone(url, tmp_path, monkeypatch, caplog):
-    (tmp_path / "markitdown.py").write_text("raise ImportError(f'cannot import name x ({__file__})')")
+    (tmp_path / "markdownify.py").write_text("raise ImportError(f'cannot import name x ({__file__})')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     held = uploaded(url, "a.html", b"<p>some words</p>")
     assert held["error"] == "a.html: the server lacks a library that this format needs, which its log names"

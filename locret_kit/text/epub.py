@@ -10,7 +10,10 @@ from zipfile import ZipFile
 
 from .archive import stored
 from .losses import Refusal, counted
-from .web_page import decoded, markdown
+from .web_page import COUNTERS, NUMBERS, decoded, markdown
+
+_PICTURE = re.compile(r"<(?:\w+:)?ima?ge?\b[^>]*?\s(?:\w+:)?(?:src|href)\s*=\s*[\"']([^\"'#]+)", re.IGNORECASE)
+"""A picture that a chapter shows, by its path."""
 
 
 def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
@@ -35,8 +38,10 @@ def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
             for head, tag in (("Title", "title"), ("Authors", "creator"))
             if (words := [" ".join(one.itertext()).strip() for one in book.iterfind(f"{{*}}metadata/{{*}}{tag}")])
         ]
+        sheets = [archive.read(one) for one in archive.namelist() if one.lower().endswith(".css")]
         chapters: list[str] = []
         missing = blank = pictures = 0
+        shown: set[str] = set()
         for number, chapter in enumerate(spine, 1):
             item = items.get(chapter)
             href = "" if item is None else unquote(item.get("href", "").partition("#")[0])
@@ -45,9 +50,11 @@ def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
                 missing += 1
                 continue
             html, encoding, wrong, _ = decoded(archive.read(entry))
-            text, left = markdown(html)
+            text, _, left = markdown(html)
             if wrong:
                 left = [f"{counted(wrong, 'character')} not in {encoding}, its encoding, left out", *left]
+            named = (entry_of(posixpath.join(posixpath.dirname(entry), unquote(one))) for one in _PICTURE.findall(html))
+            shown |= {one for one in named if one}
             losses += [f"chapter {number} ({posixpath.basename(entry)}): {line}" for line in left]
             if re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text).strip():
                 chapters.append(text.strip())
@@ -60,6 +67,10 @@ def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
     ):  # fmt: skip
         if number:
             losses.append(f"{number} of {len(spine)} chapters {loss}")
+    if any(COUNTERS.search(decoded(sheet)[0]) for sheet in sheets):
+        losses.append(NUMBERS)
+    if shown:
+        losses.append(f"{counted(len(shown), 'picture')} left out")
     if not spine or missing == len(spine):
         raise Refusal(f"{name} has no chapter: its spine names none that is in the file")
     return "\n\n".join([*texts, *chapters])

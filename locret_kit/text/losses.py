@@ -28,25 +28,36 @@ def is_encoded(text: str) -> bool:
 
 
 def letters(text: str) -> str:
-    """The letters and digits of a text: converters change blanks and marks."""
-    return re.sub(r"[\W_]+", "", text)
+    """The letters and digits of a text, with a mark where digits are apart: converters change blanks and marks."""
+    return re.sub(r"[^\w\0]|_", "", re.sub(r"(?<=\d)[\W_]+(?=\d)", "\0", text))
 
 
 def missing(passages: Iterable[tuple[str, list[str]]], text: str) -> list[str]:
-    """Passages that a text lacks.
+    """Passages that a text lacks. A number is there as a whole: no digits stand next to it.
 
     Args:
         passages: each whole, and in pieces, between which something else may stand in the text. They come mostly in the
             order of the text.
     """
     shown, at, lost = letters(text), 0, []
+
+    def joined(place: int) -> bool:
+        """Whether digits stand on both sides of a place."""
+        return 0 < place < len(shown) and shown[place - 1 : place + 1].isdecimal()
+
+    def find(passage: str, start: int, end: int | None = None) -> int:
+        place = shown.find(passage, start, end)
+        while place >= 0 and passage and (joined(place) or joined(place + len(passage))):
+            place = shown.find(passage, place + 1, end)
+        return place
+
     for whole, pieces in passages:
         for passage in [letters(whole)] if letters(whole) in shown[at : at + NEAR] else map(letters, pieces):
-            place = shown.find(passage, at, at + NEAR + len(passage))
-            place = shown.find(passage, at) if place < 0 else place
+            place = find(passage, at, at + NEAR + len(passage))
+            place = find(passage, at) if place < 0 else place
             if place >= 0:
                 at = place + len(passage)
-            elif passage not in shown:
+            elif find(passage, 0) < 0:
                 lost.append(whole)
                 break
     return lost

@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .losses import Refusal, counted
-from .right_to_left import in_reading_order
+from .pdf_marks import Box, DrawnNumbers, letters_of
+from .pdf_pictures import pictures_of
+from .right_to_left import LETTER, in_reading_order
 
 if TYPE_CHECKING:
     from pypdfium2 import PdfDocument, PdfPage, PdfTextPage
@@ -22,12 +24,20 @@ HYPHEN = "\ufffe"
 _LETTER = r"[^\W\d_]"
 _UNKNOWN = r"[\x00-\x08\x0e-\x1f\x7f-\x9f\ue000-\uf8ff\ufffd]"
 """Characters that a font draws and has no Unicode for."""
+_MORE = re.compile(rb"\d\s+\d+\s+obj\b|\bxref\b|startxref")
+"""Beginning of what a cut file still holds after the %%EOF of its earlier state."""
 GUTTER = 6.0
 """Points between two columns, at least."""
 ROWS, WIDE = 4, 18
 """Rows that two columns have together, at least, and letters of their lines: those of a table are shorter."""
-Box = tuple[float, float, float, float]
-"""Left, bottom, right and top of a piece of a line, in points."""
+
+
+class Piece(NamedTuple):
+    """A part of a line that is drawn at once: its box, its first character, and the one after its last."""
+
+    box: Box
+    first: int
+    end: int
 
 
 def pdf_text(data: bytes, name: str, losses: list[str]) -> str:
@@ -35,10 +45,13 @@ def pdf_text(data: bytes, name: str, losses: list[str]) -> str:
     from pypdfium2 import PdfDocument, PdfiumError
     from pypdfium2.raw import FORMTYPE_XFA_FULL, FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY
 
-    if b"%%EOF" not in data[-2048:]:  # PDFium would give the pages that are there, and be silent on the rest
-        raise Refusal(f"{name} is damaged: it has no %%EOF at its end; get it again, or repair it with qpdf")
+    begin, end = data.find(b"%PDF-"), data.rfind(b"%%EOF") + 5
+    whole = re.search(rb"/Linearized\b[^>]*/L\s+(\d+)", data[begin : begin + 1024])
+    if end < 5 or _MORE.search(data, end) or (whole and len(data) - begin < int(whole[1])):
+        # PDFium would give the pages that are there, and be silent on the rest.
+        raise Refusal(f"{name} is damaged: its end is missing; get it again, or repair it with qpdf")
     try:
-        document = PdfDocument(data)
+        document = PdfDocument(data[begin:end])  # mails, servers and file systems leave bytes on either side
     except PdfiumError as error:
         if error.err_code in (FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY):
             raise Refusal(f"{name} is encrypted: save it without a password, such as with qpdf --decrypt") from error
@@ -46,7 +59,13 @@ def pdf_text(data: bytes, name: str, losses: list[str]) -> str:
     with document:
         if document.get_formtype():
             document.init_forms()
-        pages = [_page(document, number) for number in range(len(document))]
+        pages, pictures, drawings = [], 0, 0
+        for number in range(len(document)):
+            page = document[number]
+            there, drawn = pictures_of(page)
+            pictures, drawings = pictures + there, drawings + drawn
+            pages.append(_page(document, page))
+            page.close()
         if not "".join(pages).strip():
             raise Refusal(f"{name} has no text on its {len(pages)} pages: run OCR first, such as ocrmypdf")
         # A page's number alone, such as "- 7 -" or "iv", is not its text.
@@ -60,6 +79,10 @@ def pdf_text(data: bytes, name: str, losses: list[str]) -> str:
             losses.append(f"{counted(unknown, 'character')} without Unicode, the first on page {where}: run OCR")
         if document.get_formtype() == FORMTYPE_XFA_FULL:
             losses.append("its form (XFA) is left out: print it to PDF")
+        if pictures:
+            losses.append(f"{counted(pictures, 'picture')} left out")
+        if drawings:
+            losses.append(f"drawings, such as charts, on {counted(drawings, 'page')} left out")
         if attached := document.count_attachments():
             losses.append(f"{counted(attached, 'attached file')} left out")
     return _joined(pages)
@@ -89,11 +112,10 @@ def _hyphen(text: str, mark: re.Match[str]) -> str:
     return "-" if after.isupper() and not before.isupper() else ""
 
 
-def _page(document: PdfDocument, number: int) -> str:
+def _page(document: PdfDocument, page: PdfPage) -> str:
     """The text of a page, then what is filled in there, and its notes."""
     import pypdfium2.raw as pdfium
 
-    page = document[number]
     shown = page.get_textpage()
     angles = Counter(
         round(pdfium.FPDFText_GetCharAngle(shown, at) / 1.5707963) % 4 for at in range(0, shown.count_chars(), 9)
@@ -103,12 +125,24 @@ def _page(document: PdfDocument, number: int) -> str:
         shown.close()
         page.set_rotation(turn)
         shown = page.get_textpage()
-    text = _ordered(shown, turn)
+    letters = letters_of(shown, turn)
+    rtl = any(LETTER.match(letter) for letter, _ in letters)
+    edits = [] if rtl else DrawnNumbers(shown, letters, turn).edits()
+
+    def said(first: int = 0, end: int = len(letters)) -> str:
+        """The text of some characters, with the marks among them."""
+        text, at = "", first
+        for start, stop, mark in edits:
+            if first <= start and stop <= end:
+                text += (shown.get_text_range(at, start - at) if start > at else "") + mark
+                at = stop
+        return text + (shown.get_text_range(at, end - at) if end > at else "")
+
+    text = _ordered(shown, letters, said)
     if not text:
-        text = shown.get_text_range() if turn else in_reading_order(shown, shown.get_text_range())
+        text = in_reading_order(shown, said()) if rtl and not turn else said()
     shown.close()
     notes = "\n".join(_annotations(document, page))
-    page.close()
     text = text.replace("\r\n", "\n")
     text = re.sub("[\ufb00-\ufb06]", lambda ligature: unicodedata.normalize("NFKC", ligature[0]), text)
     return f"{text.rstrip()}\n\n{notes}" if notes else text
@@ -149,69 +183,55 @@ def _words(ask: Callable[..., int]) -> str:
 # ---- columns ---------------------------------------------------------------------------------------------------------
 
 
-def _ordered(shown: PdfTextPage, turn: int) -> str:
+def _ordered(shown: PdfTextPage, letters: list[tuple[str, Box]], said: Callable[[int, int], str]) -> str:
     """The text of a page of columns that it draws row by row; '' where it draws none so."""
-    pieces = _pieces(shown, turn)
-    boxes = [box for box, _ in pieces]
-    rows = _rows(boxes)
+    pieces = _pieces(shown, letters)
+    rows = _rows([piece.box for piece in pieces])
     if sum(len(row) > 1 for row in rows) < ROWS:
         return ""
-    lines = _columns(rows, boxes, [text().strip() for _, text in pieces])
+    lines = _columns(rows, pieces, said)
     if lines is None:
         return ""
     return re.sub(rf"(?<={_LETTER})[-{HYPHEN}]\n(?={_LETTER})", HYPHEN, "\n".join(lines))
 
 
-def _pieces(shown: PdfTextPage, turn: int) -> list[tuple[Box, Callable[[], str]]]:
-    """What a page draws at once of its lines, in its order, with its text; in pieces where letters are farther from each other
-    than they are high, as at the gutter of columns whose lines are drawn as one."""
+def _pieces(shown: PdfTextPage, letters: list[tuple[str, Box]]) -> list[Piece]:
+    """What a page draws at once of its lines, in its order; in pieces where letters are farther from each other than they are
+    high, as at the gutter of columns whose lines are drawn as one."""
     import pypdfium2.raw as pdfium
 
-    rects: list[Box] = [shown.get_rect(number) for number in range(shown.count_rects())]
-    upright = [_turned(rect, turn) for rect in rects]
-    parts: list[list[tuple[Box, int, int]]] = [[] for _ in rects]  # each a box, its first letter and its last
-    found, at = pdfium.FS_RECTF(), 0
-    for number in range(shown.count_chars() if rects else 0):
-        if chr(pdfium.FPDFText_GetUnicode(shown, number)).isspace():
+    pieces: list[Piece] = []
+    drawn, line = None, True  # the object that drew the last letter, and whether a line has begun since
+    for number, (letter, box) in enumerate(letters):
+        if letter.isspace():
+            line = line or letter in "\r\n"
             continue
-        pdfium.FPDFText_GetLooseCharBox(shown, number, found)
-        box = _turned((found.left, found.bottom, found.right, found.top), turn)
-        at += at + 1 < len(rects) and not _within(box, upright[at]) and _within(box, upright[at + 1])
-        if not _within(box, upright[at]):
-            continue
-        last, first, _ = parts[at][-1] if parts[at] else (box, number, number)
-        if parts[at] and box[0] - last[2] <= max(GUTTER, last[3] - last[1]):
-            parts[at][-1] = _around(last, box), first, number
+        by = ctypes.cast(pdfium.FPDFText_GetTextObject(shown, number), ctypes.c_void_p).value
+        last = pieces[-1].box if pieces else box
+        if line or by != drawn or box[0] - last[2] > max(GUTTER, last[3] - last[1]):
+            pieces.append(Piece(box, number, number + 1))
         else:
-            parts[at].append((box, number, number))
-    pieces: list[tuple[Box, Callable[[], str]]] = []
-    for rect, whole, cut in zip(rects, upright, parts, strict=True):
-        if len(cut) > 1:
-            pieces += [(box, partial(shown.get_text_range, first, last + 1 - first)) for box, first, last in cut]
-        else:
-            pieces.append((whole, partial(shown.get_text_bounded, *rect)))
+            pieces[-1] = Piece(_around(last, box), pieces[-1].first, number + 1)
+        drawn, line = by, False
     return pieces
+
+
+def _row(row: list[int], pieces: list[Piece], said: Callable[[int, int], str]) -> str:
+    """The text of pieces side by side, which may be parts of one word."""
+    text = ""
+    for number, after in enumerate(parts := [pieces[n] for n in row]):
+        if number:
+            before = parts[number - 1]
+            blank = re.search(r"\s", said(before.end, after.first)) if after.first > before.end else None
+            near = after.box[0] - before.box[2] < 0.25 * (before.box[3] - before.box[1])
+            text += " " * (blank is not None or not near)
+        text += said(after.first, after.end)
+    return text.strip()
 
 
 def _around(box: Box, other: Box) -> Box:
     """The smallest box that holds both."""
     return min(box[0], other[0]), min(box[1], other[1]), max(box[2], other[2]), max(box[3], other[3])
-
-
-def _within(box: Box, other: Box) -> bool:
-    """Whether a letter's box, which is wider than what is drawn of it, begins in that of a piece."""
-    x, y = box[0], (box[1] + box[3]) / 2
-    return other[0] - 1 <= x <= other[2] + 1 and other[1] - 1 <= y <= other[3] + 1
-
-
-def _turned(box: Box, turn: int) -> Box:
-    """A box on a page that is turned by ``turn`` degrees."""
-    if not turn:
-        return box
-    left, bottom, right, top = box
-    return {90: (bottom, -right, top, -left), 180: (-right, -top, -left, -bottom), 270: (-top, left, -bottom, right)}[
-        turn
-    ]
 
 
 def _rows(boxes: list[Box]) -> list[list[int]]:
@@ -227,22 +247,22 @@ def _rows(boxes: list[Box]) -> list[list[int]]:
     return rows
 
 
-def _columns(rows: list[list[int]], boxes: list[Box], texts: list[str]) -> list[str] | None:
+def _columns(rows: list[list[int]], pieces: list[Piece], said: Callable[[int, int], str]) -> list[str] | None:
     """Lines of a page, column after column where rows have a gutter in common and read like prose; None where none have."""
     lines, at, known = [], 0, False
     while at < len(rows):
-        end, middle = _gutter(rows, at, boxes)
+        end, middle = _gutter(rows, at, [piece.box for piece in pieces])
         sides = [
-            [part for row in rows[at:end] if (part := [n for n in row if (boxes[n][0] >= middle) == right])]
+            [part for row in rows[at:end] if (part := [n for n in row if (pieces[n].box[0] >= middle) == right])]
             for right in (False, True)
         ]
-        if end - at >= ROWS and all(_prose([" ".join(texts[n] for n in row) for row in side]) for side in sides):
+        if end - at >= ROWS and all(_prose([_row(row, pieces, said) for row in side]) for side in sides):
             known = True
             for side in sides:
-                lines += _columns(side, boxes, texts) or [" ".join(texts[n] for n in row) for row in side]
+                lines += _columns(side, pieces, said) or [_row(row, pieces, said) for row in side]
             at = end
         else:
-            lines.append(" ".join(texts[n] for n in rows[at]))
+            lines.append(_row(rows[at], pieces, said))
             at += 1
     return lines if known else None
 

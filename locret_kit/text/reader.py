@@ -1,4 +1,4 @@
-"""Documents as text: plain text as it is; a PDF through PDFium; HTML and Word through markitdown, and so each chapter of an EPUB.
+"""Documents as text: plain text as it is; a PDF through PDFium; HTML, Word and each chapter of an EPUB through markdownify.
 
 Each loss, which the file holds and its text does not, is told in one line.
 
@@ -53,7 +53,7 @@ _OFFICE = (
     ("index/", "a file of Apple's: save it as PDF"),
 )
 """Names of entries of zip archives that are not read, and what their owner is told."""
-_LOGGERS = ("bs4", "charset_normalizer", "mammoth", "markitdown", "pypdfium2")
+_LOGGERS = ("bs4", "charset_normalizer", "mammoth", "pypdfium2")
 _TURN = Lock()
 """Held during a conversion: PDFium runs in one thread at a time, and warnings are silenced for the whole process."""
 
@@ -152,7 +152,7 @@ def _text(data: bytes, name: str, suffix: str, limit: int, losses: list[str]) ->
 
 def _format(data: bytes, suffix: str) -> str:
     """The format of the bytes: '.pdf', '.docx', '.epub', words for a format that is not read, or '' for text."""
-    if data.startswith(b"%PDF-") or (suffix == ".pdf" and b"%PDF-" in data[:1024]):
+    if data.startswith(b"%PDF-") or (suffix == ".pdf" and b"%PDF-" in data[: 1 << 16]):
         return ".pdf"
     if suffix in PAGES and data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return ""  # its mark is its encoding

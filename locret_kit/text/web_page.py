@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections import Counter
-from collections.abc import Iterator
-from io import BytesIO
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from .losses import Refusal, counted, missing
+from .numbering import formed, integer
+from .raised import marks
 
-OPTIONS: dict[str, bool] = {"escape_asterisks": False, "escape_underscores": False, "escape_misc": False}
-"""Options of markitdown's converters: characters stay as they are."""
+if TYPE_CHECKING:
+    from bs4 import BeautifulSoup, Tag
+
+OPTIONS: dict[str, Any] = {
+    "heading_style": "ATX", "escape_asterisks": False, "escape_underscores": False, "escape_misc": False,
+}  # fmt: skip
+"""Options of the converter: characters stay as they are."""
 _SAME = {
     "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030",
     "shift_jis": "cp932", "euc_kr": "cp949", "utf-16": "utf-8", "utf-16-le": "utf-8", "utf-16-be": "utf-8",
@@ -25,21 +31,31 @@ _BARE = ((b"<\0", "utf-16-le"), (b"\0<", "utf-16-be"))
 _TYPED = ("text", "email", "tel", "url", "number", "date")
 """Fields of a form that somebody fills in."""
 _FRAMES = ("iframe", "frame", "object", "embed")
-_CELLS, _TERMS, _PARTS = frozenset(("td", "th", "p")), frozenset(("dt", "dd", "p")), ("thead", "tbody", "tfoot")
-_ENDS: dict[str, frozenset[str]] = {
-    "p": frozenset("p"), "li": frozenset(("li", "p")), "dt": _TERMS, "dd": _TERMS, "td": _CELLS, "th": _CELLS,
-    "tr": _CELLS | {"tr"}, **dict.fromkeys(_PARTS, _CELLS | {"tr", *_PARTS}),
-    **dict.fromkeys(("ul", "ol", "menu", "dl", "table"), frozenset()),
-}  # fmt: skip
-"""Elements whose end tags a page may leave out before another one's start tag, by the latter (HTML, section 13.1.2.4); and those
-within which they are others."""
-_TAG = re.compile(rf"<!--.*?-->|<(/?)({'|'.join(_ENDS)}|script|style)(?=[\s/>])(?![^<>]*/>)", re.DOTALL | re.IGNORECASE)
-_CODE_END = re.compile("</(?:script|style)", re.IGNORECASE)
 _BLOCKS = (
     "address aside button center details dialog fieldset figure footer form header legend main nav option search summary "
     "textarea"
 )
 """Elements that stand in lines of their own, which converters take for parts of a line."""
+
+
+_INLINE = re.compile(
+    "a|abbr|b|cite|code|del|dfn|em|i|ins|kbd|mark|math|m[ino]|mrow|mfrac|msqrt|msu[bp]|msubsup|q|s|samp|strike|strong|sub|sup|tt|u|var"
+)
+"""Elements that are parts of a line."""
+_FORMS = {"a": "lowerLetter", "A": "upperLetter", "i": "lowerRoman", "I": "upperRoman"}
+"""Forms of a list's numbers, by its type."""
+_STYLED = (
+    ("decimal-leading-zero", "decimalZero"), ("lower-alpha", "lowerLetter"), ("lower-latin", "lowerLetter"),
+    ("upper-alpha", "upperLetter"), ("upper-latin", "upperLetter"), ("lower-roman", "lowerRoman"), ("upper-roman", "upperRoman"),
+)  # fmt: skip
+"""Forms of a list's numbers, by its style."""
+COUNTERS = re.compile(
+    rf"\bcounters?\(|list-style[\w-]*\s*:[^;}}]*({'|'.join(style for style, _ in _STYLED)}|\w+-greek|\")"
+)
+"""Numbers that a style sheet makes."""
+NUMBERS = "numbers that its style sheet makes, of lists or headings, left out"
+_HIDDEN = re.compile(r"(?:^|;)\s*(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.IGNORECASE)
+_STRUCK = re.compile("line-through", re.IGNORECASE)
 
 
 def page_text(data: bytes, name: str, losses: list[str]) -> str:
@@ -53,14 +69,10 @@ def page_text(data: bytes, name: str, losses: list[str]) -> str:
         raise Refusal(f"{name} names no encoding and is not UTF-8: save it as UTF-8")
     if wrong:
         losses.append(f"{counted(wrong, 'character')} not in {encoding}, the encoding that it names, left out")
-    html = _prepared(html)
-    text, left = markdown(html)
+    text, title, left = markdown(html)
     losses += left
-    bare = re.sub("<!--.*?-->", "", html, flags=re.DOTALL)
-    begin = re.search(r"<title\b[^>]*>", bare, re.IGNORECASE)
-    title = bare[begin.end() :].partition("</")[0] if begin else ""
-    if (words := markdown(title)[0]) and missing([(words, [words])], text) and text.strip():
-        text = f"**Title:** {' '.join(words.split())}\n\n{text}"
+    if title and missing([(title, [title])], text) and text:
+        text = f"**Title:** {title}\n\n{text}"
     return text
 
 
@@ -102,17 +114,175 @@ def _bytewise(encoding: str) -> bool:
         return False
 
 
-def markdown(html: str) -> tuple[str, list[str]]:
-    """A page as Markdown, and its losses."""
-    from markitdown.converters import HtmlConverter
+def markdown(html: str) -> tuple[str, str, list[str]]:
+    """A page as Markdown, its title, and its losses."""
+    import markdownify  # noqa: F401  # the first import, by whose name the extra is found
+    from bs4 import BeautifulSoup, CData, NavigableString  # isort: skip
 
-    html = _prepared(html)
-    text = HtmlConverter().convert_string(html, url=None, **OPTIONS).markdown
-    return text, list(_losses(html, text))
+    page = BeautifulSoup(_prepared(html), "lxml")
+    title = " ".join(page.title.get_text().split()) if page.title else ""
+    sheets = any(COUNTERS.search(sheet.get_text()) for sheet in page("style"))
+    for code in page(["script", "style", "template", "head"]):
+        code.extract()
+    hidden = [
+        words for one in [*page(hidden=True), *page(style=_HIDDEN)] if (words := one.extract().get_text().strip())
+    ]
+    for old in page(["span", "font", "big", "small", "strike"]):
+        _respell(old)
+    with suppress(RecursionError):  # a page that is nested deeply keeps its strings in pieces
+        page.smooth()
+    strings = [str(one) for one in page.descendants if type(one) in (NavigableString, CData) and str(one).strip()]
+    fields = [str(one.get("value", "")) for one in page("input") if one.get("type", "text") in _TYPED]
+    frames, (pictures, gone) = len(page(_FRAMES)), _without_pictures(page)
+    _write_places(page)
+    for items in page(["ol", "ul"]):
+        _write_numbers(items)
+    for link in page("a", href=re.compile(r"^(?!https?:|file:)[a-z][\w+.-]*:", re.IGNORECASE)):
+        link.unwrap()
+    for box in page("input", type="checkbox"):
+        box.replace_with("[x] " if box.has_attr("checked") else "[ ] ")
+    shown = page.body or page
+    try:
+        text = _converter().convert_soup(shown).strip()
+    except RecursionError:
+        text = shown.get_text("\n", strip=True)
+    losses = []
+    if lost := missing(((one, [one]) for one in strings), text):
+        losses.append(f"{counted(len(lost), 'passage')} left out, such as {' '.join(lost[0].split())[:40]!r}")
+    if lost := missing(((one, [one]) for one in fields if one.strip()), text):
+        losses.append(f"{counted(len(lost), 'field')} of a form left out, such as {lost[0][:40]!r}")
+    if frames:
+        losses.append(f"{counted(frames, 'frame')} with other pages left out")
+    if hidden:
+        losses.append(
+            f"{counted(len(hidden), 'hidden passage')} left out, such as {' '.join(hidden[0].split())[:40]!r}"
+        )
+    if sheets:
+        losses.append(NUMBERS)
+    if pictures:
+        losses.append(f"{counted(pictures, 'picture')} left out")
+    if gone:
+        losses.append(f"{counted(gone, 'picture')} that it names not in the file")
+    return text, title, losses
+
+
+def _converter() -> Any:
+    """markdownify's converter, with an item's own number where one is written in ``locret-label``."""
+    from markdownify import MarkdownConverter
+
+    converter: Any = MarkdownConverter(**OPTIONS)
+    plain = converter.convert_li
+
+    def item(el: Tag, text: str, parent_tags: set[str]) -> str:
+        said, label = plain(el, text, parent_tags), el.get("locret-label")
+        return re.sub(r"^\S+", lambda _: str(label), said, count=1) if label and said.strip() else said
+
+    converter.convert_li = item
+    return converter
+
+
+def _respell(element: Tag) -> None:
+    """Write a part of a line as the element whose look its style gives it."""
+    style = str(element.get("style", ""))
+    place = re.search(r"vertical-align\s*:\s*(super|sub)\b", style)
+    if place:
+        element.name = place[1].removesuffix("er")
+    elif element.name == "strike" or _STRUCK.search(style):
+        element.name = "s"
+    else:
+        element.unwrap()
+
+
+def _without_pictures(page: BeautifulSoup) -> tuple[int, int]:
+    """Take pictures that the page itself holds out of it, and leave what is said in their place. The number of these, and of
+    those that have no content."""
+    pictures = gone = 0
+    for picture in page("img", src=re.compile("^data:", re.IGNORECASE)):
+        if picture.get("data-src"):  # what is shown once the page has been scrolled there
+            picture["src"] = picture["data-src"]
+            continue
+        there = bool(str(picture["src"]).partition(",")[2])
+        pictures, gone = pictures + there, gone + (not there)
+        picture["src"] = ""
+        if not picture.get("alt"):
+            picture.extract()
+    return pictures, gone
+
+
+def _write_places(page: BeautifulSoup) -> None:
+    """Write into the text what a page says by places: raised, lowered, fractions, roots."""
+    from bs4 import Tag
+
+    for fraction in page("mfrac"):
+        top, *rest = fraction(True, recursive=False)
+        for part in (top, *rest):
+            if len(part.get_text().strip()) > 1 and not part.get_text().strip().isalnum():
+                part.insert(0, "(")
+                part.append(")")
+        top.insert_after("/")
+    for root in page("msqrt"):
+        root.insert(0, "\u221a(")
+        root.append(")")
+    for base in page(["msup", "msub", "msubsup", "munder", "mover", "munderover", "mmultiscripts"]):
+        scripts = base(True, recursive=False)[1:]
+        names = ("sub", "sup") if len(scripts) > 1 else ("sup" if base.name in ("msup", "mover") else "sub",)
+        for script, name in zip(scripts, names, strict=False):
+            script.name = name
+    for script in page(["sup", "sub"]):
+        if script.parent is None:
+            continue
+        slash = script.next_sibling
+        below = slash.next_sibling if isinstance(slash, str) and slash.strip() in ("/", "\u2044") else None
+        before, after = _beside(script, "previous_sibling"), _beside(script, "next_sibling")
+        if script.name == "sup" and isinstance(below, Tag) and below.name == "sub":
+            below.unwrap()
+            begin, end = " " * before.isdigit(), ""
+        else:
+            begin, end = marks("^" if script.name == "sup" else "_", script.get_text(), before, after)
+        if begin:  # not an empty string, which the converter takes for the beginning of a line
+            script.insert(0, begin)
+        if end:
+            script.append(end)
+        script.unwrap()
+
+
+def _beside(element: Tag | None, side: str) -> str:
+    """The character next to an element in its line; '' where it begins or ends there."""
+    while element is not None:
+        other = getattr(element, side)
+        if other is None:
+            element = element.parent if element.parent is not None and _INLINE.fullmatch(element.parent.name) else None
+            continue
+        name = getattr(other, "name", None)
+        text = str(other) if name is None else other.get_text() if _INLINE.fullmatch(name) else " "
+        if text:
+            return text[-1] if side == "previous_sibling" else text[0]
+        element = other
+    return ""
+
+
+def _write_numbers(items: Tag) -> None:
+    """Write the numbers of a list's items as a page shows them. A list that is all of another one's text takes its place."""
+    while (above := items.parent) is not None and above.name == "li" and above.get_text() == items.get_text():
+        if above.parent is None or len(above.parent("li", recursive=False)) > 1:
+            break
+        above.parent.replace_with(items)
+    if items.name == "ul":
+        return
+    entries = items("li", recursive=False)
+    style = str(items.get("style", ""))
+    form = next((form for name, form in _STYLED if name in style), _FORMS.get(str(items.get("type", "")), "decimal"))
+    step = -1 if items.has_attr("reversed") else 1
+    number = integer(items.get("start"), len(entries) if step < 0 else 1)
+    for entry in entries:
+        number = integer(entry.get("value"), number)
+        if not entry.get("locret-label"):
+            entry["locret-label"] = formed(number, _FORMS.get(str(entry.get("type", "")), form)) + "."
+        number += step
 
 
 def _prepared(html: str) -> str:
-    """A page without what converters stumble over: prefixes of tags, comments, boxes, thousands of blanks in a row."""
+    """A page without what parsers stumble over: prefixes of tags, comments, boxes, thousands of blanks in a row."""
     html = re.sub(r"^\s*<\?xml[^>]*\?>", "", html)
     for prefix in re.findall(r"xmlns:(\w+)\s*=\s*[\"']http://www\.w3\.org/1999/xhtml[\"']", html[:4096]):
         html = re.sub(rf"<(/?){prefix}:", r"<\1", html)
@@ -120,57 +290,4 @@ def _prepared(html: str) -> str:
     # A comment that has no end would take a square of time, and the text after it.
     html = closed + end + rest.replace("<!--", " ")
     html = re.sub(r"\s{256,}", lambda blanks: "\n" if "\n" in blanks[0] else " ", html)
-    return re.sub(rf"<(/?)(?:{_BLOCKS.replace(' ', '|')})(?=[\s/>])", r"<\1div", _closed(html), flags=re.IGNORECASE)
-
-
-def _closed(html: str) -> str:
-    """A page with the end tags that it leaves out: without them its paragraphs, items and cells lie in one another."""
-    pieces, within, opened, done, at = list[str](), list[str](), Counter[str](), 0, 0
-    while tag := _TAG.search(html, at):
-        at, name = tag.end(), (tag[2] or "").lower()
-        if name in ("script", "style") and not tag[1]:
-            if (code := _CODE_END.search(html, at)) is None:  # the rest is none of the page
-                break
-            at = code.end()
-        elif name and not tag[1]:
-            while within and within[-1] in _ENDS[name]:
-                pieces += [html[done : tag.start()], f"</{within[-1]}>"]
-                done = tag.start()
-                opened[within.pop()] -= 1
-            within.append(name)
-            opened[name] += 1
-        while tag[1] and opened[name]:
-            opened[last := within.pop()] -= 1
-            if last == name:
-                break
-    return "".join(pieces) + html[done:]
-
-
-def _losses(html: str, text: str) -> Iterator[str]:
-    """Lines for what a page shows and its text lacks."""
-    from bs4 import BeautifulSoup, CData, NavigableString
-
-    page = BeautifulSoup(html, "html.parser")
-    for hidden in page(["script", "style", "head", "template"]):
-        hidden.extract()
-    strings = [str(one) for one in page.descendants if type(one) in (NavigableString, CData)]
-    words = [one for one in strings if one.strip()]
-    lost = missing(((one, [one]) for one in words), text)
-    if lost:
-        yield f"{counted(len(lost), 'passage')} left out, such as {' '.join(lost[0].split())[:40]!r}"
-    fields = [str(one.get("value", "")) for one in page("input") if one.get("type", "text") in _TYPED]
-    if lost := missing(((one, [one]) for one in fields if one.strip()), text):
-        yield f"{counted(len(lost), 'field')} of a form left out, such as {lost[0][:40]!r}"
-    if frames := len(page(_FRAMES)):
-        yield f"{counted(frames, 'frame')} with other pages left out"
-
-
-def word_page(data: bytes, name: str) -> str:
-    """A Word file as Markdown."""
-    from markitdown import MissingDependencyException, StreamInfo
-    from markitdown.converters import DocxConverter
-
-    try:
-        return DocxConverter().convert(BytesIO(data), StreamInfo(extension=".docx"), **OPTIONS).markdown
-    except MissingDependencyException as error:
-        raise ImportError(f"{name} needs more of markitdown than is installed", name="markitdown") from error
+    return re.sub(rf"<(/?)(?:{_BLOCKS.replace(' ', '|')})(?=[\s/>])", r"<\1div", html, flags=re.IGNORECASE)

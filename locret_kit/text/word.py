@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from io import BytesIO
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 from zipfile import ZIP_STORED, ZipFile
 
 from .archive import stored
 from .losses import counted, missing
-from .web_page import word_page
+from .numbering import VALUE, Numbering, Styles, W, formed, integer, on, value
+from .web_page import markdown
 
-W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
-STRICT = "{http://purl.oclc.org/ooxml/wordprocessingml/main}"
+if TYPE_CHECKING:
+    from mammoth.documents import Image
+
+STRICT = b"http://purl.oclc.org/ooxml/wordprocessingml/main"
 MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
 SAME = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
 BLANK = "{http://www.w3.org/XML/1998/namespace}space"
@@ -29,6 +32,17 @@ APART = (
     ("charts/chart", "chart"), ("diagrams/data", "diagram"), ("document", "passage"),
 )  # fmt: skip
 """Beginnings of parts' names beside the main document's folder, and what their text is called."""
+BETWEEN = ("tab", "br", "sym", "noBreakHyphen", "footnoteReference", "endnoteReference")
+"""Elements that stand between two runs in the text."""
+RELATED = (
+    "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}",
+    "{http://purl.oclc.org/ooxml/officeD",
+)
+"""Beginnings of attributes that refer to other parts."""
+LOOKS = ("vertAlign", "strike", "b", "i", "u")
+"""Properties of a run that leave marks in the text."""
+LINKED = ("/oleObject", "/chart", "/header", "/footer", "/subDocument", "/aFChunk")
+"""Kinds of parts whose text is lost where they are linked, not in the file."""
 FILES = r"(?:^|/)(?:embeddings/|afchunk)[^/]+$"
 """Names of parts that are files of other formats."""
 ElementTree.register_namespace("w", W[1:-1])  # markitdown asks for tags by this name
@@ -36,25 +50,46 @@ ElementTree.register_namespace("w", W[1:-1])  # markitdown asks for tags by this
 
 def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
     """The text of a Word file as Markdown; its losses are added to ``losses``."""
+    import mammoth
     from defusedxml.ElementTree import fromstring
 
-    out, texts, files = BytesIO(), [], 0
+    out, texts, files, linked, wild, hidden = BytesIO(), [], 0, 0, 0, 0
     with ZipFile(stored(data, name, limit)) as archive, ZipFile(out, "w", ZIP_STORED) as copy:
-        for entry in archive.namelist():
+        entries = archive.namelist()
+
+        def part_of(called: str) -> Element | None:
+            """A part of the main document's folder, by its root element."""
+            there = (one for one in entries if re.fullmatch(rf"word/{called}\d*\.xml", one))
+            return next((fromstring(archive.read(one).replace(STRICT, W[1:-1].encode())) for one in there), None)
+
+        styles, lists, settings = Styles(part_of("styles")), part_of("numbering"), part_of("settings")
+        notes = [] if settings is None else list(settings)
+        for entry in entries:
             part = archive.read(entry)
             files += bool(re.search(FILES, entry, re.IGNORECASE))
             called = next((noun for start, noun in APART if re.match(rf"word/{start}", entry)), "")
             if entry.endswith(".xml") and called:
-                root = fromstring(part)
-                _prepare(root)
+                root = fromstring(part.replace(STRICT, W[1:-1].encode()))
+                numbering = Numbering(lists, styles)
+                hidden += _prepare(root, styles, numbering)
+                relations = re.sub(r"([^/]+)$", r"_rels/\1.rels", entry)
+                known = (
+                    {one.get("Id") for one in fromstring(archive.read(relations))} if relations in entries else set()
+                )
+                for one in root.iter():  # the converter would refuse a document whose references lead nowhere
+                    for key in [key for key in one.attrib if key.startswith(RELATED) and one.attrib[key] not in known]:
+                        del one.attrib[key]
                 if _name(root) in READ:
                     part = ElementTree.tostring(root, "utf-8", xml_declaration=True)
+                    wild += numbering.unknown
+                    notes += root.iter(f"{W}sectPr")
                 texts.append((called, root))
+            elif entry.endswith(".rels"):
+                elsewhere = (one for one in fromstring(part) if one.get("TargetMode") == "External")
+                linked += sum(one.get("Type", "").endswith(LINKED) for one in elsewhere)
             copy.writestr(entry, part)
-        pictures = _missing_pictures(archive)
-        for picture in pictures:
-            copy.writestr(picture, b"")  # the converter would refuse the document
-    text = word_page(out.getvalue(), name)
+    made = mammoth.convert_to_html(out, style_map="u => u", convert_image=mammoth.images.img_element(_picture))
+    text, _, lines = markdown(_numbered_notes(made.value, notes))
     lost: dict[str, int] = {}
     for called, root in texts:
         several = called in ("comment", "note", "passage")  # others are one thing, in as many passages as they like
@@ -63,26 +98,39 @@ def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
         number += len(missing((one for each in pieces for one in each), text)) if called == "passage" else 0
         lost[called] = lost.get(called, 0) + number
     losses += [f"{counted(number, called)} left out" for called, number in lost.items() if number]
-    if pictures:
-        losses.append(f"{counted(len(pictures), 'picture')} that it names not in the file")
-    if files:
-        losses.append(f"{counted(files, 'file')} within it left out")
+    losses += [line for line in lines if "picture" in line]  # what else is lost is counted by Word's parts
+    symbols = sum("w:sym" in message.message for message in made.messages) + len(re.findall("[\ue000-\uf8ff]", text))
+    for number, words in (
+        (hidden, counted(hidden, "hidden passage")), (wild, counted(wild, "automatic number") + " (some in digits instead)"),
+        (symbols, counted(symbols, "symbol") + " without Unicode"), (files, counted(files, "file") + " within it"),
+        (linked, counted(linked, "part") + " that it links to"),
+    ):  # fmt: skip
+        if number:
+            losses.append(f"{words} left out")
     return text
 
 
-def _missing_pictures(archive: ZipFile) -> list[str]:
-    """Names of pictures that a part refers to and that are not in the file."""
-    from defusedxml.ElementTree import fromstring
+def _picture(image: Image) -> dict[str, str]:
+    """A picture as an address that says whether it is there; its content is not read."""
+    try:
+        with image.open() as content:
+            return {"src": "data:image," + "x" * bool(content.read(1))}
+    except (KeyError, OSError):
+        return {"src": "data:image,"}
 
-    there, named = set(archive.namelist()), []
-    for entry in archive.namelist():
-        folder, relations = posixpath.split(entry)
-        if relations.endswith(".rels") and posixpath.basename(folder) == "_rels":
-            for one in fromstring(archive.read(entry)):
-                if one.get("Type", "").endswith("/image") and one.get("TargetMode") != "External":
-                    target = posixpath.join("/", posixpath.dirname(folder), one.get("Target", ""))
-                    named.append(posixpath.normpath(target).lstrip("/"))
-    return sorted(set(named) - there)
+
+def _numbered_notes(html: str, properties: Iterable[Element]) -> str:
+    """A page of the converter's, with notes numbered as Word does: its footnotes and endnotes each from the first one on."""
+    for kind, form in (("footnote", "decimal"), ("endnote", "lowerRoman")):
+        given = [one for part in properties for one in part.iter(f"{W}{kind}Pr")]
+        form = next((found for one in given if (found := value(one, "numFmt"))), form)
+        first = next((integer(found, 1) for one in given if (found := value(one, "numStart"))), 1)
+        notes = dict.fromkeys(re.findall(rf'id="{kind}-ref-([^"]+)"', html))
+        labels = {note: f"[{formed(number, form)}]" for number, note in enumerate(notes, first)}
+        for note, label in labels.items():
+            html = html.replace(f'<li id="{kind}-{note}"', f'<li locret-label="{label}" id="{kind}-{note}"', 1)
+            html = re.sub(rf'(id="{kind}-ref-{re.escape(note)}">)\[\d+\]', rf"\g<1>{label}", html)
+    return html
 
 
 def _name(element: Element) -> str:
@@ -90,12 +138,15 @@ def _name(element: Element) -> str:
     return str(element.tag).rpartition("}")[2]
 
 
-def _prepare(root: Element) -> None:
+def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
     """Make a part say all of its text where the converter looks for it: moved text where it was moved to, text boxes behind
-    their paragraph, equations as LaTeX, breaks as breaks, the content of wrappers in their place."""
+    their paragraph, equations as LaTeX, breaks as breaks, the content of wrappers in their place, and automatic numbers.
+
+    Returns:
+        the number of passages that are hidden, which it no longer has.
+    """
     for element in root.iter():
         if isinstance(element.tag, str):
-            element.tag = element.tag.replace(STRICT, W)
             if element.tag == f"{W}cr" or element.tag == f"{W}br":
                 element.tag = f"{W}br"
                 element.attrib.clear()
@@ -134,6 +185,67 @@ def _prepare(root: Element) -> None:
             above.tag = f"{W}ins"
             if parents[above].tag != f"{W}p":
                 above.tag = f"{W}p"
+    hidden = _prepare_runs(root, styles, numbering)
+    _number(root, numbering)
+    return hidden
+
+
+def _prepare_runs(root: Element, styles: Styles, numbering: Numbering) -> int:
+    """Make runs say by themselves what their styles say: raised, lowered, struck out, hidden. The number of hidden ones."""
+    hidden, before = 0, False
+    for run in root.iter(f"{W}r"):
+        own = run.find(f"{W}rPr")
+        chain = [own, *(style.find(f"{W}rPr") for style in styles.chain(value(own, "rStyle")))]
+        words = run.findall(f"{W}t")
+        if next((gone for one in chain if (gone := on(one, "vanish")) is not None), False):
+            for word in words:
+                word.tag = f"{W}delText"
+            hidden += bool(words) and not before
+        before = bool(words) and words[0].tag == f"{W}delText"
+        place = next((found for one in chain if (found := value(one, "vertAlign"))), None)
+        shift = next((int(found) for one in chain if re.fullmatch(r"-?\d+", found := value(one, "position") or "")), 0)
+        place = place or ("superscript" if shift > 0 else "subscript" if shift < 0 else None)
+        struck = any(on(one, name) for one in chain for name in ("strike", "dstrike"))
+        if (place or struck) and words:
+            if own is None:
+                own = Element(f"{W}rPr")
+                run.insert(0, own)
+            for name, kind in (("vertAlign", place), ("strike", "1" if struck else None)):
+                for one in own.findall(W + name):
+                    own.remove(one)
+                if kind:
+                    ElementTree.SubElement(own, W + name, {VALUE: kind})
+        for field in run.iter(f"{W}ddList"):  # a list to choose from: what is chosen stands in no run
+            choices = [one.get(VALUE, "") for one in field.findall(f"{W}listEntry")]
+            at = integer(value(field, "result") or value(field, "default"))
+            ElementTree.SubElement(run, f"{W}t").text = choices[at] if at < len(choices) else ""
+        for code in run.iter(f"{W}instrText"):
+            numbering.unknown += bool(re.match(r"\s*(LISTNUM|AUTONUM)", code.text or ""))
+    return hidden
+
+
+def _number(root: Element, numbering: Numbering) -> None:
+    """Write automatic numbers before their paragraphs, which are then in no list of the converter's."""
+    again = {id(one) for choice in root.iter(f"{SAME}Choice") for one in choice.iter(f"{W}p")}
+    for paragraph in root.iter(f"{W}p"):
+        mark = paragraph.find(f"{W}pPr/{W}rPr")
+        gone = mark is not None and (on(mark, "vanish") or any(_name(one) in ("del", "moveFrom") for one in mark))
+        place = None if gone or id(paragraph) in again else numbering.of(paragraph)
+        label = place and numbering.label(*place)
+        if label is None:
+            continue
+        properties = paragraph.find(f"{W}pPr")
+        if properties is None:
+            properties = Element(f"{W}pPr")
+            paragraph.insert(0, properties)
+        for one in properties.findall(f"{W}numPr"):
+            properties.remove(one)
+        none = ElementTree.SubElement(properties, f"{W}numPr")
+        for name in ("ilvl", "numId"):
+            ElementTree.SubElement(none, W + name, {VALUE: "0"})
+        run = Element(f"{W}r")
+        ElementTree.SubElement(run, f"{W}t", {BLANK: "preserve"}).text = label
+        paragraph.insert(list(paragraph).index(properties) + 1, run)
 
 
 def _above(element: Element, parents: dict[Element, Element]) -> Iterator[Element]:
@@ -145,30 +257,69 @@ def _above(element: Element, parents: dict[Element, Element]) -> Iterator[Elemen
 
 
 def _latex(equation: Element) -> str:
-    """An equation as LaTeX, or its characters where it has a form that the converter does not know."""
+    """An equation as LaTeX, or in a line where it has a form that the converter does not know."""
     from markitdown.converter_utils.docx.math.omml import oMath2Latex
 
-    plain = "".join(one.text or "" for one in equation.iter(f"{MATH}t"))
+    words = [one.text or "" for one in equation.iter(f"{MATH}t")]
     try:
         latex = str(oMath2Latex(equation).latex)
     except Exception:  # it raises whatever it stumbles over
-        return f" {plain} "
-    return (
-        f"${latex}$"
-        if not missing([(plain, [one.text or "" for one in equation.iter(f"{MATH}t")])], latex)
-        else f" {plain} "
+        latex = ""
+    return f" {_linear(equation)} " if missing([("\n".join(words), words)], latex) else f"${latex}$"
+
+
+def _linear(element: Element) -> str:
+    """An equation in a line: 10^6, (a+b)/2."""
+    parts = [(_name(one), _linear(one)) for one in element]
+    said, name = dict(parts), _name(element)
+
+    def grouped(part: str) -> str:
+        text = said.get(part, "")
+        return text if text.isalnum() or not text else f"({text})"
+
+    if name == "f":
+        return f"{grouped('num')}/{grouped('den')}"
+    if name == "rad":
+        return f"{said.get('deg', '')}\u221a({said.get('e', '')})"
+    if name in ("d", "mr", "m"):
+        text = ("; " if name == "m" else ", ").join(text for part, text in parts if part in ("e", "mr"))
+        return f"({text})" if name != "mr" else text
+    scripts = "".join(
+        mark + grouped(part) for part, mark in (("sub", "_"), ("sup", "^"), ("lim", "_")) if said.get(part)
     )
+    if scripts:
+        return f"{scripts}{said.get('e', '')}" if name in ("nary", "sPre") else f"{said.get('e', '')}{scripts}"
+    line, plain = (element.text or "" if name == "t" else ""), True
+    for part, text in parts:  # a form that is not known keeps its numbers apart
+        apart = line[-1:].isdecimal() and text[:1].isdecimal() and not (plain and part == "r")
+        line, plain = line + " " * apart + text, part == "r"
+    return line
 
 
 def _passages(root: Element) -> Iterable[tuple[str, list[str]]]:
     """Paragraphs of a part, whole and in runs, without what was deleted or moved away; of a chart its words."""
     hidden = {id(one) for gone in root.iter() if _name(gone) in ("del", "moveFrom", "Choice") for one in gone.iter()}
+    looks = {
+        id(word): [(one.tag, one.get(VALUE)) for name in LOOKS for one in run.findall(f"{W}rPr/{W}{name}")]
+        for run in root.iter(f"{W}r") for word in run
+    }  # fmt: skip
     for paragraph in [one for one in root.iter() if _name(one) in ("p", "v")]:
         inner = {
             id(one) for deep in paragraph.iter() if deep is not paragraph and _name(deep) == "p" for one in deep.iter()
         }
-        words = (one for one in paragraph.iter() if _name(one) in ("t", "v"))
-        shown = (one for one in words if id(one) not in hidden and id(one) not in inner)
-        runs = [text for one in shown if (text := one.text or "").strip()]
+        runs: list[str] = []
+        before: object = ""  # the look of the last run; what looks otherwise is no part of its number
+        for one in paragraph.iter():
+            if id(one) in hidden or id(one) in inner:
+                continue
+            if _name(one) in BETWEEN:
+                before = ""
+            elif _name(one) in ("t", "v") and one.text and one.text.strip():
+                look = looks.get(id(one))
+                if look == before and runs and runs[-1][-1:].isdigit() and one.text[:1].isdigit():
+                    runs[-1] += one.text
+                else:
+                    runs.append(one.text)
+                before = look
         if runs:
-            yield "".join(runs), runs
+            yield "\n".join(runs), runs
