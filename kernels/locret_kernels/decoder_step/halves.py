@@ -26,7 +26,7 @@ class Halves:
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._room = torch.empty(sum(_room_of(x) for x in weights), dtype=torch.bfloat16)
+        self._room = torch.empty(sum(_room_of(x) for x in weights), dtype=torch.bfloat16, device="cpu")
         self._used = self.read = 0
         ask_for_large_pages(self._room)
 
