@@ -82,7 +82,7 @@ def attention_mass(
     """
     B, H, S = k_BHSD.shape[:3]
     slots_S = torch.arange(S, device=q_BQTD.device)
-    total_BHGS = torch.zeros(B, H, q_BQTD.shape[1] // H, S, device=q_BQTD.device)
+    total_BHGS = torch.zeros(B, H, q_BQTD.shape[1] // H, S, dtype=torch.float32, device=q_BQTD.device)
     for part, logits in tile_logits(q_BQTD, k_BHSD, q_pos_T, scaling, cap):
         if sinks_Q is None:
             weights = logits.softmax(-1)
@@ -131,7 +131,7 @@ def boundary_loss(predicted_BHS: Tensor, target_BHS: Tensor, keeps: Sequence[int
     total = predicted_BHS.new_zeros(())
     for k in keeps:
         apart_BHS = sorted_BHS - sorted_BHS[..., k - 1 : k]
-        sign_S = torch.where(torch.arange(S, device=target_BHS.device) < k, -1.0, 1.0)
+        sign_S = torch.where(torch.arange(S, device=target_BHS.device) < k, -1.0, 1.0).to(apart_BHS)
         each_BHS = F.softplus(sign_S * apart_BHS / temperature)
         total = total + (each_BHS.sum() - each_BHS[..., k - 1].sum()) / (each_BHS.numel() // S * (S - 1))
     return total / len(keeps)
@@ -140,7 +140,8 @@ def boundary_loss(predicted_BHS: Tensor, target_BHS: Tensor, keeps: Sequence[int
 def drawn_budgets(slots: int, n: int) -> list[int]:
     """``n`` budgets from a sixteenth to a half of the slots, uniform in their logarithm, by torch's generator."""
     low, high = math.log(max(1, slots / 16)), math.log(max(1, slots / 2))
-    return [min(slots - 1, max(1, round(math.exp(low + (high - low) * x)))) for x in torch.rand(n).tolist()]
+    draw = torch.rand(n, dtype=torch.float32, device="cpu").tolist()
+    return [min(slots - 1, max(1, round(math.exp(low + (high - low) * x)))) for x in draw]
 
 
 def cis_loss(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -112,8 +113,8 @@ class RetainingHead(nn.Module):
 
     def __init__(self, config: HeadsConfig, layer: AttentionLayer) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(layer.qkv_dim, config.d_hidden, bias=False)
-        self.fc2 = nn.Linear(config.d_hidden, layer.n_kv_heads, bias=False)
+        self.fc1 = nn.Linear(layer.qkv_dim, config.d_hidden, bias=False, dtype=torch.float32)
+        self.fc2 = nn.Linear(config.d_hidden, layer.n_kv_heads, bias=False, dtype=torch.float32)
         self.act = ACT2FN[config.activation]
 
     def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Linear = F.linear) -> Tensor:
@@ -127,7 +128,7 @@ class LinearHead(nn.Module):
 
     def __init__(self, config: HeadsConfig, layer: AttentionLayer) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(layer.qkv_dim, layer.n_kv_heads)
+        self.fc1 = nn.Linear(layer.qkv_dim, layer.n_kv_heads, dtype=torch.float32)
 
     def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Linear = F.linear) -> Tensor:
         x_BTE = _side_by_side(q_BQTD, k_BHTD, v_BHTD)
@@ -146,12 +147,12 @@ class SinkHead(nn.Module):
 
     def __init__(self, config: HeadsConfig, layer: AttentionLayer) -> None:
         super().__init__()
-        E = layer.qkv_dim
+        E, linear = layer.qkv_dim, partial(nn.Linear, dtype=torch.float32)
         self.shape = Q, H, r = layer.n_heads, layer.n_kv_heads, config.d_hidden
-        self.query, self.key = nn.Linear(E, Q * r), nn.Linear(E, H * r, bias=False)
-        self.query_norm, self.key_norm = nn.RMSNorm(r, eps=1e-6), nn.RMSNorm(r, eps=1e-6)
-        self.sinks = nn.Parameter(torch.zeros(H, self.SINKS, r))
-        self.bias = nn.Parameter(torch.zeros(Q))
+        self.query, self.key = linear(E, Q * r), linear(E, H * r, bias=False)
+        self.query_norm, self.key_norm = (nn.RMSNorm(r, eps=1e-6, dtype=torch.float32) for _ in "qk")
+        self.sinks = nn.Parameter(torch.zeros(H, self.SINKS, r, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros(Q, dtype=torch.float32))
 
     def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Linear = F.linear) -> Tensor:
         Q, H, r = self.shape

@@ -75,3 +75,25 @@ LINES = 350
 def test_files_are_short():
     lengths = {file.name: file.read_text(encoding="utf-8").count("\n") for file in (ROOT / "locret_kit").rglob("*.py")}
     assert not [name for name, length in lengths.items() if length > LINES]
+
+
+FLOATS = {"empty", "zeros", "ones", "full", "rand", "randn", "eye", "linspace"}
+"""Functions of torch whose type is the default one where none is named."""
+PLACED = FLOATS | {"arange", "tensor", "as_tensor", "randint", "randperm"}
+"""Those whose device is."""
+MODULES = {"heads.py", "lococo.py", "rotary.py"}
+"""Files with modules, which are made where PyTorch's context says."""
+
+
+def test_tensors_are_made_of_a_type_and_on_a_device_by_name():
+    """``torch.set_default_dtype`` and ``torch.set_default_device`` are their program's own."""
+    wrong = []
+    for file in (file for folder in ("locret_kit", "kernels/locret_kernels") for file in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            made = ast.unparse(node.func).removeprefix("torch.") if isinstance(node, ast.Call) else ""
+            named = {keyword.arg for keyword in node.keywords} if made else set()
+            wanted = {"dtype"} if made in FLOATS else set()
+            wanted |= {"device"} if made in PLACED and file.name not in MODULES else set()
+            if made and ast.unparse(node.func).startswith("torch.") and None not in named and wanted - named:
+                wrong.append(f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert wrong == []

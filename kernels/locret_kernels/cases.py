@@ -94,19 +94,19 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     yield case("attend", f"T={few} S={S}", q[:, :, -few:], k, v, scaling, flops=4 * Q * D * few * S)
 
     for queries, unit in ((128, 128), (64, 1)):  # a third of the rows: blocks of them, or each by itself
-        seen_BQNU = torch.rand(1, Q, -(-T // queries), -(-S // unit), device=device) < 1 / 3
+        seen_BQNU = torch.rand(1, Q, -(-T // queries), -(-S // unit), dtype=torch.float32, device=device) < 1 / 3
         seen_BQNU[..., 0] = True
         form, work = f"sparse_attend, units of {unit}", 4 * Q * D * T * S / 3
         yield case(form, chunk, q, k, v, scaling, Blocks(seen_BQNU, queries, unit), flops=work)
 
     buffers = (k.clone(), v.clone(), x(1, H, S, dtype=torch.float32))
-    stay = torch.rand(1, H, S, device=device).argsort(-1)[..., :budget].sort(-1).values
+    stay = torch.rand(1, H, S, dtype=torch.float32, device=device).argsort(-1)[..., :budget].sort(-1).values
     moved = 2 * sum(t[:, :, :budget].nbytes for t in buffers)
     yield case("compact_rows", f"S={S} K={budget}", buffers, stay, nbytes=moved, state=buffers)
 
     held = torch.zeros(1, H, S, dtype=torch.bool, device=device).scatter_(-1, stay, True)
     yield case("kept_rows", f"S={S} K={budget}", held, budget, nbytes=held.nbytes + stay.nbytes)
-    scores, most = x(1, H, S, dtype=torch.float32), torch.full((1, H), budget, device=device)
+    scores, most = x(1, H, S, dtype=torch.float32), torch.full((1, H), budget, dtype=torch.int64, device=device)
     marks = torch.zeros_like(held), torch.ones_like(held)
     yield case("select_rows", f"S={S} K={budget}", scores, *marks, most, nbytes=scores.nbytes + 3 * held.nbytes)
     wide, weight = x(1, T, Q * D), x(Q * D)
@@ -127,7 +127,7 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     place = torch.arange(S, dtype=torch.int32, device=device).repeat(1, H, 1)
     yield case("rotate_rows, placed", f"S={S}", k, table, table, place, nbytes=2 * k.nbytes)
     flat = (k.reshape(-1, D), v.reshape(-1, D))
-    lengths = torch.full((1, H), S, device=device)
+    lengths = torch.full((1, H), S, dtype=torch.int64, device=device)
     spans = Spans(torch.arange(H, device=device)[None] * S, lengths, S)
     forms = (
         ("", None, False),
@@ -139,7 +139,7 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
         return F.scaled_dot_product_attention(row, k, v, scale=scaling, enable_gqa=Q > H)
 
     codes = tuple(torch.randint(0, 0x7F, (H * S, D), dtype=torch.uint8, device=device) for _ in range(2))
-    eight = Float8Rows(*codes, *(torch.full((H,), 2.0**-6, device=device) for _ in range(2)))
+    eight = Float8Rows(*codes, *(torch.full((H,), 2.0**-6, dtype=torch.float32, device=device) for _ in range(2)))
     yield case("ragged_decode 8 bits, keys rotated", f"S={S}", one, eight, spans, scaling, forms[1][1], nbytes=k.nbytes)
     for form, turn, received in forms:
         peer = None if turn else decoding
@@ -165,7 +165,7 @@ def packed_matrix(
     middle = (2 ** int(form[1]) - 1) / 2
     scales = 1, middle if size.block == 256 else -middle
     for at, scale in zip(size.halves, scales[: len(size.halves)], strict=True):
-        number = 1e-3 * scale * (1 + torch.rand(*sizes, 1, device=device, generator=generator))
+        number = 1e-3 * scale * (1 + torch.rand(*sizes, 1, dtype=torch.float32, device=device, generator=generator))
         blocks[..., at : at + 2] = number.half().view(torch.uint8)
     return blocks.flatten(1)
 

@@ -14,7 +14,8 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     two, blocks of the largest power that divides it stand on the diagonal."""
     side = size & -size
     with torch.inference_mode(False):  # the cached matrix may be used where gradients are needed
-        block, pair = torch.ones(1, 1), torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+        block = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+        pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=block.dtype, device="cpu")
         while len(block) < side:
             block = torch.kron(block, pair)
-        return torch.kron(torch.eye(size // side), block / side**0.5).to(device)
+        return torch.kron(torch.eye(size // side, dtype=block.dtype, device="cpu"), block / side**0.5).to(device)

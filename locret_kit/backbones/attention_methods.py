@@ -59,8 +59,10 @@ def _is_method(method: object) -> bool:
 
 def is_softmax(own: Method, q_BHTD: Tensor, rows: int) -> bool:
     """Whether a method is softmax attention of these queries over all of ``rows`` keys, scaled by the root of their size."""
-    draw, (_, H, _, D) = torch.Generator().manual_seed(0), q_BHTD.shape
-    keys, values = (torch.randn(1, H, rows, D, generator=draw).to(q_BHTD) for _ in "kv")
+    draw, (_, H, _, D) = torch.Generator("cpu").manual_seed(0), q_BHTD.shape
+    keys, values = (
+        torch.randn(1, H, rows, D, generator=draw, dtype=torch.float32, device="cpu").to(q_BHTD) for _ in "kv"
+    )
     newest = q_BHTD[:1, :, -1:]
     want, got = scaled_dot_product_attention(newest, keys, values), own(newest, keys, values, None)[0]
     return torch.allclose(got, want, rtol=0, atol=0.02 * float(want.abs().max()))

@@ -37,7 +37,7 @@ class Rotation:
     def measured(self, decoder: nn.Module) -> Rope:
         """The rotation of a text of a few tokens."""
         if not self.module:
-            return Rope(torch.zeros(1, device=next(decoder.parameters()).device))
+            return Rope(torch.zeros(1, dtype=torch.float32, device=next(decoder.parameters()).device))
         module = decoder.get_submodule(self.module)
         inv_freq: Tensor = getattr(module, self.buffer).float()
         return self.rope(decoder, inv_freq, scaling_of(module, self.buffer))
@@ -208,7 +208,7 @@ def frequencies_of(module: nn.Module) -> list[str]:
 
 def _rope(decoder: nn.Module, config: PreTrainedConfig, rotation: Rotation, span: int) -> Rope:
     if not rotation.module:
-        return Rope(torch.zeros(1, device=next(decoder.parameters()).device))
+        return Rope(torch.zeros(1, dtype=torch.float32, device=next(decoder.parameters()).device))
     module = decoder.get_submodule(rotation.module)
     inv_freq, scaling = getattr(module, rotation.buffer), scaling_of(module, rotation.buffer)
     kind = rotation.buffer.removesuffix("inv_freq").removesuffix("_")

@@ -24,6 +24,10 @@ PACKED = (PackedEmbedding, PackedLinear)
 """Modules beside PyTorch's and transformers' whose weights are known."""
 
 
+PRODUCTS = ("query", "key", "value", "out", "gate", "up", "down")
+"""Matrices of a layer."""
+
+
 class NotDense(ValueError):
     """The decoder is not of the known form; says what is different."""
 
@@ -75,7 +79,7 @@ class DenseLayer:
 
     @property
     def products(self) -> tuple[Product, ...]:
-        return self.query, self.key, self.value, self.out, self.gate, self.up, self.down
+        return tuple(getattr(self, name) for name in PRODUCTS)
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ def dense(model: PreTrainedModel) -> Dense:
         found = Dense(words, tuple(map(_layer, decoder.layers)), _norm(decoder.norm), _product(head))
     except AttributeError as error:
         raise NotDense(f"a module of another name: {error}") from error
-    tensors = [x for x in (*decoder.parameters(), head.weight)]
+    tensors = [*decoder.parameters(), *head.parameters()]
     if any(type(x) not in (Tensor, nn.Parameter) or not x.is_contiguous() for x in tensors):
         raise NotDense("weights that are no plain tensors")
     plain = {x.dtype for x in tensors if x.is_floating_point()}

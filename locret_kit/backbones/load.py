@@ -87,9 +87,11 @@ def _gguf(name: str, revision: str | None) -> GgufFile:
 
 @contextmanager
 def _reading(what: str, kind: type[Exception] = FileNotFoundError) -> Iterator[None]:
-    """Turn the many errors of transformers, PyTorch and PEFT over damaged files into one line that begins with ``what``."""
+    """Read on the CPU, whatever the default device, and turn the many errors of transformers, PyTorch and PEFT over damaged files
+    into one line that begins with ``what``."""
     try:
-        yield
+        with torch.device("cpu"):
+            yield
     except (FileNotFoundError, ImportError, torch.OutOfMemoryError):
         raise
     except Exception as error:

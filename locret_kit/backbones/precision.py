@@ -57,7 +57,8 @@ def seconds(rows: int, width: int) -> tuple[float, float]:
     """Shortest times of the product in float32 and in bfloat16."""
     shortest = [float("inf")] * 2
     pairs = [
-        [torch.ones(size, width, dtype=dtype) for size in (TOKENS, rows)] for dtype in (torch.float32, torch.bfloat16)
+        [torch.ones(size, width, dtype=dtype, device="cpu") for size in (TOKENS, rows)]
+        for dtype in (torch.float32, torch.bfloat16)
     ]
     with torch.inference_mode():
         for _ in range(ROUNDS):

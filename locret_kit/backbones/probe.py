@@ -168,7 +168,9 @@ def _description(decoder: DecoderStack, config: PreTrainedConfig, ranks: int) ->
         _check_states()
     device = next(decoder.parameters()).device
     words = max(3, min(getattr(config, "vocab_size", None) or 1000, 1000))
-    ids_1T = torch.randint(2, words, (1, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
+    ids_1T = torch.randint(2, words, (1, TOKENS), generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(
+        device
+    )
     first = run_recorded(decoder, config, ids_1T)
     spec, calls = _layers(decoder, config, first, ranks)
     placed = bool(rotaries_of(decoder)) or _takes_positions(decoder, config, ids_1T, first)

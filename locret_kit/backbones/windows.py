@@ -27,7 +27,7 @@ def window_of(call: RecordedCall, config: PreTrainedConfig, where: str) -> tuple
     def start(query: int) -> int:
         """The first token that a query sees. It must see all from there on."""
         at = torch.arange(query + 2, device=zero.device)
-        seen = torch.as_tensor(sees(zero, zero, zero + query, at)).expand(len(at))
+        seen = torch.as_tensor(sees(zero, zero, zero + query, at), device=zero.device).expand(len(at))
         first = int(seen.long().argmax())
         if bool(seen[query + 1]) or not bool(seen[first : query + 1].all()):
             raise UnsupportedArchitecture(f"{where} sees tokens that are no stretch up to its own")

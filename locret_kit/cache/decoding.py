@@ -117,7 +117,7 @@ def _accumulate_statistics(flat: VarlenRows, stats_XN: Tensor, received_BHS: Ten
     made = {
         "sum": lambda: received_BHS,
         "square": received_BHS.square,
-        "above": lambda: received_BHS > (1 + MARGIN) / flat.lengths_BH[..., None],
+        "above": lambda: received_BHS > (1 + MARGIN) / flat.lengths_BH[..., None].float(),
     }
     rank_S = torch.arange(flat.longest, device=received_BHS.device)
     # Row [B, H, longest] of each rank; ranks past a head's end add zero to its first row.

@@ -239,7 +239,7 @@ class BatchCache(Lanes):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes ``repeats`` rows, one after the other."""
-        self.batch_select_indices(torch.arange(len(self.lanes)).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(len(self.lanes), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Row ``i`` becomes a copy of row ``indices[i]``, or of the ``i``-th one that a bool says."""

@@ -41,7 +41,7 @@ def attend_token(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed:
     turn = None
     if (rope := ctx.read_rope(layer, rows)) is not None:
         span = ctx.positions.span or 0
-        now = None if not span else torch.full((), rows.seen, device=q.device) if fixed is None else fixed.seen + 1
+        now = None if not span else torch.tensor(rows.seen, device=q.device) if fixed is None else fixed.seen + 1
         tables = (ctx.tables.upto(one, max(span, flat.longest), q) for one in (rope, rope.of_queries))
         turn = RowRotation(*next(tables), *next(tables), span, now)
     statistics = ctx.statistics if rows.window is None else ()

@@ -42,7 +42,7 @@ def choose_passages(ctx: Context, reread: Reread, layers: Sequence[BoundedLayer]
     layer, which holds the first reading of the tail, is emptied; what it has seen then ends before those tokens."""
     body, tail = ctx.schedule.body or 0, ctx.schedule.tail
     size = reread.size(min(budget for budget in ctx.budgets if budget), tail)
-    score_P = torch.zeros(body, device=ctx.model.device)
+    score_P = torch.zeros(body, dtype=torch.float32, device=ctx.model.device)
     for layer, rows in enumerate(layers):
         if rows.window is None:
             slots = slots_of(ctx, layer, rows, rows.rows, 0)

@@ -110,7 +110,7 @@ def export(cache: BoundedCache, origin: Origin | None = None) -> tuple[Record, d
     if cache.last_hidden is not None:
         tensors[HIDDEN] = cache.last_hidden
     if cache.reread_positions:
-        tensors[REREAD] = torch.tensor(cache.reread_positions, dtype=torch.int32)
+        tensors[REREAD] = torch.tensor(cache.reread_positions, dtype=torch.int32, device="cpu")
     if len(cache.pins) > MOST_PINS:
         raise ValueError(f"pins: {len(cache.pins)} ranges must be at most {MOST_PINS} in a file")
     # By content: names are written for people, fingerprints decide.

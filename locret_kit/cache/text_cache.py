@@ -295,5 +295,6 @@ class TextCache(LayeredCache):
             RuntimeError: no model is bound yet.
         """
         heads, rows = self.context.spec.layers[layer].n_kv_heads, self.bounded[layer]
-        kept = rows.kept() if rows.is_initialized else torch.empty(1, heads, 0, dtype=torch.int32)
+        none = torch.empty(1, heads, 0, dtype=torch.int32, device=self.context.model.device)
+        kept = rows.kept() if rows.is_initialized else none
         return in_prompt(self.reread_positions, self.schedule.prompt_length or 0, kept)

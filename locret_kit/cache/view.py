@@ -164,7 +164,7 @@ def shared_scores(
 
 def _unscored(k_BHTD: Tensor) -> Tensor:
     """Scores ``[B, H, T]`` that nobody reads."""
-    return torch.zeros((), device=k_BHTD.device).expand(k_BHTD.shape[:3])
+    return torch.zeros((), dtype=torch.float32, device=k_BHTD.device).expand(k_BHTD.shape[:3])
 
 
 def score_by_logits(

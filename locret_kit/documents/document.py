@@ -286,7 +286,7 @@ class Document:
             done=stream.done, chat=self.chat_template, before=self.text.before, share=self.share,
             tokenizer=tokenizer_identity(self.tokenizer), names=names or {},
         )  # fmt: skip
-        more = {IDS: torch.tensor(stream.ids, dtype=torch.int32)} if record.text else {}
+        more = {IDS: torch.tensor(stream.ids, dtype=torch.int32, device="cpu")} if record.text else {}
         target = Path(path).resolve()
         expected = self._file[1] if self._file is not None and self._file[0] == target else None
         check = partial(check_there, target, expected, replace)

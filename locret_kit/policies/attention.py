@@ -39,13 +39,13 @@ def of_recent_queries(
         S = rows[0].shape[2]
         W = min(newest - but, end, S - but)
         if W < 1:
-            return torch.zeros(rows[0].shape[:3], device=q.device)
+            return torch.zeros(rows[0].shape[:3], dtype=torch.float32, device=q.device)
         return F.pad(measure(q[:, :, end - W : end], *(x[:, :, : S - but] for x in rows), heads), (0, but))
 
     if slots.lengths is None:
         return measured(q_BQWD, rows_BHSD)
     _, H, S = slots.positions.shape
-    out_BHS = torch.zeros(1, H, S, device=q_BQWD.device)
+    out_BHS = torch.zeros(1, H, S, dtype=torch.float32, device=q_BQWD.device)
     G = q_BQWD.shape[1] // H
     for h, n in enumerate(slots.lengths):
         group = slice(h * G, (h + 1) * G)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,7 +21,7 @@ from locret_kernels import cpp
 from locret_kernels.decoder_step import cpu as decoder_step
 from locret_kernels.decoder_step.halves import Halves
 
-from ..backbones.dense import Dense, NotDense, Product, check_dense, dense
+from ..backbones.dense import PRODUCTS, Dense, NotDense, Product, check_dense, dense
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.step import evict_if_due, make_room
@@ -81,14 +81,14 @@ class CpuDecoder:
         if weights.is_packed and self.dtype == torch.float64:
             raise cpp.Unavailable("packed matrices beside numbers of float64")
         self.library = decoder_step.load(self.dtype, self.channels)
-        self.sums = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.sums = cpp.SUMS[self.dtype]
         self.weights = weights
         Q, H = self.shape = len(first.query.weight) // self.channels, len(first.key.weight) // self.channels
         self.line = (Q + 2 * H) * self.channels
-        products = [layer.products for layer in weights.layers]  # in the order of ``decoder_step.LAYER``
+        products = [layer.products for layer in weights.layers]
         self._halves = Halves((one.weight for some in (*products, [weights.head]) for one in some), self.library)
-        self._own = [[_address(one, self._halves) for one in some] for some in products]
-        self._head = _address(weights.head, self._halves)
+        self._own = [[self._linear(one, self._halves) for one in some] for some in products]
+        self._head = self._linear(weights.head, self._halves)
         self._plain = self._layers(None)
         self._with_heads: WeakKeyDictionary[RetainingHeads, Held] = WeakKeyDictionary()
         self._lanes: WeakKeyDictionary[BoundedCache, Lane] = WeakKeyDictionary()
@@ -135,14 +135,15 @@ class CpuDecoder:
         heads = self._shared_heads(caches)
         asks = [heads is None and cache.policy.score.scores_new_tokens for cache in caches]
         recent = any(rows.recent for cache in caches for rows in cache.bounded)
-        seen = torch.empty(L, N, self.line, dtype=self.sums) if any(asks) or recent else None
+        new = partial(torch.empty, dtype=self.sums, device=self.weights.norm.weight.device)
+        seen = new(L, N, self.line) if any(asks) or recent else None
         rows = np.concatenate([lane.rows for lane in lanes])
-        ids, logits = np.array(tokens, dtype=np.int64), torch.empty(N, V, dtype=self.sums)
+        ids, logits = np.array(tokens, dtype=np.int64), new(N, V)
         held = self._held(heads)
         decoder = self._decoder(held)
         self.library.locret_step(
-            decoder.ctypes.data, N, ids.ctypes.data, rows.ctypes.data, logits.data_ptr(),
-            0 if seen is None else seen.data_ptr(), torch.get_num_threads(),
+            decoder.ctypes.data, N, ids.ctypes.data, rows.ctypes.data, cpp.address(logits, self.sums),
+            cpp.address(seen, self.sums), torch.get_num_threads(),
         )  # fmt: skip
         for n, (cache, lane) in enumerate(zip(caches, lanes, strict=True)):
             if seen is not None:
@@ -165,7 +166,7 @@ class CpuDecoder:
         if lane.left == 1:
             lane.widen(cache)
         for rope, held in lane.own:
-            cos, sin = rope.tables(torch.tensor([seen]), self.dtype)
+            cos, sin = rope.tables(torch.tensor([seen], device=held.device), self.dtype)
             held[0], held[1] = cos[0], sin[0]
         return lane
 
@@ -220,28 +221,42 @@ class CpuDecoder:
         return self._plain.follows(weights)
 
     def _layers(self, heads: RetainingHeads | None) -> Held:
-        found = np.zeros(len(self.weights.layers), decoder_step.LAYER)
+        found = np.zeros(len(self.weights.layers), decoder_step.LAYER.dtype)
         weights = [] if heads is None else [x.detach() for x in heads.parameters()]
         halves = self._halves if heads is None else Halves((x for x in weights if x.dim() == 2), self.library)
         for i, layer in enumerate(self.weights.layers):
             names = ("fc1", "fc2")
             own = [None if heads is None else Product(getattr(heads[i], name).weight.detach(), None) for name in names]
-            norms = layer.norm, layer.query_norm, layer.key_norm, layer.mlp_norm
-            found[i] = (
-                *(0 if norm is None else norm.weight.data_ptr() for norm in norms),
-                *(number for address in (*self._own[i], *(_address(one, halves) for one in own)) for number in address),
-                layer.norm.eps, layer.query_norm.eps if layer.query_norm is not None else 0.0, layer.mlp_norm.eps, layer.scaling,
+            linear = (*self._own[i], *(self._linear(one, halves) for one in own))
+            norms = {name: getattr(layer, name) for name in ("norm", "query_norm", "key_norm", "mlp_norm")}
+            found[i] = decoder_step.LAYER.of(
+                self.dtype, **{name: norm and norm.weight for name, norm in norms.items()},
+                **dict(zip((*PRODUCTS, *names), linear, strict=True)), norm_eps=layer.norm.eps,
+                head_eps=layer.query_norm.eps if layer.query_norm is not None else 0.0, mlp_eps=layer.mlp_norm.eps,
+                scaling=layer.scaling,
             )  # fmt: skip
         return Held(found, halves, self.weights if heads is None else weights)
 
     def _decoder(self, held: Held) -> np.ndarray:
         """The decoder as the call reads it."""
         w = self.weights
-        numbers = (
-            len(w.layers), len(w.norm.weight), *self.shape, self.channels, len(w.head.weight), *_address(w.words),
-            w.norm.weight.data_ptr(), w.norm.eps, *self._head, held.layers.ctypes.data,
+        return decoder_step.DECODER.of(
+            self.dtype, layers=len(w.layers), width=len(w.norm.weight), query_heads=self.shape[0], heads=self.shape[1],
+            channels=self.channels, vocabulary=len(w.head.weight), words=self._linear(w.words), norm=w.norm.weight,
+            eps=w.norm.eps, head=self._head, layer=held.layers.ctypes.data,
         )  # fmt: skip
-        return np.array([numbers], dtype=decoder_step.DECODER)
+
+    def _linear(self, product: Product | None, halves: Halves | None = None) -> tuple[int, ...]:
+        """A product as the call reads it; ``halves`` may hold a copy of its weights of half the size."""
+        if product is None:
+            return (0,) * len(decoder_step.LINEAR.points)
+        half = None if halves is None else halves.of(product.weight)
+        weight, dtype = (product.weight, self.dtype) if half is None else (half, torch.bfloat16)
+        at = cpp.address(weight, dtype if product.form is None else torch.uint8)
+        return decoder_step.LINEAR.of(
+            self.dtype, weight=at, bias=product.bias, rows=len(weight), halved=half is not None,
+            format=product.form and decoder_step.format_at(product.form).ctypes.data,
+        ).item()  # fmt: skip
 
     def _read(self, cache: BoundedCache, lane: Lane, line_LE: Tensor, *, scored: bool) -> None:
         """What a policy makes of the new token's q, k and v before RoPE."""
@@ -268,18 +283,6 @@ def _places(x: object) -> object:
     if isinstance(x, tuple | list):
         return [*map(_places, x)]
     return [_places(getattr(x, one.name)) for one in fields(x)] if is_dataclass(x) else x
-
-
-def _address(product: Product | None, halves: Halves | None = None) -> tuple[int, int, int, bool, int]:
-    """Addresses of a product's weights and biases, its number of rows, whether the weights are copies of half the size (where
-    ``halves`` hold them), and the address of their format of few bits."""
-    if product is None:
-        return 0, 0, 0, False, 0
-    half = None if halves is None else halves.of(product.weight)
-    weight = product.weight if half is None else half
-    bias = 0 if product.bias is None else product.bias.data_ptr()
-    packed = 0 if product.form is None else decoder_step.format_at(product.form).ctypes.data
-    return weight.data_ptr(), bias, len(weight), half is not None, packed
 
 
 @lru_cache

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from locret_kernels import cpp
+from locret_kernels.decoder_step.cpu import PACKED
 from locret_kernels.quantise import cpu as quantiser
 from locret_kernels.ragged_decode import PackedRows
 
@@ -18,11 +18,11 @@ from ..cache.storage.quantised import GroupedBits
 
 
 def point_at(at: np.ndarray, packed: PackedRows, codec: GroupedBits) -> None:
-    """Write the addresses of rows in few bits into an element of ``decoder_step.cpu.PACKED``."""
+    """Write the addresses of rows in few bits into an element of ``PACKED``."""
     quantiser.load()  # compiled before a group is full
     tables, groups, _ = packed.key_step_TMD.shape
-    cpp.point(
-        at, key_codes=packed.key_codes_NX, value_codes=packed.value_codes_NX, group=packed.group_N,
+    PACKED.point(
+        at, codec.dtype, key_codes=packed.key_codes_NX, value_codes=packed.value_codes_NX, group=packed.group_N,
         key_step=packed.key_step_TMD, key_zero=packed.key_zero_TMD, value_step=packed.value_step_NC,
         value_zero=packed.value_zero_NC, tail_keys=packed.tail_keys_PRD, tail_values=packed.tail_values_PRD,
     )  # fmt: skip
@@ -41,7 +41,7 @@ class FullTail(NamedTuple):
 
 def quantise(full: Sequence[FullTail]) -> None:
     """Quantise the groups that are full, as ``finish_block`` does, up to the order of sums."""
-    found = np.zeros(len(full), quantiser.GROUP)
+    found = np.zeros(len(full), quantiser.GROUP.dtype)
     for at, (codec, keys, values) in zip(found, full, strict=True):
         at["ready"] = (codec.tail - codec.residual) // codec.group_rows * codec.group_rows
         describe(at, codec, keys, values)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from locret_kernels import cpp
-from locret_kernels.decoder_step import cpu as decoder_step
+from locret_kernels.decoder_step.cpu import PACKED, ROWS
 from locret_kernels.ragged_decode import PackedRows
 
 from ..backbones.rope import Rope
@@ -33,7 +33,7 @@ class PositionTables:
         key = rope.inv_freq.float().numpy().tobytes(), rope.scaling
         made = self._made.get(key)
         if made is None or len(made[0]) < length:
-            cos, sin = rope.tables(torch.arange(length), self.dtype)
+            cos, sin = rope.tables(torch.arange(length, device=rope.inv_freq.device), self.dtype)
             made = self._made[key] = cos.to(self.sums).contiguous(), sin.to(self.sums).contiguous()
         return made  # not what another thread has put there meanwhile, which may be shorter
 
@@ -71,7 +71,7 @@ class Lane:
         left = min(room, ctx.schedule.until_boundary(seen)) if due is None else due
         starts_LH, lengths_LH = (np.zeros((L, H), np.int64) for _ in range(2))
         lane = cls(
-            np.zeros(L, decoder_step.ROWS), np.zeros(L, decoder_step.PACKED), starts_LH, lengths_LH, left, seen + left, seen,
+            np.zeros(L, ROWS.dtype), np.zeros(L, PACKED.dtype), starts_LH, lengths_LH, left, seen + left, seen,
             ctx, [], [], {},
         )  # fmt: skip
         own: dict[int, tuple[Rope, Tensor]] = {}
@@ -79,22 +79,22 @@ class Lane:
             flat, at = rows.flat(), lane.rows[layer]
             lane.starts_LH[layer], lane.lengths_LH[layer] = flat.starts_BH[0].numpy(), flat.lengths_BH[0].numpy()
             at["starts"], at["lengths"] = lane.starts_LH[layer].ctypes.data, lane.lengths_LH[layer].ctypes.data
-            cpp.point(at, positions=flat.positions_N, scores=rows.scores)
+            ROWS.point(at, positions=flat.positions_N, scores=rows.scores)
             at["window"], at["before"] = rows.window or 0, -1 if not ctx.positions.span else 0
             if rows.statistics:
-                cpp.point(at, stats=flat.stats_XN)
+                ROWS.point(at, stats=flat.stats_XN)
                 at["stats_stride"], at["by_head"] = flat.stats_XN.shape[1], bool(ctx.group)
                 at["statistics"] = sum(cpp.STATISTICS[name] for name in ctx.statistics)
             if (rope := ctx.read_rope(layer, rows)) is not None:
                 longest = rows.capacity * (H if rows.layout.ragged else 1)
                 cos, sin = tables.below(rope, max(longest, ctx.positions.span or 0))
-                cpp.point(at, cos=cos, sin=sin)
+                ROWS.point(at, tables.dtype, cos=cos, sin=sin)
                 at["rotated"] = cos.shape[1]
                 lane.held.append((cos, sin))
             elif (rope := ctx.write_rope(layer, rows)) is not None:
                 R = 2 * len(rope.inv_freq)
-                _, held = own.setdefault(id(rope), (rope, torch.empty(2, R, dtype=tables.sums)))
-                cpp.point(at, own_cos=held[0], own_sin=held[1])
+                _, held = own.setdefault(id(rope), (rope, torch.empty(2, R, dtype=tables.sums, device=rows.device)))
+                ROWS.point(at, tables.dtype, own_cos=held[0], own_sin=held[1])
                 at["rotated"] = R
             if isinstance(flat.rows, PackedRows):
                 assert isinstance(rows.codec, GroupedBits)
@@ -102,7 +102,7 @@ class Lane:
                 at["packed"] = lane.packed[layer : layer + 1].ctypes.data
                 lane.left = min(lane.left, rows.codec.max_tail - rows.codec.tail + 1)
             else:
-                cpp.point(at, keys=flat.rows[0], values=flat.rows[1])
+                ROWS.point(at, tables.dtype, keys=flat.rows[0], values=flat.rows[1])
             lane.held.append(flat)
         lane.own = list(own.values())
         return lane
@@ -114,5 +114,5 @@ class Lane:
             if isinstance(codec, GroupedBits) and codec.tail == codec.max_tail:
                 keys, values = (F.pad(x[0], (0, 0, 0, 1)) for x in (codec.tail_keys, codec.tail_values))
                 self.wider[layer], at = (keys, values), self.packed[layer]
-                cpp.point(at, tail_keys=keys, tail_values=values)
+                PACKED.point(at, codec.dtype, tail_keys=keys, tail_values=values)
                 at["tail_room"] = codec.tail + 1

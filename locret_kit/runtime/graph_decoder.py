@@ -147,7 +147,7 @@ class GraphDecoder:
             return
         with torch.inference_mode(False):
             self.ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-            self.seen = torch.full((), cache.get_seq_length(), device=model.device)
+            self.seen = torch.full((), cache.get_seq_length(), dtype=torch.int64, device=model.device)
             self.length_L = torch.tensor(cache.kept_rows, device=model.device)
             self.flats = [rows.flat() for rows in cache.bounded]
 

@@ -126,9 +126,8 @@ class Chooser:
             changes[token] += bias
         if changes:
             at = torch.tensor(list(changes), device=logits_V.device)
-            logits_V = logits_V.index_add(
-                0, at, torch.tensor(list(changes.values()), device=logits_V.device).to(logits_V)
-            )
+            by = torch.tensor(list(changes.values()), dtype=torch.float32, device=at.device)
+            logits_V = logits_V.index_add(0, at, by.to(logits_V))
         if self._constraint is not None:
             allowed_V = self._constraint.allowed(len(logits_V)).to(logits_V.device)
             logits_V = logits_V.masked_fill(~allowed_V, -math.inf)

@@ -49,7 +49,7 @@ def prefill(
     cache.bind(model)
     sequence = Sequence(Request(ids, 0), alone=True)
     sequence.start(cache, model.device)
-    text = torch.as_tensor(ids, dtype=torch.long).to(model.device)  # once: for every copy the host waits
+    text = torch.as_tensor(ids, dtype=torch.long, device="cpu").to(model.device)  # once: for every copy the host waits
     while sequence.finish_reason is None:
         at = sequence.next_positions()
         piece = text[at.start : at.stop] if isinstance(at, range) else text[torch.tensor(at, device=model.device)]

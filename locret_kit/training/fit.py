@@ -182,7 +182,8 @@ def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
     trainer = _trainer(cfg, strategy, [SaveEvery(state, cfg.trainer.save_every), stop, last])
     # The other processes of a run share its folder.
     busy = f"out={out}: another locret-train is writing there"
-    with locked(out / ".lock", busy) if trainer.is_global_zero else nullcontext():
+    alone = locked(out / ".lock", busy) if trainer.is_global_zero else nullcontext()
+    with alone, torch.device("cpu"):  # whatever the default device: PyTorch's loaders draw on it
         return _run(cfg, trainer, stop, last)
 
 
@@ -194,9 +195,8 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, last: Last) -> P
     data = SampleModule(cfg.data, tokenizer, seed=cfg.seed, per_step=cfg.optim.accumulate)
     backbone = _backbone(cfg, device=None if cfg.trainer.strategy == "auto" else "cpu")
     too_long = beyond_window(backbone, cfg)
-    with _memory_for(
-        f"pool.slots={cfg.pool.slots}" if cfg.trains == "pool" else f"heads.d_hidden={cfg.heads.d_hidden}"
-    ):
+    size = f"pool.slots={cfg.pool.slots}" if cfg.trains == "pool" else f"heads.d_hidden={cfg.heads.d_hidden}"
+    with _memory_for(size):
         module = TRAININGS[cfg.trains](backbone, cfg)
     if resume is not None:
         require_shapes(resume, module)

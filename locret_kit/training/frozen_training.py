@@ -74,7 +74,8 @@ class FrozenTraining(L.LightningModule, ABC):
 
     def rebuilt(self, state: dict[str, Tensor]) -> nn.Module:
         """The trained module on the CPU, from this module's gathered state, whose names begin with the module's own."""
-        made = self.fresh()
+        with torch.device("cpu"):
+            made = self.fresh()
         made.load_state_dict({name.partition(".")[2]: weight for name, weight in state.items()})
         return made
 

@@ -108,7 +108,7 @@ class HeadTraining(FrozenTraining):
             mine = [trial.observer(sample, ropes, backward, watch, not self.alone) for trial in self.trials.values()]
             observers.append(mine)
         lengths = [len(sample.ids) for sample in batch]
-        ids = pad_sequence([torch.tensor(sample.ids) for sample in batch], batch_first=True)
+        ids = pad_sequence([torch.tensor(sample.ids, device="cpu") for sample in batch], batch_first=True)
         handler = observers[0][0] if len(batch) == 1 and self.alone else Together(observers, lengths)
         with torch.no_grad(), self._attachment.handled_by(handler):
             decoder_of(self.backbone)(input_ids=ids.to(self.device), use_cache=False)

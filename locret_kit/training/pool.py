@@ -168,7 +168,7 @@ class PoolTraining(FrozenTraining):
         for sample in (sample for batch in step for sample in batch):
             total, counted = self.read(sample.ids, self.new_cache(), lambda loss: self.manual_backward(loss * share))
             read.append((total, counted, len(sample.ids)))
-        sums = torch.tensor(read, device=self.device).sum(0)  # [3]
+        sums = torch.tensor(read, dtype=torch.float32, device=self.device).sum(0)  # [3]
         total, counted, tokens = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()  # type: ignore[union-attr]
         loss = total / max(1, counted)
         self.require_finite(loss)
@@ -178,7 +178,7 @@ class PoolTraining(FrozenTraining):
     def validation_step(self, sample: Sample, index: int) -> None:
         """Every process validates every sample; the policy without a pool reads it too, to compare with."""
         both = [self.read(sample.ids, self.new_cache(merges)) for merges in (True, False)]
-        self._validation.append(torch.tensor(both))
+        self._validation.append(torch.tensor(both, dtype=torch.float32, device="cpu"))
 
     def on_validation_epoch_end(self) -> None:
         (loss, counted), (plain, _) = torch.stack(self._validation).sum(0).tolist()

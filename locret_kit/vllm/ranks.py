@@ -89,6 +89,6 @@ def columns_of_rank(config: HeadsConfig, ranks: Ranks) -> Tensor:
     D, start, columns = config.head_dim, 0, []
     for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads):
         own = heads // ranks.size
-        columns.append(torch.arange(start + ranks.rank * own * D, start + (ranks.rank + 1) * own * D))
+        columns.append(torch.arange(start + ranks.rank * own * D, start + (ranks.rank + 1) * own * D, device="cpu"))
         start += heads * D
     return torch.cat(columns)

@@ -24,7 +24,7 @@ class Unrotated:
         super().__init__(*args, **kwargs)
         self.unrotated = is_bounded()
         if self.unrotated:  # a table of every position that there may be, which nobody reads
-            self.register_buffer("cos_sin_cache", torch.empty(0), persistent=False)  # type: ignore[attr-defined]
+            self.register_buffer("cos_sin_cache", torch.empty(0, dtype=torch.float32), persistent=False)  # type: ignore[attr-defined]
 
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, *args: object, **kwargs: object

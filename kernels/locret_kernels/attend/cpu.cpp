@@ -40,7 +40,7 @@ std::unique_ptr<float[]> floats(i64 n) { return std::unique_ptr<float[]>(new flo
 
 extern "C" {
 struct Attention {
-    const void *q, *k, *v; // [B, Q, T, D], [B, H, S, D]; channels side by side
+    const Weights *q, *k, *v; // [B, Q, T, D], [B, H, S, D]; channels side by side
     float *out;            // [B, T, Q, D]
     i64 q_text, q_head, q_row, k_text, k_head, k_row, v_text, v_head, v_row;
     i64 texts, queries, heads, tokens, rows, channels, type; // type: as `TYPES`

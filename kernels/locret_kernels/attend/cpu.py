@@ -6,7 +6,7 @@ values of bfloat16 are read as they are; weights and sums are of float32.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +18,8 @@ from ..checks import check_queries
 from ..column_stats.reference import MARGIN, ColumnStats
 from .reference import ChunkRotation
 
-ATTENTION = np.dtype(
-    [(name, np.int64) for name in (
-        "q", "k", "v", "out", "q_text", "q_head", "q_row", "k_text", "k_head", "k_row", "v_text", "v_head", "v_row", "texts",
-        "queries", "heads", "tokens", "rows", "channels", "type", "cos", "sin", "q_cos", "q_sin", "rotated", "stats",
-        "statistics", "by_head",
-    )]
-    + [("scaling", np.float64), ("margin", np.float64)]
-)  # fmt: skip
+SOURCE = Path(__file__).with_name("cpu.cpp")
+ATTENTION = cpp.Struct(SOURCE, "Attention")
 LANES = 16
 """Channels of a head are a multiple of it: numbers of the widest vector."""
 MAX_ROWS = 1 << 14
@@ -39,7 +33,7 @@ def load() -> cpp.Library:
     Raises:
         cpp.Unavailable: another system, no compiler, or one that fails.
     """
-    return cpp.load(Path(__file__).with_name("cpu.cpp"), locret_attend=(cpp.ADDRESS, cpp.INT))
+    return cpp.load(SOURCE, locret_attend=(cpp.ADDRESS, cpp.INT))
 
 
 def takes(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor) -> bool:
@@ -69,11 +63,13 @@ def attend_and_count(
     """
     check_queries(q_BQTD, k_BHSD)
     (B, Q, T, D), (H, S) = q_BQTD.shape, k_BHSD.shape[1:3]
-    out_BTQD = torch.empty(B, T, Q, D)
+    new = partial(torch.empty, dtype=torch.float32, device=q_BQTD.device)
+    out_BTQD = new(B, T, Q, D)
     sets, kinds = (1 + by_head * (Q // H)) * bool(want), sorted(want)
-    stats = torch.empty(sets, len(kinds), B, H, S)
-    at = np.zeros((), ATTENTION)
-    cpp.point(at, q=q_BQTD, k=k_BHSD, v=v_BHSD, out=out_BTQD, stats=stats)
+    stats = new(sets, len(kinds), B, H, S)
+    at = np.zeros((), ATTENTION.dtype)
+    ATTENTION.point(at, q_BQTD.dtype, strided=True, q=q_BQTD, k=k_BHSD, v=v_BHSD)
+    ATTENTION.point(at, out=out_BTQD, stats=stats)
     for name, x in (("q", q_BQTD), ("k", k_BHSD), ("v", v_BHSD)):
         at[f"{name}_text"], at[f"{name}_head"], at[f"{name}_row"] = x.stride()[:3]
     at["texts"], at["queries"], at["heads"], at["tokens"], at["rows"], at["channels"] = B, Q, H, T, S, D
@@ -81,7 +77,7 @@ def attend_and_count(
     at["statistics"], at["by_head"] = sum(cpp.STATISTICS[name] for name in kinds), by_head
     if rotation is not None:
         cos, sin, q_cos, q_sin = tables = [x.float().contiguous() for x in rotation]
-        cpp.point(at, cos=cos, sin=sin, q_cos=q_cos, q_sin=q_sin)
+        ATTENTION.point(at, cos=cos, sin=sin, q_cos=q_cos, q_sin=q_sin)
         at["rotated"] = tables[-1].shape[-1]
     load().locret_attend(at.ctypes.data, torch.get_num_threads())
     counted = [ColumnStats(**dict(zip(kinds, one, strict=True))) for one in stats]

@@ -60,7 +60,7 @@ def column_max(
         ValueError: no query.
     """
     B, H, S = k_BHSD.shape[:3]
-    best_BHS = torch.full((B, H, S), float("-inf"), device=q_BQTD.device)
+    best_BHS = torch.full((B, H, S), float("-inf"), dtype=torch.float32, device=q_BQTD.device)
     for _, logits in tile_logits(q_BQTD, k_BHSD, q_pos_T, scaling, cap):
         if log_prob:
             lse = logits.logsumexp(-1, keepdim=True)  # [B, H, G, t, 1]

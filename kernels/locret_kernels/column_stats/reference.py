@@ -81,7 +81,7 @@ class Counts:
             out["sum"][b, heads, :n] += a_HTN.sum(1)
         if "above" in out:
             seen_T1 = torch.arange(n - t + 1, n + 1, device=a_HTN.device)[:, None]
-            out["above"][b, heads, :n] += (a_HTN > (1 + MARGIN) / seen_T1).sum(1)
+            out["above"][b, heads, :n] += (a_HTN > (1 + MARGIN) / seen_T1.float()).sum(1)
         if "last" in out and n == out["last"].shape[2]:
             out["last"][b, heads] = a_HTN[:, -1]
         if "square" in out:

@@ -18,10 +18,13 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from .place import LOG, folder, is_ours
+from .structs import POINTED as POINTED
+from .structs import SUMS as SUMS
+from .structs import Struct as Struct
+from .structs import address as address
 
 __all__: list[str] = []  # no operation
 
@@ -97,12 +100,6 @@ def head_options(dtype: torch.dtype, channels: int) -> tuple[str, str]:
 @cache
 def announce() -> None:
     LOG.warning("compiling C++ for this processor: some seconds, once")
-
-
-def point(at: np.ndarray, **tensors: torch.Tensor) -> None:
-    """Write the addresses of tensors into the fields of their names; who calls keeps the tensors alive."""
-    for name, x in tensors.items():
-        at[name] = x.data_ptr()
 
 
 def _machine() -> str:

@@ -1,6 +1,6 @@
 // One decoded token of each of several texts through a whole decoder, on a CPU: weights are read once for all of them.
 //
-// Structures are those of `cpu.py`, field by field. Compiled for a `TYPE` of weights and rows (32: float32, 64: float64,
+// Compiled for a `TYPE` of weights and rows (32: float32, 64: float64,
 // 16: bfloat16) and a number of `CHANNELS` of a head (0: any). Letters: N texts, L layers, E width, Q query heads, H key/value
 // heads, G = Q / H, D channels of a head, R of them rotated, S rows. `W` is the type of weights and rows, `A` the type of sums.
 // A number is summed in the same order whatever the number of texts and of threads, so a text's numbers do not depend on either.

@@ -17,35 +17,9 @@ from .. import cpp
 from ..product import cpu as product
 from ..product.formats import format_of
 
-_I = np.int64  # numbers and addresses
-
-
-def _linear(name: str) -> list[tuple[str, type]]:
-    return [(name, _I), *((f"{name}_{field}", _I) for field in ("bias", "rows", "halved", "format"))]
-
-
-FORMAT = np.dtype([(name, _I) for name in ("block", "nbytes", "rows", "unpack")])
-LAYER = np.dtype(
-    [(name, _I) for name in ("norm", "query_norm", "key_norm", "mlp_norm")]
-    + [field for name in ("query", "key", "value", "out", "gate", "up", "down", "fc1", "fc2") for field in _linear(name)]
-    + [(name, np.float64) for name in ("norm_eps", "head_eps", "mlp_eps", "scaling")]
-)  # fmt: skip
-DECODER = np.dtype(
-    [(name, _I) for name in ("layers", "width", "query_heads", "heads", "channels", "vocabulary")]
-    + [*_linear("words"), ("norm", _I), ("eps", np.float64), *_linear("head"), ("layer", _I)]
-)
-PACKED = np.dtype(
-    [(name, _I) for name in (
-        "key_codes", "value_codes", "group", "key_step", "key_zero", "value_step", "value_zero", "tail_keys", "tail_values",
-        "bits", "group_bytes", "groups", "sharing", "value_groups", "tail_room", "tail",
-    )]
-)  # fmt: skip
-ROWS = np.dtype(
-    [(name, _I) for name in (
-        "keys", "values", "positions", "scores", "stats", "starts", "lengths", "cos", "sin", "own_cos", "own_sin",
-        "position", "rotated", "before", "window", "stats_stride", "statistics", "by_head", "packed",
-    )]
-)  # fmt: skip
+LAYOUT = cpp.HEADERS / "layout.h"
+FORMAT, LINEAR, PACKED, ROWS = (cpp.Struct(LAYOUT, name) for name in ("Format", "Linear", "Packed", "Rows"))
+LAYER, DECODER = (cpp.Struct(LAYOUT, name, Linear=LINEAR) for name in ("Layer", "Decoder"))
 
 
 @cache
@@ -74,5 +48,5 @@ def format_at(form: str) -> np.ndarray:
         cpp.Unavailable: as ``load``.
     """
     size, library = format_of(form), product.load(form)
-    calls = (ctypes.cast(call, ctypes.c_void_p).value for call in (library.locret_rows, library.locret_unpack))
-    return np.array([(size.block, size.nbytes, *calls)], FORMAT)
+    rows, unpack = (ctypes.cast(call, ctypes.c_void_p).value for call in (library.locret_rows, library.locret_unpack))
+    return FORMAT.of(block=size.block, nbytes=size.nbytes, rows=rows, unpack=unpack)

@@ -30,7 +30,7 @@ class Halves:
     """
 
     def __init__(self, weights: Iterable[Tensor], library: cpp.Library) -> None:
-        self._room = torch.empty(sum(_room_of(x) for x in weights), dtype=torch.bfloat16)
+        self._room = torch.empty(sum(_room_of(x) for x in weights), dtype=torch.bfloat16, device="cpu")
         self._library, self._copied = library, list[tuple[Tensor, Tensor]]()
         self._used = self.read = 0
         ask_for_large_pages(self._room)

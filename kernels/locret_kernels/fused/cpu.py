@@ -35,8 +35,8 @@ def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = 
     out = torch.empty_like(x)
     total, before = (x, None) if residual is None else (torch.empty_like(x), residual.contiguous())
     load().locret_rms_norm(
-        x.data_ptr(), None if before is None else before.data_ptr(), weight_C.data_ptr(), eps, x.numel() // C, C,
-        total.data_ptr(), out.data_ptr(), cpp.TYPES[x.dtype], torch.get_num_threads(),
+        *(cpp.address(given, x.dtype) for given in (x, before, weight_C)), eps, x.numel() // C, C,
+        *(cpp.address(made, x.dtype) for made in (total, out)), cpp.TYPES[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
     return out, total
 
@@ -50,7 +50,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate_NC, up_NC = (x.reshape(-1, C) if x.stride(-1) == 1 else x.contiguous().view(-1, C) for x in (gate, up))
     out = gate.new_empty(gate.shape)
     load().locret_swiglu(
-        gate_NC.data_ptr(), up_NC.data_ptr(), len(gate_NC), C, gate_NC.stride(0), up_NC.stride(0), out.data_ptr(),
-        cpp.TYPES[gate.dtype], torch.get_num_threads(),
+        *(cpp.address(given, gate.dtype, strided=True) for given in (gate_NC, up_NC)), len(gate_NC), C, gate_NC.stride(0),
+        up_NC.stride(0), cpp.address(out, gate.dtype), cpp.TYPES[gate.dtype], torch.get_num_threads(),
     )  # fmt: skip
     return out

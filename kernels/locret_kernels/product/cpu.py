@@ -37,7 +37,7 @@ def product(x: Tensor, data: Tensor, form: str, bias: Tensor | None = None) -> T
     bias = None if bias is None else bias.to(x.dtype).expand(N).contiguous()  # what else it is would be misread
     out = x.new_empty(*x.shape[:-1], N)
     load(form).locret_product(
-        x.data_ptr(), data.data_ptr(), None if bias is None else bias.data_ptr(), x.numel() // K, K, N, out.data_ptr(),
-        cpp.TYPES[x.dtype], torch.get_num_threads(),
+        cpp.address(x, x.dtype), cpp.address(data, torch.uint8), cpp.address(bias, x.dtype), x.numel() // K, K, N,
+        cpp.address(out, x.dtype), cpp.TYPES[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
     return out

@@ -96,10 +96,10 @@ struct Group { // of a layer
     int16_t *group;                     // [H, X]
     f16 *key_step, *key_zero;           // [H, M, D]
     f16 *value_step, *value_zero;       // [H, X, D / value_group]
-    const void *tail_keys, *tail_values; // [H, tail_room, D]
+    const Weights *tail_keys, *tail_values; // [H, tail_room, D]
     const float *hadamard;              // [D, D]
     i64 heads, rows, capacity, channels, bits, groups, value_group, tail, ready, full, pairs, type; // type: as `TYPES`
-    void *keys, *values; // [H, room, D]: all rows as they are read back, the tail's too; null where the tail alone is at hand
+    Weights *keys, *values; // [H, room, D]: all rows as they are read back, the tail's too; null where the tail alone is at hand
     i64 tail_room, room;
 };
 }

@@ -19,11 +19,11 @@ using Sum = float;
 
 extern "C" {
 struct Decode {
-    const void *keys, *values; // [N, D]
+    const Weights *keys, *values; // [N, D]
     const i64 *starts, *lengths; // [P]
-    const Sum *q; // [B, Q, D], rotated
-    Sum *out;     // [B, Q, D]
-    const Sum *cos, *sin;  // [S, R], or null
+    const Sums *q; // [B, Q, D], rotated
+    Sums *out;     // [B, Q, D]
+    const Sums *cos, *sin; // [S, R], or null
     const int32_t *places; // [N], or null
     float *received;       // [P, longest], or null
     i64 texts, queries, heads, channels, rotated, longest;
@@ -62,14 +62,14 @@ extern "C" void locret_ragged_decode(const Decode *given, int threads) {
 #pragma omp for schedule(dynamic)
         for (i64 i = 0; i < i64(items.size()); i++) {
             const Item &item = items[i];
-            Attention<Weight, Sum> head(m, rows[item.head], 0, a.q + item.head * G * D, nullptr, nullptr, a.scaling);
+            Attention<Weight, Sum> head(m, rows[item.head], 0, (const Sum *)a.q + item.head * G * D, nullptr, nullptr, a.scaling);
             head.turned = true;
             Sum *to = a.received ? logits.data() + item.head * G * a.longest + item.from : own.data();
             head.attend(item.from, item.to, to, a.received ? a.longest : ROWS, heads[item.head][item.from / ROWS], space.data());
         }
 #pragma omp for schedule(static)
         for (i64 p = 0; p < P; p++) {
-            Sum *out = a.out + p * G * D;
+            Sum *out = (Sum *)a.out + p * G * D;
             if (heads[p].empty()) {
                 std::fill(out, out + G * D, Sum());
                 continue;

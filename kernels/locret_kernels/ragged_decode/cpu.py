@@ -6,7 +6,6 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,13 +14,8 @@ from ..checks import check_some, check_tables
 from . import reference
 from .reference import Decoded, Float8Rows, FullRows, Rotation, Spans
 
-DECODE = np.dtype(
-    [(name, np.int64) for name in (
-        "keys", "values", "starts", "lengths", "q", "out", "cos", "sin", "places", "received", "texts", "queries", "heads",
-        "channels", "rotated", "longest",
-    )]
-    + [("scaling", np.float64)]
-)  # fmt: skip
+SOURCE = Path(__file__).with_name("cpu.cpp")
+DECODE = cpp.Struct(SOURCE, "Decode")
 
 
 @cache
@@ -31,8 +25,7 @@ def load(dtype: torch.dtype, channels: int) -> cpp.Library:
     Raises:
         cpp.Unavailable: another system, no compiler, or one that fails.
     """
-    options, source = cpp.head_options(dtype, channels), Path(__file__).with_name("cpu.cpp")
-    return cpp.load(source, *options, locret_ragged_decode=(cpp.ADDRESS, cpp.INT))
+    return cpp.load(SOURCE, *cpp.head_options(dtype, channels), locret_ragged_decode=(cpp.ADDRESS, cpp.INT))
 
 
 def ragged_decode(
@@ -54,19 +47,18 @@ def ragged_decode(
     if not alike or q_BQD.dtype not in cpp.TYPES or D > cpp.MAX_CHANNELS:
         return reference.ragged_decode(q_BQD, rows, spans, scaling, turn, received)
     keys, values = rows[:2]
-    if not (keys.is_contiguous() and values.is_contiguous()):
-        raise ValueError("keys and values must be contiguous")
-    exact = torch.promote_types(q_BQD.dtype, torch.float32)
-    out = torch.empty(B, Q, D, dtype=exact)
-    got = torch.zeros(B, H, longest) if received else None
+    exact, device = cpp.SUMS[q_BQD.dtype], q_BQD.device
+    out = torch.empty(B, Q, D, dtype=exact, device=device)
+    got = torch.zeros(B, H, longest, dtype=torch.float32, device=device) if received else None
     cos = sin = places = None
     if turn is not None:
         cos, sin = (table.to(exact).contiguous() for table in (turn.cos_SR, turn.sin_SR))
         places = None if turn.place_N is None else turn.place_N.int().contiguous()
     starts, lengths, q = starts_BH.long().contiguous(), lengths_BH.long().contiguous(), q_BQD.to(exact).contiguous()
-    # In the order of the fields, and in one array at once: this is called for every layer of every token.
-    pointed = keys, values, starts, lengths, q, out, cos, sin, places, got
-    sizes = B, Q, H, D, 0 if cos is None else cos.shape[-1], longest
-    at = np.array((*(0 if x is None else x.data_ptr() for x in pointed), *sizes, scaling), DECODE)
+    at = DECODE.of(
+        keys.dtype, keys=keys, values=values, starts=starts, lengths=lengths, q=q, out=out, cos=cos, sin=sin, places=places,
+        received=got, texts=B, queries=Q, heads=H, channels=D, rotated=0 if cos is None else cos.shape[-1], longest=longest,
+        scaling=scaling,
+    )  # fmt: skip
     load(keys.dtype, D).locret_ragged_decode(at.ctypes.data, torch.get_num_threads())
     return Decoded(out.to(q_BQD.dtype), got)

@@ -232,7 +232,7 @@ def _llama3(factors: Tensor, theta: float, rotated: int) -> ConfigFields:
     """The scaling of which the frequencies' factors are."""
     _check_factors(FACTORS, factors, rotated)
     factor = round(float(factors.max()), 4)
-    lengths = 2 * math.pi * theta ** (torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+    lengths = 2 * math.pi * theta ** (torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated)
     low, high, whole = LLAMA3.values()
     share = ((whole / lengths - low) / (high - low)).clamp(0, 1)
     wanted = 1 / ((1 - share) / factor + share)

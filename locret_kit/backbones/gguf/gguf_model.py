@@ -84,7 +84,7 @@ def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
             value = (data.float() - one if one else data).to(dtype)
             module.register_parameter(kind, nn.Parameter(value, requires_grad=False))
         elif isinstance(module, nn.Embedding):
-            scale = float(dict(module.named_buffers()).get("embed_scale", torch.tensor(1.0)))
+            scale = float(dict(module.named_buffers()).get("embed_scale", 1.0))
             model.set_submodule(path, PackedEmbedding(data, place.form, dtype, scale))
         elif isinstance(module, nn.Linear):
             packed = PackedLinear(data, place.form)

@@ -101,7 +101,7 @@ def _choose(
     """Numbers ``[B, H, K]`` of the blocks that come back, ascending."""
     T, N, rope = q_BQTD.shape[2], stored.blocks, ctx.read_rope(layer, rows)
     if rope is not None:
-        at_1 = torch.full((1,), recall.far or LOOKUP, device=q_BQTD.device)
+        at_1 = torch.full((1,), recall.far or LOOKUP, dtype=torch.int64, device=q_BQTD.device)
         q_BQTD = rotate(q_BQTD, *rope.of_queries.tables(at_1, q_BQTD.dtype))
     kept, positions, valid = rows.slots("keys"), rows.slots("positions").long(), rows.layout.valid()
     # Neither the rows of these tokens nor those after them stand for a block.

@@ -157,7 +157,7 @@ class BlockStore:
             new = {
                 "held": torch.zeros(B, H, room, self.size, dtype=torch.bool, device=device),
                 "index": torch.zeros(B, H, room, R, D, dtype=k_BHSD.dtype, device=device),
-                "worth": torch.full((B, H, room, R), float("-inf"), device=device),
+                "worth": torch.full((B, H, room, R), float("-inf"), dtype=torch.float32, device=device),
             }
             self.rows.grow(room)
         # Room at least doubles, so the index of a text is copied a constant number of times.

@@ -29,8 +29,8 @@ def describe(at: np.ndarray, codec: GroupedBits, keys_HRD: Tensor, values_HRD: T
         keys_HRD: those of the tail, and so are the values; contiguous.
     """
     rows = codec.layout
-    cpp.point(
-        at, key_codes=codec.key_codes, value_codes=codec.value_codes, group=codec.group, key_step=codec.key_step,
+    quantiser.GROUP.point(
+        at, codec.dtype, key_codes=codec.key_codes, value_codes=codec.value_codes, group=codec.group, key_step=codec.key_step,
         key_zero=codec.key_zero, value_step=codec.value_step, value_zero=codec.value_zero, tail_keys=keys_HRD,
         tail_values=values_HRD, hadamard=hadamard(codec.value_size, rows.device),
     )  # fmt: skip
@@ -64,9 +64,9 @@ class CompiledBits(GroupedBits):
 
     def _described(self) -> np.ndarray:
         """The layer with the scratch beside it, as the calls read it."""
-        at = np.zeros(1, quantiser.GROUP)
+        at = np.zeros(1, quantiser.GROUP.dtype)
         describe(at[0], self, self.tail_keys[0], self.tail_values[0])
-        cpp.point(at, keys=self.scratch.keys, values=self.scratch.values)
+        quantiser.GROUP.point(at[0], self.dtype, keys=self.scratch.keys, values=self.scratch.values)
         # All layers share the scratch, so it may have room for more rows than this one.
         at["room"] = self.scratch.keys.shape[2]
         return at

@@ -142,7 +142,7 @@ class HostMemory:
         """
         with torch.inference_mode(False):  # so that a prefill in inference mode may be gone on with outside of it
             if self.path is None:
-                return torch.empty(shape, dtype=dtype)
+                return torch.empty(shape, dtype=dtype, device="cpu")
             count = prod(shape)
             step = -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
             file, start = self._free or (None, 0)

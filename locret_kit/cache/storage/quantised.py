@@ -340,9 +340,9 @@ class GroupedBits(Codec):
         group, groups, total = tensors["group"], tensors["key_step"].shape[2], tensors["group"].shape[-1]
         if group.numel() and not (group.min() >= -1 and group.max() < groups):
             raise ValueError(f"group must be from -1 to {groups - 1}")
-        ends_S = torch.tensor(total)
+        ends_S = torch.tensor(total, device=group.device)
         if "lengths" in tensors:
             ends_S = tensors["lengths"].cumsum(0).repeat_interleave(tensors["lengths"])
-        older_S = ends_S - torch.arange(total) > int(counts["tail"])  # rows of a head from this one to its newest
-        if (group[..., older_S] < 0).any():
+        left_S = ends_S - torch.arange(total, device=group.device)  # rows of a head from this one to its newest
+        if (group[..., left_S > int(counts["tail"])] < 0).any():
             raise ValueError(f"group=-1 must be of the newest {counts['tail']} rows alone")

@@ -14,7 +14,7 @@ class Scratch:
         self.owner: Codec | None = None
         self.complete = True
         """Whether it holds all values, and not the tail's alone."""
-        self.keys = self.values = torch.empty(0)
+        self.keys = self.values = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def lend(self, codec: Codec) -> None:
         """Give the buffers to a layer, made anew where they do not fit it."""

@@ -46,9 +46,9 @@ class Segments:
     ) -> None:
         self.memory, self.heads, self.size, self.forms, self.room = memory, heads, size, forms, room
         self.segments: list[Segment] = []
-        self.place = torch.empty(0, dtype=torch.int64)
+        self.place = torch.empty(0, dtype=torch.int64, device="cpu")
         """Of each block: the place in which it lies, or ``NOWHERE``."""
-        self.used = torch.empty(0, dtype=torch.int64)
+        self.used = torch.empty(0, dtype=torch.int64, device="cpu")
         """When it was stored or came back last, by a clock that counts both."""
         self.clock = 0
 
@@ -71,8 +71,8 @@ class Segments:
         """Know so many blocks."""
         more = max(0, blocks - len(self.place))
         with torch.inference_mode(False):  # so that a prefill in inference mode may be gone on with outside of it
-            self.place = torch.cat((self.place, torch.full((more,), NOWHERE)))
-            self.used = torch.cat((self.used, torch.zeros(more, dtype=torch.int64)))
+            self.place = torch.cat((self.place, torch.full((more,), NOWHERE, dtype=torch.int64, device="cpu")))
+            self.used = torch.cat((self.used, torch.zeros(more, dtype=torch.int64, device="cpu")))
 
     def touch(self, blocks: Tensor) -> None:
         """Note that blocks are used."""
@@ -122,7 +122,7 @@ class Segments:
 
     def _free(self, wanted: int) -> Tensor:
         """Places of our own in which nothing lies."""
-        own = [torch.arange(one.first, one.end) for one in self.segments if not one.shared]
+        own = [torch.arange(one.first, one.end, device="cpu") for one in self.segments if not one.shared]
         numbers = torch.cat([self.place[:0], *own])
         free = numbers[~torch.isin(numbers, self.place)]
         if len(free) < wanted:
@@ -132,7 +132,7 @@ class Segments:
                 more = min(more, most - len(numbers))
             first = self.segments[-1].end if self.segments else 0
             self.segments.append(Segment(first, self._buffers(more)))
-            free = torch.cat((free, torch.arange(first, first + more)))
+            free = torch.cat((free, torch.arange(first, first + more, device="cpu")))
         return free[:wanted]
 
     def _buffers(self, places: int) -> tuple[Tensor, Tensor]:
@@ -170,7 +170,8 @@ class Segments:
         if len(parts) == 1 and len(parts[0][1]) == len(blocks_M):
             keys, values = (buffer.flatten(0, 1)[head_M, parts[0][2]] for buffer in parts[0][0].rows)
             return keys, values
-        found = [torch.empty(len(blocks_M), self.size, form.width, dtype=form.stored) for form in self.forms]
+        shape = len(blocks_M), self.size
+        found = [torch.empty(*shape, form.width, dtype=form.stored, device="cpu") for form in self.forms]
         for one, here, place in parts:
             for rows, buffer in zip(found, one.rows, strict=True):
                 rows[here] = buffer.flatten(0, 1)[head_M[here], place]
@@ -178,7 +179,7 @@ class Segments:
 
     def pick(self, head_M: Tensor, blocks_M: Tensor, row_M: Tensor) -> list[Tensor]:
         """Keys and values ``[M, width]``: single rows."""
-        found = [torch.empty(len(blocks_M), form.width, dtype=form.stored) for form in self.forms]
+        found = [torch.empty(len(blocks_M), form.width, dtype=form.stored, device="cpu") for form in self.forms]
         for one, here, place in self._parts(blocks_M):
             for rows, buffer in zip(found, one.rows, strict=True):
                 rows[here] = buffer.flatten(0, 1)[head_M[here], place, row_M[here]]

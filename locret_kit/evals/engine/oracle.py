@@ -84,7 +84,7 @@ class Repetition(Handler):
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         out = self.cache.attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax)
         rows, T, sinks = self.cache.bounded[layer].rows, q_BQTD.shape[2], min(SINKS, self.start)
-        read = [torch.arange(*span) for span in ((0, sinks), (self.start, self.stop), (rows - T, rows))]
+        read = [torch.arange(*span, device="cpu") for span in ((0, sinks), (self.start, self.stop), (rows - T, rows))]
         index_N = torch.cat(read).to(q_BQTD.device)
         k_BHND = self.cache.bounded[layer].slots("keys")[:, :, index_N]
         if self.cache.context.ropes is not None:  # nothing is evicted yet, so a slot's rank is its position

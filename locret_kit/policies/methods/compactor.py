@@ -50,8 +50,9 @@ def gaussian_sketch(heads: int, size: int, rank: int, seed: int) -> Tensor:
     """Random ``[H, D, R]`` with variance ``1 / R``, the same for the same ``seed`` everywhere; the identity where ``rank``
     does not reduce, since leverage is then the same for every sketch."""
     if rank >= size:
-        return torch.eye(size).expand(heads, size, size)
-    return torch.randn(heads, size, rank, generator=torch.Generator().manual_seed(seed)) * rank**-0.5
+        return torch.eye(size, dtype=torch.float32, device="cpu").expand(heads, size, size)
+    draw = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(heads, size, rank, generator=draw, dtype=torch.float32, device="cpu") * rank**-0.5
 
 
 @part("score", "compactor")
@@ -80,7 +81,7 @@ class Compactor(Score):
             memory[name] = torch.cat((memory[name], x[:, :, skip:]), 2) if name in memory else x[:, :, skip:].clone()
         while memory["norm"].shape[2] >= self.block + self.last:
             self._close(memory, self.block, entry.rope)
-        return torch.zeros(entry.k.shape[:3], device=entry.k.device)
+        return torch.zeros(entry.k.shape[:3], dtype=torch.float32, device=entry.k.device)
 
     def score_slots(self, slots: Slots) -> Tensor:
         self._settle(slots)

@@ -51,7 +51,7 @@ class LagKV(Score):
     per_token: ClassVar[bool] = True
 
     def score_new_tokens(self, entry: Entry) -> Tensor:
-        return (1.0 + (entry.positions < self.sinks)).expand(entry.k.shape[:3])
+        return (1 + (entry.positions < self.sinks).float()).expand(entry.k.shape[:3])
 
     def score_slots(self, slots: Slots) -> Tensor:
         before, complete = ((n - self.sinks) // self.lag for n in (slots.seen - slots.since_eviction, slots.seen))

@@ -79,9 +79,11 @@ class SlotConvolution(nn.Module):
 
     def __init__(self, config: PoolConfig, gate: float = 0.5) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(2 * config.head_dim, config.slots, config.kernel, padding=config.kernel // 2)
-        self.gate = nn.Parameter(torch.tensor(math.log(gate / (1 - gate))))
-        self.norm = nn.LayerNorm(2 * config.head_dim) if config.norm else None
+        self.conv = nn.Conv1d(
+            2 * config.head_dim, config.slots, config.kernel, padding=config.kernel // 2, dtype=torch.float32
+        )
+        self.gate = nn.Parameter(torch.tensor(math.log(gate / (1 - gate)), dtype=torch.float32))
+        self.norm = nn.LayerNorm(2 * config.head_dim, dtype=torch.float32) if config.norm else None
 
     def forward(self, x_LC: Tensor, pool_R: Tensor) -> Tensor:
         """Convex weights ``[R, L]`` of ``L`` slots ``[k; v]``; ``pool_R`` (int64, ascending) are the pool's among them, at most
@@ -151,7 +153,8 @@ def load_pool(folder: str | Path) -> ConvPool:
     """
     config, path = read_pool_config(folder), Path(folder) / WEIGHTS
     state = read_folder(Path(folder), "pool")[1]
-    pool = ConvPool(config)
+    with torch.device("cpu"):
+        pool = ConvPool(config)
     try:
         pool.load_state_dict(state)
     except RuntimeError as error:
