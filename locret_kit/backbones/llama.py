@@ -67,7 +67,7 @@ def is_rms_norm(module: Any) -> TypeGuard[RmsNorm]:
     return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and _is_untouched(module)
 
 
-def _is_untouched(module: nn.Module) -> bool:
+def _is_untouched(module: Any) -> bool:
     """Whether nobody has given a module hooks or another forward."""
     return has_own_forward(module) and not (module._forward_hooks or module._forward_pre_hooks)
 
