@@ -15,6 +15,7 @@ from torch import nn
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.probe import UnsupportedArchitecture, describe
+from locret_kit.backbones.releases import CACHE
 from locret_kit.runtime.batch import Batch, Request
 from locret_kit.runtime.session import Answer
 
@@ -179,6 +180,34 @@ def another_hook(model):
     model.register_forward_hook(lambda module, args, out: out.__setitem__("logits", -out.logits))
 
 
+def another_rotation(model):
+    config = deepcopy(model.config)
+    config.rope_parameters = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+
+
+def another_activation(model):
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.GELU()
+
+
+def fewer_layers(model):
+    model.model.layers = model.model.layers[:2]
+
+
+def another_scaling(model):
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.9
+
+
+def hooked_norm(model):
+    model.model.layers[1].post_attention_layernorm.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def hooked_activation(model):
+    model.model.layers[1].mlp.act_fn.register_forward_pre_hook(lambda module, args: (-args[0],))
+
+
 def more_words(model):
     model.resize_token_embeddings(120)
     model.lm_head.weight.data[97:] = 3 * noise(model.lm_head.weight[:23])
@@ -188,7 +217,7 @@ CHANGES = [
     merged, merged_and_back, merged_kept, written, one_row, one_channel, one_number, one_word, one_norm, epsilon,
     rows_changed_places, not_halves, loaded, assigned, another_data, another_parameter, another_module, another_norm,
     another_attention, another_last_layer, added, tied, quantised, int8, another_forward, another_hook, more_words,
-    nn.Module.double,
+    hooked_norm, hooked_activation, another_rotation, another_activation, fewer_layers, another_scaling,     nn.Module.double,
 ]  # fmt: skip
 
 
@@ -244,12 +273,55 @@ def test_changes_of_an_attached_model(change):
         model = change(model) or model
         if change is another_forward:  # that of attach stands below it
             return
-        if change in (another_attention, int8):
-            with pytest.raises(ValueError, match="attach|some attention did not reach"):
+        if change in (another_attention, int8, another_rotation):
+            with pytest.raises((ValueError, RuntimeError), match="attach|some attention did not reach"):
                 said(model)
             return
         mine = said(model)
     assert mine == true(model)
+
+
+@pytest.mark.parametrize(
+    "kind", ["LlamaMLP", "LlamaRMSNorm", "LlamaAttention", "LlamaDecoderLayer", "LlamaForCausalLM", None]
+)
+def test_forwards_that_a_program_gives_to_classes(kind, monkeypatch):
+    """And a hook of every module: what they make is followed."""
+
+    def twice(x, *rest):
+        if hasattr(x, "logits"):
+            return x.__setitem__("logits", -x.logits) or x
+        return 2 * x if isinstance(x, torch.Tensor) else (2 * x[0], *x[1:])
+
+    model = model_of()
+    before = said(model)
+    if kind is None:
+        hook = nn.modules.module.register_module_forward_hook(
+            lambda module, args, out: -out if module is model.lm_head else None
+        )
+    else:
+        own = next(type(module) for module in model.modules() if type(module).__name__ == kind)
+        forward = own.forward
+        monkeypatch.setattr(own, "forward", lambda self, *args, **named: twice(forward(self, *args, **named)))
+    try:
+        assert before != true(model) == said(model)
+    finally:
+        if kind is None:
+            hook.remove()
+
+
+def test_attention_that_is_chosen_anew():
+    """Between answers it is met; on an attached model it is refused."""
+    model = model_of()
+    before = said(model)
+    model.set_attn_implementation("eager")
+    assert said(model) == before
+    with attach(model):
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(RuntimeError, match="was changed on an attached model"):
+            model(torch.tensor([IDS]), **{CACHE: cache_of()})
+    model.model.layers[2] = model.model.layers[1]
+    with pytest.raises(UnsupportedArchitecture, match="layer 1 calls attention more than once"):
+        said(model)
 
 
 HEADS = {

@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 
 import interpreted  # noqa: F401  (Triton's kernels run interpreted)
+import pytest
 import torch
 from forked import start, status_of
 from policy_runs import POLICIES, distinct_tokens, held
@@ -21,6 +22,7 @@ from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 from locret_kernels.hadamard import hadamard
 from locret_kit import BoundedCache, Document, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cli.eval import main as evaluate
@@ -59,7 +61,7 @@ class Program:
 
     def last(self, model, cache) -> list[float]:
         with attach(model), torch.inference_mode():
-            return model(input_ids=self.step, past_key_values=cache).logits[0, -1].float().tolist()
+            return model(input_ids=self.step, **{CACHE: cache}).logits[0, -1].float().tolist()
 
     def run(self, model, policy: str, words: int = 83, tokens: int = 9, tokenizer=None, **more) -> list:
         heads = self.heads if parse_policy(policy).needs_heads else None
@@ -127,3 +129,17 @@ def test_defaults_of_a_program_change_nothing(tmp_path):
     assert len({str(x) for x in wanted.values()}) > 40
     for default, others in found.items():
         assert [name for name in wanted if others[name] != wanted[name]] == [], default
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("policy", ["snapkv(6,3)", "ada-snapkv(6,3)", "locret", "ada-locret", "recall", "merge"])
+def test_rows_under_autocast(policy, bits):
+    """A cache has the model's type, whatever autocast makes of keys and values."""
+    if (policy, bits) == ("merge", 4):
+        return
+    model = tiny_model("llama", vocab_size=400)
+    heads = tiny_heads(model, 32) if parse_policy(policy).needs_heads else None
+    cache = BoundedCache(24, policy, heads, prompt_length=83, kv_bits=bits, **SETTINGS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        generate(model, tiny_tokenizer(), distinct_tokens(83), cache, max_new_tokens=4)
+    assert cache.get_seq_length() >= 83 and {rows.codec.dtype for rows in cache.bounded} == {torch.float32}

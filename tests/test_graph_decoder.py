@@ -319,7 +319,7 @@ def test_a_reason_found_on_the_way_is_followed(monkeypatch):
         """The model, which says that it is on a CUDA device when it is asked for the kind alone."""
 
         def __init__(self, model):
-            self.model = model
+            self.model, self.config = model, model.config
 
         def __call__(self, *args, **kwargs):
             return self.model(*args, **kwargs)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, dispatch_model
+from accelerate import Accelerator, cpu_offload, dispatch_model
 from peft import (
     LoraConfig,
     PrefixTuningConfig,
@@ -19,10 +19,12 @@ from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from transformers import pipeline
 
 from locret_kit import BoundedCache, Chat, Document, attach, load_cache, save_cache
 from locret_kit.backbones.decoder_attention import Described
 from locret_kit.backbones.identity import identity_of
+from locret_kit.backbones.intercept import attached
 from locret_kit.backbones.load import load_backbone
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.releases import CACHE
@@ -206,7 +208,9 @@ REFUSED = [
     (invoked, "PeftModelForCausalLM: adapter 'default' .LORA. acts beside the layers"),
     (apart, "FullyShardedDataParallel keeps its weights in shards"),
     (sharded, "FSDPLlamaForCausalLM keeps its weights in shards: pass the model before it is sharded"),
-    (nn.Sequential, "Sequential is not known as a wrapper: pass the model of transformers that it holds"),
+    (lambda model: [model], "list is neither a model of transformers nor a known wrapper"),
+    (lambda model: pipeline("text-generation", model=model, tokenizer=tiny_tokenizer()), "Pipeline is neither a model"),
+    (nn.Sequential, "Sequential is neither a model of transformers nor a known wrapper: pass the model itself"),
 ]  # fmt: skip
 
 
@@ -221,3 +225,24 @@ def test_what_cannot_be_met_is_refused_by_name(wrap, said):
     for entrance in entrances:
         with pytest.raises(ValueError, match=said):
             entrance(wrapped)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (lambda model: model.model, "LlamaModel gives no tokens: pass a model with its language model's head"),
+        (cpu_offload, "LlamaForCausalLM has its embeddings offloaded: leave them on a device"),
+    ],
+)
+def test_what_can_be_attached_and_not_answer(wrap, said):
+    wrapped, words = wrap(tiny_model("llama", vocab_size=400)), tiny_tokenizer()
+    attach(wrapped).detach()
+    (failed,) = run(wrapped, words, [Request(IDS, 4)], lambda request: cache()) if wrap is cpu_offload else (None,)
+    assert failed is None or said in str(failed.error)
+    for entrance in (
+        lambda: str(Answer(wrapped, words, IDS, cache())), lambda: prefill(wrapped, IDS, cache()),
+        lambda: "".join(Chat(wrapped, words, settings=64, policy="snapkv(6,3)").say("Which?")),
+        lambda: Document.read(wrapped, words, "The pass key is 12345. " * 9, 64, "snapkv(6,3)").ask("Which?"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said), attached(wrapped):
+            entrance()

@@ -84,21 +84,21 @@ class AttentionCall:
 class Calls:
     """Attention calls of one forward. Modules that several layers share are told apart by the order of their calls."""
 
-    def __init__(self, known: dict[int, list[tuple[AttentionCall, Tensor | None]]]) -> None:
+    def __init__(self, known: dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]]) -> None:
         self._known = known
-        self._count: dict[int, int] = {}
+        self._count: dict[nn.Module, int] = {}
 
     def next(self, module: nn.Module) -> tuple[AttentionCall, Tensor | None]:
         """The call that a module makes now, and the order of channels in which its queries and keys are rotated."""
-        known = self._known.get(id(module), [])
+        known = self._known.get(module, [])
         if len(known) == 1:
             return known[0]
-        count = self._count.get(id(module), 0)
+        count = self._count.get(module, 0)
         if count >= len(known):
             raise UnsupportedArchitecture(
                 f"{type(module).__name__} calls attention more often than when it was attached"
             )
-        self._count[id(module)] = count + 1
+        self._count[module] = count + 1
         return known[count]
 
 

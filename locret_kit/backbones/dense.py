@@ -123,7 +123,8 @@ def dense(model: PreTrainedModel) -> Dense:
         if not known:  # what it does is its own
             raise NotDense(f"a {type(module).__name__} stands in for a module of the backbone")
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        if not (has_own_forward(module) and all(map(is_own_hook, hooks))):
+        patched = not has_own_forward(module) or nn.modules.module._has_any_global_hook()
+        if patched or not all(map(is_own_hook, hooks)):
             raise NotDense(f"a {type(module).__name__} of the backbone has hooks, or the forward of another")
     description = describe(model)
     if (unlike := description.unlike_llama) is not None:

@@ -43,7 +43,7 @@ def fuse_layers(undo: Undo, decoder: DecoderStack, choice: Choice) -> None:
     for layer in decoder.layers:
         if is_rms_norm(layer.post_attention_layernorm) and has_own_forward(layer):
             replace_forward(undo, layer, partial(_layer, layer, choice))
-        if is_gated(layer.mlp) and is_silu(layer.mlp) and has_own_forward(layer.mlp):
+        if is_gated(layer.mlp) and has_own_forward(layer.mlp):
             replace_forward(undo, layer.mlp, partial(_mlp, layer.mlp, choice))
     for norm in filter(is_rms_norm, decoder.modules()):
         replace_forward(undo, norm, partial(_norm, norm, choice))
@@ -73,7 +73,7 @@ def _layer(
 
 def _mlp(mlp: GatedMlp, choice: Choice, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
     """A gated MLP, its two inward products apart or in one matrix."""
-    if choice(x) is None:
+    if choice(x) is None or not is_silu(mlp):
         return forward(x)
     gate, up = (
         mlp.gate_up_proj(x).chunk(2, dim=-1) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj(x), mlp.up_proj(x))

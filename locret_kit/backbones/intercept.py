@@ -26,7 +26,7 @@ from typing_extensions import Unpack
 
 from .attention_methods import Method, meet_attention
 from .blocks_of_forward import read_blocks
-from .decoder_attention import AttentionCall, Calls, DecoderAttention, unrotate
+from .decoder_attention import AttentionCall, Calls, DecoderAttention, rotaries_of, unrotate
 from .fused import fuse_layers, skip_rotations
 from .handler import Handler, LayerOperations
 from .last_layer import give_rows
@@ -176,7 +176,8 @@ class Attachment:
         self._undo = Undo()
         self._ranks = group_of(model)
         self._own = "sdpa"
-        self._known: dict[int, list[tuple[AttentionCall, Tensor | None]]] = {}
+        self._known: dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]] = {}
+        self._rotaries: dict[str, nn.Module] = {}
 
     def start(self) -> None:
         """Meet the model's attention from now on.
@@ -198,6 +199,7 @@ class Attachment:
             self._known = _calls_of(decoder, description, model.device)
             replace_forward(undo, decoder, self._forward)
             _refuse_copies(undo, decoder)
+            self._rotaries = rotaries_of(decoder)
             unrotate(undo, decoder, _wants_unrotated, in_halves=description.answers_in_halves)
             if description.skips_rotation:
                 skip_rotations(undo, decoder, _unrotated_operations)
@@ -217,6 +219,10 @@ class Attachment:
         handler = self._explicit.handler or (cache if isinstance(cache, Handler) else None)
         if handler is None:
             return _handled(None, None, self._own, forward, *args, **kwargs)
+        decoder = decoder_of(self.model)
+        same = all(decoder.get_submodule(path) is rotary for path, rotary in self._rotaries.items())
+        if not (same and is_attached(self.model)):
+            raise RuntimeError("attention or a rotary module was changed on an attached model: detach it first")
         if args:
             kwargs = {**inspect.signature(forward).bind_partial(*args).arguments, **kwargs}
         if kwargs.get("output_attentions"):
@@ -275,13 +281,13 @@ def _refuse_copies(undo: Undo, decoder: nn.Module) -> None:
 
 def _calls_of(
     decoder: DecoderStack, description: DecoderAttention, device: torch.device
-) -> dict[int, list[tuple[AttentionCall, Tensor | None]]]:
-    """The calls of each attention module, by its id, in the order of a forward."""
-    known: dict[int, list[tuple[AttentionCall, Tensor | None]]] = {}
+) -> dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]]:
+    """The calls of each attention module, in the order of a forward."""
+    known: dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]] = {}
     for call in description.calls:
         rotation = None if isinstance(description.rotations, str) else description.rotations[call.layer]
         order_D = None if rotation is None or rotation.order is None else torch.tensor(rotation.order, device=device)
-        known.setdefault(id(decoder.get_submodule(call.module)), []).append((call, order_D))
+        known.setdefault(decoder.get_submodule(call.module), []).append((call, order_D))
     return known
 
 

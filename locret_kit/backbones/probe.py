@@ -76,8 +76,14 @@ def _key(decoder: DecoderStack, config: PreTrainedConfig) -> tuple[object, ...]:
     words = {
         name: value for name, value in config.to_dict().items() if not name.startswith(("_", "transformers_version"))
     }
-    kinds = tuple(sorted({type(module).__qualname__ for module in decoder.modules()}))
-    return type(decoder), kinds, json.dumps(words, sort_keys=True, default=str), _has_even_norms(decoder)
+    modules = []
+    for path, module in decoder.named_modules(remove_duplicate=False):
+        own = (
+            vars(module).items() if hasattr(module, "layer_idx") else ()
+        )  # numbers and words by which a layer computes
+        told = {name: x for name, x in own if isinstance(x, str | float | int) and name != "training"}
+        modules.append((path, type(module).__qualname__, told))
+    return type(decoder), json.dumps([words, modules], sort_keys=True, default=str), _has_even_norms(decoder)
 
 
 def _has_even_norms(decoder: nn.Module) -> bool:

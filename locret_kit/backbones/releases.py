@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 
-from .wrapped import unwrapped
+from .wrapped import speaking
 
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 """Argument of a forward that takes the cache: ``past_key_values`` before transformers 5.24, ``cache`` from it on."""
@@ -25,7 +25,7 @@ ASKED_FOR_STATES = hasattr(Cache, "get_conv_state")
 
 def forward(model: PreTrainedModel, ids_BT: Tensor, cache: Cache, **rest: object) -> Tensor:
     """Logits ``[B, T, V]`` of new tokens ``[B, T]`` after those that the cache has read; ``rest`` goes to the model's forward."""
-    return unwrapped(model)(input_ids=ids_BT, use_cache=True, **{CACHE: cache}, **rest).logits
+    return speaking(model)(input_ids=ids_BT, use_cache=True, **{CACHE: cache}, **rest).logits
 
 
 def cache_among(args: Sequence[object], kwargs: Mapping[str, object]) -> Cache | None:

@@ -54,8 +54,10 @@ def replace_forward(undo: Undo, module: nn.Module, forward: Callable[..., object
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether a module's forward is its class's, but for what ``replace_forward`` has put before it."""
-    forward = vars(module).get("forward")
+    """Whether a module's forward is its class's, but for what ``replace_forward`` has put before it, and that one is written
+    beside the class, not put there by a program that patches classes."""
+    forward, own = vars(module).get("forward"), type(module).forward
+    home = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     while getattr(getattr(forward, "func", None), "__module__", "").startswith(__package__):
         forward = forward.__wrapped__  # type: ignore[union-attr]
-    return forward is None or getattr(forward, "__func__", None) is type(module).forward
+    return own.__module__ == home.__module__ and (forward is None or getattr(forward, "__func__", None) is own)

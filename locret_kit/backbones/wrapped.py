@@ -17,26 +17,35 @@ SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 
 
 def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
-    """The model of transformers inside of wrappers; adapters of PEFT within its layers stay. What is no module is as it was.
+    """The model of transformers inside of wrappers; adapters of PEFT within its layers stay. What is no module, but has a
+    ``config``, is as it was.
 
     Raises:
         ValueError: a wrapper that acts beside the model, one that keeps its weights, or one that is not known.
     """
     inner: Any = model
-    while isinstance(inner, nn.Module):
+    while True:
         name, library = type(inner).__name__, type(inner).__module__.partition(".")[0]
         if any(kind.__name__ in SHARDED for kind in type(inner).__mro__):
             raise ValueError(
                 f"{name} keeps its weights in shards: pass the model before it is sharded, whole on each rank"
             )
-        if isinstance(inner, PreTrainedModel) or hasattr(inner, "description"):  # a stand-in (``Described``) has one
+        known = isinstance(inner, PreTrainedModel) or (hasattr(inner, "config") and not isinstance(inner, nn.Module))
+        if known or hasattr(inner, "description"):  # a stand-in (``Described``) has one
             return cast(PreTrainedModel, inner)
-        held = [x for known, x in inner._modules.items() if known in INNER and library in LIBRARIES]
+        held = [x for key, x in getattr(inner, "_modules", {}).items() if key in INNER and library in LIBRARIES]
         if not held:
-            raise ValueError(f"{name} is not known as a wrapper: pass the model of transformers that it holds")
+            raise ValueError(f"{name} is neither a model of transformers nor a known wrapper: pass the model itself")
         if library == "peft":
             _check_adapters(inner)
         inner = held[0]
+
+
+def speaking(model: PreTrainedModel) -> PreTrainedModel:
+    """The model inside of wrappers, as ``unwrapped``. Raises ValueError where it makes no logits of the next token too."""
+    inner = unwrapped(model)
+    if isinstance(inner, PreTrainedModel) and not inner.can_generate():
+        raise ValueError(f"{type(inner).__name__} gives no tokens: pass a model with its language model's head")
     return inner
 
 

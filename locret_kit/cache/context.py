@@ -151,6 +151,10 @@ class Context:
             ValueError: heads or a policy of another backbone, or a policy that its attention does not take.
             UnsupportedArchitecture: the policy or the positions need a rotation that is not known.
         """
+        if model.device.type == "meta" and hasattr(model, "_hf_hook"):
+            raise ValueError(
+                f"{type(model).__name__} has its embeddings offloaded: leave them on a device, as device_map='auto' does"
+            )
         # Of a model with several parts, the language model alone.
         config, description = text_config(model), describe(model)
         spec, known = description.spec, not isinstance(description.rotations, str)

@@ -18,7 +18,6 @@ import torch
 
 from ..backbones.identity import tokenizer_identity
 from ..backbones.intercept import attached
-from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..cache.file import check_there, read_with_digest
 from ..cache.fork import CannotFork
@@ -64,7 +63,7 @@ class Document:
         title: str = "",
         share: float | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.cache = unwrapped(model), text.tokenizer, cache
+        self.model, self.tokenizer, self.cache = model, text.tokenizer, cache
         self.chat_template, self.title, self.share = text.chat, title, share
         self.text = text
         self._reader: Reader = read_alone

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ..backbones.wrapped import unwrapped
+from ..backbones.wrapped import speaking
 
 
 class Constraint(Protocol):
@@ -136,6 +136,6 @@ class Chooser:
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every end-of-sequence id that the generation configuration or the tokenizer names."""
-    eos = getattr(unwrapped(model).generation_config, "eos_token_id", None)
+    eos = getattr(speaking(model).generation_config, "eos_token_id", None)
     ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
     return frozenset(i for i in ids if i is not None)

@@ -197,8 +197,9 @@ class BoundedLayer(CacheLayerMixin):
 
     def put(self, at: Index, k: Tensor, v: Tensor, score_BHT: Tensor, position_T: Tensor) -> None:
         """Write rows ``at``, which may be an index that only the device knows, without counting them."""
-        self.codec.write(at, k, v)
-        self.scores[at] = score_BHT
+        dtype = self.codec.dtype  # autocast gives another
+        self.codec.write(at, k.to(dtype), v.to(dtype))
+        self.scores[at] = score_BHT.to(self.scores.dtype)
         self.positions[at] = position_T
         # Writing a Python scalar through a device index copies it host-to-device and synchronises, so device scalars are.
         if self.statistics:
