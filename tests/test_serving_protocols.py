@@ -82,7 +82,8 @@ CONVERSATION = [
 
 SWITCH = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-    "{{ style }}{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ reasoning_effort }}{{ thinking }}"
+    "{{ style }}{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    "{{ reasoning_effort }}{{ thinking }}"
 )
 BODIES = {
     MessagesBody: {"max_tokens": 8, "messages": user("Hi")}, ResponsesBody: {"input": "Hi"}, ChatBody: {"messages": user("Hi")},

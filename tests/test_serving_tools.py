@@ -136,6 +136,7 @@ def test_what_is_no_call_is_text(cuts):
         ("tags", "a < b <tool"), ("tags", "x <tool_call>{}</tool_call> y"), ("tags", '<tool_call>{"name": "other"}</tool_call>'),
         ("tags", "<tool_call>never closed"), ("object", '{"a": 1}'), ("object", "words {}"), ("list", '[{"name": "other"}]'),
         ("list", "[1] or {2}"), ("object", '{"name": "depth"'), ("list", ""),
+        ("tags", '<tool_call>{"name": []}</tool_call>'), ("object", '{"name": {}}'), ("list", "[[], null]"),
     ]:  # fmt: skip
         assert read(CallReader(form, ["depth"]), text, cuts) == (text, [])
 

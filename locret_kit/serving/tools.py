@@ -242,30 +242,25 @@ class CallReader:
 
     def feed(self, text: str) -> tuple[str, list[Call]]:
         """Text that is no part of a call, and the calls that end in this piece."""
-        if self.ended:
-            return "", []
         self._held += text
-        return self._tagged() if self._markup is not None else self._whole_answer()
+        if self._markup is not None and not self.ended:
+            return self._tagged()
+        begin = self._held.lstrip()
+        if self.ended or (not self._began and (not begin or begin[0] in "[{")):  # it begins as a call does, and waits
+            return "", []
+        self._began, said, self._held = True, self._held, ""
+        return said, []
 
     def end(self, *, cut: bool = False) -> tuple[str, list[Call]]:
         """What is left when the answer ends; ``cut`` where it would have gone on, and a call without an end is none."""
-        if self.ended:
-            return "", []
-        if self._markup is not None:
+        if self._markup is not None and not self.ended:
             said, calls = self._tagged(final=True, cut=cut)
             return ("", calls) if self.ended else (said, calls)
+        if self.ended:
+            return "", []
         held, self._held = self._held, ""
         self.calls += (calls := self._calls(held))
         return "" if calls else held, calls
-
-    def _whole_answer(self) -> tuple[str, list[Call]]:
-        """An answer that begins as a call does waits for its end."""
-        begin = self._held.lstrip()
-        if not self._began and (not begin or begin[0] in "[{"):
-            return "", []
-        self._began = True
-        said, self._held = self._held, ""
-        return said, []
 
     def _tagged(self, *, final: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
         said, made = "", list[Call]()
@@ -299,21 +294,21 @@ class CallReader:
 
     def _marked_calls(self, block: str) -> list[Call]:
         """The calls of a text that is no JSON, their arguments typed by the tool's schema; none where it is something else."""
-        if self._markup is None or self._markup.field is None:
-            whole = self._markup is not None and self._markup.call and self._all.fullmatch(block)
-            return self._offered([self._read(call) for call in self._call.finditer(block)] if whole else [])
-        try:
-            made = parse_response(block, template_of(self._markup.field), prefix="").get("tool_calls", [])
-        except (NameError, ValueError, RecursionError):  # NameError: transformers before 5.14
-            return []
-        return self._offered([call["function"] for call in made])
-
-    def _read(self, call: regex.Match[str]) -> JsonObject:
-        """A call whose parameters have tags of their own."""
-        schema = self.tools.get(call["name"], JsonObject())
-        known, pairs = properties_of(schema), zip(call.captures("key"), call.captures("value"), strict=True)
-        values = {key: typed(value, types_of(known.get(key), schema)) for key, value in pairs}
-        return {"name": call["name"], "arguments": values}
+        markup, found = self._markup, list[Any]()
+        if markup is not None and markup.call and self._all.fullmatch(block):
+            for one in self._call.finditer(block):
+                given = zip(one.captures("key"), one.captures("value"), strict=True)
+                found.append({"name": one["name"], "arguments": dict(given)})
+        elif markup is not None and markup.field is not None:
+            with suppress(NameError, ValueError, RecursionError):  # NameError: transformers before 5.14
+                made = parse_response(block, template_of(markup.field), prefix="").get("tool_calls", [])
+                found = [call["function"] for call in made]
+        for one in found:
+            if one.get("name") in [*self.tools] and isinstance(values := one.get("arguments"), dict):
+                known = properties_of(schema := self.tools[one["name"]])
+                texts = {key: value for key, value in values.items() if isinstance(value, str)}
+                values |= {key: typed(text, types_of(known.get(key), schema)) for key, text in texts.items()}
+        return self._offered(found)
 
     def _calls(self, text: str) -> list[Call]:
         """The calls that a text is, as many as there may be; none where it is something else."""
@@ -327,7 +322,7 @@ class CallReader:
         """Calls, as many as there may be; none where one is of no tool."""
         calls: list[Call] = []
         for one in made:
-            if not isinstance(one, dict) or one.get("name") not in self.tools:
+            if not isinstance(one, dict) or one.get("name") not in [*self.tools]:  # it may be a list
                 return []
             arguments = one.get("arguments", one.get("parameters", {}))
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -241,10 +241,8 @@ def _opened(path: Path, parts: tuple[Path, ...], states: tuple[tuple[int, int] |
         for number, part in enumerate(parts):
             fields, more = _read_head(part)
             for name, value in {**first, "split.no": number, "split.count": count}.items():
-                if (
-                    isinstance(value, int | str)
-                    and fields.get(name, None if name.startswith("split.") else value) != value
-                ):
+                usual = None if name.startswith("split.") else value
+                if isinstance(value, int | str) and fields.get(name, usual) != value:
                     raise ValueError(
                         f"{part} is a part of another model: {name}={fields.get(name)!r:.60} must be {value!r:.60}"
                     )
