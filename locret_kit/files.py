@@ -304,7 +304,7 @@ def locked(path: Path, busy: str, wait: float = 0.0, *, shares: bool | None = No
     with ExitStack() as stack:
         try:
             if shares is None:
-                stack.enter_context(filelock.FileLock(path, wait, 0o600))
+                stack.enter_context(filelock.FileLock(path, wait, 0o600, thread_local=False))
             else:
                 lock = filelock.ReadWriteLock(path, wait, is_singleton=False)
                 stack.enter_context(lock.read_lock() if shares else lock.write_lock())

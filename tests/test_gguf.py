@@ -259,6 +259,14 @@ def test_parts_are_the_model_of_one_file_whichever_is_named(split, tmp_path):
         assert list(mine) == list(theirs) and all(torch.equal(mine[name], theirs[name]) for name in theirs)
         assert loaded.config.gguf == whole.config.gguf
         assert other_backbone("lab/Tiny", str(part)) is None
+    upper, folder = tmp_path / parts[1].name.upper(), tmp_path / "else"
+    parts[1].rename(upper)
+    folder.mkdir()
+    links = [folder / "model.gguf", folder / upper.name]  # alone in a folder
+    for link in links:
+        link.symlink_to(upper)
+    for named in (parts[0], upper, *links):
+        assert len(open_gguf(named).tensors) == len(open_gguf(tmp_path / "whole.gguf").tensors)
 
 
 @pytest.mark.parametrize(

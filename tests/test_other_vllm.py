@@ -10,6 +10,7 @@ import pytest
 
 import locret_kit.vllm
 from locret_kit.cli.vllm import main
+from locret_kit.vllm import unasked
 
 ROOT = Path(__file__).resolve().parents[1]
 OTHERS = {
@@ -31,11 +32,30 @@ OTHERS = {
 """What an installed vLLM is, and what is said."""
 
 
-def test_vllm_finds_nothing_of_the_kit_by_itself():
-    """Of its groups one is imported by every engine, which ends where that fails; one ends those of the newer runner, whatever it
-    holds; one switches statistics on."""
+@pytest.mark.parametrize(
+    ("words", "warns"),
+    [
+        ('serve M --additional-config {"locret":{"budget":64}}', True),
+        ('serve M --additional-config={"a": "b", "locret": {}}', True),
+        ("serve M --additional_config.locret.budget 64", True),
+        ('serve M --additional-config {"locret":{}} --logits-processors locret_kit.vllm:Requests', False),
+        ('serve M --additional-config {"a":"b"}', False),
+        ("serve /models/locret", False),
+        ("", False),
+    ],
+)
+def test_an_engine_is_told_of_settings_that_nothing_reads(words, warns, monkeypatch, caplog):
+    """Of vLLM's other groups one is imported by every engine, which ends where that fails; one ends those of the newer runner,
+    whatever it holds; one switches statistics on."""
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert not re.findall(r"^\[project\.entry-points.*vllm.*", declared, re.M)
+    assert re.findall(r"^\[project\.entry-points.*vllm.*", declared, re.M) == re.findall(
+        r".*vllm.general_plugins.*", declared
+    )
+    monkeypatch.setattr(sys, "argv", ["vllm", *words.split()])
+    unasked.warn()
+    assert [record.getMessage() for record in caplog.records if "--logits-processors" in record.getMessage()] == [
+        "warning: the section 'locret' has no effect without --logits-processors locret_kit.vllm:Requests"
+    ] * warns
 
 
 @pytest.mark.parametrize("other", OTHERS)

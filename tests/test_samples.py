@@ -301,10 +301,17 @@ def test_hub_is_streamed(monkeypatch):
         if name == "no/where":
             raise ConnectionError("offline")
         assert (name, split, streaming) == ("owner/name", "test", True)
-        return [{"a": 1}]
+        return there[0]
 
+    there: list[object] = [None]
     monkeypatch.setattr(datasets, "load_dataset", load)
-    assert list(read_records("owner/name", split="test")) == [{"a": 1}]
+    kept = datasets.Dataset.from_list([{"a": 1}])
+    for made in ([{"a": 1}], kept, kept.to_iterable_dataset()):
+        for there[0] in (made, {"test": made, "train": []}):
+            assert list(read_records("owner/name", split="test")) == [{"a": 1}]
+    there[0] = {"train": []}
+    with pytest.raises(ValueError, match="split=test must be one that owner/name has: train"):
+        list(read_records("owner/name", split="test"))
     with pytest.raises(FileNotFoundError, match="no/where is no local path, and the Hub did not deliver it: offline"):
         list(read_records("no/where"))
 

@@ -82,7 +82,8 @@ CONVERSATION = [
 
 SWITCH = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-    "{{ style }}{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{{ reasoning_effort }}"
+    "{{ style }}{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    "{{ reasoning_effort }}{{ thinking }}"
 )
 BODIES = {
     MessagesBody: {"max_tokens": 8, "messages": user("Hi")}, ResponsesBody: {"input": "Hi"}, ChatBody: {"messages": user("Hi")},
@@ -104,7 +105,7 @@ def test_arguments_of_the_template(kind):
     for arguments in ({}, {"enable_thinking": False}, {"enable_thinking": True, "style": "brief"}):
         assert prompt(chat_template_kwargs=arguments) == wanted(**arguments)
     assert prompt(thinking={"type": "disabled"}) == (
-        wanted() if kind is ResponsesBody else wanted(enable_thinking=False)
+        wanted() if kind is ResponsesBody else wanted(enable_thinking=False, thinking=False)
     )
     effort = {"reasoning": {"effort": "low"}} if kind is ResponsesBody else {"reasoning_effort": "low"}
     assert prompt(**effort) == (wanted() if kind is MessagesBody else wanted(reasoning_effort="low"))
@@ -132,6 +133,13 @@ def test_arguments_that_the_template_does_not_take(url, path):
     assert answer.status_code == 400 and "takes no argument 'messages'" in answer.text, answer.text
     answer = httpx.post(f"{url}/{path}", json=body | {"chat_template_kwargs": 1}, headers=bearer())
     assert answer.status_code in (400, 422) and "chat_template_kwargs" in answer.text, answer.text
+
+
+def test_tokens_of_messages_with_tools(url):
+    tool = {"type": "function", "function": {"name": "now"}}
+    asked = [{"messages": user("Hi"), **fields} for fields in ({}, {"tools": []}, {"tools": [tool]})]
+    counts = [httpx.post(f"{url}/tokenize", json=body, headers=bearer()).json()["count"] for body in asked]
+    assert counts[0] == counts[1] < counts[2]
 
 
 # ---- Anthropic -----------------------------------------------------------------------------------------------------------

@@ -136,6 +136,7 @@ def test_what_is_no_call_is_text(cuts):
         ("tags", "a < b <tool"), ("tags", "x <tool_call>{}</tool_call> y"), ("tags", '<tool_call>{"name": "other"}</tool_call>'),
         ("tags", "<tool_call>never closed"), ("object", '{"a": 1}'), ("object", "words {}"), ("list", '[{"name": "other"}]'),
         ("list", "[1] or {2}"), ("object", '{"name": "depth"'), ("list", ""),
+        ("tags", '<tool_call>{"name": []}</tool_call>'), ("object", '{"name": {}}'), ("list", "[[], null]"),
     ]:  # fmt: skip
         assert read(CallReader(form, ["depth"]), text, cuts) == (text, [])
 
@@ -174,7 +175,7 @@ def pairs(name: str, values: dict[str, str]) -> str:
 
 OWN = {
     "xml": ("<function=", xml("weather", VALUES), xml("now", {}), [
-        xml("other", {}), "<tool_call>\n<function=now>\n<parameter=a>\n1\n</function>\n</tool_call>",
+        xml("other", {}), "<tool_call>\n<function=now>\n<parameter=a>\n1\n</tool_call>", "<function=now>\n<parameter=a>\n1\n",
         "<tool_call>\n<function=now>", "<tool_call> <function>now</function></tool_call>",
     ]),
     "pairs": ("<arg_key>", pairs("weather", VALUES), pairs("now", {}), [
@@ -200,6 +201,54 @@ def test_forms_of_other_families(form, cuts):
     assert [call.name for call in read(one, f"{empty} {empty} more", cuts)[1]] == ["now"] and one.ended
     for text in wrong:
         assert read(CallReader(form, ["now"]), text, cuts) == (text, [])
+
+
+A, B = ("w", {"text": "a"}), ("w", {"n": "a"})
+PART = "<parameter=text>\n{}\n</parameter>\n"
+HALF = "<function=w>\n" + PART.format("a")
+FAULTS = [
+    (f"<tool_call>\n{HALF}</function>\n{HALF.replace('=text>', '=n>')}</function>\n</tool_call>", "", [A, B]),
+    (f"<tool_call>{HALF}</function>", "", [A]), (f"<tool_call>{HALF}</tool_call>", "", [A]), (f"<tool_call>{HALF}", "", [A]),
+    (f"{HALF}</function>\n</tool_call> so", " so", [A]), (f"{HALF}</function>", "", [A]),
+    (f"x <seed:tool_call>{HALF}</function></seed:tool_call>", "x ", [A]),
+    ('<minimax:tool_call><invoke name="w"><parameter name="text">a</parameter></invoke></minimax:tool_call>', "", [A]),
+    ("<tool_call><function=w><parameter=text>\na\n</function></tool_call>", "", [A]),
+    ("<tool_call><function=w><parameter=text>\na\n<parameter=n>\n3\n</parameter></function></tool_call>", "",
+     [("w", {"text": "a", "n": 3})]),
+    (f"<think> a <tool_call>? </think>{xml('w', {'text': 'a'})}", "<think> a <tool_call>? </think>", [A]),
+    *((xml("w", {"text": text}), "", [("w", {"text": text})]) for text in (
+        "an </parameter> in it", "an </tool_call> in it", "<parameter=x>\nin it", '{"a": 1}', "3", "null", "\n\n",
+        "</tool_call>" * 9)),
+    (xml("w", {"none": "null", "refers": "3", "kind": "2", "one": "None", "all": "{'a': True}", "is": "3", "any": "3",
+                "n": "NaN"}), "",
+     [("w", {"none": None, "refers": 3, "kind": 2, "one": None, "all": {"a": True}, "is": 3, "any": "3", "n": "NaN"})]),
+    (xml("w", {"none": '"x"', "refers": "x", "kind": "x", "one": "4", "n": "1e400"}), "",
+     [("w", {"none": '"x"', "refers": "x", "kind": "x", "one": 4, "n": "1e400"})]),
+]  # fmt: skip
+"""Answers in Qwen's form as models write them, their text and calls."""
+LOOSE = {"$defs": {"I": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/I"}]}}, "properties": {
+    "text": {"type": "string"}, "none": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "refers": {"$ref": "#/$defs/I"},
+    "kind": {"enum": [1, 2, "x"]}, "one": {"type": "integer", "nullable": True}, "all": {"allOf": [{"type": "object"}]},
+    "is": {"const": 3}, "any": {}, "n": {"type": "number"},
+}}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "shown", "calls"), FAULTS)
+@given(cuts=st.lists(st.integers(0, 300), max_size=9))
+def test_calls_as_models_write_them(text, shown, calls, cuts):
+    said, made = read(CallReader("xml", {"w": LOOSE}), text, cuts)
+    assert (said, [(one.name, json.loads(one.arguments)) for one in made]) == (shown, calls)
+
+
+def test_an_answer_that_is_cut_off_calls_nothing():
+    for form, text in (
+        ("xml", f"<tool_call>{HALF}"),
+        ("pairs", "<tool_call>w<arg_key>text</arg_key><arg_value>a</arg_value>"),
+    ):
+        for cut in (True, False):
+            reader = CallReader(form, {"w": LOOSE})
+            shown = reader.feed(text)[0] + reader.end(cut=cut)[0]
+            assert (shown, len(reader.calls)) == ((text, 0) if cut else ("", 1))
 
 
 @given(cuts=st.lists(st.integers(0, 60), max_size=5))

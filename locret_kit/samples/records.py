@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..files import parse_json
@@ -193,11 +193,7 @@ def _read_saved(path: Path, split: str) -> Iterator[dict]:
 
     with blaming(f"{path} cannot be read", OSError, ValueError):
         saved = datasets.load_from_disk(str(path))
-    if isinstance(saved, datasets.DatasetDict):
-        if split not in saved:
-            raise ValueError(f"split={split} must be one that {path} has: {', '.join(saved)}.{nearest(split, saved)}")
-        saved = saved[split]
-    yield from (dict(row) for row in saved)
+    yield from map(dict, _of_split(saved, split, path))
 
 
 def _read_hub(name: str, split: str) -> Iterator[dict]:
@@ -205,9 +201,16 @@ def _read_hub(name: str, split: str) -> Iterator[dict]:
 
     try:
         rows = datasets.load_dataset(name, split=split, streaming=True)
-    except OSError as error:  # not found, or no connection
+        yield from map(dict, _of_split(rows, split, name))
+    except (OSError, datasets.exceptions.DatasetsError) as error:  # not found, damaged, or no connection
         raise FileNotFoundError(f"source={name} is no local path, and the Hub did not deliver it: {error}") from error
-    yield from (dict(row) for row in rows)
+
+
+def _of_split(rows: Mapping | Iterable, split: str, source: object) -> Iterable:
+    """The rows of a split, where there are several. Raises ValueError where there is none of that name."""
+    if isinstance(rows, Mapping) and split not in rows:
+        raise ValueError(f"split={split} must be one that {source} has: {', '.join(rows)}.{nearest(split, rows)}")
+    return rows[split] if isinstance(rows, Mapping) else rows
 
 
 def _first(record: dict, *names: str) -> str | None:

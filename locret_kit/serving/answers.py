@@ -146,7 +146,7 @@ class AnswerStream:
         async for piece in self.texts():
             text, calls = self.calls.feed(piece.text)
             yield replace(piece, text=text, calls=calls)
-        text, calls = self.calls.end()
+        text, calls = self.calls.end(cut=self.reason == "length")
         if text or calls:
             yield AnswerPiece(text, self.shown_tokens, self.shown_tokens, calls)
         if self.calls.calls:

@@ -170,7 +170,7 @@ class ChatBody(CompletionBody):
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     """The same, for a template that has it."""
     thinking: JsonObject | None = None
-    """Anthropic's switch, ``{"type": "disabled"}``: ``enable_thinking`` of a template that has it."""
+    """Anthropic's switch, ``{"type": "disabled"}``: ``enable_thinking`` or ``thinking`` of a template that has it."""
     continue_final_message: bool = True
     """Whether an answer at the end is gone on with; otherwise it is answered."""
 
@@ -235,7 +235,7 @@ class ChatBody(CompletionBody):
     def arguments(self, tokenizer: PreTrainedTokenizerBase) -> JsonObject:
         """Arguments for the chat template."""
         thinks = None if self.thinking is None else self.thinking.get("type") != "disabled"
-        said = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks}
+        said = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
         known = {name: value for name, value in said.items() if value is not None and takes(tokenizer, name)}
         return known | self.chat_template_kwargs
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..runtime.kept_text import token_texts
 from ..runtime.tokens import IdStream, TooManyTokens
@@ -22,12 +22,12 @@ MAX_TOKENS = 1 << 20
 
 
 class Tokenize(BaseModel):
-    """``POST /tokenize``: of a text, or of the prompt that messages make."""
+    """``POST /tokenize``: of a text, or of the prompt that messages make, with fields of a chat completion."""
 
+    model_config = ConfigDict(extra="allow")
     content: str | None = None
     prompt: str | None = None
     messages: list[dict[str, object]] | None = None
-    chat_template_kwargs: dict[str, object] | None = None
     add_special: bool = False
     add_special_tokens: bool | None = None
     with_pieces: bool = False
@@ -67,7 +67,7 @@ def add_information(app: FastAPI, server: Server) -> None:
         try:
             if body.messages is not None:
                 messages = [without_nulls(message) for message in body.messages]
-                chat = checked(ChatBody, {"messages": messages, "chat_template_kwargs": body.chat_template_kwargs})
+                chat = checked(ChatBody, {**(body.model_extra or {}), "messages": messages})
                 (ids,) = chat.ids(tokenizer, None, max_tokens)
             else:
                 text = body.content if body.content is not None else body.prompt

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import regex
 
+from .argument_types import properties_of, resolved, typed, types_of
 from .constraint import AnswerForm
 from .messages import JsonObject, TemplateMessage, Tool
 
@@ -27,6 +28,7 @@ with suppress(ImportError):  # of transformers before 5.14, with which such call
 
 Form = Literal["tags", "xml", "pairs", "gemma", "declared", "list", "object"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TAGS = "<tool_call>|<seed:tool_call>|<minimax:tool_call>"
 WORDS = """You may call functions. Each is described by its name, its purpose and the JSON schema of its arguments:
 {tools}
 To call one, answer with nothing but
@@ -40,50 +42,45 @@ class Markup:
     """How calls are marked in an answer.
 
     Attributes:
-        open, close: what a call stands between. field: how it is read where it is no JSON, as a field of a response template of
-            transformers.
+        open, close: patterns of what calls stand between. call: the pattern of one whose parameters have tags of their own;
+            `field`: a field of a response template of transformers, by which others are read that are no JSON.
     """
 
     open: str
     close: str
+    call: str = ""
     field: Mapping[str, object] | None = None
-
-
-def markup(open: str, close: str, head: str, tail: str, **content: object) -> Markup:
-    """A form whose calls begin and end with these patterns."""
-    call = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-    return Markup(
-        open, close, {"open_pattern": head, "close_pattern": tail, "repeats": True, "transform": call, **content}
-    )
-
-
-def tagged(head: str, tail: str, part: str) -> Markup:
-    """A form whose parameters have tags of their own; of a value's line ends the first and the last are the form's."""
-    return markup(OPEN, CLOSE, head, tail, content="xml-inline", content_args={"tag_pattern": part})
 
 
 MARKUP: dict[Form, Markup] = {
     "tags": Markup(OPEN, CLOSE),
-    "xml": tagged(
-        r"<tool_call>\s*<function=(?P<name>[^>\n]+)>", r"</function>\s*</tool_call>",
-        r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+    "xml": Markup(
+        f"{TAGS}|<function=|<invoke name=", ENDS := f"(?:{TAGS.replace('<', '</')})",
+        rf"""(?:(?:{TAGS})\s*)?<(?:function|invoke name)="?(?P<name>[^">\n]+)"?>\s*"""
+        r"""(?:(?><parameter(?: name)?="?(?P<key>[^">\n]+)"?>\n?(?P<value>.*?)\n?(?:</parameter>(?=\s*(?:<parameter|</|\Z))"""
+        r"""|(?=\n<parameter(?: name)?="?(?:KEYS)"?>|</(?:function|invoke)>\s*(?:</\S*tool|\Z)))\s*))*+"""
+        rf"""(?:</(?:function|invoke)>\s*{ENDS}?|(?<=</parameter>\s*)(?:{ENDS}|\Z))""",
     ),
-    "pairs": tagged(
-        r"<tool_call>\s*(?P<name>[^\s<{\[]+)", CLOSE,
-        r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+    "pairs": Markup(
+        OPEN, CLOSE,
+        r"<tool_call>\s*(?P<name>[^\s<{\[]+)\s*(?:(?><arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+        r"(?=\s*(?:<arg_key>|</tool|\Z))\s*))*+(?:</tool_call>|(?<=</arg_value>\s*)\Z)",
     ),
-    "gemma": markup(
-        "<|tool_call>", "<tool_call|>", r"<\|tool_call>\s*call:(?P<name>[^\s{]+)", r"<tool_call\|>", content="json",
-        content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-    ),
+    "gemma": Markup("<\\|tool_call>", r"<tool_call\|>", field={
+        "open_pattern": r"<\|tool_call>\s*call:(?P<name>[^\s{]+)", "close_pattern": r"<tool_call\|>", "repeats": True,
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}, "content": "json",
+        "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+    }),
 }  # fmt: skip
 WRITTEN: dict[Form, tuple[str, str, str, str]] = {
     "xml": ("<tool_call>\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>\n</tool_call>"),
     "pairs": ("<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"),
 }
 """Beginnings and ends of calls and of their parameters, as models write them."""
-MARKS: dict[str, Form] = {"<function=": "xml", "<arg_key>": "pairs"}
-"""What a template says whose calls stand between tags and are no JSON."""
+MARKS: dict[str, Form] = {"<function=": "xml", "<invoke name=": "xml", "<arg_key>": "pairs"}
+"""What a template says whose calls are no JSON."""
+FALSE_ENDS = 16
+"""Ends of calls within arguments, at most."""
 
 
 def knows_tools(template: str | None) -> bool:
@@ -95,9 +92,11 @@ def form_of(template: str | None) -> Form:
     """The form of calls in the answers of a model with this template: each between tags (Qwen, Hermes), a list of them
     (Mistral), or one object as the whole answer (Llama 3). Between tags there is JSON, or parameters between tags of their own
     (Qwen 3.5, GLM 4.5), or Gemma 4's own notation."""
+    if form := next((form for mark, form in MARKS.items() if knows_tools(template) and mark in str(template)), None):
+        return form
     if not knows_tools(template) or OPEN in str(template):
-        return next((form for mark, form in MARKS.items() if knows_tools(template) and mark in str(template)), "tags")
-    if MARKUP["gemma"].open in str(template):
+        return "tags"
+    if "<|tool_call>" in str(template):
         return "gemma"
     return "list" if "[TOOL_CALLS]" in str(template) else "object"
 
@@ -165,18 +164,18 @@ def call_forms(tools: Sequence[Tool], name: str | None, form: Form) -> list[Answ
 def written(name: str, schema: JsonObject, form: Form) -> str:
     """The rule of a call whose parameters have tags of their own, in the schema's order: texts as they are, the rest as JSON."""
     head, begin, end, tail = WRITTEN[form]
-    known, required = schema.get("properties"), schema.get("required")
+    required = schema.get("required")
     shared: JsonObject = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rule = json.dumps(head.format(name))
-    for key, given in known.items() if isinstance(known, dict) else ():
-        one = given if isinstance(given, dict) else {}
-        choices = one.get("enum")
-        if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
+    for key, given in properties_of(schema).items():
+        one = resolved(given, schema)
+        choices, types = one.get("enum"), types_of(one, schema)
+        if isinstance(choices, list) and types == {"string"}:
             value = f"({' | '.join(json.dumps(choice + end) for choice in choices)})"
-        elif one.keys() & {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"} or one.get("type", "string") != "string":
-            value = AnswerForm({**one, **shared}, (), (end,)).rule
-        else:
+        elif not types or "string" in types:
             value = f"{form}_text"
+        else:
+            value = AnswerForm({**one, **shared}, (), (end,)).rule
         needed = isinstance(required, list) and key in required
         rule += f" ({json.dumps(begin.format(key))} {value}){'' if needed else '?'}"
     return f"{rule} {json.dumps(tail)}"
@@ -221,14 +220,15 @@ class CallReader:
         self.calls: list[Call] = []
         self._held, self._searched = "", 0
         self._began = False
-        self._markup = MARKUP.get(form) if declared is None else Markup("", "", declared)
+        self._markup = MARKUP.get(form) if declared is None else Markup("", "", field=declared)
         if declared is not None:
             loaded = load_response_template(template_of(declared)).fields["tool_calls"]
             self._open, self._close = loaded.open_re, loaded.close_re or regex.compile("(?!)")
         elif self._markup is not None:
-            self._open, self._close = (
-                regex.compile(regex.escape(end)) for end in (self._markup.open, self._markup.close)
-            )
+            self._open, self._close = regex.compile(self._markup.open), regex.compile(self._markup.close)
+            keys = {key for schema in self.tools.values() for key in properties_of(schema)}
+            call = self._markup.call.replace("KEYS", "|".join(map(regex.escape, keys)) or "(?!)")
+            self._call, self._all = (regex.compile(one, regex.DOTALL) for one in (call, rf"(?:{call}\s*)+"))
 
     @property
     def marks(self) -> str:
@@ -242,66 +242,73 @@ class CallReader:
 
     def feed(self, text: str) -> tuple[str, list[Call]]:
         """Text that is no part of a call, and the calls that end in this piece."""
-        if self.ended:
-            return "", []
         self._held += text
-        return self._tagged() if self._markup is not None else self._whole_answer()
-
-    def end(self) -> tuple[str, list[Call]]:
-        """What is left when the answer ends."""
-        held, self._held = self._held, ""
-        calls = self._calls(held.removeprefix(OPEN)) if held.strip() and not self.ended else []
-        if not calls and self._markup is not None and self._open.match(held) and not self.ended:
-            calls = self._marked_calls(held + self._markup.close)
-        self.calls += calls
-        return ("", calls) if calls or self.ended else (held, [])
-
-    def _whole_answer(self) -> tuple[str, list[Call]]:
-        """An answer that begins as a call does waits for its end."""
+        if self._markup is not None and not self.ended:
+            return self._tagged()
         begin = self._held.lstrip()
-        if not self._began and (not begin or begin[0] in "[{"):
+        if self.ended or (not self._began and (not begin or begin[0] in "[{")):  # it begins as a call does, and waits
             return "", []
-        self._began = True
-        said, self._held = self._held, ""
+        self._began, said, self._held = True, self._held, ""
         return said, []
 
-    def _tagged(self) -> tuple[str, list[Call]]:
-        said = ""
-        calls: list[Call] = []
+    def end(self, *, cut: bool = False) -> tuple[str, list[Call]]:
+        """What is left when the answer ends; ``cut`` where it would have gone on, and a call without an end is none."""
+        if self._markup is not None and not self.ended:
+            said, calls = self._tagged(final=True, cut=cut)
+            return ("", calls) if self.ended else (said, calls)
+        if self.ended:
+            return "", []
+        held, self._held = self._held, ""
+        self.calls += (calls := self._calls(held))
+        return "" if calls else held, calls
+
+    def _tagged(self, *, final: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
+        said, made = "", list[Call]()
         while True:
-            begin = self._open.search(self._held, partial=True)
+            begin = self._open.search(self._held, partial=not final)
             at = len(self._held) if begin is None else begin.start()
             said, self._held = said + self._held[:at], self._held[at:]
-            if begin is None or begin.partial:  # of what may begin a call
-                return said, calls
-            end = self._close.search(self._held, max(self._searched, begin.end() - at), partial=True)
-            if end is None or end.partial:
+            if begin is None or begin.partial or self.ended:  # of what may begin a call
+                return said, made
+            inner = begin.end() - at
+            end = self._close.search(self._held, max(self._searched, inner), partial=not final)
+            if (end is None or end.partial) and not final:
                 self._searched = len(self._held) if end is None else end.start()
-                return said, calls
-            self._searched = 0
-            block, self._held = self._held[: end.end()], self._held[end.end() :]
-            found = self._calls(block[begin.end() - at : end.start()]) or self._marked_calls(block)
-            said += "" if found else block
-            calls += found
-            self.calls += found
+                return said, made
+            stop, size = (len(self._held),) * 2 if end is None else end.span()
+            block = self._held[:size]
+            calls = [] if cut and end is None else self._calls(block[inner:stop]) or self._marked_calls(block)
+            if not calls and end is not None and self._may_go_on(block):
+                self._searched = size
+                continue
+            self._searched, size = 0, size if calls else inner
+            said, self._held = said + ("" if calls else block[:size]), self._held[size:]
+            made, self.calls = made + calls, self.calls + calls
             if self.ended:
-                return said, calls
+                return said, made
+
+    def _may_go_on(self, block: str) -> bool:
+        """Whether the end of a call that was found may be part of an argument, as the first few."""
+        few = self._markup is not None and self._markup.call and len(self._close.findall(block)) <= FALSE_ENDS
+        return bool(few) and self._all.fullmatch(block, partial=True) is not None
 
     def _marked_calls(self, block: str) -> list[Call]:
         """The calls of a text that is no JSON, their arguments typed by the tool's schema; none where it is something else."""
-        field: Any = self._markup.field if self._markup is not None else None
-        if field is None:
-            return []
-        offered: list[Any] = [{"function": {"name": name, "parameters": schema}} for name, schema in self.tools.items()]
-        try:
-            made = parse_response(block, template_of(field), prefix="", tools=offered).get("tool_calls", [])
-        except (NameError, ValueError, RecursionError):  # NameError: transformers before 5.14
-            return []
-        if "tag_pattern" in (args := field.get("content_args") or {}):
-            ends = f"{field.get('open_pattern')}|{field.get('close_pattern')}"
-            if regex.sub(f"(?s){args['tag_pattern']}|{ends}", "", block).strip():  # a parameter without an end
-                return []
-        return self._offered([call["function"] for call in made])
+        markup, found = self._markup, list[Any]()
+        if markup is not None and markup.call and self._all.fullmatch(block):
+            for one in self._call.finditer(block):
+                given = zip(one.captures("key"), one.captures("value"), strict=True)
+                found.append({"name": one["name"], "arguments": dict(given)})
+        elif markup is not None and markup.field is not None:
+            with suppress(NameError, ValueError, RecursionError):  # NameError: transformers before 5.14
+                made = parse_response(block, template_of(markup.field), prefix="").get("tool_calls", [])
+                found = [call["function"] for call in made]
+        for one in found:
+            if one.get("name") in [*self.tools] and isinstance(values := one.get("arguments"), dict):
+                known = properties_of(schema := self.tools[one["name"]])
+                texts = {key: value for key, value in values.items() if isinstance(value, str)}
+                values |= {key: typed(text, types_of(known.get(key), schema)) for key, text in texts.items()}
+        return self._offered(found)
 
     def _calls(self, text: str) -> list[Call]:
         """The calls that a text is, as many as there may be; none where it is something else."""
@@ -315,7 +322,7 @@ class CallReader:
         """Calls, as many as there may be; none where one is of no tool."""
         calls: list[Call] = []
         for one in made:
-            if not isinstance(one, dict) or one.get("name") not in self.tools:
+            if not isinstance(one, dict) or one.get("name") not in [*self.tools]:  # it may be a list
                 return []
             arguments = one.get("arguments", one.get("parameters", {}))
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import count
 from typing import cast
 
 from ..settings import read_protect
@@ -135,18 +137,16 @@ def render_messages(
         text = defused(tokenizer, "".join(f"{message['content']}\n" for message in messages))
         text = text.removesuffix("\n") if continued else text
         return "", f"\n\n{text}" if about else text
+    shown = partial(render, tokenizer, generation=True, tools=tools, continued=continued, arguments=arguments)
     if not about:
-        return "", render(tokenizer, messages, generation=True, tools=tools, continued=continued, arguments=arguments)
+        return "", shown(messages)
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise ValueError("a question about a document needs a user message")
-    marker, changed = (
-        _marker([str(message["content"]) for message in messages]),
-        [dict(message) for message in messages],
-    )
-    changed[first]["content"] = f"{marker}\n\n{changed[first]['content']}"
-    text = render(tokenizer, changed, generation=True, tools=tools, continued=continued, arguments=arguments)
-    return _split(text, marker, "the document")
+    marker = _marker([str(message["content"]) for message in messages])
+    changed = [*messages]
+    changed[first] = {**messages[first], "content": f"{marker}\n\n{messages[first]['content']}"}
+    return _split(shown(changed), marker, "the document")
 
 
 def render_turn(tokenizer, question: str, *, chat: bool = True) -> str:
@@ -158,7 +158,7 @@ def render_turn(tokenizer, question: str, *, chat: bool = True) -> str:
     if not chat or not has_template(tokenizer):
         return f"\n\n{defused(tokenizer, question)}\n" if chat else f"\n\n{question}"
     marker = _marker([question])
-    turns = [("user", "Hello"), ("assistant", marker), ("user", question)]
+    turns = (("user", "Hello"), ("assistant", marker), ("user", question))
     messages = [{"role": role, "content": content} for role, content in turns]
     return _split(render(tokenizer, messages, generation=True), marker, "the answer")[1]
 
@@ -271,10 +271,8 @@ def _arguments(tokenizer, names: frozenset[str], arguments: Mapping[str, object]
 
 def _marker(contents: Sequence[str]) -> str:
     """A word that occurs in none of the texts."""
-    n = 0
-    while any(f"LOCRETMARK{n}X" in content for content in contents):
-        n += 1
-    return f"LOCRETMARK{n}X"
+    names = map("LOCRETMARK{}X".format, count())
+    return next(name for name in names if not any(name in content for content in contents))
 
 
 def _split(text: str, marker: str, what: str) -> tuple[str, str]:
@@ -287,6 +285,5 @@ def _split(text: str, marker: str, what: str) -> tuple[str, str]:
 def around_message(tokenizer, messages: Sequence[dict], index: int) -> tuple[str, str]:
     """The rendering before and after message `index`."""
     marker = _marker([str(message["content"]) for message in messages])
-    changed = [dict(message) for message in messages]
-    changed[index]["content"] = marker
-    return _split(render(tokenizer, changed), marker, f"messages[{index}] ({changed[index]['role']})")
+    changed = [{**message, "content": marker} if i == index else message for i, message in enumerate(messages)]
+    return _split(render(tokenizer, changed), marker, f"messages[{index}] ({messages[index]['role']})")

@@ -108,21 +108,6 @@ class Traced(str):
     def rpartition(self, sep: str) -> tuple[str, str, str]:
         return cast(tuple[str, str, str], tuple(self._found(str.rpartition(self, sep), "")))
 
-    def upper(self) -> str:
-        return self._recased(str.upper(self))
-
-    def lower(self) -> str:
-        return self._recased(str.lower(self))
-
-    def title(self) -> str:
-        return self._recased(str.title(self))
-
-    def capitalize(self) -> str:
-        return self._recased(str.capitalize(self))
-
-    def _recased(self, made: str) -> str:
-        return Traced(made, self.origin) if len(made) == len(self) else made
-
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
         return traced(new).join(self.split(old, count)) if old else str.replace(self, old, new, count)
 
@@ -136,6 +121,12 @@ class Traced(str):
         return made
 
 
+def _recased(change: Callable[[str], str]) -> Callable[[Traced], str]:
+    return lambda text: Traced(made, text.origin) if len(made := change(text)) == len(text) else made
+
+
+for _change in (str.upper, str.lower, str.title, str.capitalize):
+    setattr(Traced, _change.__name__, _recased(_change))
 NOTHING = Traced("")
 
 
@@ -145,14 +136,11 @@ def _origin(text: str) -> str:
 
 def traced(value: T, origin: str = OTHERS) -> T:
     """A value of JSON with every text in it traced; one that is traced already stays."""
-    made: object = value
     if isinstance(value, str):
-        made = value if isinstance(value, Traced) else Traced(value, origin)
-    elif isinstance(value, Mapping):
-        made = {traced(name, origin): traced(inner, origin) for name, inner in value.items()}
-    elif isinstance(value, (list, tuple)):
-        made = [traced(inner, origin) for inner in value]
-    return cast(T, made)
+        return cast(T, value if isinstance(value, Traced) else Traced(value, origin))
+    if isinstance(value, Mapping):
+        return cast(T, {traced(name, origin): traced(inner, origin) for name, inner in value.items()})
+    return cast(T, [traced(inner, origin) for inner in value]) if isinstance(value, (list, tuple)) else value
 
 
 def _formatting(environment: ImmutableSandboxedEnvironment, method: object) -> Callable[..., str] | None:

@@ -3,8 +3,8 @@
 To vLLM's scheduler a bounded cache is a state of constant size. Attention, scores and evictions are the kit's own, over pages
 that vLLM owns; nothing is told to the scheduler, and nothing of vLLM is changed.
 
-An engine asks for it by naming ``locret_kit.vllm:Requests`` among its logits processors. The kit has none of vLLM's entry points:
-every engine of the environment would load them.
+An engine asks for it by naming ``locret_kit.vllm:Requests`` among its logits processors. The kit has one of vLLM's entry
+points, which warns (``unasked``): every engine of the environment loads them.
 """
 
 from __future__ import annotations

@@ -213,19 +213,27 @@ def open_gguf(path: Path) -> GgufFile:
         ValueError: it is no GGUF file, damaged, cut off, or of types that are not read; a part is missing or another model's.
             One line.
     """
-    parts = [part for name in part_names(path.name) if (part := path.with_name(name)).is_file()]
-    states = [part.stat() for part in parts]
-    return _opened(path, tuple(parts), tuple((state.st_size, state.st_mtime_ns) for state in states))
+    parts = max(
+        map(_beside, (path, path.resolve())), key=lambda some: (all(part.is_file() for part in some), len(some))
+    )
+    states = [part.stat() if part.is_file() else None for part in parts]
+    return _opened(path, tuple(parts), tuple(state and (state.st_size, state.st_mtime_ns) for state in states))
+
+
+def _beside(path: Path) -> list[Path]:
+    """A file, or all parts of which it is one, as they are spelt in its folder."""
+    there = {file.name.casefold(): file for file in path.parent.glob("*")}
+    return [there.get(name.casefold(), path.with_name(name)) for name in part_names(path.name)]
 
 
 @lru_cache(maxsize=2)
-def _opened(path: Path, there: tuple[Path, ...], _states: tuple[tuple[int, int], ...]) -> GgufFile:
+def _opened(path: Path, parts: tuple[Path, ...], states: tuple[tuple[int, int] | None, ...]) -> GgufFile:
     first, tensors = _read_head(path)
     if (count := first.get("split.count", 1)) not in (0, 1):  # 0 in a file that was joined
-        parts, tensors = [path.with_name(name) for name in part_names(path.name)], {}
+        tensors = {}
         if len(parts) != count:
             raise ValueError(f"{path} is one of {count!r:.60} parts: it must be named so, NAME-00001-of-00002.gguf")
-        if missing := [part.name for part in parts if part not in there]:
+        if missing := [part.name for part, state in zip(parts, states, strict=True) if state is None]:
             raise ValueError(
                 f"{path.name} is one of {count} parts, and beside it these are missing: {', '.join(missing[:3])}"
             )
@@ -233,10 +241,8 @@ def _opened(path: Path, there: tuple[Path, ...], _states: tuple[tuple[int, int],
         for number, part in enumerate(parts):
             fields, more = _read_head(part)
             for name, value in {**first, "split.no": number, "split.count": count}.items():
-                if (
-                    isinstance(value, int | str)
-                    and fields.get(name, None if name.startswith("split.") else value) != value
-                ):
+                usual = None if name.startswith("split.") else value
+                if isinstance(value, int | str) and fields.get(name, usual) != value:
                     raise ValueError(
                         f"{part} is a part of another model: {name}={fields.get(name)!r:.60} must be {value!r:.60}"
                     )

@@ -22,12 +22,8 @@ def model_name(name: str) -> str:
     of ``user/SmolLM2-135M-Instruct-GGUF:Q4_K_M``, as files are named."""
     match = HUB.match(name)
     part = PART.match(name)
-    stem = (
-        match["repo"].split("/")[1]
-        if match is not None and match["tag"]
-        else Path(part["stem"] if part else name[:-5]).name
-    )
-    return TYPES_AT_END.sub("", stem)
+    stem = match["repo"] if match is not None and match["tag"] else part["stem"] if part else name[:-5]
+    return TYPES_AT_END.sub("", Path(stem).name)
 
 
 def part_names(name: str) -> list[str]:
@@ -46,16 +42,12 @@ def pull_gguf(name: str, revision: str | None = None) -> Path:
     match = HUB.match(name)
     if match is None:
         raise FileNotFoundError(f"model={name!r}: no such file")
-    ending = (
-        None
-        if match["file"]
-        else re.compile(rf"(^|.*[-._/]){re.escape(match['tag'])}(-\d{{5}}-of-\d{{5}})?\.gguf\Z", re.IGNORECASE)
-    )
+    tag = rf"(^|.*[-._/]){re.escape(match['tag'] or '')}(-\d{{5}}-of-\d{{5}})?\.gguf\Z"
 
     def choose(names: list[str]) -> list[str]:
         files = [file for file in names if file.lower().endswith(".gguf")]
-        chosen = [file for file in files if (file == match["file"] if ending is None else ending.match(file))]
-        chosen = list({part_names(file)[0]: None for file in chosen})
+        fits = [match["file"]] if match["file"] else [file for file in files if re.match(tag, file, re.IGNORECASE)]
+        chosen = list({part_names(file)[0]: None for file in fits if file in files})
         if len(chosen) != 1:
             there = ", ".join(files[:8]) + " and more" * (len(files) > 8) or "none"
             raise ValueError(f"model={name!r} names {len(chosen)} files of {match['repo']}; of GGUF there are: {there}")
