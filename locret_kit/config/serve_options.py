@@ -46,9 +46,6 @@ class Service:
     session_dir: str | None = None
     """Folder where every conversation is saved after each turn, and every document, so that they outlive the server and
     leave memory for others. Default: none, they are in memory alone."""
-    share_session_dir: bool = False
-    """Share that folder with other servers of the same model, heads and settings (replicas): each goes on from what the others
-    have saved."""
     session_disk: Bytes = "10GiB"
     """Size of that folder, at most: files that were used least recently are removed."""
     max_prompt_tokens: Annotated[int, Ge(1)] = 131072
@@ -93,4 +90,5 @@ SERVE = Command(
     ServeOptions,
     USAGE,
     ("model", "ckpt", "budget", "policy", "host", "port", "sessions", "documents", "session_dir", "api_key_file"),
+    gone={"share_session_dir": "a folder of sessions is one server's, docs/serving.md says how several share the work"},
 )

@@ -1,13 +1,11 @@
 """Several servers behind one port, on Ray Serve: ``serve run locret_kit.serving.ray:app replicas=2 options="--ckpt heads ..."``.
 
-Each replica is a ``locret-serve`` in a process of its own; all of them share one ``--session-dir``. A conversation or a document
-stays with the replica that has read it: its name is what Ray calls the id of a multiplexed model. When that replica is gone,
-or too busy, another goes on from the file. A front passes requests on; keys, bounds and errors are the servers' own.
+Each replica is a ``locret-serve`` in a process of its own, and knows nothing of the others: another replica reads a conversation
+anew, and has no document of this one. A front passes requests on; keys, bounds and errors are the servers' own.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shlex
@@ -27,11 +25,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ..processes import python
-from .affinity import affinity_key
 
 LOG = logging.getLogger("ray.serve")
-KNOWN = 4096
-"""Conversations and documents that the front knows the place of, per replica; others are found by their files."""
 BODY = 256 << 20
 """Bytes of a request's body, at most; the servers' own bounds are below."""
 FULL = 0.75
@@ -118,11 +113,6 @@ class Replica:
     def __del__(self) -> None:
         self._child.stop()
 
-    @serve.multiplexed(max_num_models_per_replica=KNOWN)
-    async def has(self, name: str) -> str:
-        """Note that this replica has a conversation or a document."""
-        return name
-
     async def check_health(self) -> None:
         """Raise RuntimeError where the server has ended: Ray starts another replica then."""
         if not self._child.alive:
@@ -138,20 +128,13 @@ class Replica:
         return {"slots": asked / float(figures["locret_sessions"])}
 
     async def answer(
-        self, method: str, path: str, headers: dict[str, str], body: bytes, name: str
+        self, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> AsyncIterator[tuple[int, dict[str, str]] | bytes]:
         """The server's status and headers, then the bytes of its answer as they come."""
-        if name:
-            await self.has(name)
         async with self._client.stream(method, path, headers=headers, content=body) as answer:
             yield answer.status_code, {name: value for name, value in answer.headers.items() if name not in HOP}
-            made = b""
             async for piece in answer.aiter_raw():
-                if (method, path, answer.status_code) == ("POST", "/v1/documents", 202):
-                    made += piece
                 yield piece
-            if made:
-                await self.has(json.loads(made)["id"])
 
 
 class Front:
@@ -175,11 +158,9 @@ class Front:
                 return problem(413, f"the body must be at most {BODY} bytes")
         headers = {name: value for name, value in request.headers.items() if name not in HOP}
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        whole = bytes(body)
-        name = affinity_key(request.url.path, request.headers, whole)
-        asked = self._replicas.options(stream=True, multiplexed_model_id=name).answer
+        asked = self._replicas.options(stream=True).answer
         for _ in range(TRIES):
-            pieces = asked.remote(request.method, path, headers, whole, name)
+            pieces = asked.remote(request.method, path, headers, bytes(body))
             try:
                 status, said = await anext(pieces)
             except RayActorError:  # the replica has died before it said anything, and another may be asked
@@ -219,11 +200,11 @@ def app(args: dict[str, str]) -> serve.Application:
     """The application of ``serve run``.
 
     Args:
-        args: ``options``: words of ``locret-serve``, --session-dir among them. ``replicas``: a number, or from-to (``1-4``)
+        args: ``options``: words of ``locret-serve``. ``replicas``: a number, or from-to (``1-4``)
             for as many as the slots in use ask for. ``cpus``, ``gpus``: of each.
 
     Raises:
-        ValueError: an unknown name, or no --session-dir.
+        ValueError: an unknown name, or --session-dir.
     """
     given = {"options": "", "replicas": "1", "cpus": "1", "gpus": "0"}
     for name in args:
@@ -231,8 +212,8 @@ def app(args: dict[str, str]) -> serve.Application:
             raise ValueError(f"unknown argument {name!r}. There are: {', '.join(given)}.")
     given |= args
     words = shlex.split(given["options"])
-    if not value_of(words, "session_dir"):
-        raise ValueError("options need --session-dir: a folder that all replicas see")
+    if value_of(words, "session_dir") is not None:
+        raise ValueError("options have --session-dir, which is one server's: replicas keep conversations in memory")
     min_replicas, _, max_replicas = given["replicas"].partition("-")
     scaling: dict[str, object] = {"num_replicas": int(min_replicas)}
     if max_replicas:
@@ -249,5 +230,4 @@ def app(args: dict[str, str]) -> serve.Application:
     )  # fmt: skip
     # A front passes bytes on: it takes no processor from the replicas.
     front = serve.deployment(Front, name="Front", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})
-    replicas = deployed.bind([*words, "--share-session-dir"])
-    return front.bind(replicas, int(min_replicas), actor["num_cpus"], actor["num_gpus"])
+    return front.bind(deployed.bind(words), int(min_replicas), actor["num_cpus"], actor["num_gpus"])
