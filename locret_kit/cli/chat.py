@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from ..config.chat_options import CHAT, ChatOptions
 from .command import entry
 from .loading import check_run, choose, open_document
-from .talk import COMMANDS, SAVED, Talk, check_file
+from .screen import Screen, Stopped
+from .talk import SAVED, Talk, check_file
 from .terminal import check_sampling, check_saved, text_of
 
 
@@ -23,14 +24,7 @@ def run(args: ChatOptions) -> int:
         else:
             text = text_of(str(file))
     sampling = check_sampling(args)
-    from .screen import Pipes, Stopped, Terminal
-
-    screen = Pipes()
-    if sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty()):
-        screen = Terminal(
-            {f"/{name}": words.startswith("FILE") for name, (words, _) in COMMANDS.items()}, args.history_file
-        )
-    document = None
+    screen, document = Screen(args.history_file), None
     screen.greet("loading the model ...")
     if saved:
         document, chosen = open_document(
