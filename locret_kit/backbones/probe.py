@@ -137,7 +137,7 @@ def outlined(model: PreTrainedModel) -> BackboneSpec:
     with _read_by(decoder, config), torch.no_grad(), observed(decoder, config):
         try:
             run = run_recorded(decoder, config, ids_1T)
-            spec, _ = _layers(decoder, config, run, 1)
+            spec, _ = _layers(decoder, config, run)
             return replace(spec, state_sizes=_state_sizes(run))
         except RuntimeError:  # what an operator that needs numbers raises
             return spec_of(config)

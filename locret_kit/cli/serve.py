@@ -141,8 +141,8 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     server.defaults = sampling_defaults(args, model.generation_config)
     settings = args.run.resolved(chosen.config.inference if chosen.config else {}, None).run
     engine = Engine(
-        model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions, queue=args.queue,
-        store=store, policies=policies, beginnings=args.beginnings, shares=args.share_beginnings,
+        model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions,
+        store=store, policies=policies, beginnings=args.beginnings,
     )  # fmt: skip
     spec, dtype = describe(model).spec, str(model.dtype).removeprefix("torch.")
     caches = Caches.of(
@@ -160,9 +160,9 @@ def sampling_defaults(args: ServeOptions, generation: GenerationConfig | None) -
     """How tokens are chosen where a request does not say: by an option, or by what a backbone that samples comes with."""
     from ..serving.bodies import DEFAULTS
 
-    stated = generation.to_diff_dict() if generation is not None and generation.do_sample else {}
-    given = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    chosen = {**stated, **{name: value for name, value in given.items() if value is not None}}
+    chosen = generation.to_diff_dict() if generation is not None and generation.do_sample else {}
+    if args.temperature is not None:
+        chosen["temperature"] = args.temperature
     return {name: float(chosen[name]) for name in DEFAULTS if chosen.get(name) is not None}
 
 
