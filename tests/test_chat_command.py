@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import stat
 import sys
@@ -17,8 +16,7 @@ from tmux import Tmux
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret_kit import Chat, Document
-from locret_kit.cli.chat import main
-from locret_kit.cli.talk import COMMANDS, GONE, Talk
+from locret_kit.cli.chat import COMMANDS, GONE, Talk, main
 from locret_kit.settings import RunSettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,7 +94,7 @@ def test_an_error_is_one_line_and_the_talk_goes_on(piped, backbone):
             "/kept is no command any more: /save BOOK.locret, and locret-kept",
             "line 8 of stdin is not UTF-8: byte 3",
             "/stats is no command any more: /save BOOK.locret, and locret-info",
-            "/save needs a file that ends in one of: .locret, .md, .json",
+            "/save needs a file that ends in .locret or .md",
             "there is no document to save",
             "nothing was said yet",
             "nothing was asked yet",
@@ -112,7 +110,7 @@ def test_a_document_is_read_asked_shown_and_saved(piped, backbone, tmp_path):
     book.write_text(TEXT * 3)
     book.with_suffix(".md").write_text("mine")
     lines = [f"/read {book}", "Who came in?", "/pin", f"/save {saved}"]
-    lines += [f"/save {tmp_path / name}" for name in ("said.md", "said.json", "said.md")]
+    lines += [f"/save {tmp_path / name}" for name in ("said.md", "said.md")]
     status, out, err = piped("\n".join([*lines, f"/save {book.with_suffix('.md')}"]), "--budget", "64")
     assert status == 1  # the last line
     model = chat(backbone)
@@ -122,9 +120,6 @@ def test_a_document_is_read_asked_shown_and_saved(piped, backbone, tmp_path):
     assert out == answer and f"my book.txt: {document.tokens} tokens, 64 slots" in err
     assert err.rstrip().endswith("is there already: name another file, or remove it first")
     assert book.with_suffix(".md").read_text() == "mine"
-    turn = [{"role": "user", "content": "Who came in?"}, {"role": "assistant", "content": answer[:-1]}]
-    said = json.loads((tmp_path / "said.json").read_text())
-    assert (said["document"], said["messages"]) == ("my book.txt", turn)
     assert (tmp_path / "said.md").read_text() == f"## User\n\nWho came in?\n\n## Assistant\n\n{answer.strip()}\n"
     # the file alone gives the same answer
     assert piped("Who came in?\n", str(saved))[:2] == (0, answer)
@@ -136,16 +131,16 @@ def test_undo_and_retry(piped, tmp_path):
         "What is it?",
         "Who came in?",
         "/retry",
-        f"/save {tmp_path / 'a.json'}",
+        f"/save {tmp_path / 'a.md'}",
         "/undo",
-        f"/save {tmp_path / 'b.json'}",
+        f"/save {tmp_path / 'b.md'}",
     ]
     status, out, err = piped("\n".join([*lines, "/retry"]), "--temperature", "1.0", "--seed", "3")
-    before, after = (json.loads((tmp_path / name).read_text())["messages"] for name in ("a.json", "b.json"))
+    before, after = ((tmp_path / name).read_text() for name in ("a.md", "b.md"))
     first, second, third, fourth = out.splitlines()
     assert status == 0 and len({second, third, fourth}) > 1
-    assert [said["content"] for said in before] == ["What is it?", first, "Who came in?", third]
-    assert after == before[:2] and "forgotten: Who came in?" in err
+    turns = [f"## User\n\n{q}\n\n## Assistant\n\n{a.strip()}\n" for q, a in zip(lines, (first, third), strict=False)]
+    assert before == "\n".join(turns) and after == turns[0] and "forgotten: Who came in?" in err
 
 
 def test_retry_after_an_undone_turn_asks_again(piped):
@@ -206,7 +201,9 @@ def test_a_talk_in_a_terminal(backbone, tmp_path):
     small, large, history = tmp_path / "small.txt", tmp_path / "large.txt", tmp_path / "history"
     small.write_text(TEXT * 2)
     large.write_text(TEXT * 2000)
-    with Tmux(talk(backbone, "--history-file", str(history), "--budget", "64", tokens=4000), env=HERE) as window:
+    with Tmux(
+        talk(backbone, "--history-file", str(history), "--budget", "64", tokens=4000), env=HERE, columns=200
+    ) as window:
         window.until("/help")
         window.type("What is it?")
         # streams: a part of the answer is there before its end

@@ -26,8 +26,7 @@ from locret_kit.documents.document import Document
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.freed_memory import _trim
-from locret_kit.serving.prefix_key import PrefixKey
-from locret_kit.serving.request import ServerRequest
+from locret_kit.serving.request import PrefixKey, ServerRequest
 from locret_kit.serving.sessions import Sessions
 from locret_kit.serving.state import Server, UploadedDocument
 from locret_kit.serving.store import File, Store, owner_of

@@ -143,7 +143,7 @@ class Screen:
 def line_editor(history_file: str | None) -> PromptSession[str]:
     """A line editor with history. Enter sends, Alt-Enter begins another line, and so does a pasted end of a line."""
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
     from prompt_toolkit.output import create_output
 
@@ -153,7 +153,7 @@ def line_editor(history_file: str | None) -> PromptSession[str]:
     def another_line(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
 
-    history = InMemoryHistory()
+    history: History = InMemoryHistory()
     if history_file is not None:
         path = Path(history_file).expanduser()
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))  # what is said there is its owner's

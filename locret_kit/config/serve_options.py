@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge, Interval
 
 from ..settings import Bytes, RunSettings
-from .machine import Machine
+from .machine import Backbone, Machine
 from .schema import Command, Repeatable
 
 USAGE = """usage: locret-serve [--key value | key=value ...]
@@ -61,20 +61,10 @@ class Service:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(Service, RunSettings, Machine):
-    """The backbone, its retaining heads and the policy."""
+class ServeOptions(Service, Backbone, RunSettings, Machine):
+    """Options of ``locret-serve``."""
 
-    HIDDEN: ClassVar[tuple[str, ...]] = ("one_shot", "decode_every")
-
-    ckpt: str | None = None
-    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: with --model none, else the demo's."""
-    model: str | None = None
-    """The backbone: a folder, a Hub id, or a GGUF file (a path; on the Hub user/name/FILE.gguf or user/name:Q4_K_M). Default: the
-    one the heads name."""
-    adapter: str | None = None
-    """PEFT adapter for the backbone, or none. Default: the one the heads name."""
-    policy: str | None = None
-    """A policy's name or an expression. Default: what the heads were published with; without heads compactor."""
+    HIDDEN: ClassVar[tuple[str, ...]] = ("one_shot", "decode_every", "list_policies")
 
 
 _SAMPLING = "a request says it, or the backbone's generation_config.json"

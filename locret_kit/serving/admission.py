@@ -131,7 +131,7 @@ class Admission:
     def _shared_tokens(self, request: ServerRequest) -> int:
         """Tokens of the prefix that a prompt shares with others; 0 where it is not read apart."""
         tokens = min(request.shared_tokens, len(request.ids) - 1) - self._tail
-        apart = self.max_prefixes and request.has_defaults and tokens >= MIN_PREFIX and not self._spec.settings.one_shot
+        apart = self.max_prefixes and request.has_defaults and tokens >= MIN_PREFIX
         return tokens if apart else 0
 
     def _read_prefix(self, request: ServerRequest, key: tuple[str, str], tokens: int) -> SharedPrefix:

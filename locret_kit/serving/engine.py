@@ -63,7 +63,7 @@ class Engine:
         for name, value in (("sessions", sessions), ("queue", queue)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        chunk = replace(settings, one_shot=False).resolved({}, 1).chunk
+        chunk = settings.resolved({}, 1).chunk
         scheduler: PromptScheduler[Sequence] = PromptScheduler(chunk, piece)
         self.stop_ids = stop_ids(model, tokenizer)
         batch = Batch(model, self.stop_ids, scheduler=scheduler)

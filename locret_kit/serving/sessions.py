@@ -13,8 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..cache.bounded import BoundedCache
-from .prefix_key import PrefixKey
-from .request import ServerRequest
+from .request import PrefixKey, ServerRequest
 from .session_spec import SessionSpec
 from .store import Store
 

@@ -30,7 +30,7 @@ from ..cache.storage.transfer import export_rows
 from ..documents.document import Document
 from ..files import locked, write_beside
 from ..naming import first_line
-from .prefix_key import PrefixKey
+from .request import PrefixKey
 from .session_spec import SessionSpec
 
 LOG = logging.getLogger("locret_kit.serving")
@@ -75,7 +75,6 @@ class Store:
         self._open.enter_context(locked(self.folder / ".lock", busy))
         self._lock = Lock()
         self._files: OrderedDict[str, File] = OrderedDict()
-        self._mine: dict[str, dict[str, PrefixKey]] = {}
         self._origin: Origin | None = None
         self._check: Callable[[Saved, str], None] = lambda saved, about: None
         self._damaged: list[str] = []
@@ -157,7 +156,7 @@ class Store:
     def sessions(self, owner: str) -> list[PrefixKey]:
         """Keys of what an owner's sessions have read."""
         with self._lock:
-            return list(self._mine.get(owner, {}).values())
+            return [file.key for file in self._files.values() if file.key is not None and file.key.owner == owner]
 
     def documents(self, owners: set[str]) -> Iterator[tuple[str, str, int, Path]]:
         """Name, owner, second of creation and path of every document of these owners, the one used last first."""
@@ -180,29 +179,21 @@ class Store:
 
     def _add(self, name: str, file: File) -> None:
         self.version += 1
-        self._files.pop(name, None)
         self._files[name] = file
-        if file.key is not None:
-            self._mine.setdefault(file.key.owner, {})[name] = file.key
-
-    def _drop(self, name: str) -> File | None:
-        self.version += 1
-        file = self._files.pop(name, None)
-        if file is not None:
-            self._mine.get(file.path.parent.name, {}).pop(name, None)
-        return file
+        self._files.move_to_end(name)
 
     def remove(self, name: str) -> None:
         """Remove a session or a document."""
         with self._lock:
-            file = self._drop(name)
-            if file is not None:
+            self.version += 1
+            if (file := self._files.pop(name, None)) is not None:
                 file.path.unlink(missing_ok=True)
 
     def forget(self, document: str) -> None:
         """Remove a document and all sessions about it."""
         with self._lock:
-            about = [name for mine in self._mine.values() for name, key in mine.items() if key.document_id == document]
+            keys = [file.key for file in self._files.values() if file.key is not None]
+        about = [key.name for key in keys if key.document_id == document]
         for name in (document, *about):
             self.remove(name)
 
