@@ -170,7 +170,7 @@ def start(args: argparse.Namespace, backbone: str, folder: Path) -> Server:
     bind = ("--host", HOST, "--port", str(port))
     if args.server == "locret":
         words = [sys.executable, "-m", "locret_kit.cli.serve", "--ckpt", args.ckpt, "--dtype", "float32"]
-        words += ["--sessions", str(args.sessions), *bind, *args.more]
+        words += ["--sessions", str(args.sessions), "--queue", str(args.queue), *bind, *args.more]
     else:
         program = Path(sys.executable).with_name("transformers")
         words = [str(program), "serve", backbone, "--device", "cpu", "--dtype", "float32", *bind, *args.more]
@@ -407,6 +407,7 @@ def main() -> None:
     load.add_argument("--rate", type=float, help="requests per second: an open loop")
     load.add_argument("--most-seconds", type=float, default=1800.0)
     load.add_argument("--sessions", type=int, default=8)
+    load.add_argument("--queue", type=int, default=64)
     load.add_argument("--more", nargs=argparse.REMAINDER, default=[], help="options for the server, after all others")
     load.add_argument("-o", "--out", required=True)
     load.set_defaults(do=run)
