@@ -289,12 +289,11 @@ def _digest(data: bytes) -> str:
 
 
 @contextmanager
-def locked(path: Path, busy: str, wait: float = 0.0, *, shares: bool | None = None) -> Iterator[None]:
+def locked(path: Path, busy: str, wait: float = 0.0) -> Iterator[None]:
     """Hold a lock file; it stays when it is let go.
 
     Args:
         busy: the error's words. wait: seconds to wait for another process; -1 waits without end.
-        shares: with others who hold it so, and with nobody who holds it with False; None is a lock of one process alone.
 
     Raises:
         OSError: another process holds it, or it cannot be made.
@@ -303,11 +302,7 @@ def locked(path: Path, busy: str, wait: float = 0.0, *, shares: bool | None = No
 
     with ExitStack() as stack:
         try:
-            if shares is None:
-                stack.enter_context(filelock.FileLock(path, wait, 0o600, thread_local=False))
-            else:
-                lock = filelock.ReadWriteLock(path, wait, is_singleton=False)
-                stack.enter_context(lock.read_lock() if shares else lock.write_lock())
+            stack.enter_context(filelock.FileLock(path, wait, 0o600, thread_local=False))  # a store ends in any thread
         except filelock.Timeout as error:
             raise OSError(busy) from error
         yield

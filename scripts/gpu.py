@@ -32,8 +32,8 @@ from locret_kernels.provenance import origin
 from locret_kit.backbones.load import pick_device
 from locret_kit.naming import first_line
 from locret_kit.planning.inference_plan import Setting
-from locret_kit.planning.memory import cap_gpu_memory
 from locret_kit.settings import RunSettings
+from locret_kit.sizes import parse_bytes
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"
 sys.path += [str(Path(__file__).parent), str(BENCHMARKS)]
@@ -204,7 +204,9 @@ def measure(args: argparse.Namespace, device: torch.device) -> tuple[Path, bool]
         try:
             e2e.free(device)
             if on_gpu:
-                cap_gpu_memory(args.gpu_memory, str(device))
+                total = torch.cuda.get_device_properties(device).total_memory
+                cap = min(1.0, parse_bytes(args.gpu_memory, "gpu_memory") / total)
+                torch.cuda.set_per_process_memory_fraction(cap, device)
             run.build()
             table.attention = e2e.attention(run)
             gate, *rest = steps(args.part)

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.handler import Handler
+from locret_kit.backbones.probe import describe
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import UnsupportedArchitecture
 from locret_kit.runtime.session import prefill
@@ -74,6 +75,18 @@ def test_the_vocabulary_is_never_a_batch_of_matrices():
         found = model(input_ids=ids, **{CACHE: BoundedCache(64, "streaming")}, logits_to_keep=1).logits
     assert vocabulary not in [shape[1:] for shape in attached.shapes]
     torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.05)
+
+
+def test_a_model_that_transformers_has_split_is_refused():
+    """In one sentence, and it stays as it was; also where one that is whole was measured before."""
+    whole, model = tiny_model("llama"), tiny_model("llama")
+    with attach(whole):
+        pass
+    model._tp_size, before = 2, fingerprint(model)
+    for meet in (attach, describe):
+        with pytest.raises(UnsupportedArchitecture, match="^tp_plan has split this model over 2 processes: .*vLLM"):
+            meet(model)
+    assert fingerprint(model) == before
 
 
 @torch.no_grad()

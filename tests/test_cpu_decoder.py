@@ -235,7 +235,6 @@ def test_what_it_does_not_take():
     for change, why in (
         (lambda m: m.model.layers[1].mlp.register_forward_hook(lambda *_: None), "hooks"),
         (lambda m: m.train(), "training"),
-        (lambda m: setattr(m, "_tp_size", 2), "ranks"),
         (lambda m: setattr(m.model.layers[1], "mlp", Other()), "Other stands in"),
         (lambda m: m.half(), "float16"),
         (

@@ -46,7 +46,7 @@ LONG = {
     "python scripts/": "scripts of results take minutes to hours",
     "pip install ": "fetches",
     "locret-vllm ": "needs vLLM, in an environment of its own; tests/vllm/test_server.py",
-    "serve run ": "two servers and Ray; tests/test_serving_shared.py has what they share",
+    "serve run ": "two servers and Ray",
     "done": "the end of such a loop",
 }
 """Commands of the site that this file does not run, by their beginning, and why."""

@@ -15,10 +15,9 @@ import yaml
 from scripts_loaded import load_script
 from tiny_heads import INFERENCE
 from tiny_tokenizer import TEXT, save_tiny_backbone
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig
 
-from locret_kit import BoundedCache, Document
-from locret_kit.backbones.intercept import is_attached
+from locret_kit import Document
 from locret_kit.backbones.spec import spec_of
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.policies import registry
@@ -129,20 +128,3 @@ def test_the_pipeline_s_answer_is_that_of_generate(monkeypatch, capsys):
     )["input_ids"]
     plain = model.generate(ids, max_new_tokens=24, do_sample=False)
     assert said == tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
-
-
-def test_a_server_of_transformers_reads_into_a_budget(monkeypatch):
-    """What its manager of models hands out."""
-    example = load_script("examples/transformers_serve.py")
-    monkeypatch.setattr(
-        example.ModelManager, "_load_model", lambda self: AutoModelForCausalLM.from_pretrained(BACKBONE)
-    )
-    made: list[BoundedCache] = []
-    monkeypatch.setattr(example, "BoundedCache", lambda *a, **given: made.append(BoundedCache(*a, **given)) or made[-1])
-    example.serve_in_budget("streaming", 48)
-    model = example.ModelManager._load_model(object())
-    ids = torch.randint(2, 400, (1, 300), generator=torch.Generator().manual_seed(0))
-    wanted = GenerationConfig(max_new_tokens=3, min_new_tokens=3, do_sample=False, eos_token_id=1)
-    written = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=wanted)
-    assert is_attached(model) and written.shape == (1, 303) and wanted.prefill_chunk_size is None
-    assert all(len(head) <= 48 + 3 for layer in range(3) for head in made[0].kept_positions(layer)[0])

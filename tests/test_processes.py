@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -48,7 +47,7 @@ def test_the_current_folder_is_no_place_for_modules(tmp_path, safe):
 
 
 def test_a_lock_is_one_processes_at_a_time(tmp_path):
-    lock, shared, counter, inside = tmp_path / ".lock", tmp_path / ".shared", tmp_path / "counter", []
+    lock, counter, inside = tmp_path / ".lock", tmp_path / "counter", []
     counter.write_text("0")
 
     def count() -> None:
@@ -65,15 +64,6 @@ def test_a_lock_is_one_processes_at_a_time(tmp_path):
         thread.join()
     assert counter.read_text() == "100"
 
-    with ExitStack() as one, ExitStack() as two:
-        for stack in (one, two):
-            stack.enter_context(locked(shared, "busy", shares=True))
-        for stack in (one, two):
-            with pytest.raises(OSError, match="^busy$"), locked(shared, "busy", shares=False):
-                pass
-            stack.close()
-        with locked(shared, "busy", shares=False):
-            pass
     program = "from pathlib import Path; from locret_kit.files import locked\n"
     program += f"with locked(Path({str(lock)!r}), ''):\n print('held', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1) as child:

@@ -26,13 +26,13 @@ def test_progress_counts_what_is_read_now_in_one_line(monkeypatch, columns):
     monkeypatch.setattr(sys, "stderr", Screen())
     monkeypatch.setenv("COLUMNS", str(columns))
     show = terminal.progress("read")
-    for done in (100_512, 101_024, 101_536):  # two seconds each
+    for done in (100_512, 101_024, 101_536):  # a second each
         show(done, 101_536)
     shown = sys.stderr.getvalue().rstrip("\n").split("\r")
     assert len(shown) == 3 and all(len(line) < columns for line in shown)
     if columns == 80:
         assert [line.rstrip() for line in shown[:2]] == [
-            "read 100512/101536 tokens", "read 101024/101536 tokens, 256 tok/s, 2 s left",
+            "read 100512/101536 tokens", "read 101024/101536 tokens, 512 tok/s, 1 s left",
         ]  # fmt: skip
 
 

@@ -113,8 +113,6 @@ def dense(model: PreTrainedModel) -> Dense:
     Raises:
         NotDense: another architecture, modules that were exchanged (adapters, quantised weights), hooks, or several devices.
     """
-    if (getattr(model, "_tp_size", None) or 1) > 1:
-        raise NotDense("the backbone's layers are spread over ranks")
     if model.training:
         raise NotDense("the backbone is in training mode")
     decoder, head = decoder_of(model), model.get_output_embeddings()

@@ -31,7 +31,6 @@ from .fused import fuse_layers, skip_rotations
 from .handler import Handler, LayerOperations
 from .last_layer import give_rows
 from .llama import DecoderOutput, DecoderStack, Forward
-from .parallel import AllHeads, group_of
 from .probe import describe
 from .recording import CallArguments, softmax_of, unknown_argument
 from .releases import cache_among
@@ -138,8 +137,7 @@ def _mask(*args: object, **kwargs: object) -> object:
 
 def active_handler() -> Handler | None:
     """The handler of the forward that runs now in this thread, if any."""
-    handler = _ACTIVE.handler
-    return handler.of if isinstance(handler, AllHeads) else handler
+    return _ACTIVE.handler
 
 
 AttentionInterface.register(NAME, _attention)
@@ -174,7 +172,6 @@ class Attachment:
         self.model = model = unwrapped(model)
         self._explicit = _Active()
         self._undo = Undo()
-        self._ranks = group_of(model)
         self._own = "sdpa"
         self._known: dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]] = {}
         self._rotaries: dict[str, nn.Module] = {}
@@ -228,8 +225,6 @@ class Attachment:
         if kwargs.get("output_attentions"):
             raise ValueError("output_attentions=True: attention over a bounded cache gives no weights")
         kwargs = handler.begin(self.model, kwargs)
-        if self._ranks is not None:
-            handler = AllHeads(handler, self._ranks)
         detached = "detached while this forward ran: attach a model once, and detach it when no thread uses it"
         try:
             output = (

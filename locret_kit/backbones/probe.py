@@ -60,11 +60,15 @@ def describe(model: PreTrainedModel) -> DecoderAttention:
     if isinstance(model, Described):
         return model.description
     model = unwrapped(model)
-    decoder, config, ranks = decoder_of(model), text_config(model), getattr(model, "_tp_size", None) or 1
-    key = ranks, *_key(decoder, config)
+    if (processes := getattr(model, "_tp_size", None) or 1) > 1:
+        raise UnsupportedArchitecture(
+            f"tp_plan has split this model over {processes} processes: serve it inside vLLM, see docs/howto/scale.md"
+        )
+    decoder, config = decoder_of(model), text_config(model)
+    key = _key(decoder, config)
     with _LOCK:
         if key not in _KNOWN:  # what is refused is measured again: other weights may be taken
-            _KNOWN[key] = _measured(decoder, config, ranks)
+            _KNOWN[key] = _measured(decoder, config)
         return _KNOWN[key]
 
 
@@ -97,14 +101,13 @@ def _has_even_norms(decoder: nn.Module) -> bool:
 # ---- measuring -----------------------------------------------------------------------------------------------------------
 
 
-def _measured(decoder: DecoderStack, config: PreTrainedConfig, ranks: int) -> DecoderAttention:
-    """The description of a decoder, whose heads may be spread over ranks. Raises UnsupportedArchitecture that begins with its
-    model type."""
+def _measured(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAttention:
+    """The description of a decoder. Raises UnsupportedArchitecture that begins with its model type."""
     with _read_by(decoder, config):
         if all(weight.is_meta or is_fake(weight) for weight in decoder.parameters()):
             return assumed(config, getattr(decoder, "rotary_emb", None))
         with torch.no_grad(), observed(decoder, config):
-            return _description(decoder, config, ranks)
+            return _description(decoder, config)
 
 
 @contextmanager
@@ -140,7 +143,7 @@ def outlined(model: PreTrainedModel) -> BackboneSpec:
     with _read_by(decoder, config), torch.no_grad(), observed(decoder, config):
         try:
             run = run_recorded(decoder, config, ids_1T)
-            spec, _ = _layers(decoder, config, run, 1)
+            spec, _ = _layers(decoder, config, run)
             return replace(spec, state_sizes=_state_sizes(run))
         except RuntimeError:  # what an operator that needs numbers raises
             return spec_of(config)
@@ -169,7 +172,7 @@ def assumed(config: PreTrainedConfig, rotary: nn.Module | None) -> DecoderAttent
     )
 
 
-def _description(decoder: DecoderStack, config: PreTrainedConfig, ranks: int) -> DecoderAttention:
+def _description(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAttention:
     if any(kind.holds_state for kind in layer_kinds(config)):
         _check_states()
     device = next(decoder.parameters()).device
@@ -178,7 +181,7 @@ def _description(decoder: DecoderStack, config: PreTrainedConfig, ranks: int) ->
         device
     )
     first = run_recorded(decoder, config, ids_1T)
-    spec, calls = _layers(decoder, config, first, ranks)
+    spec, calls = _layers(decoder, config, first)
     placed = bool(rotaries_of(decoder)) or _takes_positions(decoder, config, ids_1T, first)
     found = DecoderAttention(spec, calls, "no rotation was looked for", placed)
     found = replace(found, rotations=rotations_of(decoder, config, ids_1T, first, found))
@@ -219,7 +222,7 @@ def _takes_positions(decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Te
 
 
 def _layers(
-    decoder: nn.Module, config: PreTrainedConfig, run: RecordedRun, ranks: int
+    decoder: nn.Module, config: PreTrainedConfig, run: RecordedRun
 ) -> tuple[BackboneSpec, tuple[AttentionCall, ...]]:
     """Layers with rows, and the calls that read them."""
     if not run.calls:
@@ -246,7 +249,7 @@ def _layers(
             if call.k.shape[2] != T or call.v.shape[2] != T:
                 raise UnsupportedArchitecture(f"{where} has {T} queries and {call.k.shape[2]} new keys")
             H, size = call.k.shape[1], call.v.shape[-1]
-            rows.append(AttentionLayer(ranks * Q, ranks * H, D, size, window, chunked, call.index or 0))
+            rows.append(AttentionLayer(Q, H, D, size, window, chunked, call.index or 0))
             homes.append(call)
             calls.append(AttentionCall(paths[id(call.module)], len(rows) - 1, False, plain))
             continue

@@ -54,7 +54,7 @@ class LayeredCache(StatefulCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Hand keys and values through; ``attend`` stores them, of a tensor-parallel backbone those of all ranks."""
+        """Hand keys and values through; ``attend`` stores them."""
         # A backbone's attention calls this first. Where no handler takes over, every row would be lost.
         if active_handler() is not self:
             raise RuntimeError(

@@ -31,9 +31,7 @@ def run(args: AskOptions) -> int:
     document.prepare()
     for number, question in enumerate(questions):
         reads, began = document.reads, time.perf_counter()
-        answer = document.ask(
-            question, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed, graph=args.graph
-        )
+        answer = document.ask(question, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed)
         cached = answer.cache.get_seq_length()
         if document.reads > reads and not args.quiet:
             print("the text is read anew: with this question it is evicted otherwise", file=sys.stderr)

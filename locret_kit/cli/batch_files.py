@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import IO
 
 from ..config.infer_options import InferOptions, Name
@@ -18,7 +14,7 @@ from ..config.schema import refuse
 from ..files import locked, parse_json, write_text
 from .terminal import check_target
 
-IDLE = ("file", "question", "question_file", "report", "graph")
+IDLE = ("file", "question", "report")
 """Options of one text."""
 
 
@@ -26,11 +22,9 @@ IDLE = ("file", "question", "question_file", "report", "graph")
 class BatchFiles:
     """Files that were looked at."""
 
-    source: IO[bytes]
-    """The prompts, which are read again when their turn comes."""
     target: Path
-    names: list[Name]
-    """Ids of all prompts."""
+    lines: dict[str, tuple[Name, object]]
+    """Each prompt's id and its line's value, or the ValueError that says why there is none, by the id's key."""
     done: set[str]
     """Keys of those that have an answer."""
 
@@ -38,81 +32,51 @@ class BatchFiles:
 @contextmanager
 def open_batch(args: InferOptions) -> Iterator[BatchFiles]:
     """The files, for this process alone. Raises ValueError or OSError with a one-line message."""
-    target = check_files(args)
-    busy = f"out={args.out!r} is being written by another process"
-    with open_prompts(str(args.batch)) as source, locked(target.with_name(f".{target.name}.lock"), busy):
-        names = [name for name, _ in lines_of(source)]
-        check_names(str(args.batch), names)
-        yield BatchFiles(source, target, names, keep_answers(target))
-
-
-def check_files(args: InferOptions) -> Path:
-    """The file of the answers. Raises ValueError for files that cannot be, and for options of one text."""
     refuse(args, IDLE, "with --batch, whose lines say what is asked")
-    refuse(args, ("gpu_memory",), "with --batch: a cache for each of --batch-size prompts is not planned yet")
     if not args.out:
         raise ValueError("--batch needs a file for the answers: give -o answers.jsonl")
-    target = Path(args.out)
-    check_target(target, "out", source=str(args.batch))
-    return target
+    batch, target = Path(str(args.batch)), Path(args.out)
+    check_target(target, "out", source=args.batch)
+    busy = f"out={args.out!r} is being written by another process"
+    with locked(target.with_name(f".{target.name}.lock"), busy):
+        yield BatchFiles(target, read_prompts(batch), keep_answers(target))
 
 
-@contextmanager
-def open_prompts(batch: str) -> Iterator[IO[bytes]]:
-    """A file of prompts, or a temporary copy of what a pipe gives, which can be read but once.
-
-    Raises:
-        ValueError: it cannot be read, or is neither.
-    """
-
-    def at_once(path: str, flags: int) -> int:
-        """Opened without waiting for a writer: a pipe that has none is empty."""
-        return os.open(path, flags | os.O_NONBLOCK)
-
-    with ExitStack() as stack:
-        try:
-            source: IO[bytes] = stack.enter_context(open(batch, "rb", opener=at_once))
-            kind = os.fstat(source.fileno()).st_mode
-            if stat.S_ISFIFO(kind):
-                os.set_blocking(source.fileno(), True)
-                copy = stack.enter_context(TemporaryFile())
-                shutil.copyfileobj(source, copy)
-                source = copy
-            elif not stat.S_ISREG(kind):
-                raise ValueError(f"batch={batch!r} must be a file or a pipe")
-        except OSError as error:
-            raise ValueError(f"batch={batch!r} cannot be read: {error.strerror}") from error
-        yield source
-
-
-def lines_of(source: IO[bytes]) -> Iterator[tuple[Name, object]]:
-    """Each prompt's id and its line's value, or the ValueError that says why there is none. Blank lines are left out."""
-    source.seek(0)
-    for number, line in enumerate(source, 1):
+def read_prompts(batch: Path) -> dict[str, tuple[Name, object]]:
+    """The lines of a file or a pipe; blank ones are left out. Raises ValueError where it cannot be read, is neither, holds no
+    prompts, or two have one id."""
+    if batch.is_char_device() or batch.is_block_device():
+        raise ValueError(f"batch={str(batch)!r} must be a file or a pipe")
+    try:
+        data = batch.read_bytes()
+    except OSError as error:
+        raise ValueError(f"batch={str(batch)!r} cannot be read: {error.strerror}") from error
+    found: dict[str, tuple[Name, object]] = {}
+    for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
-        try:
-            data = parse_json(line, f"line {number}")
-            json.dumps(data, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            data = ValueError(f"line {number} holds half of a character (a surrogate)")
-        except ValueError as error:
-            data = error
-        name = data.get("id") if isinstance(data, dict) else None
-        yield (name if isinstance(name, str) or type(name) is int else number), data
+        value = value_of(line, number)
+        name = value.get("id") if isinstance(value, dict) else None
+        name = name if isinstance(name, str) or type(name) is int else number
+        if (key := key_of(name)) in found:
+            said = f"id {key} is there twice (a prompt without one has its line's number)"
+            raise ValueError(f"batch={str(batch)!r}: {said}")
+        found[key] = name, value
+    if not found:
+        raise ValueError(f"batch={str(batch)!r} holds no prompts")
+    return found
 
 
-def check_names(batch: str, names: list[Name]) -> None:
-    """Raise ValueError where there are no prompts, or two have one id."""
-    if not names:
-        raise ValueError(f"batch={batch!r} holds no prompts")
-    seen: set[str] = set()
-    for name in names:
-        if key_of(name) in seen:
-            raise ValueError(
-                f"batch={batch!r}: id {key_of(name)} is there twice (a prompt without one has its line's number)"
-            )
-        seen.add(key_of(name))
+def value_of(line: bytes, number: int) -> object:
+    """A line's value, or the ValueError that says why there is none."""
+    try:
+        value = parse_json(line, f"line {number}")
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return ValueError(f"line {number} holds half of a character (a surrogate)")
+    except ValueError as error:
+        return error
+    return value
 
 
 @contextmanager
@@ -137,10 +101,8 @@ def keep_answers(target: Path) -> set[str]:
     Raises:
         ValueError: the file holds something else than answers.
     """
-    if not target.exists():
-        return set()
-    whole = target.read_bytes()
-    kept, done = [], set()
+    whole = target.read_bytes() if target.exists() else b""
+    kept: dict[str, bytes] = {}
     for number, line in enumerate(whole.splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
             break
@@ -148,8 +110,7 @@ def keep_answers(target: Path) -> set[str]:
         if not isinstance(record, dict) or "id" not in record or not {"answer", "error"} & record.keys():
             raise ValueError(f"out={str(target)!r}: line {number} is no answer of a batch: name another file")
         if "error" not in record:
-            kept.append(line)
-            done.add(key_of(record["id"]))
-    if b"".join(kept) != whole:
-        write_text(target.resolve(), b"".join(kept).decode())
-    return done
+            kept[key_of(record["id"])] = line
+    if b"".join(kept.values()) != whole:
+        write_text(target.resolve(), b"".join(kept.values()).decode())
+    return set(kept)

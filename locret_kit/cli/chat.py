@@ -3,13 +3,225 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Generator, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config.chat_options import CHAT, ChatOptions
-from .command import entry
-from .loading import check_run, choose, open_document
-from .talk import COMMANDS, SAVED, Talk, check_file
-from .terminal import check_sampling, check_saved, text_of
+from ..naming import first_line, nearest
+from .command import entry, install_hint
+from .loading import Chosen, check_run, choose, counted_text, open_document
+from .screen import PATIENCE_S, Screen, Stopped
+from .terminal import check_sampling, check_saved, check_target, text_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..documents.document import Document
+    from ..runtime.session import Sampling
+
+SAVED = ".locret"
+"""Extension of documents."""
+COMMANDS = {
+    "read": ("FILE", "read a document, or load a .locret one, and begin a conversation about it"),
+    "pin": ("[TEXT]", "never evict this text of the conversation, or your last message"),
+    "undo": ("", "forget the last turn"),
+    "retry": ("", "ask the last message again"),
+    "save": ("FILE", "a .locret file: the document; .md: the conversation"),
+    "help": ("", "list the commands"),
+    "quit": ("", "leave; so does Ctrl-D"),
+}
+"""Arguments and meaning of each command, a method of ``Talk``."""
+GONE = {
+    "kept": "/save BOOK.locret, and locret-kept shows what it holds",
+    "stats": "/save BOOK.locret, and locret-info says its sizes",
+    "budget": "start locret-chat with --budget N",
+}
+"""Commands that there were, and what does their work."""
+
+
+class Talk:
+    """A conversation and its commands, about no document yet."""
+
+    def __init__(
+        self,
+        args: ChatOptions,
+        chosen: Chosen,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        screen: Screen,
+    ) -> None:
+        from ..documents.conversation import Chat
+
+        self.args, self.chosen, self.model, self.tokenizer, self.screen = args, chosen, model, tokenizer, screen
+        self._sampling = sampling
+        self._asked, self._turns = "", 0  # the last message, and how many turns were before it
+        self._written: set[Path] = set()
+        self.document: Document | None = None
+        self.chat = Chat(
+            model, tokenizer, settings=replace(args.run, budget=args.history), policy=chosen.policy, heads=chosen.heads,
+            system=args.system, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
+        )  # fmt: skip
+
+    def begin(self, document: Document) -> None:
+        """Talk about a document, from its first turn on."""
+        document.prepare()
+        args, cache = self.args, document.cache
+        self.chat = document.chat(
+            args.history, max_new_tokens=args.max_new_tokens, sampling=self._sampling, seed=args.seed
+        )
+        self.document, self._asked, self._turns = document, "", 0
+        if args.system:
+            self.screen.note("the system prompt is left out: a document's conversation has the template's")
+        self.screen.note(
+            f"{document.title or 'untitled'}: {document.tokens} tokens, {cache.settings.budget} slots, "
+            f"{cache.nbytes / 2**20:.1f} MiB"
+        )
+
+    def hold(self) -> None:
+        """Answer messages until the last one, or /quit."""
+        for message in self.screen.messages():
+            try:
+                with self.screen.working():
+                    if not self.take(message):
+                        return
+            except Stopped:
+                self.screen.note("stopped")
+            except BrokenPipeError:
+                raise
+            except (ValueError, OSError, ImportError, RuntimeError) as error:
+                self.screen.complain(
+                    first_line(error) + (install_hint(error) if isinstance(error, ImportError) else "")
+                )
+
+    def take(self, message: str) -> bool:
+        """Answer a message, or do what a command says; False after /quit.
+
+        Raises:
+            Stopped: by Ctrl-C. ValueError, OSError, ImportError, RuntimeError: what the user can mend.
+        """
+        if not message.startswith("/") or message.startswith("//"):
+            self._ask(message.removeprefix("/"))
+            return True
+        name, words = (*message[1:].split(None, 1), "", "")[:2]
+        words = words.strip()
+        if name in GONE:
+            raise ValueError(f"/{name} is no command any more: {GONE[name]}")
+        if name not in COMMANDS:
+            near = nearest(f"/{name}", [f"/{known}" for known in COMMANDS])
+            raise ValueError(f"unknown command '/{name}'.{near or ' /help lists them; // begins a message with /'}")
+        takes = COMMANDS[name][0]
+        if words and not takes:
+            raise ValueError(f"/{name} takes no words, not {words!r}")
+        if not words and takes == "FILE":
+            raise ValueError(f"/{name} needs a file: /{name} FILE")
+        if name == "quit":
+            return False
+        method = getattr(self, name)
+        method(words) if takes else method()
+        return True
+
+    # ---- answers ---------------------------------------------------------------------------------------------------
+
+    def _ask(self, question: str) -> None:
+        self._asked, self._turns = question, len(self.chat.turns)
+        self._stream(self.chat.say(question, self.screen.progress(PATIENCE_S)))
+
+    def _stream(self, pieces: Generator[str, None, None]) -> None:
+        self.screen.stream(pieces)
+        answer = self.chat.answer
+        if answer is not None and not str(answer).strip():
+            self.screen.note("an empty answer")
+        elif answer is not None and answer.finish_reason == "length":
+            self.screen.note(f"cut after max_new_tokens={self.args.max_new_tokens}")
+
+    def retry(self) -> None:
+        if not self._asked:
+            raise ValueError("nothing was asked yet")
+        if self.args.temperature == 0:
+            self.screen.note("at temperature 0 the answer is the same each time: --temperature 0.7 draws others")
+        again = self.screen.progress(PATIENCE_S)
+        if len(self.chat.turns) > self._turns:
+            self._stream(self.chat.retry(again))
+        else:  # it was stopped before its first word, or undone
+            self._stream(self.chat.say(self._asked, again))
+
+    def undo(self) -> None:
+        line = " ".join(self.chat.undo().question.split())
+        self.screen.note(f"forgotten: {line if len(line) <= 60 else line[:57] + '...'}")
+
+    def pin(self, text: str) -> None:
+        start, end = self.chat.pin(text or None)
+        self.screen.note(f"pinned: {end - start} tokens; what was evicted of them before stays gone")
+
+    # ---- files -----------------------------------------------------------------------------------------------------
+
+    def read(self, file: str) -> None:
+        path = check_file(file)
+        if path.suffix != SAVED:
+            self.read_text(text_of(str(path)), path.name)
+            return
+        from ..documents.document import Document
+
+        store = self.args.run.store
+        self.begin(Document.load(path, self.model, self.tokenizer, self.chosen.heads, store=store))
+
+    def read_text(self, text: Iterable[str], title: str) -> None:
+        """Begin a conversation about a text."""
+        from ..documents.document import Document
+
+        check_run(self.args.run, self.chosen.config)
+        began = time.perf_counter()
+        whole, run = counted_text(
+            text, self.args.run, self.chosen, self.model, self.tokenizer, self.screen.note, turns=self.args.history
+        )
+        document = Document.read(
+            self.model, self.tokenizer, whole, run, self.chosen.policy, self.chosen.heads, title=title,
+            progress=self.screen.progress(),
+        )  # fmt: skip
+        self.begin(document)
+        self.screen.note(f"read in {time.perf_counter() - began:.1f} s; /save FILE{SAVED} keeps what was read")
+
+    def save(self, file: str) -> None:
+        path = Path(file).expanduser()
+        if path.suffix not in (SAVED, ".md"):
+            raise ValueError(f"/save needs a file that ends in {SAVED} or .md")
+        check_target(path, "file", replace=path.resolve() in self._written)
+        if path.suffix == SAVED:
+            if self.document is None:
+                raise ValueError("there is no document to save: /read one, or save the conversation as .md")
+            self.document.save(path, names=self.chosen.names)
+        else:
+            from ..files import write_text
+
+            if not self.chat.turns:
+                raise ValueError("nothing was said yet")
+            write_text(path, self._markdown())
+        self._written.add(path.resolve())
+        self.screen.note(f"saved: {path}, {path.stat().st_size / 2**10:.1f} KiB")
+
+    def help(self) -> None:
+        lines = [f"/{name} {words}".rstrip() + f"\n    {meaning}" for name, (words, meaning) in COMMANDS.items()]
+        keys = "Enter sends; Alt-Enter, or a backslash at the end, begins another line; Ctrl-C stops an answer."
+        self.screen.note("\n".join((*lines, keys, "// begins a message with /.")))
+
+    def _markdown(self) -> str:
+        """The conversation."""
+        said = [("System", self.args.system)] if self.args.system and self.document is None else []
+        for turn in self.chat.turns:
+            said += [("User", turn.question), ("Assistant", turn.answer)]
+        return "\n\n".join(f"## {role}\n\n{text.strip()}" for role, text in said) + "\n"
+
+
+def check_file(file: str) -> Path:
+    """The path of a file. Raises ValueError where there is none."""
+    path = Path(file).expanduser()
+    if path.is_dir() or not path.exists():
+        raise ValueError(f"file={file!r} {'is a folder' if path.is_dir() else 'does not exist'}: name a file")
+    return path
 
 
 def run(args: ChatOptions) -> int:
@@ -23,14 +235,7 @@ def run(args: ChatOptions) -> int:
         else:
             text = text_of(str(file))
     sampling = check_sampling(args)
-    from .screen import Pipes, Stopped, Terminal
-
-    screen = Pipes()
-    if sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty()):
-        screen = Terminal(
-            {f"/{name}": words.startswith("FILE") for name, (words, _) in COMMANDS.items()}, args.history_file
-        )
-    document = None
+    screen, document = Screen(args.history_file), None
     screen.greet("loading the model ...")
     if saved:
         document, chosen = open_document(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.infer_options import INFER, InferOptions
 from ..config.schema import refuse
-from ..settings import RunSettings
 from .batch_files import open_batch
 from .command import entry
 from .loading import (
@@ -34,7 +33,6 @@ from .terminal import (
     progress,
     text_of,
     title_of,
-    words_of,
     write_answer,
 )
 
@@ -98,11 +96,9 @@ def of_text(
     from ..backbones.load import load_tokenizer, pick_device
     from ..backbones.precision import choose_precision
     from ..documents.document import Document
-    from ..planning.memory import cap_gpu_memory
     from ..runtime.session import Answer
 
     pick_device(args.device)  # before a long text is tokenised
-    cap = cap_gpu_memory(args.gpu_memory, args.device) if args.gpu_memory else None
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits, asked=questions != [None])
     check_run(args, chosen.config)
     say(f"backbone: {chosen.backbone}")
@@ -113,13 +109,10 @@ def of_text(
     prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
     run, longest = args.run, max(prompts, key=len)
-    if cap is not None:
-        run = replace(run, chunk=plan_chunk(args, chosen, len(longest), cap, say))
     model, tokenizer = chosen.load(args)
     if args.dtype == "auto":
         say(f"precision: {choose_precision(model.device, model.config)}")
-    if cap is None:
-        run = with_text_budget(run, chosen, model, len(longest), say)
+    run = with_text_budget(run, chosen, model, len(longest), say)
     for line in before_reading(run, chosen, longest, model) if not args.quiet else ():
         print(line, file=sys.stderr, flush=True)
     warnings = [*chosen.warnings, idle_stabilizers(args, chosen.policy), idle_store(args.run, chosen.policy)]
@@ -130,7 +123,7 @@ def of_text(
         warnings.append(warning)
         return Answer(
             model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
-            graph=args.graph, progress=shown and shown(),
+            progress=shown and shown(),
         )  # fmt: skip
 
     if len(questions) == 1 or not reads_once(args, chosen, tokenizer):
@@ -155,9 +148,7 @@ def about(
 ) -> Iterator[Answer]:
     """Answers about a document."""
     for question in questions:
-        yield document.ask(
-            str(question), max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed, graph=args.graph
-        )
+        yield document.ask(str(question), max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed)
 
 
 def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
@@ -170,39 +161,11 @@ def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
     return provenance(chosen.backbone, chosen.ckpt, hashed, chosen.adapter, str(backend or ""))
 
 
-def plan_chunk(args: InferOptions, chosen: Chosen, tokens: int, cap: int, say: Say) -> int:
-    """The chunk that lets the run stay within ``cap`` bytes; raises ValueError with what fits where none does. Nobody's
-    chunk is made larger: results would change with the card."""
-    from ..backbones.load import load_config, pick_device, pick_dtype
-    from ..planning.inference_plan import Setting
-    from ..planning.memory import PLANNED_CHUNK, fit_plan
-    from ..sizes import show
-
-    heads = chosen.config
-    published = heads.inference if heads else {}
-    run: RunSettings = replace(replace(args.run, one_shot=False).resolved(published, tokens), one_shot=args.one_shot)
-    if args.chunk is None and "chunk" not in published:
-        run = replace(run, chunk=PLANNED_CHUNK)
-    config = load_config(chosen.backbone)
-    setting = Setting(
-        tokens, run, dtype=str(pick_dtype(args.dtype, pick_device(args.device), config)).removeprefix("torch."),
-        d_hidden=heads.width if heads else 0, policy=chosen.policy, weight_bits=args.weight_bits,
-    )  # fmt: skip
-    setting, plan = fit_plan(config, setting, cap, chunk_is_fixed=args.chunk is not None)
-    say(f"plan: {setting}; peak {show(plan.peak)} of {show(cap)}")
-    return setting.chunk
-
-
 def questions_of(args: InferOptions) -> list[str | None]:
     """The questions, or None alone where the text is continued."""
-    if args.question and args.question_file:
-        raise ValueError("give --question or --question-file, not both")
-    questions = list(args.question)
-    if args.question_file:
-        questions = [words_of("question_file", args.question_file).strip()]
-    for question in questions:
+    for question in args.question:
         check_question(question)
-    return [*questions] or [None]
+    return [*args.question] or [None]
 
 
 def run_or_batch(args: InferOptions) -> int:

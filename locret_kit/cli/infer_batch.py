@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -18,7 +19,7 @@ from ..runtime.session import Sampling
 from ..runtime.tokens import answer_text, stream_ids
 from ..text.template import has_template, render_messages
 from ..validation import made
-from .batch_files import BatchFiles, key_of, lines_of, open_answers
+from .batch_files import BatchFiles, open_answers
 from .loading import check_run, choose, idle_stabilizers, idle_store, prompt_ids
 from .terminal import check_question
 
@@ -43,29 +44,22 @@ class Line(Request):
 
 def answer(args: InferOptions, batch: BatchFiles) -> int:
     """Load, and answer what has no answer yet; the exit status. Raises ValueError or OSError with a one-line message."""
-    names, target = batch.names, batch.target
-    left = [name for name in names if key_of(name) not in batch.done]
+    target, total = batch.target, len(batch.lines)
+    left = [line for key, line in batch.lines.items() if key not in batch.done]
     Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
     check_run(args, chosen.config)
     if not left:
-        print(f"{target} has an answer for each of the {len(names)} prompts", file=sys.stderr)
+        print(f"{target} has an answer for each of the {total} prompts", file=sys.stderr)
         return 0
     model, tokenizer = chosen.load(args)
-    warnings: set[str] = set()
-
-    def warn(line: str | None) -> None:
-        if line and line not in warnings:
-            warnings.add(line)
-            tqdm.write(line, file=sys.stderr)
-
+    warn = cache(partial(tqdm.write, file=sys.stderr))  # each once
     for line in (*chosen.warnings, idle_stabilizers(args, chosen.policy), idle_store(args.run, chosen.policy)):
-        warn(line)
+        if line:
+            warn(line)
     errors: list[Name] = []
-    with (
-        open_answers(target) as out,
-        tqdm(total=len(names), initial=len(names) - len(left), unit="prompt", disable=args.quiet) as bar,
-    ):
+    bar = tqdm(total=total, initial=total - len(left), unit="prompt", disable=args.quiet)
+    with open_answers(target) as out, bar:
 
         def write(name: Name, **record: object) -> None:
             print(json.dumps({"id": name, **record}, ensure_ascii=False), file=out, flush=True)
@@ -75,14 +69,13 @@ def answer(args: InferOptions, batch: BatchFiles) -> int:
 
         def new_cache(line: Line) -> BoundedCache:
             settings = replace(args.run, seed=line.seed)
-            cache, warning = chosen.cache(settings, model, tokenizer, line.ids, asked=line.asked)
-            warn(warning)
-            return cache
+            made, warning = chosen.cache(settings, model, tokenizer, line.ids, asked=line.asked)
+            if warning:
+                warn(warning)
+            return made
 
         def requests() -> Iterator[Line]:
-            for name, data in lines_of(batch.source):
-                if key_of(name) in batch.done:
-                    continue
+            for name, data in left:
                 try:
                     prompt, sampling = read_line(args, data)
                     ids, asked = ids_of(args, prompt, tokenizer)

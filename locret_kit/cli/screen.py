@@ -1,157 +1,134 @@
-"""Screens of a chat: a terminal, or pipes line by line.
+"""Messages in and words out of a chat: a line editor in a terminal, or lines of stdin. Answers go to stdout, all else to stderr.
 
-Answers go to stdout and everything else to stderr. In a terminal Ctrl-C sets a flag, which is looked at between two pieces of
-work: no forward is left in the middle.
+In a terminal Ctrl-C sets a flag, which is looked at between two pieces of work: no forward is left in the middle.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from typing import TextIO
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..runtime.kept_text import DIM, PLAIN
-from .line_editor import line_session, silent_keys
-from .terminal import pace, progress, to_stdout
+from .terminal import progress, to_stdout
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
 
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Characters with which a text could command a terminal."""
-TWICE_S = 1.0
-"""Seconds between the two Ctrl-C that leave."""
+PATIENCE_S = 2
+"""Seconds of reading a message after which its progress is shown."""
 
 
 class Stopped(Exception):
     """Ctrl-C, between two pieces of work."""
 
 
-class Lines:
-    """A text that comes in pieces, broken between words where a line would be longer than ``columns``; None breaks none. A word
-    that is longer itself is shown as it comes."""
+class Screen:
+    """A terminal, where stdin is one, else pipes: no prompts, and no greetings.
 
-    def __init__(self, columns: int | None) -> None:
-        self._columns, self._column, self._word, self._long = columns, 0, "", False
+    Args:
+        history_file: where messages of a terminal are kept for the next time; None keeps them in memory.
 
-    def feed(self, piece: str) -> str:
-        """The text that may be shown after a piece: all but the word at its end, as long as it may fit into a line."""
-        if self._columns is None:
-            self._column = 0 if piece.endswith("\n") else self._column + len(piece)
-            return piece
-        from prompt_toolkit.utils import get_cwidth
-
-        shown = ""
-        for character in piece:
-            width = get_cwidth(character)
-            if not character.isspace() and width < 2:  # wide ones, as in Chinese, are words of their own
-                self._word += character
-                if self._long or get_cwidth(self._word) > self._columns:
-                    shown += self._flush()
-                    self._long = True
-                continue
-            if self._word:
-                shown += self._flush()
-            self._long = False
-            if character == "\t":
-                width = 8 - self._column % 8
-            if character == "\n":
-                self._column = 0
-            elif self._column + width > self._columns:
-                if character.isspace():
-                    continue
-                shown, self._column = shown + "\n", width
-            else:
-                self._column += width
-            shown += character
-        return shown
-
-    def _flush(self) -> str:
-        """The word, on a line of its own where it does not fit; a long one that goes on breaks no more."""
-        from prompt_toolkit.utils import get_cwidth
-
-        word, self._word, width = self._word, "", get_cwidth(self._word)
-        fits = self._columns is None or self._column + width <= self._columns
-        breaks = self._column and not self._long and not fits
-        self._column = width if breaks else self._column + width
-        return "\n" * bool(breaks) + word
-
-    def end(self) -> str:
-        """The last word, and the end of a line that has begun."""
-        return (self._flush() if self._word else "") + "\n" * bool(self._column)
-
-
-class Pipes:
-    """One message per line of stdin, joined with the next where it ends with a backslash. No colours, no prompts."""
+    Raises:
+        OSError: the file of the history cannot be written.
+    """
 
     status = 0
-    """Exit status: 1 after an error."""
+    """Exit status: 1 after an error in pipes."""
+
+    def __init__(self, history_file: str | None = None) -> None:
+        self._pressed = False
+        self._editor: PromptSession[str] | None = None
+        if sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty()):
+            self._editor = line_editor(history_file)
+            signal.signal(signal.SIGINT, self._press)
+
+    def _press(self, *_: object) -> None:
+        """Note Ctrl-C. A second one does not wait for a piece of work."""
+        if self._pressed:
+            raise KeyboardInterrupt
+        self._pressed = True
 
     def messages(self) -> Iterator[str]:
-        """Messages until the end of input; blank ones are left out."""
+        """Messages until the end of input: lines, each joined with the next where it ends with a backslash, none blank."""
         earlier = ""
-        for number, line in enumerate(sys.stdin.buffer, 1):
-            try:
-                text = line.decode().removeprefix("\ufeff" * (number == 1)).rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                self.complain(f"line {number} of stdin is not UTF-8: byte {error.start}")
+        for line in self._lines() if self._editor is None else self._typed(self._editor):
+            if line.endswith("\\"):
+                earlier += line[:-1] + "\n"
                 continue
-            if text.endswith("\\"):
-                earlier += text[:-1] + "\n"
-                continue
-            message, earlier = earlier + text, ""
+            message, earlier = earlier + line, ""
             if message.strip():
                 yield message
         if earlier.strip():
             yield earlier
 
-    def working(self) -> AbstractContextManager[None]:
-        """A block in which Ctrl-C stops what is done."""
-        return nullcontext()
+    def _typed(self, editor: PromptSession[str]) -> Iterator[str]:
+        while True:
+            try:
+                self._pressed = False
+                yield editor.prompt("> ", prompt_continuation="  ")
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                self.note("Ctrl-D leaves")
 
-    def check(self) -> None:
-        """Raise Stopped after Ctrl-C."""
+    def _lines(self) -> Iterator[str]:
+        for number, line in enumerate(sys.stdin.buffer, 1):
+            try:
+                yield line.decode().removeprefix("\ufeff" * (number == 1)).rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                self.complain(f"line {number} of stdin is not UTF-8: byte {error.start}")
 
-    def progress(self, what: str, *, patience_s: float = 0) -> Callable[[int, int], None]:
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """A block in which Ctrl-C raises Stopped, in a terminal."""
+        self._pressed = False
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self._editor is None:
+                raise
+            raise Stopped from None
+
+    def _check(self) -> None:
+        if self._pressed:
+            raise Stopped
+
+    def progress(self, patience_s: float = 0) -> Callable[[int, int], None]:
         """Progress of reading a text, as a line on stderr after so many seconds. Checks for Ctrl-C."""
-        show, began = progress(what), time.monotonic()
+        show, began = progress("read"), time.monotonic()
 
         def step(done: int, total: int) -> None:
             if time.monotonic() - began >= patience_s:
                 show(done, total)
-            self.check()
+            if self._pressed:
+                self.note("")  # ends the line
+            self._check()
 
         return step
 
     def stream(self, pieces: Generator[str, None, None]) -> None:
         """Write an answer while it comes, and end its line."""
-        lines = Lines(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+        last = "\n"
         try:
             with closing(pieces):
                 for piece in pieces:
-                    to_stdout(lines.feed(self.shown(piece)))
-                    self.check()
+                    to_stdout(piece.translate(CONTROLS) if sys.stdout.isatty() else piece)
+                    last = piece[-1:] or last
+                    self._check()
         finally:
-            to_stdout(lines.end())
-
-    def page(self, text: str) -> None:
-        """Show a text that may be long."""
-        to_stdout(text + "\n")
-
-    def colored(self, stream: TextIO) -> bool:
-        """Whether bright and dim text may be written there."""
-        return False
-
-    def shown(self, text: str) -> str:
-        """A text as it may be written to stdout: none can command a terminal."""
-        return text.translate(CONTROLS) if sys.stdout.isatty() else text
+            to_stdout("" if last == "\n" else "\n")
 
     def greet(self, text: str) -> None:
         """Say something to a person alone."""
+        if self._editor is not None:
+            self.note(text)
 
     def note(self, text: str) -> None:
         """Say something that is no answer."""
@@ -159,119 +136,27 @@ class Pipes:
 
     def complain(self, text: str) -> None:
         """Say an error."""
-        self.status = 1
-        print(f"locret-chat: {text.translate(CONTROLS)}", file=sys.stderr, flush=True)
+        self.status = int(self._editor is None)
+        self.note(text if self._editor is not None else f"locret-chat: {text}")
 
 
-class Terminal(Pipes):
-    """A line editor with history, multi-line paste and completion.
+def line_editor(history_file: str | None) -> PromptSession[str]:
+    """A line editor with history. Enter sends, Alt-Enter begins another line, and so does a pasted end of a line."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.output import create_output
 
-    Args:
-        completions: words that begin a line, and whether a path follows them.
-        history_file: where messages are kept for the next time; None keeps them in memory.
+    keys = KeyBindings()
 
-    Raises:
-        OSError: the file of the history cannot be written.
-    """
+    @keys.add("escape", "enter")
+    def another_line(event: KeyPressEvent) -> None:
+        event.current_buffer.newline(copy_margin=False)
 
-    def __init__(self, completions: dict[str, bool], history_file: str | None = None) -> None:
-        self._pressed = False
-        self._progressing = False
-        self._session = line_session(completions, history_file)
-
-    def messages(self) -> Iterator[str]:
-        signal.signal(signal.SIGINT, self._press)
-        from prompt_toolkit.formatted_text import FormattedText
-
-        begin = FormattedText([("bold" if self.colored(sys.stdout) else "", "> ")])
-        stopped = float("-inf")
-        while True:
-            try:
-                if self._pressed:  # just before the line editor was there
-                    raise KeyboardInterrupt
-                message = self._session.prompt(begin, prompt_continuation="  ")
-            except EOFError:
-                return
-            except KeyboardInterrupt:
-                self._pressed = False
-                if time.monotonic() - stopped < TWICE_S:
-                    return
-                stopped = time.monotonic()
-                self.note("Ctrl-C again, or Ctrl-D, leaves")
-                continue
-            if message.strip():
-                yield message
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        self._pressed = False
-        signal.signal(signal.SIGINT, self._press)
-        try:
-            with silent_keys():
-                yield
-        except KeyboardInterrupt:
-            raise Stopped from None
-        finally:
-            self._pressed = False
-
-    def check(self) -> None:
-        if self._pressed:
-            raise Stopped
-
-    def progress(self, what: str, *, patience_s: float = 0) -> Callable[[int, int], None]:
-        words, last = pace(what), 0.0
-
-        def step(done: int, total: int) -> None:
-            nonlocal last
-            self.check()
-            line, now = words(done, total), time.monotonic()
-            if not last:
-                last = now - 1 + patience_s
-            elif now - last > 0.2 and done < total:
-                last = now
-                self._erase()
-                print(line[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
-                self._progressing = True
-            elif done >= total:
-                self._erase()
-
-        return step
-
-    def _erase(self) -> None:
-        """Take the progress line away."""
-        if self._progressing:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-            self._progressing = False
-
-    def _press(self, *_: object) -> None:
-        """Show that Ctrl-C was seen: a piece of work may take seconds. A second one does not wait for it."""
-        if self._pressed:
-            raise KeyboardInterrupt
-        self._pressed = True
-        os.write(2, b" ^C")  # no stream: one may be in the middle of writing
-
-    def page(self, text: str) -> None:
-        pager = shlex.split(os.environ.get("PAGER", "")) or ["less"]
-        if not sys.stdout.isatty() or not shutil.which(pager[0]):
-            super().page(text)
-            return
-        # As git does: no pager for what fits, colours as they are, the text stays on the screen.
-        environment = {"LESS": "FRXPq goes back to the conversation$", **os.environ}
-        subprocess.run(pager, input=text + "\n", text=True, encoding="utf-8", env=environment, check=False)
-
-    def colored(self, stream: TextIO) -> bool:
-        return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-    def greet(self, text: str) -> None:
-        self.note(text)
-
-    def complain(self, text: str) -> None:
-        self._erase()
-        lines = Lines(shutil.get_terminal_size().columns)
-        print(lines.feed(text.translate(CONTROLS)) + lines.end(), end="", file=sys.stderr, flush=True)
-
-    def note(self, text: str) -> None:
-        begin, end = (DIM, PLAIN) if self.colored(sys.stderr) else ("", "")
-        print(begin, end="", file=sys.stderr)
-        self.complain(text)
-        print(end, end="", file=sys.stderr, flush=True)
+    history: History = InMemoryHistory()
+    if history_file is not None:
+        path = Path(history_file).expanduser()
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))  # what is said there is its owner's
+        history = FileHistory(str(path))
+    output = create_output(always_prefer_tty=True)
+    return PromptSession(history=history, key_bindings=keys, enable_suspend=True, output=output)

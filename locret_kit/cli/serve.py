@@ -76,8 +76,6 @@ def run(args: ServeOptions) -> int:
         raise ValueError(f"budget={args.budget}: a session's slots must be known before the start: give an integer")
     if read_protect(args.run.protect) - {"first"}:
         raise ValueError(f"protect={args.run.protect!r}: the server's conversations protect 'first' alone")
-    if args.share_session_dir and args.session_dir is None:
-        raise ValueError("share_session_dir=true needs --session-dir, the folder to share")
     keys, hosts = keys_of(args), hosts_of(args)
     if wrong := next((one for one in args.cors_origins if one != ANY and not ORIGIN.fullmatch(one)), None):
         raise ValueError(f"cors_origins={wrong!r} must be an origin, such as http://localhost:3000, or *")
@@ -134,8 +132,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     limits = Limits(args.max_prompt_tokens, args.max_answer_tokens, documents=args.documents)
     store = None
     if args.session_dir is not None:
-        max_bytes = parse_bytes(args.session_disk, "session_disk")
-        store = Store(args.session_dir, max_bytes, shares=args.share_session_dir)
+        store = Store(args.session_dir, parse_bytes(args.session_disk, "session_disk"))
     server = Server(None, name, keys, tuple(args.policies), limits, hosts, frozenset(args.cors_origins))
     if store is not None:
         server.salt = store.salt
@@ -144,8 +141,8 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     server.defaults = sampling_defaults(args, model.generation_config)
     settings = args.run.resolved(chosen.config.inference if chosen.config else {}, None).run
     engine = Engine(
-        model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions, queue=args.queue,
-        store=store, policies=policies, beginnings=args.beginnings, shares=args.share_beginnings,
+        model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions,
+        store=store, policies=policies, beginnings=args.beginnings,
     )  # fmt: skip
     spec, dtype = describe(model).spec, str(model.dtype).removeprefix("torch.")
     caches = Caches.of(
@@ -163,9 +160,9 @@ def sampling_defaults(args: ServeOptions, generation: GenerationConfig | None) -
     """How tokens are chosen where a request does not say: by an option, or by what a backbone that samples comes with."""
     from ..serving.bodies import DEFAULTS
 
-    stated = generation.to_diff_dict() if generation is not None and generation.do_sample else {}
-    given = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    chosen = {**stated, **{name: value for name, value in given.items() if value is not None}}
+    chosen = generation.to_diff_dict() if generation is not None and generation.do_sample else {}
+    if args.temperature is not None:
+        chosen["temperature"] = args.temperature
     return {name: float(chosen[name]) for name in DEFAULTS if chosen.get(name) is not None}
 
 

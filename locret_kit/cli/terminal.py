@@ -133,35 +133,22 @@ def check_target(path: Path, option: str, *, replace: bool = True, source: str |
         raise ValueError(f"{said}: its folder is missing or cannot be written")
 
 
-def pace(what: str) -> Callable[[int, int], str]:
-    """Words for how far the reading of a text is, of ``(done, total)`` in tokens. The first say no rate: a part may have been
-    there before."""
-    began, first = 0.0, 0
-
-    def words(done: int, total: int) -> str:
-        nonlocal began, first
-        now = time.monotonic()
-        if not first:
-            began, first = now, done
-        line = f"{what} {done}/{total} tokens"
-        if done == first or now == began:
-            return line
-        rate = (done - first) / (now - began)
-        return f"{line}, {rate:.0f} tok/s, {(total - done) / rate:.0f} s left"
-
-    return words
-
-
 def progress(what: str = "prefill") -> Callable[[int, int], None]:
-    """A line on stderr that says how far the reading of a text is: ``progress(done, total)`` in tokens."""
-    words, last = pace(what), time.monotonic()
+    """A line on stderr that says how far the reading of a text is: ``progress(done, total)`` in tokens. The first say no rate: a
+    part may have been there before."""
+    began, first, last = 0.0, 0, time.monotonic()
 
     def show(done: int, total: int) -> None:
-        nonlocal last
-        line, now, terminal = words(done, total), time.monotonic(), sys.stderr.isatty()
+        nonlocal began, first, last
+        now, terminal = time.monotonic(), sys.stderr.isatty()
+        if not first:
+            began, first = now, done
         if done < total and now - last < (0.5 if terminal else 10):
             return
-        last = now
+        last, line = now, f"{what} {done}/{total} tokens"
+        if done > first and now > began:
+            rate = (done - first) / (now - began)
+            line += f", {rate:.0f} tok/s, {(total - done) / rate:.0f} s left"
         if terminal:  # a line that is wrapped would stay
             line = f"{line}   "[: shutil.get_terminal_size().columns - 1]
         print(line, file=sys.stderr, end="\r" if terminal and done < total else "\n", flush=True)

@@ -46,14 +46,6 @@ class ChatOptions(Conversation, Backbone, Generation, RunSettings, Machine):
     """Tokens of an answer, at most; one that is cut there says so."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlashReadOptions(RunSettings):
-    """Words after ``/read``."""
-
-    file: str
-    """The document."""
-
-
 CHAT = Command(
     "locret-chat",
     ChatOptions,
@@ -61,4 +53,3 @@ CHAT = Command(
     ("file", "model", "ckpt", "budget", "history", "policy", "max_new_tokens", "temperature", "system", "history_file"),
     positional=("file",),
 )
-READ = Command("/read", SlashReadOptions, "", positional=("file",))

@@ -113,8 +113,6 @@ class Questions:
     """Nothing on stderr but errors and warnings."""
     seed: Annotated[int, Interval(ge=0, lt=2**32)] | None = None
     """Seed of sampling. Default: the one that the text was read with."""
-    graph: bool = False
-    """Replay decoding steps as CUDA graphs; an error where the policy or the machine does not allow it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,5 +153,6 @@ ASK = Command(
     ASK_USAGE,
     ("book", "question", "question_file", "model", "ckpt", "max_new_tokens", "temperature", "json", "force", "quiet"),
     positional=("book", "question"),
+    gone={"graph": "Document.ask(..., graph=True) replays CUDA graphs"},
 )
 KEPT = Command("locret-kept", KeptOptions, KEPT_USAGE, positional=("file",), short={"-o": "--out"})

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Interval
 
-from ..settings import Bytes, RunSettings
+from ..settings import RunSettings
 from ..validation import Description, check
 from .machine import Backbone, Machine
 from .schema import Command, Repeatable
@@ -34,8 +34,6 @@ class Text:
     question: Annotated[list[str], Repeatable()] = field(default_factory=list)
     """Asked about the text, through the chat template. Given several times, each is answered in turn; the text is read once,
     unless the budget is a share of each prompt. Without one the text is continued."""
-    question_file: str | None = None
-    """The question, from a file; - is stdin."""
     chat: bool = True
     """Use the chat template; without, nothing follows the question: it may end with the answer's first words."""
 
@@ -73,12 +71,8 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Output, and the memory that it takes."""
+    """Output."""
 
-    graph: bool = False
-    """Replay decoding steps as CUDA graphs; an error where the policy or the machine does not allow it."""
-    gpu_memory: Bytes | None = None
-    """Take no more of a CUDA device than this, such as 24GiB, and plan the chunk for it."""
     report: str | None = None
     """A JSON file for every figure of the run."""
     quiet: bool = False
@@ -88,6 +82,8 @@ class Output:
 @dataclass(frozen=True, kw_only=True)
 class InferOptions(Text, Many, Backbone, Generation, Output, RunSettings, Machine):
     """Options of ``locret-infer``."""
+
+    HIDDEN: ClassVar[tuple[str, ...]] = ("decode_every",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,5 +122,12 @@ INFER = Command(
     ("file", "question", "model", "ckpt", "budget", "policy", "max_new_tokens", "batch", "report", "quiet"),
     positional=("file",),
     short={"-o": "--out"},
-    gone={"save_cache": _READ_ONCE, "cache": _READ_ONCE},
+    gone={
+        "save_cache": _READ_ONCE,
+        "cache": _READ_ONCE,
+        "question_file": 'the shell reads files: --question "$(cat FILE)"',
+        "gpu_memory": "locret-plan --gpu-memory SIZE says which --chunk and --budget fit",
+        "graph": "Answer(..., graph=True) of locret_kit.runtime.session replays CUDA graphs",
+        "decode_every": "decoded tokens are evicted when the buffers are full",
+    },
 )

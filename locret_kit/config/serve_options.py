@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Interval
 
 from ..settings import Bytes, RunSettings
-from .machine import Machine
+from .machine import Backbone, Machine
 from .schema import Command, Repeatable
 
 USAGE = """usage: locret-serve [--key value | key=value ...]
@@ -35,20 +35,13 @@ class Service:
     """Port; 0 takes a free one and prints it."""
     sessions: Annotated[int, Ge(1)] = 8
     """Caches at once: requests that run, and conversations that wait for their next turn."""
-    queue: Annotated[int, Ge(1)] = 64
-    """Requests that may wait; more get status 429."""
     documents: Annotated[int, Ge(0)] = 8
     """Documents in memory at once."""
     beginnings: Annotated[int, Ge(0)] = 2
     """Equal beginnings of prompts (system prompts) that are read once, in memory at once; 0 reads each prompt alone."""
-    share_beginnings: bool = False
-    """Share them among all API keys. Then the time of an answer tells whether another key's prompt began alike."""
     session_dir: str | None = None
     """Folder where every conversation is saved after each turn, and every document, so that they outlive the server and
     leave memory for others. Default: none, they are in memory alone."""
-    share_session_dir: bool = False
-    """Share that folder with other servers of the same model, heads and settings (replicas): each goes on from what the others
-    have saved."""
     session_disk: Bytes = "10GiB"
     """Size of that folder, at most: files that were used least recently are removed."""
     max_prompt_tokens: Annotated[int, Ge(1)] = 131072
@@ -57,12 +50,6 @@ class Service:
     """Tokens of an answer, at most; a request that asks for more gets so many."""
     temperature: Annotated[float, Interval(ge=0, le=2)] | None = None
     """Temperature of requests that name none. Default: that of the backbone's generation_config.json, or OpenAI's 1."""
-    top_p: Annotated[float, Interval(gt=0, le=1)] | None = None
-    """Share of the probability that tokens are drawn from, likewise. Default: the backbone's, or 1."""
-    top_k: Annotated[int, Ge(0)] | None = None
-    """Number of tokens that one is drawn from, likewise; 0 for all. Default: the backbone's, or 0."""
-    min_p: Annotated[float, Interval(ge=0, le=1)] | None = None
-    """Share of the likeliest token's probability that a token needs, likewise. Default: the backbone's, or 0."""
     grace: Annotated[float, Interval(ge=0, le=3600)] = 10.0
     """Seconds that answers which run are given after Ctrl-C or SIGTERM; then they end with an error that says so."""
     api_key_file: str | None = None
@@ -74,23 +61,24 @@ class Service:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(Service, RunSettings, Machine):
-    """The backbone, its retaining heads and the policy."""
+class ServeOptions(Service, Backbone, RunSettings, Machine):
+    """Options of ``locret-serve``."""
 
-    ckpt: str | None = None
-    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: with --model none, else the demo's."""
-    model: str | None = None
-    """The backbone: a folder, a Hub id, or a GGUF file (a path; on the Hub user/name/FILE.gguf or user/name:Q4_K_M). Default: the
-    one the heads name."""
-    adapter: str | None = None
-    """PEFT adapter for the backbone, or none. Default: the one the heads name."""
-    policy: str | None = None
-    """A policy's name or an expression. Default: what the heads were published with; without heads compactor."""
+    HIDDEN: ClassVar[tuple[str, ...]] = ("one_shot", "decode_every", "list_policies")
 
 
+_SAMPLING = "a request says it, or the backbone's generation_config.json"
 SERVE = Command(
     "locret-serve",
     ServeOptions,
     USAGE,
     ("model", "ckpt", "budget", "policy", "host", "port", "sessions", "documents", "session_dir", "api_key_file"),
+    gone={
+        "share_session_dir": "a folder of sessions is one server's, docs/serving.md says how several share the work",
+        "share_beginnings": "each API key has its own",
+        "queue": "64 requests may wait, whatever --sessions is",
+        **dict.fromkeys(("top_p", "top_k", "min_p"), _SAMPLING),
+        "one_shot": "a conversation has no last chunk that is known before",
+        "decode_every": "decoded tokens are evicted when the buffers are full",
+    },
 )

@@ -1,4 +1,4 @@
-"""A run within a number of bytes: its plan, the cap on the device, and what to say when memory runs out all the same."""
+"""What to say when a run's memory runs out."""
 
 from __future__ import annotations
 
@@ -8,57 +8,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..backbones.load import pick_device
 from ..backbones.spec import text_config
 from ..backbones.weight_bits import weight_bits_of
 from ..cache.bounded import BoundedCache
-from ..sizes import UNITS, parse_bytes, show
+from ..sizes import UNITS, show
 from .backbone_sizes import BackboneSizes
-from .fitting_settings import RESERVE, largest_chunk, listed, nearest_fitting, require_fit
-from .inference_plan import Plan, Setting, plan_inference
+from .fitting_settings import listed, nearest_fitting
+from .inference_plan import Setting, plan_inference
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
-PLANNED_CHUNK = 4096
-"""Tokens of a chunk that nobody named, where they fit: matrices of so many rows are large for every card."""
 SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
 
 
 class OutOfMemory(RuntimeError):
     """The device ran out of memory; the message says what was asked, what was free, and settings that fit."""
-
-
-def cap_gpu_memory(gpu_memory: str, device: str | None) -> int:
-    """Let PyTorch take no more than ``gpu_memory`` of a CUDA device, and return what a plan may take of it in bytes: at
-    most what the device has, less ``RESERVE``. The CUDA context lies outside of the cap and inside of the reserve.
-
-    Raises:
-        ValueError: no size, a size below the reserve, another device, or no CUDA here.
-    """
-    size, where = parse_bytes(gpu_memory, "gpu_memory"), pick_device(device)
-    if where.type != "cuda":
-        reason = "PyTorch sees no CUDA device here" if device in (None, "auto") else f"this runs on device={device}"
-        raise ValueError(f"gpu_memory={gpu_memory} is a cap on a CUDA device, and {reason}: leave it out")
-    total = torch.cuda.get_device_properties(where).total_memory
-    cap = min(size, total)
-    if cap <= RESERVE:
-        raise ValueError(f"gpu_memory={gpu_memory} must be above the {show(RESERVE)} that are kept free")
-    torch.cuda.set_per_process_memory_fraction(cap / total, where.index)  # a device without a number is refused
-    return cap - RESERVE
-
-
-def fit_plan(config: PretrainedConfig, setting: Setting, cap: int, *, chunk_is_fixed: bool) -> tuple[Setting, Plan]:
-    """The setting that a run within ``cap`` bytes takes, as it is or with the largest smaller chunk that fits, and its plan.
-
-    Raises:
-        DoesNotFit: with the nearest settings that would, before anything is allocated.
-    """
-    backbone = BackboneSizes.of(config)
-    if not chunk_is_fixed and plan_inference(backbone, setting).peak > cap:
-        setting = setting.with_run(chunk=min(largest_chunk(backbone, setting, cap), setting.chunk) or setting.chunk)
-    return setting, require_fit(backbone, setting, cap)
 
 
 @dataclass(frozen=True)

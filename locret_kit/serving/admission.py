@@ -38,19 +38,17 @@ class Admission:
         batch: where requests enter. scheduler: whose prompt is read next.
         sessions: caches that wait for a next turn. spec: what a session is.
         max_caches: sessions' caches at once, waiting and running. max_prefixes: shared prefixes in memory at once.
-        all_owners: whether prompts of all owners share them.
-
     Attributes:
         queue: requests that wait, in the order in which they came. active: those that have entered and not ended.
     """
 
     def __init__(
         self, batch: Batch, scheduler: PromptScheduler[Sequence], sessions: Sessions, spec: SessionSpec, counters: Counters, *,
-        max_caches: int, max_prefixes: int, all_owners: bool,
+        max_caches: int, max_prefixes: int,
     ) -> None:  # fmt: skip
         self._batch, self._scheduler, self._sessions, self._spec = batch, scheduler, sessions, spec
         self.counters = counters
-        self.max_caches, self.max_prefixes, self._all_owners = max_caches, max_prefixes, all_owners
+        self.max_caches, self.max_prefixes = max_caches, max_prefixes
         self.queue: list[ServerRequest] = []
         self.active: list[ServerRequest] = []
         self._prefixes: OrderedDict[tuple[str, str], SharedPrefix] = OrderedDict()
@@ -114,7 +112,7 @@ class Admission:
         """Let a request begin: with a document's cache, that of a shared prefix, or an empty one."""
         prefix = None
         if tokens := self._shared_tokens(request):
-            key = "" if self._all_owners else request.owner, request.prefixes.hash(tokens)
+            key = request.owner, request.prefixes.hash(tokens)
             prefix = self._prefixes.get(key)
             if prefix is not None:
                 self._prefixes.move_to_end(key)
@@ -133,7 +131,7 @@ class Admission:
     def _shared_tokens(self, request: ServerRequest) -> int:
         """Tokens of the prefix that a prompt shares with others; 0 where it is not read apart."""
         tokens = min(request.shared_tokens, len(request.ids) - 1) - self._tail
-        apart = self.max_prefixes and request.has_defaults and tokens >= MIN_PREFIX and not self._spec.settings.one_shot
+        apart = self.max_prefixes and request.has_defaults and tokens >= MIN_PREFIX
         return tokens if apart else 0
 
     def _read_prefix(self, request: ServerRequest, key: tuple[str, str], tokens: int) -> SharedPrefix:

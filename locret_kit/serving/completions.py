@@ -64,7 +64,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
         HTTPException, ValueError: it is refused. Busy, Stopping: see ``Engine.submit``.
     """
     engine = server.ready()
-    owner = await server.asks(request, body.document_id)
+    owner = server.owner(request)
     document = None
     sampling = body.sampling(server.defaults, engine.vocabulary)
     if body.document_id is not None:

@@ -67,19 +67,18 @@ def add_documents(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/documents")
     async def documents(request: Request) -> dict[str, object]:
-        owner = await server.asks(request)
-        return {"object": "list", "data": await asyncio.to_thread(server.listed, owner)}
+        return {"object": "list", "data": server.listed(server.owner(request))}
 
     @app.get("/v1/documents/{name}")
     async def document(name: str, request: Request) -> dict[str, object]:
-        return server.document(await server.asks(request, name), name).shown()
+        return server.document(server.owner(request), name).shown()
 
     @app.get("/v1/documents/{name}/kept")
     async def kept(
         name: str, request: Request, start: Annotated[int, Query(ge=0, le=INT32_MAX)] = 0,
         limit: Annotated[int, Query(ge=1, le=4000)] = 1000,
     ) -> dict[str, object]:  # fmt: skip
-        upload = server.document(await server.asks(request, name), name)
+        upload = server.document(server.owner(request), name)
         if upload.document is None:
             raise HTTPException(409, f"document {upload.id} is {upload.shown()['status']}")
         return {"id": upload.id, "object": "document.kept"} | await asyncio.to_thread(
@@ -88,7 +87,7 @@ def add_documents(app: FastAPI, server: Server) -> None:
 
     @app.delete("/v1/documents/{name}")
     async def delete(name: str, request: Request) -> dict[str, object]:
-        upload = server.document(await server.asks(request, name), name)
+        upload = server.document(server.owner(request), name)
         upload.deleted = True
         if upload.document is not None or upload.error is not None:
             server.documents.pop(upload.id, None)  # another thread may have seen first that its file is gone

@@ -50,21 +50,20 @@ class Engine:
         store: where sessions are saved after each turn; None keeps them in memory alone.
         policies: others that requests and saved caches may have.
         beginnings: equal beginnings of prompts (system prompts) in memory at once, each of which has a cache beside those of
-            sessions. shares: whether prompts of all owners share them; then the time of an answer tells an owner whether
-            another one's prompt begins alike.
+            sessions, and is one owner's: no time tells what others say.
     """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RunSettings, policy: Policy,
         heads: RetainingHeads | None, *,
         sessions: int = 8, queue: int = 64, piece: int = 512, store: Store | None = None, policies: abc.Sequence[Policy] = (),
-        beginnings: int = 2, shares: bool = False,
+        beginnings: int = 2,
     ) -> None:  # fmt: skip
         model = unwrapped(model)
         for name, value in (("sessions", sessions), ("queue", queue)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        chunk = replace(settings, one_shot=False).resolved({}, 1).chunk
+        chunk = settings.resolved({}, 1).chunk
         scheduler: PromptScheduler[Sequence] = PromptScheduler(chunk, piece)
         self.stop_ids = stop_ids(model, tokenizer)
         batch = Batch(model, self.stop_ids, scheduler=scheduler)
@@ -78,7 +77,7 @@ class Engine:
         self._parked = Sessions(self.spec, store, self._changed)
         self._admission = Admission(
             batch, scheduler, self._parked, self.spec, self.counters,
-            max_caches=sessions, max_prefixes=beginnings, all_owners=shares,
+            max_caches=sessions, max_prefixes=beginnings,
         )  # fmt: skip
         self._stopping = False
         self.failed = False

@@ -1,4 +1,4 @@
-"""Figures of the engine in Prometheus' text format."""
+"""Figures of the engine, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from prometheus_client.registry import Collector
 from .engine import Engine
 
 GAUGES = {
-    "locret_requests_running": "Requests that have a cache",
-    "locret_requests_waiting": "Requests that wait for a cache",
-    "locret_sessions": "Caches at once, at most",
-    "locret_sessions_in_use": "Caches that exist now, those that wait for a next turn included",
-    "locret_sessions_idle": "Caches that wait for a next turn",
-    "locret_documents": "Documents in memory",
-    "locret_beginnings": "Equal beginnings of prompts in memory",
-    "locret_session_disk_bytes": "Bytes of the files of sessions and documents",
-    "locret_session_disk_failing": "1 where the last file could not be written, 0 where it was",
+    "requests_running": "Requests that have a cache",
+    "requests_waiting": "Requests that wait for a cache",
+    "sessions": "Caches at once, at most",
+    "sessions_in_use": "Caches that exist now, those that wait for a next turn included",
+    "sessions_idle": "Caches that wait for a next turn",
+    "documents": "Documents in memory",
+    "beginnings": "Equal beginnings of prompts in memory",
+    "session_disk_bytes": "Bytes of the files of sessions and documents",
+    "session_disk_failing": "1 where the last file could not be written, 0 where it was",
 }
 COUNTERS = {
     "requests": "Requests that ended",
@@ -31,6 +31,8 @@ COUNTERS = {
     "new_tokens": "Tokens of answers",
     "evictions": "Evictions",
     "forwards": "Forwards of the model",
+    "saved_files": "Files of sessions and documents that were written",
+    "save_failures": "Files of sessions and documents that could not be written",
 }
 
 
@@ -42,20 +44,18 @@ class Collected(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All figures now."""
-        engine, counters = self.engine, self.engine.counters
+        engine, store = self.engine, self.engine.store
+        disk = (0, 0) if store is None else (store.bytes, int(store.failing is not None))
         now = [engine.running, engine.waiting, engine.sessions, engine.caches, engine.idle, self.documents]
-        now.append(engine.prefixes)
-        store = engine.store
-        now += [0, 0] if store is None else [store.bytes, int(store.failing is not None)]
+        now += [engine.prefixes, *disk]
         for (name, says), value in zip(GAUGES.items(), now, strict=True):
-            yield GaugeMetricFamily(name, says, value)
+            yield GaugeMetricFamily(f"locret_{name}", says, value)
+        files = {} if store is None else {"saved_files": store.written, "save_failures": store.failures}
+        counts = vars(engine.counters) | files
         for name, says in COUNTERS.items():
-            yield CounterMetricFamily(f"locret_{name}", says, getattr(counters, name))
-        written, failures = (0, 0) if store is None else (store.written, store.failures)
-        says = "Files of sessions and documents that"
-        yield CounterMetricFamily("locret_saved_files", f"{says} were written", written)
-        yield CounterMetricFamily("locret_save_failures", f"{says} could not be written", failures)
-        yield from (*counters.queue_s.collect(), *counters.first_token_s.collect(), *counters.token_s.collect())
+            yield CounterMetricFamily(f"locret_{name}", says, counts.get(name, 0))
+        for times in ("queue_s", "first_token_s", "token_s"):
+            yield from counts[times].collect()
 
 
 def metrics_of(engine: Engine, documents: int) -> str:

@@ -96,7 +96,6 @@ const left = (one) => {
 
 const facts = (one) => {
   if (one.status === "failed") return one.error;
-  if (one.status === "saved") return "read by another server: the first question loads it";
   if (one.status === "ready") return `${number(one.total_tokens)} tokens, ${size(one.bytes)} of memory`;
   return one.total_tokens ? `reading: ${number(one.read_tokens)} of ${number(one.total_tokens)} tokens${left(one)}` : "being converted to text";
 };
@@ -131,7 +130,7 @@ const line = (id, one) => {
   small.classList.toggle("bad", one.status === "failed");
   item.querySelector("input").checked = id === chosen;
   if (!id) return;
-  item.querySelector("input").disabled = !["ready", "saved"].includes(one.status);
+  item.querySelector("input").disabled = one.status !== "ready";
   item.querySelector(".show").hidden = one.status !== "ready";
   const bar = item.querySelector("progress");
   bar.hidden = one.status !== "reading";
@@ -182,7 +181,7 @@ const untilRead = async (id) => {
     }
   }
   const one = documents.get(id);
-  if (!one || one.status === "saved") return;
+  if (!one) return;
   $("status").textContent = one.status === "ready" ? `${one.title} is read: ${facts(one)}.${one.lost ? ` ${one.lost.join(". ")}.` : ""}` : `${one.title} cannot be read: ${one.error}`;
   if (one.status === "ready" && !chosen && !turns().length) choose(id);
 };

@@ -1,56 +1,37 @@
 """Several servers behind one port, on Ray Serve: ``serve run locret_kit.serving.ray:app replicas=2 options="--ckpt heads ..."``.
 
-Each replica is a ``locret-serve`` in a process of its own; all of them share one ``--session-dir``. A conversation or a document
-stays with the replica that has read it: its name is what Ray calls the id of a multiplexed model. When that replica is gone,
-or too busy, another goes on from the file. A front passes requests on; keys, bounds and errors are the servers' own.
+Each replica is a ``locret-serve`` in a process of its own, and knows nothing of the others: another replica reads a conversation
+anew, and has no document of this one. A front passes requests on; keys, bounds and errors are the servers' own.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import shlex
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Mapping
 
 import httpx
 import ray
 from ray import serve
 from ray.exceptions import RayActorError
-from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ..processes import python
-from .affinity import affinity_key
 
 LOG = logging.getLogger("ray.serve")
-KNOWN = 4096
-"""Conversations and documents that the front knows the place of, per replica; others are found by their files."""
 BODY = 256 << 20
 """Bytes of a request's body, at most; the servers' own bounds are below."""
-FULL = 0.75
-"""Share of slots in use at which another replica starts."""
 TRIES = 3
 """Replicas that are asked before an answer has begun."""
 LEASH = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM)"
 """Asks Linux for a SIGTERM when the thread that started this process ends (PR_SET_PDEATHSIG)."""
 HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "content-length", "server", "date"}
 """Headers that are of one connection. ``Host`` goes on to the server, which checks it."""
-
-
-def value_of(words: Sequence[str], option: str) -> str | None:
-    """The value that words of a command line give an option."""
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        name, equals, value = word.lstrip("-").partition("=")
-        if name.replace("-", "_") == option:
-            return value if equals else after
-    return None
 
 
 class Child:
@@ -108,9 +89,6 @@ class Replica:
     """One server. ``words``: of ``locret-serve``."""
 
     def __init__(self, words: list[str]) -> None:
-        keys = value_of(words, "api_key_file")
-        key = Path(keys).read_text(encoding="utf-8").split()[0] if keys else ""
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._child = Child(words)
         limits = httpx.Limits(max_connections=None)  # the server bounds requests itself, and says so
         self._client = httpx.AsyncClient(base_url=self._child.url, timeout=httpx.Timeout(10, read=None), limits=limits)
@@ -118,47 +96,26 @@ class Replica:
     def __del__(self) -> None:
         self._child.stop()
 
-    @serve.multiplexed(max_num_models_per_replica=KNOWN)
-    async def has(self, name: str) -> str:
-        """Note that this replica has a conversation or a document."""
-        return name
-
     async def check_health(self) -> None:
         """Raise RuntimeError where the server has ended: Ray starts another replica then."""
         if not self._child.alive:
             raise RuntimeError("locret-serve has ended")
 
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The share of slots that requests need, those that wait included."""
-        answer = await self._client.get("/metrics", headers=self._headers)
-        figures = dict(
-            line.split() for line in answer.text.splitlines() if line.startswith("locret_") and "{" not in line
-        )
-        asked = float(figures["locret_requests_running"]) + float(figures["locret_requests_waiting"])
-        return {"slots": asked / float(figures["locret_sessions"])}
-
     async def answer(
-        self, method: str, path: str, headers: dict[str, str], body: bytes, name: str
+        self, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> AsyncIterator[tuple[int, dict[str, str]] | bytes]:
         """The server's status and headers, then the bytes of its answer as they come."""
-        if name:
-            await self.has(name)
         async with self._client.stream(method, path, headers=headers, content=body) as answer:
             yield answer.status_code, {name: value for name, value in answer.headers.items() if name not in HOP}
-            made = b""
             async for piece in answer.aiter_raw():
-                if (method, path, answer.status_code) == ("POST", "/v1/documents", 202):
-                    made += piece
                 yield piece
-            if made:
-                await self.has(json.loads(made)["id"])
 
 
 class Front:
     """Takes requests and has replicas answer them. It says what the cluster lacks for them, which Ray waits for in silence.
 
     Args:
-        number: of replicas at the start, each of which needs ``cpus`` and ``gpus``.
+        number: of replicas, each of which needs ``cpus`` and ``gpus``.
     """
 
     def __init__(self, replicas: DeploymentHandle, number: int, cpus: float, gpus: float) -> None:
@@ -175,11 +132,9 @@ class Front:
                 return problem(413, f"the body must be at most {BODY} bytes")
         headers = {name: value for name, value in request.headers.items() if name not in HOP}
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        whole = bytes(body)
-        name = affinity_key(request.url.path, request.headers, whole)
-        asked = self._replicas.options(stream=True, multiplexed_model_id=name).answer
+        asked = self._replicas.options(stream=True).answer
         for _ in range(TRIES):
-            pieces = asked.remote(request.method, path, headers, whole, name)
+            pieces = asked.remote(request.method, path, headers, bytes(body))
             try:
                 status, said = await anext(pieces)
             except RayActorError:  # the replica has died before it said anything, and another may be asked
@@ -208,22 +163,14 @@ def lacking(replicas: int, each: Mapping[str, float], cluster: Mapping[str, floa
     return f"replicas={replicas} need {'; '.join(lacks)}: those that find none wait for it. Give fewer, or cpus=0.5 for each"
 
 
-def by_slots(context: AutoscalingContext) -> tuple[int, dict[str, object]]:
-    """Replicas that are wanted, so that no more than ``FULL`` of their slots are in use."""
-    used = sum((context.aggregated_metrics or {}).get("slots", {}).values())
-    min_replicas, max_replicas = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
-    return min(max_replicas, max(min_replicas, math.ceil(used / FULL))), {}
-
-
 def app(args: dict[str, str]) -> serve.Application:
     """The application of ``serve run``.
 
     Args:
-        args: ``options``: words of ``locret-serve``, --session-dir among them. ``replicas``: a number, or from-to (``1-4``)
-            for as many as the slots in use ask for. ``cpus``, ``gpus``: of each.
+        args: ``options``: words of ``locret-serve``. ``replicas``: their number. ``cpus``, ``gpus``: of each.
 
     Raises:
-        ValueError: an unknown name, or no --session-dir.
+        ValueError: an unknown name, or --session-dir.
     """
     given = {"options": "", "replicas": "1", "cpus": "1", "gpus": "0"}
     for name in args:
@@ -231,23 +178,14 @@ def app(args: dict[str, str]) -> serve.Application:
             raise ValueError(f"unknown argument {name!r}. There are: {', '.join(given)}.")
     given |= args
     words = shlex.split(given["options"])
-    if not value_of(words, "session_dir"):
-        raise ValueError("options need --session-dir: a folder that all replicas see")
-    min_replicas, _, max_replicas = given["replicas"].partition("-")
-    scaling: dict[str, object] = {"num_replicas": int(min_replicas)}
-    if max_replicas:
-        policy = AutoscalingPolicy(policy_function=by_slots)
-        scaling = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=int(min_replicas), max_replicas=int(max_replicas), policy=policy
-            )
-        }
+    if any(word.lstrip("-").partition("=")[0].replace("-", "_") == "session_dir" for word in words):
+        raise ValueError("options have --session-dir, which is one server's: replicas keep conversations in memory")
+    number = int(given["replicas"])
     actor = {"num_cpus": float(given["cpus"]), "num_gpus": float(given["gpus"])}
     deployed = serve.deployment(
-        Replica, name="Replica", max_ongoing_requests=1000, health_check_period_s=2, graceful_shutdown_timeout_s=30,
-        ray_actor_options=actor, **scaling,
+        Replica, name="Replica", num_replicas=number, max_ongoing_requests=1000, health_check_period_s=2,
+        graceful_shutdown_timeout_s=30, ray_actor_options=actor,
     )  # fmt: skip
     # A front passes bytes on: it takes no processor from the replicas.
     front = serve.deployment(Front, name="Front", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})
-    replicas = deployed.bind([*words, "--share-session-dir"])
-    return front.bind(replicas, int(min_replicas), actor["num_cpus"], actor["num_gpus"])
+    return front.bind(deployed.bind(words), number, actor["num_cpus"], actor["num_gpus"])

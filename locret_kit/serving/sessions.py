@@ -13,14 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..cache.bounded import BoundedCache
-from .prefix_key import PrefixKey
-from .request import ServerRequest
+from .request import PrefixKey, ServerRequest
 from .session_spec import SessionSpec
 from .store import Store
 
 LOG = logging.getLogger("locret_kit.serving")
 MAX_LOADS = 2
-"""Files that are tried for a request, at most: one that another server has written meanwhile is worth a second try."""
+"""Files that are tried for a request, at most: one that was written meanwhile is worth a second try."""
 
 
 @dataclass(eq=False)
@@ -154,7 +153,7 @@ class Sessions:
             store.remove(name)
 
     def close(self) -> None:
-        """Wait for all files, and let another server have them."""
+        """Wait for all files, and let another server have the folder."""
         for threads in (self._saver, self._loader):
             threads.shutdown()
         if self.store is not None:

@@ -10,19 +10,17 @@ import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from threading import Event, Lock
+from functools import cached_property
+from threading import Event
 
 from fastapi import HTTPException, Request
 
 from ..documents.document import Document
-from ..documents.text_record import describe
 from ..naming import first_line
 from .answer_items import AnswerItems
 from .engine import Engine
-from .store import Store, owner_of
+from .store import owner_of
 from .uploads import Conversions
 
 LOG = logging.getLogger("locret_kit.serving")
@@ -111,10 +109,6 @@ class Server:
     """Salt of the owners' names."""
     ended: Event = field(default_factory=Event)
     """Set when it stops."""
-    _looking: Lock = field(default_factory=Lock)
-    _placing: Lock = field(default_factory=Lock)
-    _loads: dict[tuple[str, str], asyncio.Future[None]] = field(default_factory=dict)
-    """Documents that are being loaded, by their owners and names."""
 
     @cached_property
     def owners(self) -> dict[bytes, str]:
@@ -160,73 +154,23 @@ class Server:
             self.engine.stop(grace)
         self.readers.shutdown(wait=False, cancel_futures=True)
 
-    def restore(self, engine: Engine, *, owner: str | None = None, name: str | None = None) -> None:
-        """Load documents that are on disk and not in memory, as many as there may be, those first that were used last.
-
-        Args:
-            owner, name: of one document; by default all of every owner.
-        """
-        left, owners = 0, {owner} if owner is not None else {*self.owners.values()}
-        for stored, whose, created, path in engine.store.documents(owners) if engine.store else ():
-            if stored in self.documents or name not in (None, stored):
+    def restore(self, engine: Engine) -> None:
+        """Load documents that are on disk, as many as there may be, those first that were used last. No request comes yet."""
+        left = 0
+        for name, owner, created, path in engine.store.documents({*self.owners.values()}) if engine.store else ():
+            if self.places >= self.limits.documents:
+                left += 1
                 continue
-            # In its place before it is loaded: an upload meanwhile would be one too many.
-            with self._placing:
-                if self.places >= self.limits.documents:
-                    left += 1
-                    continue
-                upload = self.documents[stored] = UploadedDocument(stored, whose, "document", created)
             try:
-                upload.document = engine.load_document(path)
-                upload.title = upload.document.title or upload.title
+                document = engine.load_document(path)
             except (OSError, ValueError) as error:  # such as another chat template: a server that has it may come back
                 LOG.warning("a document's file cannot be used, and is left as it is: %s", first_line(error))
-            finally:
-                if upload.document is None or upload.deleted:
-                    self.documents.pop(stored, None)
+                continue
+            self.documents[name] = UploadedDocument(name, owner, document.title or "document", created, document)
         if left:
             LOG.warning("%d documents stay on disk: documents=%d are held at once", left, self.limits.documents)
 
-    async def asks(self, request: Request, document: str | None = None) -> str:
-        """Who asks, as ``owner``; where servers share their folder, what others have written of his is known then, and a
-        document is loaded that another has read."""
-        owner, engine = self.owner(request), self.engine
-        if engine is not None and engine.store is not None and engine.store.shares:
-            await asyncio.to_thread(self._look, engine, engine.store, owner)
-            if document is not None:
-                await self._restored(engine, owner, document)
-        return owner
-
-    async def _restored(self, engine: Engine, owner: str, name: str) -> None:
-        """Have a document loaded, once for all who ask for it meanwhile; the others do not wait."""
-        load = self._loads.get((owner, name))
-        if load is None and name not in self.documents:
-            restore = partial(self.restore, engine, owner=owner, name=name)
-            load = asyncio.get_running_loop().run_in_executor(self.readers, restore)
-            self._loads[owner, name] = load
-            load.add_done_callback(lambda _: self._loads.pop((owner, name)))
-        if load is not None:
-            await asyncio.shield(load)
-
-    def _look(self, engine: Engine, store: Store, owner: str) -> None:
-        with self._looking:
-            store.refresh(owner)
-            for upload in [upload for upload in list(self.documents.values()) if upload.owner == owner]:
-                if store.lost(upload.id):  # another server has deleted it
-                    upload.deleted = True
-                    self.documents.pop(upload.id, None)
-                    engine.forget(upload.id)
-
     def listed(self, owner: str) -> list[dict[str, object]]:
-        """An owner's documents; with status 'saved' those that other servers have read."""
+        """An owner's documents."""
         mine = [upload for upload in list(self.documents.values()) if upload.owner == owner and not upload.deleted]
-        store = self.engine.store if self.engine is not None else None
-        others = []
-        if store is not None and store.shares:
-            for name, _, created, path in store.documents({owner}):
-                if name not in self.documents:
-                    with suppress(FileNotFoundError):  # another server has just removed it
-                        others.append(
-                            UploadedDocument(name, owner, describe(path)[1].title or "document", created).shown()
-                        )
-        return [upload.shown() for upload in mine] + [shown | {"status": "saved"} for shown in others]
+        return [upload.shown() for upload in mine]

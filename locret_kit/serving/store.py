@@ -30,7 +30,7 @@ from ..cache.storage.transfer import export_rows
 from ..documents.document import Document
 from ..files import locked, write_beside
 from ..naming import first_line
-from .prefix_key import PrefixKey
+from .request import PrefixKey
 from .session_spec import SessionSpec
 
 LOG = logging.getLogger("locret_kit.serving")
@@ -38,10 +38,6 @@ SUFFIX, SALT = ".locret", "salt"
 SESSION = re.compile(r"session_[0-9a-f]{32}")
 DOCUMENT = re.compile(r"doc_[0-9a-f]{32}")
 OWNER = re.compile(r"[0-9a-f]{32}")
-LOST = 10_000
-"""Names of files that other servers have removed, at most: of more, the oldest are forgotten."""
-ABANDONED = 3600
-"""Seconds after which nobody goes on writing a file, where servers share the folder."""
 MARGIN = 1 << 13
 """Bytes of a file beside its tensors, about; a layer's part of its header has an eighth at most."""
 
@@ -54,22 +50,20 @@ class File:
     bytes: int
     key: PrefixKey | None = None
     usable: bool = True
-    written: int = 0
-    """When its content was, in nanoseconds."""
 
 
 class Store:
-    """The folder. One server at a time has it, or several that all share it: then what one has written the others find.
+    """The folder, which one server at a time has.
 
     Args:
-        max_bytes: of all files; of servers that share it, each counts the files that it knows.
+        max_bytes: of all files.
 
     Raises:
         OSError: it cannot be written, another server has it, or its salt is no file.
     """
 
-    def __init__(self, folder: str | Path, max_bytes: int, *, shares: bool = False) -> None:
-        self.folder, self.max_bytes, self.shares = Path(folder), max_bytes, shares
+    def __init__(self, folder: str | Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = Path(folder), max_bytes
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # it is as whoever made it wants it
@@ -78,11 +72,9 @@ class Store:
             raise OSError(f"session_dir={str(folder)!r} cannot be used: {error.strerror}") from error
         self._open = ExitStack()
         busy = f"session_dir={str(folder)!r}: another server has it"
-        self._open.enter_context(locked(self.folder / ".lock", busy, shares=shares))
+        self._open.enter_context(locked(self.folder / ".lock", busy))
         self._lock = Lock()
         self._files: OrderedDict[str, File] = OrderedDict()
-        self._mine: dict[str, dict[str, PrefixKey]] = {}
-        self._lost: OrderedDict[str, None] = OrderedDict()
         self._origin: Origin | None = None
         self._check: Callable[[Saved, str], None] = lambda saved, about: None
         self._damaged: list[str] = []
@@ -93,11 +85,9 @@ class Store:
         self.version = 0
         """Another one after every change of what is there."""
         salt = self.folder / SALT
-        # Once, by one of those that share it.
-        with locked(self.folder / ".salt.lock", f"{salt} is being made", wait=60):
-            if not os.path.lexists(salt):
-                write_beside(salt, lambda path: path.write_bytes(secrets.token_bytes(32)))
-                salt.chmod(0o600)
+        if not os.path.lexists(salt):
+            write_beside(salt, lambda path: path.write_bytes(secrets.token_bytes(32)))
+            salt.chmod(0o600)
         if not stat.S_ISREG(salt.lstat().st_mode):
             raise OSError(f"session_dir={str(folder)!r} cannot be used: {salt} is no regular file")
         self.salt = salt.read_bytes()
@@ -116,24 +106,22 @@ class Store:
         files = []
         for path in self.folder.glob(f"*/*{SUFFIX}"):
             try:
-                file = self._look(path)
+                if (file := self._look(path)) is not None:
+                    files.append((path.lstat().st_mtime_ns, path.stem, file))
             except OSError as error:
                 self._others.append(f"{path}: {error.strerror}")
-            else:
-                files += [file] if file is not None else []
         for left in self.folder.glob("*/.*.partial"):  # of a server that was killed
-            with suppress(OSError):  # such as: another server has just written it
-                if not self.shares or time.time() - left.stat().st_mtime > ABANDONED:
-                    left.unlink()
+            with suppress(OSError):
+                left.unlink()
         for lines, words in ((self._damaged, "removed"), (self._others, "left as they are")):
             if lines:
                 LOG.warning("%d files of sessions are not usable and %s; the first: %s", len(lines), words, lines[0])
         with self._lock:
-            for file in sorted(files, key=lambda file: (file.written, file.path.stem)):
-                self._add(file.path.stem, file)
+            for _, name, file in sorted(files, key=lambda found: found[:2]):
+                self._add(name, file)
 
     def _look(self, path: Path) -> File | None:
-        """The record of a file; None for one that is not of this folder, that is gone, or that is damaged and removed.
+        """The record of a file; None for one that is not of this folder, or that is damaged and removed.
 
         Raises:
             OSError: it cannot be read now, or not be removed.
@@ -151,11 +139,9 @@ class Store:
             saved = Saved.of(record, path)
             if SESSION.fullmatch(name):
                 key = PrefixKey.from_record(name, owner, saved.document or {})
-        except FileNotFoundError:
-            return None
         except LaterVersion as error:
             self._others.append(first_line(error))
-            return File(path, found.st_size, None, False, found.st_mtime_ns)
+            return File(path, found.st_size, None, False)
         except ValueError as error:
             self._damaged.append(first_line(error))
             path.unlink(missing_ok=True)
@@ -165,36 +151,12 @@ class Store:
         except ValueError as error:
             self._others.append(f"{path}: {first_line(error)}")
             key, usable = None, False
-        return File(path, found.st_size, key, usable, found.st_mtime_ns)
-
-    def refresh(self, owner: str) -> None:
-        """Find what has been written and removed of an owner's, by other servers too where they share the folder."""
-        with self._lock:  # before the folder is looked at: what this server writes meanwhile is not missing there
-            known = {name: file for name, file in self._files.items() if file.path.parent.name == owner}
-        there = {path.stem: path for path in (self.folder / owner).glob(f"*{SUFFIX}")}
-        with self._lock:
-            for name in known.keys() - there.keys():
-                self._drop(name)
-                self._lost[name] = None
-            while len(self._lost) > LOST:
-                self._lost.popitem(last=False)
-        for name, path in there.items():
-            with suppress(OSError):  # removed meanwhile, or looked at again the next time
-                if name not in known or known[name].written != path.stat().st_mtime_ns:
-                    file = self._look(path)
-                    if file is not None:
-                        with self._lock:
-                            self._add(name, file)
-
-    def lost(self, name: str) -> bool:
-        """Whether another server has removed the file of a session or a document."""
-        with self._lock:
-            return name in self._lost
+        return File(path, found.st_size, key, usable)
 
     def sessions(self, owner: str) -> list[PrefixKey]:
         """Keys of what an owner's sessions have read."""
         with self._lock:
-            return list(self._mine.get(owner, {}).values())
+            return [file.key for file in self._files.values() if file.key is not None and file.key.owner == owner]
 
     def documents(self, owners: set[str]) -> Iterator[tuple[str, str, int, Path]]:
         """Name, owner, second of creation and path of every document of these owners, the one used last first."""
@@ -205,7 +167,7 @@ class Store:
             if DOCUMENT.fullmatch(name) and file.usable and owner in owners:
                 try:
                     created = str(read_record(file.path)["created"])
-                except (OSError, ValueError):  # another server has removed it
+                except (OSError, ValueError):  # it has just been removed
                     continue
                 yield name, owner, timegm(time.strptime(created, CREATED)), file.path
 
@@ -217,30 +179,21 @@ class Store:
 
     def _add(self, name: str, file: File) -> None:
         self.version += 1
-        self._lost.pop(name, None)
-        self._files.pop(name, None)
         self._files[name] = file
-        if file.key is not None:
-            self._mine.setdefault(file.key.owner, {})[name] = file.key
-
-    def _drop(self, name: str) -> File | None:
-        self.version += 1
-        file = self._files.pop(name, None)
-        if file is not None:
-            self._mine.get(file.path.parent.name, {}).pop(name, None)
-        return file
+        self._files.move_to_end(name)
 
     def remove(self, name: str) -> None:
         """Remove a session or a document."""
         with self._lock:
-            file = self._drop(name)
-            if file is not None:
+            self.version += 1
+            if (file := self._files.pop(name, None)) is not None:
                 file.path.unlink(missing_ok=True)
 
     def forget(self, document: str) -> None:
         """Remove a document and all sessions about it."""
         with self._lock:
-            about = [name for mine in self._mine.values() for name, key in mine.items() if key.document_id == document]
+            keys = [file.key for file in self._files.values() if file.key is not None]
+        about = [key.name for key in keys if key.document_id == document]
         for name in (document, *about):
             self.remove(name)
 
@@ -249,7 +202,7 @@ class Store:
         with self._lock:
             if name in self._files:
                 self._files.move_to_end(name)
-                with suppress(OSError):  # another server has removed it, or the disk takes no more
+                with suppress(OSError):  # somebody has removed it, or the disk takes no more
                     os.utime(self._files[name].path)
 
     # ---- writing and reading ---------------------------------------------------------------------------------------
@@ -282,7 +235,7 @@ class Store:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             to(path)
             path.chmod(0o600)
-            made = path.stat()
+            made = path.stat().st_size
         except (OSError, ValueError) as error:
             self.failures += 1
             if self.failing is None:
@@ -294,7 +247,7 @@ class Store:
         self.failing = None
         self.written += 1
         with self._lock:
-            self._add(name, File(path, made.st_size, key, written=made.st_mtime_ns))
+            self._add(name, File(path, made, key))
         self._make_room(0, "")  # where the file was larger than it seemed
 
     def _make_room(self, size: int, name: str) -> None:
@@ -319,8 +272,7 @@ class Store:
             record, tensors = read(path)
             saved = Saved.of(record, path)
             if PrefixKey.from_record(key.name, key.owner, saved.document or {}) != key:
-                self.refresh(key.owner)  # it went on, here or at another server, since the key was looked up
-                return None
+                return None  # it went on since the key was looked up
             own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
             policy = spec.policies[0] if saved.policy == spec.policies[0].name else None
             cache = restore(

@@ -24,16 +24,15 @@ from locret_kit.serving.ray import app, lacking
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory):
+def front():
     """The address of two replicas."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    words = [*WORDS, "--session-dir", str(tmp_path_factory.mktemp("sessions"))]
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"port": port})
-        serve.run(app({"replicas": "2", "options": " ".join(words)}))
+        serve.run(app({"replicas": "2", "options": " ".join(WORDS)}))
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
@@ -77,23 +76,18 @@ def test_a_replica_dies_between_two_turns(front):
     messages = [{"role": "user", "content": f"{'The harbour was quiet. ' * 100} What is the capital of France?"}]
     until(lambda: len(servers()) == 2)
     for turn in range(4):
-        if turn == 2:  # the one that holds the conversation
-            until(lambda: count("saved_files_total") >= 2)
-            (holds,) = [one for one, figures in servers().items() if figures["locret_requests_total"]]
-            holds.parent().kill()
+        if turn == 2:
+            max(servers().items(), key=lambda one: one[1]["locret_requests_total"])[0].parent().kill()
         answer = ask(front, messages)
         assert answer.status_code == 200, answer.text
-        value = answer.json()
-        read = value["usage"]["prompt_tokens"] - value["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert turn == 0 or read < 100, value["usage"]
-        said = value["choices"][0]["message"]["content"]
+        said = answer.json()["choices"][0]["message"]["content"]
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"And then? ({turn})"}]
     until(lambda: len(servers()) == 2)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_clients_that_leave_are_noticed(front, stream):
-    """One of a conversation whose prompt is read, and those behind it, that wait: all go to the same replica."""
+    """Those whose prompts are read, and those that wait behind them."""
     text = " ".join(f"In {1000 + i} the town had {i * i % 977} houses." for i in range(3000))
     body = {"messages": [{"role": "user", "content": f"{stream} {text}"}], "max_tokens": 500, "stream": stream}
     data = json.dumps(body).encode()
