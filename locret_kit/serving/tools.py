@@ -14,16 +14,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import regex
+from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from .constraint import AnswerForm
 from .messages import JsonObject, TemplateMessage, Tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-with suppress(ImportError):  # of transformers before 5.14, with which such calls are text
-    from transformers.utils.chat_parsing import parse_response
-    from transformers.utils.chat_parsing.response_templates import load_response_template
 
 Form = Literal["tags", "xml", "pairs", "gemma", "declared", "list", "object"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -295,7 +293,7 @@ class CallReader:
         offered: list[Any] = [{"function": {"name": name, "parameters": schema}} for name, schema in self.tools.items()]
         try:
             made = parse_response(block, template_of(field), prefix="", tools=offered).get("tool_calls", [])
-        except (NameError, ValueError, RecursionError):  # NameError: transformers before 5.14
+        except (ValueError, RecursionError):
             return []
         if "tag_pattern" in (args := field.get("content_args") or {}):
             ends = f"{field.get('open_pattern')}|{field.get('close_pattern')}"
