@@ -6,8 +6,6 @@ the published functions (run from checkouts, nothing of them is kept here):
 - OpenBMB/InfiniteBench 88b3daa, src/compute_scores.py, get_score_one
 - OpenLMLab/LEval cd34b05, Evaluation/auto_eval.py with em.py and f1.py; ROUGE by rouge-score 0.1.2 as in rouge.py
 - THUDM/LongBench 2e00731, LongBench/eval.py and metrics.py with fuzzywuzzy 0.18.0, rouge 1.0.1, jieba 0.42.1
-
-`scripts/research/compare_metrics.py` makes the same comparison on the predictions that the benchmarks publish.
 """
 
 # ruff: noqa: RUF001

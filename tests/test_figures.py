@@ -1,10 +1,9 @@
 """Figures of the README and of docs/results come from rows: tables are generated of them (tests/test_eval_summary.py checks
-those), a figure in a sentence is found again here, and a section whose rows nobody kept says so."""
+those), and a figure in a sentence is found again here."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,19 +18,6 @@ from locret_kit.evals.engine.result_rows import Row, read_rows
 from locret_kit.evals.tasks import ExampleRequest, find_tasks
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", *(f"docs/results/{name}.md" for name in ("facts", "questions", "speed", "serving")))
-GENERATED = re.compile(r"<!-- (facts|second|questions|gpu):begin -->.*?<!-- \1:end -->", re.S)
-"""Blocks that scripts/results.py makes."""
-FIGURE = re.compile(
-    r"\b\d[\d,]* of \d+|\d+\.\d+(?! ?GHz)|\d[\d,]* ?(?:%|MiB|GiB|MB|ms\b|tok/s|microseconds|seconds|minutes|times)|"
-    r"(?:two|three|four|five|six|seven|eight|nine|ten|twenty) (?:of|to) (?:twenty|\d+|eight)"
-)
-"""What reads like a measurement. Settings (1,024 slots, 128K tokens), dates and versions are none."""
-NO_FIGURE = re.compile(
-    r"`[^`]*`|\]\([^)]*\)|\d{4}\.\d{5}|\d+\.\d+\.\d+|SmolLM2[^ ]*|Python \S+|Apache-\S+|(?:Llama|Qwen)[^ ]*|95%"
-)
-"""Code, links, and names with numbers in them."""
-NO_ROWS = "No rows were kept"
 
 
 @cache
@@ -195,41 +181,13 @@ FIGURES: dict[str, list[tuple[str, Callable[[], str]]]] = {
     ],
 }
 """By page: words as they stand, and the same made of rows."""
-WITHOUT_ROWS = {
-    "README.md": {
-        "none of 20 is found": "scripts/research/logs/sessions.md has the twenty answers, no rows",
-        "three to eight minutes": "docs/results/speed.md, runs of which no rows were kept",
-    },
-    "docs/results/facts.md": {
-        "hold\n  it in 18 and answer 14": "printed by scripts/research/word_vectors.py, which needs vectors of npm",
-        "needle in 4 of 20 texts": "no model answers: test_passages_with_and_without_the_questions_words counts again",
-    },
-    "docs/results/questions.md": {
-        "of twenty pass keys": "scripts/research/logs/sessions.md has the twenty answers, no rows",
-    },
-    "docs/results/speed.md": {
-        "five to nine minutes": "the time of a script",
-    },
-}
-"""Figures that no row can show."""
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", FIGURES)
 def test_a_figure_in_a_sentence_has_its_rows(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    for words, made in FIGURES.get(page, []):
+    for words, made in FIGURES[page]:
         assert words in text and made() == words, f"{page}: {words!r} is {made()!r} by the rows"
-    prose = re.sub(r"```.*?```", "", GENERATED.sub("", text), flags=re.S)
-    for words in (*(words for words, _ in FIGURES.get(page, [])), *WITHOUT_ROWS.get(page, {})):
-        assert words in prose, f"{page} no longer says {words!r}"
-        prose = prose.replace(words, "")
-    head, *sections = re.split(r"^(?=## )", prose, flags=re.M)
-    if NO_ROWS in head:  # of the whole page
-        return
-    for section in (head, *sections):
-        if NO_ROWS not in section:
-            left = FIGURE.findall(NO_FIGURE.sub("", section))
-            assert not left, f"{page}, {section.splitlines()[0]!r}: {left} have no rows"
 
 
 @pytest.mark.backbone

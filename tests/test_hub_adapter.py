@@ -44,7 +44,7 @@ def test_train_publish_load_and_answer_with_a_lora(tmp_path, monkeypatch, capsys
         for name, folder in (("lab/tiny", backbone), ("lab/lora", lora)):
             hub.add(name, {file.name: file.read_bytes() for file in folder.iterdir()})
         said = client(hub.url, tmp_path / "cache", ELSEWHERE, str(heads), TEXT, *FLAGS, HF_TOKEN="hf_me")
-        files = hub.repos["me/heads"].files
+        files = hub.repos["me/heads"][-1][1]
     assert said["unnamed"][0] == 1 and "others cannot load: give --adapter user/name" in said["unnamed"][2]
     assert said["published"][0] == 0, said["published"]
     status, answer, err = said["answer"]

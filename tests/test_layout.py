@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import runpy
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -52,29 +51,6 @@ def test_kernels_imports_nothing_of_the_kit():
         names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
         names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
         assert not [name for name in names if name.split(".")[0] == "locret_kit"], file
-
-
-def test_file_names_stand_once():
-    names = Counter(file.name for file in (ROOT / "locret_kit").rglob("*.py"))
-    assert [name for name, count in names.items() if count > 1] == ["__init__.py"]
-
-
-def test_class_names_stand_once():
-    names = Counter(
-        node.name
-        for file in (ROOT / "locret_kit").rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
-    )
-    assert not [name for name, count in names.items() if count > 1]
-
-
-LINES = 350
-
-
-def test_files_are_short():
-    lengths = {file.name: file.read_text(encoding="utf-8").count("\n") for file in (ROOT / "locret_kit").rglob("*.py")}
-    assert not [name for name, length in lengths.items() if length > LINES]
 
 
 FLOATS = {"empty", "zeros", "ones", "full", "rand", "randn", "eye", "linspace"}

@@ -164,5 +164,6 @@ def test_links_lead_somewhere(name):
         elif not target.startswith("https://"):
             file = (page.parent / target.split("#")[0]).resolve()
             assert file.exists(), target
-    for path in re.findall(r"`((?:tests|scripts|kernels|data|recipes)/[\w./-]+)`", text):
-        assert (ROOT / path).exists(), path
+    if page.name not in ("LOG.md", "CHANGELOG.md"):  # they name files as they were on their day
+        for path in re.findall(r"`((?:tests|scripts|kernels|data|recipes)/[\w./-]+)`", text):
+            assert (ROOT / path).exists(), path

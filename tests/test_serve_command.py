@@ -20,9 +20,9 @@ from tiny_tokenizer import TEXT, save_tiny_backbone
 from locret_kit import BoundedCache
 from locret_kit.backbones.load import load_backbone
 from locret_kit.backbones.spec import spec_of
-from locret_kit.cli.loading import POLICY
 from locret_kit.cli.serve import main
 from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.policies.registry import UNTRAINED
 from locret_kit.runtime.session import generate
 from locret_kit.settings import RunSettings
 from locret_kit.text.template import render_messages
@@ -95,7 +95,7 @@ def alone(files: Path, messages: list[dict], new: int, *, heads: bool = True) ->
     model, tokenizer = load_backbone(str(files / "backbone"), dtype="float32", device="cpu")
     ids = tokenizer(render_messages(tokenizer, messages)[1], add_special_tokens=False).input_ids
     loaded = RetainingHeads.from_pretrained(str(files / "heads")) if heads else None
-    cache = BoundedCache(SETTINGS, "locret" if heads else POLICY, loaded, prompt_length=len(ids))
+    cache = BoundedCache(SETTINGS, "locret" if heads else UNTRAINED[0], loaded, prompt_length=len(ids))
     return generate(model, tokenizer, ids, cache, max_new_tokens=new)[0]
 
 
