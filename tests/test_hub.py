@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import HeadsConfig, RetainingHeads
-from locret_kit.backbones.spec import BackboneSpec
+from locret_kit.backbones.spec import AttentionLayer, BackboneSpec
 from locret_kit.card import make_card, own_cells, public_rows, read_card, write_release
 from locret_kit.evals.engine.result_rows import Row
 from locret_kit.heads import state_of
 from locret_kit.hub import explain, push
 
-SPEC = BackboneSpec.uniform("llama", 3, 4, 2, 8)
+SPEC = BackboneSpec("llama", tuple(AttentionLayer(4, 2, 8, 8, index=i) for i in range(3)), "silu")
 INFERENCE = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
 CONFIG = HeadsConfig.for_backbone(SPEC, "lab/tiny", 16, target="log_prob", inference=INFERENCE)
 ROWS = [
