@@ -1,7 +1,7 @@
 """Check a release, as a user's pip will have it.
 
 ``python scripts/check_release.py`` builds the wheel, installs it into a fresh environment with what pip resolves on that
-day (PyTorch first), and asks the demo model of ``checkpoints/`` for the pass key of a text. ``--transformers 5.10.1`` takes that
+day (PyTorch first), and asks the demo model of ``checkpoints/`` for the pass key of a text. ``--transformers 5.18.0`` takes that
 release, such as the lowest supported one. LOCRET_TORCH_INDEX=URL takes PyTorch from that index.
 
 ``python scripts/check_release.py FOLDER`` looks whether a wheel and an sdist that are there hold everything.

@@ -29,10 +29,8 @@ from locret_kit.backbones.load import freeze
 from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.attend import operator
 from locret_kit.naming import first_line
-from locret_kit.planning.backbone_sizes import BackboneSizes, head_parameters
-from locret_kit.planning.cards import card_of
+from locret_kit.planning.backbone_sizes import ITEM_BYTES, BackboneSizes, head_parameters
 from locret_kit.planning.inference_plan import Setting, plan_inference
-from locret_kit.runtime import speed
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 WARM, TIMED = 8, 48
@@ -164,10 +162,13 @@ def operations(config: Any, setting: Setting) -> float:
     return attention + 2 * tokens * (backbone.parameters - tables + head_parameters(spec, setting.width))
 
 
-def predicted(run: Run) -> speed.Speed | None:
-    """What the cost model says of this run, where it knows the card."""
-    card = card_of(torch.cuda.get_device_name(run.device)) if run.device.type == "cuda" else None
-    return None if card is None else speed.predict(run.config, run.setting, card)
+def bytes_read(config: Any, dtype: str, rows: int) -> int:
+    """Bytes that a decoded token must read: the weights, of input embeddings one row at most, and keys and values."""
+    backbone = BackboneSizes.of(config)
+    spec, table = backbone.spec, 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return ITEM_BYTES[dtype] * (
+        backbone.parameters - table + 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * rows
+    )
 
 
 def attention(run: Run) -> str:
@@ -337,9 +338,6 @@ def prefilling(run: Run) -> Iterator[Figure]:
     work = f"{run.floor(tokens) * run.flops / tokens / 1e9:.4g} GFLOP per token"
     yield Figure("prefill", tokens / seconds, "tokens/s")
     yield Figure("prefill, of the floating-point floor", 100 * run.share, "%", work)
-    if (told := predicted(run)) is not None:
-        share = 100 * told.chunk_floor / told.chunk
-        yield Figure("prefill, of the floating-point floor, predicted", share, "%", told.card.name)
     yield Figure("peak memory, planned", planned / 2**30, "GiB")
     if most is None:
         yield Figure("peak memory, allocated", None, "GiB", "not measured: no CUDA device's allocator here")
@@ -351,7 +349,7 @@ def prefilling(run: Run) -> Iterator[Figure]:
 
 def decoding(run: Run) -> Iterator[Figure]:
     """A token at a full cache: after the whole prompt, and after ``BEHIND`` tokens or the fewest that fill the cache."""
-    s, sizes = run.setting, BackboneSizes.of(run.config)
+    s = run.setting
     contexts = (s.context, min(s.context, BEHIND if s.budget < BEHIND else s.budget + 2 * s.chunk))
     took: dict[tuple[int, str], float] = {}
     for context in dict.fromkeys(contexts):
@@ -372,12 +370,9 @@ def decoding(run: Run) -> Iterator[Figure]:
                 continue
             yield Figure(name, 1e3 * seconds, "ms/token", f"{rows} rows per head")
             if context == s.context:
-                floor = speed.bytes_read(sizes, run.config.tie_word_embeddings, s.dtype, rows) / run.bandwidth
+                floor = bytes_read(run.config, s.dtype, rows) / run.bandwidth
                 share, least = 100 * floor / seconds, f"{1e3 * floor:.4g} ms"
                 yield Figure(f"decode at a full cache, {form}, of the copy floor", share, "%", least)
-    if (told := predicted(run)) is not None:
-        share = 100 * told.token_floor / told.token
-        yield Figure("decode at a full cache, graph, of the copy floor, predicted", share, "%", told.card.name)
     for form in ("dynamic", "graph"):
         if len(times := [took[c, form] for c in dict.fromkeys(contexts) if (c, form) in took]) == 2:
             name = f"decode after the whole prompt against a short one, {form}"

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = demo.backbone_folder()
     to = (args.to or (folder.parent / Path(demo.GGUF).name if args.gguf else folder)).absolute()
     try:
-        demo.fetch_gguf(to) if args.gguf else demo.fetch(to)
+        demo.fetch(to, gguf=args.gguf)
     except (OSError, ValueError) as error:
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         print(f"error: {f'no disk space left beside {to}' if full else first_line(error)}", file=sys.stderr)

@@ -39,6 +39,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"
 sys.path += [str(Path(__file__).parent), str(BENCHMARKS)]
 import bench  # noqa: E402
 import end_to_end as e2e  # noqa: E402
+import launches  # noqa: E402
 import targets  # noqa: E402
 from targets import CAP, TOKENS  # noqa: E402
 
@@ -128,7 +129,7 @@ def subject(name: str, tokens: int, dtype: str) -> tuple[PretrainedConfig, Setti
         run = RunSettings(budget=256, chunk=128)
         config, setting = AutoConfig.for_model("llama", **TINY), Setting(tokens, run, dtype, d_hidden=32)
     else:
-        config, setting = targets.setting_of(name, tokens, dtype)
+        config, setting = launches.setting_of(name, tokens, dtype)
     if tokens < (least := e2e.short(setting) // setting.chunk * setting.chunk):
         raise ValueError(f"tokens={tokens} must be at least {least} for {name}: {setting}")
     return config, setting

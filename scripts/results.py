@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
             ("scripts/research/logs/recall.md", "recall", log_tables.recall_table(everything, HEADS)),
             ("scripts/research/logs/recall.md", "sparse", log_tables.sparse_table(everything)),
             *(("scripts/research/logs/papers.md", *one) for one in paper_tables.sections(args.root).items()),
-            ("docs/results/speed.md", "gpu", targets.to_markdown(gpus, targets.predicted())),
+            ("docs/results/speed.md", "gpu", targets.to_markdown(gpus)),
         ]
         for name, marker, table in sections:
             path = args.root / name

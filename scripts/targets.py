@@ -4,14 +4,8 @@ what its rows reach."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 
-from transformers import PretrainedConfig
-
-from locret_kit.cli.plan import resolve
 from locret_kit.evals.tables import Table
-from locret_kit.planning.inference_plan import Setting
-from locret_kit.settings import RunSettings
 
 TOKENS, CAP = 131072, "24GiB"
 MODELS = {"phi3-mini": "Phi-3-mini", "llama3.1-8b": "Llama-3.1-8B"}
@@ -39,39 +33,9 @@ def target(figure: str, model: str) -> str:
     return goal if isinstance(goal, str) else goal.get(model, "")
 
 
-def setting_of(model: str, tokens: int, dtype: str) -> tuple[PretrainedConfig, Setting]:
-    """Configuration and setting of a model, by its recipe."""
-    config, recipe = resolve(model)
-    run = RunSettings.of(
-        {name: recipe.get(f"infer.{name}") for name in ("budget", "chunk", "stabilizers", "local_len")}
-    )
-    return config, Setting(tokens, run, dtype, recipe["heads.d_hidden"])
-
-
-@cache
-def predicted() -> Mapping[tuple[str, str], str]:
-    """What the cost model says of the cards of `locret_kit/planning/cards.py`, in their order, by model and figure."""
-    from locret_kit.planning.cards import CARDS
-    from locret_kit.runtime.speed import predict, record
-
-    found = {}
-    for model in MODELS:
-        config, setting = setting_of(model, TOKENS, "bfloat16")
-        made = record(config, setting)
-        speeds = [predict(config, setting, card, made) for card in CARDS.values()]
-        chunks = " / ".join(f"{100 * one.chunk_floor / one.chunk:.0f}" for one in speeds)
-        newer = [100 * one.chunk_floor / one.newer_chunk for one in speeds if one.newer_chunk is not None]
-        said = "".join(f", {share:.0f} with FlashAttention-3" for share in newer)
-        found[model, "prefill, of the floating-point floor"] = chunks + said
-        tokens = " / ".join(f"{100 * one.token_floor / one.token:.0f}" for one in speeds)
-        found[model, "decode at a full cache, graph, of the copy floor"] = tokens
-    return found
-
-
-def to_markdown(rows: Sequence[Mapping[str, str]], predicted: Mapping[tuple[str, str], str]) -> str:
-    """A table for each device and commit, newest first, of every target, what rows of `scripts/gpu.py` reach of it, and what is
-    ``predicted``; one of "not measured yet" without rows. Rows of other lengths or caps are left out; of rows for the
-    same thing the last counts."""
+def to_markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """A table for each device and commit, newest first, of every target and what rows of `scripts/gpu.py` reach of it; one of
+    "not measured yet" without rows. Rows of other lengths or caps are left out; of rows for the same thing the last counts."""
     runs: dict[str, dict[tuple[str, str], Mapping[str, str]]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
         if (row["context"], row["cap"]) != (str(TOKENS), CAP):
@@ -80,20 +44,17 @@ def to_markdown(rows: Sequence[Mapping[str, str]], predicted: Mapping[tuple[str,
         where = f"{row['device']}, driver {row['driver']}, {versions}, commit {row['commit']}, {row['date']}"
         runs.setdefault(where, {})[row["model"], row["measurement"]] = row
     every = reversed((runs or {"no GPU so far": {}}).items())
-    return "\n".join(_table(where, found, predicted) for where, found in every)
+    return "\n".join(_table(where, found) for where, found in every)
 
 
-def _table(
-    where: str, found: Mapping[tuple[str, str], Mapping[str, str]], predicted: Mapping[tuple[str, str], str]
-) -> str:
+def _table(where: str, found: Mapping[tuple[str, str], Mapping[str, str]]) -> str:
     lines = []
     for figure, (unit, _) in TARGETS.items():
         goals = dict.fromkeys(target(figure, model) for model in MODELS)
-        cells = [_measured(found.get((model, figure)), predicted.get((model, figure))) for model in MODELS]
+        cells = [_measured(found.get((model, figure))) for model in MODELS]
         lines.append([f"{figure} ({unit})", " and ".join(goals), *cells])
     return Table([f"{TOKENS:,} tokens under {CAP} ({where})", "target", *MODELS.values()], lines).markdown()
 
 
-def _measured(row: Mapping[str, str] | None, predicted: str | None) -> str:
-    said = "not measured yet" if row is None else f"{float(row['value']):.3g}" if row["value"] else row["note"]
-    return said + (f" (predicted: {predicted})" if predicted else "")
+def _measured(row: Mapping[str, str] | None) -> str:
+    return "not measured yet" if row is None else f"{float(row['value']):.3g}" if row["value"] else row["note"]

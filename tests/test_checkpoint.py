@@ -22,10 +22,10 @@ from tiny_tokenizer import save_tiny_backbone
 from transformers import AutoConfig
 
 from locret_kit import HeadsConfig, RetainingHeads, checkpoint, files
-from locret_kit.backbones.spec import BackboneSpec, spec_of
+from locret_kit.backbones.spec import AttentionLayer, BackboneSpec, spec_of
 from locret_kit.heads import state_of
 
-SPEC = BackboneSpec.uniform("llama", 2, 4, 2, 8)
+SPEC = BackboneSpec("llama", tuple(AttentionLayer(4, 2, 8, 8, index=i) for i in range(2)), "silu")
 CONFIG = HeadsConfig.for_backbone(SPEC, "some/backbone", 16, target="log_prob", inference={"budget": 64})
 
 
@@ -179,7 +179,7 @@ def test_nothing_there(tmp_path):
 
 
 def test_a_wrong_backbone_is_named_field_by_field():
-    wrong = BackboneSpec.uniform("qwen3", 3, 4, 4, 16)
+    wrong = BackboneSpec("qwen3", tuple(AttentionLayer(4, 4, 16, 16, index=i) for i in range(3)), "silu")
     with pytest.raises(ValueError) as caught:
         make().check_backbone(wrong)
     assert str(caught.value) == (

@@ -1,22 +1,23 @@
-"""A GGUF file becomes a backbone's folder: the weights that went in, in bfloat16, and the tokens of the file."""
+"""A GGUF file becomes a backbone's folder: the numbers of its matrices, in bfloat16, and its tokens."""
 
 from __future__ import annotations
 
+import pytest
 import torch
-from tiny_gguf import write_gguf
-from tiny_models import tiny_model
+from tiny_gguf import tiny_source, write_gguf
 from tiny_tokenizer import tiny_tokenizer
 
-from locret_kit.backbones.demo import dequantise
+from locret_kit.backbones.demo import unpack
 from locret_kit.backbones.load import load_backbone
 
 
-def test_a_folder_holds_the_weights_and_the_tokens(tmp_path, capsys):
-    tokenizer = tiny_tokenizer()
-    model = tiny_model("qwen2", vocab_size=len(tokenizer))
-    write_gguf(tmp_path / "tiny.gguf", model, "F32", tokenizer)
-    dequantise(tmp_path / "tiny.gguf", tmp_path / "made", "any/tiny").save_pretrained(tmp_path / "made")
-    assert capsys.readouterr().err.splitlines() == ["dequantising in float32", "saving in bfloat16"], "and no bar"
+@pytest.mark.parametrize("form", ["F32", "Q4_1"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+def test_a_folder_holds_the_weights_and_the_tokens(family, form, tmp_path, capsys):
+    tokenizer, model = tiny_tokenizer(), tiny_source(family)
+    write_gguf(tmp_path / "tiny.gguf", model, form)
+    unpack(tmp_path / "tiny.gguf", tmp_path / "made", "any/tiny")
+    assert capsys.readouterr().err.splitlines() == ["unpacking tiny.gguf"], "and no bar"
     made, split = load_backbone(str(tmp_path / "made"), dtype="bfloat16", device="cpu")
     wanted = model.bfloat16().state_dict()
     assert made.state_dict().keys() == wanted.keys()
@@ -24,4 +25,5 @@ def test_a_folder_holds_the_weights_and_the_tokens(tmp_path, capsys):
     text = "The pass key is 4711.\n\nRemember it; 3 of 12."
     assert split.get_vocab().items() >= tokenizer.get_vocab().items() and split.eos_token == tokenizer.eos_token
     assert split.decode(split(text).input_ids) == text
-    assert made.config._name_or_path == str(tmp_path / "made") and made.config.dtype == torch.bfloat16
+    assert made.config.dtype == torch.bfloat16 and made.config.eos_token_id == tokenizer.eos_token_id
+    assert not hasattr(made.config, "gguf")

@@ -123,6 +123,18 @@ def test_tokens_that_are_no_bytes_stay_whole_and_begin_a_text(tmp_path):
     assert own.decode([the + 1, the]) == f"{begin}the" and own.decode([the + 1, the], skip_special_tokens=True) == "the"
     llama = tokenizer_of(open_gguf(write_byte_level(tmp_path / "llama.gguf", "llama-bpe", ends)))
     assert llama("the").input_ids == [the + 1, the]
+    assert len(own.backend_tokenizer.get_added_tokens_decoder()) == 2, (
+        "none of transformers' own, beyond the model's rows"
+    )
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [("smollm", ["a", "ĊĊ", "1", "2"]), ("gpt-2", ["a", "Ċ", "Ċ", "12"]), ("qwen2", ["a", "ĊĊ", "1", "2"])],
+)
+def test_a_text_is_split_as_its_name_says(pre, pieces, tmp_path):
+    made = tokenizer_of(open_gguf(write_byte_level(tmp_path / "split.gguf", pre, ("<s>", "<end>")))).backend_tokenizer
+    assert [piece for piece, _ in made.pre_tokenizer.pre_tokenize_str("a\n\n12")] == pieces
 
 
 def test_an_answer_ends_at_tokens_for_it_that_no_field_names(tmp_path):

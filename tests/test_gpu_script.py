@@ -201,9 +201,7 @@ def test_work_of_the_real_models(name, gflop, gib):
     )
     weights = layers * (2 * q + 2 * size * heads * D + mlp + 2 * size) + config.vocab_size * size + size
     rows = 2 * layers * heads * D * setting.budget
-    assert e2e.speed.bytes_read(
-        e2e.BackboneSizes.of(config), config.tie_word_embeddings, "bfloat16", setting.budget
-    ) == 2 * (weights + rows)
+    assert e2e.bytes_read(config, "bfloat16", setting.budget) == 2 * (weights + rows)
     assert 2 * (weights + rows) / 2**30 == pytest.approx(gib, rel=1e-3)
 
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging
 
 from ..naming import first_line
 from . import demo
@@ -166,7 +167,8 @@ def load_backbone(
             CPU's memory instead of putting it on ``device``. gpu_memory: most that weights take of each GPU, such as 18GiB.
     """
     warn_of_newer()
-    demo.quiet()
+    logging.set_verbosity_error()  # bars and warnings of loading are noise: what matters is checked
+    logging.disable_progress_bar()
     where, path = pick_device(device), resolve_model(name)
     if is_gguf(name):
         for field, value in (("adapter", adapter), ("weight_bits", weight_bits), ("device_map", device_map)):

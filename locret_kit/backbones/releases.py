@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
-from transformers.cache_utils import Cache
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from transformers.masking_utils import create_causal_mask
 
 from .wrapped import speaking
@@ -77,5 +77,4 @@ def layer_kinds(config: PreTrainedConfig) -> list[LayerKind]:
 
 def holds_states(cache: Cache) -> tuple[int, ...]:
     """Layers of transformers' own cache that hold a state of constant size."""
-    mixin = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
-    return tuple(i for i, layer in enumerate(cache.layers) if isinstance(layer, mixin))
+    return tuple(i for i, layer in enumerate(cache.layers) if isinstance(layer, LinearAttentionCacheLayerMixin))

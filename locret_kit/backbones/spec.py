@@ -86,24 +86,6 @@ class BackboneSpec:
     state_sizes: tuple[StateSize, ...] = field(default=(), compare=False)
     """Of all states; empty where a configuration alone was read."""
 
-    @classmethod
-    def uniform(
-        cls,
-        model_type: str,
-        n_layers: int,
-        n_heads: int,
-        n_kv_heads: int,
-        head_dim: int,
-        activation: str = "silu",
-        windows: tuple[int | None, ...] | None = None,
-    ) -> BackboneSpec:
-        """Of a decoder whose layers differ in their windows alone."""
-        layers = tuple(
-            AttentionLayer(n_heads, n_kv_heads, head_dim, head_dim, window, index=i)
-            for i, window in enumerate(windows or (None,) * n_layers)
-        )
-        return cls(model_type, layers, activation)
-
     @property
     def n_layers(self) -> int:
         """Layers with rows."""

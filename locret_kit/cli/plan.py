@@ -1,5 +1,5 @@
-"""``locret-plan --model phi3-mini --gpu-memory 24GiB``: what a run needs, before it is run (with ``--speed`` its speed). No GPU,
-no weights, no Hub."""
+"""``locret-plan --model phi3-mini --gpu-memory 24GiB``: what a run needs, before it is run. No GPU, no weights,
+no Hub."""
 
 from __future__ import annotations
 
@@ -91,12 +91,6 @@ def run(args: PlanOptions) -> int:
 
     if args.ranks > 1 and args.engine != "vllm":
         raise ValueError(f"ranks={args.ranks} is for a plan of locret-vllm: give --engine vllm too")
-    if args.gpu is not None and not args.speed:
-        raise ValueError(f"gpu={args.gpu} is the card of a predicted speed: give --speed too")
-    if args.gpu_memory is None:
-        if not args.speed:
-            raise ValueError("gpu_memory is missing: --gpu-memory SIZE, such as 24GiB (or --speed)")
-        return _speed(args)
     cap = parse_bytes(args.gpu_memory, "gpu_memory") - parse_bytes(args.reserve, "reserve")
     if cap <= 0:
         raise ValueError(f"gpu_memory={args.gpu_memory} must be above reserve={args.reserve}")
@@ -226,22 +220,6 @@ def _setting(args: PlanOptions, recipe: Values, policy: Policy, d_hidden: int) -
     return Setting(
         args.context, run_settings, dtype=args.dtype, d_hidden=d_hidden, policy=policy, weight_bits=args.weight_bits
     )
-
-
-def _speed(args: PlanOptions) -> int:
-    """Print the predicted speed on one card, or on all."""
-    from ..planning.backbone_sizes import BackboneSizes
-    from ..planning.cards import CARDS
-    from ..policies.grammar import parse_policy
-    from ..runtime.speed import predict, record
-
-    config, recipe = resolve(args.model)
-    width = _width(args, recipe, BackboneSizes.of(config).spec)
-    setting = _setting(args, recipe, parse_policy(args.policy), width)
-    recorded = record(config, setting)
-    cards = CARDS.values() if args.gpu is None else [CARDS[args.gpu]]
-    print("\n\n".join("\n".join(predict(config, setting, card, recorded).lines()) for card in cards))
-    return 0
 
 
 def _given(value: int | None, recipe: Values, key: str, default: int) -> int:

@@ -12,17 +12,13 @@ from .machine import Plugin
 from .schema import Command
 
 USAGE = """usage: locret-plan --model NAME --gpu-memory SIZE [--key value | key=value ...]
-       locret-plan --model NAME --speed [--gpu rtx4090 | a100 | h100]
 
 What a run needs, before it is run: no GPU, no weights, no Hub.
 
   locret-plan --model phi3-mini --gpu-memory 24GiB --context 131072
   locret-plan --model phi3-mini --gpu-memory 24GiB --sessions 16
   locret-plan --model phi3-mini --gpu-memory 24GiB --engine vllm
-  locret-plan --model qwen3-8b --gpu-memory 24GiB --train 10240 --batch 4
-  locret-plan --model phi3-mini --speed --gpu rtx4090"""
-
-Gpu = Literal["rtx4090", "a100", "h100"]
+  locret-plan --model qwen3-8b --gpu-memory 24GiB --train 10240 --batch 4"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +30,8 @@ class PlanOptions(RunSettings, Plugin):
     model: str
     """A recipe, a folder with config.json, a Hub id, or a GGUF file. A recipe's settings stand in for those that are not
     given."""
-    gpu_memory: Bytes | None = None
-    """Memory that the run may take, such as 24GiB. Not needed with ``speed``."""
+    gpu_memory: Bytes
+    """Memory that the run may take, such as 24GiB."""
     reserve: Bytes = "1GiB"
     """Kept free for the CUDA context, libraries and fragmentation: an assumption."""
     context: int = 131072
@@ -62,16 +58,12 @@ class PlanOptions(RunSettings, Plugin):
     """Plan a training step of samples of so many tokens instead."""
     batch: int | None = None
     """Samples of one forward in training. Default: the recipe's data.batch, or 1."""
-    speed: bool = False
-    """Print what bounds the speed of prefill and decoding, and the predicted time of each part: from the operations of a run
-    on meta tensors and public figures of the card. Nothing of it is measured."""
-    gpu: Gpu | None = None
-    """The card of ``speed``. Default: all three."""
 
 
 PLAN = Command(
     "locret-plan",
     PlanOptions,
     USAGE,
-    ("model", "gpu_memory", "context", "budget", "chunk", "kv_bits", "weight_bits", "sessions", "train", "speed"),
+    ("model", "gpu_memory", "context", "budget", "chunk", "kv_bits", "weight_bits", "sessions", "train"),
+    gone=dict.fromkeys(("speed", "gpu"), "scripts/launches.py counts launches and bytes of a layer"),
 )

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import regex
+from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from .argument_types import properties_of, resolved, typed, types_of
 from .constraint import AnswerForm
@@ -21,10 +23,6 @@ from .messages import JsonObject, TemplateMessage, Tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-with suppress(ImportError):  # of transformers before 5.14, with which such calls are text
-    from transformers.utils.chat_parsing import parse_response
-    from transformers.utils.chat_parsing.response_templates import load_response_template
 
 Form = Literal["tags", "xml", "pairs", "gemma", "declared", "list", "object"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -300,7 +298,7 @@ class CallReader:
                 given = zip(one.captures("key"), one.captures("value"), strict=True)
                 found.append({"name": one["name"], "arguments": dict(given)})
         elif markup is not None and markup.field is not None:
-            with suppress(NameError, ValueError, RecursionError):  # NameError: transformers before 5.14
+            with suppress(ValueError, RecursionError):
                 made = parse_response(block, template_of(markup.field), prefix="").get("tool_calls", [])
                 found = [call["function"] for call in made]
         for one in found:

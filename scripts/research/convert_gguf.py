@@ -4,51 +4,39 @@ Make a backbone's folder out of a GGUF file, with every weight dequantised to bf
 
     python scripts/research/convert_gguf.py FILE.gguf FOLDER
 
-Configuration and tokenizer are what transformers reads out of the file. GGUF has only a name for how a tokenizer splits a
-text before its merges: where you have the original's tokenizer files, put them into the folder instead.
+GGUF has only a name for how a tokenizer splits a text before its merges: where you have the original's tokenizer files, put
+them into the folder instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from locret_kit.backbones.demo import dequantise, say
+from locret_kit.backbones.demo import say, unpack
 from locret_kit.cli.command import command
-from locret_kit.naming import first_line
-
-MAGIC = b"GGUF"
 
 
 def convert(file: Path, to: Path) -> None:
     """Make the folder ``to``, complete or not at all.
 
     Raises:
-        ValueError: no GGUF file, one that transformers cannot read, or a folder that is there already.
+        ValueError: no GGUF file, one that cannot be read, or a folder that is there already.
     """
     if not file.is_file():
         raise ValueError(f"{file}: no such file")
-    with file.open("rb") as opened:
-        if opened.read(len(MAGIC)) != MAGIC:
-            raise ValueError(f"{file} is no GGUF file")
     if to.exists():
         raise ValueError(f"{to} exists: move it away or name another folder")
     to.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
     try:
-        tokenizer = dequantise(file, work / "made", to.name)
-        tokenizer.save_pretrained(work / "made")
+        unpack(file, work / "made", to.name)
         for made in (work / "made").iterdir():
             made.chmod(0o644)
         (work / "made").rename(to)
-    except OSError:
-        raise
-    except Exception as error:  # transformers has no one error for a file that it cannot read
-        raise ValueError(f"{file} cannot be read: {first_line(error)}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
     say(f"done: {to}")
@@ -60,7 +48,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="the GGUF file")
     parser.add_argument("folder", type=Path, help="folder to make")
     args = parser.parse_args(argv)
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the steps are said in words
     convert(args.file.absolute(), args.folder.absolute())
     return 0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
 from .gguf_file import GgufFile
 
@@ -138,16 +138,10 @@ def config_of(file: GgufFile, name: str) -> PreTrainedConfig:
 
 def _by_transformers(file: GgufFile, name: str) -> PreTrainedConfig:
     """The configuration that transformers reads. Its older reader is not asked: it leaves out fields that it does not know."""
-    known: tuple[str, ...] = ()
-    with suppress(ImportError):  # older releases
-        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
-
-        known = tuple(GGUF_CONFIG_ARCHS)
-    if file.architecture not in known:
-        theirs = ", ".join(known) or "none; 5.24 reads qwen35, qwen35moe, lfm2"
+    if file.architecture not in GGUF_CONFIG_ARCHS:
         raise ValueError(
             f"architecture={file.architecture!r:.60} of a GGUF file is not mapped; there are: {', '.join(ARCHITECTURES)}; by "
-            f"transformers {transformers.__version__}: {theirs}. Give the model's own folder or Hub id"
+            f"transformers {transformers.__version__}: {', '.join(GGUF_CONFIG_ARCHS)}. Give the model's own folder or Hub id"
         )
     if len({tensor.path for tensor in file.tensors.values()}) > 1:
         raise ValueError(f"architecture={file.architecture!r} in parts: join them first (llama-gguf-split --merge)")

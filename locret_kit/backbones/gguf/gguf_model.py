@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import logging
 import re
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from .gguf_config import FACTORS, LONG, SHORT
 from .gguf_file import FLOATS, GgufFile
-from .packed_modules import PackedEmbedding, PackedLinear
+from .packed_modules import PackedEmbedding, PackedLinear, unpacked_rows
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
     if file.architecture not in LAYER_NAMES:
         said = "%s: its matrices are unpacked, which takes the memory of a model of %s: %s is read by transformers"
         logger.warning(said, file.path.name, str(dtype).removeprefix("torch."), file.architecture)
-        return unpacked(file.path, dtype, config=config)
+        return _unpacked(file.path, config, dtype)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -98,16 +98,32 @@ def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
     return model
 
 
-def unpacked(path: Path, dtype: torch.dtype, **more: PreTrainedConfig) -> PreTrainedModel:
+def plain_model(file: GgufFile, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model in bfloat16 with every matrix in plain numbers, for a folder of its own. Raises ValueError as ``model_of``."""
+    packed = model_of(file, config, torch.bfloat16)
+    forms = {f"{path}.weight": str(module.form) for path, module in packed.named_modules() if hasattr(module, "form")}
+    state = packed.state_dict()
+    state |= {name: unpacked_rows(state[name], form, torch.bfloat16) for name, form in forms.items()}
+    plain = copy(config)
+    plain.eos_token_id = file.token_id("eos")
+    del plain.gguf
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(plain, dtype=torch.bfloat16)
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    return model
+
+
+def _unpacked(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model that transformers reads out of a file, every matrix in plain numbers.
 
     Raises:
         ValueError: weights are missing, or have another shape.
     """
-    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
-    if hasattr(transformers, "GgufConfig"):  # newer releases keep the weights packed unless told not to
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options, **more)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, config=config, dtype=dtype, output_loading_info=True,
+        quantization_config=GgufConfig(dequantize=True),
+    )  # fmt: skip
     model, found = loaded
     if absent := sorted([*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]):
         raise ValueError(f"weights are missing: {', '.join(absent[:3])}" + " and more" * (len(absent) > 3))

@@ -1,0 +1,208 @@
+"""Launches and bytes of one layer, by module and operator: in a prefill chunk over a full cache, and for a decoded token.
+
+    python scripts/launches.py [--model phi3-mini llama3.1-8b]
+
+The model has its real sizes on PyTorch's meta device, so neither weights nor a GPU are needed. Bytes are those that must move;
+views launch nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from locret_kernels import common
+from locret_kernels.backend import function
+from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.releases import forward
+from locret_kit.backbones.spec import decoder_of, spec_of
+from locret_kit.cli.plan import resolve
+from locret_kit.planning.inference_plan import Setting
+from locret_kit.runtime.graph_decoder import GraphDecoder
+from locret_kit.settings import RunSettings
+
+ALLOCATES = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+    "detach",
+    "_unsafe_view",
+}
+
+
+class Launch(NamedTuple):
+    """One launch."""
+
+    scope: str
+    """The innermost module's name in the layer, or its class."""
+    operator: str
+    nbytes: int
+
+
+class Kernel(Protocol):
+    """A Triton kernel."""
+
+    __name__: str
+    arg_names: Sequence[str]
+
+
+class Recorder(TorchDispatchMode):
+    """Collects launches inside one layer.
+
+    Args:
+        layer: one of the decoder's.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.names: Mapping[nn.Module, str] = {module: name or "layer" for name, module in layer.named_modules()}
+        self.layer = layer
+        self.within: list[nn.Module] = []
+        self.launches: list[Launch] = []
+        self.rows = 0
+        """Rows of a head that one token's attention reads."""
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Modules and kernels are watched within the block."""
+        entered = hooks.register_module_forward_pre_hook(lambda module, args: self.within.append(module))
+        left = hooks.register_module_forward_hook(lambda module, args, out: self.within.remove(module))
+        try:
+            with self, common.recorded(self.launch):
+                yield
+        finally:
+            entered.remove()
+            left.remove()
+
+    def add(self, operator: str, nbytes: int) -> None:
+        """A launch, if the layer is running."""
+        if self.layer in self.within:
+            inner = self.within[-1]
+            self.launches.append(Launch(self.names.get(inner, type(inner).__name__), operator, nbytes))
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()]
+        if made and name not in ALLOCATES and not func.is_view:
+            self.add(name, moved(name, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)], made))
+        return out
+
+    def launch(self, kernel: Kernel, grid: tuple[int, ...], *args: object, **constants: object) -> None:
+        """In the place of ``locret_kernels.common.launch``."""
+        given, name = dict(zip(kernel.arg_names, args, strict=False)) | constants, kernel.__name__.strip("_")
+        # What stands in for a tensor that a kernel does not read is one of the others.
+        nbytes = sum(map(extent, {id(x): x for x in args}.values()))
+        if name == "compact_rows":  # rows that stay are read and written, whatever the buffer holds
+            rows, index = given["x"], given["index"]
+            heads, kept, width = prod(index.shape[:2]), given["K"], given["D"]
+            nbytes = 2 * heads * kept * width * rows.element_size() + extent(index)
+        elif name == "ragged_decode":
+            nbytes = grid[0] * self.rows * sum(given[x].shape[-1] * given[x].element_size() for x in ("keys", "values"))
+        self.add(name, nbytes)
+
+
+def extent(x: object) -> int:
+    """Bytes of a tensor's different elements: an axis of stride 0 repeats what is there."""
+    if not isinstance(x, Tensor):
+        return 0
+    return x.element_size() * prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
+
+
+def moved(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
+    """Bytes that an operator of PyTorch must read and write."""
+    if name in ("index", "gather", "index_select", "embedding"):
+        return 2 * extent(made[0]) + sum(extent(x) for x in given[1:] if not x.is_floating_point())
+    if name in ("index_put_", "scatter_", "index_copy_"):
+        return 2 * extent(given[-1]) + sum(map(extent, given[1:-1]))
+    if name in ("copy_", "fill_", "zero_"):  # what is written is not read
+        return sum(map(extent, given[:2]))
+    return sum(map(extent, [*given, *made]))
+
+
+def record(config: PretrainedConfig, setting: Setting) -> tuple[list[Launch], list[Launch]]:
+    """Launches of a layer in a chunk that begins with a full cache, and for a token decoded as a graph."""
+    function("attend", "triton")  # an error here where Triton is missing
+    small = deepcopy(config)
+    small.num_hidden_layers = 2  # the second one makes no tables that all layers share
+    with torch.device("meta"):
+        dtype = getattr(torch, setting.dtype)
+        model = AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation="sdpa")
+        heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(small), "recorded", setting.width))
+    model.eval().requires_grad_(False)
+    chunk, tokens = setting.chunk, (-(-setting.budget // setting.chunk) + 2) * setting.chunk
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    recorder = Recorder(decoder_of(model).layers[1])
+    with torch.no_grad(), attach(model), recorder.recording():
+        run = replace(setting.run, backend="triton", one_shot=False)
+        cache = BoundedCache(run, setting.policy, heads, prompt_length=tokens)
+        for start in range(0, tokens, chunk):
+            if start == tokens - 2 * chunk:
+                recorder.launches.clear()
+            elif start == tokens - chunk:
+                steady = recorder.launches.copy()
+            forward(model, ids[:, start : start + chunk], cache, logits_to_keep=1)
+        decoder = GraphDecoder(model, cache)
+        recorder.rows = cache.kept_rows[1]
+        recorder.launches.clear()
+        decoder([cache], [0])
+    return steady, recorder.launches
+
+
+def setting_of(model: str, tokens: int = 131072, dtype: str = "bfloat16") -> tuple[PretrainedConfig, Setting]:
+    """Configuration of a recipe's backbone, and the recipe's settings."""
+    config, recipe = resolve(model)
+    names = ("budget", "chunk", "stabilizers", "local_len")
+    run = RunSettings.of({name: recipe.get(f"infer.{name}") for name in names})
+    return config, Setting(tokens, run, dtype, recipe["heads.d_hidden"])
+
+
+def table(launches: Sequence[Launch]) -> list[str]:
+    """A line for each module and operator, in the order of their first launches."""
+    count, nbytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for scope, operator, size in launches:
+        count[scope, operator] += 1
+        nbytes[scope, operator] += size
+    lines = [f"  {scope:<28} {operator:<32} {count[scope, operator]:4} {size / 1e6:10.2f} MB"
+             for (scope, operator), size in nbytes.items()]  # fmt: skip
+    return [*lines, f"  {'all':<61} {len(launches):4} {nbytes.total() / 1e6:10.2f} MB"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--model", nargs="+", default=["phi3-mini", "llama3.1-8b"])
+    for model in parser.parse_args(argv).model:
+        config, setting = setting_of(model)
+        steady, token = record(config, setting)
+        print(
+            f"{model}, one layer, {setting}: a chunk of {setting.chunk} tokens",
+            *table(steady),
+            "a token",
+            *table(token),
+            sep="\n",
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
