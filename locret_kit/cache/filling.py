@@ -199,8 +199,6 @@ def _check_values(rows: BoundedLayer, counts: Mapping[str, float], held: Mapping
     for name in FINITE:
         if name in held and not held[name].isfinite().all():
             raise ValueError(f"{name} must be finite")
-    if rows.store is not None:
-        rows.store.check(held, torch.empty(0, rows.codec.key_size, dtype=rows.dtype, device="meta"))
     rows.codec.check(held, counts)
 
 

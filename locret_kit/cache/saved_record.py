@@ -11,7 +11,7 @@ from annotated_types import Interval
 
 from ..backbones.identity import NAMES
 from ..naming import blaming
-from ..settings import Count, Resolved, StoreSettings
+from ..settings import Count, Resolved
 from ..validation import check, made, shown
 from .file import Record
 from .pins import pins_of
@@ -86,6 +86,7 @@ class Saved:
 
     @property
     def resolved(self) -> Resolved:
-        """The run settings; the backend is chosen anew, and where recall stores is said at hand."""
+        """The run settings; the backend is chosen anew."""
+        own = {name: value for name, value in self.settings.items() if name != "store_bits"}
         with blaming("settings", ValueError):
-            return replace(made(Resolved, {**vars(StoreSettings()), **self.settings}, whole=True), backend=None)
+            return replace(made(Resolved, own, whole=True), backend=None)

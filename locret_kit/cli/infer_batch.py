@@ -19,7 +19,7 @@ from ..runtime.tokens import answer_text, stream_ids
 from ..text.template import has_template, render_messages
 from ..validation import made
 from .batch_files import BatchFiles, key_of, lines_of, open_answers
-from .loading import check_run, choose, idle_stabilizers, idle_store, prompt_ids
+from .loading import check_run, choose, idle_stabilizers, prompt_ids
 from .terminal import check_question
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def answer(args: InferOptions, batch: BatchFiles) -> int:
             warnings.add(line)
             tqdm.write(line, file=sys.stderr)
 
-    for line in (*chosen.warnings, idle_stabilizers(args, chosen.policy), idle_store(args.run, chosen.policy)):
+    for line in (*chosen.warnings, idle_stabilizers(args, chosen.policy)):
         warn(line)
     errors: list[Name] = []
     with (

@@ -191,7 +191,7 @@ class Talk:
 
             if given:
                 raise ValueError(f"{path} was read before: {', '.join(given)} cannot be changed")
-            self.begin(Document.load(path, self.model, self.tokenizer, self.chosen.heads, store=self.run.store))
+            self.begin(Document.load(path, self.model, self.tokenizer, self.chosen.heads))
             return
         self.read_text(text_of(str(path)), path.name, **given)
 

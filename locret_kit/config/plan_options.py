@@ -29,7 +29,7 @@ Gpu = Literal["rtx4090", "a100", "h100"]
 class PlanOptions(RunSettings, Plugin):
     """The plan."""
 
-    HIDDEN: ClassVar[tuple[str, ...]] = ("positions", "protect", "store_file", "decode_every", "seed", "backend")
+    HIDDEN: ClassVar[tuple[str, ...]] = ("positions", "protect", "decode_every", "seed", "backend")
 
     model: str
     """A recipe, a folder with config.json, a Hub id, or a GGUF file. A recipe's settings stand in for those that are not

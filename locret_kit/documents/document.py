@@ -26,7 +26,7 @@ from ..cache.saved import save_cache
 from ..cache.terms import Terms
 from ..heads import RetainingHeads, loaded
 from ..runtime.session import Answer, Sampling, prefill, ready
-from ..settings import RunSettings, StoreSettings
+from ..settings import RunSettings
 from ..text.spans import Span
 from ..text.template import protected_spans
 from .conversation import Chat
@@ -315,7 +315,6 @@ class Document:
         policy: str | Policy | None = None,
         *,
         force: bool = False,
-        store: StoreSettings | None = None,
     ) -> Document:
         """The document in a file.
 
@@ -327,7 +326,7 @@ class Document:
                 is at hand.
         """
         record, tensors, digest = read_with_digest(Path(path))
-        text, cache, about = restored(record, tensors, path, model, tokenizer, heads, policy, force=force, store=store)
+        text, cache, about = restored(record, tensors, path, model, tokenizer, heads, policy, force=force)
         document = cls(model, text, cache, title=about.title, share=about.share)
         document._file = Path(path).resolve(), digest
         return document

@@ -164,9 +164,7 @@ class Engine:
         with blaming(str(path), ValueError):
             self.spec.check(saved)
         policy = next((policy for policy in self.spec.policies if policy.name == saved.policy), None)
-        text, cache, about = restored(
-            record, tensors, path, self.model, self.tokenizer, self.heads, policy, store=self.settings.store
-        )
+        text, cache, about = restored(record, tensors, path, self.model, self.tokenizer, self.heads, policy)
         return Document(self.model, text, cache, title=about.title, share=about.share)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:

@@ -84,9 +84,10 @@ def restore_rows(
 def copy_rows(rows: BoundedLayer, other: BoundedLayer) -> None:
     """Make a layer a copy of another one of the same kind; nothing that one of both writes is shared. The room may be another
     one."""
-    if other.is_initialized:
-        empty = torch.empty(other.layout.B, other.layout.H, 0, dtype=other.dtype, device=other.device)
-        sizes = other.codec.key_size, other.codec.value_size
-        restore_rows(rows, *export_rows(other), *(empty.new_empty(*empty.shape, size) for size in sizes))
+    if not other.is_initialized:
+        return
+    empty = torch.empty(other.layout.B, other.layout.H, 0, dtype=other.dtype, device=other.device)
+    k_BH0D, v_BH0D = (empty.new_empty(*empty.shape, size) for size in (other.codec.key_size, other.codec.value_size))
+    restore_rows(rows, *export_rows(other), k_BH0D, v_BH0D)
     if rows.store is not None and other.store is not None:
-        rows.store.share(other.store)
+        rows.store.restore(other.store.export(), k_BH0D, v_BH0D)
