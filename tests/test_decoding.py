@@ -121,7 +121,7 @@ def test_rows_in_few_bits(policy, bits):
     assert bool(watch.gains) == bool(cache.context.statistics)
 
 
-@pytest.mark.parametrize(("policy", "bits"), [("ada-snapkv(6,3)", None), ("h2o", 4), ("ada-snapkv(6,3)", 2)])
+@pytest.mark.parametrize(("policy", "bits"), [("ada-snapkv(6,3)", None), ("h2o", 4), ("snapkv(6,3)", 2)])
 def test_in_float32(policy, bits):
     model = tiny_model("llama")
     cache = BoundedCache(40, policy, chunk=13, prompt_length=LENGTH, kv_bits=bits)

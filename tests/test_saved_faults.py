@@ -40,7 +40,6 @@ BASES = {
     "plain": ("llama", "h2o", dict(protect="first"), True),
     "ragged": ("gemma3", "ada-locret", {}, True),
     "bits": ("llama", "locret", dict(kv_bits=4), True),
-    "ragged bits": ("llama", "ada-snapkv(6,3)", dict(kv_bits=4), True),
     "without text": ("llama", "sirllm", {}, False),
     "merging": ("llama", "merge", {}, True),
     "remembering": ("llama", "compactor(block=8)", {}, True),

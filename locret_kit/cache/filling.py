@@ -114,7 +114,7 @@ def _states(ctx: Context, tensors: Mapping[str, Tensor], dtype: torch.dtype, *, 
 def _room(layers: Sequence[BoundedLayer], stated: Sequence[Mapping[str, float]]) -> int:
     """Bytes of the rows' buffers, about: those of layers that are full."""
     full = [
-        exported_shapes(rows, {**counts, "rows": rows.capacity}, [], 0).values() if counts["seen"] else ()
+        exported_shapes(rows, {**counts, "rows": rows.capacity}, 0).values() if counts["seen"] else ()
         for rows, counts in zip(layers, stated, strict=True)
     ]
     return sum(prod(shape) * dtype.itemsize for layer in full for dtype, shape in layer)
@@ -159,7 +159,6 @@ def _check_layout(
     rows: BoundedLayer, counts: Mapping[str, float], held: Mapping[str, Tensor], ctx: Context, layer: AttentionLayer
 ) -> None:
     """Raise ValueError where a tensor is missing, has another dtype or shape, or is one too many."""
-    lengths: Sequence[int] = []
     if rows.layout.ragged and counts["seen"]:
         stored = held.get("lengths")
         if stored is None or stored.dtype != torch.int64 or tuple(stored.shape) != (rows.layout.H,):
@@ -169,8 +168,7 @@ def _check_layout(
             raise ValueError(
                 f"lengths={shown(stored.tolist())} must be at least 0 and make {counts['rows']} rows per head"
             )
-        lengths = stored.tolist()
-    layout = exported_shapes(rows, counts, lengths, layer.n_heads) if counts["seen"] else {}
+    layout = exported_shapes(rows, counts, layer.n_heads) if counts["seen"] else {}
     if rows.store is not None and layout:
         like = torch.empty(1, rows.layout.H, 0, rows.codec.key_size, dtype=rows.dtype, device="meta")
         layout |= rows.store.layout(held, like, int(counts["seen"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -92,8 +92,8 @@ class Codec(ABC):
         """Tensors beside the columns' ``rows``, and those of them in which a codec has blanked what means nothing."""
         return {}
 
-    def exported(self, counts: Mapping[str, float], lengths: Sequence[int]) -> Shapes:
-        """Dtype and shape of every tensor that ``export`` gives with such counts; ``lengths`` of heads where they differ."""
+    def exported(self, counts: Mapping[str, float]) -> Shapes:
+        """Dtype and shape of every tensor that ``export`` gives with such counts."""
         return {}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ a chunk's reads all rows in the model's dtype, its own too as they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class Float8(Codec):
     def export(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.tables()}
 
-    def exported(self, counts: Mapping[str, float], lengths: Sequence[int]) -> Shapes:
+    def exported(self, counts: Mapping[str, float]) -> Shapes:
         return self.tables()
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:

@@ -290,7 +290,7 @@ class BoundedLayer(CacheLayerMixin):
     def drop_oldest(self, keep: int) -> None:
         """Keep the newest ``keep`` rows (layers with a window)."""
         if self.rows > keep:
-            newest, self.rows = self.layout.newest(keep), keep
+            newest, self.rows = self.layout.last(keep), keep
             for name in self.columns():
                 buffer = getattr(self.holder(name), name)
                 # clone, since source and target overlap where more than half stays

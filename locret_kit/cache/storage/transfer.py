@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -32,21 +32,15 @@ def export_rows(rows: BoundedLayer) -> tuple[dict[str, float], dict[str, Tensor]
     return counts, tensors | rows.layout.export() | rows.codec.export(tensors)
 
 
-def exported_shapes(
-    rows: BoundedLayer, counts: Mapping[str, float], lengths: Sequence[int], query_heads: int
-) -> Shapes:
-    """Dtype and shape of every tensor that ``export_rows`` gives with such counts, but for the score's state. Needs ``measure``.
-
-    Args:
-        lengths: rows of every head, where heads differ.
-    """
+def exported_shapes(rows: BoundedLayer, counts: Mapping[str, float], query_heads: int) -> Shapes:
+    """Dtype and shape of all that ``export_rows`` gives with such counts, but for the score's state. Needs ``measure``."""
     shape = rows.layout.shape(int(counts["rows"]))
     shapes = {name: (dtype, (*shape, *row)) for name, (dtype, row) in rows.columns().items()}
     if rows.statistics:
         shapes["stats"] = torch.float32, (rows.statistics, *shape)
     if rows.recent and counts["seen"]:
         shapes["queries"] = rows.dtype, (rows.layout.B, query_heads, rows.recent, rows.codec.key_size)
-    return shapes | rows.layout.exported() | rows.codec.exported(counts, lengths)
+    return shapes | rows.layout.exported() | rows.codec.exported(counts)
 
 
 def restore_rows(
