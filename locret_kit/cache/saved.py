@@ -190,7 +190,7 @@ def restore(
     force: bool = False,
     origin: Origin | None = None,
 ) -> BoundedCache:
-    """A cache from its record and tensors, every one of which is checked first. Arguments and errors as in ``load_cache``;
+    """A cache from its record and tensors, which are checked first. Arguments and errors as in ``load_cache``;
     ``origin`` where it is known."""
     model = unwrapped(model)
     with blaming(where, ValueError):

@@ -188,12 +188,13 @@ class BlockStore:
         if held is None:
             return {}
         (B, H, _, D), N, name = like.shape, -(-seen // self.size), f"{STORE}held"
-        if held.dtype != torch.bool or held.dim() != 4 or (*held.shape[:2], held.shape[3]) != (B, H, self.size):
+        blocks = held.shape[2] if held.dim() == 4 else 0
+        whole = held.dtype == torch.bool and held.shape == (B, H, blocks, self.size) and 0 < blocks <= N
+        if not whole or held.flatten(2)[..., seen:].any():
+            there = f"{held.dtype} {tuple(held.shape)}"
             raise ValueError(
-                f"{name}: {held.dtype} {tuple(held.shape)} in the file, must be bool {(B, H, N, self.size)}"
+                f"{name}: {there} in the file, must be bool {(B, H, N, self.size)} of {seen} tokens at most"
             )
-        if not 0 < held.shape[2] <= N or held.flatten(2)[..., seen:].any():
-            raise ValueError(f"{name}: {held.shape[2]} blocks of {seen} tokens must be from 1 to {N}")
         rows, found = int(held.sum()), (B, H, held.shape[2], self.views * self.representatives)
         made: Shapes = {name: (held.dtype, tuple(held.shape)), f"{STORE}worth": (torch.float32, found)}
         made[f"{STORE}index"] = like.dtype, (*found, D)

@@ -92,19 +92,15 @@ class Codec(ABC):
         """Tensors beside the columns' ``rows``, and those of them in which a codec has blanked what means nothing."""
         return {}
 
-    def exported(self, counts: Mapping[str, float]) -> Shapes:
-        """Dtype and shape of every tensor that ``export`` gives with such counts."""
-        return {}
+    def exported(self) -> Shapes:
+        """Dtype and shape of every tensor that ``export`` gives beside the columns. Needs the counts."""
+        return self.tables()
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Take back what ``export`` gave."""
 
-    def limits(self) -> dict[str, int]:
-        """The largest value of each of ``COUNTS``."""
-        return {}
-
-    def check(self, tensors: Mapping[str, Tensor], counts: Mapping[str, float]) -> None:
-        """Raise ValueError for exported numbers that no such codec has, or that would be read out of bounds."""
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for exported numbers by which something would be read out of bounds. Needs the counts."""
 
 
 class Plain(Codec):

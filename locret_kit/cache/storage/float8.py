@@ -87,17 +87,6 @@ class Float8(Codec):
     def export(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.tables()}
 
-    def exported(self, counts: Mapping[str, float]) -> Shapes:
-        return self.tables()
-
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         for name in self.tables():
             getattr(self, name).copy_(tensors[name])
-
-    def check(self, tensors: Mapping[str, Tensor], counts: Mapping[str, float]) -> None:
-        if not all(
-            (tensors[name] > 0).all() and tensors[name].isfinite().all() for name in ("key_scale", "value_scale")
-        ):
-            raise ValueError("key_scale and value_scale must be positive and finite")
-        if any(((tensors[name] & 0x7F) == 0x7F).any() for name in ("keys", "values")):
-            raise ValueError("keys and values must be finite")

@@ -98,10 +98,13 @@ class GroupedBits(Codec):
         }
 
     def tables(self) -> Shapes:
-        tail = self.layout.B, self.layout.H, self.max_tail
+        return self._tables(self.max_tail)
+
+    def _tables(self, tail: int) -> Shapes:
+        heads = self.layout.B, self.layout.H
         return self._levels() | {
-            "tail_keys": (self.dtype, (*tail, self.key_size)),
-            "tail_values": (self.dtype, (*tail, self.value_size)),
+            "tail_keys": (self.dtype, (*heads, tail, self.key_size)),
+            "tail_values": (self.dtype, (*heads, tail, self.value_size)),
         }
 
     @property
@@ -307,12 +310,8 @@ class GroupedBits(Codec):
         at = group_BHS.where(group_BHS >= 0, groups.shape[2] - 1)
         return groups.scatter_(2, at, True)[:, :, :-1, None]
 
-    def exported(self, counts: Mapping[str, float]) -> Shapes:
-        tail = self.layout.B, self.layout.H, int(counts["tail"])
-        return {
-            "tail_keys": (self.dtype, (*tail, self.key_size)),
-            "tail_values": (self.dtype, (*tail, self.value_size)),
-        } | self._levels()
+    def exported(self) -> Shapes:
+        return self._tables(self.tail)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         for name in TAILS:
@@ -321,14 +320,13 @@ class GroupedBits(Codec):
         for name in ("key_step", "key_zero"):
             getattr(self, name)[:, :, :groups] = tensors[name].to(self.layout.device)
 
-    def limits(self) -> dict[str, int]:
-        return {"tail": self.max_tail}
-
-    def check(self, tensors: Mapping[str, Tensor], counts: Mapping[str, float]) -> None:
-        group, groups, total = tensors["group"], tensors["key_step"].shape[2], tensors["group"].shape[-1]
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        if "group" not in tensors:
+            return
+        group, groups, packed = tensors["group"], self._groups(), self.layout.rows - self.tail
+        if self.tail > (most := min(self.layout.rows, self.max_tail)):
+            raise ValueError(f"tail={self.tail} must be at most {most}")
         if group.numel() and not (group.min() >= -1 and group.max() < groups):
             raise ValueError(f"group must be from -1 to {groups - 1}")
-        ends_S = torch.tensor(total, device=group.device)
-        left_S = ends_S - torch.arange(total, device=group.device)  # rows of a head from this one to its newest
-        if (group[..., left_S > int(counts["tail"])] < 0).any():
-            raise ValueError(f"group=-1 must be of the newest {counts['tail']} rows alone")
+        if (group[..., :packed] < 0).any():
+            raise ValueError(f"group=-1 must be of the newest {self.tail} rows alone")

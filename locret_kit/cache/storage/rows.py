@@ -112,6 +112,11 @@ class BoundedLayer(CacheLayerMixin):
     def rows(self, rows: int) -> None:
         self.layout.rows = rows
 
+    def counts(self) -> dict[str, float]:
+        """What an export of the layer has beside tensors."""
+        own = {name: getattr(self, name) for name in (*COUNTS, "scaling")}
+        return own | {name: getattr(self.codec, name) for name in self.codec.COUNTS}
+
     @property
     def until_chunk(self) -> int:
         """Tokens before the next chunk of attention begins; without chunks more than any text has."""
