@@ -80,12 +80,7 @@ def read_record(path: Path) -> Record:
         return _record(path, _header(path, file))
 
 
-def read(path: Path) -> tuple[Record, dict[str, Tensor]]:
-    """Record and tensors. Raises as ``read_with_digest``."""
-    return read_with_digest(path)[:2]
-
-
-def read_with_digest(path: Path) -> tuple[Record, dict[str, Tensor], str]:
+def read(path: Path) -> tuple[Record, dict[str, Tensor], str]:
     """Record and tensors, and their digest, which is right. Tensors take as many bytes as the file.
 
     Raises:

@@ -174,7 +174,7 @@ def load_cache(
         OSError: there is no such file, or no memory for the cache. ValueError: the file is damaged, or the first difference to
             what is at hand.
     """
-    record, tensors = read(Path(path))
+    record, tensors, _ = read(Path(path))
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
     return restore(Saved.of(record, path), own, model, heads, policy, where=str(path), force=force)
 

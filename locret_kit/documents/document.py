@@ -20,7 +20,7 @@ from ..backbones.identity import tokenizer_identity
 from ..backbones.intercept import attached
 from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
-from ..cache.file import check_there, read_with_digest
+from ..cache.file import check_there, read
 from ..cache.fork import CannotFork
 from ..cache.saved import save_cache
 from ..cache.terms import Terms
@@ -325,7 +325,7 @@ class Document:
             OSError: there is no such file. ValueError: it is damaged or holds no document, or the first difference to what
                 is at hand.
         """
-        record, tensors, digest = read_with_digest(Path(path))
+        record, tensors, digest = read(Path(path))
         text, cache, about = restored(record, tensors, path, model, tokenizer, heads, policy, force=force)
         document = cls(model, text, cache, title=about.title, share=about.share)
         document._file = Path(path).resolve(), digest

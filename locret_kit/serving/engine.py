@@ -159,7 +159,7 @@ class Engine:
 
     def load_document(self, path: Path) -> Document:
         """The document in a file. Raises OSError, ValueError as ``Document.load`` and ``SessionSpec.check``."""
-        record, tensors = read(path)
+        record, tensors, _ = read(path)
         saved, _ = stated(record, path)
         with blaming(str(path), ValueError):
             self.spec.check(saved)

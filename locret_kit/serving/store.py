@@ -316,7 +316,7 @@ class Store:
         now, which stays."""
         path = self.folder / key.owner / f"{key.name}{SUFFIX}"
         try:
-            record, tensors = read(path)
+            record, tensors, _ = read(path)
             saved = Saved.of(record, path)
             if PrefixKey.from_record(key.name, key.owner, saved.document or {}) != key:
                 self.refresh(key.owner)  # it went on, here or at another server, since the key was looked up

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from locret_kernels.ragged_decode import Float8Rows, PackedRows
 
-from .layouts import ALL, Index, Layout, Shapes
+from .layouts import Index, Layout, Shapes
 
 Column = tuple[torch.dtype, tuple[int, ...]]
 """Dtype of a buffer that has a row per slot, and the shape of one row."""
@@ -59,8 +59,8 @@ class Codec(ABC):
         """Write the new rows ``at``, which are not yet counted."""
 
     @abstractmethod
-    def read(self, name: str, at: Index, heads: slice = ALL) -> Tensor:
-        """``keys`` or ``values`` of rows of such heads, in the model's dtype: a view where that is possible."""
+    def read(self, name: str, at: Index) -> Tensor:
+        """``keys`` or ``values`` of rows, in the model's dtype: a view where that is possible."""
 
     @abstractmethod
     def flat(self) -> tuple[Tensor, Tensor] | Float8Rows | PackedRows:
@@ -115,7 +115,7 @@ class Plain(Codec):
     def write(self, at: Index, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
         self.keys[at], self.values[at] = k_BHTD, v_BHTD
 
-    def read(self, name: str, at: Index, heads: slice = ALL) -> Tensor:
+    def read(self, name: str, at: Index) -> Tensor:
         rows: Tensor = getattr(self, name)[at]
         return rows
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from locret_kernels.ragged_decode import Float8Rows
 
 from .codec import Codec, Column
-from .layouts import ALL, Index, Shapes
+from .layouts import Index, Shapes
 
 BITS = 8
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -69,9 +69,9 @@ class Float8(Codec):
             self.clipped[number] += (y.abs() > LARGEST).sum()
             codes[at] = y.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
-    def read(self, name: str, at: Index, heads: slice = ALL) -> Tensor:
+    def read(self, name: str, at: Index) -> Tensor:
         codes, scale_BH = (self.keys, self.key_scale) if name == "keys" else (self.values, self.value_scale)
-        scale_BH11 = scale_BH[:, heads, None, None].to(self.dtype)
+        scale_BH11 = scale_BH[..., None, None].to(self.dtype)
         return codes[at].view(torch.float8_e4m3fn).to(self.dtype).mul_(scale_BH11)
 
     def flat(self) -> Float8Rows:

@@ -36,7 +36,7 @@ from ...settings import INT32_MAX
 from .bits import check_head_size
 from .codec import Codec, Column
 from .groups import GROUP, SPARE, pairs_of, regroup, table_size
-from .layouts import ALL, EqualRows, Index, Layout, Shapes
+from .layouts import EqualRows, Index, Layout, Shapes
 from .packing import decode, encode, levels, pack, unpack, value_group
 from .scratch import Scratch
 
@@ -127,7 +127,7 @@ class GroupedBits(Codec):
     def open(self) -> bool:
         return self.scratch.owner is self
 
-    def read(self, name: str, at: Index, heads: slice = ALL) -> Tensor:
+    def read(self, name: str, at: Index) -> Tensor:
         self.read_all()
         rows: Tensor = getattr(self.scratch, name)[at]
         return rows
