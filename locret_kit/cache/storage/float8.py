@@ -21,7 +21,6 @@ from locret_kernels.ragged_decode import Float8Rows
 from .codec import Codec, Column
 from .layouts import Index, Shapes
 
-BITS = 8
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 MARGIN = 4.0
 """How far a number may be above the largest of the first tokens; one bit of 17 in the range of a code."""
