@@ -61,8 +61,8 @@ class Saved:
         check(self)
         with blaming("created", ValueError):
             time.strptime(self.created, CREATED)
-        if len(self.pins) > MOST_PINS:
-            raise ValueError(f"pins: {len(self.pins)} ranges must be at most {MOST_PINS}")
+        if len(self.pins) > MOST_PINS or any(len(pin) != 2 for pin in self.pins):
+            raise ValueError(f"pins: {len(self.pins)} ranges must be pairs of start and end, at most {MOST_PINS}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={shown(self.dtype)} must be one of: {', '.join(DTYPES)}")
 
