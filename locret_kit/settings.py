@@ -84,27 +84,7 @@ Bytes = Annotated[str, Predicate(is_size)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreSettings:
-    """Host memory for what recall may bring back."""
-
-    store_memory: Bytes | None = None
-    """Host memory for the evicted slots of one text, at most, such as 4GiB: blocks that were used least lately go. Default: no
-    bound."""
-    store_file: str | None = None
-    """A new file that holds them instead of memory. Only you may read it; it has no name while it is used, so nothing is left of
-    it, however the program ends. Default: memory."""
-
-    def __post_init__(self) -> None:
-        check(self)
-
-    @property
-    def store(self) -> StoreSettings:
-        """These settings alone, where a class extends them."""
-        return StoreSettings(store_memory=self.store_memory, store_file=self.store_file)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings(StoreSettings):
+class RunSettings:
     """Settings of the cache. None leaves a setting to what the heads were published with, then to the default.
 
     Raises:
@@ -131,8 +111,6 @@ class RunSettings(StoreSettings):
     kv_bits: Literal[8, 4, 2] | None = None
     """Bits of a stored key or value: 8 (floating point, a scale for each head), 4 or 2 (but for the newest rows). Default: the
     model's dtype."""
-    store_bits: Literal[4] | None = None
-    """Bits of a key or value that recall stores in the host's memory: 4. Default: the model's dtype."""
     one_shot: bool = False
     """Evict once, when the whole prompt has been read, instead of after every chunk."""
     decode_every: Slots | None = None
@@ -141,6 +119,9 @@ class RunSettings(StoreSettings):
     """Seed of policies that draw, and of sampling."""
     backend: Literal["reference", "triton", "cpu"] | None = None
     """Who computes. Default: triton on CUDA in half precision, cpu (C++) on a CPU where a compiler is, reference otherwise."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> RunSettings:
@@ -158,8 +139,8 @@ class RunSettings(StoreSettings):
 
     @property
     def portable(self) -> dict[str, object]:
-        """The settings by name, but for those of the store, which are one machine's own: what a file says."""
-        return {name: value for name, value in vars(self).items() if name not in vars(self.store)}
+        """The settings by name, as a file says them; the last is one of earlier versions, which their files have."""
+        return {**vars(self), "store_bits": None}
 
     def resolved(self, published: Mapping[str, object], prompt_length: int | None) -> Resolved:
         """Settings of one prompt.

@@ -41,7 +41,7 @@ OTHERS = (
     "kvcrush(base=snapkv)", "knorm", "keydiff", "lagkv", "expected-attention", "compactor", "merge-locret", "pyramid-locret",
     "windowed-locret", "locret(sinks=4)", "random",
 )  # fmt: skip
-MERGING = ("merge-locret",)
+UNQUANTISED = ("merge-locret", "ada-locret", "ada-snapkv", "ada-pyramid")
 """Policies that are not stored in 4 bits."""
 TASKS = ("passkey", "number", "perplexity", "fidelity.continue")
 LENGTHS, BUDGETS = (768, 1536, 3072), (192, 384)
@@ -64,7 +64,7 @@ def draw(n: int, seed: int) -> list[tuple[str, str, list[str]]]:
             "samples=1", "keep=1", f"seed={pick.randrange(1000)}", f"ckpt=[{HEADS}]", "dtype=float32", f"model={BACKBONE}",
             "chunk=256",
         ]  # fmt: skip
-        words += ["kv_bits=4"] * (i % 3 == 1 and policy not in MERGING)
+        words += ["kv_bits=4"] * (i % 3 == 1 and policy not in UNQUANTISED)
         words += ["one_shot=true"] * (i % 7 == 6 and policy not in ("rereading-locret", "windowed-locret"))
         name = f"{policy:<22} {task:<18} {length:>5} tokens, {budget} slots {' '.join(words[12:])}"
         found.append((name, policy, words))

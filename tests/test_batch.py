@@ -75,7 +75,7 @@ def test_each_text_is_as_alone(policy):
         assert text.tokens == expected and held(cache.cache) == positions
 
 
-@pytest.mark.parametrize("policy", ["locret", "ada-locret", "h2o", "sirllm"])
+@pytest.mark.parametrize("policy", ["locret", "h2o", "sirllm"])
 def test_few_bits_and_sampling_are_each_texts_own(policy):
     texts = [tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
     sampling = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.1)

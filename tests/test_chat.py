@@ -213,7 +213,7 @@ def heads_of(chat: Chat) -> list[set[int]]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "bits"), [("locret", None), ("ada-locret", None), ("ada-locret", 4), ("h2o", 4), ("score=recency", None)]
+    ("policy", "bits"), [("locret", None), ("ada-locret", None), ("h2o", 4), ("score=recency", None)]
 )
 def test_protected_text_of_a_conversation(policy, bits):
     """The system prompt and the opening stay for good, the markers around a message until the next; by what the text says."""

@@ -173,7 +173,7 @@ def test_rows_are_those_that_tensors_hold(dtype, D, bits):
             if turn:
                 layer.keep(order < 120, 120)
             layer.codec.finish_block()
-        held = mine.layout.by_table()
+        held = mine.layout.every()
         assert mine.codec.tail == theirs.codec.tail and torch.equal(mine.codec.group[held], theirs.codec.group[held])
         assert torch.equal(
             mine.codec.key_codes[held][mine.codec.group[held] >= 0],
@@ -186,7 +186,7 @@ def test_rows_are_those_that_tensors_hold(dtype, D, bits):
         assert torch.equal(mine.slots("keys"), theirs.slots("keys"))
         for layer in made:
             layer.codec.finish_block()
-    assert (mine.codec.group[mine.layout.by_table()] >= 0).any()
+    assert (mine.codec.group[mine.layout.every()] >= 0).any()
 
 
 # ---- a model ------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_rows_are_those_that_tensors_hold(dtype, D, bits):
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize(
     ("policy", "dtype"),
-    [(policy, torch.float32) for policy in ("streaming", "h2o", "roco", "snapkv(6,3)", "ada-snapkv(6,3)", "full")]
+    [(policy, torch.float32) for policy in ("streaming", "h2o", "roco", "snapkv(6,3)", "full")]
     + [("streaming", torch.bfloat16), ("full", torch.bfloat16)],  # of others the rounding decides which slots stay
 )
 def test_a_prompt_read_so(policy, bits, dtype):

@@ -110,7 +110,7 @@ def test_ragged_rows(policy, family):
     assert bool(watch.gains) == policy.startswith("score=a")
 
 
-@pytest.mark.parametrize(("policy", "bits"), [*zip([*EVEN, *RAGGED[::2]], [4, 2] * 4, strict=False), ("h2o", 2)])
+@pytest.mark.parametrize(("policy", "bits"), [*zip(EVEN, [4, 2] * 4, strict=False), ("h2o", 2)])
 def test_rows_in_few_bits(policy, bits):
     turn = [*EVEN, *RAGGED].index(policy)
     family = ["llama", "llama-mha", "llama-mqa"][turn % 3]
@@ -121,7 +121,7 @@ def test_rows_in_few_bits(policy, bits):
     assert bool(watch.gains) == bool(cache.context.statistics)
 
 
-@pytest.mark.parametrize(("policy", "bits"), [("ada-snapkv(6,3)", None), ("h2o", 4), ("ada-snapkv(6,3)", 2)])
+@pytest.mark.parametrize(("policy", "bits"), [("ada-snapkv(6,3)", None), ("h2o", 4), ("snapkv(6,3)", 2)])
 def test_in_float32(policy, bits):
     model = tiny_model("llama")
     cache = BoundedCache(40, policy, chunk=13, prompt_length=LENGTH, kv_bits=bits)
@@ -145,7 +145,7 @@ def test_a_part_of_the_head_is_rotated():
     assert cache.context.ropes[0].inv_freq.shape == (2,), "of a head of eight, four are rotated"
 
 
-@pytest.mark.parametrize("policy", ["h2o", "score=random allocation=adaptive"])
+@pytest.mark.parametrize("policy", ["h2o", "score=random"])
 def test_a_token_reads_no_row_back(policy):
     """Rows are brought back from their bits where the tail is full and before an eviction, and for no other token."""
     model, cache, opened = backbone(), make(policy, 60, length=150, chunk=50, kv_bits=4), []

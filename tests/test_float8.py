@@ -169,7 +169,9 @@ def test_bytes_of_a_cache(family, policy):
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="kv_bits=8 is for heads of one length; those of policy='ada-snapkv' differ"):
-        BoundedCache(16, "ada-snapkv", kv_bits=8)
+    for bits in (8, 4, 2):
+        said = f"kv_bits={bits} is for heads of one length; those of policy='ada-snapkv' differ: take one whose heads are equal"
+        with pytest.raises(ValueError, match=said):
+            BoundedCache(16, "ada-snapkv", kv_bits=bits)
     with pytest.raises(ValueError, match="kv_bits=6 must be one of: 8, 4, 2"):
         BoundedCache(16, "h2o", kv_bits=6)

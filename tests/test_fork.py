@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -111,8 +112,9 @@ def test_a_fork_that_would_not_equal_a_fresh_run_is_refused():
     assert make("h2o").fork(10).get_seq_length() == 0
 
 
-@pytest.mark.parametrize("policy", ["locret", "score=entropy", "ada-snapkv(6,3)"])
-@pytest.mark.parametrize("kv_bits", [None, 4])
+@pytest.mark.parametrize(
+    ("policy", "kv_bits"), [("ada-snapkv(6,3)", None), *product(["locret", "score=entropy"], [None, 4])]
+)
 def test_a_deep_copy_goes_on_by_itself_and_shares_what_is_big(policy, kv_bits):
     model, cache = backbone(), make(policy, kv_bits=kv_bits)
     with attach(model), torch.no_grad():

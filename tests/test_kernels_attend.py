@@ -220,21 +220,6 @@ def test_packed_decode_of_heads_with_rows_and_tails_of_their_own():
             close(mine[:, h], oracle[:, 0, 0].float())
 
 
-def test_packed_decode_of_heads_that_share_a_table():
-    """The same as with a table of its own for every head; the heads of each item of the batch share one."""
-    B, H, D = 2, 3, 64
-    rows, starts, lengths = packed(layer := stored(4, B, H, D, (90, 20)))
-    M = rows.key_step_TMD.shape[1]
-    table = [x.reshape(B, H * M, D) for x in (rows.key_step_TMD, rows.key_zero_TMD)]
-    group = layer.codec.group.long() + torch.arange(H)[:, None] * M
-    shared = rows._replace(key_step_TMD=table[0], key_zero_TMD=table[1], group_N=group.int().flatten())
-    q = random(B, 2 * H, D, seed=1)
-    for functions in (KERNELS, REFERENCES):
-        spans = Spans(starts, lengths, layer.rows)
-        own, theirs = (functions["packed_decode"](q, r, spans, 0.1) for r in (rows, shared))
-        assert torch.equal(own.out_BQD, theirs.out_BQD)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_packed_decode_in_half_precision(dtype):
     layer = stored(4, 1, 2, 64, (60, 20), dtype)
@@ -251,7 +236,7 @@ def test_packed_decode_in_half_precision(dtype):
     [
         (lambda r: r._replace(tail_keys_PRD=r.tail_keys_PRD.bfloat16()), "the tail is torch.bfloat16"),
         (lambda r: r._replace(key_codes_NX=r.key_codes_NX.short()), "takes 4 or 2 in torch.uint8"),
-        (lambda r: r._replace(key_step_TMD=r.key_step_TMD[:1]), "does not belong to"),
+        (lambda r: r._replace(key_step_PMD=r.key_step_PMD[:1]), "does not belong to"),
     ],
 )
 def test_what_packed_decode_refuses(change, message):

@@ -55,7 +55,6 @@ def run(
         ("roco", 4, "packed_decode", "compact"),
         ("snapkv(6,3)", 2, "packed_decode", "original"),
         ("ada-snapkv(6,3)", None, "ragged_decode", "clipped(35)"),
-        ("ada-snapkv(6,3)", 4, "packed_decode", "compact"),
         ("score=aqas allocation=adaptive", None, "ragged_decode", "compact"),
     ],
 )

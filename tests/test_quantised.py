@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from few_bits import rotated
@@ -13,7 +15,7 @@ from tiny_models import tiny_model
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.storage.codec import Plain
-from locret_kit.cache.storage.groups import rank_alike, regroup
+from locret_kit.cache.storage.groups import pairs_of, rank_alike, regroup, table_size
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.packing import decode, encode, levels, pack, unpack
 from locret_kit.cache.storage.quantised import GroupedBits
@@ -28,7 +30,7 @@ from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-STORED = [policy for policy in POLICIES if not parse_policy(policy).merge]
+STORED = [name for name in POLICIES if not ((policy := parse_policy(name)).merge or policy.ragged)]
 SOME = settings(max_examples=12)
 BITS = pytest.mark.parametrize("bits", [4, 2])
 
@@ -76,8 +78,8 @@ def test_rows_go_to_the_fewest_of_the_sparsest_groups(seed, size, groups, densit
     entering = int(torch.randint(0, capacity - len(held_rows) + 1, (), generator=draw))
     row_group = torch.tensor(held_rows + [-1] * entering, dtype=torch.int64)
     leaving = row_group < 0
-    rows = (torch.randn(len(row_group), 3, generator=draw), row_group, leaving, torch.zeros_like(row_group))
-    target, made = (x[0, 0] for x in regroup(*(x[None, None] for x in rows), 1, groups, size))
+    rows = (torch.randn(len(row_group), 3, generator=draw), row_group, leaving)
+    target, made = (x[0, 0] for x in regroup(*(x[None, None] for x in rows), groups, size))
 
     taken = {g for g in range(groups) if made[g]}
     counts = [held_rows.count(g) for g in range(groups)]
@@ -94,21 +96,47 @@ def test_rows_go_to_the_fewest_of_the_sparsest_groups(seed, size, groups, densit
 
 
 @SOME
-@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 40))
-def test_rows_are_ranked_along_the_direction_of_their_widest_channel(seed, heads, n):
+@given(st.integers(0, 10**6), st.integers(1, 40))
+def test_rows_are_ranked_along_the_direction_of_their_widest_channel(seed, n):
     draw = torch.Generator().manual_seed(seed)
     keys = torch.randn(2, 2, n, 5, generator=draw, dtype=torch.float64) * torch.tensor([1, 4, 2, 0.5, 1])
-    head = torch.randint(0, heads, (2, 2, n), generator=draw).sort(-1).values
     chosen = torch.rand(2, 2, n, generator=draw) < 0.7
-    rank = rank_alike(keys, chosen, head, heads)
-    for b, t, h in ((b, t, h) for b in range(2) for t in range(2) for h in range(heads)):
-        rows = [i for i in range(n) if chosen[b, t, i] and head[b, t, i] == h]
-        mean = [sum(float(keys[b, t, i, d]) for i in rows) / max(1, len(rows)) for d in range(5)]
-        y = {i: [float(keys[b, t, i, d]) - mean[d] for d in range(5)] for i in rows}
+    rank = rank_alike(keys, chosen)
+    for b, h in product(range(2), range(2)):
+        rows = [i for i in range(n) if chosen[b, h, i]]
+        mean = [sum(float(keys[b, h, i, d]) for i in rows) / max(1, len(rows)) for d in range(5)]
+        y = {i: [float(keys[b, h, i, d]) - mean[d] for d in range(5)] for i in rows}
         widest = max(range(5), key=lambda d: sum(x[d] ** 2 for x in y.values()))
         along = [sum(x[d] * x[widest] for x in y.values()) for d in range(5)]
         wanted = sorted(rows, key=lambda i: sum(a * x for a, x in zip(along, y[i], strict=True)))
-        assert [int(rank[b, t, i]) for i in wanted] == list(range(len(rows)))
+        assert [int(rank[b, h, i]) for i in wanted] == list(range(len(rows)))
+
+
+@SOME
+@given(st.integers(0, 10**6), st.integers(3, 6), st.integers(1, 30), st.floats(0, 1), st.integers(1, 3))
+def test_rows_that_stand_out_are_in_pairs(seed, size, capacity, density, pairs):
+    """By the definition: of the rows that leave or are in a group of at most two, those that are furthest from the mean, by
+    standard deviations."""
+    draw = torch.Generator().manual_seed(seed)
+    full = table_size(capacity, 0.0, size) - pairs_of(capacity)
+    group = [i // size if float(torch.rand((), generator=draw)) < density else -1 for i in range(capacity)]
+    keys, row_group = torch.randn(capacity, 3, generator=draw), torch.tensor(group)
+    rows = (keys, row_group, row_group < 0)
+    target, made = (x[0, 0] for x in regroup(*(x[None, None] for x in rows), full + pairs, size, pairs))
+    after = [int(t) if t >= 0 else g for t, g in zip(target, group, strict=True)]
+    assert all(g >= 0 for g in after) and all(after.count(g) <= size for g in set(after))
+    assert all(bool(made[g]) for g, t in zip(after, target, strict=True) if t >= 0)
+    if -1 not in group:
+        return
+    loose = [i for i, g in enumerate(group) if g < 0 or group.count(g) <= 2]
+    y = keys - keys.mean(0)
+    far = (y.square() / y.square().mean(0).clamp(min=1e-12)).sum(1).tolist()
+    paired = sorted(loose, key=lambda i: -far[i])[: 2 * pairs]
+    moved = [i for i in paired if target[i] >= 0]
+    assert all(
+        after.count(after[i]) <= 2 and all(j in paired for j, g in enumerate(after) if g == after[i]) for i in moved
+    )
+    assert all(i in moved for i in paired if group[i] < 0)
 
 
 # ---- a layer ----------------------------------------------------------------------------------------------------
@@ -331,7 +359,7 @@ def test_every_policy_reads_and_decodes(policy):
         logits = [model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache}).logits for token in range(6)]
     assert all(bool(x.isfinite().all()) for x in logits)
     long = [layer for layer in cache.bounded if layer.rows >= 64]  # a pyramid's last layers are all tail
-    assert long and all(bool((layer.codec.group[layer.layout.by_table()] >= 0).any()) for layer in long)
+    assert long and all(bool((layer.codec.group[layer.layout.every()] >= 0).any()) for layer in long)
     if policy != "full":
         assert all(layer.rows <= budget + 1 for layer, budget in zip(cache.bounded, cache.context.budgets, strict=True))
 

@@ -33,7 +33,7 @@ STORAGES = {
     "plain": ("h2o", {}),
     "ragged": ("ada-locret", {}),
     "4 bits": ("locret", dict(kv_bits=4)),
-    "ragged 4 bits": ("ada-snapkv(6,3)", dict(kv_bits=4)),
+    "2 bits": ("snapkv(6,3)", dict(kv_bits=2)),
 }
 HERE = Path(__file__).parent
 

@@ -199,7 +199,7 @@ def test_a_session_without_memory_for_it_stays_on_disk(tmp_path, monkeypatch, un
         engine._parked._saver.submit(int).result()
         files = {*tmp_path.rglob("*.locret")}
         with monkeypatch.context() as patch:
-            patch.setattr("locret_kit.cache.filling._room", full)
+            patch.setattr("locret_kit.cache.storage.rows.BoundedLayer.planned_bytes", full)
             assert ask(engine, ANNA, next_turn(said, 0)).cached_tokens == 0
         engine._parked._saver.submit(int).result()
         assert files < {*tmp_path.rglob("*.locret")}

@@ -1,7 +1,8 @@
 """Container of saved caches: one ``.safetensors`` file with a JSON record in its header. Nothing of it is ever executed.
 
 Version 1. The record is the metadata ``locret_kit``; ``digest`` in it is the SHA-256 of the record without itself and of all
-tensors in the order of their names. A digest tells damage, not deceit: readers check every field and tensor besides.
+tensors in the order of their names. A digest tells damage, not deceit: readers check the record, dtypes and shapes, and what
+indexes. Other numbers are the file's own.
 
 A field more or less is another version. A later kit reads every version from 1 on; an unknown version is refused.
 """
@@ -79,12 +80,7 @@ def read_record(path: Path) -> Record:
         return _record(path, _header(path, file))
 
 
-def read(path: Path) -> tuple[Record, dict[str, Tensor]]:
-    """Record and tensors. Raises as ``read_with_digest``."""
-    return read_with_digest(path)[:2]
-
-
-def read_with_digest(path: Path) -> tuple[Record, dict[str, Tensor], str]:
+def read(path: Path) -> tuple[Record, dict[str, Tensor], str]:
     """Record and tensors, and their digest, which is right. Tensors take as many bytes as the file.
 
     Raises:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from ..backbones.spec import AttentionLayer
 from ..policies.policy import Policy
-from ..sizes import parse_bytes
 from .context import Context
-from .storage.bits import FLOAT8, check_head_size
+from .storage.bits import FLOAT8
 from .storage.blocks import BlockStore
 from .storage.codec import Codec, Plain
 from .storage.compiled import CompiledBits
 from .storage.float8 import Float8
 from .storage.groups import SPARE
-from .storage.host import HostMemory, RowForm
 from .storage.layouts import EqualRows
 from .storage.quantised import GroupedBits
 from .storage.ragged import RaggedRows
@@ -23,8 +21,7 @@ from .storage.scratch import Scratch
 def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
     """Rows of every layer; those in few bits are read through ``scratch``."""
     policy, s, compiled = ctx.policy, ctx.schedule, ctx.backend.packs(ctx.model.dtype)
-    # One memory for all stores: a bound on it is a bound on the cache.
-    memory, layers = host_memory(ctx), []
+    layers = []
     for layer, budget in zip(ctx.spec.layers, ctx.budgets, strict=True):
         capacity = s.prompt_length or 0 if policy.keeps_everything else budget + s.chunk
         rows = layer_rows(policy, layer, capacity, s.chunk, ctx.settings.kv_bits, scratch, compiled=compiled)
@@ -32,8 +29,7 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
             # Blocks for the whole prompt, where its length is known: the store then never grows.
             room = -(-(s.prompt_length or 0) // policy.recall.size)
             views = policy.recall.count(layer.n_heads // layer.n_kv_heads)
-            size, representatives = policy.recall.size, policy.recall.representatives
-            rows.store = BlockStore(size, representatives, views, room, memory=memory, bits=ctx.settings.store_bits)
+            rows.store = BlockStore(policy.recall.size, policy.recall.representatives, views, room)
         rows.backend, rows.grows = ctx.backend.name, policy.keeps_everything
         layers.append(rows)
     return layers
@@ -70,17 +66,3 @@ def layer_rows(
     layout = RaggedRows if policy.ragged else EqualRows
     merges = policy.merge is not None and policy.merge.remembers
     return BoundedLayer(layout(capacity), codec, None, statistics, recent, merges=merges)
-
-
-def host_memory(ctx: Context) -> HostMemory:
-    """Host memory of all stores of a cache. Raises ValueError where it has no room for a block of each, or their bits do not fit
-    the heads."""
-    s, spec = ctx.settings, ctx.spec
-    limit = None if s.store_memory is None else parse_bytes(s.store_memory, "store_memory")
-    memory = HostMemory(limit, s.store_file, spec.windows.count(None))
-    if ctx.policy.recall is not None and spec.windows.count(None):
-        if s.store_bits is not None:
-            check_head_size(s.store_bits, spec.head_dim, "store_bits")
-        form = RowForm(spec.head_dim, ctx.model.dtype, s.store_bits)
-        memory.most(2 * spec.n_kv_heads * ctx.policy.recall.size * form.nbytes)
-    return memory

@@ -25,7 +25,6 @@ from ..naming import blaming
 from ..policies.grammar import parse_policy, parts_of
 from ..policies.policy import Policy
 from ..policies.registry import parts_named
-from ..settings import StoreSettings
 from ..validation import shown
 from .bounded import BoundedCache
 from .context import Context
@@ -163,7 +162,6 @@ def load_cache(
     policy: str | Policy | None = None,
     *,
     force: bool = False,
-    store: StoreSettings | None = None,
 ) -> BoundedCache:
     """The cache that ``save_cache`` wrote, on the device of ``model``, with the backend chosen anew.
 
@@ -171,15 +169,14 @@ def load_cache(
         heads: those that the cache was made with, where its policy scores with retaining heads.
         policy: the same policy as a value, where the grammar does not know it or it names a folder.
         force: take rows of a narrower dtype than the model's.
-        store: where recall stores here, and how much; what has no room there is left out. Default: in memory, all of it.
 
     Raises:
         OSError: there is no such file, or no memory for the cache. ValueError: the file is damaged, or the first difference to
             what is at hand.
     """
-    record, tensors = read(Path(path))
+    record, tensors, _ = read(Path(path))
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
-    return restore(Saved.of(record, path), own, model, heads, policy, where=str(path), force=force, store=store)
+    return restore(Saved.of(record, path), own, model, heads, policy, where=str(path), force=force)
 
 
 def restore(
@@ -191,18 +188,14 @@ def restore(
     *,
     where: str,
     force: bool = False,
-    store: StoreSettings | None = None,
     origin: Origin | None = None,
 ) -> BoundedCache:
-    """A cache from its record and tensors, every one of which is checked first. Arguments and errors as in ``load_cache``;
+    """A cache from its record and tensors, which are checked first. Arguments and errors as in ``load_cache``;
     ``origin`` where it is known."""
     model = unwrapped(model)
     with blaming(where, ValueError):
         cache = BoundedCache(
-            replace(saved.resolved, **vars(store or StoreSettings())),
-            _policy(saved, policy),
-            heads,
-            prompt_length=saved.prompt_length,
+            saved.resolved, _policy(saved, policy), heads, prompt_length=saved.prompt_length
         )  # nothing is allocated yet
         # The same model under another name or revision is the same: those two are for people.
         known = (origin or Origin.of(model, cache.heads)).of_cache(cache)

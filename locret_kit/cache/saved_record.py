@@ -9,12 +9,10 @@ from typing import Annotated
 import torch
 from annotated_types import Interval
 
-from ..backbones.identity import NAMES
 from ..naming import blaming
-from ..settings import Count, Resolved, StoreSettings
+from ..settings import Count, Resolved
 from ..validation import check, made, shown
 from .file import Record
-from .pins import pins_of
 
 CREATED = "%Y-%m-%dT%H:%M:%SZ"
 MOST_PINS = 1024
@@ -63,18 +61,8 @@ class Saved:
         check(self)
         with blaming("created", ValueError):
             time.strptime(self.created, CREATED)
-        for name in NAMES:
-            if not isinstance(self.model.get(name), str | None):
-                raise ValueError(f"model.{name}={shown(self.model[name])} must be a text or null")
-        if len(self.pins) > MOST_PINS:
-            raise ValueError(f"pins: {len(self.pins)} ranges must be at most {MOST_PINS}")
-        if (
-            any(len(pin) != 2 for pin in self.pins)
-            or [[*pin] for pin in pins_of((a, b) for a, b in self.pins)] != self.pins
-        ):
-            raise ValueError(
-                f"pins={shown(self.pins)} must be pairs of start and end, ascending, apart from each other"
-            )
+        if len(self.pins) > MOST_PINS or any(len(pin) != 2 for pin in self.pins):
+            raise ValueError(f"pins: {len(self.pins)} ranges must be pairs of start and end, at most {MOST_PINS}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={shown(self.dtype)} must be one of: {', '.join(DTYPES)}")
 
@@ -86,6 +74,7 @@ class Saved:
 
     @property
     def resolved(self) -> Resolved:
-        """The run settings; the backend is chosen anew, and where recall stores is said at hand."""
+        """The run settings; the backend is chosen anew."""
+        own = {name: value for name, value in self.settings.items() if name != "store_bits"}
         with blaming("settings", ValueError):
-            return replace(made(Resolved, {**vars(StoreSettings()), **self.settings}, whole=True), backend=None)
+            return replace(made(Resolved, own, whole=True), backend=None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..config.document_options import ASK, AskOptions
 from .command import entry
-from .loading import idle_store, open_document
+from .loading import open_document
 from .terminal import check_question, check_sampling, check_saved, json_line, words_of, write_answer
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ def run(args: AskOptions) -> int:
     check_saved(args.book)
     sampling = check_sampling(args)
     document, chosen = open_document(
-        args.book, args, args.ckpt, args.model, args.adapter, args.policy, force=args.force, store=args.store
+        args.book, args, args.ckpt, args.model, args.adapter, args.policy, force=args.force
     )
     if not args.quiet:
-        for line in (*chosen.warnings, *repeated(document), idle_store(args.store, chosen.policy)):
+        for line in (*chosen.warnings, *repeated(document)):
             if line:
                 print(line, file=sys.stderr)
     document.prepare()

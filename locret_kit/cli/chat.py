@@ -238,9 +238,7 @@ def run(args: ChatOptions) -> int:
     screen, document = Screen(args.history_file), None
     screen.greet("loading the model ...")
     if saved:
-        document, chosen = open_document(
-            str(file), args, args.ckpt, args.model, args.adapter, args.policy, store=args.store
-        )
+        document, chosen = open_document(str(file), args, args.ckpt, args.model, args.adapter, args.policy)
         model, tokenizer = document.model, document.tokenizer
     else:
         chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)

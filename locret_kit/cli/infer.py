@@ -21,7 +21,6 @@ from .loading import (
     check_run,
     choose,
     idle_stabilizers,
-    idle_store,
     not_shown,
     prompt_ids,
     with_text_budget,
@@ -115,7 +114,7 @@ def of_text(
     run = with_text_budget(run, chosen, model, len(longest), say)
     for line in before_reading(run, chosen, longest, model) if not args.quiet else ():
         print(line, file=sys.stderr, flush=True)
-    warnings = [*chosen.warnings, idle_stabilizers(args, chosen.policy), idle_store(args.run, chosen.policy)]
+    warnings = [*chosen.warnings, idle_stabilizers(args, chosen.policy)]
     shown = None if args.quiet else progress
 
     def alone(question: str | None, ids: array[int]) -> Answer:

@@ -20,7 +20,7 @@ from ..runtime.tokens import answer_text, stream_ids
 from ..text.template import has_template, render_messages
 from ..validation import made
 from .batch_files import BatchFiles, open_answers
-from .loading import check_run, choose, idle_stabilizers, idle_store, prompt_ids
+from .loading import check_run, choose, idle_stabilizers, prompt_ids
 from .terminal import check_question
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def answer(args: InferOptions, batch: BatchFiles) -> int:
         return 0
     model, tokenizer = chosen.load(args)
     warn = cache(partial(tqdm.write, file=sys.stderr))  # each once
-    for line in (*chosen.warnings, idle_stabilizers(args, chosen.policy), idle_store(args.run, chosen.policy)):
+    for line in (*chosen.warnings, idle_stabilizers(args, chosen.policy)):
         if line:
             warn(line)
     errors: list[Name] = []

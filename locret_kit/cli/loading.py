@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from ..config.machine import Dtype, Machine
 from ..config.schema import refuse
-from ..settings import RunSettings, StoreSettings, read_protect
+from ..settings import RunSettings, read_protect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -155,13 +155,9 @@ def prompt_ids(
 
 
 def check_run(options: RunSettings, heads: HeadsConfig | None) -> None:
-    """Raise ValueError, or OSError for a file that cannot be made, for run settings that are out of bounds or could not act,
-    before anything big is loaded."""
+    """Raise ValueError for run settings that are out of bounds or could not act, before anything big is loaded."""
     from ..cache.geometry.schedule import Schedule
-    from ..cache.storage.host import check_new
 
-    if options.store_file is not None:
-        check_new(options.store_file)
     if options.one_shot:
         why = "with --one-shot, which evicts once, after the whole prompt"
         refuse(options, ("chunk", "stabilizers", "local_len"), why)
@@ -208,13 +204,6 @@ def idle_stabilizers(options: RunSettings, policy: Policy) -> str | None:
     return None if protects or options.stabilizers is None else f"warning: policy={policy.name} protects no stabilizers"
 
 
-def idle_store(options: StoreSettings, policy: Policy) -> str | None:
-    """A warning where something is said of the store, and the policy has none."""
-    given = [name for name, value in vars(options).items() if name.startswith("store_") and value is not None]
-    stores = policy.recall is not None
-    return None if stores or not given else f"warning: {given[0]} says nothing: policy={policy.name} stores nothing"
-
-
 def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
     """A warning where a chat template's text is to be protected, and the prompt shows none."""
     asked = read_protect(protect) - {"first"}
@@ -253,7 +242,6 @@ def open_document(
     policy: str | None = None,
     *,
     force: bool = False,
-    store: StoreSettings | None = None,
 ) -> tuple[Document, Chosen]:
     """The document in a file, with backbone and heads by the names that the file has for them unless others are given, in
     the file's precision unless ``machine`` says otherwise.
@@ -282,5 +270,5 @@ def open_document(
             f"{error}. {path} was read with {theirs}: --model and --ckpt say where they are"
         ) from error
     needed = chosen.heads if saved.heads else None
-    document = Document.load(path, loaded, tokenizer, needed, policy, force=force, store=store)
+    document = Document.load(path, loaded, tokenizer, needed, policy, force=force)
     return document, replace(chosen, policy=document.cache.policy)

@@ -20,7 +20,6 @@ from .loading import (
     choose,
     counted_text,
     idle_stabilizers,
-    idle_store,
     not_shown,
     open_document,
 )
@@ -82,8 +81,8 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     )  # fmt: skip
     seconds = time.perf_counter() - began
     unseen = not_shown(args.protect, document.protected(document.prompt("?")))
-    idle = idle_stabilizers(args, chosen.policy), idle_store(args.run, chosen.policy)
-    for line in (*chosen.warnings, *idle, unseen, beyond_window(model, document.cache)):
+    idle = idle_stabilizers(args, chosen.policy)
+    for line in (*chosen.warnings, idle, unseen, beyond_window(model, document.cache)):
         if line:
             print(line, file=sys.stderr)
     return document, chosen.names, document.cache.get_seq_length(), seconds
@@ -91,7 +90,7 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
 
 def append(args: ReadOptions, text: Iterable[str]) -> Done:
     """The document in the file, with the text at its end."""
-    document, chosen = open_document(args.out, args, args.ckpt, args.model, args.adapter, store=args.store)
+    document, chosen = open_document(args.out, args, args.ckpt, args.model, args.adapter)
     before, began = document.cache.get_seq_length(), time.perf_counter()
     document.append(text, None if args.quiet else progress("read"))
     return document, chosen.names, document.cache.get_seq_length() - before, time.perf_counter() - began

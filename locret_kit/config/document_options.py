@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from ..settings import Count, RunSettings, StoreSettings
+from ..settings import Count, RunSettings
 from .infer_options import Generation
 from .machine import Backbone, Machine
 from .schema import Command, Repeatable
@@ -116,7 +116,7 @@ class Questions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskOptions(Questions, Names, Generation, StoreSettings, Machine):
+class AskOptions(Questions, Names, Generation, Machine):
     """Options of ``locret-ask``."""
 
 

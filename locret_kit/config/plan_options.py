@@ -25,7 +25,7 @@ What a run needs, before it is run: no GPU, no weights, no Hub.
 class PlanOptions(RunSettings, Plugin):
     """The plan."""
 
-    HIDDEN: ClassVar[tuple[str, ...]] = ("positions", "protect", "store_file", "decode_every", "seed", "backend")
+    HIDDEN: ClassVar[tuple[str, ...]] = ("positions", "protect", "decode_every", "seed", "backend")
 
     model: str
     """A recipe, a folder with config.json, a Hub id, or a GGUF file. A recipe's settings stand in for those that are not

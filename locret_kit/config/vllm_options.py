@@ -26,9 +26,7 @@ Serve with vLLM, whose requests then have a fixed key/value budget each: `vllm s
 class VllmOptions(RunSettings, Plugin):
     """The server. Other words go to vLLM."""
 
-    HIDDEN: ClassVar[tuple[str, ...]] = (
-        "kv_bits", "store_bits", "store_memory", "store_file", "one_shot", "seed",
-    )  # fmt: skip
+    HIDDEN: ClassVar[tuple[str, ...]] = ("kv_bits", "one_shot", "seed")
 
     ckpt: str | None = None
     """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: with --model none, else the demo's."""

@@ -19,13 +19,13 @@ import torch
 from ..backbones.identity import tokenizer_identity
 from ..backbones.intercept import attached
 from ..cache.bounded import BoundedCache
-from ..cache.file import check_there, read_with_digest
+from ..cache.file import check_there, read
 from ..cache.fork import CannotFork
 from ..cache.saved import save_cache
 from ..cache.terms import Terms
 from ..heads import RetainingHeads, loaded
 from ..runtime.session import Answer, Sampling, prefill, ready
-from ..settings import RunSettings, StoreSettings
+from ..settings import RunSettings
 from ..text.spans import Span
 from ..text.template import protected_spans
 from .conversation import Chat
@@ -314,7 +314,6 @@ class Document:
         policy: str | Policy | None = None,
         *,
         force: bool = False,
-        store: StoreSettings | None = None,
     ) -> Document:
         """The document in a file.
 
@@ -325,8 +324,8 @@ class Document:
             OSError: there is no such file. ValueError: it is damaged or holds no document, or the first difference to what
                 is at hand.
         """
-        record, tensors, digest = read_with_digest(Path(path))
-        text, cache, about = restored(record, tensors, path, model, tokenizer, heads, policy, force=force, store=store)
+        record, tensors, digest = read(Path(path))
+        text, cache, about = restored(record, tensors, path, model, tokenizer, heads, policy, force=force)
         document = cls(model, text, cache, title=about.title, share=about.share)
         document._file = Path(path).resolve(), digest
         return document

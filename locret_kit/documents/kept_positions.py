@@ -81,7 +81,7 @@ def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:
     Raises:
         OSError: there is no such file. ValueError: it is damaged, is of another tokenizer, or holds no text.
     """
-    record, tensors = read(Path(path))
+    record, tensors, _ = read(Path(path))
     saved, about = stated(record, path)
     with blaming(str(path), ValueError):
         if not about.text:

@@ -17,7 +17,7 @@ from ..cache.file import Record, read_record
 from ..cache.saved import restore
 from ..cache.saved_record import Saved
 from ..naming import blaming
-from ..settings import Count, Share, StoreSettings
+from ..settings import Count, Share
 from ..validation import check, made, shown
 from .document_text import DocumentText, open_stream
 
@@ -93,13 +93,13 @@ def stated(record: Record, path: str | Path) -> tuple[Saved, TextRecord]:
 def restored(
     record: Record, tensors: dict[str, torch.Tensor], path: str | Path, model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase, heads: RetainingHeads | str | Path | None, policy: str | Policy | None, *,
-    force: bool = False, store: StoreSettings | None = None,
+    force: bool = False,
 ) -> tuple[DocumentText, BoundedCache, TextRecord]:  # fmt: skip
     """Text and cache of a file that was read, and what it says of the text. Arguments and errors as of ``Document.load``."""
     saved, about = stated(record, path)
     with blaming(str(path), ValueError):
         text = stored_text(about, tensors.pop(IDS, None), tokenizer)
-    cache = restore(saved, tensors, model, heads, policy, where=str(path), force=force, store=store)
+    cache = restore(saved, tensors, model, heads, policy, where=str(path), force=force)
     seen = cache.get_seq_length()
     text.unknown = 0 if about.text else seen
     with blaming(str(path), ValueError):

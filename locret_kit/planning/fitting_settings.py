@@ -102,7 +102,11 @@ def listed(backbone: BackboneSizes, settings: list[Setting]) -> str:
 def fewer_bits(setting: Setting) -> list[Setting]:
     """The same lengths in half precision, then with keys and values in 4 and in 2 bits."""
     half = replace(setting, dtype="bfloat16") if setting.dtype == "float32" else setting
-    packed = [b for b in BITS if setting.policy.merge is None and b < (setting.run.kv_bits or 16)]
+    packed = [
+        b
+        for b in BITS
+        if setting.policy.merge is None and not setting.policy.ragged and b < (setting.run.kv_bits or 16)
+    ]
     return [half] * (half is not setting) + [half.with_run(kv_bits=b) for b in packed]
 
 

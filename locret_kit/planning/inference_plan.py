@@ -175,7 +175,7 @@ def store_bytes(spec: BackboneSpec, setting: Setting) -> int:
     """Bytes in the host's memory of what was evicted and may come back."""
     if setting.recall is None:
         return 0
-    return recall_memory.host_bytes(spec, setting.recall, setting.context, setting.dtype, setting.run)
+    return recall_memory.host_bytes(spec, setting.recall, setting.context, ITEM_BYTES[setting.dtype])
 
 
 def full_cache_bytes(spec: BackboneSpec, context: int, dtype: str = "bfloat16") -> int:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..backbones.spec import BackboneSpec
 from ..cache.stages.bring_back import TILE
-from ..cache.storage.host import HostMemory, RowForm
 from ..policies.base import Recall
-from ..settings import RunSettings
-from ..sizes import parse_bytes
 
 
 def stored_blocks(recall: Recall, context: int) -> int:
@@ -17,18 +12,10 @@ def stored_blocks(recall: Recall, context: int) -> int:
     return -(-context // recall.size)
 
 
-def host_bytes(spec: BackboneSpec, recall: Recall, context: int, dtype: str, run: RunSettings) -> int:
-    """Bytes of the store of all layers without a window: room for every token of the text, as far as ``store_memory`` goes.
-
-    Raises:
-        ValueError: it has no room for a block of each.
-    """
-    layers = spec.windows.count(None)
-    a_block = spec.n_kv_heads * recall.size * 2 * RowForm(spec.head_dim, getattr(torch, dtype), run.store_bits).nbytes
-    limit = None if run.store_memory is None else parse_bytes(run.store_memory, "store_memory")
-    max_blocks = HostMemory(limit, layers=layers).most(a_block) if layers else None
-    blocks = stored_blocks(recall, context)
-    return layers * a_block * (blocks if max_blocks is None else min(blocks, max_blocks))
+def host_bytes(spec: BackboneSpec, recall: Recall, context: int, item: int) -> int:
+    """Bytes of the store of all layers without a window: room for every token of the text."""
+    a_block = spec.n_kv_heads * recall.size * 2 * spec.head_dim * item
+    return spec.windows.count(None) * a_block * stored_blocks(recall, context)
 
 
 def device_bytes(spec: BackboneSpec, recall: Recall, context: int, item: int) -> int:

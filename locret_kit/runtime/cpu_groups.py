@@ -20,15 +20,14 @@ from ..cache.storage.quantised import GroupedBits
 def point_at(at: np.ndarray, packed: PackedRows, codec: GroupedBits) -> None:
     """Write the addresses of rows in few bits into an element of ``PACKED``."""
     quantiser.load()  # compiled before a group is full
-    tables, groups, _ = packed.key_step_TMD.shape
     PACKED.point(
         at, codec.dtype, key_codes=packed.key_codes_NX, value_codes=packed.value_codes_NX, group=packed.group_N,
-        key_step=packed.key_step_TMD, key_zero=packed.key_zero_TMD, value_step=packed.value_step_NC,
+        key_step=packed.key_step_PMD, key_zero=packed.key_zero_PMD, value_step=packed.value_step_NC,
         value_zero=packed.value_zero_NC, tail_keys=packed.tail_keys_PRD, tail_values=packed.tail_values_PRD,
     )  # fmt: skip
-    at["bits"], at["group_bytes"], at["groups"] = packed.bits, packed.group_N.itemsize, groups
-    at["sharing"], at["value_groups"] = codec.layout.H // tables, packed.value_step_NC.shape[1]
-    at["tail_room"], at["tail"] = packed.tail_keys_PRD.shape[1], codec.tail
+    at["bits"], at["group_bytes"], at["groups"] = packed.bits, packed.group_N.itemsize, packed.key_step_PMD.shape[1]
+    at["value_groups"], at["tail_room"] = packed.value_step_NC.shape[1], packed.tail_keys_PRD.shape[1]
+    at["tail"] = codec.tail
 
 
 class FullTail(NamedTuple):

@@ -158,14 +158,12 @@ class Engine:
 
     def load_document(self, path: Path) -> Document:
         """The document in a file. Raises OSError, ValueError as ``Document.load`` and ``SessionSpec.check``."""
-        record, tensors = read(path)
+        record, tensors, _ = read(path)
         saved, _ = stated(record, path)
         with blaming(str(path), ValueError):
             self.spec.check(saved)
         policy = next((policy for policy in self.spec.policies if policy.name == saved.policy), None)
-        text, cache, about = restored(
-            record, tensors, path, self.model, self.tokenizer, self.heads, policy, store=self.settings.store
-        )
+        text, cache, about = restored(record, tensors, path, self.model, self.tokenizer, self.heads, policy)
         return Document(self.model, text, cache, title=about.title, share=about.share)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:

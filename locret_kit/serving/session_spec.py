@@ -59,9 +59,8 @@ class SessionSpec:
         for name in ("budget", "chunk"):
             if getattr(theirs, name) > mine[name]:
                 raise ValueError(f"{name}={getattr(theirs, name)} must be at most {mine[name]}, that of a session")
-        for name in ("kv_bits", "store_bits"):
-            if getattr(theirs, name) != mine[name]:
-                raise ValueError(f"{name}={getattr(theirs, name)} must be {mine[name]}, that of a session")
+        if theirs.kv_bits != mine["kv_bits"]:
+            raise ValueError(f"kv_bits={theirs.kv_bits} must be {mine['kv_bits']}, that of a session")
         if session:
             chosen = {name for name, value in mine.items() if value is not None or name not in ("backend", "positions")}
             stated = theirs.portable

@@ -269,14 +269,14 @@ class Store:
         now, which stays."""
         path = self.folder / key.owner / f"{key.name}{SUFFIX}"
         try:
-            record, tensors = read(path)
+            record, tensors, _ = read(path)
             saved = Saved.of(record, path)
             if PrefixKey.from_record(key.name, key.owner, saved.document or {}) != key:
                 return None  # it went on since the key was looked up
             own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
             policy = spec.policies[0] if saved.policy == spec.policies[0].name else None
             cache = restore(
-                saved, own, spec.model, spec.heads, policy, where=str(path), store=spec.settings.store, origin=self._origin
+                saved, own, spec.model, spec.heads, policy, where=str(path), origin=self._origin
             )  # fmt: skip
             if cache.get_seq_length() != key.tokens:
                 raise ValueError(f"{path}: its cache has read {cache.get_seq_length()} tokens, not {key.tokens}")

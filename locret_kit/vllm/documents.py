@@ -107,7 +107,7 @@ class DocumentReader:
         Raises:
             OSError: there is no such file. ValueError: it is damaged, of another model, or was saved without its text.
         """
-        record, tensors = read(Path(path))
+        record, tensors, _ = read(Path(path))
         own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
         saved = Saved.of(record, path)
         heads = self.server.heads if saved.heads else None

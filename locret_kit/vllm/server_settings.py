@@ -21,9 +21,6 @@ LOG = logging.getLogger("locret_kit")
 LEFT_OUT = {
     "one_shot": "the prompt would be one chunk, whose size no page bounds",
     "kv_bits": "pages hold keys and values in the model's type",
-    "store_bits": "nothing is stored outside of the page",
-    "store_memory": "nothing is stored outside of the page",
-    "store_file": "nothing is stored outside of the page",
 }
 """Settings of a run that a page does not have, and why."""
 

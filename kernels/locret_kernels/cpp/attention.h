@@ -76,7 +76,7 @@ template <class W, class A> struct Attention {
     i64 G = m.query_heads / m.heads;
     i64 start = rows.starts[h], length = rows.lengths[h] + 1, first = 0; // ranks [first, length) are seen
     i64 tail = rows.packed ? std::min(length, rows.packed->tail + 1) : 0;
-    i64 table_of_keys = rows.packed ? h / rows.packed->sharing * rows.packed->groups : 0; // its first group
+    i64 table_of_keys = rows.packed ? h * rows.packed->groups : 0; // its first group
     i64 some = rows.packed ? channels() / rows.packed->value_groups : 0;                  // channels that share a value's level
 
     Attention(const Decoder &m, const Rows &rows, i64 h, const A *query, const A *key, const A *value, double scaling)

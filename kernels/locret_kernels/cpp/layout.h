@@ -44,7 +44,7 @@ struct Packed {
     void *group; // int16 or int32
     const f16 *key_step, *key_zero, *value_step, *value_zero;
     Weights *tail_keys, *tail_values;
-    i64 bits, group_bytes, groups, sharing, value_groups, tail_room, tail;
+    i64 bits, group_bytes, groups, value_groups, tail_room, tail;
 };
 struct Rows {
     Weights *keys, *values;

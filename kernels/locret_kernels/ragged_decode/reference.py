@@ -61,10 +61,10 @@ class PackedRows(NamedTuple):
     """uint8 ``[N, D * bits / 8]``, as the values'."""
     value_codes_NX: Tensor
     group_N: Tensor
-    """Integer: a row's key group, as an index into its table. Anything for rows of a tail."""
-    key_step_TMD: Tensor
-    """float16, for the ``M`` groups of each table, as the zero point; ``P / T`` consecutive heads share a table."""
-    key_zero_TMD: Tensor
+    """Integer: a row's key group, as an index into its head's. Anything for rows of a tail."""
+    key_step_PMD: Tensor
+    """float16, for the ``M`` groups of each head, as the zero point."""
+    key_zero_PMD: Tensor
     value_step_NC: Tensor
     """float16 ``[N, groups of channels]``, as the zero point."""
     value_zero_NC: Tensor
@@ -77,7 +77,7 @@ class PackedRows(NamedTuple):
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        return 8 * self.key_codes_NX.shape[1] // self.key_step_TMD.shape[2]
+        return 8 * self.key_codes_NX.shape[1] // self.key_step_PMD.shape[2]
 
 
 class Decoded(NamedTuple):
@@ -123,14 +123,13 @@ def packed_decode(
     """``ragged_decode`` over rows in few bits."""
     channels = q_BQD.shape[2] // rows.value_step_NC.shape[1]
     first_of_tail_P = (spans.lengths_BH - rows.tail_BH).flatten()
-    sharing = spans.lengths_BH.numel() // len(rows.key_step_TMD)
     rotation = hadamard(q_BQD.shape[2], q_BQD.device)
 
     def read(p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
         rank_S = torch.arange(len(row_S), device=row_S.device)
         packed_S1 = (there_S & (rank_S < first_of_tail_P[p]))[:, None]
         group_S = rows.group_N[row_S].long().where(packed_S1[:, 0], 0)
-        step, zero = (x[p // sharing, group_S].float() for x in (rows.key_step_TMD, rows.key_zero_TMD))  # [S, D]
+        step, zero = (x[p, group_S].float() for x in (rows.key_step_PMD, rows.key_zero_PMD))  # [S, D]
         k = zero + _codes(rows.key_codes_NX[row_S], rows.bits) * step
         levels = (x[row_S].float() for x in (rows.value_step_NC, rows.value_zero_NC))  # [S, C]
         step, zero = (x.repeat_interleave(channels, -1) for x in levels)  # [S, D]

@@ -211,7 +211,7 @@ def _values(codes, step, zero, tail, rows, first_of_tail, packed, newest, FIRST:
 @triton.jit
 def _packed_decode(
     q, key_codes, value_codes, groups, key_step, key_zero, value_step, value_zero, tail_keys, tail_values, tails,
-    starts, lengths, cos, sin, place, logits, out, norm, scale, stride_qb, stride_qh, H, sharing, M, R, S, per_split,
+    starts, lengths, cos, sin, place, logits, out, norm, scale, stride_qb, stride_qh, H, M, R, S, per_split,
     G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_S: tl.constexpr,
     BITS: tl.constexpr, GROUPS: tl.constexpr, ROTATE: tl.constexpr, PLACED: tl.constexpr,
     RECEIVED: tl.constexpr,
@@ -235,8 +235,8 @@ def _packed_decode(
     groups += start
     place += start
     logits += (head.to(tl.int64) * G + members)[:, None] * S  # [BG, 1] of [B * Q, S]
-    key_step += (head // sharing).to(tl.int64) * M * D
-    key_zero += (head // sharing).to(tl.int64) * M * D
+    key_step += head.to(tl.int64) * M * D
+    key_zero += head.to(tl.int64) * M * D
     tail_keys += head.to(tl.int64) * R * D
     tail_values += head.to(tl.int64) * R * D
     zero = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
@@ -309,9 +309,9 @@ def packed_decode(
     """See ``reference.packed_decode``."""
     check(q=q_BQD, longest=spans.longest, **rows._asdict())
     (B, Q, D), H = q_BQD.shape, spans.starts_BH.shape[1]
-    (T, M, _), (P, R, _) = rows.key_step_TMD.shape, rows.tail_keys_PRD.shape
-    alike = rows.key_zero_TMD.shape == (T, M, D) and rows.key_codes_NX.shape == rows.value_codes_NX.shape
-    if Q % H or B * H != P or P % T or not alike:
+    (P, M, _), R = rows.key_step_PMD.shape, rows.tail_keys_PRD.shape[1]
+    alike = rows.key_zero_PMD.shape == (P, M, D) and rows.key_codes_NX.shape == rows.value_codes_NX.shape
+    if Q % H or not B * H == P == len(rows.tail_keys_PRD) or not alike:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in rows._asdict().items())
         raise ValueError(f"q {tuple(q_BQD.shape)} of {H} key/value heads does not belong to {shapes}")
     if rows.bits not in (4, 2) or rows.key_codes_NX.dtype != torch.uint8:
@@ -321,7 +321,7 @@ def packed_decode(
     rotation = hadamard(D, q_BQD.device)
     rows = rows._replace(tail_values_PRD=(rows.tail_values_PRD.float() @ rotation).to(q_BQD.dtype))
     made = _launch(
-        _packed_decode, q_BQD, [x.contiguous() for x in rows], (P // T, M, R), spans, scaling, turn, received,
+        _packed_decode, q_BQD, [x.contiguous() for x in rows], (M, R), spans, scaling, turn, received,
         torch.float32, 32 if D < 256 else 16, num_warps=4 if turn is None else 8, BITS=rows.bits,
         GROUPS=rows.value_step_NC.shape[1],
     )  # fmt: skip

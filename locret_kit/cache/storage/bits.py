@@ -25,13 +25,14 @@ def check_storage(kv_bits: int | None, policy: Policy) -> None:
         raise ValueError(
             f"kv_bits={kv_bits} stores a slot once; policy={policy.name!r} merges evicted slots into it: leave one out"
         )
-    if kv_bits == FLOAT8 and policy.ragged:
+    if kv_bits is not None and policy.ragged:
         raise ValueError(
-            f"kv_bits=8 is for heads of one length; those of policy={policy.name!r} differ: take 4 or 2 bits"
+            f"kv_bits={kv_bits} is for heads of one length; those of policy={policy.name!r} differ: take one whose heads are "
+            "equal, such as locret, snapkv or h2o"
         )
 
 
-def check_head_size(bits: int, size: int, name: str = "kv_bits") -> None:
-    """Raise ValueError where the codes of a head's numbers do not fill whole bytes; ``name`` is the setting."""
+def check_head_size(bits: int, size: int) -> None:
+    """Raise ValueError where the codes of a head's numbers do not fill whole bytes."""
     if size * bits % 8:
-        raise ValueError(f"{name}={bits} needs a head size that is a multiple of {8 // bits}, not {size}")
+        raise ValueError(f"kv_bits={bits} needs a head size that is a multiple of {8 // bits}, not {size}")

@@ -7,15 +7,12 @@ evicted; the others are among the layer's rows still. Every head fills its block
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .host import HostMemory, RowForm
 from .layouts import Shapes
-from .segments import NOWHERE, Segments
 
 STORE = "store."
 """Prefix of the names under which a store is exported."""
@@ -45,7 +42,6 @@ class BlockStore:
     Args:
         representatives: of a block, per view (see ``policies.base.Recall.views``). views: their number.
         room: blocks to make room for at first; more of them double it.
-        memory: where rows lie, and how many bytes they may take. bits: of a stored number; None stores them as they are.
     """
 
     held: Tensor
@@ -54,21 +50,12 @@ class BlockStore:
     """``[B, H, room, R, D]`` on the device: keys of the representatives."""
     worth: Tensor
     """``[B, H, room, R]`` float32 on the device: what they were worth; -inf where there is none."""
-    rows: Segments
-    """Keys and values, in the host's memory."""
+    keys: Tensor
+    """``[B, H, room, size, D]`` in the host's memory, and so are the values."""
+    values: Tensor
 
-    def __init__(
-        self,
-        size: int,
-        representatives: int,
-        views: int = 1,
-        room: int = 0,
-        *,
-        memory: HostMemory | None = None,
-        bits: int | None = None,
-    ) -> None:
+    def __init__(self, size: int, representatives: int, views: int = 1, room: int = 0) -> None:
         self.size, self.representatives, self.views, self.room = size, representatives, views, room
-        self.memory, self.bits = memory or HostMemory(), bits
         self.blocks = 0
         """Blocks up to the newest that holds a slot."""
         self.last: tuple[Tensor, Recalled] | None = None
@@ -83,9 +70,6 @@ class BlockStore:
             slots: keys and values ``[B, H, S, D]`` and positions ``[B, H, S]`` of a layer's slots.
             gone_BHS: bool, those that are evicted.
             views: worth ``[B, H, S]`` of the slots as representatives.
-
-        Raises:
-            ValueError: the memory has no room for a single block. OSError: its file cannot be made, or does not fit.
         """
         keys_BHSD, values_BHSD, positions_BHS = slots
         # The host waits here for how many slots go, once a layer and eviction.
@@ -96,27 +80,14 @@ class BlockStore:
         newest = int(at_M.max()) // self.size + 1
         self._make_room(keys_BHSD, values_BHSD, newest)
         self.blocks, self.last = max(self.blocks, newest), None
-        of_M = (at_M // self.size).cpu()
-        self._drop(self.rows.open(of_M.unique()))
-        if self.rows.most is not None:  # some blocks of this very eviction may have found no place
-            stays_M = self.rows.place[of_M] != NOWHERE
-            of_M, on_device = of_M[stays_M], stays_M.to(at_M.device)
-            b_M, h_M, s_M, at_M = (x[on_device] for x in (b_M, h_M, s_M, at_M))
-        head_M, in_M = b_M * keys_BHSD.shape[1] + h_M, at_M % self.size
-        block_M, keys_MD = head_M * self.room + at_M // self.size, keys_BHSD[b_M, h_M, s_M]
+        block_M, keys_MD = (b_M * keys_BHSD.shape[1] + h_M) * self.room + at_M // self.size, keys_BHSD[b_M, h_M, s_M]
+        row_M = block_M * self.size + at_M % self.size
         # A tensor, no number: a scalar through an index would be copied to the device.
-        self.held.view(-1)[block_M * self.size + in_M] = self.held.new_ones(())
-        made = zip(self.rows.forms, (keys_MD, values_BHSD[b_M, h_M, s_M]), strict=True)
-        self.rows.write(head_M.cpu(), of_M, in_M.cpu(), [form.encode(x_MD).cpu() for form, x_MD in made])
+        self.held.view(-1)[row_M] = self.held.new_ones(())
+        for rows, new_MD in ((self.keys, keys_MD), (self.values, values_BHSD[b_M, h_M, s_M])):
+            rows.flatten(0, 3)[row_M.cpu()] = new_MD.cpu()
         for number, worth_BHS in enumerate(views):
             self._represent(number, block_M, keys_MD, worth_BHS[b_M, h_M, s_M].float())
-
-    def _drop(self, blocks: Tensor) -> None:
-        """Forget what is known of blocks that lie nowhere any more."""
-        if len(blocks):
-            on_device = blocks.to(self.held.device)
-            self.held[:, :, on_device] = self.held.new_zeros(())
-            self.worth[:, :, on_device] = self.worth.new_full((), float("-inf"))
 
     def _represent(self, view: int, block_M: Tensor, keys_MD: Tensor, worth_M: Tensor) -> None:
         """Let new slots compete with the representatives that their blocks have; of equals the older one stays."""
@@ -144,14 +115,12 @@ class BlockStore:
 
     def _make_room(self, k_BHSD: Tensor, v_BHSD: Tensor, blocks: int) -> None:
         """Make room for so many blocks."""
-        made = hasattr(self, "rows")
+        made = hasattr(self, "held")
         if made and blocks <= self.room:
             return
         B, H, _, D = k_BHSD.shape
+        # Room at least doubles, so a text is copied a constant number of times.
         R, room = self.views * self.representatives, max(blocks, 2 * self.room if made else self.room)
-        if not made:
-            forms = RowForm(D, k_BHSD.dtype, self.bits), RowForm(v_BHSD.shape[-1], v_BHSD.dtype, self.bits)
-            self.rows = Segments(self.memory, (B, H), self.size, forms, room)
         device = k_BHSD.device
         with torch.inference_mode(False):  # so that a prefill in inference mode may be gone on with outside of it
             new = {
@@ -159,8 +128,8 @@ class BlockStore:
                 "index": torch.zeros(B, H, room, R, D, dtype=k_BHSD.dtype, device=device),
                 "worth": torch.full((B, H, room, R), float("-inf"), dtype=torch.float32, device=device),
             }
-            self.rows.grow(room)
-        # Room at least doubles, so the index of a text is copied a constant number of times.
+            for name, like in zip(ON_HOST, (k_BHSD, v_BHSD), strict=True):
+                new[name] = torch.empty(B, H, room, self.size, like.shape[-1], dtype=like.dtype, device="cpu")
         for name, buffer in new.items():
             if made:
                 buffer[:, :, : self.room] = getattr(self, name)
@@ -182,10 +151,10 @@ class BlockStore:
         device = chosen_BHK.device
         head_BHK = torch.arange(B * H, device=device).view(B, H, 1).expand(B, H, K)
         block_X = (head_BHK * self.room + chosen_BHK).flatten()
-        on_host = chosen_BHK.flatten().cpu()
-        self.rows.touch(on_host)
-        found = zip(self.rows.forms, self.rows.read(head_BHK.flatten().cpu(), on_host), strict=True)
-        keys, values = (form.decode(x.to(device)).view(B, H, K * self.size, -1) for form, x in found)
+        on_host = block_X.cpu()
+        keys, values = (
+            x.flatten(0, 2)[on_host].to(device).view(B, H, K * self.size, -1) for x in (self.keys, self.values)
+        )
         row_S = torch.arange(self.size, device=device)
         positions = (chosen_BHK[..., None] * self.size + row_S).flatten(2)
         valid = self.held.flatten(0, 2)[block_X].view(B, H, -1)
@@ -202,8 +171,8 @@ class BlockStore:
         if not self.blocks:
             return {}
         found = {name: getattr(self, name)[:, :, : self.blocks] for name in ("held", "index", "worth")}
-        head_M, block_M, row_M = found["held"].cpu().flatten(0, 1).nonzero(as_tuple=True)
-        found |= dict(zip(ON_HOST, self.rows.pick(head_M, block_M, row_M), strict=True))
+        there = found["held"].cpu()
+        found |= {name: getattr(self, name)[:, :, : self.blocks][there] for name in ON_HOST}
         return {STORE + name: tensor for name, tensor in found.items()}
 
     def layout(self, tensors: Mapping[str, Tensor], like: Tensor, seen: int) -> Shapes:
@@ -219,87 +188,51 @@ class BlockStore:
         if held is None:
             return {}
         (B, H, _, D), N, name = like.shape, -(-seen // self.size), f"{STORE}held"
-        if held.dtype != torch.bool or held.dim() != 4 or (*held.shape[:2], held.shape[3]) != (B, H, self.size):
+        blocks = held.shape[2] if held.dim() == 4 else 0
+        whole = held.dtype == torch.bool and held.shape == (B, H, blocks, self.size) and 0 < blocks <= N
+        if not whole or held.flatten(2)[..., seen:].any():
+            there = f"{held.dtype} {tuple(held.shape)}"
             raise ValueError(
-                f"{name}: {held.dtype} {tuple(held.shape)} in the file, must be bool {(B, H, N, self.size)}"
+                f"{name}: {there} in the file, must be bool {(B, H, N, self.size)} of {seen} tokens at most"
             )
-        if not 0 < held.shape[2] <= N or held.flatten(2)[..., seen:].any():
-            raise ValueError(f"{name}: {held.shape[2]} blocks of {seen} tokens must be from 1 to {N}")
         rows, found = int(held.sum()), (B, H, held.shape[2], self.views * self.representatives)
         made: Shapes = {name: (held.dtype, tuple(held.shape)), f"{STORE}worth": (torch.float32, found)}
         made[f"{STORE}index"] = like.dtype, (*found, D)
-        form = RowForm(D, like.dtype, self.bits)
-        return made | {STORE + name: (form.stored, (rows, form.width)) for name in ON_HOST}
-
-    def check(self, tensors: Mapping[str, Tensor], like: Tensor) -> None:
-        """Raise ValueError where a stored number, of tensors as ``layout`` says, is not finite."""
-        form = RowForm(like.shape[-1], like.dtype, self.bits)
-        for name in (STORE + name for name in ON_HOST):
-            if name in tensors and not form.decode(tensors[name]).isfinite().all():
-                raise ValueError(f"{name} must be finite")
+        return made | {STORE + name: (like.dtype, (rows, D)) for name in ON_HOST}
 
     def restore(self, tensors: Mapping[str, Tensor], k_BH0D: Tensor, v_BH0D: Tensor) -> None:
-        """Become what ``export`` took out of another store, as far as there is room; nothing is shared.
+        """Become what ``export`` took out of another store; nothing is shared.
 
         Args:
             k_BH0D: empty keys, and so are the values: they tell channels, dtype and device.
-
-        Raises:
-            ValueError, OSError: as ``put``.
         """
         self.clear()
         if f"{STORE}held" not in tensors:
             return
         held = tensors[f"{STORE}held"].cpu()
+        self._make_room(k_BH0D, v_BH0D, held.shape[2])
         self.blocks = held.shape[2]
-        self._make_room(k_BH0D, v_BH0D, self.blocks)
         for name in ("held", "index", "worth"):
             getattr(self, name)[:, :, : self.blocks] = tensors[STORE + name].to(k_BH0D.device)
-        # Here there may be less room: blocks that find none are dropped, as an eviction would drop them.
-        there = held.any(-1).flatten(0, 1).any(0).nonzero().flatten()
-        self.rows.open(there)
-        head_M, block_M, row_M = held.flatten(0, 1).nonzero(as_tuple=True)
-        fits_M = self.rows.place[block_M] != NOWHERE
-        rows = zip(self.rows.forms, (tensors[STORE + name] for name in ON_HOST), strict=True)
-        stored = [x.cpu().to(form.stored)[fits_M] for form, x in rows]
-        self.rows.write(head_M[fits_M], block_M[fits_M], row_M[fits_M], stored)
-        self._drop(there[self.rows.place[there] == NOWHERE])
-
-    def share(self, other: BlockStore) -> None:
-        """Become a copy of another store of the same form. Both read the same rows of the host until one of them writes."""
-        self.clear()
-        if not hasattr(other, "rows"):
-            return
-        B, H, _, _, D = other.index.shape
-        empty = other.index.new_empty(B, H, 0, D)
-        self._make_room(empty, empty.new_empty(B, H, 0, other.rows.forms[1].size), other.blocks)
-        for name in ("held", "index", "worth"):
-            getattr(self, name)[:, :, : other.blocks] = getattr(other, name)[:, :, : other.blocks]
-        self.rows, self.blocks = other.rows.copy(self.memory, other.blocks, self.room), other.blocks
-
-    def __deepcopy__(self, memo: dict[int, object]) -> BlockStore:
-        memory = deepcopy(self.memory, memo)  # one for all stores of a cache
-        new = BlockStore(self.size, self.representatives, self.views, self.room, memory=memory, bits=self.bits)
-        new.share(self)
-        return new
+        for name in ON_HOST:
+            getattr(self, name)[:, :, : self.blocks][held] = tensors[STORE + name].cpu()
 
     def clear(self) -> None:
         """Forget all blocks."""
         if self.blocks:
             self.held.zero_()
             self.worth.fill_(float("-inf"))
-            self.rows.forget()
         self.blocks, self.last = 0, None
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block's keys and values, in one head."""
-        return self.rows.block_bytes
+        return self.size * sum(x.shape[-1] * x.itemsize for x in (self.keys, self.values))
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the buffers in the host's memory, those that copies share too."""
-        return self.rows.nbytes if hasattr(self, "rows") else 0
+        """Bytes of the buffers in the host's memory."""
+        return sum(int(getattr(self, name).nbytes) for name in ON_HOST if hasattr(self, name))
 
     @property
     def device_bytes(self) -> int:

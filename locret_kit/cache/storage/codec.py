@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from locret_kernels.ragged_decode import Float8Rows, PackedRows
 
-from .layouts import ALL, Index, Layout, Shapes
+from .layouts import Index, Layout, Shapes
 
 Column = tuple[torch.dtype, tuple[int, ...]]
 """Dtype of a buffer that has a row per slot, and the shape of one row."""
@@ -59,8 +59,8 @@ class Codec(ABC):
         """Write the new rows ``at``, which are not yet counted."""
 
     @abstractmethod
-    def read(self, name: str, at: Index, heads: slice = ALL) -> Tensor:
-        """``keys`` or ``values`` of rows of such heads, in the model's dtype: a view where that is possible."""
+    def read(self, name: str, at: Index) -> Tensor:
+        """``keys`` or ``values`` of rows, in the model's dtype: a view where that is possible."""
 
     @abstractmethod
     def flat(self) -> tuple[Tensor, Tensor] | Float8Rows | PackedRows:
@@ -92,19 +92,15 @@ class Codec(ABC):
         """Tensors beside the columns' ``rows``, and those of them in which a codec has blanked what means nothing."""
         return {}
 
-    def exported(self, counts: Mapping[str, float], lengths: Sequence[int]) -> Shapes:
-        """Dtype and shape of every tensor that ``export`` gives with such counts; ``lengths`` of heads where they differ."""
-        return {}
+    def exported(self) -> Shapes:
+        """Dtype and shape of every tensor that ``export`` gives beside the columns. Needs the counts."""
+        return self.tables()
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Take back what ``export`` gave."""
 
-    def limits(self) -> dict[str, int]:
-        """The largest value of each of ``COUNTS``."""
-        return {}
-
-    def check(self, tensors: Mapping[str, Tensor], counts: Mapping[str, float]) -> None:
-        """Raise ValueError for exported numbers that no such codec has, or that would be read out of bounds."""
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for exported numbers by which something would be read out of bounds. Needs the counts."""
 
 
 class Plain(Codec):
@@ -119,7 +115,7 @@ class Plain(Codec):
     def write(self, at: Index, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
         self.keys[at], self.values[at] = k_BHTD, v_BHTD
 
-    def read(self, name: str, at: Index, heads: slice = ALL) -> Tensor:
+    def read(self, name: str, at: Index) -> Tensor:
         rows: Tensor = getattr(self, name)[at]
         return rows
 

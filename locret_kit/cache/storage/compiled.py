@@ -16,8 +16,8 @@ from .quantised import GroupedBits
 
 
 def fits(codec: GroupedBits) -> bool:
-    """Whether the calls take a layer: heads of equal length, and keys as wide as values."""
-    alike = codec.key_size == codec.value_size and not codec.layout.ragged
+    """Whether the calls take a layer: keys as wide as values."""
+    alike = codec.key_size == codec.value_size
     device = codec.layout.device.type
     return alike and codec.group.dtype == torch.int16 and device == "cpu" and codec.dtype in cpp.TYPES
 

@@ -11,7 +11,7 @@ a chunk's reads all rows in the model's dtype, its own too as they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,9 +19,8 @@ from torch import Tensor
 from locret_kernels.ragged_decode import Float8Rows
 
 from .codec import Codec, Column
-from .layouts import ALL, Index, Shapes
+from .layouts import Index, Shapes
 
-BITS = 8
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 MARGIN = 4.0
 """How far a number may be above the largest of the first tokens; one bit of 17 in the range of a code."""
@@ -69,9 +68,9 @@ class Float8(Codec):
             self.clipped[number] += (y.abs() > LARGEST).sum()
             codes[at] = y.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
-    def read(self, name: str, at: Index, heads: slice = ALL) -> Tensor:
+    def read(self, name: str, at: Index) -> Tensor:
         codes, scale_BH = (self.keys, self.key_scale) if name == "keys" else (self.values, self.value_scale)
-        scale_BH11 = scale_BH[:, heads, None, None].to(self.dtype)
+        scale_BH11 = scale_BH[..., None, None].to(self.dtype)
         return codes[at].view(torch.float8_e4m3fn).to(self.dtype).mul_(scale_BH11)
 
     def flat(self) -> Float8Rows:
@@ -87,17 +86,6 @@ class Float8(Codec):
     def export(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.tables()}
 
-    def exported(self, counts: Mapping[str, float], lengths: Sequence[int]) -> Shapes:
-        return self.tables()
-
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         for name in self.tables():
             getattr(self, name).copy_(tensors[name])
-
-    def check(self, tensors: Mapping[str, Tensor], counts: Mapping[str, float]) -> None:
-        if not all(
-            (tensors[name] > 0).all() and tensors[name].isfinite().all() for name in ("key_scale", "value_scale")
-        ):
-            raise ValueError("key_scale and value_scale must be positive and finite")
-        if any(((tensors[name] & 0x7F) == 0x7F).any() for name in ("keys", "values")):
-            raise ValueError("keys and values must be finite")

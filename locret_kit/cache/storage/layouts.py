@@ -1,8 +1,6 @@
 """Layouts of a layer's rows: where each head's rows lie in a buffer with room for ``capacity`` rows a head.
 
-Letters beside the legend's: P = B * H, the heads of the whole batch, item after item; N, rows of all of them, end to end. A
-*table* is what heads share whose keys are quantised together (see ``groups``); a *tail* holds the newest rows of every head
-``[B, H, room, D]``.
+Letters beside the legend's: P = B * H, the heads of the whole batch, item after item; N, rows of all of them, end to end.
 """
 
 from __future__ import annotations
@@ -68,13 +66,8 @@ class Layout(ABC):
         """Index ``[B, H, T]`` of the newest rows, of which every head has ``T``."""
 
     @abstractmethod
-    def newest(self, older: int, newer: int = 0) -> Index:
-        """Index of the rows that are among the newest ``older`` of their head and not among its newest ``newer``, head after
-        head."""
-
     def every(self) -> Index:
         """Index of all rows, head after head."""
-        return self.newest(self.longest)
 
     @abstractmethod
     def head(self, h: int) -> Index:
@@ -127,44 +120,6 @@ class Layout(ABC):
     def keep(self, stay_BHS: Tensor, mean: int, buffers: Sequence[Tensor], backend: str) -> None:
         """Keep the slots that stay, ``mean`` of them a head, and move their rows to the front; the rest is free."""
 
-    # ---- tables of key groups, and tails ---------------------------------------------------------------------------
-
-    @abstractmethod
-    def tables(self) -> tuple[int, int]:
-        """Tables of key groups for one item of the batch, and heads that share each of them."""
-
-    @abstractmethod
-    def by_table(self) -> Index:
-        """Index of all rows ``[B, tables, S]``: those that share a table side by side."""
-
-    @abstractmethod
-    def among(self, rows: Index, some_BTN: Tensor) -> Index:
-        """Index of some of the rows ``by_table``: ``[B, tables, N]``."""
-
-    @abstractmethod
-    def head_in_table(self) -> Tensor:
-        """Head of each row ``[B, tables, S]`` (int64) among those that share a table."""
-
-    @abstractmethod
-    def in_tail(self, tail: int) -> Index:
-        """Index of the rows that a tail of the newest ``tail`` has, among the tail's."""
-
-    @abstractmethod
-    def next_in_tail(self, tail: int) -> Index:
-        """Index of the tail's next row ``[B, H]``."""
-
-    @abstractmethod
-    def tails(self, tail: int) -> Tensor:
-        """Rows of each head ``[B, H]`` (int32) that are in its tail."""
-
-    @abstractmethod
-    def tail_shape(self, tail: int, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Shape of an exported tail with one number per row; ``lengths`` of every head where heads differ."""
-
-    @abstractmethod
-    def laid(self, x_BHRD: Tensor) -> Tensor:
-        """Rows of equal heads as buffers of this layout lie."""
-
     # ---- taken out and put back ------------------------------------------------------------------------------------
 
     def export(self) -> dict[str, Tensor]:
@@ -194,11 +149,12 @@ class EqualRows(Layout):
     def following(self, T: int) -> Index:
         return ALL, ALL, slice(self.rows, self.rows + T)
 
-    def last(self, T: int) -> Index:
-        return self.newest(T)
+    def last(self, T: int, newer: int = 0) -> Index:
+        """As ``Layout.last``, but for the newest ``newer``."""
+        return ALL, ALL, slice(self.rows - T, self.rows - newer)
 
-    def newest(self, older: int, newer: int = 0) -> Index:
-        return ALL, ALL, slice(self.rows - older, self.rows - newer)
+    def every(self) -> Index:
+        return self.last(self.rows)
 
     def head(self, h: int) -> Index:
         return 0, h, slice(0, self.rows)
@@ -241,31 +197,3 @@ class EqualRows(Layout):
         index_BHK = function("kept_rows", backend)(stay_BHS, mean)
         function("compact_rows", backend)(list(buffers), index_BHK)
         self.rows = mean
-
-    def tables(self) -> tuple[int, int]:
-        return self.H, 1
-
-    def by_table(self) -> Index:
-        return self.every()
-
-    def among(self, rows: Index, some_BTN: Tensor) -> Index:
-        B, tables = (torch.arange(n, device=self.device) for n in some_BTN.shape[:2])
-        return B[:, None, None], tables[:, None], some_BTN
-
-    def head_in_table(self) -> Tensor:
-        return torch.zeros((), dtype=torch.int64, device=self.device).expand(self.B, self.H, self.rows)
-
-    def in_tail(self, tail: int) -> Index:
-        return ALL, ALL, slice(0, tail)
-
-    def next_in_tail(self, tail: int) -> Index:
-        return ALL, ALL, tail
-
-    def tails(self, tail: int) -> Tensor:
-        return torch.full((self.B, self.H), tail, dtype=torch.int32, device=self.device)
-
-    def tail_shape(self, tail: int, lengths: Sequence[int]) -> tuple[int, ...]:
-        return self.B, self.H, tail
-
-    def laid(self, x_BHRD: Tensor) -> Tensor:
-        return x_BHRD

@@ -23,7 +23,7 @@ pieces change the result by rounding.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -36,16 +36,17 @@ from ...settings import INT32_MAX
 from .bits import check_head_size
 from .codec import Codec, Column
 from .groups import GROUP, SPARE, pairs_of, regroup, table_size
-from .layouts import ALL, Index, Layout, Shapes
+from .layouts import EqualRows, Index, Layout, Shapes
 from .packing import decode, encode, levels, pack, unpack, value_group
 from .scratch import Scratch
 
+TAILS = ("tail_keys", "tail_values")
 RESIDUAL = 32
 """Newest rows that are always held as they came; up to ``group - 1`` more wait for their group to fill."""
 
 
 class GroupedBits(Codec):
-    """Keys and values in ``bits`` bits.
+    """Keys and values in ``bits`` bits, of heads of equal length.
 
     Between blocks every row but the newest ``tail`` of each head is quantised. In a block all rows are read into the scratch,
     new ones are written after them, and ``finish_block`` quantises those that have left the tail. A row of the tail may be
@@ -56,16 +57,17 @@ class GroupedBits(Codec):
     COUNTS = ("tail",)
     takes_back = False
     packed = True
+    layout: EqualRows
     key_codes: Tensor
-    """``[..., D * bits / 8]`` uint8 (the axes before are the layout's), and so are the values'."""
+    """``[B, H, capacity, D * bits / 8]`` uint8, and so are the values'."""
     value_codes: Tensor
     value_step: Tensor
-    """``[..., groups of channels]`` float16, and so is the zero point."""
+    """``[B, H, capacity, groups of channels]`` float16, and so is the zero point."""
     value_zero: Tensor
     group: Tensor
     """A row's key group; -1 where it is not quantised."""
     key_step: Tensor
-    """``[B, tables, groups, D]`` float16, and so is the zero point."""
+    """``[B, H, groups, D]`` float16, and so is the zero point."""
     key_zero: Tensor
     tail_keys: Tensor
     """``[B, H, residual + group - 1, D]``: the newest ``tail`` rows as they came, and so are the values."""
@@ -96,10 +98,13 @@ class GroupedBits(Codec):
         }
 
     def tables(self) -> Shapes:
-        tail = self.layout.B, self.layout.H, self.max_tail
+        return self._tables(self.max_tail)
+
+    def _tables(self, tail: int) -> Shapes:
+        heads = self.layout.B, self.layout.H
         return self._levels() | {
-            "tail_keys": (self.dtype, (*tail, self.key_size)),
-            "tail_values": (self.dtype, (*tail, self.value_size)),
+            "tail_keys": (self.dtype, (*heads, tail, self.key_size)),
+            "tail_values": (self.dtype, (*heads, tail, self.value_size)),
         }
 
     @property
@@ -108,13 +113,12 @@ class GroupedBits(Codec):
         return self.residual + self.group_rows - 1
 
     def _groups(self, rows: int | None = None) -> int:
-        """Key groups in a table, with room for so many rows of a head; by default for those of the layout."""
-        capacity = self.layout.capacity if rows is None else rows
-        return table_size(capacity, self.layout.tables()[1], self.spare, self.group_rows)
+        """Key groups of a head with room for so many rows; by default for those of the layout."""
+        return table_size(self.layout.capacity if rows is None else rows, self.spare, self.group_rows)
 
     def _levels(self) -> Shapes:
         # Per key group, not per row: one step and one zero point per channel.
-        shape = self.layout.B, self.layout.tables()[0], self._groups(), self.key_size
+        shape = self.layout.B, self.layout.H, self._groups(), self.key_size
         return {"key_step": (torch.float16, shape), "key_zero": (torch.float16, shape)}
 
     # ---- reading -------------------------------------------------------------------------------------------------
@@ -123,13 +127,10 @@ class GroupedBits(Codec):
     def open(self) -> bool:
         return self.scratch.owner is self
 
-    def read(self, name: str, at: Index, heads: slice = ALL) -> Tensor:
+    def read(self, name: str, at: Index) -> Tensor:
         self.read_all()
-        return self._lent(name)[at]
-
-    def _lent(self, name: str) -> Tensor:
-        """The scratch's keys or values, as the layout's buffers lie."""
-        return self.layout.laid(getattr(self.scratch, name))
+        rows: Tensor = getattr(self.scratch, name)[at]
+        return rows
 
     def flat(self) -> PackedRows:
         return PackedRows(
@@ -142,7 +143,7 @@ class GroupedBits(Codec):
             self.value_zero.flatten(0, -2),
             self.tail_keys.flatten(0, 1),
             self.tail_values.flatten(0, 1),
-            self.layout.tails(self.tail),
+            torch.full((self.layout.B, self.layout.H), self.tail, dtype=torch.int32, device=self.layout.device),
         )
 
     def read_all(self, *, values: bool = True) -> None:
@@ -150,30 +151,28 @@ class GroupedBits(Codec):
         scratch, was_open = self.scratch, self.open
         if was_open and (scratch.complete or not values):
             return
-        rows, newest, in_tail = self.layout.by_table(), self.layout.newest(self.tail), self.layout.in_tail(self.tail)
+        rows, newest = self.layout.every(), self.layout.last(self.tail)
         # All rows from their codes first, then the tail's over them: rows of the tail have no codes, or keep exact ones.
         if not was_open:
             scratch.lend(self)
-            lent = self._lent("keys")
-            lent[rows] = self._read_keys(rows)
-            lent[newest] = self.tail_keys[in_tail]
-        lent = self._lent("values")
-        tail = lent[newest].clone() if was_open else self.tail_values[in_tail]
+            scratch.keys[rows] = self._read_keys(rows)
+            scratch.keys[newest] = self.tail_keys[:, :, : self.tail]
+        tail = scratch.values[newest].clone() if was_open else self.tail_values[:, :, : self.tail]
         if values:
-            lent[rows] = self._read_values(rows)
-        lent[newest] = tail
+            scratch.values[rows] = self._read_values(rows)
+        scratch.values[newest] = tail
         scratch.complete = values
 
     def _read_keys(self, at: Index) -> Tensor:
-        """Keys of rows ``[B, tables, S]``; anything where a row is not quantised."""
-        codes = unpack(self.key_codes[at], self.bits)  # [B, tables, S, D]
+        """Keys of rows ``[B, H, S]``; anything where a row is not quantised."""
+        codes = unpack(self.key_codes[at], self.bits)  # [B, H, S, D]
         return decode(codes, *self._key_levels(self.group[at].long().clamp(min=0))).to(self.dtype)
 
-    def _key_levels(self, group_BTS: Tensor) -> tuple[Tensor, Tensor]:
-        """Step and zero point ``[B, tables, S, D]`` of groups."""
-        # Tables end to end [B * tables * M, D]: group m of table t is row t * M + m.
-        B, tables, M, D = self.key_step.shape
-        index = group_BTS + M * torch.arange(B * tables, device=self.layout.device).view(B, tables, 1)
+    def _key_levels(self, group_BHS: Tensor) -> tuple[Tensor, Tensor]:
+        """Step and zero point ``[B, H, S, D]`` of groups."""
+        # Tables end to end [B * H * M, D]: group m of head h is row h * M + m.
+        B, H, M, D = self.key_step.shape
+        index = group_BHS + M * torch.arange(B * H, device=self.layout.device).view(B, H, 1)
         return F.embedding(index, self.key_step.view(-1, D)), F.embedding(index, self.key_zero.view(-1, D))
 
     def _read_values(self, at: Index) -> Tensor:
@@ -189,11 +188,10 @@ class GroupedBits(Codec):
         T = k_BHTD.shape[2]
         # One token while no row is open: it joins the tail, and attention reads codes; otherwise all goes to the scratch.
         if T == 1 and self.tail < self.max_tail and not self.open:
-            one = self.layout.next_in_tail(self.tail)
-            self.tail_keys[one], self.tail_values[one] = k_BHTD[:, :, 0], v_BHTD[:, :, 0]
+            self.tail_keys[:, :, self.tail], self.tail_values[:, :, self.tail] = k_BHTD[:, :, 0], v_BHTD[:, :, 0]
         else:
             self.read_all()
-            self._lent("keys")[at], self._lent("values")[at] = k_BHTD, v_BHTD
+            self.scratch.keys[at], self.scratch.values[at] = k_BHTD, v_BHTD
         self.group[at] = self.group.new_full((), -1)
         self.tail += T
 
@@ -201,9 +199,8 @@ class GroupedBits(Codec):
         """Write the token for which the full tail has no room, from a copy of the tail that has; it is not yet counted.
         ``finish_block`` then quantises the group that is full."""
         self.read_all(values=False)
-        at, new = self.layout.next_in_tail(self.tail), self.layout.following(1)  # [B, H] and [B, H, 1]
-        self._lent("keys")[new] = keys_HRD[None][at].unsqueeze(2)
-        self._lent("values")[new] = values_HRD[None][at].unsqueeze(2)
+        new, own = self.layout.following(1), slice(self.tail, self.tail + 1)
+        self.scratch.keys[new], self.scratch.values[new] = keys_HRD[:, own], values_HRD[:, own]
         self.group[new] = self.group.new_full((), -1)
         self.tail += 1
 
@@ -211,70 +208,65 @@ class GroupedBits(Codec):
         # Nothing was read into the scratch, so no row has left the tail.
         if not self.open:
             return
-        self.tail = min(self.tail, self.layout.longest)  # an eviction may have left fewer
+        self.tail = min(self.tail, self.layout.rows)  # an eviction may have left fewer
         # Whole groups leave the tail, and `residual` rows stay in it.
         ready = max(0, self.tail - self.residual) // self.group_rows * self.group_rows
         if ready:
             self._quantise(ready)
         self.tail -= ready
-        newest, in_tail = self.layout.newest(self.tail), self.layout.in_tail(self.tail)
-        self.tail_keys[in_tail], self.tail_values[in_tail] = self._lent("keys")[newest], self._lent("values")[newest]
-        self.scratch.owner = None
+        newest, scratch = self.layout.last(self.tail), self.scratch
+        self.tail_keys[:, :, : self.tail], self.tail_values[:, :, : self.tail] = (
+            scratch.keys[newest],
+            scratch.values[newest],
+        )
+        scratch.owner = None
 
     def _quantise(self, ready: int) -> None:
         """Quantise those of the tail's oldest ``ready`` rows that are not yet."""
-        # rows: [B, tables, S]; oldest: the tail's oldest `ready` rows, of which those with a group keep their codes.
-        rows, oldest = self.layout.by_table(), self.layout.newest(self.tail, self.tail - ready)
+        # rows: [B, H, S]; oldest: the tail's oldest `ready` rows, of which those with a group keep their codes.
+        rows, oldest = self.layout.every(), self.layout.last(self.tail, self.tail - ready)
         leaving = torch.zeros_like(self.group, dtype=torch.bool)
         leaving[oldest] = self.group[oldest] < 0
         self._store_values(oldest, leaving[oldest])
-        keys, group = self._lent("keys")[rows].float(), self.group[rows].long()
-        target_BTS, made_BTM = regroup(
-            keys,
-            group,
-            leaving[rows],
-            self.layout.head_in_table(),
-            self.layout.tables()[1],
-            self.key_step.shape[2],
-            self.group_rows,
-            pairs_of(self.layout.capacity),
-        )
-        self._store_keys(rows, keys, target_BTS, made_BTM)
+        keys, group, pairs = self.scratch.keys[rows].float(), self.group[rows].long(), pairs_of(self.layout.capacity)
+        target_BHS, made_BHM = regroup(keys, group, leaving[rows], self.key_step.shape[2], self.group_rows, pairs)
+        self._store_keys(rows, keys, target_BHS, made_BHM)
 
     def _store_values(self, at: Index, leaving: Tensor) -> None:
         """Quantise the values of those of the rows ``at`` that are ``leaving``."""
         # Values are quantised once, in groups of channels: [..., D] -> rotated -> [..., channel groups, channels of a group]
-        x = self._lent("values")[at].float()
+        x = self.scratch.values[at].float()
         x = (x @ hadamard(self.value_size, x.device)).unflatten(-1, (-1, self.value_group))
         step, zero = levels(x.amin(-1), x.amax(-1), self.bits)
         codes = pack(encode(x, step[..., None], zero[..., None], self.bits).flatten(-2), self.bits)
         for held, new in ((self.value_codes, codes), (self.value_step, step), (self.value_zero, zero)):
             held[at] = torch.where(leaving[..., None], new, held[at])
 
-    def _store_keys(self, at: Index, x: Tensor, target_BTS: Tensor, made_BTM: Tensor) -> None:
+    def _store_keys(self, at: Index, x: Tensor, target_BHS: Tensor, made_BHM: Tensor) -> None:
         """Quantise those of the keys ``x`` of rows whose target is a group, by the limits of all that have the same target."""
         # Groups that are made anew get new levels; rows of other groups keep levels and codes.
         if x.device.type == "cpu":  # few rows have a target; elsewhere the host would wait for their number
-            some_BTN = (target_BTS < 0).byte().argsort(dim=-1, stable=True)
-            some_BTN = some_BTN[..., : int((target_BTS >= 0).sum(-1).max())]
-            at, target_BTS = self.layout.among(at, some_BTN), target_BTS.gather(2, some_BTN)
-            x = x.gather(2, some_BTN[..., None].expand(*some_BTN.shape, x.shape[-1]))
-        chosen_BTS = target_BTS >= 0
-        step, zero = levels(*self._limits(x, target_BTS, made_BTM.shape[-1]), self.bits)
-        self.key_step.copy_(torch.where(made_BTM[..., None], step, self.key_step))
-        self.key_zero.copy_(torch.where(made_BTM[..., None], zero, self.key_zero))
+            some_BHN = (target_BHS < 0).byte().argsort(dim=-1, stable=True)
+            some_BHN = some_BHN[..., : int((target_BHS >= 0).sum(-1).max())]
+            B, H = (torch.arange(n, device=x.device) for n in x.shape[:2])
+            at, target_BHS = (B[:, None, None], H[:, None], some_BHN), target_BHS.gather(2, some_BHN)
+            x = x.gather(2, some_BHN[..., None].expand(*some_BHN.shape, x.shape[-1]))
+        chosen_BHS = target_BHS >= 0
+        step, zero = levels(*self._limits(x, target_BHS, made_BHM.shape[-1]), self.bits)
+        self.key_step.copy_(torch.where(made_BHM[..., None], step, self.key_step))
+        self.key_zero.copy_(torch.where(made_BHM[..., None], zero, self.key_zero))
         del step, zero
-        codes = pack(encode(x, *self._key_levels(target_BTS.clamp(min=0)), self.bits), self.bits)
-        self.key_codes[at] = torch.where(chosen_BTS[..., None], codes, self.key_codes[at])
-        self.group[at] = torch.where(chosen_BTS, target_BTS.to(self.group.dtype), self.group[at])
+        codes = pack(encode(x, *self._key_levels(target_BHS.clamp(min=0)), self.bits), self.bits)
+        self.key_codes[at] = torch.where(chosen_BHS[..., None], codes, self.key_codes[at])
+        self.group[at] = torch.where(chosen_BHS, target_BHS.to(self.group.dtype), self.group[at])
 
-    def _limits(self, x: Tensor, target_BTS: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-        """The smallest and the largest number ``[B, tables, groups, D]`` of each channel of the keys of a group."""
-        # Rows without a target go to one group too many, which is cut off: [B, tables, groups + 1, D] -> groups.
-        B, tables, _ = target_BTS.shape
-        index = torch.where(target_BTS >= 0, target_BTS, groups)[..., None].expand_as(x)
+    def _limits(self, x: Tensor, target_BHS: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        """The smallest and the largest number ``[B, H, groups, D]`` of each channel of the keys of a group."""
+        # Rows without a target go to one group too many, which is cut off: [B, H, groups + 1, D] -> groups.
+        B, H, _ = target_BHS.shape
+        index = torch.where(target_BHS >= 0, target_BHS, groups)[..., None].expand_as(x)
         lo, hi = (
-            x.new_zeros(B, tables, groups + 1, self.key_size).scatter_reduce_(2, index, x, how, include_self=False)
+            x.new_zeros(B, H, groups + 1, self.key_size).scatter_reduce_(2, index, x, how, include_self=False)
             for how in ("amin", "amax")
         )
         return lo[:, :, :groups], hi[:, :, :groups]
@@ -283,7 +275,7 @@ class GroupedBits(Codec):
 
     def moving(self) -> list[Tensor]:
         # Rows that are open move beside their codes, so that those of the tail are at hand.
-        lent = [self._lent(name) for name in ("keys", "values")] if self.open else []
+        lent = [self.scratch.keys, self.scratch.values] if self.open else []
         return [*super().moving(), *lent]
 
     def grow(self) -> None:
@@ -298,7 +290,7 @@ class GroupedBits(Codec):
 
     def room(self, tensors: Mapping[str, Tensor]) -> int:
         # By numbers and not by its shape: a file may say anything.
-        numbers = self.layout.B * self.layout.tables()[0] * self.key_size
+        numbers = self.layout.B * self.layout.H * self.key_size
         groups = tensors["key_step"].numel() // numbers if "key_step" in tensors else 0
         return bisect_left(range(INT32_MAX), groups, lo=self.layout.capacity, key=self._groups)
 
@@ -307,42 +299,34 @@ class GroupedBits(Codec):
         bare = rows["group"] < 0
         coded = ("key_codes", "value_codes", "value_step", "value_zero")
         blanked = {name: rows[name].masked_fill(bare[..., None], 0) for name in coded}
-        in_tail, used = self.layout.in_tail(self.tail), self._used()
-        tails = {name: getattr(self, name)[in_tail] for name in ("tail_keys", "tail_values")}
+        tails, used = {name: getattr(self, name)[:, :, : self.tail] for name in TAILS}, self._used()
         return blanked | tails | {name: getattr(self, name).masked_fill(~used, 0) for name in ("key_step", "key_zero")}
 
     def _used(self) -> Tensor:
-        """Boolean ``[B, tables, groups, 1]``: the groups that have rows."""
-        group_BTS, shape = self.group[self.layout.by_table()].long(), self.key_step.shape
+        """Boolean ``[B, H, groups, 1]``: the groups that have rows."""
+        group_BHS, shape = self.group[self.layout.every()].long(), self.key_step.shape
         groups = torch.zeros(*shape[:2], shape[2] + 1, dtype=torch.bool, device=self.layout.device)
         # Rows without a group mark one group too many, which is cut off.
-        at = group_BTS.where(group_BTS >= 0, groups.shape[2] - 1)
+        at = group_BHS.where(group_BHS >= 0, groups.shape[2] - 1)
         return groups.scatter_(2, at, True)[:, :, :-1, None]
 
-    def exported(self, counts: Mapping[str, float], lengths: Sequence[int]) -> Shapes:
-        tail = self.layout.tail_shape(int(counts["tail"]), lengths)
-        return {
-            "tail_keys": (self.dtype, (*tail, self.key_size)),
-            "tail_values": (self.dtype, (*tail, self.value_size)),
-        } | self._levels()
+    def exported(self) -> Shapes:
+        return self._tables(self.tail)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        for name in ("tail_keys", "tail_values"):
-            getattr(self, name)[self.layout.in_tail(self.tail)] = tensors[name].to(self.layout.device)
+        for name in TAILS:
+            getattr(self, name)[:, :, : self.tail] = tensors[name].to(self.layout.device)
         groups = tensors["key_step"].shape[2]  # a larger room has a larger table
         for name in ("key_step", "key_zero"):
             getattr(self, name)[:, :, :groups] = tensors[name].to(self.layout.device)
 
-    def limits(self) -> dict[str, int]:
-        return {"tail": self.max_tail}
-
-    def check(self, tensors: Mapping[str, Tensor], counts: Mapping[str, float]) -> None:
-        group, groups, total = tensors["group"], tensors["key_step"].shape[2], tensors["group"].shape[-1]
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        if "group" not in tensors:
+            return
+        group, groups, packed = tensors["group"], self._groups(), self.layout.rows - self.tail
+        if self.tail > (most := min(self.layout.rows, self.max_tail)):
+            raise ValueError(f"tail={self.tail} must be at most {most}")
         if group.numel() and not (group.min() >= -1 and group.max() < groups):
             raise ValueError(f"group must be from -1 to {groups - 1}")
-        ends_S = torch.tensor(total, device=group.device)
-        if "lengths" in tensors:
-            ends_S = tensors["lengths"].cumsum(0).repeat_interleave(tensors["lengths"])
-        left_S = ends_S - torch.arange(total, device=group.device)  # rows of a head from this one to its newest
-        if (group[..., left_S > int(counts["tail"])] < 0).any():
-            raise ValueError(f"group=-1 must be of the newest {counts['tail']} rows alone")
+        if (group[..., :packed] < 0).any():
+            raise ValueError(f"group=-1 must be of the newest {self.tail} rows alone")

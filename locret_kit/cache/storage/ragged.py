@@ -77,11 +77,8 @@ class RaggedRows(Layout):
         """Rows ``[B, H, T]`` from one of each head on."""
         return (first_P[:, None] + torch.arange(T, device=self.device)).view(self.B, self.H, T)
 
-    def newest(self, older: int, newer: int = 0) -> Index:
-        # Per head [P]: rows from length - older to length - newer; short heads have fewer, or none.
-        first, end = ((self.lengths - n).clamp(min=0) for n in (older, newer))
-        total = sum(max(0, length - newer) - max(0, length - older) for length in self.head_lengths)
-        return (each_row(self.starts + first, end - first, total)[1],)
+    def every(self) -> Index:
+        return (self._rows()[0],)
 
     def head(self, h: int) -> Index:
         start, length = self.stretches[h]
@@ -145,40 +142,6 @@ class RaggedRows(Layout):
         # buffer[source] is a copy, so targets may overlap sources.
         for buffer in buffers:
             buffer[target] = buffer[source]
-
-    def tables(self) -> tuple[int, int]:
-        return 1, self.H  # nobody knows how many groups a head will need
-
-    def by_table(self) -> Index:
-        return (self._rows()[0].view(self.B, 1, -1),)
-
-    def among(self, rows: Index, some_BTN: Tensor) -> Index:
-        (row_BTS,) = rows
-        assert isinstance(row_BTS, Tensor)
-        return (row_BTS.gather(2, some_BTN),)
-
-    def head_in_table(self) -> Tensor:
-        head, _ = each_row(self.starts, self.lengths, self.B * self.H * self.rows)
-        return (head % self.H).view(self.B, 1, -1)
-
-    def in_tail(self, tail: int) -> Index:
-        count = self.lengths.clamp(max=tail)  # [P]: a head may be shorter than the tail
-        total = sum(min(tail, length) for length in self.head_lengths)
-        head, row = each_row(torch.zeros_like(count), count, total)
-        return head // self.H, head % self.H, row
-
-    def next_in_tail(self, tail: int) -> Index:
-        head = torch.arange(self.B * self.H, device=self.device).view(self.B, self.H)
-        return head // self.H, head % self.H, self.tails(tail).long()
-
-    def tails(self, tail: int) -> Tensor:
-        return self.lengths.clamp(max=tail).view(self.B, self.H).int()
-
-    def tail_shape(self, tail: int, lengths: Sequence[int]) -> tuple[int, ...]:
-        return (sum(min(tail, length) for length in lengths),)
-
-    def laid(self, x_BHRD: Tensor) -> Tensor:
-        return x_BHRD.flatten(0, 2)
 
     def export(self) -> dict[str, Tensor]:
         return {"lengths": self.lengths}

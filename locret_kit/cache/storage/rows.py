@@ -54,8 +54,6 @@ class BoundedLayer(CacheLayerMixin):
         window: positions that a token sees; None is all. chunked: they are those since the last multiple of ``window``.
         statistics: kept of every slot. recent: newest queries at hand.
         merges: whether evicted slots are merged into others.
-        buffers: memory that somebody else owns, for every name of ``shapes``; by default the layer makes its own. Its first
-            token raises ValueError for a tensor of another shape, dtype or device; such a layer does not grow.
     """
 
     is_sliding = False
@@ -73,6 +71,8 @@ class BoundedLayer(CacheLayerMixin):
     """The newest ``recent`` queries ``[B, Q, recent, D]`` as they came, the newest last."""
     store: BlockStore | None = None
     """What was evicted, where it may come back."""
+    lent: Mapping[str, Tensor] | None = None
+    """Buffers of somebody else, for every name of ``shapes`` and of those sizes; such a layer does not grow."""
 
     def __init__(
         self,
@@ -84,12 +84,11 @@ class BoundedLayer(CacheLayerMixin):
         *,
         merges: bool = False,
         chunked: bool = False,
-        buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.layout, self.codec, self.window = layout, codec, window
         self.statistics, self.recent, self.merges = statistics, recent, merges
-        self.chunked, self.lent = chunked, buffers
+        self.chunked = chunked
         self.softmax = Softmax(1.0)
         self.state: dict[str, Tensor] = {}
         self.seen = self.since_eviction = self.evictions = 0
@@ -112,6 +111,11 @@ class BoundedLayer(CacheLayerMixin):
     def rows(self, rows: int) -> None:
         self.layout.rows = rows
 
+    def counts(self) -> dict[str, float]:
+        """What an export of the layer has beside tensors."""
+        own = {name: getattr(self, name) for name in (*COUNTS, "scaling")}
+        return own | {name: getattr(self.codec, name) for name in self.codec.COUNTS}
+
     @property
     def until_chunk(self) -> int:
         """Tokens before the next chunk of attention begins; without chunks more than any text has."""
@@ -125,26 +129,13 @@ class BoundedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.measure(key_states, value_states)
         # Allocated once, for budget + chunk rows; nothing is ever concatenated.
-        made = self.shapes()
         with torch.inference_mode(False):  # so that buffers of a prefill in inference mode can be written outside of it
-            for name, (dtype, shape) in made.items():
-                setattr(self.holder(name), name, self._buffer(name, dtype, shape))
+            for name, (dtype, shape) in self.shapes().items():
+                own = torch.empty(shape, dtype=dtype, device=self.device) if self.lent is None else self.lent[name]
+                setattr(self.holder(name), name, own)
             self.layout.begin()
             self.codec.begin()
         self.is_initialized = True
-
-    def _buffer(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        # What is lent comes from an engine: its sizes are checked, since nothing later would.
-        if self.lent is None:
-            return torch.empty(shape, dtype=dtype, device=self.device)
-        if (lent := self.lent.get(name)) is None:
-            raise ValueError(f"buffers: {name} is missing")
-        # Statistics are read one by one, and may lie apart from each other.
-        whole = all(x.is_contiguous() for x in (lent if name == "stats" else (lent,)))
-        if (lent.dtype, tuple(lent.shape), lent.device) != (dtype, shape, self.device) or not whole:
-            found = f"{lent.dtype} {tuple(lent.shape)} on {lent.device}"
-            raise ValueError(f"buffers: {name} is {found}, must be {dtype} {shape} on {self.device}, contiguous")
-        return lent
 
     def measure(self, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
         """Take batch, heads, channels, dtype and device from keys and values. Allocates nothing."""
@@ -243,7 +234,7 @@ class BoundedLayer(CacheLayerMixin):
     def parts(self) -> Iterator[EqualLengthHeads]:
         """The rows as they lie, heads of equal length together."""
         for heads, at in self.layout.pieces():
-            keys, values = (self.codec.read(name, at, heads) for name in ("keys", "values"))
+            keys, values = (self.codec.read(name, at) for name in ("keys", "values"))
             yield EqualLengthHeads(heads, keys, values, self.stats[stacked(at)], self.positions[at])
 
     @property
@@ -291,7 +282,7 @@ class BoundedLayer(CacheLayerMixin):
     def drop_oldest(self, keep: int) -> None:
         """Keep the newest ``keep`` rows (layers with a window)."""
         if self.rows > keep:
-            newest, self.rows = self.layout.newest(keep), keep
+            newest, self.rows = self.layout.last(keep), keep
             for name in self.columns():
                 buffer = getattr(self.holder(name), name)
                 # clone, since source and target overlap where more than half stays

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from .layouts import Shapes
-from .rows import COUNTS, BoundedLayer
+from .rows import BoundedLayer
 
 STATE = "state."
 """Prefix of the names under which a score's state is exported."""
@@ -17,8 +17,7 @@ STATE = "state."
 def export_rows(rows: BoundedLayer) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Everything that a layer needs to go on: counts, and tensors in logical order, wherever the rows lie. Nothing of the
     free room is among them. Tensors may share memory with the buffers; there are none before the first token."""
-    counts = {name: getattr(rows, name) for name in (*COUNTS, "scaling")}
-    counts |= {name: getattr(rows.codec, name) for name in rows.codec.COUNTS}
+    counts = rows.counts()
     if not rows.seen:
         return counts, {}
     # Every tensor of the score's state and every buffer, or the layer would go on otherwise.
@@ -32,21 +31,22 @@ def export_rows(rows: BoundedLayer) -> tuple[dict[str, float], dict[str, Tensor]
     return counts, tensors | rows.layout.export() | rows.codec.export(tensors)
 
 
-def exported_shapes(
-    rows: BoundedLayer, counts: Mapping[str, float], lengths: Sequence[int], query_heads: int
-) -> Shapes:
-    """Dtype and shape of every tensor that ``export_rows`` gives with such counts, but for the score's state. Needs ``measure``.
-
-    Args:
-        lengths: rows of every head, where heads differ.
-    """
-    shape = rows.layout.shape(int(counts["rows"]))
+def exported_shapes(rows: BoundedLayer, query_heads: int) -> Shapes:
+    """Dtype and shape of all that ``export_rows`` gives of a layer that has seen a token, but for the score's state. Needs its
+    counts and ``measure``."""
+    shape = rows.layout.shape(rows.rows)
     shapes = {name: (dtype, (*shape, *row)) for name, (dtype, row) in rows.columns().items()}
     if rows.statistics:
         shapes["stats"] = torch.float32, (rows.statistics, *shape)
-    if rows.recent and counts["seen"]:
+    if rows.recent:
         shapes["queries"] = rows.dtype, (rows.layout.B, query_heads, rows.recent, rows.codec.key_size)
-    return shapes | rows.layout.exported() | rows.codec.exported(counts, lengths)
+    return shapes | rows.layout.exported() | rows.codec.exported()
+
+
+def set_counts(rows: BoundedLayer, counts: Mapping[str, float]) -> None:
+    """Give a layer the counts that ``export_rows`` took out of one of the same kind."""
+    for name, value in counts.items():
+        setattr(rows.codec if name in rows.codec.COUNTS else rows, name, value)
 
 
 def restore_rows(
@@ -58,8 +58,7 @@ def restore_rows(
         k_BH0D: empty keys, and so are the values: they tell batch, heads, channels, dtype and device.
     """
     # Counts first: by them the layout and the tail of the codec are laid out.
-    for name, value in counts.items():
-        setattr(rows.codec if name in rows.codec.COUNTS else rows, name, value)
+    set_counts(rows, counts)
     if not tensors:
         return
     # Under full attention a text may be longer than the room that was planned, and a table of key groups larger.
@@ -84,9 +83,10 @@ def restore_rows(
 def copy_rows(rows: BoundedLayer, other: BoundedLayer) -> None:
     """Make a layer a copy of another one of the same kind; nothing that one of both writes is shared. The room may be another
     one."""
-    if other.is_initialized:
-        empty = torch.empty(other.layout.B, other.layout.H, 0, dtype=other.dtype, device=other.device)
-        sizes = other.codec.key_size, other.codec.value_size
-        restore_rows(rows, *export_rows(other), *(empty.new_empty(*empty.shape, size) for size in sizes))
+    if not other.is_initialized:
+        return
+    empty = torch.empty(other.layout.B, other.layout.H, 0, dtype=other.dtype, device=other.device)
+    k_BH0D, v_BH0D = (empty.new_empty(*empty.shape, size) for size in (other.codec.key_size, other.codec.value_size))
+    restore_rows(rows, *export_rows(other), k_BH0D, v_BH0D)
     if rows.store is not None and other.store is not None:
-        rows.store.share(other.store)
+        rows.store.restore(other.store.export(), k_BH0D, v_BH0D)
