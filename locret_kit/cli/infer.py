@@ -186,7 +186,7 @@ def plan_chunk(args: InferOptions, chosen: Chosen, tokens: int, cap: int, say: S
     config = load_config(chosen.backbone)
     setting = Setting(
         tokens, run, dtype=str(pick_dtype(args.dtype, pick_device(args.device), config)).removeprefix("torch."),
-        d_hidden=heads.width if heads else 0, policy=chosen.policy, weight_bits=args.weight_bits,
+        d_hidden=heads.d_hidden if heads else 0, policy=chosen.policy, weight_bits=args.weight_bits,
     )  # fmt: skip
     setting, plan = fit_plan(config, setting, cap, chunk_is_fixed=args.chunk is not None)
     say(f"plan: {setting}; peak {show(plan.peak)} of {show(cap)}")
