@@ -16,6 +16,8 @@ from typing import Any
 
 from .backbones.load import resolve_model
 from .checkpoint import FORMAT
+from .cis import TOP
+from .config.train_config import SMOOTH_L1
 from .evals.cells import Cell, summarize
 from .evals.engine.result_rows import KEY, Row, check_cells
 from .evals.tables import Figure, Table
@@ -183,37 +185,26 @@ def describe(config: HeadsConfig, parameters: int, training: Mapping[str, Any] |
     """A card's prose for heads that come with none: their shape, and how they were trained where that is known."""
     width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
     unit = {"logit": "attention logit", "log_prob": "log-probability"}[config.target]
-    form = {
-        "mlp": f"MLP ({width} -> {config.d_hidden} -> {config.n_kv_heads}, {config.activation}, no biases)",
-        "linear": f"linear map ({width} -> {config.n_kv_heads})",
-        "sink": f"low-rank sink attention ({width} -> rank {config.d_hidden})",
-    }[config.form]
-    plain = not training or training["loss"].get("kind", "smooth_l1") == "smooth_l1"
-    plain = plain and (not training or training["target"]["kind"] != "log_mass")
-    whole = bool(training and training.get("trains") == "end_to_end")
-    plain = plain and not whole
+    shape = f"{width} -> {config.d_hidden} -> {config.n_kv_heads}, {config.activation}, no biases"
+    loss = str(training["loss"].get("kind", SMOOTH_L1)) if training else SMOOTH_L1
+    plain = loss.startswith(SMOOTH_L1)
     predicts = (
         f"the largest {unit} that later answer queries will give its slot" if plain else "what its slot will be worth"
     )
     paragraphs = [
         f"# Retaining heads for {config.backbone.split('/')[-1]}",
-        f"One {form} for each of {config.n_layers} layers ({parameters / 1e6:.1f}M parameters in all) that predicts, from a "
-        f"token's q, k, v before RoPE, {predicts}. The key/value cache keeps the slots "
+        f"One MLP ({shape}) for each of {config.n_layers} layers ({parameters / 1e6:.1f}M parameters in all) that predicts, "
+        f"from a token's q, k, v before RoPE, {predicts}. The key/value cache keeps the slots "
         "that score best ([Locret](https://arxiv.org/abs/2410.01805)).",
     ]
     if config.adapter:
         link = f"[{config.adapter}](https://huggingface.co/{config.adapter})"
         paragraphs.append(f"They belong to the backbone with the adapter {link}.")
-    if training:
+    if training and training.get("trains", "heads") == "heads":
         optim, data = training["optim"], training["data"]
         steps = f"{training['step']} of {optim['steps']}" if "step" in training else optim["steps"]  # of the best heads
-        learned = (
-            f"end to end: the model's output with evictions against its output without ({training['gates']['divergence']} "
-            f"divergence), beginning with {training['heads']['init'] or 'random heads'}"
-            if whole
-            else f"target {training['target']['kind']}, the top {training['loss']['top_fraction']:.0%} of slots weigh "
-            f"{training['loss']['top_weight']:g}"
-        )
+        learned = f"target {training['target']['kind']}" + ("" if plain else f", loss {loss}")
+        learned += f", the top {TOP:.0%} of slots weigh {training['loss']['top_weight']:g}"
         paragraphs += [
             "## Training",
             f"{steps} steps of {optim['accumulate']} samples per device, at most {data['max_tokens']} tokens each, "

@@ -1,15 +1,13 @@
 """Retaining heads: one small network per layer from a token's q, k, v (before RoPE) to its predicted importance.
 
-Source: Locret, section 3.2, for the MLP; other forms name theirs.
+Source: Locret, section 3.2.
 A head depends on one token alone, so a score is computed once, when the token enters.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -54,11 +52,9 @@ class HeadsConfig:
     head_dim: Size
     activation: str
     d_hidden: Size
-    """Width of the hidden layer (d_R in the paper); of the form 'sink' the rank; the form 'linear' has none."""
+    """Width of the hidden layer (d_R in the paper)."""
     target: Literal["logit", "log_prob"] = "logit"
     """The unit of the scores: 'logit' (of no scale that heads share) or 'log_prob'."""
-    form: Literal["mlp", "linear", "sink"] = "mlp"
-    """The network: one of ``FORMS``."""
     sizes: list[list[Size]] | None = None
     """Query heads, key/value heads, channels of a key and of a value of every layer, where they are not those above."""
     adapter: str | None = None
@@ -94,11 +90,6 @@ class HeadsConfig:
         return [AttentionLayer(Q, H, key, value) for Q, H, key, value in self.sizes]
 
     @property
-    def width(self) -> int:
-        """Values that a head computes of each token in between, for plans of memory."""
-        return {"mlp": self.d_hidden, "linear": 1, "sink": (self.n_heads + self.n_kv_heads) * self.d_hidden}[self.form]
-
-    @property
     def policy(self) -> str:
         """The policy that they were published with."""
         return str(self.inference.get("policy") or "locret")
@@ -121,52 +112,6 @@ class RetainingHead(nn.Module):
         x_BTE = _side_by_side(q_BQTD, k_BHTD, v_BHTD)
         hidden = self.act(linear(x_BTE.to(self.fc1.weight.dtype), self.fc1.weight))
         return self.fc2(hidden).transpose(1, 2).float()
-
-
-class LinearHead(nn.Module):
-    """``fc1([q; k; v])``, with a bias. Source: KVzap, arXiv 2601.07891 (its linear form)."""
-
-    def __init__(self, config: HeadsConfig, layer: AttentionLayer) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(layer.qkv_dim, layer.n_kv_heads, dtype=torch.float32)
-
-    def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Linear = F.linear) -> Tensor:
-        x_BTE = _side_by_side(q_BQTD, k_BHTD, v_BHTD)
-        return self.fc1(x_BTE.to(self.fc1.weight.dtype)).transpose(1, 2).float()
-
-
-class SinkHead(nn.Module):
-    """Low-rank attention of a token to itself against learned sinks; its share, mean over the group, as a logit ``[B, H, T]``.
-
-    With ``a = norm(W_q x)`` of each query head and ``b = norm(W_k x)`` of its key/value head, both of rank ``r``, and sinks
-    ``c_j``: ``share = 1 / (1 + sum_j exp(a c_j / sqrt(r) - a b / sqrt(r) - bias))``.
-    Source: Fast KVzip, arXiv 2601.17668, whose ``x`` is the hidden state; here it is ``[q; k; v]``, as for the other forms.
-    """
-
-    SINKS = 16
-
-    def __init__(self, config: HeadsConfig, layer: AttentionLayer) -> None:
-        super().__init__()
-        E, linear = layer.qkv_dim, partial(nn.Linear, dtype=torch.float32)
-        self.shape = Q, H, r = layer.n_heads, layer.n_kv_heads, config.d_hidden
-        self.query, self.key = linear(E, Q * r), linear(E, H * r, bias=False)
-        self.query_norm, self.key_norm = (nn.RMSNorm(r, eps=1e-6, dtype=torch.float32) for _ in "qk")
-        self.sinks = nn.Parameter(torch.zeros(H, self.SINKS, r, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.zeros(Q, dtype=torch.float32))
-
-    def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Linear = F.linear) -> Tensor:
-        Q, H, r = self.shape
-        x_BTE = _side_by_side(q_BQTD, k_BHTD, v_BHTD).to(self.query.weight.dtype)
-        a_BTHGr = self.query_norm(self.query(x_BTE).unflatten(-1, (H, Q // H, r))).float()
-        b_BTHr = self.key_norm(self.key(x_BTE).unflatten(-1, (H, r))).float()
-        own_BTHG = torch.einsum("bthgr,bthr->bthg", a_BTHGr, b_BTHr) / math.sqrt(r) + self.bias.float().view(H, -1)
-        sinks_BTHGJ = torch.einsum("bthgr,hjr->bthgj", a_BTHGr, self.sinks.float()) / math.sqrt(r)
-        share_BTH = torch.sigmoid(own_BTHG - sinks_BTHGJ.logsumexp(-1)).mean(-1)
-        return torch.logit(share_BTH, eps=1e-6).transpose(1, 2)
-
-
-FORMS: dict[str, type[nn.Module]] = {"mlp": RetainingHead, "linear": LinearHead, "sink": SinkHead}
-"""By ``HeadsConfig.form``."""
 
 
 def _side_by_side(*parts_BXTD: Tensor) -> Tensor:
@@ -196,7 +141,7 @@ class RetainingHeads(nn.Module):
         super().__init__()
         self.config = config
         self._exact: str | None = None
-        self.layers = nn.ModuleList(FORMS[config.form](config, layer) for layer in config.layers)
+        self.layers = nn.ModuleList(RetainingHead(config, layer) for layer in config.layers)
 
     def __getitem__(self, layer: int) -> nn.Module:
         return self.layers[layer]
@@ -302,7 +247,12 @@ def _config_of(stored: Stored, backbone: str | None) -> HeadsConfig:
             raise ValueError("it is a backbone's, not heads': --model (or model=) takes it")
         if raw.get("format", FORMAT) != FORMAT:
             raise ValueError(f"format={raw['format']!r} must be {FORMAT!r}")
-        return made(HeadsConfig, {name: value for name, value in raw.items() if name not in ("format", HASH)}, "field")
+        if (form := raw.get("form", "mlp")) != "mlp":
+            raise ValueError(
+                f"form={form} was tried and lost to the paper's MLP; commit 4ec06cb is the last that reads it"
+            )
+        own = {name: value for name, value in raw.items() if name not in ("format", "form", HASH)}
+        return made(HeadsConfig, own, "field")
 
 
 def _build(config: HeadsConfig, stored: Stored) -> RetainingHeads:

@@ -18,7 +18,6 @@ from mkdocs.structure.pages import Page
 
 from locret_kit.__main__ import COMMANDS as LISTED
 from locret_kit.config import recipes as recipe_files
-from locret_kit.config.benchmark_runs import BENCHMARK
 from locret_kit.config.chat_options import CHAT
 from locret_kit.config.command_help import COMMON_OPTIONS, groups_of
 from locret_kit.config.document_options import ASK, INFO, KEPT, READ
@@ -38,7 +37,7 @@ COMMANDS: tuple[Command, ...] = (
     INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, VLLM, EVAL, PLAN, recipe_files.TRAIN, PUBLISH,
 )  # fmt: skip
 OF_EVAL = {
-    "paired": PAIRED, "benchmark": BENCHMARK, "table": TABLE, "figure": FIGURE, "figure sweep": SWEEP, "kept": EVAL_KEPT,
+    "paired": PAIRED, "table": TABLE, "figure": FIGURE, "figure sweep": SWEEP, "kept": EVAL_KEPT,
     "summary": folder_command("summary"), "report": folder_command("report"),
 }  # fmt: skip
 PYTHON: dict[str, Sequence[str]] = {
@@ -297,14 +296,10 @@ def recipes() -> str:
     """Every recipe, with the comment that its file begins with."""
     folder = recipe_files.recipes_folder()
     rows = []
-    for path in (
-        *(folder / f"{name}.yaml" for name in recipe_files.known_recipes()),
-        *sorted(folder.glob("trials/*.yaml")),
-    ):
+    for path in (folder / f"{name}.yaml" for name in recipe_files.known_recipes()):
         first = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
-        name = path.stem if path.parent == folder else f"trials.file={path.stem}"
         said = (f"`{line[1:].strip()}`" if line.startswith("#  ") else line[2:] for line in first)
-        rows.append((f"`{name}`", " ".join(said)))
+        rows.append((f"`{path.stem}`", " ".join(said)))
     return page(
         "Recipes",
         "`locret-train recipe=NAME key=value ...` takes one of these, or the path of a YAML file of the same form; with "

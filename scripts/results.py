@@ -22,7 +22,7 @@ from pathlib import Path
 from locret_kit.evals.cells import Cell, size, summarize
 from locret_kit.evals.engine.result_rows import Row, read_rows
 from locret_kit.evals.report.summary import to_markdown
-from locret_kit.evals.tables import Table, placed
+from locret_kit.evals.tables import Table
 from locret_kit.files import write_beside
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -166,6 +166,19 @@ def _command(rows: Sequence[Row], place: Place) -> str:
         f"locret-eval tasks=[{task}] {where}lengths=[{length}] budgets=[{','.join(map(str, budgets))}] \\\n"
         f'    "policies=[{named}]" samples={samples}{form} ckpt=checkpoints/{heads}{model} out={out}'
     )
+
+
+def placed(page: str, name: str, tables: str) -> str:
+    """A page with ``tables`` between its marks of that name.
+
+    Raises:
+        ValueError: a mark is missing, or stands there more than once or in the wrong order.
+    """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f"the file must have {begin} and then {end}, once each")
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n{tables}{end}{rest.split(end)[1]}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -42,8 +42,8 @@ def test_heads_learn_and_run(name, tmp_path):
     try:
         for _ in range(STEPS):
             optimiser.zero_grad()
-            ((observer,),) = training.observe([sample], lambda loss: loss.backward())
-            losses.append(float(torch.stack(observer.figures.regression).mean()))
+            (figures,) = training.observe([sample], lambda loss: loss.backward())
+            losses.append(float(figures[0].mean()))
             optimiser.step()
     finally:
         training._attachment.detach()

@@ -84,14 +84,6 @@ def test_it_says_what_it_chose(monkeypatch, capsys, tmp_path):
     )
     assert choose_for_device(values | {"data.max_tokens": 512}, ["data.batch"]) == {"data.batch": 2}
     assert "chose data.batch=2;" in capsys.readouterr().err
-    for more in (
-        {"data.max_tokens": 512, "data.queries": "replay"},
-        {"data.max_tokens": 1024},
-    ):  # a replay doubles a sample
-        choose_for_device(values | more, ["data.batch"])
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == second and "planned at" in first
-    assert choose_for_device(values | {"data.queries": "both"}, ["data.max_tokens"]) == {"data.max_tokens": 2048}
 
 
 def test_on_a_card(monkeypatch, capsys, tmp_path):
@@ -112,9 +104,9 @@ def test_on_a_card(monkeypatch, capsys, tmp_path):
     assert choose_for_device(values | {"backbone.weight_bits": 4}, ["data.max_tokens"])["data.max_tokens"] >= 1024
 
 
-def test_ten_models_leave_it_to_the_device():
+def test_three_models_leave_it_to_the_device():
     made = [name for name in known_recipes() if read_recipe(name).choose and name != "auto"]
-    assert len(made) == 10
+    assert len(made) == 3
     for name in made:
         recipe, auto = read_recipe(name), read_recipe("auto")
         assert recipe.values == auto.values | {"backbone.model": recipe.values["backbone.model"]}

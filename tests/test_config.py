@@ -57,13 +57,6 @@ def test_the_comparison_differs_only_in_target_loss_and_policy():
     assert (ours.loss.top_weight, paper.loss.top_weight) == (20.0, 1.0)
 
 
-def test_the_narrow_heads_differ_in_width_alone():
-    paper, narrow = load_config(["recipe=phi3-mini"]), load_config(["recipe=phi3-mini-narrow"])
-    assert (paper.heads.d_hidden, narrow.heads.d_hidden) == (1024, 256)
-    same = ("backbone", "target", "loss", "data", "optim", "trainer", "infer", "seed")
-    assert all(getattr(paper, name) == getattr(narrow, name) for name in same)
-
-
 def test_overrides():
     config = load_config(
         [*TINY, "optim.lr=1e-4", "data.sources=[synthetic,a.jsonl]", "data.weights=[2, 1]", "out=x/${recipe}"]
@@ -100,7 +93,7 @@ def test_recipe_from_a_path(tmp_path):
         ("recipe: other", "recipe in recipe 'mine' must not be set there: it is the recipe's own name"),
         ("base: papper", "recipe=papper is unknown; known: "),
         ("base: [paper]", "base=['paper'] in recipe 'mine' must be a recipe's name"),
-        ("choose: [heads.form]", "choose=['heads.form'] in recipe 'mine' must be a list of some of: heads.d_hidden, "),
+        ("choose: [heads.init]", "choose=['heads.init'] in recipe 'mine' must be a list of some of: heads.d_hidden, "),
         ("choose: heads.d_hidden", "choose=heads.d_hidden in recipe 'mine' must be a list of some of: "),
         ("- a\n- b", "must hold sections of key: value"),
         ("a: [", "is not valid YAML"),
@@ -156,7 +149,7 @@ def test_what_is_given_by_a_recipe_is_not_chosen():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "recipe=NAME is missing, or model=NAME for recipe=auto; known recipes: auto, deepseek-v2-lite, "),
+        ([], "recipe=NAME is missing, or model=NAME for recipe=auto; known recipes: auto, gemma3-270m, "),
         ([*TINY, "model=b"], "backbone.model is given twice: backbone.model=some/model and backbone.model=b"),
         (["recipe=phi3mini"], "recipe=phi3mini is unknown; known: "),
         (["recipe=phi3mini"], "Did you mean 'phi3-mini'?"),
@@ -189,10 +182,8 @@ def test_errors_on_the_command_line(arguments, message):
         ("optim.lr=0", "optim.lr=0 must be above 0"),
         ("optim.lr=nan", "optim.lr=nan must be a number, above 0"),
         ("optim.steps=0", "optim.steps=0 must be at least 1"),
-        ("optim.betas=[0.9]", "optim.betas=[0.9] must be two numbers, each at least 0 and below 1"),
-        ("loss.top_fraction=1.5", "loss.top_fraction=1.5 must be above 0 and at most 1"),
-        ("target.floor=0", "target.floor=0 must be below 0"),
-        ("target.kind=logits", "target.kind=logits must be one of: logit, log_prob, log_mass. Did you mean 'logit'?"),
+        ("loss.top_weight=0.5", "loss.top_weight=0.5 must be at least 1"),
+        ("target.kind=logits", "target.kind=logits must be one of: logit, log_prob. Did you mean 'logit'?"),
         ("backbone.dtype=fp8", "backbone.dtype=fp8 must be one of: auto, float32, bfloat16, float16"),
         ("infer.positions=clipt", "positions='clipt' must be compact, original, clipped or clipped(SPAN)"),
         ("data.sources=[]", "data.sources=[] must be not empty"),

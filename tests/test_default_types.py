@@ -27,7 +27,6 @@ from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cli.eval import main as evaluate
 from locret_kit.evals.engine.result_rows import read_rows
-from locret_kit.heads import FORMS
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import generate
 
@@ -74,9 +73,9 @@ class Program:
         """Name -> texts, kept positions, logits and scores."""
         with torch.device("cpu"):  # a module is made where PyTorch says
             self.heads, spec = tiny_heads(self.model, 32), spec_of(self.model.config)
-            forms = [RetainingHeads(HeadsConfig.for_backbone(spec, "tiny", 8, form=form)) for form in FORMS]
+            heads = RetainingHeads(HeadsConfig.for_backbone(spec, "tiny", 8))
         found: dict[str, object] = {policy: self.run(self.model, policy) for policy in (*POLICIES[::3], *APART)}
-        found["scores"] = [[form[0](*self.drawn).tolist(), form.fingerprint] for form in forms]
+        found["scores"] = [heads[0](*self.drawn).tolist(), heads.fingerprint]
         for policy, backend, name in product(
             ("h2o", "locret", "compactor(block=8)"), ("reference", "cpu"), self.models
         ):

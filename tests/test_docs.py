@@ -157,7 +157,7 @@ def test_the_blocks_of_a_page_run(page, place, monkeypatch, capsys):
             ran += 1
     for block in set(blocks(page, "python")) - {PLUGIN.read_text(encoding="utf-8")}:
         with redirect_stdout(io.StringIO()):
-            exec(compile(block, page, "exec"), {"__name__": "pasted"})
+            exec(compile(block, page, "exec", dont_inherit=True), {"__name__": "pasted"})
     assert ran
 
 

@@ -87,7 +87,8 @@ def convolution(
 ) -> SlotConvolution:
     torch.manual_seed(seed)
     config = PoolConfig("tiny", "llama", 1, 1, D, slots, kernel, norm)
-    made = SlotConvolution(config, gate).double().requires_grad_(False)
+    made = SlotConvolution(config).double().requires_grad_(False)
+    made.gate.fill_(math.log(gate / (1 - gate)))
     if made.norm is not None:
         made.norm.weight.uniform_(0.5, 2)
         made.norm.bias.uniform_(-1, 1)
@@ -158,7 +159,7 @@ def test_an_open_gate_without_weights_is_the_mean_and_a_shut_one_changes_nothing
 def saved(folder: Path, gate: float | None = None, slots: int = 5, family: str = "llama") -> str:
     """A pool with weights that matter, or with its gates shut."""
     torch.manual_seed(7)
-    pool = ConvPool(PoolConfig.for_backbone(spec_of(tiny_model(family).config), "tiny", slots, kernel=5), gate or 0.5)
+    pool = ConvPool(PoolConfig.for_backbone(spec_of(tiny_model(family).config), "tiny", slots, kernel=5))
     with torch.no_grad():
         for layer in pool.layers:
             layer.conv.weight.mul_(3)

@@ -220,11 +220,11 @@ def test_peak_of_prefill_where_a_reading_picks_rows(newest, monkeypatch):
 def test_peak_of_a_training_step(name, tokens, answer):
     config = configuration(name, layers=2)
     model, heads = on_meta(config), heads_on_meta(config, 1024, torch.float32)
-    loss = dict(smoothing=0.0025, top_fraction=0.05, top_weight=20.0, beta=1.0)
+    loss = dict(smoothing=0.0025, top_weight=20.0)
     with FusedAttention(), LiveBytes() as live:
         observer = Observer(
             heads, describe(model).ropes(model, tokens), spec_of(config).layers, ((tokens - answer, tokens),),
-            kind="log_prob", floor=-12.0, lead=1, loss=partial(cis_loss, **loss), backward=torch.Tensor.backward,
+            kind="log_prob", lead=1, loss=partial(cis_loss, **loss), backward=torch.Tensor.backward,
         )  # fmt: skip
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
         with attach(model) as attached, torch.no_grad(), attached.handled_by(observer):

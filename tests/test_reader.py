@@ -11,7 +11,6 @@ import yaml
 from annotated_types import Ge
 
 from locret_kit.cli import eval, infer, plan, publish, train
-from locret_kit.config.benchmark_runs import BENCHMARK
 from locret_kit.config.chat_options import CHAT
 from locret_kit.config.command_help import full_help, short_help
 from locret_kit.config.command_line import given_by, read
@@ -34,7 +33,7 @@ from locret_kit.validation import choices
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {"infer": INFER, "train": TRAIN, "eval": EVAL, "plan": PLAN, "publish": PUBLISH}
 OTHERS = [READ, ASK, CHAT, DOCUMENT_KEPT, INFO, SERVE, VLLM]
-OF_EVAL = [BENCHMARK, FIGURE, SWEEP, CURVES, TABLE, PAIRED, KEPT, TASKS, folder_command("summary")]
+OF_EVAL = [FIGURE, SWEEP, CURVES, TABLE, PAIRED, KEPT, TASKS, folder_command("summary")]
 EVERY = [*COMMANDS.values(), *OTHERS, *OF_EVAL]
 
 
@@ -218,7 +217,7 @@ def test_help_is_ten_options_on_one_screen(one, monkeypatch):
     [
         (infer.main, []), (train.main, ["recipe=tiny"]), (eval.main, []), (plan.main, []), (publish.main, []),
         (eval.main, ["figure", "cost"]), (eval.main, ["figure"]), (eval.main, ["paired"]), (eval.main, ["kept"]),
-        (eval.main, ["summary"]), (eval.main, ["report"]), (eval.main, ["tasks"]), (eval.main, ["benchmark"]),
+        (eval.main, ["summary"]), (eval.main, ["report"]), (eval.main, ["tasks"]),
     ],
 )  # fmt: skip
 def test_help_and_version_everywhere(main, argv, capsys):

@@ -18,7 +18,7 @@ from tiny_tokenizer import save_tiny_backbone
 from locret_kit import RetainingHeads
 from locret_kit.cli.train import main
 from locret_kit.files import locked
-from locret_kit.training import fit, observer
+from locret_kit.training import fit, module
 from locret_kit.training.fit import newest_state
 from locret_kit.training.module import HeadTraining
 from locret_kit.training.scalars import read_curves
@@ -48,13 +48,13 @@ def same_run(a: Path, b: Path) -> None:
 @pytest.fixture
 def random_losses(monkeypatch):
     """Every loss is weighed at random, by PyTorch's generator and Python's: both must go on where they were."""
-    loss = observer.cis_loss
+    loss = module.cis_loss
 
     def weighed(*args, **settings):
         regression, smooth = loss(*args, **settings)
         return regression * (0.5 + torch.rand(())), smooth * random.random()
 
-    monkeypatch.setattr(observer, "cis_loss", weighed)
+    monkeypatch.setattr(module, "cis_loss", weighed)
 
 
 def test_a_run_killed_at_six_random_moments_resumes_to_the_uninterrupted_curve(

@@ -445,10 +445,11 @@ def test_needle_errors():
 
 
 @pytest.mark.parametrize("n_tokens, repetitive", [(700, 0.3), (1500, 0.0), (1500, 1.0)])
-def test_synthetic_samples(n_tokens, repetitive):
+def test_synthetic_samples(n_tokens, repetitive, monkeypatch):
+    monkeypatch.setattr(synthetic, "REPETITIVE", repetitive)
     chats = 0
     for i in range(40):
-        sample = synthetic.synthetic_sample(TOK, [HAYSTACK, PARAGRAPH * 9], n_tokens, 5, i, repetitive)
+        sample = synthetic.synthetic_sample(TOK, [HAYSTACK, PARAGRAPH * 9], n_tokens, 5, i)
         assert 0.9 * n_tokens <= len(sample.ids) <= n_tokens
         ((start, end),) = sample.answers
         prompt, answer = TOK.decode(sample.ids[:start]), TOK.decode(sample.ids[start:end])
@@ -482,8 +483,6 @@ def test_copy_question_over_real_text():
 def test_synthetic_errors():
     with pytest.raises(ValueError, match="texts must not be empty"):
         synthetic.synthetic_sample(TOK, [], 500, 0, 0)
-    with pytest.raises(ValueError, match=r"repetitive=2 must be within \[0, 1\]"):
-        synthetic.synthetic_sample(TOK, [PARAGRAPH], 500, 0, 0, 2)
     with pytest.raises(ValueError, match="n_tokens=60 is too small"):
         synthetic.synthetic_sample(TOK, [PARAGRAPH], 60, 0, 0)
 

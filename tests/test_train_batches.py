@@ -52,8 +52,7 @@ def observed(module: HeadTraining, batches: list[list[Sample]]) -> tuple[torch.T
     module.heads.zero_grad(set_to_none=True)
     figures = []
     for batch in batches:
-        for (observer,) in module.observe(batch, lambda loss: loss.backward()):
-            figures.append(torch.stack(list(observer.figures.means().values())))
+        figures += [one.mean(1) for one in module.observe(batch, lambda loss: loss.backward())]
     return torch.stack(figures), [weight.grad for weight in module.heads.parameters() if weight.grad is not None]
 
 

@@ -274,7 +274,7 @@ def test_synthetic_samples_that_are_too_long_are_drawn_again(capsys):
     texts = [load_text("pydoc")]
     for index in range(40):
         with suppress(ValueError):
-            made[index] = synthetic_sample(tokenizer, texts, 256, 0, index, 0.3)
+            made[index] = synthetic_sample(tokenizer, texts, 256, 0, index)
     samples = Samples(DataConfig(max_tokens=256, val_samples=0), tokenizer, seed=0)
     drawn = [samples[i] for i in range(40)]
     assert 0 < len(made) < 40 and all(drawn[i] == sample for i, sample in made.items())
@@ -386,10 +386,8 @@ def test_samples_beyond_the_window_are_said(tmp_path, capsys):
     )  # fmt: skip
     AutoModelForCausalLM.from_config(opt).save_pretrained(tmp_path / "opt")
     tiny_tokenizer().save_pretrained(tmp_path / "opt")
-    learned = [*SETTINGS, f"backbone.model={tmp_path / 'opt'}", f"out={tmp_path / 'run'}"]
-    assert "with data.queries=both, samples of up to 1024 tokens, must be at most the window of" in refused(
-        capsys, *learned, "data.queries=both"
-    )
+    learned = [SETTINGS[0], *SETTINGS[2:], f"backbone.model={tmp_path / 'opt'}", f"out={tmp_path / 'run'}"]
+    assert "data.max_tokens=1024 must be at most the window of" in refused(capsys, *learned, "data.max_tokens=1024")
     short = save_tiny_backbone(tmp_path / "short", max_position_embeddings=256)
     assert train(short, tmp_path / "long", "optim.steps=1", "trainer.val_every=2") == 0
     assert f"data.max_tokens=512 must be at most the window of {short}, 256, or heads learn" in capsys.readouterr().err

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.benchmark_runs import BENCHMARK, BenchmarkConfig, runs
 from ..config.command_help import help_of
 from ..config.command_line import read
 from ..config.eval_options import EVAL, KEPT, PAIRED, TASKS, folder_command, load_eval_config
@@ -89,14 +88,24 @@ def run(argv: list[str]) -> int:
     config = read(EVAL, argv)
     if config is None:
         return 0
-    from ..evals.engine.runner import failures, is_complete
+    from ..evals.engine.run_spec import check_policies
+    from ..evals.engine.runner import answer, check, failures, is_complete
     from ..evals.report.html_report import write_page
     from ..evals.report.summary import write_summary
+    from ..files import write_json
+    from .eval_setup import load_parts
 
     draws = find_spec("matplotlib") is not None
     if not draws:
         print(f"locret-eval: no figures and no page without matplotlib: {install_line('eval')}", file=sys.stderr)
-    made = answered(config)
+    config.load_plugin()
+    check_policies(config.policies, config.kv_bits)
+    parts = load_parts(config)
+    settings = run_config(config, parts)
+    made = run_of(config, parts)
+    check(made)
+    write_json(made.out / CONFIG, settings)  # of a run that can begin: an error before leaves no folder
+    answer(made)
     tables = write_summary(made.out)
     if is_complete(made):  # the last process to finish shows what all have found
         print(tables)
@@ -109,39 +118,6 @@ def run(argv: list[str]) -> int:
             file=sys.stderr,
         )
     return 1 if failed else 0
-
-
-def answered(config: EvalConfig) -> Run:
-    """Answer what a configuration asks for, and is not answered yet; the run."""
-    config.load_plugin()
-    from ..evals.engine.run_spec import check_policies
-
-    check_policies(config.policies, config.kv_bits)
-    from ..evals.engine.runner import answer, check
-    from ..files import write_json
-    from .eval_setup import load_parts
-
-    parts = load_parts(config)
-    settings = run_config(config, parts)
-    made = run_of(config, parts)
-    check(made)
-    write_json(made.out / CONFIG, settings)  # of a run that can begin: an error before leaves no folder
-    answer(made)
-    return made
-
-
-def _benchmark(config: BenchmarkConfig) -> None:
-    """Every run of the benchmark that is not done yet, and the tables of all of them."""
-    from ..evals.engine.result_rows import label_of, read_rows
-    from ..evals.report.benchmark_tables import BlockRows, write_page
-
-    parts, page = [], Path(config.write) if config.write else None
-    for one in runs(config):
-        print(f"locret-eval: {one.block}, {one.variation}", file=sys.stderr)
-        parts.append(BlockRows(one.block, one.variation, read_rows(answered(one.config).out)))
-    if failed := sum(row.error is not None for part in parts for row in part.rows):
-        print(f"locret-eval: {failed} examples ended with an error and are in no table", file=sys.stderr)
-    print(write_page(parts, label_of(config.policy, config.against or config.names[0]), Path(config.out), page))
 
 
 def _summary(config: FolderConfig) -> None:
@@ -298,7 +274,7 @@ def _with(options: Command[T], show: Callable[[T], None]) -> Callable[[list[str]
 
 COMMANDS = {
     "summary": _with(folder_command("summary"), _summary), "report": _with(folder_command("report"), _report),
-    "table": _with(TABLE, _table), "paired": _with(PAIRED, _paired), "benchmark": _with(BENCHMARK, _benchmark), "figure": _figure,
+    "table": _with(TABLE, _table), "paired": _with(PAIRED, _paired), "figure": _figure,
     "kept": _with(KEPT, _kept), "tasks": _with(TASKS, _tasks), "lm_eval": _lm_eval,
 }  # fmt: skip
 
@@ -310,6 +286,8 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         print(EVAL.usage)
         return 1
+    if argv[0] == "benchmark":
+        raise ValueError("benchmark is no command any more: a run for each task and length, then locret-eval paired")
     if argv[0].isidentifier() and argv[0] not in COMMANDS:
         raise ValueError(f"unknown command {argv[0]!r}.{nearest(argv[0], COMMANDS)} There are: {', '.join(COMMANDS)}")
     return COMMANDS[argv[0]](argv[1:]) if argv[0] in COMMANDS else run(argv)

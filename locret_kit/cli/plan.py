@@ -16,7 +16,6 @@ from .command import entry
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from ..backbones.spec import BackboneSpec
     from ..planning.backbone_sizes import BackboneSizes
     from ..planning.inference_plan import Setting
     from ..policies.policy import Policy
@@ -102,7 +101,7 @@ def run(args: PlanOptions) -> int:
                 f"{field}={value} does not go with the packed weights of {args.model!r}: name the float model"
             )
     backbone = BackboneSizes.of(config)
-    d_hidden, bits = _width(args, recipe, backbone.spec), args.weight_bits
+    d_hidden, bits = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN), args.weight_bits
     say = [
         f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}{suffix(bits, types)}; cap {show(cap)} "
         f"({args.gpu_memory} less {args.reserve} reserve)"
@@ -197,16 +196,6 @@ def _vllm(
     rows = {"weights": plan.weights // args.ranks, "heads": plan.heads // args.ranks, "workspace": plan.workspace}
     lines = [f"{name:<10} {show(size):>11}" for name, size in {**rows, "pages": pages.bytes}.items()]
     return [f"policy {args.policy}, {setting}", *lines, f"vLLM: {pages}"]
-
-
-def _width(args: PlanOptions, recipe: Values, spec: BackboneSpec) -> int:
-    """Width of the heads: as it is given, or as the recipe's form has it."""
-    from ..heads import HeadsConfig
-
-    d_hidden = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN)
-    if args.d_hidden is not None:
-        return d_hidden
-    return HeadsConfig.for_backbone(spec, args.model, d_hidden, form=recipe.get("heads.form", "mlp")).width
 
 
 def _setting(args: PlanOptions, recipe: Values, policy: Policy, d_hidden: int) -> Setting:

@@ -34,9 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator: " not in str(error):
             raise
         raise OSError(out_of_memory(str(error), cfg)) from error
-    if folder is not None and cfg.trials.file is not None:
-        print(f"heads: {folder}/NAME, a folder for each trial")
-    elif folder is not None:
+    if folder is not None:
         flags = pool_flags(cfg, folder) if cfg.trains == "pool" else f"--ckpt {folder}"
         print(f"{cfg.trains}: {folder}\ntry:   locret-infer {flags} --question 'What is ...?' < long.txt")
     return 0
@@ -46,7 +44,6 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
     """One line from PyTorch's message, with the longest samples that the plan of a step lets in. Where the plan does not
     speak (a pool, a sharded or a spread backbone): PyTorch's first line."""
     from ..backbones.load import pick_device, pick_dtype
-    from ..heads import HeadsConfig
     from ..planning.backbone_sizes import BackboneSizes
     from ..planning.fitting_settings import largest_sample
     from ..planning.memory import allocator_figures, shortage
@@ -59,19 +56,17 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
         return said.splitlines()[0].replace("[enforce fail at alloc_cpu.cpp", "out of memory [alloc_cpu.cpp")
     config, _ = resolve(cfg.backbone.model)
     dtype = str(pick_dtype(cfg.backbone.dtype, pick_device(None), config)).removeprefix("torch.")
-    tokens = cfg.data.max_tokens * cfg.data.passes
-    backbone = BackboneSizes.of(config)
-    heads = HeadsConfig.for_backbone(backbone.spec, cfg.backbone.model, cfg.heads.d_hidden, form=cfg.heads.form)
+    tokens, backbone = cfg.data.max_tokens, BackboneSizes.of(config)
     setting = TrainSetting(
         tokens,
         min(TrainSetting.answer, tokens - 1),
         cfg.data.batch,
         dtype,
-        heads.width,
+        cfg.heads.d_hidden,
         weight_bits=cfg.backbone.weight_bits,
     )
     words, room = shortage(figures, plan_training(backbone, setting).peak)
-    longest = largest_sample(backbone, setting, room, max_value=tokens) // cfg.data.passes
+    longest = largest_sample(backbone, setting, room, max_value=tokens)
     advice = f"data.max_tokens={longest} fits" if longest else "no length of samples fits"
     sizes = f"data.max_tokens={cfg.data.max_tokens} and data.batch={cfg.data.batch}"
     return f"{words}, with {sizes}. By the plan {advice}; resume=auto goes on"

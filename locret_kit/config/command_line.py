@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..validation import checked, metadata_of, parts
 from .command_help import help_of
-from .schema import Command, Option, Repeatable, T, UsageError, Values, build, options_of, typed, unknown
+from .schema import Command, Option, Repeatable, T, UsageError, Values, build, options_of, refuse_gone, typed, unknown
 from .yaml_values import nested, read_yaml, values_of
 
 
@@ -50,8 +50,7 @@ def given_by(command: Command[T], argv: list[str]) -> Values:
     known = options_of(command.schema) | {"config": Option(str, None, Command, "")}
     texts: dict[str, list[str]] = {}
     for name, text in _pairs(command, known, argv):
-        if name in command.gone:
-            raise UsageError(f"--{name.replace('_', '-')} is no option any more: {command.gone[name]}")
+        refuse_gone(command.gone, name, text)
         if name not in known:
             meant = command.positional and any(word.partition("=")[0] == name for word in argv)  # such as "E=mc2?"
             raise UsageError(unknown(name, known) + "; a text with = in it stands behind --" * bool(meant))

@@ -23,7 +23,7 @@ Compare policies: a row per example, a table at the end; a rerun does only what 
       samples=20 ckpt=checkpoints/smollm2-135m-locret out=runs/needles
   locret-eval table out=runs/needles format=latex
 
-Subcommands, each with a --help of its own: tasks, figure, table, summary, report, paired, kept, benchmark, lm_eval."""
+Subcommands, each with a --help of its own: tasks, figure, table, summary, report, paired, kept, lm_eval."""
 NOTES = """  locret-eval tasks=[passkey,number,perplexity,reconstruction] policies=[full,locret,h2o,kvzip] ckpt=... out=runs/table
   locret-eval tasks=[leval.coursera] data=[FOLDER/OF/LEVAL] policies=[full,locret] ckpt=... out=runs/leval
   locret-eval lm_eval --model locret --model_args ckpt=...,policy=locret,budget=256 --tasks ...

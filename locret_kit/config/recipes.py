@@ -12,9 +12,10 @@ from pathlib import Path
 
 from ..naming import nearest
 from .command_line import given_by
-from .schema import Command, UsageError, Values, build
+from .retired import RETIRED
+from .schema import Command, UsageError, Values, build, refuse_gone
 from .train_config import TrainConfig
-from .yaml_values import read_yaml, values_of
+from .yaml_values import flattened, read_yaml, values_of
 
 USAGE = """usage: locret-train recipe=NAME [key=value ...]
        locret-train model=NAME [key=value ...]
@@ -91,18 +92,18 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     backbone = BackboneSizes.of(config)
     dtype = str(pick_dtype(cfg.backbone.dtype, device, config)).removeprefix("torch.")
     width = cfg.heads.d_hidden if "heads.d_hidden" in values else choose_width(backbone)
-    longest = (LONGEST if on_card else LONGEST_ON_CPU) * cfg.data.passes
+    longest = LONGEST if on_card else LONGEST_ON_CPU
     longest = min(longest, getattr(config, "max_position_embeddings", longest))
     step = choose_step(
         backbone,
         TrainSetting(longest, dtype=dtype, d_hidden=width, weight_bits=cfg.backbone.weight_bits),
         memory - RESERVE,
-        tokens=cfg.data.max_tokens * cfg.data.passes if "data.max_tokens" in values else None,
+        tokens=cfg.data.max_tokens if "data.max_tokens" in values else None,
         batch=cfg.data.batch if "data.batch" in values else None,
         max_tokens=longest,
         samples=cfg.optim.accumulate,
     )
-    chosen: Values = dict(zip(CHOSEN, (width, step.tokens // cfg.data.passes, step.batch), strict=True))
+    chosen: Values = dict(zip(CHOSEN, (width, step.tokens, step.batch), strict=True))
     words = " ".join(f"{name}={chosen[name]}" for name in names)
     where = torch.cuda.get_device_name(device) if on_card else "this CPU"
     size = f"{backbone.parameters / 1e9:.2f}e9 parameters, {dtype}"
@@ -138,6 +139,7 @@ TRAIN = Command(
         "resume",
     ),
     aliases={"model": "backbone.model"},
+    gone=RETIRED,
     complete=partial(with_recipe, choose=choose_for_device),
 )
 
@@ -162,6 +164,7 @@ def read_recipe(recipe: str, below: tuple[str, ...] = ()) -> Recipe:
     Raises:
         ValueError: no such recipe, or what it holds is no recipe; bases go round in a circle.
     """
+    refuse_gone(RETIRED, "recipe", recipe)
     path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else recipes_folder() / f"{recipe}.yaml"
     if not recipe.endswith((".yaml", ".yml")) and recipe not in (known := known_recipes()):
         raise ValueError(f"recipe={recipe} is unknown; known: {', '.join(known)}.{nearest(recipe, known)}")
@@ -171,6 +174,8 @@ def read_recipe(recipe: str, below: tuple[str, ...] = ()) -> Recipe:
     if "recipe" in tree:
         raise ValueError(f"recipe{where} must not be set there: it is the recipe's own name")
     base, choose = tree.pop("base", None), tree.pop("choose", None)
+    for name, value in flattened(tree).items():
+        refuse_gone(RETIRED, name, value, where)
     if not isinstance(base, str | None):
         raise ValueError(f"base={base!r}{where} must be a recipe's name")
     if choose is not None and not (isinstance(choose, list) and set(map(str, choose)) <= set(CHOSEN)):

@@ -53,7 +53,7 @@ class Command(Generic[T]):
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Options by another name that stands for them."""
     gone: Mapping[str, str] = field(default_factory=dict)
-    """Options that there were, and the command that does their work."""
+    """Options, sections and values (``name=value``) that there were, and what does their work."""
     complete: Callable[[Values], Values] = dict
     """Values to build the options from, made of those that are given."""
 
@@ -139,6 +139,14 @@ def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
         return f"unknown key {name!r}{where}. Fields of {section}: {', '.join(beside)}."
     near = nearest(same[0] if same else name, beside or known)
     return f"unknown key {name!r}{where}.{near} --help all lists what there is"
+
+
+def refuse_gone(gone: Mapping[str, str], name: str, value: object, where: str = "") -> None:
+    """Raise UsageError for a name, a section or a ``name=value`` that there is no more; says what does its work."""
+    for word in (name, name.partition(".")[0], f"{name}={value}"):
+        if word in gone:
+            shown = f"--{word.replace('_', '-')}" if word == name and word.isidentifier() else word
+            raise UsageError(f"{shown}{where} is no option any more: {gone[word]}")
 
 
 def typed(annotation: object, text: str) -> object:

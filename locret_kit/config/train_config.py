@@ -6,17 +6,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Interval, Len, MinLen, Predicate
+from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
 from ..backbones.gguf.gguf_place import is_gguf
 from ..settings import PUBLISHED, Bytes, Count, RunSettings, Slots, is_positions
 from ..validation import Description
 from .machine import Dtype
-from .signal_config import Fraction, GatesSection, LossConfig, PoolSection, TargetConfig
 
-Betas = Annotated[
-    list[Annotated[float, Interval(ge=0, lt=1)]], Len(2, 2), Description("two numbers, each at least 0 and below 1")
-]
+SMOOTH_L1 = "smooth_l1"
 Strategy = Literal["auto", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"]
 
 
@@ -46,13 +43,49 @@ class HeadsSection:
     """The retaining heads."""
 
     d_hidden: Slots = 1024
-    """Width of a head's hidden layer, or the rank of ``form=sink``; ``form=linear`` has none."""
-    form: Literal["mlp", "linear", "sink"] = "mlp"
-    """'mlp' (the paper's), 'linear' or 'sink' (low-rank attention to itself against learned sinks)."""
+    """Width of a head's hidden layer."""
     init: str | None = None
     """Heads to begin with: a folder, a file or a Hub repository; null begins with random ones."""
     dtype_saved: Literal["bfloat16", "float32"] = "bfloat16"
     """'bfloat16' or 'float32': the type of the saved weights. Training is in float32."""
+
+
+@dataclass
+class TargetConfig:
+    """The target that the heads learn to predict."""
+
+    kind: Literal["logit", "log_prob"] = "logit"
+    """'logit' (the paper's: the largest raw attention logit) or 'log_prob' (the same minus each query's log-sum-exp)."""
+    lead: Count = 0
+    """Prompt tokens before each answer whose queries count as the answer's; the last one predicts its first token."""
+
+
+@dataclass
+class LossConfig:
+    """A loss of the predictions plus smoothing along the sequence."""
+
+    kind: str = SMOOTH_L1
+    """'smooth_l1' (the paper's; ``smooth_l1(beta=0.5)``), or a loss of ``plugin``, with its parameters."""
+    top_weight: Annotated[float, Ge(1)] = 1.0
+    """Weight of the twentieth of each KV head's slots that have the highest targets; 1 is the paper's loss."""
+    smoothing: Annotated[float, Ge(0)] = 0.0025
+    """Weight (alpha) of the mean squared difference of neighbouring predictions, in each layer."""
+
+
+@dataclass
+class PoolSection:
+    """LoCoCo's pool, where ``trains`` is 'pool'."""
+
+    slots: Slots = 64
+    """Merged slots of a head; part of ``infer.budget``."""
+    kernel: Annotated[int, Ge(1), Predicate(lambda number: number % 2 == 1), Description("odd and at least 1")] = 21
+    """Slots that a convolution sees at once; odd."""
+    norm: bool = False
+    """Whether slots are layer-normed before the convolution, by norms that are trained with it."""
+    policy: str = "h2o"
+    """The policy that chooses the slots that stay: a name or an expression."""
+    heads: str | None = None
+    """Retaining heads (a folder, a file or a Hub id), for policies that score with them."""
 
 
 @dataclass
@@ -71,13 +104,6 @@ class DataConfig:
     truncate: Literal["middle", "end"] = "middle"
     """Part of a longer record's user message that is cut: its 'middle', so that a question at either end stays, or its 'end',
     as Locret's published code cuts prompts."""
-    queries: Literal["answers", "replay", "both"] = "answers"
-    """Queries that targets are made of: the 'answers', a 'replay' of the prompt in their place (KVzip), or 'both'. With a
-    replay a sample has up to twice ``max_tokens`` and a few more, and a step needs the memory of as many."""
-    replay_chunk: Slots = 512
-    """Prompt tokens that one request to repeat them asks for."""
-    repetitive: Fraction = 0.3
-    """Share of synthetic samples whose haystack is one repeated paragraph."""
     val_samples: Count = 8
     """Validation samples. What they are made of is set aside, and never trained on: a record each, or a tenth of each text.
     0 skips validation and sets nothing aside."""
@@ -89,11 +115,6 @@ class DataConfig:
     num_workers: Annotated[int, Interval(ge=0, le=1024)] = 0
     """Processes that make training samples ahead of each device; 0 makes them in the training process."""
 
-    @property
-    def passes(self) -> int:
-        """Times that a forward sees a prompt: twice with a replay."""
-        return 1 if self.queries == "answers" else 2
-
 
 @dataclass
 class OptimConfig:
@@ -101,8 +122,6 @@ class OptimConfig:
 
     lr: Annotated[float, Interval(gt=0, le=1)] = 5e-4
     """Peak learning rate."""
-    betas: Betas = field(default_factory=lambda: [0.9, 0.95])
-    """AdamW's two decay rates."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
     """AdamW's decoupled weight decay."""
     clip_value: Annotated[float, Ge(0)] = 0.5
@@ -128,8 +147,6 @@ class TrainerConfig:
     (copies, optimiser sharded), 'deepspeed_stage_3' (all sharded) or 'deepspeed_stage_3_offload' (in the CPU's memory)."""
     num_nodes: Slots = 1
     """Machines."""
-    log_every: Slots = 1
-    """Optimiser steps between log lines."""
     val_every: Slots = 100
     """Optimiser steps between validations."""
     save_every: Slots = 100
@@ -162,29 +179,17 @@ class InferConfig(RunSettings):
         return {name: getattr(self, name) for name in PUBLISHED}
 
 
-@dataclass
-class TrialsSection:
-    """Several sets of heads that learn from the same forwards, each by settings of its own."""
-
-    file: str | None = None
-    """YAML file of trials: settings by name (sections heads, target, loss and infer, and optim.lr, betas and weight_decay), or
-    the name of one of ``recipes/trials``. Every trial equals the same run alone, and its last heads are in ``out/heads/NAME``."""
-    only: list[str] = field(default_factory=list)
-    """Names of the trials to run; an empty list is all."""
-    rates: list[Annotated[float, Interval(gt=0, le=1)]] = field(default_factory=list)
-    """Learning rates that every trial is run with, once each, as NAME@RATE; an empty list runs each with its ``optim.lr``."""
-
-
 @dataclass(kw_only=True)
 class TrainConfig:
     """Everything a training run needs."""
 
     recipe: str
     """Name of the recipe, or path of its YAML file."""
-    trains: Literal["heads", "end_to_end", "pool"] = "heads"
-    """'heads' (retaining heads, from each layer's targets), 'end_to_end' (retaining heads, from the model's output; the section
-    ``gates`` in place of ``target`` and ``loss``) or 'pool' (LoCoCo's convolutions, for ``merge=lococo``; the sections ``heads``,
-    ``target`` and ``loss`` are not used then). ``data.batch`` and ``trainer.keep_best`` are of 'heads' alone."""
+    trains: Literal["heads", "pool"] = "heads"
+    """'heads' (retaining heads, from each layer's targets) or 'pool' (LoCoCo's convolutions, for ``merge=lococo``; the sections
+    ``heads``, ``target`` and ``loss`` are not used then). ``data.batch`` and ``trainer.keep_best`` are of 'heads' alone."""
+    plugin: str | None = None
+    """A module, or a Python file, that brings a loss or policies of your own."""
     backbone: BackboneConfig
     heads: HeadsSection = field(default_factory=HeadsSection)
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -194,8 +199,6 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     infer: InferConfig = field(default_factory=InferConfig)
     pool: PoolSection = field(default_factory=PoolSection)
-    gates: GatesSection = field(default_factory=GatesSection)
-    trials: TrialsSection = field(default_factory=TrialsSection)
     out: str = "runs/${recipe}"
     """Folder for checkpoints and logs."""
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
@@ -210,31 +213,6 @@ class TrainConfig:
         self.out = self.out.replace("${recipe}", self.recipe)
         if "${" in self.out:
             raise ValueError(f"out={self.out}: of all names only ${{recipe}} is filled in")
-        if self.target.window and self.target.kind != "log_mass":
-            raise ValueError(f"target.window={self.target.window} has no effect on target.kind={self.target.kind}")
-        if self.target.window >= self.data.max_tokens:
-            raise ValueError(
-                f"target.window={self.target.window} must be below data.max_tokens={self.data.max_tokens}: no query would count"
-            )
-        if self.loss.kind == "bce_mass" and (self.target.kind == "logit" or self.target.values):
-            raise ValueError(
-                "loss.kind=bce_mass needs probabilities: target.kind=log_prob or log_mass, without target.values"
-            )
-        if self.target.queries != "all" and self.data.queries != "both":
-            raise ValueError(f"target.queries={self.target.queries} needs data.queries=both, not {self.data.queries}")
-        if self.trials.file is not None and (self.trains != "heads" or self.trainer.strategy not in ("auto", "ddp")):
-            raise ValueError(
-                f"trials.file={self.trials.file} needs trains=heads and trainer.strategy=auto or ddp, not "
-                f"trains={self.trains} with {self.trainer.strategy}"
-            )
-        if self.trials.file is None and (self.trials.only or self.trials.rates):
-            raise ValueError("trials.only and trials.rates have no effect without trials.file")
-        if self.trains != "heads" and self.data.queries != "answers":
-            raise ValueError(
-                f"data.queries={self.data.queries} has no effect on trains={self.trains}: it learns from answers"
-            )
-        if self.trains == "end_to_end" and self.trainer.strategy not in ("auto", "ddp"):
-            raise ValueError(f"trainer.strategy={self.trainer.strategy} must be auto or ddp where trains=end_to_end")
         weights, sources, infer = self.data.weights, self.data.sources, self.infer
         if weights is not None and len(weights) != len(sources):
             raise ValueError(
@@ -273,7 +251,10 @@ class TrainConfig:
                 raise ValueError(f"infer.{name}={getattr(infer, name)} must be below infer.budget={infer.budget}")
         if self.resume not in ("auto", "never") and not Path(self.resume).exists():
             raise ValueError(f"resume={self.resume} must be 'auto', 'never' or the path of a checkpoint")
-        if self.infer.policy is not None:
-            from ..policies.grammar import parse_policy
+        if (self.plugin, self.infer.policy, self.loss.kind) != (None, None, SMOOTH_L1):  # torch for these alone
+            from ..policies import grammar, registry
 
-            parse_policy(self.infer.policy)
+            if self.plugin is not None:
+                registry.load_plugin(self.plugin)
+            grammar.parse_loss(self.loss.kind)
+            grammar.parse_policy(self.infer.policy or "locret")

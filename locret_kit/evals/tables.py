@@ -38,12 +38,12 @@ class Figure:
     digits: int = 2
 
     @classmethod
-    def of(cls, cell: Cell, interval: Interval = "stderr", marks: str = "", digits: int = 2) -> Figure:
+    def of(cls, cell: Cell, interval: Interval = "stderr", marks: str = "") -> Figure:
         """The mean of a cell, with its number of examples."""
-        beside = "" if cell.stderr is None else f"± {cell.stderr:.{digits}f}"
+        beside = "" if cell.stderr is None else f"± {cell.stderr:.2f}"
         if interval == "wilson" and cell.low is not None:
             beside = f"[{cell.low:.2f}, {cell.high:.2f}]"
-        return cls(cell.mean, beside, cell.n, cell.errors, marks if cell.n else "", digits=digits)
+        return cls(cell.mean, beside, cell.n, cell.errors, marks if cell.n else "")
 
     @property
     def number(self) -> str:
@@ -114,16 +114,3 @@ def cells_table(cells: Iterable[Cell]) -> Table:
 
 def _whole(value: str | float | None, digits: int) -> str | Figure:
     return Figure(value, digits=digits) if value is None or isinstance(value, float) else str(value)
-
-
-def placed(page: str, name: str, tables: str) -> str:
-    """A page with ``tables`` between its marks of that name.
-
-    Raises:
-        ValueError: a mark is missing, or stands there more than once or in the wrong order.
-    """
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
-        raise ValueError(f"the file must have {begin} and then {end}, once each")
-    before, rest = page.split(begin)
-    return f"{before}{begin}\n{tables}{end}{rest.split(end)[1]}"

@@ -59,7 +59,7 @@ def _advice(said: str, model: PreTrainedModel, cache: BoundedCache, tokens: int)
         return said.splitlines()[0]
     setting = Setting(
         tokens, cache.settings, dtype=str(model.dtype).removeprefix("torch."),
-        d_hidden=cache.heads.config.width if cache.heads is not None else 0, policy=cache.policy,
+        d_hidden=cache.heads.config.d_hidden if cache.heads is not None else 0, policy=cache.policy,
         weight_bits=weight_bits_of(model),
     )  # fmt: skip
     backbone = BackboneSizes.of(config)

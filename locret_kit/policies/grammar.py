@@ -10,6 +10,7 @@ from math import isfinite
 from textwrap import wrap
 from typing import TypeVar, cast
 
+from ..cis import Loss
 from ..naming import nearest
 from ..validation import allowed, checked
 from .allocation import Adaptive, Pyramid, PyramidAdaptive
@@ -50,6 +51,11 @@ def parse_policy(text: str) -> Policy:
     if base.keeps_everything and parts.keys() - {"sparse"}:
         raise ValueError(f"policy={text!r}: {items[0]} evicts nothing, so of its parts only sparse can be changed")
     return replace(base, name=text, **parts)
+
+
+def parse_loss(text: str) -> Loss:
+    """A training's loss, such as ``smooth_l1(beta=0.5)``. Raises as ``parse_policy``."""
+    return cast(Loss, _make("loss", text))
 
 
 def _named(text: str) -> Policy:

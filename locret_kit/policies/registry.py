@@ -22,6 +22,7 @@ from typing import TypedDict, TypeVar, cast
 
 from typing_extensions import dataclass_transform
 
+from ..cis import SmoothL1
 from ..naming import blaming, first_line
 from ..validation import annotations_of
 from . import methods
@@ -33,7 +34,7 @@ UNTRAINED = ("compactor", "snapkv")
 """Policies of a backbone without heads, the default first: of those that need no training, it finds most (docs/howto/choose.md),
 and the other one takes any decoder and any cache."""
 KINDS = ("score", "scope", "allocation", "selection", "merge", "recall", "prefill_mask", "sparse", "reread")
-"""Kinds of parts, in the grammar's order."""
+"""Kinds of a policy's parts, in the grammar's order. A training's loss is a part too, of the kind 'loss'."""
 T = TypeVar("T")
 
 
@@ -103,7 +104,7 @@ class NamedPolicy:
         return Policy(self.name, source=self.source, keeps_everything=self.keeps_everything, **cast(Parts, parts))
 
 
-_parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
+_parts: dict[str, dict[str, type]] = {kind: {} for kind in (*KINDS, "loss")}
 _policies: dict[str, NamedPolicy] = {}
 _owners: dict[tuple[str, str], str] = {}
 """Module that registered a kind and name."""
@@ -111,8 +112,8 @@ _owners: dict[tuple[str, str], str] = {}
 
 @dataclass_transform(frozen_default=True)
 def part(kind: str, name: str) -> Callable[[type[T]], type[T]]:
-    """Class decorator: the class becomes the part ``name`` of a kind (see ``KINDS``), as in ``score=name(...)``, and a frozen
-    dataclass if it is none yet.
+    """Class decorator: the class becomes the part ``name`` of a kind (one of ``KINDS``, or 'loss': a ``cis.Loss``), as in
+    ``score=name(...)``, and a frozen dataclass if it is none yet.
 
     Raises:
         ValueError: another module has the name.
@@ -161,6 +162,7 @@ def _own(kind: str, name: str, module: str) -> None:
 
 part("allocation", "uniform")(Uniform)
 part("selection", "top-k")(TopK)
+part("loss", "smooth_l1")(SmoothL1)
 
 
 @cache

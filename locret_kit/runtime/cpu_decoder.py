@@ -29,7 +29,7 @@ from ..cache.storage.codec import Plain
 from ..cache.storage.compiled import fits
 from ..cache.storage.quantised import GroupedBits
 from ..cache.view import entry_scores
-from ..heads import RetainingHead, RetainingHeads
+from ..heads import RetainingHeads
 from ..policies.base import Score
 from ..policies.methods.locret import Cis
 from .cpu_groups import FullTail, quantise
@@ -200,7 +200,7 @@ class CpuDecoder:
         """The retaining heads that the call itself asks: where all texts have them and want nothing else."""
         heads = caches[0].context.heads
         alike = all(cache.context.heads is heads and _is_plain(cache.policy.score) for cache in caches)
-        fits = heads is not None and heads.config.activation == "silu" and type(heads[0]) is RetainingHead
+        fits = heads is not None and heads.config.activation == "silu"
         return heads if alike and fits else None
 
     def _held(self, heads: RetainingHeads | None) -> Held:
@@ -223,7 +223,7 @@ class CpuDecoder:
     def _layers(self, heads: RetainingHeads | None) -> Held:
         found = np.zeros(len(self.weights.layers), decoder_step.LAYER.dtype)
         weights = [] if heads is None else [x.detach() for x in heads.parameters()]
-        halves = self._halves if heads is None else Halves((x for x in weights if x.dim() == 2), self.library)
+        halves = self._halves if heads is None else Halves(weights, self.library)
         for i, layer in enumerate(self.weights.layers):
             names = ("fc1", "fc2")
             own = [None if heads is None else Product(getattr(heads[i], name).weight.detach(), None) for name in names]

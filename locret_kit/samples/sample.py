@@ -32,10 +32,6 @@ class Sample:
     """Token ids of the whole conversation, [S]."""
     answers: tuple[Span, ...]
     """Half-open token spans of the assistant's answers, in order."""
-    scored: int | None = None
-    """First tokens whose importance is learned, where these are not all before the last answer."""
-    replayed: int | None = None
-    """Token from which on the answers are a replay of the prompt; None where there is no replay."""
 
     def __post_init__(self) -> None:
         at = 0

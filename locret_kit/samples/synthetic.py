@@ -28,6 +28,9 @@ _COPY_QUESTIONS = (
 )
 _ANSWER_PREFIXES = ("Answer:", "The answer:", "A:")
 
+REPETITIVE = 0.3
+"""Share of the haystacks that repeat a few short sentences."""
+
 
 @dataclass(frozen=True)
 class Wording:
@@ -49,7 +52,6 @@ def synthetic_sample(
     n_tokens: int,
     seed: int | str,
     index: int,
-    repetitive: float = 0.3,
     wording: Wording = TRAINING,
 ) -> Sample:
     """Sample number `index`: one answer, of 0.9 to 1.0 times `n_tokens` tokens in all.
@@ -58,20 +60,17 @@ def synthetic_sample(
     ("... The pass key is" -> " 12345.").
 
     Args:
-        texts: real texts, any of which is cut a piece of; may be empty if `repetitive` is 1.
+        texts: real texts, any of which is cut a piece of.
         n_tokens: upper bound of the sample in tokens.
-        repetitive: share of the haystacks that repeat a few short sentences.
         wording: `TRAINING` or `VALIDATION`, which have nothing in common.
 
     Raises:
-        ValueError: `repetitive` outside [0, 1], no text, or an `n_tokens` too small for a question and its facts.
+        ValueError: no text, or an `n_tokens` too small for a question and its facts.
     """
-    if not 0 <= repetitive <= 1:
-        raise ValueError(f"repetitive={repetitive} must be within [0, 1]")
-    if not texts and repetitive < 1:
-        raise ValueError(f"texts must not be empty unless repetitive=1 (it is {repetitive})")
+    if not texts:
+        raise ValueError("texts must not be empty")
     rng = random.Random(f"{seed}|{index}")
-    real = rng.random() >= repetitive
+    real = rng.random() >= REPETITIVE
     facts = _facts(rng, wording.facts)
     asked = _asked(facts, rng)
     chat, template, copy = rng.random() < 0.5, rng.choice(wording.prompts), real and rng.random() < COPY

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config.train_config import DataConfig
 from ..samples import overlap
-from ..samples.replay import with_replay
 from ..samples.sample import Sample
 from .sources import make_source
 
@@ -34,7 +33,6 @@ class Samples:
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
         self.seed, self.weights = seed, data.weights or [1.0] * len(data.sources)
-        self.tokenizer, self.queries, self.chunk = tokenizer, data.queries, data.replay_chunk
         self.sources = {name: make_source(name, data, tokenizer, seed) for name in data.sources}
         self.names = list(data.sources)
         self._places: list[tuple[str, int]] = []  # of the indexes so far
@@ -47,17 +45,10 @@ class Samples:
                 self.held += samples
             for source in self.sources.values():
                 source.leave_out(known)
-        self.held = [self._asked(sample) for sample in self.held]
 
     def __getitem__(self, index: int) -> Sample:
         name, place = self._place(index)
-        return self._asked(self.sources[name][place])
-
-    def _asked(self, sample: Sample) -> Sample:
-        """The sample with the queries that the configuration wants."""
-        if self.queries == "answers":
-            return sample
-        return with_replay(self.tokenizer, sample, self.chunk, answers=self.queries == "both")
+        return self.sources[name][place]
 
     def _place(self, index: int) -> tuple[str, int]:
         """The source of sample ``index``, and how many samples before it are from there."""

@@ -30,18 +30,13 @@ from ..naming import first_line
 from .board import flat
 from .callbacks import Bar, Last, SaveEvery, SeedSteps, StopWhole, TrainingStopped, gather
 from .data import SampleModule
-from .end_to_end import EndToEndTraining
 from .frozen_training import SETTINGS, TRAINING, FrozenTraining, trained_with
 from .module import HeadTraining
 from .pool import PoolTraining
 from .scalars import write_curves
 from .strategy import make_strategy
 
-TRAININGS: dict[str, type[FrozenTraining]] = {
-    "heads": HeadTraining,
-    "end_to_end": EndToEndTraining,
-    "pool": PoolTraining,
-}
+TRAININGS: dict[str, type[FrozenTraining]] = {"heads": HeadTraining, "pool": PoolTraining}
 """Trainings by ``trains``, the configuration's key."""
 FREE = ("recipe", "out", "resume", "trainer.", "data.batch", "data.num_workers")
 """Beginnings of settings that may change from one part of a run to the next: they change no step."""
@@ -130,8 +125,8 @@ def require_shapes(path: Path, module: FrozenTraining) -> None:
 def other_settings(path: Path, cfg: TrainConfig) -> str | None:
     """A warning of the settings that a checkpoint's steps were made with and those to come are not."""
     before, now = read_state(path).get(SETTINGS, {}), flat(cfg)
-    changed = [name for name, value in before.items() if now.get(name) != value and not name.startswith(FREE)]
-    words = ", ".join(f"{name}={now.get(name)} (was {before[name]})" for name in changed)
+    changed = [name for name in now if before.get(name, now[name]) != now[name] and not name.startswith(FREE)]
+    words = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
     return f"warning: {path} was saved with other settings; from here on: {words}" if changed else None
 
 
@@ -142,13 +137,9 @@ def beyond_window(backbone: PreTrainedModel, cfg: TrainConfig) -> str | None:
         ValueError: they are, and a token's place is an embedding, of which there are no more.
     """
     window = getattr(text_config(backbone), "max_position_embeddings", None)
-    tokens = cfg.data.max_tokens * cfg.data.passes
-    if window is None or tokens <= window or cfg.trains == "pool":
+    if window is None or cfg.data.max_tokens <= window or cfg.trains == "pool":
         return None
-    said = f"data.max_tokens={cfg.data.max_tokens}"
-    if tokens > cfg.data.max_tokens:
-        said += f" with data.queries={cfg.data.queries}, samples of up to {tokens} tokens,"
-    said += f" must be at most the window of {cfg.backbone.model}, {window}"
+    said = f"data.max_tokens={cfg.data.max_tokens} must be at most the window of {cfg.backbone.model}, {window}"
     if not any(rotation.module for rotation in describe(backbone).require_rotations()):
         raise ValueError(f"{said}: it has no positions beyond")
     return f"warning: {said}, or heads learn from attention that the model was not made for"

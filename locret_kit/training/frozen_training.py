@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import lightning as L
 import torch
@@ -21,7 +21,7 @@ from locret_kernels.provenance import peak_memory
 
 from ..backbones.intercept import attach
 from ..backbones.wrapped import unwrapped
-from ..config.train_config import OptimConfig, TrainConfig
+from ..config.train_config import TrainConfig
 from .board import flat
 from .strategy import finish_gradients
 
@@ -33,9 +33,8 @@ BAR = ("loss", "recall", "tok/s")
 """Figures that the progress bar shows, where a training has them."""
 
 
-def adamw_settings(optim: OptimConfig) -> dict[str, object]:
-    """AdamW's arguments, by their names."""
-    return {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
+BETAS = (0.9, 0.95)
+"""AdamW's two decay rates."""
 
 
 def trained_with(cfg: TrainConfig) -> dict[str, object]:
@@ -50,6 +49,8 @@ class FrozenTraining(L.LightningModule, ABC):
     optimiser step that they belong to.
     """
 
+    kind: ClassVar[type[nn.Module]]
+    """What is trained, made from its ``config``; the one submodule."""
     watched = ""
     """The figure of a validation that the board compares runs by."""
 
@@ -63,19 +64,20 @@ class FrozenTraining(L.LightningModule, ABC):
         """Means of the last validation, by tag."""
 
     @property
+    def adamw(self) -> dict[str, Any]:
+        """AdamW's arguments, by their names."""
+        return {"lr": self.cfg.optim.lr, "betas": BETAS, "weight_decay": self.cfg.optim.weight_decay}
+
+    @property
     def backbone(self) -> PreTrainedModel:
         return self._backbone[0]
 
     # ---- what a training says of its module ------------------------------------------------------------------------------
 
-    @abstractmethod
-    def fresh(self) -> nn.Module:
-        """A module like the trained one, on the CPU."""
-
     def rebuilt(self, state: dict[str, Tensor]) -> nn.Module:
         """The trained module on the CPU, from this module's gathered state, whose names begin with the module's own."""
         with torch.device("cpu"):
-            made = self.fresh()
+            made = self.kind(next(self.children()).config)
         made.load_state_dict({name.partition(".")[2]: weight for name, weight in state.items()})
         return made
 
@@ -86,10 +88,6 @@ class FrozenTraining(L.LightningModule, ABC):
     @abstractmethod
     def used(self) -> nn.Module:
         """The part of the backbone that a step runs."""
-
-    def groups(self) -> list[dict[str, object]]:
-        """AdamW's groups: weights, and the settings that they share."""
-        return [{"params": list(self.parameters()), **adamw_settings(self.cfg.optim)}]
 
     # ---- hooks of Lightning ----------------------------------------------------------------------------------------------
 
@@ -106,11 +104,10 @@ class FrozenTraining(L.LightningModule, ABC):
     def on_train_start(self) -> None:
         """AdamW and its schedule as the configuration says, where a state that was saved with others has been read too."""
         schedule = cast(LambdaLR, self.lr_schedulers())
-        groups = schedule.optimizer.param_groups
-        for group, own in zip(groups, self.groups(), strict=True):
-            group |= {name: value for name, value in own.items() if name != "params"} | {"initial_lr": own["lr"]}
-            group["lr"] *= self.factor(schedule.last_epoch)
-        schedule.base_lrs = [group["initial_lr"] for group in groups]
+        (group,) = schedule.optimizer.param_groups
+        group |= {**self.adamw, "initial_lr": self.cfg.optim.lr}
+        group["lr"] *= self.factor(schedule.last_epoch)
+        schedule.base_lrs = [self.cfg.optim.lr]
 
     def teardown(self, stage: str) -> None:
         if hasattr(self, "_attachment"):
@@ -131,13 +128,13 @@ class FrozenTraining(L.LightningModule, ABC):
     def on_validation_epoch_start(self) -> None:
         self._validation, self.validated = [], {}
 
-    def require_finite(self, loss: float, lr: float | None = None, trial: str = "") -> None:
+    def require_finite(self, loss: float) -> None:
         """Raise ValueError for the loss of a step that is no finite number, before the update. It is the same in every
         process."""
         if not math.isfinite(loss):
             raise ValueError(
-                f"loss={loss} after {self.global_step} steps: the training {f'of trial {trial} ' if trial else ''}has diverged; "
-                f"begin again in another out with less than optim.lr={lr or self.cfg.optim.lr}"
+                f"loss={loss} after {self.global_step} steps: the training has diverged; "
+                f"begin again in another out with less than optim.lr={self.cfg.optim.lr}"
             )
 
     def _update(self, tokens: float, began: float) -> dict[str, float]:
@@ -158,9 +155,8 @@ class FrozenTraining(L.LightningModule, ABC):
         for name in BAR:
             if name in scalars:
                 self.log(name, scalars[name], prog_bar=True, logger=False)
-        if self.global_step % self.cfg.trainer.log_every == 0:
-            scalars = {**scalars, "memory/peak_MiB": peak_memory(self.device) / 2**20}
-            self.logger.log_metrics(scalars, step=self.global_step)  # type: ignore[union-attr]
+        scalars = {**scalars, "memory/peak_MiB": peak_memory(self.device) / 2**20}
+        self.logger.log_metrics(scalars, step=self.global_step)  # type: ignore[union-attr]
 
     def factor(self, step: int) -> float:
         """The part of the peak learning rate that optimiser step ``step``, from 0, is made with."""
@@ -170,5 +166,5 @@ class FrozenTraining(L.LightningModule, ABC):
         return max(0.0, (optim.steps - step) / max(1, optim.steps - optim.warmup_steps))
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        adamw = torch.optim.AdamW(self.groups())
+        adamw = torch.optim.AdamW(list(self.parameters()), **self.adamw)
         return {"optimizer": adamw, "lr_scheduler": LambdaLR(adamw, lambda step: self.factor(step))}

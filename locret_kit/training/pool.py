@@ -102,7 +102,7 @@ class PoolTraining(FrozenTraining):
         ValueError: a backbone, policy, strategy or setting with which no pool can be trained.
     """
 
-    watched = "val/loss"
+    kind, watched = ConvPool, "val/loss"
 
     def __init__(self, backbone: PreTrainedModel, cfg: TrainConfig) -> None:
         super().__init__(backbone, cfg)
@@ -116,10 +116,7 @@ class PoolTraining(FrozenTraining):
             spec, cfg.backbone.model, cfg.pool.slots, kernel=cfg.pool.kernel, norm=cfg.pool.norm, policy=cfg.pool.policy,
             inference=cfg.infer.published(),
         )  # fmt: skip
-        self.pool = ConvPool(described, cfg.pool.gate)
-
-    def fresh(self) -> ConvPool:
-        return ConvPool(self.pool.config)
+        self.pool = ConvPool(described)
 
     def export(self, trained: nn.Module, out: Path) -> Path:
         save_pool(cast(ConvPool, trained), out / "pool")

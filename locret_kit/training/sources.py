@@ -286,9 +286,7 @@ class Synthetic:
         for draw in range(DRAWS):
             again = f"{seed}:{draw}" if draw else seed
             try:
-                sample = synthetic_sample(
-                    self.tokenizer, texts, data.max_tokens, again, place, data.repetitive, wording
-                )
+                sample = synthetic_sample(self.tokenizer, texts, data.max_tokens, again, place, wording)
             except ValueError as error:
                 reason = reason or first_line(error)
                 continue

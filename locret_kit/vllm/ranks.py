@@ -47,18 +47,10 @@ def config_of_rank(config: PretrainedConfig, ranks: Ranks) -> PretrainedConfig:
 
 
 def heads_of_rank(heads: RetainingHeads, ranks: Ranks) -> RetainingHeads:
-    """The part of retaining heads that one rank has; the heads themselves where it is alone.
-
-    Raises:
-        ValueError: heads of another form than 'mlp'.
-    """
+    """The part of retaining heads that one rank has; the heads themselves where it is alone."""
     if ranks.size == 1:
         return heads
     config = heads.config
-    if config.form != "mlp":
-        raise ValueError(
-            f"tensor_parallel_size={ranks.size}: heads of form={config.form!r} are not split; those of form='mlp' are"
-        )
     ranks.check(config.n_kv_heads)
     with torch.device("meta"):
         split = RetainingHeads(config)

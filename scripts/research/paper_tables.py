@@ -22,7 +22,7 @@ TRIALS = {
     "alpha-0": "paper-3e-3", "alpha-0.08": "paper-3e-3", "alpha-1": "paper-3e-3",
     "ours-1e-3": "", "ours-3e-3": "ours-1e-3", "ours-1e-2": "ours-1e-3",
 }  # fmt: skip
-"""Heads of recipes/trials/locret.yaml, each against others of the same target."""
+"""Heads of recipes/trials/locret.yaml of commit 4ec06cb, each against others of the same target."""
 ONCE = {
     "full": "", "h2o": "full", "kvcrush(base=h2o)": "h2o", "roco(newest=0,sinks=0)": "h2o", "snapkv": "full",
     "ada-snapkv": "snapkv", "nacl(ratio=0)": "full", "nacl(ratio=1.0)": "nacl(ratio=0)",

@@ -33,11 +33,6 @@ def test_a_head_that_is_split_gives_the_scores_of_the_whole(tmp_path):
     assert split.config.n_kv_heads == 1 and spec_of(model.config).n_kv_heads == 2
 
 
-@pytest.mark.parametrize("form", ["linear", "sink"])
-def test_heads_of_other_forms_are_refused(tmp_path, form):
-    model = tiny.make(tmp_path / "model", "llama")
-    heads = RetainingHeads.from_pretrained(tiny.make_heads(tmp_path / "heads", model, tmp_path / "model", form))
-    with pytest.raises(ValueError, match=f"heads of form='{form}' are not split"):
-        heads_of_rank(heads, Ranks(0, 2))
+def test_ranks_that_do_not_divide_the_heads_are_refused():
     with pytest.raises(ValueError, match="tensor_parallel_size=3 must divide the 2 key/value heads"):
         Ranks(0, 3).check(2)

@@ -75,9 +75,9 @@ def make(folder: Path, name: str) -> PreTrainedModel:
     return model
 
 
-def make_heads(folder: Path, model: PreTrainedModel, backbone: Path, form: str = "mlp") -> str:
+def make_heads(folder: Path, model: PreTrainedModel, backbone: Path) -> str:
     """Random heads for a model, written into a folder."""
-    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), str(backbone), 8, form=form))
+    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), str(backbone), 8))
     for weight in heads.parameters():
         nn.init.normal_(weight, std=0.3)
     heads.save_pretrained(folder, torch.float32)

@@ -5,8 +5,6 @@ Source: Locret, section 3.3 (``log_prob=False``); the log-probability is this pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -14,29 +12,6 @@ from ..checks import check_some
 
 TILE = 64
 """Queries at a time, so that ``[Q, TILE, S]`` logits exist and not all of them."""
-
-
-def tile_logits(
-    q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: float, cap: float | None = None
-) -> Iterator[tuple[slice, Tensor]]:
-    """The logits ``[B, H, G, t, S]`` (float32) of ``TILE`` queries after another, -inf where a slot is after its query, and which
-    queries they are.
-
-    Raises:
-        ValueError: no query.
-    """
-    B, Q, T, D = q_BQTD.shape
-    H, S = k_BHSD.shape[1:3]
-    check_some("q", T, "answer queries")
-    k_BHDS = k_BHSD.float().transpose(-1, -2)
-    slots_S = torch.arange(S, device=q_BQTD.device)
-    for start in range(0, T, TILE):
-        part = slice(start, start + TILE)
-        q = q_BQTD[:, :, part].float().reshape(B, H, -1, D) * scaling  # [B, H, G * t, D]
-        logits = (q @ k_BHDS).view(B, H, Q // H, -1, S)
-        if cap is not None:
-            logits = (logits / cap).tanh_() * cap
-        yield part, logits.masked_fill_(slots_S > q_pos_T[part, None], float("-inf"))
 
 
 def column_max(
@@ -59,9 +34,19 @@ def column_max(
     Raises:
         ValueError: no query.
     """
-    B, H, S = k_BHSD.shape[:3]
+    B, Q, T, D = q_BQTD.shape
+    H, S = k_BHSD.shape[1:3]
+    check_some("q", T, "answer queries")
+    k_BHDS = k_BHSD.float().transpose(-1, -2)
+    slots_S = torch.arange(S, device=q_BQTD.device)
     best_BHS = torch.full((B, H, S), float("-inf"), dtype=torch.float32, device=q_BQTD.device)
-    for _, logits in tile_logits(q_BQTD, k_BHSD, q_pos_T, scaling, cap):
+    for start in range(0, T, TILE):
+        part = slice(start, start + TILE)
+        q = q_BQTD[:, :, part].float().reshape(B, H, -1, D) * scaling  # [B, H, G * t, D]
+        logits = (q @ k_BHDS).view(B, H, Q // H, -1, S)
+        if cap is not None:
+            logits = (logits / cap).tanh_() * cap
+        logits.masked_fill_(slots_S > q_pos_T[part, None], float("-inf"))
         if log_prob:
             lse = logits.logsumexp(-1, keepdim=True)  # [B, H, G, t, 1]
             if sinks_Q is not None:

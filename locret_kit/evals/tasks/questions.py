@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import random
 
-from ...config.benchmark_runs import QUESTIONS
 from ...samples.haystack import count, cut, starts
 from ...samples.needles import ENDINGS, NOISE, WORDINGS, gives_first_words
 from ...samples.needles import NeedleTask as Wording
 from .task import Example, ExampleRequest, Task, count_ids, ending_of, span_of, wrap
+
+QUESTIONS = 4
+"""Examples of a document."""
 
 
 def questions_task(haystack: str, text: str | None) -> Task:

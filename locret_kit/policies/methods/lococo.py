@@ -18,7 +18,6 @@ that begins at a half. Here the gate is a sigmoid, so that weights stay convex, 
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -71,18 +70,14 @@ class PoolConfig(Part):
 
 
 class SlotConvolution(nn.Module):
-    """One layer's mixing weights.
+    """One layer's mixing weights."""
 
-    Args:
-        gate: the part of the convolution in them at first, above 0 and below 1.
-    """
-
-    def __init__(self, config: PoolConfig, gate: float = 0.5) -> None:
+    def __init__(self, config: PoolConfig) -> None:
         super().__init__()
         self.conv = nn.Conv1d(
             2 * config.head_dim, config.slots, config.kernel, padding=config.kernel // 2, dtype=torch.float32
         )
-        self.gate = nn.Parameter(torch.tensor(math.log(gate / (1 - gate)), dtype=torch.float32))
+        self.gate = nn.Parameter(torch.tensor(0.0, dtype=torch.float32))  # a half, as published
         self.norm = nn.LayerNorm(2 * config.head_dim, dtype=torch.float32) if config.norm else None
 
     def forward(self, x_LC: Tensor, pool_R: Tensor) -> Tensor:
@@ -102,10 +97,10 @@ class SlotConvolution(nn.Module):
 class ConvPool(nn.Module):
     """The convolutions of every layer of one backbone, with their configuration. ``pool[i]`` is layer ``i``'s."""
 
-    def __init__(self, config: PoolConfig, gate: float = 0.5) -> None:
+    def __init__(self, config: PoolConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(SlotConvolution(config, gate) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(SlotConvolution(config) for _ in range(config.n_layers))
 
     def __getitem__(self, layer: int) -> SlotConvolution:
         return self.layers[layer]  # type: ignore[return-value]
