@@ -166,8 +166,7 @@ class Talk:
             return
         from ..documents.document import Document
 
-        store = self.args.run.store
-        self.begin(Document.load(path, self.model, self.tokenizer, self.chosen.heads, store=store))
+        self.begin(Document.load(path, self.model, self.tokenizer, self.chosen.heads))
 
     def read_text(self, text: Iterable[str], title: str) -> None:
         """Begin a conversation about a text."""
