@@ -13,6 +13,7 @@ from locret_kit.cli import loading
 from locret_kit.heads import HeadsConfig, RetainingHeads, state_of
 from locret_kit.planning import text_budget
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.policies.registry import UNTRAINED
 from locret_kit.settings import BUDGET, RunSettings
 
 
@@ -68,7 +69,7 @@ def test_nothing_named_is_the_demo(monkeypatch):
     assert loading.choose(None, None, None, None, asked=True).policy.name == loading.ASKED
     assert loading.choose(None, None, None, "h2o", asked=True).policy.name == "h2o" and fetched == [True] * 3
     alone = loading.choose(None, "any/model", None, None, asked=True)
-    assert (alone.heads, alone.policy.name) == (None, loading.POLICY) and len(fetched) == 3
+    assert (alone.heads, alone.policy.name) == (None, UNTRAINED[0]) and len(fetched) == 3
 
 
 def test_names_hold_where_the_package_is_installed(tmp_path, monkeypatch):

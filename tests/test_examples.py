@@ -76,7 +76,7 @@ def test_a_notebook_holds_no_outputs(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, monkeypatch, capsys):
     """Its cells, in their order, with the settings above after its own; a run's page is drawn in other tests."""
-    monkeypatch.setattr("locret_kit.cli.eval._draw_all", lambda out: None)
+    monkeypatch.setattr("locret_kit.cli.eval.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "notebook", module := ModuleType("notebook"))
     given, names = 0, vars(module)
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:

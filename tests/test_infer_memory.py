@@ -77,7 +77,7 @@ class Failing(torch.nn.Module):
 @pytest.mark.parametrize("calls", [0, 7, 12])
 def test_out_of_memory_in_the_middle(calls):
     model = tiny_model("llama")
-    tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **k: "x" * len(ids))
+    tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **k: "x" * len(ids), convert_ids_to_tokens=str)
     model.model.layers[1].mlp = Failing(model.model.layers[1].mlp, calls, small("400.00 KiB"))
     cache = BoundedCache(600, "h2o", chunk=300, prompt_length=2000)
     with pytest.raises(OutOfMemory) as caught:
