@@ -20,7 +20,7 @@ import eval_runs
 import forked
 import pytest
 import torch
-from eval_runs import scores
+from eval_runs import kept_of, scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_heads import INFERENCE, save_tiny_heads
@@ -33,7 +33,7 @@ from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.cli.eval import main, run_of
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.evals.engine import runner, shared_beginning
-from locret_kit.evals.engine.result_rows import KEY, read_kept, read_rows
+from locret_kit.evals.engine.result_rows import KEY, read_rows
 from locret_kit.evals.engine.run_spec import EvalPrompt
 from locret_kit.evals.engine.shared_beginning import SharedBeginning, shared_lengths
 from locret_kit.evals.tasks import Example, Task
@@ -234,7 +234,7 @@ def test_protected_text_is_kept_shared_or_not(heads, tmp_path):
     rows, tokenizer = read_rows(outs[0]), tiny_tokenizer()
     assert max(row.prefix_shared for row in rows) > 0 and {row.protect for row in rows} == {more["protect"]}
     for row in rows:
-        kept = read_kept(outs[0], row)
+        kept = kept_of(outs[0], row)
         wanted = {0, 1, 2, 3}.union(
             *(range(*span) for span in protected_spans(tokenizer, kept["ids"].tolist(), row.protect))
         )

@@ -64,7 +64,7 @@ def test_an_open_question_has_no_first_words_of_its_answer(name):
     for chat, said in (("never", "open"), ("always", "open chat")):
         made, plain = (
             task.make(ExampleRequest(tiny_tokenizer(), 1024, 1, chat=chat, ending=ending))
-            for ending in ("open", "line")
+            for ending in ("open", "infinitebench")
         )
         size = count_ids(tiny_tokenizer(), made.prompt, made.special)
         assert made.extra["ending"] == said and 0.9 * 1024 <= size <= 1024 and made.answer == plain.answer

@@ -43,7 +43,7 @@ class BenchmarkConfig(Machine):
     blocks: Annotated[list[Block], MinLen(1)] = field(
         default_factory=lambda: ["needles-4k", "needles-16k", "questions", "language", "leval"]
     )
-    """Parts of the benchmark; 'grid' varies wording, newlines, template, chunks and offset; so does 'grid-2k', with two
+    """Parts of the benchmark; 'grid' varies template and chunks; so does 'grid-2k', with two
     texts of 2K in each cell. 'leval' needs ``data``."""
     data: list[str] = field(default_factory=list)
     """Folders with L-Eval's files."""

@@ -13,9 +13,8 @@ and the answer attend to some of these rows:
     all       every row of the text
     again     none: the first ``--local`` / 4 tokens, the needle's blocks and the tail are a prompt of their own
 
-Keys are rotated by their rank among what is seen; in ``again`` the policy has no part. With ``--wording`` 1 to 9 the digits are
-said and asked for in other words (`locret_kit.samples.needles.WORDINGS`). A figure is the mean log-probability (nats) of the
-answer's tokens; * marks a right answer.
+Keys are rotated by their rank among what is seen; in ``again`` the policy has no part. A figure is the mean
+log-probability (nats) of the answer's tokens; * marks a right answer.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from locret_kit.cache.bounded import BoundedCache
 from locret_kit.evals.tasks import haystack_name
 from locret_kit.evals.tasks.task import spread_depth
 from locret_kit.samples.haystack import load_text
-from locret_kit.samples.needles import TASKS, WORDINGS, make_needle
+from locret_kit.samples.needles import TASKS, make_needle
 from locret_kit.settings import FIRST
 
 COLUMNS = ("kept", "+needle", "only", "all", "again")
@@ -114,11 +113,9 @@ def prompt_of(args: argparse.Namespace, tokenizer: Any, text: str, sample: int) 
     seed = f"{haystack_name(args.haystack)}:{args.length}:{sample}:0"
     needle = make_needle(
         args.task, tokenizer, n_tokens=args.length, depth=spread_depth(sample), seed=seed, haystack=text,
-        wording=args.wording,
     )  # fmt: skip
     encoded = tokenizer(needle.prompt, return_offsets_mapping=True)
-    words = WORDINGS[args.wording] if args.wording else TASKS[args.task]
-    line = words.needle.format(key=needle.answer).strip()
+    line = TASKS[args.task].needle.format(key=needle.answer).strip()
     start, spans = needle.prompt.index(line), torch.tensor(encoded.offset_mapping)
     return encoded.input_ids, (spans[:, 1] > start) & (spans[:, 0] < start + len(line)), needle.answer
 
@@ -205,7 +202,6 @@ def main() -> None:
     parser.add_argument("--ckpt", required=True, type=Path)
     parser.add_argument("--task", default="R.PassKey", choices=TASKS)
     parser.add_argument("--haystack", default="jargon")
-    parser.add_argument("--wording", type=int, default=0, choices=range(len(WORDINGS)))
     parser.add_argument("--policy", default="locret")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--budget", type=int, default=256)

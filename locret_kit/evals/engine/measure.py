@@ -156,7 +156,8 @@ def _cost(report: Report, fork: Fork) -> Fields:
 
 
 def store_kept(out: Path, key: Key, cache: BoundedCache, ids: array[int]) -> str:
-    """Write what the cache holds now, see `result_rows.read_kept`; the file's stem.
+    """Write what the cache holds now; the file's stem. ``ids``: the prompt's token ids ``[T]`` (int32); ``heads``, for each
+    layer and token the key/value heads that hold it ``[L, T]`` (uint8, 0 to H); and ``n_heads``, H of the layers (int).
 
     Raises:
         NotStored: names the file and the reason.

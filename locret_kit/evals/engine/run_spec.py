@@ -44,8 +44,6 @@ class Setup:
     """PEFT adapter on the backbone, as it was named."""
     chat: str = "auto"
     ending: str = "infinitebench"
-    wording: int = 0
-    offset: int = 0
     seed: int = 0
     max_new_tokens: int | None = None
     """Answer tokens of every task; None takes each task's own."""
@@ -97,8 +95,6 @@ class Run:
     out: Path
     keep: int = 0
     """Examples of a task, the first ones, of which the tokens in the cache after the prompt are stored."""
-    retry_errors: bool = False
-    """Do examples again that ended with an error."""
     share_prefix: bool = True
     """Read what prompts about one document have in common once, see `shared_beginning`."""
     rank: int = 0

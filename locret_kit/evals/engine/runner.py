@@ -27,7 +27,7 @@ from ..metrics.benchmarks import get_metric
 from ..tasks.task import NEEDS_REFERENCE, ExampleRequest, Task
 from . import bm25, oracle
 from .measure import Fields, NotStored, cache_for, measure_row
-from .result_rows import KEY, PROMPT_VARIANTS, Key, Row, Shard, read_rows
+from .result_rows import KEY, Key, Row, Shard, read_rows
 from .run_spec import BM25, EvalPrompt, Run, Setup, Variant, is_oracle, reads_alone
 from .shared_beginning import SharedBeginning, shared_lengths
 
@@ -50,7 +50,7 @@ def answer(run: Run) -> int:
     hashes = check_prompts(run)
     errors = 0
     with Shard(run.out / f"rows.{run.rank}.jsonl") as shard:
-        done = {key: row for key, row in finished(run).items() if row.error is None or not run.retry_errors}
+        done = {key: row for key, row in finished(run).items() if row.error is None}
         missing = sum(len(_missing(run, prompt, done)) for prompt in run.prompts())
         with tqdm(total=round(missing / run.world_size), unit="example", disable=not missing) as bar:
             for row in rows(run, done, hashes):
@@ -202,11 +202,8 @@ def make(setup: Setup, prompt: EvalPrompt) -> EvalPrompt:
     """The prompt with its example and tokens, or with the reason why it cannot be made."""
     try:
         example = prompt.task.make(
-            ExampleRequest(
-                setup.tokenizer, prompt.length, prompt.sample, setup.seed, setup.chat, setup.ending, setup.wording,
-                setup.offset,
-            )
-        )  # fmt: skip
+            ExampleRequest(setup.tokenizer, prompt.length, prompt.sample, setup.seed, setup.chat, setup.ending)
+        )
         ids = stream_ids(setup.tokenizer, [example.prompt], special=example.special)
         if not ids:
             raise ValueError("the prompt holds no tokens")
@@ -274,7 +271,7 @@ def _prompt_fields(prompt: EvalPrompt) -> Fields:
         return {}
     example, ids = prompt.example, prompt.ids
     known = {"answer": example.answer} if example.answer != "" else {}
-    known |= {name: example.extra[name] for name in PROMPT_VARIANTS if name in example.extra}
+    known |= {"ending": example.extra["ending"]} if "ending" in example.extra else {}
     return {"depth": example.depth, "cut": example.cut, "tokens": len(ids), "prompt_hash": hash_ids(ids)[:16], **known}
 
 

@@ -31,7 +31,9 @@ def figure(cell: Cell | None) -> str | Figure:
     """Mean of a cell, with Wilson's interval where each score is right or wrong, else with its standard error."""
     if cell is None:
         return "-"
-    return replace(Figure.of(cell, "wilson", digits=3 if cell.low is None else 2), n=None)
+    if cell.low is None:
+        return replace(Figure.of(cell, digits=3), n=None)
+    return Figure(cell.mean, f"[{cell.low:.2f}, {cell.high:.2f}]", errors=cell.errors)
 
 
 def by_document(rows: Iterable[Row]) -> list[Row]:

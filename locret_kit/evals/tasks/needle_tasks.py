@@ -27,13 +27,11 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
                 seed=f"{haystack}:{request.length}:{request.sample}:{request.seed}",
                 haystack=text,
                 ending=request.ending,
-                wording=request.wording,
-                offset=request.offset,
             )
         except TooShort as error:
             raise too_short(request.length, error.least + overhead) from error
         depth = round(needle.depth, 4)
-        form = {"ending": ending_of(request, chat), "wording": request.wording, "offset": request.offset}
+        form = {"ending": ending_of(request, chat)}
         prompt, special = needle.prompt, True
         if chat:
             prompt, special = wrap(request, f"{needle.document}\n\n{needle.question}", needle.prefix, chat=True)

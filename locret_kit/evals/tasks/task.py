@@ -37,10 +37,6 @@ class ExampleRequest:
     ending: str = "infinitebench"
     """End of a hidden-digits prompt: one of `samples.needles.ENDINGS`. Of a prompt through the chat template it says only
     whether the answer's first words are there ('open': no)."""
-    wording: int = 0
-    """Number of the words in which digits are said and asked for, one in `samples.needles.WORDINGS`."""
-    offset: int = 0
-    """Tokens in front of a hidden-digits prompt that move it against the chunks."""
 
     def wants_chat(self, default: bool) -> bool:
         """Whether the prompt goes through the chat template."""
