@@ -16,7 +16,7 @@ from locret_kit.config import benchmark_runs as config
 from locret_kit.evals.cells import wilson
 from locret_kit.evals.engine.result_rows import Row, read_rows
 from locret_kit.evals.report.benchmark_tables import BlockRows, by_document, compared, grids, scores
-from locret_kit.evals.tasks import ExampleRequest, find_tasks
+from locret_kit.evals.tasks import Example, find_tasks
 from locret_kit.samples import overlap
 from locret_kit.samples.facts import FACTS, HELD_FACTS
 from locret_kit.samples.haystack import load_text
@@ -29,7 +29,7 @@ from locret_kit.samples.wording import HELD_PROMPTS, PROMPTS
 def test_questions_about_a_document_begin_alike(tmp_path):
     (tmp_path / "text.txt").write_text(load_text("pydoc")[:60_000])
     (task,) = find_tasks(["questions"], haystacks=[str(tmp_path)])
-    made = [task.make(ExampleRequest(tiny_tokenizer(), 1500, i)) for i in range(5)]
+    made = [task.make(Example(task, tiny_tokenizer(), 1500, i)) for i in range(5)]
     first, other = made[:4], made[4]
     same = takewhile(lambda letters: len(set(letters)) == 1, zip(*(one.prompt for one in first), strict=False))
     document = "".join(letters[0] for letters in same)

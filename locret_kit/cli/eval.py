@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
     config = read(EVAL, argv)
     if config is None:
         return 0
-    from ..evals.engine.runner import failures, is_complete
+    from ..evals.engine.runner import left
     from ..evals.report.html_report import write_page
     from ..evals.report.summary import write_summary
 
@@ -96,12 +96,13 @@ def run(argv: list[str]) -> int:
         print(f"locret-eval: no figures and no page without matplotlib: {install_line('eval')}", file=sys.stderr)
     made = answered(config)
     tables = write_summary(made.out)
-    if is_complete(made):  # the last process to finish shows what all have found
+    missing, failed = left(made)
+    if not missing:  # the last process to finish shows what all have found
         print(tables)
         if draws:
             print(f"locret-eval: the page is {write_page(made.out)}", file=sys.stderr)
     print(f"locret-eval: rows and summary are in {made.out}", file=sys.stderr)
-    if failed := failures(made):
+    if failed:
         print(
             f"locret-eval: {failed} examples ended with an error, see {made.out}/rows.*.jsonl; the same command does them again",
             file=sys.stderr,

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from locret_kit.config.recipes import known_recipes, load_config
-from locret_kit.evals.tasks import GROUPS, ExampleRequest, find_tasks, known_tasks
+from locret_kit.evals.tasks import GROUPS, Example, find_tasks, known_tasks
 from locret_kit.evals.tasks.document_tasks import entries
 from locret_kit.files import read_json, write_beside
 from locret_kit.samples import overlap
@@ -76,7 +76,7 @@ def evaluation_texts(source: str, tokenizer: str) -> Iterator[tuple[str, str]]:
     elif (source in known_tasks() or source in GROUPS) and source not in entries() and not Path(source).exists():
         made = AutoTokenizer.from_pretrained(tokenizer)
         for task in find_tasks([source]):
-            examples = (task.make(ExampleRequest(made, TOKENS, i)) for i in range(EXAMPLES))
+            examples = (task.make(Example(task, made, TOKENS, i)) for i in range(EXAMPLES))
             yield task.name, "\n".join(f"{e.prompt} {e.answer} {e.continuation}" for e in examples)
     else:
         for file in files_of(source, (*SUFFIXES, ".txt", ".txt.gz")):

@@ -34,8 +34,8 @@ from locret_kit.evals.engine.result_rows import Row, Shard, read_rows
 from locret_kit.evals.report.benchmark_tables import figure
 from locret_kit.evals.report.paired import differences
 from locret_kit.evals.tables import Table
-from locret_kit.evals.tasks import ExampleRequest, find_tasks
-from locret_kit.evals.tasks.task import Example, Task
+from locret_kit.evals.tasks import Example, find_tasks
+from locret_kit.evals.tasks.task import Task
 from locret_kit.files import write_text
 from locret_kit.runtime.provenance import versions, weights_hash
 from locret_kit.runtime.sampling import stop_ids
@@ -80,7 +80,7 @@ def measured(args: argparse.Namespace, done: set[tuple], rows: Shard) -> Iterato
             }
             if not (wanted := wanted - done):
                 continue
-            example = task.make(ExampleRequest(tokenizer, length, sample))
+            example = task.make(Example(task, tokenizer, length, sample))
             ids = stream_ids(tokenizer, [example.prompt], special=example.special)
             continuation = continuation_of(task, example, model, tokenizer, ids)
             missing = [i for i, name in enumerate(names) if any(key[5] == name for key in wanted)]

@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from ...files import locked, read_json
@@ -145,16 +145,20 @@ class Row(RunSettings):
         Raises:
             ValueError, TypeError: a field is no JSON (NaN and infinity are none), see `writable`.
         """
-        return _json({**dict(zip(KEY, self.key, strict=True)), **asdict(self)})
+        record = {**dict(zip(KEY, self.key, strict=True)), **asdict(self)}
+        return json.dumps(record, ensure_ascii=False, allow_nan=False)
 
     def writable(self) -> Row:
-        """The row; where JSON has no words for a field, an error row that names it and goes without it."""
-        wrong = {name: value for name, value in asdict(self).items() if not _is_json(value)}
-        if not wrong:
+        """The row; where JSON has no words for a score or an answer, an error row without them."""
+        try:
+            self.to_json()
             return self
-        values = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
-        rest = {name: value for name, value in vars(self).items() if name not in {"score", "scores", *wrong}}
-        return made(Row, {**rest, "error": self.error or f"ValueError: no JSON: {values[:300]}"})
+        except (TypeError, ValueError):
+            said = (
+                self.error
+                or f"ValueError: no JSON: score={self.score}, scores={self.scores}, answer={self.answer}"[:300]
+            )
+            return replace(self, score=None, scores={}, answer=str(self.answer), error=said)
 
     @classmethod
     def from_dict(cls, record: object) -> Row:
@@ -171,17 +175,6 @@ class Row(RunSettings):
             raise ValueError(f"a row needs {', '.join(KEY)}; it lacks {', '.join(missing)}")
         kinds = {name: kind for name, kind in annotations_of(Row).items() if name in record}
         return made(cls, {name: checked(name, kind, record[name]) for name, kind in kinds.items()})
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _is_json(value: object) -> bool:
-    try:
-        return bool(_json(value))
-    except (TypeError, ValueError):
-        return False
 
 
 def label_of(policy: str, heads: str) -> str:
