@@ -22,7 +22,7 @@ from locret_kit.config.benchmark_runs import BENCHMARK
 from locret_kit.config.chat_options import CHAT
 from locret_kit.config.command_help import COMMON_OPTIONS, groups_of
 from locret_kit.config.document_options import ASK, INFO, KEPT, READ
-from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, TABLE, folder_command
+from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE
 from locret_kit.config.infer_options import INFER, BatchPrompt
 from locret_kit.config.plan_options import PLAN
 from locret_kit.config.publish_options import PUBLISH
@@ -37,7 +37,7 @@ COMMANDS: tuple[Command, ...] = (
 )  # fmt: skip
 OF_EVAL = {
     "paired": PAIRED, "benchmark": BENCHMARK, "table": TABLE, "figure": FIGURE,
-    "summary": folder_command("summary"), "report": folder_command("report"),
+    "report": REPORT,
 }  # fmt: skip
 PYTHON: dict[str, Sequence[str]] = {
     "locret_kit.Document": ("read", "append", "prepare", "ask", "chat", "save", "load"),

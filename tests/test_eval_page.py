@@ -138,6 +138,7 @@ def test_errors_say_what_is_missing_and_what_does_it_instead(run, tmp_path, caps
         (["figure", "score-memory", f"out={run}", "width=3.3"], "summary.csv"),
         (["table", f"out={run}", "format=latex"], "summary.csv has every number"),
         (["kept", f"out={run}"], "locret-kept"),
+        (["summary", f"out={run}"], "locret-eval report"),
         (["tasks=[passkey]", f"out={run}", "retry=errors"], "every rerun does examples again"),
         (["tasks=[passkey]", f"out={run}", "wording=3"], "is a haystack or a file of questions"),
         (["tasks=[passkey]", f"out={run}", "offset=128"], "chunk=256"),

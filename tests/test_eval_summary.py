@@ -348,13 +348,12 @@ def test_committed_rows_are_rows(path):
     ],
 )
 def test_damaged_fields_are_named_with_file_and_line(tmp_path, capsys, damage, said):
-    """They once ended summary, report and reruns with a traceback, and NaN went into the means."""
+    """They once ended the report and reruns with a traceback, and NaN went into the means."""
     path = tmp_path / "rows.0.jsonl"
     path.write_text(f"{ROW.to_json()}\n{ROW.to_json()[:-1]}, {damage}}}\n")
-    for command in ("summary", "report"):
-        assert main([command, f"out={tmp_path}"]) == 1
-        err = capsys.readouterr().err
-        assert err.count("\n") == 1 and "rows.0.jsonl, line 2: " in err and said in err
+    assert main(["report", f"out={tmp_path}"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "rows.0.jsonl, line 2: " in err and said in err
 
 
 def test_lines_end_at_newlines_alone(tmp_path):

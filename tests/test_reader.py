@@ -16,7 +16,7 @@ from locret_kit.config.chat_options import CHAT
 from locret_kit.config.command_help import full_help, short_help
 from locret_kit.config.command_line import given_by, read
 from locret_kit.config.document_options import ASK, INFO, KEPT, READ
-from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, TABLE, TASKS, folder_command
+from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE, TASKS
 from locret_kit.config.infer_options import INFER
 from locret_kit.config.plan_options import PLAN
 from locret_kit.config.publish_options import PUBLISH
@@ -32,7 +32,7 @@ from locret_kit.validation import choices
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {"infer": INFER, "train": TRAIN, "eval": EVAL, "plan": PLAN, "publish": PUBLISH}
 OTHERS = [READ, ASK, CHAT, KEPT, INFO, SERVE, VLLM]
-OF_EVAL = [BENCHMARK, FIGURE, TABLE, PAIRED, TASKS, folder_command("summary")]
+OF_EVAL = [BENCHMARK, FIGURE, TABLE, PAIRED, TASKS, REPORT]
 EVERY = [*COMMANDS.values(), *OTHERS, *OF_EVAL]
 
 
@@ -216,7 +216,7 @@ def test_help_is_ten_options_on_one_screen(one, monkeypatch):
     [
         (infer.main, []), (train.main, ["recipe=tiny"]), (eval.main, []), (plan.main, []), (publish.main, []),
         (eval.main, ["figure"]), (eval.main, ["table"]), (eval.main, ["paired"]),
-        (eval.main, ["summary"]), (eval.main, ["report"]), (eval.main, ["tasks"]), (eval.main, ["benchmark"]),
+        (eval.main, ["report"]), (eval.main, ["tasks"]), (eval.main, ["benchmark"]),
     ],
 )  # fmt: skip
 def test_help_and_version_everywhere(main, argv, capsys):

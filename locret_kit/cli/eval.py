@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..config.benchmark_runs import BENCHMARK, BenchmarkConfig, runs
 from ..config.command_line import read
-from ..config.eval_options import EVAL, FIGURE, PAIRED, TABLE, TASKS, folder_command, load_eval_config
+from ..config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE, TASKS, load_eval_config
 from ..config.schema import Command, T
 from ..naming import install_line, nearest
 from .command import command
@@ -143,15 +143,11 @@ def _benchmark(config: BenchmarkConfig) -> None:
     print(write_page(parts, label_of(config.policy, config.against or config.names[0]), Path(config.out), page))
 
 
-def _summary(config: FolderConfig) -> None:
-    from ..evals.report.summary import write_summary
-
-    print(write_summary(config.folder))
-
-
 def _report(config: FolderConfig) -> None:
     from ..evals.report.html_report import write_page
+    from ..evals.report.summary import write_summary
 
+    write_summary(config.folder)
     print(write_page(config.folder))
 
 
@@ -248,10 +244,16 @@ def _with(options: Command[T], show: Callable[[T], None]) -> Callable[[list[str]
 
 
 COMMANDS = {
-    "summary": _with(folder_command("summary"), _summary), "report": _with(folder_command("report"), _report),
-    "table": _with(TABLE, _table), "figure": _with(FIGURE, _figure), "paired": _with(PAIRED, _paired),
-    "benchmark": _with(BENCHMARK, _benchmark), "tasks": _with(TASKS, _tasks), "lm_eval": _lm_eval,
+    "report": _with(REPORT, _report), "table": _with(TABLE, _table), "figure": _with(FIGURE, _figure),
+    "paired": _with(PAIRED, _paired), "benchmark": _with(BENCHMARK, _benchmark), "tasks": _with(TASKS, _tasks),
+    "lm_eval": _lm_eval,
 }  # fmt: skip
+
+
+GONE = {
+    "kept": "locret-kept shows what a saved text has kept",
+    "summary": "locret-eval report writes it, beside the page",
+}
 
 
 @command("locret-eval", stopped="stopped; the same command goes on", also=(RuntimeError,))
@@ -261,8 +263,8 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         print(EVAL.usage)
         return 1
-    if argv[0] == "kept":
-        raise ValueError("kept is no command any more: locret-kept shows what a saved text has kept")
+    if argv[0] in GONE:
+        raise ValueError(f"{argv[0]} is no command any more: {GONE[argv[0]]}")
     if argv[0].isidentifier() and argv[0] not in COMMANDS:
         raise ValueError(f"unknown command {argv[0]!r}.{nearest(argv[0], COMMANDS)} There are: {', '.join(COMMANDS)}")
     return COMMANDS[argv[0]](argv[1:]) if argv[0] in COMMANDS else run(argv)

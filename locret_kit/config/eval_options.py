@@ -23,7 +23,7 @@ Compare policies: a row per example, a table at the end; a rerun does only what 
       samples=20 ckpt=checkpoints/smollm2-135m-locret out=runs/needles
   locret-eval paired out=runs/needles against=full
 
-Subcommands, each with a --help of its own: tasks, figure, table, summary, report, paired, benchmark, lm_eval."""
+Subcommands, each with a --help of its own: tasks, figure, table, report, paired, benchmark, lm_eval."""
 NOTES = """  locret-eval tasks=[passkey,number,perplexity,reconstruction] policies=[full,locret,h2o,kvzip] ckpt=... out=runs/table
   locret-eval tasks=[leval.coursera] data=[FOLDER/OF/LEVAL] policies=[full,locret] ckpt=... out=runs/leval
   locret-eval lm_eval --model locret --model_args ckpt=...,policy=locret,budget=256 --tasks ...
@@ -181,6 +181,7 @@ TABLE = Command(
     "usage: locret-eval table out=FOLDER [key=value ...]",
     gone=dict.fromkeys(("format", "interval"), "summary.csv has every number, with Wilson's interval in low and high"),
 )
+REPORT = Command("locret-eval", FolderConfig, "usage: locret-eval report out=FOLDER")
 TASKS = Command("locret-eval", NoConfig, "usage: locret-eval tasks")
 
 FROZEN_KEYS = (
@@ -197,8 +198,3 @@ def load_eval_config(argv: list[str]) -> EvalConfig:
         ValueError: an unknown key, a value of a wrong type or out of bounds, or no ``tasks`` or ``out``.
     """
     return build(EvalConfig, given_by(EVAL, argv))
-
-
-def folder_command(name: str) -> Command[FolderConfig]:
-    """Options of subcommands that take ``out=FOLDER`` alone."""
-    return Command("locret-eval", FolderConfig, f"usage: locret-eval {name} out=FOLDER")
