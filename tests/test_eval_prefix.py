@@ -372,7 +372,7 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
             raise torch.OutOfMemoryError("no room")
         return forward(model, input_ids=input_ids, **rest)
 
-    monkeypatch.setattr(decoders, "cpu_decoder", lambda model: "the model decodes")
+    monkeypatch.setattr(decoders, "cpu_decoder", lambda *given: "the model decodes")
     monkeypatch.setattr(LlamaForCausalLM, "forward", no_room)
     monkeypatch.setattr(shared_beginning.BoundedCache, "fork", forks_are_known)
     monkeypatch.setattr(shared_beginning.BoundedCache, "__init__", made_anew)
