@@ -21,9 +21,7 @@ from locret_kit.config import recipes as recipe_files
 from locret_kit.config.chat_options import CHAT
 from locret_kit.config.command_help import COMMON_OPTIONS, groups_of
 from locret_kit.config.document_options import ASK, INFO, KEPT, READ
-from locret_kit.config.eval_options import EVAL, PAIRED, folder_command
-from locret_kit.config.eval_options import KEPT as EVAL_KEPT
-from locret_kit.config.figure_options import FIGURE, SWEEP, TABLE
+from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE
 from locret_kit.config.infer_options import INFER, BatchPrompt
 from locret_kit.config.plan_options import PLAN
 from locret_kit.config.publish_options import PUBLISH
@@ -37,8 +35,7 @@ COMMANDS: tuple[Command, ...] = (
     INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, VLLM, EVAL, PLAN, recipe_files.TRAIN, PUBLISH,
 )  # fmt: skip
 OF_EVAL = {
-    "paired": PAIRED, "table": TABLE, "figure": FIGURE, "figure sweep": SWEEP, "kept": EVAL_KEPT,
-    "summary": folder_command("summary"), "report": folder_command("report"),
+    "paired": PAIRED, "table": TABLE, "figure": FIGURE, "report": REPORT,
 }  # fmt: skip
 PYTHON: dict[str, Sequence[str]] = {
     "locret_kit.Document": ("read", "append", "prepare", "ask", "chat", "save", "load"),
@@ -210,8 +207,7 @@ def command_page(command: Command) -> str:
     if command is EVAL:
         for name, one in OF_EVAL.items():
             blocks += [f"## locret-eval {name}", f"```text\n{one.usage.strip()}\n```", *options(one)]
-        figures = ((f"`{name}`", one.source, one.says) for name, one in FIGURES.items())
-        blocks += ["## Figures", table(("figure", "made of", "shows"), figures)]
+        blocks += ["## Figures", table(("figure", "shows"), ((f"`{name}`", says) for name, says in FIGURES.items()))]
     if command is CHAT:
         talk = ((f"`/{name} {takes}".strip() + "`", meaning) for name, (takes, meaning) in inside.items())
         blocks += ["## Commands of the chat", table(("command", "meaning"), talk)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from locret_kit.evals.cells import summarize
-from locret_kit.evals.engine.result_rows import read_kept, read_rows
+from locret_kit.evals.engine.result_rows import Row, read_rows
 from locret_kit.evals.tables import cells_table
 
 COSTS = frozenset(("prefix_shared", "prefill_s", "decode_s", "peak_bytes", "date", "rank"))
@@ -18,9 +20,14 @@ def figures(out: Path, costs: Collection[str] = COSTS) -> dict[tuple, dict]:
     """Every row without what a run costs, and what its cache held behind the prompt."""
     found = {}
     for row in read_rows(out):
-        kept = read_kept(out, row)["heads"].tolist() if row.kept else None
+        kept = kept_of(out, row)["heads"].tolist() if row.kept else None
         found[row.key] = {**{k: v for k, v in vars(row).items() if k not in costs}, "kept": kept}
     return found
+
+
+def kept_of(out: Path, row: Row) -> Mapping[str, np.ndarray]:
+    """What the cache held behind a row's prompt."""
+    return np.load(out / "kept" / f"{row.kept}.npz")
 
 
 def scores(out: Path) -> str:

@@ -11,7 +11,7 @@ import pytest
 from tiny_text import tiny_tokenizer
 
 from locret_kit.evals.engine import bm25
-from locret_kit.evals.tasks import ExampleRequest, find_tasks
+from locret_kit.evals.tasks import Example, find_tasks
 from locret_kit.samples.needles import TASKS
 from locret_kit.text.spans import encode
 
@@ -49,7 +49,7 @@ def test_texts_are_ranked_by_the_definition(question):
 def test_a_short_prompt_is_passages_in_order_and_the_question(task, chat):
     tokenizer = tiny_tokenizer()
     (made,) = find_tasks([task], haystacks=["pydoc"])
-    example = made.make(ExampleRequest(tokenizer, 1024, 1, chat=chat))
+    example = made.make(Example(made, tokenizer, 1024, 1, chat=chat))
     ids, offsets = encode(tokenizer, example.prompt, special=example.special)
     for budget in (250, 400, 2000):
         short = bm25.shortened(tokenizer, example, budget)

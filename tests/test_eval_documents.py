@@ -9,7 +9,7 @@ import pytest
 from tiny_text import tiny_tokenizer
 
 from locret_kit.evals.metrics.benchmarks import get_metric
-from locret_kit.evals.tasks import ExampleRequest, find_tasks, row_names
+from locret_kit.evals.tasks import Example, find_tasks, row_names
 from locret_kit.evals.tasks.document_tasks import TRUNCATE, entries
 from locret_kit.evals.tasks.task import count_ids
 
@@ -32,7 +32,7 @@ RECORDS = {
 
 def example(name: str, folder, sample: int = 0, length: int = 512, chat: str = "auto", tokenizer=None):
     (task,) = find_tasks([name], data=[str(folder)], samples=50)
-    return task, task.make(ExampleRequest(tokenizer or tiny_tokenizer(), length, sample, 0, chat))
+    return task, task.make(Example(task, tokenizer or tiny_tokenizer(), length, sample, 0, chat))
 
 
 def write(folder, name: str, *records: dict) -> None:
@@ -176,7 +176,7 @@ def test_the_hub_s_zip_is_read_as_the_tables_name_it(tmp_path, monkeypatch):
 
     monkeypatch.setitem(document_tasks.entries(), "longbench.qasper", replace(entry, hub=where))
     (task,) = find_tasks(["longbench.qasper"])
-    assert task.size == 1 and task.make(ExampleRequest(tiny_tokenizer(), 1000, 0)).answer == ["a"]
+    assert task.size == 1 and task.make(Example(task, tiny_tokenizer(), 1000, 0)).answer == ["a"]
 
 
 def test_a_file_of_questions_is_a_task(tmp_path):
@@ -185,7 +185,7 @@ def test_a_file_of_questions_is_a_task(tmp_path):
     write(tmp_path, "mine", {"context": BOOK, "question": "Who?", "answers": ["a baker", "Ann"]}, several)
     path = str(tmp_path / "mine.jsonl")
     (task,) = find_tasks([path])
-    requests = [ExampleRequest(tiny_tokenizer(), 512, sample) for sample in range(3)]
+    requests = [Example(task, tiny_tokenizer(), 512, sample) for sample in range(3)]
     made = [task.make(request) for request in requests]
     assert (task.name, task.size, row_names(f"fidelity:{path}")) == ("mine.jsonl", 3, ["fidelity:mine.jsonl"])
     assert [example.answer for example in made] == [["a baker", "Ann"], ["The baker."], ["At noon."]]

@@ -216,26 +216,6 @@ def test_marks_cut_as_a_search_of_the_whole_text_does(lm, data):
     assert cut == whole[: min(whole.index(mark) for mark in marks if mark and mark in whole)]
 
 
-def test_an_answer_is_not_decoded_again_and_again(lm, monkeypatch):
-    """Once where nothing stops it; else the newest tokens, until the mark is there."""
-    one, decoded = lm("full", 0), list[list[int]]()
-    text = LocretLM._text
-    monkeypatch.setattr(LocretLM, "_text", lambda self, tokens: (decoded.append(tokens), text(self, tokens))[1])
-
-    def answer(*until: str) -> list[list[int]]:
-        decoded.clear()
-        one.generate_until([request(PAIRS[0][0], {"until": list(until), "max_gen_toks": 40})], disable_tqdm=True)
-        return list(decoded)
-
-    ((*whole,),) = answer()
-    assert len(whole) == 40
-    *tails, last = answer("zzzz")
-    assert last == whole and len(tails) == 40 and max(map(len, tails)) == 12
-    mark = text(one, whole)[30:34]
-    *_, last = answer(mark)
-    assert last == whole[: len(last)] and mark in text(one, last) and mark not in text(one, last[:-1])
-
-
 def test_sampling_takes_what_it_is_given(lm):
     assert sampling_of({"do_sample": False, "temperature": 0.0, "until": [], "num_beams": 1}) == Sampling()
     given = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": None}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from eval_runs import kept_of
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.cli.eval import main
-from locret_kit.evals.engine.result_rows import read_kept, read_rows
+from locret_kit.evals.engine.result_rows import read_rows
 from locret_kit.evals.tasks import texts
 
 BUDGET, TAIL = 48, 8
@@ -44,7 +45,7 @@ def test_kvzip_keeps_its_budget_and_what_follows_the_context(backbone, tmp_path,
         if row.policy.startswith("kvzip"):
             assert (row.budget, row.local_len, row.stabilizers, row.prefix_shared) == (BUDGET, TAIL, 0, 0)
         if row.kept and row.policy.startswith("kvzip"):
-            heads = read_kept(out, row)["heads"].astype(int)
+            heads = kept_of(out, row)["heads"].astype(int)
             assert (heads.sum(1) == 2 * BUDGET).all() or row.policy == "kvzip(joint=true)"
             assert heads.sum() == 3 * 2 * BUDGET
             assert (heads[:, -TAIL:] == 2).all() and (heads[:, :4] == 2).all()

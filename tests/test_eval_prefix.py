@@ -20,7 +20,7 @@ import eval_runs
 import forked
 import pytest
 import torch
-from eval_runs import scores
+from eval_runs import kept_of, scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_heads import INFERENCE, save_tiny_heads
@@ -33,8 +33,7 @@ from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.cli.eval import main, run_of
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.evals.engine import runner, shared_beginning
-from locret_kit.evals.engine.result_rows import KEY, read_kept, read_rows
-from locret_kit.evals.engine.run_spec import EvalPrompt
+from locret_kit.evals.engine.result_rows import KEY, read_rows
 from locret_kit.evals.engine.shared_beginning import SharedBeginning, shared_lengths
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.runtime import decoders
@@ -59,6 +58,9 @@ class Tokens:
     def fork(self, prompt_length: int) -> Tokens:
         return Tokens(self.ids)
 
+    def get_seq_length(self) -> int:
+        return len(self.ids)
+
     def read(self, ids: Sequence[int]) -> None:
         assert list(ids[: len(self.ids)]) == self.ids  # a cache only goes on with what it has begun
         Tokens.total += len(ids) - len(self.ids)
@@ -74,8 +76,7 @@ def read_all(prompts: Sequence[array], shared: Sequence[int]) -> int:
     ):
         document = SharedBeginning(None, lambda tokens: Tokens(), max(map(len, prompts)))
         for ids, length in zip(prompts, shared, strict=True):
-            fork = document.fork(ids, length)
-            assert fork.cache.ids == ids[:length].tolist() and fork.shared == length
+            assert document.fork(ids, length).ids == ids[:length].tolist()
     return Tokens.total
 
 
@@ -110,10 +111,10 @@ def test_a_beginning_grows_and_is_read_once(prompts, chunk, tail):
     assert read_all(prompts, shared) == shared[-1]
 
 
-def in_order(*examples: tuple[array, float | None, int | None]) -> list[EvalPrompt]:
+def in_order(*examples: tuple[array, float | None, int | None]) -> list[Example]:
     """Prompts as a process answers them, of ids, depth and document each."""
-    prompts = [EvalPrompt(None, 0, 0, Example("", depth=d, document=n), ids) for ids, d, n in examples]
-    return sorted(prompts, key=runner.place)
+    made = [Example(None, None, 0, 0, depth=d, document=n, ids=ids) for ids, d, n in examples]
+    return sorted(made, key=runner.neighbours)
 
 
 @st.composite
@@ -130,7 +131,7 @@ def questions_about_documents(draw):
 @given(questions_about_documents(), st.integers(1, 4), st.integers(0, 3))
 @settings(max_examples=200)
 def test_a_document_is_read_once_for_its_questions(examples, chunk, tail):
-    for _, group in groupby(in_order(*examples), lambda prompt: prompt.example.document):
+    for _, group in groupby(in_order(*examples), lambda example: example.document):
         prompts = [prompt.ids for prompt in group]
         document = min(common(a, b) for a, b in combinations(prompts, 2))
         shared = shared_lengths(prompts, Schedule(8, chunk, local_len=tail))
@@ -234,7 +235,7 @@ def test_protected_text_is_kept_shared_or_not(heads, tmp_path):
     rows, tokenizer = read_rows(outs[0]), tiny_tokenizer()
     assert max(row.prefix_shared for row in rows) > 0 and {row.protect for row in rows} == {more["protect"]}
     for row in rows:
-        kept = read_kept(outs[0], row)
+        kept = kept_of(outs[0], row)
         wanted = {0, 1, 2, 3}.union(
             *(range(*span) for span in protected_spans(tokenizer, kept["ids"].tolist(), row.protect))
         )
@@ -274,7 +275,7 @@ def test_every_prompt_belongs_to_one_process(heads, tmp_path):
     for number, batch in enumerate(plan.batches()):
         for world in (1, 2, 3, 8):
             parts = [
-                runner._slice(replace(plan, rank=rank, world_size=world), number, len(batch)) for rank in range(world)
+                runner.own_part(replace(plan, rank=rank, world_size=world), number, len(batch)) for rank in range(world)
             ]
             assert sorted(i for part in parts for i in range(part.start, part.stop)) == list(range(len(batch)))
             assert max(part.stop - part.start for part in parts) <= -(-len(batch) // world)
@@ -285,7 +286,7 @@ def documents(kind: str) -> Task:
 
     def make(request) -> Example:
         tail = f" Question {request.sample}: what is it?" * (20 if request.sample == 2 else 1)
-        return Example(TEXT * 2 + tail, "x", continuation=" Remember it. The boats", extra={})
+        return replace(request, prompt=TEXT * 2 + tail, answer="x", continuation=" Remember it. The boats")
 
     return Task("documents", make, "rouge", 4, kind=kind, begins_alike=True)
 
@@ -371,7 +372,7 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
             raise torch.OutOfMemoryError("no room")
         return forward(model, input_ids=input_ids, **rest)
 
-    monkeypatch.setattr(decoders, "cpu_decoder", lambda model: "the model decodes")
+    monkeypatch.setattr(decoders, "cpu_decoder", lambda *given: "the model decodes")
     monkeypatch.setattr(LlamaForCausalLM, "forward", no_room)
     monkeypatch.setattr(shared_beginning.BoundedCache, "fork", forks_are_known)
     monkeypatch.setattr(shared_beginning.BoundedCache, "__init__", made_anew)

@@ -54,14 +54,13 @@ def test_wilson_s_interval_holds_every_share_that_the_count_does_not_contradict(
         assert math.isclose(abs(found - end), 1.959964 * math.sqrt(end * (1 - end) / n), abs_tol=1e-6)
 
 
-def test_a_share_has_an_interval_and_other_scores_their_standard_error():
-    shares, means = [replace(ROW, sample=i, score=float(i > 0)) for i in range(4)], replace(ROW, score=0.25)
-    lines = score_table(summarize(shares), "wilson").lines
-    assert [list(map(str, line)) for line in lines] == [["locret (h)", "0.75 [0.30, 0.95] (n=4)"]]
-    (cell,) = summarize([*shares, replace(means, sample=9)])
-    assert cell.low is None and " ± " in str(score_table([cell], "wilson").lines[0][1])
-    (likelihood,) = summarize(replace(row, metric="nll") for row in shares)
-    assert likelihood.low is None
+def test_a_share_has_an_interval_and_other_scores_have_none():
+    shares = [replace(ROW, sample=i, score=float(i > 0)) for i in range(4)]
+    (cell,) = summarize(shares)
+    assert (cell.low, cell.high) == wilson(0.75, 4)
+    for rows in ([*shares, replace(ROW, sample=9, score=0.25)], [replace(row, metric="nll") for row in shares]):
+        (cell,) = summarize(rows)
+        assert cell.low is None
 
 
 def leading(table: Table) -> list[tuple[str, str]]:
@@ -82,7 +81,7 @@ def test_leaders_are_the_best_of_those_that_evict_and_read_the_same():
     shown = [*rows("full", [1, 1], budget=0), *rows("a", [0.5, 0.5]), *rows("b", [0.5, 0.25]), *rows("c", [1])]
     one = score_table(summarize(shown))
     assert leading(one) == [("a", "4K, budget 512")]
-    assert one.reference == [0] and one.rules == [1]
+    assert one.reference == [0]
     likelihoods = score_table(summarize(replace(row, metric="nll") for row in shown))
     assert leading(likelihoods) == [("b", "4K, budget 512")]
     assert leading(score_table(summarize([*rows("a", [1, 1]), *rows("b", [1, 1])]))) == []
@@ -90,24 +89,17 @@ def test_leaders_are_the_best_of_those_that_evict_and_read_the_same():
     assert leading(score_table(summarize(few))) == [], "nine examples"
     every = overview([*shown, *(replace(row, task="other", score=1.0) for row in shown)])
     assert leading(every) == [("a", "R.PassKey, haystack: jargon (match)")]
-    assert [every.lines[i][2] for i in every.reference] == ["full"] and every.rules == [1]
+    assert [every.lines[i][2] for i in every.reference] == ["full"]
 
 
-def test_a_table_in_latex(tmp_path, capsys):
-    rows = [replace(ROW, policy=p, heads="-", sample=i, score=float(i < n), task="a_b") for p, n in (("x&y", 5), ("h2o", 10))
-            for i in range(10)]  # fmt: skip
-    write(tmp_path / "rows.0.jsonl", *rows)
-    assert main(["table", f"out={tmp_path}", "format=latex", "interval=wilson"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        r"% \usepackage{booktabs}", r"\begin{table}", r"\centering",
-        r"\caption{a\_b, haystack: jargon: match; mean; of shares Wilson's 95\% interval, else $\pm$ standard error; n=10.}",
-        r"\begin{tabular}{lc}", r"\toprule", r"policy & 4K, budget 512 \\", r"\midrule",
-        r"h2o & \textbf{1.00 [0.72, 1.00]} \\", r"x\&y & 0.50 [0.24, 0.76] \\", r"\bottomrule", r"\end{tabular}",
-        r"\end{table}",
-    ]  # fmt: skip
+def test_the_command_prints_the_rows_that_are_asked_for(tmp_path, capsys):
+    write(
+        tmp_path / "rows.0.jsonl",
+        *(replace(ROW, policy=p, heads="-", sample=i) for p in ("x&y", "h2o") for i in range(10)),
+    )
     assert main(["table", f"out={tmp_path}", "policies=[h2o]"]) == 0
     said = capsys.readouterr().out
-    assert "| h2o | 1.00 ± 0.00 (n=10) |" in said and "x&y" not in said
+    assert "| h2o | 1.00 ± 0.00 (n=10) |" in said and "x" not in said
 
 
 @given(st.randoms(use_true_random=False))
@@ -329,7 +321,7 @@ def test_committed_rows_are_rows(path):
     assert path.read_bytes().endswith(b"}\n")
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
         record = json.loads(line)
-        assert record.keys() == names, f"line {number}"
+        assert names <= record.keys(), f"line {number}"
         row = Row.from_dict(record)
         assert (row.score is None) == (row.error is not None), f"line {number}"
     assert len(read_rows(path)) == number
@@ -356,13 +348,12 @@ def test_committed_rows_are_rows(path):
     ],
 )
 def test_damaged_fields_are_named_with_file_and_line(tmp_path, capsys, damage, said):
-    """They once ended summary, report and reruns with a traceback, and NaN went into the means."""
+    """They once ended the report and reruns with a traceback, and NaN went into the means."""
     path = tmp_path / "rows.0.jsonl"
     path.write_text(f"{ROW.to_json()}\n{ROW.to_json()[:-1]}, {damage}}}\n")
-    for command in ("summary", "report"):
-        assert main([command, f"out={tmp_path}"]) == 1
-        err = capsys.readouterr().err
-        assert err.count("\n") == 1 and "rows.0.jsonl, line 2: " in err and said in err
+    assert main(["report", f"out={tmp_path}"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "rows.0.jsonl, line 2: " in err and said in err
 
 
 def test_lines_end_at_newlines_alone(tmp_path):

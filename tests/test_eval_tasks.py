@@ -23,7 +23,7 @@ from locret_kit.evals.tasks import (
     HAYSTACK_TASKS,
     REAL_TEXT_TASKS,
     STANDALONE_TASKS,
-    ExampleRequest,
+    Example,
     find_tasks,
     known_tasks,
     ruler,
@@ -44,7 +44,7 @@ def example(
     name: str, sample: int = 0, haystack: str = "pydoc", length: int | None = None, chat: str = "auto", seed: int = 0
 ):
     (task,) = find_tasks([name], haystacks=[haystack])
-    return task, task.make(ExampleRequest(tiny_tokenizer(), length or LONG.get(name, 1024), sample, seed, chat))
+    return task, task.make(Example(task, tiny_tokenizer(), length or LONG.get(name, 1024), sample, seed, chat))
 
 
 @pytest.mark.parametrize("name", [*SYNTHETIC, *REAL_TEXT_TASKS])
@@ -63,8 +63,8 @@ def test_an_open_question_has_no_first_words_of_its_answer(name):
     (task,) = find_tasks([name], haystacks=["pydoc"])
     for chat, said in (("never", "open"), ("always", "open chat")):
         made, plain = (
-            task.make(ExampleRequest(tiny_tokenizer(), 1024, 1, chat=chat, ending=ending))
-            for ending in ("open", "line")
+            task.make(Example(task, tiny_tokenizer(), 1024, 1, chat=chat, ending=ending))
+            for ending in ("open", "infinitebench")
         )
         size = count_ids(tiny_tokenizer(), made.prompt, made.special)
         assert made.extra["ending"] == said and 0.9 * 1024 <= size <= 1024 and made.answer == plain.answer
@@ -87,7 +87,7 @@ def test_any_length_and_sample_of_a_needle(length, sample, haystack):
 def test_special_tokens_count():
     (task,) = find_tasks(["passkey"], haystacks=["pydoc"])
     bos = tiny_tokenizer(bos=True)
-    made = task.make(ExampleRequest(bos, 600, 0))
+    made = task.make(Example(task, bos, 600, 0))
     assert made.special and 594 <= len(bos(made.prompt).input_ids) <= 600
 
 
@@ -271,7 +271,7 @@ def test_another_seed_gives_other_bytes_and_the_same_seed_the_same():
 def digests() -> list[str]:
     """Digests of a prompt of each of several tasks."""
     tasks = find_tasks(["passkey", "kv", "ruler.niah_multiquery", "ruler.fwe", "ruler.vt"], haystacks=["pydoc"])
-    made = [task.make(ExampleRequest(tiny_tokenizer(), 2048, 3)).prompt for task in tasks]
+    made = [task.make(Example(task, tiny_tokenizer(), 2048, 3)).prompt for task in tasks]
     return [hashlib.sha256(prompt.encode()).hexdigest() for prompt in made]
 
 

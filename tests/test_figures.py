@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from locret_kit.backbones import demo
 from locret_kit.evals.engine.bm25 import shortened
 from locret_kit.evals.engine.result_rows import Row, read_rows
-from locret_kit.evals.tasks import ExampleRequest, find_tasks
+from locret_kit.evals.tasks import Example, find_tasks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -196,6 +196,6 @@ def test_passages_with_and_without_the_questions_words():
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "checkpoints" / "SmolLM2-135M-Instruct")
     for name, length, budget, expected in (("R.PassKey", 4096, 512, 20), ("paraphrase", 1024, 256, 4)):
         (task,) = find_tasks([name], haystacks=["jargon"])
-        examples = [task.make(ExampleRequest(tokenizer, length, number)) for number in range(20)]
+        examples = [task.make(Example(task, tokenizer, length, number)) for number in range(20)]
         texts = [tokenizer.decode(shortened(tokenizer, example, budget)) for example in examples]
         assert sum(example.answer in text for example, text in zip(examples, texts, strict=True)) == expected

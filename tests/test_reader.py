@@ -14,10 +14,8 @@ from locret_kit.cli import eval, infer, plan, publish, train
 from locret_kit.config.chat_options import CHAT
 from locret_kit.config.command_help import full_help, short_help
 from locret_kit.config.command_line import given_by, read
-from locret_kit.config.document_options import ASK, INFO, READ
-from locret_kit.config.document_options import KEPT as DOCUMENT_KEPT
-from locret_kit.config.eval_options import EVAL, KEPT, PAIRED, TASKS, folder_command
-from locret_kit.config.figure_options import CURVES, FIGURE, SWEEP, TABLE
+from locret_kit.config.document_options import ASK, INFO, KEPT, READ
+from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE, TASKS
 from locret_kit.config.infer_options import INFER
 from locret_kit.config.plan_options import PLAN
 from locret_kit.config.publish_options import PUBLISH
@@ -32,8 +30,8 @@ from locret_kit.validation import choices
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {"infer": INFER, "train": TRAIN, "eval": EVAL, "plan": PLAN, "publish": PUBLISH}
-OTHERS = [READ, ASK, CHAT, DOCUMENT_KEPT, INFO, SERVE, VLLM]
-OF_EVAL = [FIGURE, SWEEP, CURVES, TABLE, PAIRED, KEPT, TASKS, folder_command("summary")]
+OTHERS = [READ, ASK, CHAT, KEPT, INFO, SERVE, VLLM]
+OF_EVAL = [FIGURE, TABLE, PAIRED, TASKS, REPORT]
 EVERY = [*COMMANDS.values(), *OTHERS, *OF_EVAL]
 
 
@@ -216,8 +214,8 @@ def test_help_is_ten_options_on_one_screen(one, monkeypatch):
     ("main", "argv"),
     [
         (infer.main, []), (train.main, ["recipe=tiny"]), (eval.main, []), (plan.main, []), (publish.main, []),
-        (eval.main, ["figure", "cost"]), (eval.main, ["figure"]), (eval.main, ["paired"]), (eval.main, ["kept"]),
-        (eval.main, ["summary"]), (eval.main, ["report"]), (eval.main, ["tasks"]),
+        (eval.main, ["figure"]), (eval.main, ["table"]), (eval.main, ["paired"]),
+        (eval.main, ["report"]), (eval.main, ["tasks"]),
     ],
 )  # fmt: skip
 def test_help_and_version_everywhere(main, argv, capsys):
@@ -231,7 +229,7 @@ def test_help_and_version_everywhere(main, argv, capsys):
 def test_choices_are_those_of_the_parts():
     known = options_of(EVAL.schema)
     assert choices(known["chat"].annotation) == list(CHAT_FORMS)
-    assert choices(known["ending"].annotation) == [name for name in ENDINGS if name]
+    assert choices(known["ending"].annotation) == [*ENDINGS]
 
 
 def test_run_settings_are_options_of_every_command_that_runs():

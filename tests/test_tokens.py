@@ -268,3 +268,11 @@ def test_a_token_costs_the_same_after_however_many(kind, tokens, monkeypatch):
     token = {"words": len(tokenizer) - 5, "broken": 200, "special": tokenizer.bos_token_id}[tokens]
     streamed(tokenizer, [token] * 2000)
     assert max(given) <= 2 * (32 + 4 + 4)
+
+
+@settings(max_examples=30)
+@given(st.text(max_size=30))
+def test_token_texts_are_the_text(text):
+    ids = tiny_tokenizer()(text, add_special_tokens=False).input_ids
+    texts = token_texts(tiny_tokenizer(), ids)
+    assert len(texts) == len(ids) and "".join(texts) == tiny_tokenizer().decode(ids)

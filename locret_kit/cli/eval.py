@@ -9,16 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.command_help import help_of
 from ..config.command_line import read
-from ..config.eval_options import EVAL, KEPT, PAIRED, TASKS, folder_command, load_eval_config
-from ..config.figure_options import CURVES, FIGURE, SWEEP, TABLE, CurvesConfig, FigureConfig, SweepConfig, TableConfig
+from ..config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE, TASKS, load_eval_config
 from ..config.schema import Command, T
 from ..naming import install_line, nearest
 from .command import command
 
 if TYPE_CHECKING:
-    from ..config.eval_options import EvalConfig, FolderConfig, KeptConfig, NoConfig, PairedConfig, RowsConfig
+    from ..config.eval_options import EvalConfig, FigureConfig, FolderConfig, NoConfig, PairedConfig, RowsConfig
     from ..evals.engine.result_rows import Row
     from ..evals.engine.run_spec import Run, Setup, Variant
     from .eval_setup import EvalParts
@@ -39,7 +37,7 @@ def run_of(config: EvalConfig, parts: EvalParts | None = None) -> Run:
     return Run(
         setup=load_setup(config, parts), tasks=tasks, variants=variants(config.policies, config.budgets, parts.trained),
         lengths=config.lengths, samples=config.samples, out=Path(config.out), keep=config.keep,
-        retry_errors=config.retry == "errors", share_prefix=config.share_prefix, rank=int(os.environ.get("RANK", 0)),
+        share_prefix=config.share_prefix, rank=int(os.environ.get("RANK", 0)),
         world_size=int(os.environ.get("WORLD_SIZE", 1)),
     )  # fmt: skip
 
@@ -89,7 +87,7 @@ def run(argv: list[str]) -> int:
     if config is None:
         return 0
     from ..evals.engine.run_spec import check_policies
-    from ..evals.engine.runner import answer, check, failures, is_complete
+    from ..evals.engine.runner import answer, check, left
     from ..evals.report.html_report import write_page
     from ..evals.report.summary import write_summary
     from ..files import write_json
@@ -107,68 +105,38 @@ def run(argv: list[str]) -> int:
     write_json(made.out / CONFIG, settings)  # of a run that can begin: an error before leaves no folder
     answer(made)
     tables = write_summary(made.out)
-    if is_complete(made):  # the last process to finish shows what all have found
+    missing, failed = left(made)
+    if not missing:  # the last process to finish shows what all have found
         print(tables)
         if draws:
             print(f"locret-eval: the page is {write_page(made.out)}", file=sys.stderr)
     print(f"locret-eval: rows and summary are in {made.out}", file=sys.stderr)
-    if failed := failures(made):
+    if failed:
         print(
-            f"locret-eval: {failed} examples ended with an error, see {made.out}/rows.*.jsonl; retry=errors does them again",
+            f"locret-eval: {failed} examples ended with an error, see {made.out}/rows.*.jsonl; the same command does them again",
             file=sys.stderr,
         )
     return 1 if failed else 0
 
 
-def _summary(config: FolderConfig) -> None:
-    from ..evals.report.summary import write_summary
-
-    print(write_summary(config.folder))
-
-
 def _report(config: FolderConfig) -> None:
     from ..evals.report.html_report import write_page
+    from ..evals.report.summary import write_summary
 
+    write_summary(config.folder)
     print(write_page(config.folder))
 
 
-def _table(config: TableConfig) -> None:
-    from ..evals.cells import summarize
-    from ..evals.report.latex import to_latex
-    from ..evals.report.summary import overview, score_tables
+def _table(config: RowsConfig) -> None:
+    from ..evals.report.summary import every_table
 
-    rows = chosen_rows(config)
-    every = overview(rows, config.interval)
-    tables = [*([every] if every else []), *score_tables(summarize(rows), config.interval)]
-    print(to_latex(tables) if config.format == "latex" else "\n".join(table.markdown() for table in tables), end="")
+    print(every_table(chosen_rows(config)), end="")
 
 
-def _figure(argv: list[str]) -> int:
-    if argv and argv[0] in ("-h", "--help"):
-        print(help_of(FIGURE, argv))
-        return 0
-    from ..evals.figures import FIGURES, draw, find_figure
+def _figure(config: FigureConfig) -> None:
+    from ..evals.figures import draw
 
-    if not argv or "=" in argv[0]:
-        print("\n".join(f"{name:<16} from {kind.source:<6} {kind.says}" for name, kind in FIGURES.items()))
-        return 0 if not argv else 1
-    name, words = argv[0], argv[1:]
-    source = find_figure(name).source
-    commands: dict[str, Command] = {"rows": FIGURE, "sweep": SWEEP, "curves": CURVES}
-    if (config := read(commands[source], words)) is not None:
-        print("\n".join(map(str, draw(name, _drawn_from(config), Path(config.out) / "figures", config))))
-    return 0
-
-
-def _drawn_from(config: FigureConfig | CurvesConfig) -> object:
-    """The sources of a figure."""
-    if isinstance(config, CurvesConfig):
-        return config.folder
-    if isinstance(config, SweepConfig):
-        from ..evals.figures.sweep import Sweep, runs_in
-
-        return Sweep(config.x, [rows for folder in runs_in(config.out) if (rows := matching(config, folder))])
-    return chosen_rows(config)
+    print("\n".join(map(str, draw(config.name, chosen_rows(config), Path(config.out) / "figures"))))
 
 
 def chosen_rows(config: RowsConfig) -> list[Row]:
@@ -177,44 +145,23 @@ def chosen_rows(config: RowsConfig) -> list[Row]:
     Raises:
         ValueError: there are none.
     """
-    rows = matching(config, config.out)
-    if not rows:
-        raise ValueError(f"out={config.out} holds no such rows")
-    return rows
-
-
-def matching(config: RowsConfig, folder: str | Path) -> list[Row]:
-    """The rows of one run that the configuration asks for, be there some or none."""
     from ..evals.engine.result_rows import read_rows
     from ..evals.tasks import haystack_name, row_names
 
     haystacks = {haystack_name(haystack) for haystack in config.haystacks}
     tasks = {name for task in config.tasks for name in row_names(task)}
-    return [
+    rows = [
         row
-        for row in read_rows(folder)
+        for row in read_rows(config.out)
         if (not tasks or row.task in tasks)
         and (not haystacks or row.haystack in haystacks)
         and (not config.policies or row.policy in config.policies)
         and (not config.budgets or row.budget in (0, *config.budgets))
         and (not config.lengths or row.length in config.lengths)
     ]
-
-
-def _kept(config: KeptConfig) -> None:
-    from ..evals.report.kept_shares import show_kept
-
-    rows = [row for row in chosen_rows(config) if row.sample == config.sample and row.kept is not None]
     if not rows:
-        raise ValueError(
-            f"out={config.out} holds no such rows with kept positions: keep={config.sample + 1} or more in another out stores "
-            "them"
-        )
-    color = config.color == "always" or (
-        config.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    )
-    for row in rows:
-        print(show_kept(Path(config.out), row, layer=config.layer, color=color))
+        raise ValueError(f"out={config.out} holds no such rows")
+    return rows
 
 
 def _paired(config: PairedConfig) -> None:
@@ -273,10 +220,16 @@ def _with(options: Command[T], show: Callable[[T], None]) -> Callable[[list[str]
 
 
 COMMANDS = {
-    "summary": _with(folder_command("summary"), _summary), "report": _with(folder_command("report"), _report),
-    "table": _with(TABLE, _table), "paired": _with(PAIRED, _paired), "figure": _figure,
-    "kept": _with(KEPT, _kept), "tasks": _with(TASKS, _tasks), "lm_eval": _lm_eval,
+    "report": _with(REPORT, _report), "table": _with(TABLE, _table), "figure": _with(FIGURE, _figure),
+    "paired": _with(PAIRED, _paired), "tasks": _with(TASKS, _tasks), "lm_eval": _lm_eval,
 }  # fmt: skip
+
+
+GONE = {
+    "benchmark": "a run for each task and length, then locret-eval paired",
+    "kept": "locret-kept shows what a saved text has kept",
+    "summary": "locret-eval report writes it, beside the page",
+}
 
 
 @command("locret-eval", stopped="stopped; the same command goes on", also=(RuntimeError,))
@@ -286,8 +239,8 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         print(EVAL.usage)
         return 1
-    if argv[0] == "benchmark":
-        raise ValueError("benchmark is no command any more: a run for each task and length, then locret-eval paired")
+    if argv[0] in GONE:
+        raise ValueError(f"{argv[0]} is no command any more: {GONE[argv[0]]}")
     if argv[0].isidentifier() and argv[0] not in COMMANDS:
         raise ValueError(f"unknown command {argv[0]!r}.{nearest(argv[0], COMMANDS)} There are: {', '.join(COMMANDS)}")
     return COMMANDS[argv[0]](argv[1:]) if argv[0] in COMMANDS else run(argv)

@@ -120,8 +120,8 @@ def load_setup(config: EvalConfig, parts: EvalParts) -> Setup:
     published = {name: one.config.inference for name, one in parts.heads.items()}
     return Setup(
         model, tokenizer, parts.model, lambda variant, tokens: settings_of(config, published, variant, tokens), 
-        parts.heads, parts.hashes, parts.adapter, chat=config.chat, ending=config.ending,
-        wording=config.wording, offset=config.offset, seed=config.seed, max_new_tokens=config.max_new_tokens,
+        parts.heads, parts.hashes, parts.adapter, chat=config.chat, ending=config.ending, seed=config.seed,
+        max_new_tokens=config.max_new_tokens,
     )  # fmt: skip
 
 

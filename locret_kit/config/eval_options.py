@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Interval, MinLen
+from annotated_types import Ge, MinLen
 
-from ..settings import Budget, Count, RunSettings, Slots
+from ..settings import Budget, RunSettings, Slots
 from ..validation import check
 from .command_line import given_by
 from .machine import Machine
@@ -17,20 +17,20 @@ from .schema import Command, build
 USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
        locret-eval SUBCOMMAND [key=value ...]
 
-Compare policies: a row per example, a table at the end; a rerun does only what is missing.
+Compare policies: a row per example, a table at the end; a rerun does only what is missing or failed.
 
   locret-eval tasks=[passkey,number] policies=[full,locret,streaming] budgets=[256,512,1024] lengths=[4096,8192] \\
       samples=20 ckpt=checkpoints/smollm2-135m-locret out=runs/needles
-  locret-eval table out=runs/needles format=latex
+  locret-eval paired out=runs/needles against=full
 
-Subcommands, each with a --help of its own: tasks, figure, table, summary, report, paired, kept, lm_eval."""
+Subcommands, each with a --help of its own: tasks, figure, table, report, paired, lm_eval."""
 NOTES = """  locret-eval tasks=[passkey,number,perplexity,reconstruction] policies=[full,locret,h2o,kvzip] ckpt=... out=runs/table
   locret-eval tasks=[leval.coursera] data=[FOLDER/OF/LEVAL] policies=[full,locret] ckpt=... out=runs/leval
   locret-eval lm_eval --model locret --model_args ckpt=...,policy=locret,budget=256 --tasks ...
   torchrun --nproc_per_node 2 -m locret_kit.cli.eval tasks=...      # examples are shared among the processes
 
 What prompts have in common at their beginning is read once. An unknown key, task or policy is an error that names the nearest.
-Tasks: locret-eval tasks; figures: locret-eval figure; policies: locret-infer --list-policies, and here also kvzip and
+Tasks: locret-eval tasks; policies: locret-infer --list-policies, and here also kvzip and
 kvzip(joint=true) (oracles that read the whole prompt first), bm25 (retrieval: full attention over the best passages, in as many
 tokens as a policy has slots) and random-heads (locret with untrained heads).
 `locret-eval lm_eval` is lm-evaluation-harness's own command line (extra `harness`) with one model more, locret; its
@@ -75,21 +75,14 @@ class EvalConfig(RunSettings, Machine):
     """PEFT adapter on the backbone, or 'none'. Default: the one that the heads were trained with."""
     chat: Literal["auto", "always", "never"] = "auto"
     """Whether prompts go through the chat template; auto does as the benchmark does."""
-    ending: Literal["infinitebench", "line", "blank", "lines", "blanks", "labels", "open"] = "infinitebench"
-    """End of hidden-digits prompts: 'infinitebench' (blank lines around the question), 'line' (text, then question and answer
-    in one line), 'blank' (the same after a blank line), 'lines' (a line each), 'blanks' (two blank lines each), 'labels'
-    ('Question:', 'Answer:') or 'open' (the question without the answer's first words; through the chat template too)."""
-    wording: Annotated[int, Interval(ge=0, le=9)] = 0
-    """Words in which hidden digits are said and asked for: 0 is the benchmark's wording, 1 to 9 are others."""
-    offset: Count = 0
-    """Tokens of words without meaning in front of a hidden-digits prompt, which move it against the chunks."""
+    ending: Literal["infinitebench", "open"] = "infinitebench"
+    """End of hidden-digits prompts: 'infinitebench' (blank lines around the question, then the answer's first words) or 'open'
+    (without these words; through the chat template too)."""
     max_new_tokens: Annotated[int, Ge(1)] | None = None
     """Answer tokens. Default: each task's own."""
     keep: Annotated[int, Ge(0)] = 0
-    """For the first so many examples of each task: store what the cache holds after the prompt. A rerun leaves rows that
-    are there as they are, so to store more of them takes another ``out``."""
-    retry: Literal["never", "errors"] = "never"
-    """'errors' does examples again that ended with an error."""
+    """For the first so many examples of each task: store in ``out/kept`` what the cache holds after the prompt. A rerun leaves
+    rows that are there as they are, so to store more of them takes another ``out``."""
     share_prefix: bool = True
     """Read what prompts have in common at their beginning once; scores are the same either way, without times each alone."""
 
@@ -131,15 +124,11 @@ class PairedConfig(RowsConfig):
 
 
 @dataclass(kw_only=True)
-class KeptConfig(RowsConfig):
-    """The example to show with what was kept of it."""
+class FigureConfig(RowsConfig):
+    """The figure to draw of rows; an empty list is all."""
 
-    sample: Annotated[int, Ge(0)] = 0
-    """The example's number."""
-    layer: int | None = None
-    """One layer instead of all of them."""
-    color: Literal["auto", "always", "never"] = "auto"
-    """auto is on a terminal."""
+    name: Literal["score-memory", "needle-grid"]
+    """Score against memory, or by the needle's depth and the prompt's length."""
 
 
 @dataclass(kw_only=True)
@@ -168,16 +157,36 @@ EVAL = Command(
     USAGE,
     ("tasks", "out", "policies", "budgets", "lengths", "samples", "ckpt", "model", "haystacks", "data"),
     NOTES,
+    gone={
+        "wording": "a text of your own is a haystack or a file of questions",
+        "offset": "chunk=256 and others move a prompt against the chunks",
+        "retry": "every rerun does examples again that ended with an error",
+    },
 )
 PAIRED = Command(
     "locret-eval", PairedConfig, "usage: locret-eval paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]"
 )
-KEPT = Command("locret-eval", KeptConfig, "usage: locret-eval kept out=FOLDER sample=N [key=value ...]")
+FIGURE = Command(
+    "locret-eval",
+    FigureConfig,
+    "usage: locret-eval figure NAME out=FOLDER [key=value ...]",
+    positional=("name",),
+    gone=dict.fromkeys(
+        ("formats", "width", "height", "font", "title", "x"), "figures are PNG and SVG, the numbers summary.csv"
+    ),
+)
+TABLE = Command(
+    "locret-eval",
+    RowsConfig,
+    "usage: locret-eval table out=FOLDER [key=value ...]",
+    gone=dict.fromkeys(("format", "interval"), "summary.csv has every number, with Wilson's interval in low and high"),
+)
+REPORT = Command("locret-eval", FolderConfig, "usage: locret-eval report out=FOLDER")
 TASKS = Command("locret-eval", NoConfig, "usage: locret-eval tasks")
 
 FROZEN_KEYS = (
     *(item.name for item in fields(RunSettings) if item.name not in EvalConfig.HIDDEN),
-    "model", "adapter", "chat", "ending", "wording", "offset", "max_new_tokens", "metric", "dtype", "weight_bits",
+    "model", "adapter", "chat", "ending", "max_new_tokens", "metric", "dtype", "weight_bits",
 )  # fmt: skip
 """Keys that all rows of a folder share, and the heads of one name; the others may differ from one run to the next."""
 
@@ -189,8 +198,3 @@ def load_eval_config(argv: list[str]) -> EvalConfig:
         ValueError: an unknown key, a value of a wrong type or out of bounds, or no ``tasks`` or ``out``.
     """
     return build(EvalConfig, given_by(EVAL, argv))
-
-
-def folder_command(name: str) -> Command[FolderConfig]:
-    """Options of subcommands that take ``out=FOLDER`` alone."""
-    return Command("locret-eval", FolderConfig, f"usage: locret-eval {name} out=FOLDER")

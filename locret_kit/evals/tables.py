@@ -1,5 +1,4 @@
-"""Tables: made once from rows, and rendered as Markdown, CSV, LaTeX (`report.latex`), HTML (``report/page.html``) and in the card
-of published heads."""
+"""Tables: made once from rows, and rendered as Markdown, CSV, HTML (``report/page.html``) and in the card of published heads."""
 
 from __future__ import annotations
 
@@ -7,12 +6,9 @@ import csv
 import io
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
 
 from .cells import Cell
 
-Interval = Literal["stderr", "wilson"]
-"""Uncertainty beside a mean: its standard error, or of a share Wilson's 95% interval."""
 MARKS = {"†": "on other texts than most of its column", "‡": "in another precision than most of the table"}
 """Marks beside a figure, and their meaning."""
 ESCAPES = str.maketrans({"|": "\\|", "&": "&amp;", "<": "&lt;", ">": "&gt;", "\n": " "})
@@ -26,7 +22,7 @@ class Figure:
     value: float | None
     """None is a dash."""
     interval: str = ""
-    """Its uncertainty, such as '± 0.13' or '[0.28, 0.72]'."""
+    """Its uncertainty, such as '± 0.13'."""
     n: int | None = None
     """Examples in it; None where the cell does not say."""
     errors: int = 0
@@ -34,15 +30,13 @@ class Figure:
     marks: str = ""
     """Letters of `MARKS`."""
     best: bool = False
-    """It leads its column: bold on the page and in LaTeX."""
+    """It leads its column: bold on the page."""
     digits: int = 2
 
     @classmethod
-    def of(cls, cell: Cell, interval: Interval = "stderr", marks: str = "") -> Figure:
-        """The mean of a cell, with its number of examples."""
+    def of(cls, cell: Cell, marks: str = "") -> Figure:
+        """The mean of a cell, with its standard error and its number of examples."""
         beside = "" if cell.stderr is None else f"± {cell.stderr:.2f}"
-        if interval == "wilson" and cell.low is not None:
-            beside = f"[{cell.low:.2f}, {cell.high:.2f}]"
         return cls(cell.mean, beside, cell.n, cell.errors, marks if cell.n else "")
 
     @property
@@ -68,8 +62,6 @@ class Table:
     """Unit of the cells."""
     reference: Collection[int] = ()
     """Lines that the others are held against: full attention."""
-    rules: Collection[int] = ()
-    """Lines above which a thin rule stands."""
 
     @property
     def figures(self) -> list[Figure]:

@@ -62,20 +62,8 @@ WORDINGS = (
     *(NeedleTask(instruction, f"{needle}\n", question, prefix, 0) for instruction, needle, question, prefix in NEEDLES),
 )
 """The pass key's wording, and nine more ways to say and to ask for digits. None is a wording of training samples."""
-PAGE = "This page is left blank. "
-"""Words in front of a prompt that is moved against the chunks."""
-ENDINGS = {
-    "infinitebench": "\n\n{question}\n\n{prefix}",
-    "line": "\n{question} {prefix}",
-    "blank": "\n\n{question} {prefix}",
-    "lines": "\n{question}\n{prefix}",
-    "blanks": "\n\n\n{question}\n\n\n{prefix}",
-    "labels": "\n\nQuestion: {question}\nAnswer: {prefix}",
-    "open": "\n\n{question}",
-}
-"""Text after the document: InfiniteBench's blank lines, one line as in the pass-key task's first form (Landmark Attention), and
-other newlines and words between, none of which should decide an answer; or the question without the answer's first words, as
-people ask. Small backbones are sensitive to them."""
+ENDINGS = {"infinitebench": "\n\n{question}\n\n{prefix}", "open": "\n\n{question}"}
+"""Text after the document: InfiniteBench's blank lines; or the question without the answer's first words, as people ask."""
 
 
 def gives_first_words(form: str) -> bool:
@@ -115,8 +103,6 @@ def make_needle(
     seed: int | str,
     haystack: str | None = None,
     ending: str = "infinitebench",
-    wording: int = 0,
-    offset: int = 0,
 ) -> Needle:
     """A prompt of at most, and within 1% of, `n_tokens` tokens with one needle at the line or sentence start nearest
     to `depth`. Digits and piece of haystack depend on task and seed alone; the same in every process.
@@ -128,11 +114,9 @@ def make_needle(
         depth: 0 is the beginning of the haystack, 1 its end.
         haystack: real text, of which a random piece is taken; None repeats InfiniteBench's five sentences.
         ending: one of `ENDINGS`.
-        wording: 0 is the task's own, 1 to 9 are others, see `WORDINGS`.
-        offset: tokens of words without meaning in front of the instruction, so that everything lies elsewhere in its chunk.
 
     Raises:
-        ValueError: an unknown task, ending or wording, a depth outside [0, 1], or an `n_tokens` that the fixed parts do not fit.
+        ValueError: an unknown task or ending, a depth outside [0, 1], or an `n_tokens` that the fixed parts do not fit.
     """
     task = ALIASES.get(task, task)
     if task not in TASKS:
@@ -141,11 +125,7 @@ def make_needle(
         raise ValueError(f"ending={ending!r} must be one of {', '.join(ENDINGS)}")
     if not 0 <= depth <= 1:
         raise ValueError(f"depth={depth} must be within [0, 1]")
-    if not 0 <= wording < len(WORDINGS):
-        raise ValueError(f"wording={wording} must be at least 0 and below {len(WORDINGS)}")
-    words, form = replace(WORDINGS[wording], repeats=TASKS[task].repeats) if wording else TASKS[task], ENDINGS[ending]
-    if offset:
-        words = replace(words, instruction=f"{blank_page(tokenizer, offset)}\n\n{words.instruction}")
+    words, form = TASKS[task], ENDINGS[ending]
     rng = random.Random(f"{task}|{seed}")
     key = _digits(rng, words.repeats)
     fixed = count(tokenizer, _build(words, form, key, "", 0.0).prompt)
@@ -161,12 +141,6 @@ def make_needle(
     while key in body:  # also never a part of a longer number
         key = _digits(rng, words.repeats)
     return _fit(words, form, key, body, tokenizer, n_tokens, n_tokens - fixed, depth)
-
-
-def blank_page(tokenizer, tokens: int) -> str:
-    """So many tokens of words without meaning."""
-    text = PAGE * tokens
-    return text[: encode(tokenizer, text)[1][tokens - 1][1]]
 
 
 def _digits(rng: random.Random, repeats: int) -> str:

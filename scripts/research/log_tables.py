@@ -26,7 +26,7 @@ MIN_EXAMPLES = 8
 """Mark of a figure in another precision."""
 Place = tuple[str, str, int, int]
 """Task, text, tokens and rows on the device."""
-SAME_FIELDS = ("chunk", "positions", "ending", "wording", "offset", "dtype", "sample")
+SAME_FIELDS = ("chunk", "positions", "ending", "dtype", "sample")
 """Fields that rows of the same prompt share when they are compared; stabilizers and tail follow the budget."""
 
 

@@ -29,7 +29,7 @@ from locret_kit.evals.engine import bm25
 from locret_kit.evals.metrics.benchmarks import get_metric
 from locret_kit.evals.metrics.normalisation import library
 from locret_kit.evals.tasks import find_tasks
-from locret_kit.evals.tasks.task import ExampleRequest
+from locret_kit.evals.tasks.task import Example
 from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.session import generate
 
@@ -88,7 +88,7 @@ def main() -> None:
     print(f"| task, {args.length:,} tokens of {args.haystack} | ranked by | tokens | passages hold it | answered |")
     print("|---|---|---|---|---|")
     for task in find_tasks(args.task, haystacks=[args.haystack], data=[], samples=args.samples):
-        examples = [task.make(ExampleRequest(tokenizer, args.length, n)) for n in range(args.samples)]
+        examples = [task.make(Example(task, tokenizer, args.length, n)) for n in range(args.samples)]
         for name, rank in rankings.items():
             held = right = 0.0
             for example in examples:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 from ...backbones.intercept import attach
 from ...cache.bounded import BoundedCache
 from ...naming import nearest
-from ...runtime.session import Sampling, decode, prefill, stop_ids
+from ...runtime.session import Answer, Sampling, prefill
 from ...runtime.tokens import stream_ids
 from ...text.template import render
 from ...validation import made
@@ -39,8 +39,6 @@ Load = Callable[[dict[str, object]], tuple[Setup, Variant]]
 """Gives the backbone and the variant that ``--model_args`` name."""
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 OTHERS = ("do_sample", "until", "max_gen_toks")
-MARGIN = 8
-"""Tokens decoded beside those of a stop mark, since a tokenizer may treat a text's first ones differently."""
 
 
 class LocretLM(TemplateLM):
@@ -162,24 +160,16 @@ class LocretLM(TemplateLM):
         settings = normalize_gen_kwargs(given)
         sampling, until = sampling_of(settings), [mark for mark in settings["until"] if mark]
         ids = self.tok_encode(context)
-        cache = self._cache(len(ids))
-        tokens: list[int] = []
-        newest = MARGIN + max((len(mark.encode()) for mark in until), default=0)  # a token has one byte at least
-        with attach(self.model):
-            logits = prefill(self.model, ids, cache)
-            for token in decode(
-                self.model, cache, logits, prompt=ids, max_new_tokens=settings["max_gen_toks"], sampling=sampling,
-                stop=stop_ids(self.model, self.tokenizer), seed=self.setup.seed + number,
-            ):  # fmt: skip
-                tokens.append(token)
-                tail = self._text(tokens[-newest:]) if until else ""
-                if any(mark in tail for mark in until):
-                    break
-        text = self._text(tokens)
+        answer = Answer(
+            self.model, self.tokenizer, ids, self._cache(len(ids)), max_new_tokens=settings["max_gen_toks"],
+            sampling=sampling, seed=self.setup.seed + number,
+        )  # fmt: skip
+        text = ""
+        for piece in answer:
+            text += piece
+            if any(mark in text for mark in until):
+                break
         return text[: min((text.find(mark) for mark in until if mark in text), default=len(text))]
-
-    def _text(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def sampling_of(settings: Mapping[str, object]) -> Sampling:

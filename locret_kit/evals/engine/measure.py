@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,11 @@ from ...runtime.session import generate, stop_ids
 from ...runtime.tokens import stream_ids
 from ...text.template import protected_spans
 from ..metrics.benchmarks import get_metric
+from ..tasks.task import Example
 from . import bm25, fidelity, oracle
 from .result_rows import Key, Row
-from .run_spec import BM25, RANDOM_HEADS, EvalPrompt, Run, Setup, Variant, is_oracle, reads_alone
-from .shared_beginning import Fork, SharedBeginning
+from .run_spec import BM25, RANDOM_HEADS, Run, Setup, Variant, is_oracle, reads_alone
+from .shared_beginning import SharedBeginning
 
 Fields = dict[str, object]
 """Fields of a row, by name."""
@@ -48,43 +50,61 @@ def cache_for(setup: Setup, variant: Variant, prompt_length: int | None) -> Boun
 
 
 def measure_row(
-    run: Run, variant: Variant, prompt: EvalPrompt, shared: int, document: SharedBeginning, reference: Row | None
+    run: Run, variant: Variant, example: Example, shared: int, document: SharedBeginning, reference: Row | None
 ) -> Fields:
     """Fields of one example's row. ``shared``: see `shared_lengths`; ``reference``: the row of full attention."""
+    setup = run.setup
     if variant.policy == BM25:
-        budget = run.setup.settings_for(variant, len(prompt.ids)).budget
-        ids = array("i", bm25.shortened(run.setup.tokenizer, prompt.example, budget))
-        short, full = replace(prompt, ids=ids), replace(variant, policy="full")
-        alone = SharedBeginning(run.setup.model, lambda tokens: cache_for(run.setup, full, tokens), len(ids))
-        return measure_row(run, full, short, 0, alone, reference) | {"tokens": len(ids), "slots": budget}
+        budget = setup.settings_for(variant, len(example.ids)).budget
+        short = replace(example, ids=array("i", bm25.shortened(setup.tokenizer, example, budget)))
+        full = replace(variant, policy="full")
+        alone = SharedBeginning(setup.model, lambda tokens: cache_for(setup, full, tokens), len(short.ids))
+        return measure_row(run, full, short, 0, alone, reference) | {"tokens": len(short.ids), "slots": budget}
     if is_oracle(variant.policy):
-        fork = oracle.fork(run.setup, variant, prompt.ids, chat=not prompt.example.special)
+        began, shared = time.perf_counter(), 0
+        cache = oracle.cache_of(setup, variant, example.ids, chat=not example.special)
+        seconds = time.perf_counter() - began
     else:
-        fork = document.fork(prompt.ids, shared, _pins(run.setup, variant, prompt))
-    kind = prompt.task.kind
+        cache = document.fork(example.ids, shared, _pins(setup, variant, example))
+        shared = cache.get_seq_length()
+        seconds = document.seconds if shared else 0.0
+    kind = example.task.kind
     if kind.startswith("nll"):
-        return _score_likelihood(run.setup, prompt, fork)
-    if kind == "agreement":
-        return _score_agreement(run.setup, variant, prompt, fork, reference)
-    return _score_generation(run, variant, prompt, fork, reference)
+        fields, report = _score_likelihood(setup, example, cache)
+    elif kind == "agreement":
+        fields, report = _score_agreement(setup, variant, example, cache, reference)
+    else:
+        fields, report = _score_generation(run, variant, example, cache, reference)
+    names = ("new_tokens", "peak_bytes", "cache_bytes", "computed_share", "device", "dtype", "versions")
+    return {
+        **fields,
+        **{name: getattr(report, name) for name in names},
+        **{name: value for name, value in vars(report.settings.run).items() if name != "budget"},
+        "slots": 0 if cache.policy.keeps_everything else report.settings.budget,
+        "prefix_shared": shared,
+        "prefill_s": round(seconds + report.prefill_s, 4),
+        "decode_s": round(report.decode_s, 4),
+    }
 
 
-def _pins(setup: Setup, variant: Variant, prompt: EvalPrompt) -> list[tuple[int, int]]:
+def _pins(setup: Setup, variant: Variant, example: Example) -> list[tuple[int, int]]:
     """Spans that the settings protect in a prompt that went through the chat template."""
-    protect = setup.settings_for(variant, len(prompt.ids)).protect
-    return [] if prompt.example.special else protected_spans(setup.tokenizer, prompt.ids, protect)
+    protect = setup.settings_for(variant, len(example.ids)).protect
+    return [] if example.special else protected_spans(setup.tokenizer, example.ids, protect)
 
 
-def _score_generation(run: Run, variant: Variant, prompt: EvalPrompt, fork: Fork, reference: Row | None) -> Fields:
-    setup, task, example, ids = run.setup, prompt.task, prompt.example, prompt.ids
-    kept: dict[str, str] = {}
+def _score_generation(
+    run: Run, variant: Variant, example: Example, cache: BoundedCache, reference: Row | None
+) -> tuple[Fields, Report]:
+    setup, task = run.setup, example.task
+    kept: Fields = {}
 
     def at_end_of_prompt(read: int, total: int) -> None:
-        if read == total and prompt.sample < run.keep:
-            kept["kept"] = store_kept(run.out, prompt.key(variant), fork.cache, ids)
+        if read == total and example.sample < run.keep:
+            kept["kept"] = store_kept(run.out, variant.key(example), cache, example.ids)
 
     text, report = generate(
-        setup.model, setup.tokenizer, ids, fork.cache, max_new_tokens=setup.max_new_tokens or task.max_new_tokens,
+        setup.model, setup.tokenizer, example.ids, cache, max_new_tokens=setup.max_new_tokens or task.max_new_tokens,
         seed=setup.seed, progress=at_end_of_prompt,
     )  # fmt: skip
     answer = example.answer
@@ -95,68 +115,63 @@ def _score_generation(run: Run, variant: Variant, prompt: EvalPrompt, fork: Fork
     if "source" in example.extra:
         distances = get_metric("rouge")(text, example.extra["source"], {})
         scores |= {f"source_{name}": value for name, value in distances.items()}
-    fields = {"score": scores[metric], "metric": metric, "scores": scores, "output": text, "answer": answer}
-    return {**fields, **_cost(report, fork), **kept}
+    return {
+        "score": scores[metric],
+        "metric": metric,
+        "scores": scores,
+        "output": text,
+        "answer": answer,
+        **kept,
+    }, report
 
 
-def _score_agreement(setup: Setup, variant: Variant, prompt: EvalPrompt, fork: Fork, reference: Row | None) -> Fields:
+def _score_agreement(
+    setup: Setup, variant: Variant, example: Example, cache: BoundedCache, reference: Row | None
+) -> tuple[Fields, Report]:
     """Feed what full attention chooses, token by token, and count what the policy would have chosen too. Without a reference
     this is full attention, which chooses first and is then given its own."""
     fields: Fields = {}
     if reference is None:
-        limit = setup.max_new_tokens or prompt.task.max_new_tokens
+        limit = setup.max_new_tokens or example.task.max_new_tokens
         stop = stop_ids(setup.model, setup.tokenizer)
-        continuation = fidelity.greedy_reference(setup.model, fork.cache, prompt.ids, limit, stop)
+        fresh = cache_for(setup, variant, len(example.ids))
+        continuation = fidelity.greedy_reference(setup.model, fresh, example.ids, limit, stop)
         fields["output"] = setup.tokenizer.decode(continuation, skip_special_tokens=True)
-        fork = Fork(cache_for(setup, variant, len(prompt.ids)))
     else:
         continuation = reference.answer
-    forced = fidelity.teacher_force(setup.model, fork.cache, prompt.ids, continuation)
+    forced = fidelity.teacher_force(setup.model, cache, example.ids, continuation)
     scores = {"agreement": forced.agreement, "nll": forced.nll}
     fields |= {"score": forced.agreement, "metric": "agreement", "scores": scores, "answer": continuation}
-    return fields | _cost_of_given_text(setup, prompt, fork, len(continuation), forced.prefill_s, forced.decode_s)
+    return fields, _report(setup, example, cache, len(continuation), forced.prefill_s, forced.decode_s)
 
 
-def _score_likelihood(setup: Setup, prompt: EvalPrompt, fork: Fork) -> Fields:
+def _score_likelihood(setup: Setup, example: Example, cache: BoundedCache) -> tuple[Fields, Report]:
     """The likelihood of the continuation, or of the prompt's second half."""
-    kind, ids, cache = prompt.task.kind, prompt.ids, fork.cache
+    kind, ids = example.task.kind, example.ids
     if kind == "nll":
-        continuation = stream_ids(setup.tokenizer, [prompt.example.continuation])
+        continuation = stream_ids(setup.tokenizer, [example.continuation])
         forced = fidelity.teacher_force(setup.model, cache, ids, continuation)
-        nll, prefill_s, decode_s, tokens = forced.nll, forced.prefill_s, forced.decode_s, len(continuation)
+        nll, tokens, prefill_s, decode_s = forced.nll, len(continuation), forced.prefill_s, forced.decode_s
     else:
-        (nll, prefill_s), decode_s = fidelity.nll_reading(setup.model, cache, ids, len(ids) // 2), 0.0
-        tokens = len(ids) - len(ids) // 2
+        tokens, decode_s = len(ids) - len(ids) // 2, 0.0
+        nll, prefill_s = fidelity.nll_reading(setup.model, cache, ids, len(ids) // 2)
     fields: Fields = {"score": nll, "metric": kind, "scores": {kind: nll}}
-    return fields | _cost_of_given_text(setup, prompt, fork, tokens, prefill_s, decode_s)
+    return fields, _report(setup, example, cache, tokens, prefill_s, decode_s)
 
 
-def _cost_of_given_text(
-    setup: Setup, prompt: EvalPrompt, fork: Fork, tokens: int, prefill_s: float, decode_s: float
-) -> Fields:
-    """`_cost` where nothing was written: ``tokens`` were read after the prompt, or are a part of it."""
-    report = Report.of(
-        setup.model, fork.cache, prompt_tokens=len(prompt.ids), new_tokens=tokens, prefill_s=prefill_s,
-        decode_s=decode_s, kept_rows=fork.cache.kept_rows,
+def _report(
+    setup: Setup, example: Example, cache: BoundedCache, tokens: int, prefill_s: float, decode_s: float
+) -> Report:
+    """The report where nothing was written: ``tokens`` were read after the prompt, or are a part of it."""
+    return Report.of(
+        setup.model, cache, prompt_tokens=len(example.ids), new_tokens=tokens, prefill_s=prefill_s, decode_s=decode_s,
+        kept_rows=cache.kept_rows,
     )  # fmt: skip
-    return _cost(report, fork)
-
-
-def _cost(report: Report, fork: Fork) -> Fields:
-    """Cost and settings of a run; its prefill with the seconds in which the fork's beginning was read."""
-    names = ("new_tokens", "peak_bytes", "cache_bytes", "computed_share", "device", "dtype", "versions")
-    return {
-        **{name: getattr(report, name) for name in names},
-        **{name: value for name, value in vars(report.settings.run).items() if name != "budget"},
-        "slots": 0 if fork.cache.policy.keeps_everything else report.settings.budget,
-        "prefix_shared": fork.shared,
-        "prefill_s": round(fork.seconds + report.prefill_s, 4),
-        "decode_s": round(report.decode_s, 4),
-    }
 
 
 def store_kept(out: Path, key: Key, cache: BoundedCache, ids: array[int]) -> str:
-    """Write what the cache holds now, see `result_rows.read_kept`; the file's stem.
+    """Write what the cache holds now; the file's stem. ``ids``: the prompt's token ids ``[T]`` (int32); ``heads``, for each
+    layer and token the key/value heads that hold it ``[L, T]`` (uint8, 0 to H); and ``n_heads``, H of the layers (int).
 
     Raises:
         NotStored: names the file and the reason.

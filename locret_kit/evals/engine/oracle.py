@@ -11,7 +11,6 @@ tokens, of which it keeps ``budget - local_len`` slots.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -35,7 +34,6 @@ from ...runtime.session import prefill
 from ...settings import read_protect
 from ...text.template import render_prompt
 from .run_spec import ORACLES, Setup, Variant
-from .shared_beginning import Fork
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -211,7 +209,7 @@ def check(setup: Setup, variant: Variant, kinds: Sequence[str]) -> None:
         )
 
 
-def fork(setup: Setup, variant: Variant, ids: Sequence[int], *, chat: bool) -> Fork:
+def cache_of(setup: Setup, variant: Variant, ids: Sequence[int], *, chat: bool) -> BoundedCache:
     """A cache of the best slots of the prompt's context.
 
     Args:
@@ -226,11 +224,10 @@ def fork(setup: Setup, variant: Variant, ids: Sequence[int], *, chat: bool) -> F
         raise ValueError(f"the prompt's {len(ids)} tokens must be above local_len={tail}")
     # between a request and its answer: of a template, from the end of a user's turn to the assistant's first word
     suffix = render_prompt(setup.tokenizer, "", "", chat=True)[1].removeprefix("\n\n") if chat else "\n"
-    began = time.perf_counter()
     cache = read_context(
         setup.model, setup.tokenizer, ids[: len(ids) - tail], budget=settings.budget, prompt_length=len(ids),
         joint=ORACLES[variant.policy], positions=settings.positions, suffix=suffix,
     )  # fmt: skip
     cache.settings = replace(settings, chunk=CHUNK, stabilizers=0)  # what rows then say
     cache.schedule = replace(cache.schedule, chunk=CHUNK, stabilizers=0, local_len=tail)
-    return Fork(cache, seconds=time.perf_counter() - began)
+    return cache

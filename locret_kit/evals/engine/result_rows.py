@@ -4,7 +4,7 @@ A run's folder (``out=``) holds::
 
     config.json              the settings that every row of the folder shares
     rows.<rank>.jsonl        one JSON line per finished example; the shards of all processes together are the run
-    kept/<kept>.npz          what the cache held after prefill, for rows that name a `kept`
+    kept/<kept>.npz          what the cache held after prefill, for rows that name a `kept`, see `measure.store_kept`
     summary.md, summary.csv  written by `summary`
 
 A kill leaves at most one half line, which readers leave aside and the next run of that shard cuts off.
@@ -16,9 +16,8 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...files import locked, read_json
 from ...settings import RunSettings
@@ -26,17 +25,12 @@ from ...validation import annotations_of, checked, made
 from ..metrics import Answer
 from .run_spec import ORACLES, UNTRAINED
 
-if TYPE_CHECKING:
-    import numpy as np
-
 KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
 """Fields that tell examples apart; no two rows of a run have the same."""
 RUN = tuple(item.name for item in fields(RunSettings))
 """The settings of the run in a row."""
-PROMPT_VARIANTS = ("ending", "wording", "offset")
-"""Form of a hidden-digits prompt; see `Row`."""
 SETTINGS = (
-    "model", "heads_hash", "adapter", "dtype", *(name for name in RUN if name != "backend"), *PROMPT_VARIANTS, "metric"
+    "model", "heads_hash", "adapter", "dtype", *(name for name in RUN if name != "backend"), "ending", "metric"
 )  # fmt: skip
 """Fields that must not differ among the examples of one cell of a table."""
 SCHEDULED = ("chunk", "stabilizers", "local_len")
@@ -106,17 +100,13 @@ class Row(RunSettings):
     """Slots that the budget came to; 0 for `full`."""
     ending: str = ""
     """End of a hidden-digits prompt, see `evals.tasks.task.ending_of`; '' for other tasks."""
-    wording: int = 0
-    """Number of the words in which its digits are said and asked for, see `samples.needles.WORDINGS`."""
-    offset: int = 0
-    """Tokens in front of it that move it against the chunks."""
     prompt_hash: str = ""
     """First 16 hexadecimal digits of the SHA-256 of the prompt's token ids (little-endian int32)."""
     text_hash: str = ""
     """First 16 hexadecimal digits of the SHA-256 of the haystack's text (UTF-8), which may change under the same name; ''
     for tasks that make or bring their own text, or where it is not known."""
     kept: str | None = None
-    """Stem of the file in ``kept/`` (see `read_kept`), for the first examples of a task."""
+    """Stem of the file in ``kept/``, for the first examples of a task."""
     model: str = ""
     """The backbone, as it was named; '' where it is not known."""
     adapter: str | None = None
@@ -155,16 +145,20 @@ class Row(RunSettings):
         Raises:
             ValueError, TypeError: a field is no JSON (NaN and infinity are none), see `writable`.
         """
-        return _json({**dict(zip(KEY, self.key, strict=True)), **asdict(self)})
+        record = {**dict(zip(KEY, self.key, strict=True)), **asdict(self)}
+        return json.dumps(record, ensure_ascii=False, allow_nan=False)
 
     def writable(self) -> Row:
-        """The row; where JSON has no words for a field, an error row that names it and goes without it."""
-        wrong = {name: value for name, value in asdict(self).items() if not _is_json(value)}
-        if not wrong:
+        """The row; where JSON has no words for a score or an answer, an error row without them."""
+        try:
+            self.to_json()
             return self
-        values = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
-        rest = {name: value for name, value in vars(self).items() if name not in {"score", "scores", *wrong}}
-        return made(Row, {**rest, "error": self.error or f"ValueError: no JSON: {values[:300]}"})
+        except (TypeError, ValueError):
+            said = (
+                self.error
+                or f"ValueError: no JSON: score={self.score}, scores={self.scores}, answer={self.answer}"[:300]
+            )
+            return replace(self, score=None, scores={}, answer=str(self.answer), error=said)
 
     @classmethod
     def from_dict(cls, record: object) -> Row:
@@ -181,17 +175,6 @@ class Row(RunSettings):
             raise ValueError(f"a row needs {', '.join(KEY)}; it lacks {', '.join(missing)}")
         kinds = {name: kind for name, kind in annotations_of(Row).items() if name in record}
         return made(cls, {name: checked(name, kind, record[name]) for name, kind in kinds.items()})
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _is_json(value: object) -> bool:
-    try:
-        return bool(_json(value))
-    except (TypeError, ValueError):
-        return False
 
 
 def label_of(policy: str, heads: str) -> str:
@@ -312,22 +295,3 @@ def read_config(out: Path) -> dict[str, object]:
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(config).__name__}")
     return config
-
-
-def read_kept(out: str | Path, row: Row) -> dict[str, np.ndarray]:
-    """Tokens that the cache held after the prompt of a row that has a `kept`.
-
-    ``ids``: prompt token ids ``[T]`` (int32). ``heads``: for each layer and token, the key/value heads that hold it
-    ``[L, T]`` (uint8, 0 to H). ``n_heads``: H of the layers (int).
-
-    Raises:
-        FileNotFoundError: the row kept nothing, or its file is gone.
-    """
-    import numpy as np
-
-    if row.kept is None:
-        raise FileNotFoundError(
-            f"example {row.key} was run without kept positions: keep={row.sample + 1} or more in another out stores them"
-        )
-    with np.load(Path(out) / "kept" / f"{row.kept}.npz") as file:
-        return {name: file[name] for name in ("ids", "heads", "n_heads")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,8 +43,6 @@ class Setup:
     """PEFT adapter on the backbone, as it was named."""
     chat: str = "auto"
     ending: str = "infinitebench"
-    wording: int = 0
-    offset: int = 0
     seed: int = 0
     max_new_tokens: int | None = None
     """Answer tokens of every task; None takes each task's own."""
@@ -65,24 +62,10 @@ class Variant:
     budget: int | float
     """Slots, or a share of the prompt; 0 for `full`."""
 
-
-@dataclass(frozen=True)
-class EvalPrompt:
-    """One prompt, which every variant reads: a task's example by its number; see `runner.make` for the rest."""
-
-    task: Task
-    length: int
-    sample: int
-    example: Example = field(default_factory=lambda: Example(""))
-    ids: array[int] = field(default_factory=lambda: array("i"))
-    """Token ids (int32); none before it is made."""
-    error: Exception | None = None
-    """The reason why it cannot be made."""
-
-    def key(self, variant: Variant) -> tuple[str | int | float, ...]:
-        """The key of its row, see `result_rows.KEY`."""
-        task = self.task
-        return task.name, task.haystack, self.length, variant.budget, variant.policy, variant.heads, self.sample
+    def key(self, example: Example) -> tuple[str | int | float, ...]:
+        """The key of an example's row, see `result_rows.KEY`."""
+        task = example.task
+        return task.name, task.haystack, example.length, self.budget, self.policy, self.heads, example.sample
 
 
 @dataclass
@@ -97,29 +80,32 @@ class Run:
     out: Path
     keep: int = 0
     """Examples of a task, the first ones, of which the tokens in the cache after the prompt are stored."""
-    retry_errors: bool = False
-    """Do examples again that ended with an error."""
     share_prefix: bool = True
     """Read what prompts about one document have in common once, see `shared_beginning`."""
     rank: int = 0
     world_size: int = 1
 
-    def batches(self) -> list[list[EvalPrompt]]:
-        """All prompts, in the same order in every process: those of a task that begin alike together, the others one by
+    def batches(self) -> list[list[Example]]:
+        """All examples, in the same order in every process: those of a task that begin alike together, the others one by
         one, first numbers of every task and length first."""
-        by_beginning: dict[tuple[str, str, int, int], list[EvalPrompt]] = defaultdict(list)
-        for prompt in self.prompts():
-            task, alike = prompt.task, self.share_prefix and prompt.task.begins_alike
-            by_beginning[task.name, task.haystack, prompt.length, -1 if alike else prompt.sample].append(prompt)
+        by_beginning: dict[tuple[str, str, int, int], list[Example]] = defaultdict(list)
+        for example in self.examples():
+            task, alike = example.task, self.share_prefix and example.task.begins_alike
+            by_beginning[task.name, task.haystack, example.length, -1 if alike else example.sample].append(example)
         return list(by_beginning.values())
 
-    def prompts(self) -> Iterator[EvalPrompt]:
-        """All prompts, before they are made: first numbers of every task and length first."""
+    def row_keys(self) -> Iterator[tuple[str | int | float, ...]]:
+        """Keys of all rows."""
+        return (variant.key(example) for example in self.examples() for variant in self.variants)
+
+    def examples(self) -> Iterator[Example]:
+        """All examples, before they are made: first numbers of every task and length first."""
+        setup = self.setup
         for sample in range(self.samples):
             for length in self.lengths:
                 for task in self.tasks:
                     if task.size is None or sample < task.size:
-                        yield EvalPrompt(task, length, sample)
+                        yield Example(task, setup.tokenizer, length, sample, setup.seed, setup.chat, setup.ending)
 
 
 BM25 = "bm25"

@@ -1,6 +1,6 @@
 """Answer every example of a run that has no row yet, in this process's share of them.
 
-Prompts are dealt to processes by their number, those about one document in stretches of neighbours, so that any number of
+Examples are dealt to processes by their number, those about one document in stretches of neighbours, so that any number of
 processes, and any number of interruptions, give the same rows. A row is on the disk before the next example begins; an
 example that fails is a row with its error.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import groupby
 
@@ -20,15 +19,14 @@ from tqdm import tqdm
 from ...cache.geometry.schedule import Schedule
 from ...documents.text_record import hash_ids
 from ...planning.memory import OutOfMemory
-from ...runtime.tokens import stream_ids
 from ...samples.haystack import TooShort
 from ...validation import made
 from ..metrics.benchmarks import get_metric
-from ..tasks.task import NEEDS_REFERENCE, ExampleRequest, Task
+from ..tasks.task import NEEDS_REFERENCE, Example
 from . import bm25, oracle
 from .measure import Fields, NotStored, cache_for, measure_row
-from .result_rows import KEY, PROMPT_VARIANTS, Key, Row, Shard, read_rows
-from .run_spec import BM25, EvalPrompt, Run, Setup, Variant, is_oracle, reads_alone
+from .result_rows import KEY, Key, Row, Shard, read_rows
+from .run_spec import BM25, Run, Variant, is_oracle, reads_alone
 from .shared_beginning import SharedBeginning, shared_lengths
 
 Rows = dict[Key, Row]
@@ -40,6 +38,7 @@ LONG_ENOUGH = 8192
 
 def answer(run: Run) -> int:
     """Answer the missing examples of this process's share, with a line each on stderr; the number that ended with an error.
+    Those that had ended with one are answered again.
 
     Raises:
         ValueError: a budget that a policy cannot meet, or a metric that does not exist, before anything is run; or a prompt
@@ -50,8 +49,8 @@ def answer(run: Run) -> int:
     hashes = check_prompts(run)
     errors = 0
     with Shard(run.out / f"rows.{run.rank}.jsonl") as shard:
-        done = {key: row for key, row in finished(run).items() if row.error is None or not run.retry_errors}
-        missing = sum(len(_missing(run, prompt, done)) for prompt in run.prompts())
+        done = {key: row for key, row in finished(run).items() if row.error is None}
+        missing = sum(key not in done for key in run.row_keys())
         with tqdm(total=round(missing / run.world_size), unit="example", disable=not missing) as bar:
             for row in rows(run, done, hashes):
                 shard.append(row)
@@ -71,31 +70,28 @@ def rows(run: Run, done: Rows, hashes: dict[Key, str]) -> Iterator[Row]:
         hashes: see `check_prompts`.
     """
     for number, batch in enumerate(run.batches()):
-        part = _slice(run, number, len(batch))
-        if part.start == part.stop or not any(_missing(run, prompt, done) for prompt in batch):
+        part = own_part(run, number, len(batch))
+        missing = {e.sample: [v for v in run.variants if v.key(e) not in done] for e in batch}
+        if part.start == part.stop or not any(missing.values()):
             continue
-        every = [make(run.setup, prompt) for prompt in batch]
-        for prompt in every:
-            _require_same(prompt, hashes)
-        mine = [prompt for prompt in sorted(every, key=place)[part] if _missing(run, prompt, done)]
-        for prompt in mine:
-            if prompt.error is not None:
-                yield from (_failed(run, prompt, variant, prompt.error) for variant in _missing(run, prompt, done))
-        prompts = [prompt for prompt in mine if prompt.error is None]
+        every = [_checked(example.made(), hashes) for example in batch]
+        mine = [example for example in sorted(every, key=neighbours)[part] if missing[example.sample]]
+        for example in mine:
+            if example.error is not None:
+                yield from (_failed(run, example, variant, example.error) for variant in missing[example.sample])
+        mine = [example for example in mine if example.error is None]
         needs_full = batch[0].task.kind in NEEDS_REFERENCE
-        references = _references(prompts, done) if needs_full else {}
+        references = {e.sample: done[FULL.key(e)] for e in mine if needs_full and FULL.key(e) in done}
         for variant in dict.fromkeys([FULL, *run.variants]) if needs_full else run.variants:
-            first = needs_full and variant == FULL
-            todo = [one for one in prompts if (one.sample not in references if first else one.key(variant) not in done)]
-            for _, members in groupby(todo, lambda prompt: prompt.example.document):
-                neighbours = list(members)
-                document, shared = _document(run.setup, variant, neighbours)
-                for prompt, tokens in zip(neighbours, shared, strict=True):
-                    row = _answer(run, variant, prompt, tokens, document, references.get(prompt.sample))
-                    if first:
-                        references[prompt.sample] = row
-                    if row.key not in done:
-                        yield row
+            todo = [one for one in mine if variant.key(one) not in done]
+            for _, members in groupby(todo, lambda example: example.document):
+                about = list(members)
+                document, shared = _document(run, variant, about)
+                for example, tokens in zip(about, shared, strict=True):
+                    row = _answer(run, variant, example, tokens, document, references.get(example.sample))
+                    if needs_full and variant == FULL:
+                        references[example.sample] = row
+                    yield row
 
 
 def _line(row: Row) -> str:
@@ -106,9 +102,13 @@ def _line(row: Row) -> str:
 
 
 def check(run: Run) -> None:
-    """Build every variant's cache and try every metric, so that a wrong setting or a missing library is an error now."""
+    """Build every variant's cache and try every metric, so that a wrong setting or a missing library is an error now.
+
+    Raises:
+        ValueError: a setting that cannot be met; or a task's shortest prompt is longer than a length: names both.
+    """
+    kinds = [task.kind for task in run.tasks]
     for variant in run.variants:
-        kinds = [task.kind for task in run.tasks]
         if is_oracle(variant.policy):
             oracle.check(run.setup, variant, kinds)
         elif variant.policy == BM25:
@@ -120,17 +120,9 @@ def check(run: Run) -> None:
             metric = get_metric(task.metric)
             with suppress(KeyError, ValueError):  # its references have another form
                 metric("1", "1", {})
-        for length in run.lengths:
-            check_length(run.setup, task, length)
-
-
-def check_length(setup: Setup, task: Task, length: int) -> None:
-    """Raise ValueError where a task's shortest prompt is longer than ``length``; names task and both lengths."""
-    if length >= LONG_ENOUGH:
-        return
-    error = make(setup, EvalPrompt(task, length, 0)).error
-    if isinstance(error, TooShort):
-        raise ValueError(f"task={task.name}: {error}") from error
+    for example in run.examples():
+        if example.sample == 0 and example.length < LONG_ENOUGH and isinstance(error := example.made().error, TooShort):
+            raise ValueError(f"task={example.task.name}: {error}") from error
 
 
 def check_prompts(run: Run) -> dict[Key, str]:
@@ -142,22 +134,24 @@ def check_prompts(run: Run) -> dict[Key, str]:
     """
     hashes = {(*row.key[:3], row.sample): row.prompt_hash for row in finished(run).values() if row.prompt_hash}
     compared: set[Key] = set()
-    for prompt in run.prompts():
-        column = (prompt.task.name, prompt.task.haystack, prompt.length)
-        if column not in compared and (*column, prompt.sample) in hashes:
+    for example in run.examples():
+        column = (example.task.name, example.task.haystack, example.length)
+        if column not in compared and (*column, example.sample) in hashes:
             compared.add(column)
-            _require_same(make(run.setup, prompt), hashes)
+            _checked(example.made(), hashes)
     return hashes
 
 
-def _require_same(prompt: EvalPrompt, hashes: dict[Key, str]) -> None:
-    task, length, sample = prompt.task, prompt.length, prompt.sample
+def _checked(example: Example, hashes: dict[Key, str]) -> Example:
+    """The example. Raises ValueError where its prompt is not the one of the rows."""
+    task, length, sample = example.task, example.length, example.sample
     before = hashes.get((task.name, task.haystack, length, sample))
-    if before and prompt.error is None and hash_ids(prompt.ids)[:16] != before:
+    if before and example.error is None and hash_ids(example.ids)[:16] != before:
         raise ValueError(
             f"task={task.name}, haystack={task.haystack}, length={length}, sample={sample}: the prompt differs from that of "
             "the rows, since data or tokenizer have changed: choose another out"
         )
+    return example
 
 
 def finished(run: Run) -> Rows:
@@ -166,75 +160,40 @@ def finished(run: Run) -> Rows:
     return {row.key: row for row in read_rows(files)}
 
 
-def is_complete(run: Run) -> bool:
-    """Whether every example of every process has a row."""
-    done = finished(run)
-    return not any(_missing(run, prompt, done) for prompt in run.prompts())
+def left(run: Run) -> tuple[int, int]:
+    """How many examples have no row, and how many have ended with an error, in whichever process."""
+    keys, done = set(run.row_keys()), finished(run)
+    return len(keys - done.keys()), sum(done[key].error is not None for key in keys & done.keys())
 
 
-def failures(run: Run) -> int:
-    """The number of the run's examples that have ended with an error, in whichever process."""
-    done = finished(run)
-    keys = {prompt.key(variant) for prompt in run.prompts() for variant in run.variants}
-    return sum(done[key].error is not None for key in keys & done.keys())
-
-
-def _slice(run: Run, number: int, prompts: int) -> slice:
+def own_part(run: Run, number: int, prompts: int) -> slice:
     """This process's stretch of a batch; one that is left over goes to another process in every batch."""
     turn = (run.rank - number - 1) % run.world_size
     return slice(turn * prompts // run.world_size, (turn + 1) * prompts // run.world_size)
 
 
-def _missing(run: Run, prompt: EvalPrompt, done: Rows) -> list[Variant]:
-    return [variant for variant in run.variants if prompt.key(variant) not in done]
-
-
-def place(prompt: EvalPrompt) -> tuple[bool, int, float]:
-    """Sorts prompts by document, and those that hide something in one haystack by its depth: each has then no less in common
+def neighbours(example: Example) -> tuple[bool, int, float]:
+    """Sorts examples by document, and those that hide something in one haystack by its depth: each has then no less in common
     with the next than with the one before. Those that cannot be made come last."""
-    failed, example = prompt.error is not None, prompt.example
     if example.document is None:
-        return failed, 0, example.depth or 0.0
-    return failed, example.document, len(prompt.ids)
+        return example.error is not None, 0, example.depth or 0.0
+    return example.error is not None, example.document, len(example.ids)
 
 
-def make(setup: Setup, prompt: EvalPrompt) -> EvalPrompt:
-    """The prompt with its example and tokens, or with the reason why it cannot be made."""
-    try:
-        example = prompt.task.make(
-            ExampleRequest(
-                setup.tokenizer, prompt.length, prompt.sample, setup.seed, setup.chat, setup.ending, setup.wording,
-                setup.offset,
-            )
-        )  # fmt: skip
-        ids = stream_ids(setup.tokenizer, [example.prompt], special=example.special)
-        if not ids:
-            raise ValueError("the prompt holds no tokens")
-        return replace(prompt, example=example, ids=ids)
-    except Exception as error:
-        return replace(prompt, error=error)
-
-
-def _references(prompts: list[EvalPrompt], done: Rows) -> dict[int, Row]:
-    """Rows of full attention by the prompt's number, where they ended without an error."""
-    answers = {prompt.sample: done.get(prompt.key(FULL)) for prompt in prompts}
-    return {sample: row for sample, row in answers.items() if row is not None and row.error is None}
-
-
-def _document(setup: Setup, variant: Variant, prompts: list[EvalPrompt]) -> tuple[SharedBeginning, list[int]]:
+def _document(run: Run, variant: Variant, examples: list[Example]) -> tuple[SharedBeginning, list[int]]:
     """The document of these prompts, and for each of them how many tokens of it are shared, see `shared_lengths`: none where
     the policy or the kind of task reads a beginning otherwise."""
-    longest = max(len(prompt.ids) for prompt in prompts)
+    setup, longest = run.setup, max(len(example.ids) for example in examples)
     document = SharedBeginning(setup.model, lambda tokens: cache_for(setup, variant, tokens), longest)
     alone = reads_alone(variant.policy) or isinstance(variant.budget, float)  # whose slots differ with the prompt
-    if len(prompts) < 2 or alone or prompts[0].task.kind == "nll_prefill":
-        return document, [0] * len(prompts)
+    if len(examples) < 2 or alone or examples[0].task.kind == "nll_prefill":
+        return document, [0] * len(examples)
     schedule = Schedule.of(setup.settings_for(variant, longest), longest)
-    return document, shared_lengths([prompt.ids for prompt in prompts], schedule)
+    return document, shared_lengths([example.ids for example in examples], schedule)
 
 
 def _answer(
-    run: Run, variant: Variant, prompt: EvalPrompt, shared: int, document: SharedBeginning, reference: Row | None
+    run: Run, variant: Variant, example: Example, shared: int, document: SharedBeginning, reference: Row | None
 ) -> Row:
     """The row of one example; an exception becomes its error. Out of memory, a prompt is tried once more by itself."""
     device = run.setup.model.device
@@ -243,41 +202,35 @@ def _answer(
     try:
         if reference is not None and reference.error is not None:
             raise ValueError(f"full attention, the reference, failed: {reference.error}")
-        return _row(run, prompt, variant, measure_row(run, variant, prompt, shared, document, reference))
+        return _row(run, example, variant, measure_row(run, variant, example, shared, document, reference))
     except NotStored:
         raise
     except Exception as error:
         document.drop()
-        failed = _failed(run, prompt, variant, error)
+        failed = _failed(run, example, variant, error)
         no_memory = isinstance(error, (torch.OutOfMemoryError, OutOfMemory))
     if no_memory:  # out here, where the error no longer holds what the example had allocated
         torch.cuda.empty_cache()
         if shared:
-            return _answer(run, variant, prompt, 0, document, reference)
+            return _answer(run, variant, example, 0, document, reference)
     return failed
 
 
-def _row(run: Run, prompt: EvalPrompt, variant: Variant, fields: Fields) -> Row:
+def _row(run: Run, example: Example, variant: Variant, fields: Fields) -> Row:
     setup = run.setup
-    record = Fields(zip(KEY, prompt.key(variant), strict=True))
-    record.update(seed=setup.seed, model=setup.name, adapter=setup.adapter, rank=run.rank)
-    record["heads_hash"] = setup.hashes.get(variant.heads, "")
-    record["text_hash"] = prompt.task.text_hash
-    record["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    record |= _prompt_fields(prompt) | fields
-    return made(Row, record).writable()
+    record = Fields(zip(KEY, variant.key(example), strict=True))
+    record |= {
+        "seed": setup.seed, "model": setup.name, "adapter": setup.adapter, "rank": run.rank,
+        "heads_hash": setup.hashes.get(variant.heads, ""), "text_hash": example.task.text_hash,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }  # fmt: skip
+    if example.error is None:
+        hashed = hash_ids(example.ids)[:16]
+        record |= {"depth": example.depth, "cut": example.cut, "tokens": len(example.ids), "prompt_hash": hashed}
+        record |= {"answer": example.answer, "ending": example.extra.get("ending", "")}
+    return made(Row, record | fields).writable()
 
 
-def _prompt_fields(prompt: EvalPrompt) -> Fields:
-    """Nothing where it cannot be made."""
-    if prompt.error is not None:
-        return {}
-    example, ids = prompt.example, prompt.ids
-    known = {"answer": example.answer} if example.answer != "" else {}
-    known |= {name: example.extra[name] for name in PROMPT_VARIANTS if name in example.extra}
-    return {"depth": example.depth, "cut": example.cut, "tokens": len(ids), "prompt_hash": hash_ids(ids)[:16], **known}
-
-
-def _failed(run: Run, prompt: EvalPrompt, variant: Variant, error: Exception) -> Row:
+def _failed(run: Run, example: Example, variant: Variant, error: Exception) -> Row:
     message = (str(error).strip().splitlines() or [""])[0]
-    return _row(run, prompt, variant, {"error": f"{type(error).__name__}: {message}"})
+    return _row(run, example, variant, {"error": f"{type(error).__name__}: {message}"})

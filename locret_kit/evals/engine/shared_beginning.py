@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -38,17 +37,6 @@ def _common(a: array[int], b: array[int], schedule: Schedule) -> int:
     return end
 
 
-@dataclass(frozen=True)
-class Fork:
-    """A cache that a prompt goes on from."""
-
-    cache: BoundedCache
-    shared: int = 0
-    """First tokens of the prompt that it has read, for other prompts too."""
-    seconds: float = 0.0
-    """Seconds in which the cache has read what it holds."""
-
-
 class SharedBeginning:
     """The cache of what prompts have in common, of one policy and budget.
 
@@ -59,13 +47,15 @@ class SharedBeginning:
 
     def __init__(self, model: PreTrainedModel, fresh: Callable[[int], BoundedCache], longest: int) -> None:
         self._model, self._fresh, self._longest = model, fresh, longest
-        self._beginning: Fork | None = None
+        self.drop()
 
     def drop(self) -> None:
         """Forget the cache; the next prompt that shares a beginning reads it again."""
-        self._beginning = None
+        self._cache: BoundedCache | None = None
+        self.seconds = 0.0
+        """Seconds in which the cache has read what it holds."""
 
-    def fork(self, ids: array[int], shared: int, pins: Sequence[tuple[int, int]] = ()) -> Fork:
+    def fork(self, ids: array[int], shared: int, pins: Sequence[tuple[int, int]] = ()) -> BoundedCache:
         """The cache that the next prompt goes on from: a copy behind its first ``shared`` tokens; or an empty one, where that
         is none or a copy would not equal a fresh run (budgets or frequencies that depend on the prompt's length).
 
@@ -75,23 +65,22 @@ class SharedBeginning:
         """
         try:
             if shared:
-                beginning = self._read(ids, shared, pins)
-                return Fork(_pinned(beginning.cache.fork(len(ids)), pins), shared, beginning.seconds)
+                return _pinned(self._read(ids, shared, pins).fork(len(ids)), pins)
         except CannotFork:
             self.drop()
-        return Fork(_pinned(self._fresh(len(ids)), pins))
+        return _pinned(self._fresh(len(ids)), pins)
 
-    def _read(self, ids: array[int], shared: int, pins: Sequence[tuple[int, int]]) -> Fork:
+    def _read(self, ids: array[int], shared: int, pins: Sequence[tuple[int, int]]) -> BoundedCache:
         """Read the first ``shared`` tokens, as far as they are not read yet."""
-        read = self._beginning or Fork(self._fresh(self._longest))
-        if read.shared < shared:
+        if self._cache is None:
+            self._cache = self._fresh(self._longest)
+        if self._cache.get_seq_length() < shared:
             began = time.perf_counter()
-            _pinned(read.cache, [(start, min(end, shared)) for start, end in pins if start < shared])
+            _pinned(self._cache, [(start, min(end, shared)) for start, end in pins if start < shared])
             with attach(self._model):
-                prefill(self._model, ids[:shared], read.cache)
-            read = Fork(read.cache, shared, read.seconds + time.perf_counter() - began)
-        self._beginning = read
-        return read
+                prefill(self._model, ids[:shared], self._cache)
+            self.seconds += time.perf_counter() - began
+        return self._cache
 
 
 def _pinned(cache: BoundedCache, pins: Sequence[tuple[int, int]]) -> BoundedCache:

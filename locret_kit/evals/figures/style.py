@@ -12,23 +12,12 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ...config.figure_options import Look
 from ...files import write_beside
 from ..cells import LIKELIHOOD, size
 
 S = TypeVar("S")
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-Dash = str | tuple[int, tuple[float, ...]]
-DASHES: tuple[Dash, ...] = (
-    "-",
-    "--",
-    "-.",
-    ":",
-    (0, (6, 1.5)),
-    (0, (3, 1, 1, 1, 1, 1)),
-    (0, (1, 1)),
-    (0, (8, 2, 2, 2)),
-)
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2, 2, 2)))
 MARKERS = "osD^vPX*<>h"
 LEGEND_ROW = 0.17
 """Height of a line of a legend, inches."""
@@ -37,7 +26,7 @@ MAP = "cividis"
 RC: Any = {
     "font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3, "grid.linewidth": 0.5,
     "axes.spines.top": False, "axes.spines.right": False, "legend.fontsize": 8, "legend.frameon": False,
-    "lines.linewidth": 1.4, "lines.markersize": 4.5, "text.parse_math": False, "figure.dpi": 100, "pdf.fonttype": 42,
+    "lines.linewidth": 1.4, "lines.markersize": 4.5, "text.parse_math": False, "figure.dpi": 100,
 }  # fmt: skip
 
 
@@ -99,38 +88,15 @@ def token_axis(axis: Axes, values: Iterable[float], label: str) -> None:
     axis.set_xlabel(label)
 
 
-def fit(figure: Figure, look: Look) -> None:
-    """Give a figure the size and the title of a look; a legend below its panels is set anew for the width."""
-    if look.title is not None:
-        shown = figure.suptitle("" if look.title == "none" else look.title)
-        shown.set_in_layout(look.title != "none")
-    width, height = figure.get_size_inches()
-    if look.width or look.height:
-        legends = list(figure.legends)
-        for legend in legends:
-            legend.remove()
-        figure.set_size_inches(look.width or width, look.height or height * (look.width or width) / width)
-        if legends:
-            shared_legend(figure)
-        if look.height:
-            figure.set_figheight(look.height)
-
-
-def draw(function: Callable[[S], Figure], source: S, folder: Path, name: str, look: Look | None = None) -> list[Path]:
-    """Write ``name.png``, ``name.svg`` and whatever else a look asks for of what a function draws; the same source gives the same
-    bytes.
+def draw(function: Callable[[S], Figure], source: S, folder: Path, name: str) -> list[Path]:
+    """Write ``name.png`` and ``name.svg`` of what a function draws; the same source gives the same bytes.
 
     Raises:
         OSError: names the file and the reason.
     """
-    look = look or Look()
-    paths = [folder / f"{name}.{kind}" for kind in look.formats]
-    sizes: Any = {"font.size": look.font, "axes.titlesize": look.font, "legend.fontsize": look.font - 1}
-    with mpl.rc_context({**RC, **sizes, "svg.hashsalt": name}):
+    png, svg = folder / f"{name}.png", folder / f"{name}.svg"
+    with mpl.rc_context({**RC, "svg.hashsalt": name}):
         figure = function(source)
-        fit(figure, look)
-        for path in paths:
-            kind = path.suffix[1:]
-            metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-            write_beside(path, lambda beside: figure.savefig(beside, format=kind, dpi=150, metadata=metadata))  # noqa: B023
-    return paths
+        write_beside(png, lambda beside: figure.savefig(beside, format="png", dpi=150))
+        write_beside(svg, lambda beside: figure.savefig(beside, format="svg", metadata={"Date": None}))
+    return [png, svg]

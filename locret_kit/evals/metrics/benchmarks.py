@@ -209,35 +209,11 @@ def code_similarity(output: str, answer: Answer, extra: Extra) -> Figures:
     return {"edit_similarity": best(score, line, answer)}
 
 
-METRICS: dict[str, Metric] = {
-    "contains": contains,
-    "qa_f1": qa_f1,
-    "qa_f1_first_line": of_first_line(qa_f1),
-    "qa_f1_characters": qa_f1_characters,
-    "qa_f1_jieba": qa_f1_jieba,
-    "first_number": first_number,
-    "has_word": has_word,
-    "has_name": has_name,
-    "has_all": has_all,
-    "equal_number": equal_number,
-    "leading_numbers": leading_numbers,
-    "last_integer": last_integer,
-    "gsm8k": gsm8k,
-    "choice": choice,
-    "bug_choice": bug_choice,
-    "leval_choice": leval_choice,
-    "leval_match": leval_match,
-    "leval_math": leval_math,
-    "leval_code": leval_code,
-    "leval_judge": leval_judge,
-    "classification_first_line": of_first_line(classification),
-    "share_of_numbers": share_of_numbers,
-    "code_similarity": code_similarity,
-    "rouge": rouge,
-    "rouge_lsum": rouge_lsum,
-    "rouge_pltrdy": rouge_pltrdy,
-    "rouge_pltrdy_first_line": of_first_line(rouge_pltrdy),
-    "rouge_jieba": rouge_jieba,
-    "distance": distance,
-    "reconstruction": reconstruction,
+_BY_NAME: tuple[Metric, ...] = (
+    contains, qa_f1, qa_f1_characters, qa_f1_jieba, first_number, has_word, has_name, has_all, equal_number, leading_numbers,
+    last_integer, gsm8k, choice, bug_choice, leval_choice, leval_match, leval_math, leval_code, leval_judge, share_of_numbers,
+    code_similarity, rouge, rouge_lsum, rouge_pltrdy, rouge_jieba, distance, reconstruction,
+)  # fmt: skip
+METRICS = {metric.__name__: metric for metric in _BY_NAME} | {
+    f"{metric.__name__}_first_line": of_first_line(metric) for metric in (qa_f1, classification, rouge_pltrdy)
 }

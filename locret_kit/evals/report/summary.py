@@ -9,16 +9,13 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from ...files import locked, write_beside
+from ...files import locked, write_text
 from ..cells import LIKELIHOOD, Cell, policy_order, size, summarize
 from ..engine.result_rows import Row, read_rows
-from ..tables import Figure, Interval, Table, cells_table
+from ..tables import Figure, Table, cells_table
 from ..task_groups import MEANS
 
-UNITS: dict[Interval, str] = {
-    "stderr": "mean ± standard error",
-    "wilson": "mean; of shares Wilson's 95% interval, else ± standard error",
-}
+UNIT = "mean ± standard error"
 """Unit of a table's figures."""
 ENOUGH = 10
 """Examples from which on a mean may lead its column: with fewer, chance orders policies."""
@@ -43,7 +40,7 @@ def usual_dtype(cells: Iterable[Cell]) -> str:
     return max(counts, key=lambda one: (counts[one], one), default="")
 
 
-def overview(rows: Iterable[Row], interval: Interval = "stderr") -> Table | None:
+def overview(rows: Iterable[Row]) -> Table | None:
     """One table of all tasks, or nothing where there is but one figure: a line per length, budget and policy, a column per
     task and figure; texts that were compared have both ROUGE-L and BLEU."""
     by_task: dict[tuple[str, str], list[Row]] = defaultdict(list)
@@ -61,17 +58,15 @@ def overview(rows: Iterable[Row], interval: Interval = "stderr") -> Table | None
     for cell in (cell for cells in columns.values() for cell in cells):
         blocks[cell.length, cell.budget].add(cell.label)
     lines: list[list[str | Figure]] = []
-    rules: list[int] = []
     for (length, budget), names in sorted(blocks.items()):
-        rules += [len(lines)] if lines else []
         labels = sorted(names, key=policy_order)
-        by_column = [column(cells, labels, length, budget, interval) for cells in columns.values()]
+        by_column = [column(cells, labels, length, budget) for cells in columns.values()]
         lines += [
             [size(length), str(budget or "-"), label, *figures]
             for label, *figures in zip(labels, *by_column, strict=True)
         ]
     full = [i for i, line in enumerate(lines) if line[2] == "full"]
-    return Table(["length", "budget", "policy", *columns], lines, "All tasks", UNITS[interval], full, rules)
+    return Table(["length", "budget", "policy", *columns], lines, "All tasks", UNIT, full)
 
 
 def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
@@ -117,12 +112,12 @@ def _over(task: str, haystack: str) -> str:
     return task if haystack == "-" else f"{task}, haystack: {haystack}"
 
 
-def score_tables(cells: Iterable[Cell], interval: Interval = "stderr") -> list[Table]:
+def score_tables(cells: Iterable[Cell]) -> list[Table]:
     """A table for each task and haystack: a line per policy, a column per length and budget."""
     tables: dict[tuple[str, str], list[Cell]] = defaultdict(list)
     for cell in cells:
         tables[cell.task, cell.haystack].append(cell)
-    return [score_table(members, interval) for members in tables.values()]
+    return [score_table(members) for members in tables.values()]
 
 
 def to_markdown(cells: Iterable[Cell]) -> str:
@@ -130,25 +125,22 @@ def to_markdown(cells: Iterable[Cell]) -> str:
     return "\n".join(table.markdown() for table in score_tables(cells))
 
 
-def score_table(cells: Sequence[Cell], interval: Interval = "stderr") -> Table:
+def score_table(cells: Sequence[Cell]) -> Table:
     """The table of one task. `full` has no budget and stands in every column of its length."""
     columns = sorted({(cell.length, cell.budget) for cell in cells if cell.budget})
     columns = columns or sorted({(cell.length, 0) for cell in cells})
     columns += sorted((n, 0) for n in {c.length for c in cells} - {n for n, _ in columns})
     labels = sorted({cell.label for cell in cells}, key=policy_order)
     head = ["policy", *(f"{size(n)}, budget {b}" if b else size(n) for n, b in columns)]
-    by_column = [column(cells, labels, *place, interval) for place in columns]
+    by_column = [column(cells, labels, *place) for place in columns]
     lines = [list(line) for line in zip(labels, *by_column, strict=True)]
     metric = next((cell.metric for cell in cells if cell.n), "-")
-    unit = f"{metric}{': nats a token, lower is better' if metric in LIKELIHOOD else ''}; {UNITS[interval]}"
+    unit = f"{metric}{': nats a token, lower is better' if metric in LIKELIHOOD else ''}; {UNIT}"
     full = [i for i, label in enumerate(labels) if label == "full"]
-    under_full = [i + 1 for i in full if i + 1 < len(labels)]
-    return Table(head, lines, _over(cells[0].task, cells[0].haystack), unit, full, under_full)
+    return Table(head, lines, _over(cells[0].task, cells[0].haystack), unit, full)
 
 
-def column(
-    cells: Sequence[Cell], labels: Sequence[str], length: int, budget: float, interval: Interval
-) -> list[str | Figure]:
+def column(cells: Sequence[Cell], labels: Sequence[str], length: int, budget: float) -> list[str | Figure]:
     """A figure for each label, marked where it differs from most of the cells, which are of one task. `full` has no budget."""
     at = {(cell.label, cell.length, cell.budget): cell for cell in cells}
     members = [at.get((label, length, budget)) or at.get((label, length, 0)) for label in labels]
@@ -160,7 +152,7 @@ def column(
             figures.append("-")
         else:
             marks = ("" if cell.samples == samples else "†") + ("" if cell.dtype == dtype else "‡")
-            figures.append(replace(Figure.of(cell, interval, marks), best=i in best))
+            figures.append(replace(Figure.of(cell, marks), best=i in best))
     return figures
 
 
@@ -181,9 +173,13 @@ def write_summary(out: Path) -> str:
     finish writes of everything; the tables of ``summary.md``."""
     with locked(out / ".summary.lock", f"{out}: its summary is being written", wait=-1):
         rows = read_rows(out)
-        cells = summarize(rows)
-        every = overview(rows)
-        text = "\n".join([*([every.markdown()] if every else []), to_markdown(cells)])
-        write_beside(out / "summary.csv", lambda path: path.write_text(cells_table(cells).csv(), encoding="utf-8"))
-        write_beside(out / "summary.md", lambda path: path.write_text(text, encoding="utf-8"))
+        text = every_table(rows)
+        write_text(out / "summary.csv", cells_table(summarize(rows)).csv())
+        write_text(out / "summary.md", text)
     return text
+
+
+def every_table(rows: Sequence[Row]) -> str:
+    """The table of all tasks, where there are several, and one of each, in Markdown."""
+    every = overview(rows)
+    return "\n".join([*([every.markdown()] if every else []), to_markdown(summarize(rows))])

@@ -17,10 +17,10 @@ from .questions import questions_task
 from .record_tasks import is_file_of_records, records_task
 from .retrieval import kv_task, math_find_task
 from .ruler import NIAHS, common_words_task, frequent_words_task, niah_task, variable_tracking_task
-from .task import Example, ExampleRequest, Task
+from .task import Example, Task
 from .texts import QUESTIONS, agreement_of, fidelity_of, fidelity_task, perplexity_task, reconstruction_task
 
-__all__ = ["Example", "ExampleRequest", "Task", "GROUPS", "find_tasks", "haystack_name", "known_tasks", "row_names"]
+__all__ = ["Example", "Task", "GROUPS", "find_tasks", "haystack_name", "known_tasks", "row_names"]
 
 ALIASES = {"passkey": "R.PassKey", "number": "R.Number", "kv": "R.KV", "math_find": "Math.Find"}
 HaystackTask = Callable[[str, "str | None"], Task]

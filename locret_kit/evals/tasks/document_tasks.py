@@ -25,7 +25,7 @@ from ...naming import first_line
 from ...samples.records import SUFFIXES, read_records
 from ...text.spans import Span, encode
 from ..metrics import Answer, Extra
-from .task import Example, ExampleRequest, Task, count_ids, wrap
+from .task import Example, Task, count_ids, wrap
 
 BENCHMARKS = {"infinitebench": "infinitebench.", "leval": "leval.", "longbench": "longbench.", "short": ""}
 """Tables by name, and what their tasks' names begin with."""
@@ -98,7 +98,7 @@ def task_of(entry: TaskEntry, records: Iterable[Numbered], samples: int, shots: 
     if not examples:
         raise ValueError(f"task={entry.name}: its data set holds no example")
 
-    def make(request: ExampleRequest) -> Example:
+    def make(request: Example) -> Example:
         number, record = examples[request.sample]
         return replace(_example(entry, record, shots, request), document=0 if shots else number)
 
@@ -205,7 +205,7 @@ def _rendered(entry: TaskEntry, record: Record, shots: str) -> tuple[str, Record
         raise ValueError(f"task={entry.name}: a record has no {error}; it has {', '.join(map(str, record))}") from error
 
 
-def _example(entry: TaskEntry, record: Record, shots: str, request: ExampleRequest) -> Example:
+def _example(entry: TaskEntry, record: Record, shots: str, request: Example) -> Example:
     text, fields, answer, extra = _rendered(entry, record, shots)
     if entry.kind == "nll":
         return _split_for_likelihood(entry, text, request)
@@ -216,7 +216,8 @@ def _example(entry: TaskEntry, record: Record, shots: str, request: ExampleReque
 
     text, cut = _shorten(entry, text, shots, fields, prompt_of, request)
     prompt, special = prompt_of(text)
-    return Example(prompt, answer, special, cut=cut, extra=extra, text=_text_span(entry, fields, prompt))
+    span = _text_span(entry, fields, prompt)
+    return replace(request, prompt=prompt, answer=answer, special=special, cut=cut, extra=extra, text=span)
 
 
 def _text_span(entry: TaskEntry, fields: Record, prompt: str) -> Span | None:
@@ -251,7 +252,7 @@ def _answer(entry: TaskEntry, record: Record) -> Answer:
 
 
 def _shorten(
-    entry: TaskEntry, text: str, shots: str, fields: Record, prompt_of: PromptOf, request: ExampleRequest
+    entry: TaskEntry, text: str, shots: str, fields: Record, prompt_of: PromptOf, request: Example
 ) -> tuple[str, int]:
     """The text with at most ``request.length`` tokens in its prompt, and how many tokens were cut."""
     tokenizer, cut = request.tokenizer, 0
@@ -277,7 +278,7 @@ def _shorten(
     return text, cut
 
 
-def _split_for_likelihood(entry: TaskEntry, text: str, request: ExampleRequest) -> Example:
+def _split_for_likelihood(entry: TaskEntry, text: str, request: Example) -> Example:
     """The first ``length`` tokens (at most all but the continuation's) as prompt, and the next as continuation."""
     offsets = encode(request.tokenizer, text)[1]
     behind = min(entry.max_new_tokens, max(1, len(offsets) // 4))
@@ -285,4 +286,6 @@ def _split_for_likelihood(entry: TaskEntry, text: str, request: ExampleRequest) 
     if before < 1:
         raise ValueError(f"task={entry.name}, sample={request.sample}: the text has {len(offsets)} tokens")
     at = offsets[before][0]
-    return Example(text[:at], continuation=text[at : offsets[min(before + behind, len(offsets)) - 1][1]])
+    return replace(
+        request, prompt=text[:at], continuation=text[at : offsets[min(before + behind, len(offsets)) - 1][1]]
+    )

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from ...samples.haystack import count, cut, starts
 from ...samples.needles import ENDINGS, NOISE, WORDINGS, gives_first_words
 from ...samples.needles import NeedleTask as Wording
-from .task import Example, ExampleRequest, Task, count_ids, ending_of, span_of, wrap
+from .task import Example, Task, count_ids, ending_of, span_of, wrap
 
 QUESTIONS = 4
 """Examples of a document."""
@@ -23,7 +24,7 @@ def questions_task(haystack: str, text: str | None) -> Task:
         text: the haystack; None repeats InfiniteBench's sentences.
     """
 
-    def make(request: ExampleRequest) -> Example:
+    def make(request: Example) -> Example:
         number, asked = divmod(request.sample, QUESTIONS)
         chat = request.wants_chat(False)
         state = f"questions:{haystack}:{request.length}:{number}:{request.seed}"
@@ -53,8 +54,9 @@ def questions_task(haystack: str, text: str | None) -> Task:
             room -= over
         prompt, special = prompt_of(document, asked)
         form = {"ending": ending_of(request, chat)}
-        return Example(
-            prompt, keys[asked], special, depth=_depth(asked), extra=form, text=span_of(prompt, document), document=number
+        return replace(
+            request, prompt=prompt, answer=keys[asked], special=special, depth=_depth(asked), extra=form,
+            text=span_of(prompt, document), document=number,
         )  # fmt: skip
 
     return Task("questions", make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=True)
@@ -64,7 +66,7 @@ def _depth(i: int) -> float:
     return (i + 0.5) / QUESTIONS
 
 
-def _repeated(request: ExampleRequest, tokens: int) -> str:
+def _repeated(request: Example, tokens: int) -> str:
     line = count(request.tokenizer, NOISE * 8) / 8
     return NOISE * max(1, int(tokens / line))
 

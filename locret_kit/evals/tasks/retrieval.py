@@ -8,12 +8,12 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from ..metrics import Answer
 from .fitting import fit
-from .task import Example, ExampleRequest, Task, span_of, spread_depth, wrap
+from .task import Example, Task, span_of, spread_depth, wrap
 
 LIST_MAX = 99
 FINDS = (
@@ -40,9 +40,7 @@ class Draft:
     """The part of the text that is asked about; '' where it does not say."""
 
 
-def synthetic(
-    request: ExampleRequest, name: str, build: Callable[[random.Random, int], Draft], *, least: int = 1
-) -> Example:
+def synthetic(request: Example, name: str, build: Callable[[random.Random, int], Draft], *, least: int = 1) -> Example:
     """The example whose draft ``build(rng, n)`` fits the length asked for."""
     chat = request.wants_chat(False)
     draft = fit(
@@ -55,7 +53,7 @@ def synthetic(
     )
     prompt, special = wrap(request, draft.text, draft.prefix, chat=chat)
     text = span_of(prompt, draft.context) if draft.context else None
-    return Example(prompt, draft.answer, special, depth=draft.depth, text=text)
+    return replace(request, prompt=prompt, answer=draft.answer, special=special, depth=draft.depth, text=text)
 
 
 def random_uuid(rng: random.Random) -> str:
@@ -66,7 +64,7 @@ def random_uuid(rng: random.Random) -> str:
 def kv_task() -> Task:
     """A JSON object of random identifiers; the value of one key is asked for."""
 
-    def make(request: ExampleRequest) -> Example:
+    def make(request: Example) -> Example:
         depth = spread_depth(request.sample)
 
         def build(rng: random.Random, n: int) -> Draft:
@@ -88,7 +86,7 @@ def kv_task() -> Task:
 def math_find_task() -> Task:
     """A long list of numbers; its largest, smallest or median one is asked for."""
 
-    def make(request: ExampleRequest) -> Example:
+    def make(request: Example) -> Example:
         which = FINDS[request.sample % len(FINDS)]
 
         def build(rng: random.Random, n: int) -> Draft:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ...samples.haystack import next_start, ring, starts
 from ...samples.needles import NOISE
 from .retrieval import Draft, random_uuid, synthetic
-from .task import Example, ExampleRequest, Task, spread_depth
+from .task import Example, Task, spread_depth
 from .words import ADJECTIVES, NOUNS, distinct
 
 SENTENCES = tuple(sentence.rstrip(".") + "." for sentence in NOISE.strip().split(". "))
@@ -62,7 +62,7 @@ def niah_task(niah: Niah, haystack: str, text: str | None) -> Task:
     ``text`` None is RULER's noise.
     """
 
-    def make(request: ExampleRequest) -> Example:
+    def make(request: Example) -> Example:
         alone = niah.n_keys * niah.n_values == 1
         depth = spread_depth(request.sample) if alone else None
 
@@ -96,7 +96,7 @@ def niah_task(niah: Niah, haystack: str, text: str | None) -> Task:
 def variable_tracking_task(haystack: str, text: str | None, hops: int = 4) -> Task:
     """A chain "VAR B = VAR A": all variables that have the first one's value are asked for."""
 
-    def make(request: ExampleRequest) -> Example:
+    def make(request: Example) -> Example:
         def build(rng: random.Random, n: int) -> Draft:
             draw = _Draw(rng)
             draw.used.add(SHOWN_VALUE)
@@ -115,7 +115,7 @@ def variable_tracking_task(haystack: str, text: str | None, hops: int = 4) -> Ta
 def common_words_task() -> Task:
     """A numbered list of words, ten of them more frequent than the others."""
 
-    def make(request: ExampleRequest) -> Example:
+    def make(request: Example) -> Example:
         few = request.length < 4096
         shape = ((20, 3, 1), (6, 1)) if few else ((40, 10, 3), (30, 3))
 
@@ -135,7 +135,7 @@ def common_words_task() -> Task:
 def frequent_words_task() -> Task:
     """Coded words whose frequency falls with the square of their rank; the first three after the dots are asked for."""
 
-    def make(request: ExampleRequest) -> Example:
+    def make(request: Example) -> Example:
         def build(rng: random.Random, n: int) -> Draft:
             draw = _Draw(rng)
             vocabulary = ["...", *(draw.one("codes") for _ in range(max(8, request.length // 50)))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ...runtime.tokens import stream_ids
@@ -23,9 +24,11 @@ NEEDS_REFERENCE = ("fidelity", "agreement")
 
 
 @dataclass(frozen=True)
-class ExampleRequest:
-    """Request for one example. The same request gives the same bytes in every process."""
+class Example:
+    """A task's example by its number: what is asked for, and once it is made the prompt and what is expected of the model. The
+    same is asked for and made in every process."""
 
+    task: Task
     tokenizer: PreTrainedTokenizerBase
     length: int
     """Tokens the prompt shall have (synthetic tasks), or at most have (documents); special tokens included."""
@@ -37,22 +40,8 @@ class ExampleRequest:
     ending: str = "infinitebench"
     """End of a hidden-digits prompt: one of `samples.needles.ENDINGS`. Of a prompt through the chat template it says only
     whether the answer's first words are there ('open': no)."""
-    wording: int = 0
-    """Number of the words in which digits are said and asked for, one in `samples.needles.WORDINGS`."""
-    offset: int = 0
-    """Tokens in front of a hidden-digits prompt that move it against the chunks."""
 
-    def wants_chat(self, default: bool) -> bool:
-        """Whether the prompt goes through the chat template."""
-        wanted = default if self.chat == "auto" else self.chat == "always"
-        return wanted and has_template(self.tokenizer)
-
-
-@dataclass(frozen=True)
-class Example:
-    """One prompt and what is expected of the model."""
-
-    prompt: str
+    prompt: str = ""
     answer: Answer = ""
     special: bool = True
     """Whether the tokenizer adds its special tokens (a BOS); a rendered chat template brings its own."""
@@ -68,6 +57,26 @@ class Example:
     say."""
     document: int | None = None
     """Number of the document that it asks about; None where its text is its own, or a haystack that others share."""
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    """Token ids of the prompt (int32)."""
+    error: Exception | None = None
+    """The reason why it cannot be made."""
+
+    def wants_chat(self, default: bool) -> bool:
+        """Whether the prompt goes through the chat template."""
+        wanted = default if self.chat == "auto" else self.chat == "always"
+        return wanted and has_template(self.tokenizer)
+
+    def made(self) -> Example:
+        """The example with its prompt and its tokens, or with the reason why it cannot be made."""
+        try:
+            example = self.task.make(self)
+            ids = stream_ids(self.tokenizer, [example.prompt], special=example.special)
+            if not ids:
+                raise ValueError("the prompt holds no tokens")
+            return replace(example, ids=ids)
+        except Exception as error:
+            return replace(self, error=error)
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class Task:
     """
 
     name: str
-    make: Callable[[ExampleRequest], Example]
+    make: Callable[[Example], Example]
     metric: str
     """A name in `metrics.METRICS`; of no use to agreement and the likelihood kinds."""
     max_new_tokens: int = 64
@@ -95,7 +104,7 @@ class Task:
     """Whether many of its prompts have a long beginning in common."""
 
 
-def wrap(request: ExampleRequest, text: str, prefix: str = "", *, chat: bool) -> tuple[str, bool]:
+def wrap(request: Example, text: str, prefix: str = "", *, chat: bool) -> tuple[str, bool]:
     """``(prompt, special)``: the text with the answer's first words after it, through the chat template with ``chat``."""
     if not chat:
         return f"{text} {prefix}" if prefix else text, True
@@ -110,7 +119,7 @@ def span_of(prompt: str, text: str) -> Span | None:
     return None if start < 0 else (start, start + len(text))
 
 
-def ending_of(request: ExampleRequest, chat: bool) -> str:
+def ending_of(request: Example, chat: bool) -> str:
     """The name of a hidden-digits prompt's end in rows: one of `samples.needles.ENDINGS`, 'chat' or 'open chat'."""
     if not chat:
         return request.ending

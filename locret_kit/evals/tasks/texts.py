@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ...samples.haystack import next_start, starts, take
 from ...text.spans import encode
-from .task import Example, ExampleRequest, Task, count_ids, spread_depth, wrap
+from .task import Example, Task, count_ids, spread_depth, wrap
 
 CONTINUATION = 128
 """Tokens whose likelihood 'perplexity' measures after the prompt."""
@@ -33,7 +33,7 @@ def fidelity_task(name: str, haystack: str, text: str) -> Task:
     piece's beginning, which is compared as well."""
     question, new_tokens = QUESTIONS[name]
 
-    def make(request: ExampleRequest) -> Example:
+    def make(request: Example) -> Example:
         chat = request.wants_chat(bool(question))
         title = "###\nArticle: " if question else ""
 
@@ -47,7 +47,7 @@ def fidelity_task(name: str, haystack: str, text: str) -> Task:
             piece = _piece(request, haystack, text, room)
         prompt, special = prompt_of(piece)
         reference = piece[: 8 * new_tokens] if name == "fidelity.reconstruct" else ""
-        return Example(prompt, special=special, extra={"source": reference} if reference else {})
+        return replace(request, prompt=prompt, special=special, extra={"source": reference} if reference else {})
 
     return Task(name, make, "distance", new_tokens, haystack, kind="fidelity")
 
@@ -59,7 +59,7 @@ def reconstruction_task(name: str, haystack: str, text: str) -> Task:
     for here, which begins after a quotation at an evenly spread depth; over the examples every part of the text counts.
     """
 
-    def make(request: ExampleRequest) -> Example:
+    def make(request: Example) -> Example:
         chat = request.wants_chat(True)
 
         def prompt_of(piece: str, quote: str) -> tuple[str, bool]:
@@ -73,7 +73,7 @@ def reconstruction_task(name: str, haystack: str, text: str) -> Task:
             quote, passage, depth = _passage(request, piece)
             prompt, special = prompt_of(piece, quote)
             over = count_ids(request.tokenizer, prompt, special) - request.length
-            examples[over] = Example(prompt, passage, special, depth=depth)
+            examples[over] = replace(request, prompt=prompt, answer=passage, special=special, depth=depth)
             if -0.01 * request.length <= over <= 0:
                 break
             room -= over
@@ -84,7 +84,7 @@ def reconstruction_task(name: str, haystack: str, text: str) -> Task:
     return Task(name, make, "reconstruction", PASSAGE, haystack)
 
 
-def _passage(request: ExampleRequest, piece: str) -> tuple[str, str, float]:
+def _passage(request: Example, piece: str) -> tuple[str, str, float]:
     """``(quotation, the tokens after it, its depth)``: words that stand once in the piece, from the start of a line or
     sentence on, the nearest to the depth of the example.
 
@@ -108,15 +108,15 @@ def perplexity_task(name: str, haystack: str, text: str) -> Task:
     """'perplexity': the text's next tokens after a prompt, one at a time; 'perplexity_prefill': the prompt's own second
     half while it is read."""
 
-    def make(request: ExampleRequest) -> Example:
+    def make(request: Example) -> Example:
         specials = count_ids(request.tokenizer, "a", True) - count_ids(request.tokenizer, "a", False)
         room = request.length - specials
         behind = 0 if name == "perplexity_prefill" else CONTINUATION
         piece = _piece(request, haystack, text, room + behind)
         if not behind:
-            return Example(piece)
+            return replace(request, prompt=piece)
         head = _first_tokens(request, piece, room)
-        return Example(head, continuation=piece[len(head) :])
+        return replace(request, prompt=head, continuation=piece[len(head) :])
 
     kind = "nll_prefill" if name == "perplexity_prefill" else "nll"
     return Task(name, make, "nll", CONTINUATION, haystack, kind=kind)
@@ -138,7 +138,7 @@ def agreement_of(task: Task) -> Task:
     return replace(task, name=f"agreement:{task.name}", metric="agreement", kind="agreement")
 
 
-def _piece(request: ExampleRequest, haystack: str, text: str, n_tokens: int) -> str:
+def _piece(request: Example, haystack: str, text: str, n_tokens: int) -> str:
     """A random piece of the text; its start depends on the request's numbers alone."""
     if n_tokens < 1:
         raise ValueError(f"length={request.length} is too short for this task")
@@ -146,7 +146,7 @@ def _piece(request: ExampleRequest, haystack: str, text: str, n_tokens: int) -> 
     return take(text, next_start(text, rng.randrange(len(text))), request.tokenizer, n_tokens)
 
 
-def _first_tokens(request: ExampleRequest, piece: str, n_tokens: int) -> str:
+def _first_tokens(request: Example, piece: str, n_tokens: int) -> str:
     """The piece's first tokens, up to a border that both parts share."""
     offsets = encode(request.tokenizer, piece)[1]
     return piece[: offsets[min(n_tokens, len(offsets) - 1)][0]]
