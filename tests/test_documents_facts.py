@@ -65,6 +65,20 @@ def pdfs() -> Iterator[Case]:
     raised = "about 10^6 metres, costs 700^3 or 800.^4 CO2 H2O log_(2)8 10^-6 m, 1 1/2"
     for turn in (0, 90):
         yield f"raised{turn}.pdf", drawn(f"BT 50 700 Td {places} ET", page=f"/Rotate {turn}"), [raised], []
+    notes = "^1|2010 was x|^2| n, 2|^n+1| and y|_i|, 5|^1|\\244|_2| L|^A|TE"
+    places = [(part.lstrip("^_"), {"^": 3.5, "_": -1.5}.get(part[:1], 0)) for part in notes.split("|")]
+    places = "".join(f"/F {6.5 if rise else 10} Tf {rise} Ts ({words}) Tj " for words, rise in places)
+    slash = "/Encoding << /BaseEncoding /WinAnsiEncoding /Differences [164 /fraction] >>"
+    told = ["^(1)2010 was x^2 n, 2^(n+1) and y_i, 5 1/2"]
+    yield "raised-words.pdf", drawn(f"BT 50 700 Td {places} ET", font=slash), told, []
+    logo = (
+        at(50, 700, "L")
+        + at(52, 702, "A").replace("F 10", "F 7")
+        + at(57, 700, "T and")
+        + at(50, 600, "A").replace("F 10", "F 30")
+    )
+    logo += at(71, 610, "fter it") + at(300, 500, "big") + at(315.6, 503, "\\225").replace("F 10", "F 7")
+    yield "unraised.pdf", drawn(logo), ["LAT and", "After it"], []
     stacked = at(50, 700, "x is") + at(80, 706, "47") + at(80, 694, "11") + at(95, 700, "euros")
     yield "stacked.pdf", drawn(stacked), ["x is 47/11 euros"], []
     small = at(50, 712, "Rent in euros") + at(50, 700, "12").replace("F 10", "F 7") + at(62, 700, "a month")
