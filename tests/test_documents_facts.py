@@ -271,7 +271,30 @@ def numbered() -> Iterator[Case]:
         [],
     )
     unknown = word(item(FACT, 0) + item(OTHER, 0), numbering=lists(level(0, "%1", "ganada")))
-    yield "ganada.docx", unknown, [f"1 {FACT} 2 {OTHER}"], ["2 automatic numbers (some in digits instead) left out"]
+    yield (
+        "ganada.docx",
+        unknown,
+        [f"1 {FACT} 2 {OTHER}"],
+        ["2 automatic numbers or equation fields (some in digits) left out"],
+    )
+    deleted = (
+        item("4711 ", 0)
+        .replace("</w:pPr>", "<w:rPr><w:del/></w:rPr></w:pPr>")
+        .replace("<w:t>", "<w:t xml:space='preserve'>")
+    )
+    yield (
+        "mark.docx",
+        word(item("A", 0) + deleted + item("B", 0), numbering=lists(level(0, "%1."))),
+        ["1. A 2. 4711 B"],
+        [],
+    )
+    ruby = f"<w:ruby><w:rt>{said('kan')}</w:rt><w:rubyBase>{said(FACT)}</w:rubyBase></w:ruby>"
+    yield "ruby.docx", word(f"<w:p><w:r>{ruby}</w:r></w:p>"), [f"{FACT}(kan)"], []
+    gone = '<w:style w:type="paragraph" w:styleId="Gone"><w:rPr><w:vanish/><w:strike/></w:rPr></w:style>'
+    gone = {"styles": f"<w:styles {WORD}>{gone}</w:styles>"}
+    yield "gone.docx", word(item(OTHER, style="Gone"), **gone), ["Before."], ["1 hidden passage left out"]
+    equation = said("x").replace("<w:t>x</w:t>", "<w:instrText> EQ \\f(47;11) </w:instrText>")
+    yield "eq.docx", word(f"<w:p>{equation}{said(FACT)}</w:p>"), [FACT], ["1 automatic number or equation fields"]
     field = "<w:p><w:r><w:instrText> LISTNUM </w:instrText></w:r>"
     yield "listnum.docx", word(f"{field}{said(FACT)}</w:p>"), [FACT], ["1 automatic number"]
     deep = level(0, "%1", more='<w:pStyle w:val="H1"/>') + level(1, "%1.%2", more='<w:pStyle w:val="H2"/>')
@@ -450,7 +473,16 @@ def places() -> Iterator[Case]:
          "~~700~~800 ~~1~~2 ~~9~~8", ""),
         ("one<div hidden>two</div><p style='color:red; display:none'>three", "one", "2 hidden passages left out, such as 'two'"),
         ("<style>h1::before{content: counter(s)}</style><h1>A</h1>", "# A", "numbers that its style sheet makes"),
-        ("<style>ol{list-style-type: lower-alpha}</style><ol><li>A</ol>", "1. A", "numbers that its style sheet makes"),
+        ("<style>ol{list-style-type: lower-alpha}</style><ol><li>A</ol>", "a. A", ""),
+        ("<style>ol{list-style-type: lower-greek}</style><ol><li>A</ol>", "1. A", "numbers that its style sheet makes"),
+        ("<style>.a,.b {color:red;vertical-align:super} a:hover{vertical-align:sub}</style>10<span class=b>6</span> <a>x</a>",
+         "10^6 x", ""),
+        ("<style>.s1 {font-size:.6em;position: relative;\ntop:-.3em} .h{display: none} li{list-style:none}</style>10"
+         "<span class=s1>6</span><span class=h>x</span><ol><li>1. a</ol><p class=h>b",
+         "10^6 * 1. a b", "1 hidden passage left out, such as 'x'"),
+        ("10<span style='position:relative;top:-3pt;font-size:8pt'>6</span> 7<font style='vertical-align:-2pt;font-size:8pt'>x",
+         "10^6 7_x", ""),
+        ("<ruby>A<rp>(</rp><rt>kan</rt><rp>)</rp></ruby>b", "A(kan)b", ""),
         ("<style>a::after{content:''} ul{list-style:none}</style>A", "A", ""),
         ("<img alt=Sales src='data:image/png;base64,AAAA'>x", "![Sales]()x", "1 picture left out"),
     ]):  # fmt: skip

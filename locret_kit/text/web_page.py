@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from .losses import Refusal, counted, missing
@@ -49,12 +50,18 @@ _STYLED = (
     ("upper-alpha", "upperLetter"), ("upper-latin", "upperLetter"), ("lower-roman", "lowerRoman"), ("upper-roman", "upperRoman"),
 )  # fmt: skip
 """Forms of a list's numbers, by its style."""
-COUNTERS = re.compile(
-    rf"\bcounters?\(|list-style[\w-]*\s*:[^;}}]*({'|'.join(style for style, _ in _STYLED)}|\w+-greek|\")"
-)
+COUNTERS = re.compile(r"\bcounters?\(|list-style[\w-]*\s*:[^;}]*(\w+-greek|\")")
 """Numbers that a style sheet makes."""
+_RULE = re.compile(
+    r"([^{}@;]+)\{([^{}]*\b(?:vertical-align\s*:\s*(?:super|sub|text-|-?[\d.])|position\s*:\s*relative[^{}]*\btop\s*:"
+    r"|text-decoration[\w-]*\s*:[^;}]*line-through|display\s*:\s*none|list-style[\w-]*\s*:)[^{}]*)\}"
+)
+"""A rule of a style sheet that raises, lowers, strikes out or hides text, or numbers lists."""
+MOST = 300
+"""Rules of style sheets that are looked at, at most."""
 NUMBERS = "numbers that its style sheet makes, of lists or headings, left out"
 _HIDDEN = re.compile(r"(?:^|;)\s*(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.IGNORECASE)
+_SHIFTED = re.compile(r"(?:vertical-align\s*:\s*|(?<![\w-])(?=top))(text-\w+|-?[\d.]*[1-9]|top\s*:\s*-?[\d.]*[1-9])")
 _STRUCK = re.compile("line-through", re.IGNORECASE)
 
 
@@ -114,14 +121,19 @@ def _bytewise(encoding: str) -> bool:
         return False
 
 
-def markdown(html: str) -> tuple[str, str, list[str]]:
-    """A page as Markdown, its title, and its losses."""
+def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
+    """A page as Markdown, its title, and its losses; ``sheets`` are the style sheets beside it."""
     import markdownify  # noqa: F401  # the first import, by whose name the extra is found
     from bs4 import BeautifulSoup, CData, NavigableString  # isort: skip
 
     page = BeautifulSoup(_prepared(html), "lxml")
     title = " ".join(page.title.get_text().split()) if page.title else ""
-    sheets = any(COUNTERS.search(sheet.get_text()) for sheet in page("style"))
+    sheets += "".join(sheet.get_text() for sheet in page("style"))
+    for selector, look in islice(_RULE.findall(sheets), MOST):
+        with suppress(Exception):  # a selector of something else than elements
+            for one in page.select(selector.strip()):
+                if one.name == "span" or "display" not in look:  # a page may show other parts, once it runs
+                    one["style"] = f"{look};{one.get('style', '')}"
     for code in page(["script", "style", "template", "head"]):
         code.extract()
     hidden = [
@@ -157,7 +169,7 @@ def markdown(html: str) -> tuple[str, str, list[str]]:
         losses.append(
             f"{counted(len(hidden), 'hidden passage')} left out, such as {' '.join(hidden[0].split())[:40]!r}"
         )
-    if sheets:
+    if COUNTERS.search(sheets):
         losses.append(NUMBERS)
     if pictures:
         losses.append(f"{counted(pictures, 'picture')} left out")
@@ -184,9 +196,9 @@ def _converter() -> Any:
 def _respell(element: Tag) -> None:
     """Write a part of a line as the element whose look its style gives it."""
     style = str(element.get("style", ""))
-    place = re.search(r"vertical-align\s*:\s*(super|sub)\b", style)
+    place = re.search(r"vertical-align\s*:\s*(super|sub)\b", style) or ("font-size" in style and _SHIFTED.search(style))
     if place:
-        element.name = place[1].removesuffix("er")
+        element.name = "sub" if re.match(r"sub|text-bottom|-?top\s*:\s*\d|-[\d.]", place[1]) else "sup"
     elif element.name == "strike" or _STRUCK.search(style):
         element.name = "s"
     else:
@@ -213,6 +225,11 @@ def _write_places(page: BeautifulSoup) -> None:
     """Write into the text what a page says by places: raised, lowered, fractions, roots."""
     from bs4 import Tag
 
+    for bracket in page("rp"):
+        bracket.extract()
+    for reading in page("rt"):
+        reading.insert(0, "(")
+        reading.append(")")
     for fraction in page("mfrac"):
         top, *rest = fraction(True, recursive=False)
         for part in (top, *rest):
@@ -270,14 +287,16 @@ def _write_numbers(items: Tag) -> None:
     if items.name == "ul":
         return
     entries = items("li", recursive=False)
-    style = str(items.get("style", ""))
+    style = str(items.get("style", "")).lower()
     form = next((form for name, form in _STYLED if name in style), _FORMS.get(str(items.get("type", "")), "decimal"))
     step = -1 if items.has_attr("reversed") else 1
     number = integer(items.get("start"), len(entries) if step < 0 else 1)
     for entry in entries:
         number = integer(entry.get("value"), number)
+        own = _FORMS.get(str(entry.get("type", "")), form)
+        bare = re.search(r"list-style[\w-]*\s*:[^;]*\b(?:none|disc)", f"{entry.get('style', '') or style}")
         if not entry.get("locret-label"):
-            entry["locret-label"] = formed(number, _FORMS.get(str(entry.get("type", "")), form)) + "."
+            entry["locret-label"] = "*" if bare else formed(number, own) + "."
         number += step
 
 

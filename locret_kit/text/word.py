@@ -101,7 +101,8 @@ def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
     losses += [line for line in lines if "picture" in line]  # what else is lost is counted by Word's parts
     symbols = sum("w:sym" in message.message for message in made.messages) + len(re.findall("[\ue000-\uf8ff]", text))
     for number, words in (
-        (hidden, counted(hidden, "hidden passage")), (wild, counted(wild, "automatic number") + " (some in digits instead)"),
+        (hidden, counted(hidden, "hidden passage")),
+        (wild, counted(wild, "automatic number") + " or equation fields (some in digits)"),
         (symbols, counted(symbols, "symbol") + " without Unicode"), (files, counted(files, "file") + " within it"),
         (linked, counted(linked, "part") + " that it links to"),
     ):  # fmt: skip
@@ -145,6 +146,13 @@ def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
     Returns:
         the number of passages that are hidden, which it no longer has.
     """
+    for ruby in root.iter(f"{W}ruby"):
+        for reading in ruby.findall(f"{W}rt"):  # drawn above its word, and said behind it
+            ruby.remove(reading)
+            ruby.append(reading)
+            for at, bracketed in ((0, "({}"), (-1, "{})")):
+                for word in list(reading.iter(f"{W}t"))[at:][:1]:
+                    word.text = bracketed.format(word.text)
     for element in root.iter():
         if isinstance(element.tag, str):
             if element.tag == f"{W}cr" or element.tag == f"{W}br":
@@ -193,9 +201,15 @@ def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
 def _prepare_runs(root: Element, styles: Styles, numbering: Numbering) -> int:
     """Make runs say by themselves what their styles say: raised, lowered, struck out, hidden. The number of hidden ones."""
     hidden, before = 0, False
+    named = {
+        run: value(paragraph.find(f"{W}pPr"), "pStyle")
+        for paragraph in root.iter(f"{W}p")
+        for run in paragraph.iter(f"{W}r")
+    }
     for run in root.iter(f"{W}r"):
         own = run.find(f"{W}rPr")
-        chain = [own, *(style.find(f"{W}rPr") for style in styles.chain(value(own, "rStyle")))]
+        given = [*styles.chain(value(own, "rStyle")), *styles.chain(named.get(run) or styles.default)]
+        chain = [own, *(style.find(f"{W}rPr") for style in given)]
         words = run.findall(f"{W}t")
         if next((gone for one in chain if (gone := on(one, "vanish")) is not None), False):
             for word in words:
@@ -220,18 +234,24 @@ def _prepare_runs(root: Element, styles: Styles, numbering: Numbering) -> int:
             at = integer(value(field, "result") or value(field, "default"))
             ElementTree.SubElement(run, f"{W}t").text = choices[at] if at < len(choices) else ""
         for code in run.iter(f"{W}instrText"):
-            numbering.unknown += bool(re.match(r"\s*(LISTNUM|AUTONUM)", code.text or ""))
+            numbering.unknown += bool(re.match(r"\s*(LISTNUM|AUTONUM|EQ\b)", code.text or ""))
     return hidden
 
 
 def _number(root: Element, numbering: Numbering) -> None:
     """Write automatic numbers before their paragraphs, which are then in no list of the converter's."""
     again = {id(one) for choice in root.iter(f"{SAME}Choice") for one in choice.iter(f"{W}p")}
+    begun: Element | None = None  # a paragraph that goes on with the next one, as its mark was deleted
     for paragraph in root.iter(f"{W}p"):
         mark = paragraph.find(f"{W}pPr/{W}rPr")
-        gone = mark is not None and (on(mark, "vanish") or any(_name(one) in ("del", "moveFrom") for one in mark))
-        place = None if gone or id(paragraph) in again else numbering.of(paragraph)
+        deleted = mark is not None and any(_name(one) in ("del", "moveFrom") for one in mark)
+        gone = deleted or on(mark, "vanish") or id(paragraph) in again
+        place = None if gone else numbering.of(paragraph)
         label = place and numbering.label(*place)
+        if deleted:
+            begun = paragraph if begun is None else begun
+            continue
+        start, begun = paragraph if begun is None else begun, None
         if label is None:
             continue
         properties = paragraph.find(f"{W}pPr")
@@ -245,7 +265,7 @@ def _number(root: Element, numbering: Numbering) -> None:
             ElementTree.SubElement(none, W + name, {VALUE: "0"})
         run = Element(f"{W}r")
         ElementTree.SubElement(run, f"{W}t", {BLANK: "preserve"}).text = label
-        paragraph.insert(list(paragraph).index(properties) + 1, run)
+        start.insert(start.find(f"{W}pPr") is not None, run)
 
 
 def _above(element: Element, parents: dict[Element, Element]) -> Iterator[Element]:
