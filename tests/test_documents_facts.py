@@ -347,7 +347,14 @@ def numbered() -> Iterator[Case]:
     number = "<m:r><m:t>%s</m:t></m:r>"
     power = f"<m:sSup><m:e>{number % 10}</m:e><m:sup>{number % 6}</m:sup></m:sSup>"
     half = f"<m:f><m:num>{number % 47}</m:num><m:den>{number % 11}</m:den></m:f>"
-    yield "equations.docx", word(f"<w:p><m:oMath>{power}{number % '+'}{half}</m:oMath></w:p>"), ["10^6+47/11"], []
+    yield (
+        "equations.docx",
+        word(f"<w:p><m:oMath>{power}{number % '+'}{half}</m:oMath></w:p>"),
+        [r"$10^{6}+\frac{47}{11}$"],
+        [],
+    )
+    before = f"<m:sPre><m:sub>{number % 47}</m:sub><m:sup>{number % 11}</m:sup><m:e>{number % 'C'}</m:e></m:sPre>"
+    yield "before.docx", word(f"<w:p><m:oMath>{before}</m:oMath></w:p>"), ["47 11 C"], ["1 equation without its form"]
     menu = '<w:fldChar w:fldCharType="begin"><w:ffData><w:ddList><w:result w:val="1"/><w:listEntry w:val="4"/>'
     menu += '<w:listEntry w:val="5"/>'
     yield "menu.docx", word(f"<w:p><w:r>{menu}</w:ddList></w:ffData></w:fldChar></w:r></w:p>"), ["Before. 5"], []

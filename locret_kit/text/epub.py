@@ -9,7 +9,7 @@ from urllib.parse import unquote
 from zipfile import ZipFile
 
 from .archive import stored
-from .losses import Refusal, counted
+from .losses import Refusal, told
 from .web_page import decoded, markdown
 
 _PICTURE = re.compile(r"<(?:\w+:)?ima?ge?\b[^>]*?\s(?:\w+:)?(?:src|href)\s*=\s*[\"']([^\"'#]+)", re.IGNORECASE)
@@ -51,8 +51,7 @@ def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
                 continue
             html, encoding, wrong, _ = decoded(archive.read(entry))
             text, _, left = markdown(html, sheets)
-            if wrong:
-                left = [f"{counted(wrong, 'character')} not in {encoding}, its encoding, left out", *left]
+            left = told((wrong, f"# character* not in {encoding}, its encoding, left out")) + left
             named = (entry_of(posixpath.join(posixpath.dirname(entry), unquote(one))) for one in _PICTURE.findall(html))
             shown |= {one for one in named if one}
             losses += [f"chapter {number} ({posixpath.basename(entry)}): {line}" for line in left]
@@ -62,13 +61,11 @@ def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
                 pictures += 1
             else:
                 blank += 1
-    for number, loss in (
-        (missing, "of the spine are not in the file"), (pictures, "are pictures without text"), (blank, "have no text"),
-    ):  # fmt: skip
-        if number:
-            losses.append(f"{number} of {len(spine)} chapters {loss}")
-    if shown:
-        losses.append(f"{counted(len(shown), 'picture')} left out")
+    of = f"# of {len(spine)} chapters"
+    losses += told(
+        (missing, f"{of} of the spine are not in the file"), (pictures, f"{of} are pictures without text"),
+        (blank, f"{of} have no text"), (len(shown), "# picture* left out"),
+    )  # fmt: skip
     if not spine or missing == len(spine):
         raise Refusal(f"{name} has no chapter: its spine names none that is in the file")
     return "\n\n".join([*texts, *chapters])

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from .losses import Refusal, counted
+from .losses import Refusal, told
 from .pdf_marks import GUTTER, Box, Piece, marked, pieces_of
 from .pdf_pictures import pictures_of
 from .right_to_left import LETTER, in_reading_order
@@ -60,21 +60,15 @@ def pdf_text(data: bytes, name: str, losses: list[str]) -> str:
             raise Refusal(f"{name} has no text on its {len(pages)} pages: run OCR first, such as ocrmypdf")
         # A page's number alone, such as "- 7 -" or "iv", is not its text.
         blank = sum(not re.search(_LETTER, re.sub(r"\b[ivxlc]+\b", "", page)) for page in pages)
-        if blank:
-            losses.append(
-                f"{blank} of {len(pages)} pages have no text but numbers: run OCR, such as ocrmypdf, if they are scanned"
-            )
-        if unknown := sum(len(re.findall(_UNKNOWN, page)) for page in pages):
-            where = next(number for number, page in enumerate(pages, 1) if re.search(_UNKNOWN, page))
-            losses.append(f"{counted(unknown, 'character')} without Unicode, the first on page {where}: run OCR")
-        if document.get_formtype() == FORMTYPE_XFA_FULL:
-            losses.append("its form (XFA) is left out: print it to PDF")
-        if pictures:
-            losses.append(f"{counted(pictures, 'picture')} left out")
-        if drawings:
-            losses.append(f"drawings, such as charts, on {counted(drawings, 'page')} left out")
-        if attached := document.count_attachments():
-            losses.append(f"{counted(attached, 'attached file')} left out")
+        unknown = [number for number, page in enumerate(pages, 1) for _ in re.findall(_UNKNOWN, page)]
+        where = f"# character* without Unicode, the first on page {unknown[0] if unknown else 0}: run OCR"
+        scanned = f"# of {len(pages)} pages have no text but numbers: run OCR, such as ocrmypdf, if they are scanned"
+        losses += told((blank, scanned), (len(unknown), where))
+        losses += told(
+            (document.get_formtype() == FORMTYPE_XFA_FULL, "its form (XFA) is left out: print it to PDF"),
+            (pictures, "# picture* left out"), (drawings, "drawings, such as charts, on # page* left out"),
+            (document.count_attachments(), "# attached file* left out"),
+        )  # fmt: skip
     return _joined(pages)
 
 

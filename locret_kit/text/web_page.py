@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from .losses import Refusal, counted, missing
+from .losses import Refusal, missing, told
 from .numbering import formed, integer
 from .raised import marks
 
@@ -74,8 +74,7 @@ def page_text(data: bytes, name: str, losses: list[str]) -> str:
     html, encoding, wrong, named = decoded(data)
     if wrong and not named:
         raise Refusal(f"{name} names no encoding and is not UTF-8: save it as UTF-8")
-    if wrong:
-        losses.append(f"{counted(wrong, 'character')} not in {encoding}, the encoding that it names, left out")
+    losses += told((wrong, f"# character* not in {encoding}, the encoding that it names, left out"))
     text, title, left = markdown(html)
     losses += left
     if title and missing([(title, [title])], text) and text:
@@ -158,23 +157,14 @@ def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
         text = _converter().convert_soup(shown).strip()
     except RecursionError:
         text = shown.get_text("\n", strip=True)
-    losses = []
-    if lost := missing(((one, [one]) for one in strings), text):
-        losses.append(f"{counted(len(lost), 'passage')} left out, such as {' '.join(lost[0].split())[:40]!r}")
-    if lost := missing(((one, [one]) for one in fields if one.strip()), text):
-        losses.append(f"{counted(len(lost), 'field')} of a form left out, such as {lost[0][:40]!r}")
-    if frames:
-        losses.append(f"{counted(frames, 'frame')} with other pages left out")
-    if hidden:
-        losses.append(
-            f"{counted(len(hidden), 'hidden passage')} left out, such as {' '.join(hidden[0].split())[:40]!r}"
-        )
-    if COUNTERS.search(sheets):
-        losses.append(NUMBERS)
-    if pictures:
-        losses.append(f"{counted(pictures, 'picture')} left out")
-    if gone:
-        losses.append(f"{counted(gone, 'picture')} that it names not in the file")
+    passages, typed = (missing(((one, [one]) for one in many if one.strip()), text) for many in (strings, fields))
+    losses = [
+        f"{line}, such as {' '.join(lost[0].split())[:40]!r}"
+        for lost, what in ((passages, "passage*"), (typed, "field* of a form"), (hidden, "hidden passage*"))
+        for line in told((len(lost), f"# {what} left out"))
+    ]
+    losses += told((frames, "# frame* with other pages left out"), (bool(COUNTERS.search(sheets)), NUMBERS))
+    losses += told((pictures, "# picture* left out"), (gone, "# picture* that it names not in the file"))
     return text, title, losses
 
 
