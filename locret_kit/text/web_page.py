@@ -52,11 +52,11 @@ _STYLED = (
 """Forms of a list's numbers, by its style."""
 COUNTERS = re.compile(r"\bcounters?\(|list-style[\w-]*\s*:[^;}]*(\w+-greek|\")")
 """Numbers that a style sheet makes."""
-_RULE = re.compile(
-    r"([^{}@;]+)\{([^{}]*\b(?:vertical-align\s*:\s*(?:super|sub|text-|-?[\d.])|position\s*:\s*relative[^{}]*\btop\s*:"
-    r"|text-decoration[\w-]*\s*:[^;}]*line-through|display\s*:\s*none|list-style[\w-]*\s*:)[^{}]*)\}"
+_LOOK = re.compile(
+    r"vertical-align\s*:\s*(?:super|sub|text-|-?[\d.])|(?<![\w-])top\s*:|line-through|display\s*:\s*none"
+    r"|list-style[\w-]*\s*:",
 )
-"""A rule of a style sheet that raises, lowers, strikes out or hides text, or numbers lists."""
+"""What a style sheet says where it raises, lowers, strikes out or hides text, or numbers lists."""
 MOST = 300
 """Rules of style sheets that are looked at, at most."""
 NUMBERS = "numbers that its style sheet makes, of lists or headings, left out"
@@ -128,9 +128,10 @@ def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
     page = BeautifulSoup(_prepared(html), "lxml")
     title = " ".join(page.title.get_text().split()) if page.title else ""
     sheets += "".join(sheet.get_text() for sheet in page("style"))
-    for selector, look in islice(_RULE.findall(sheets), MOST):
+    rules = (rule.rpartition("{") for rule in sheets.split("}") if _LOOK.search(rule))
+    for selector, _, look in islice(rules, MOST):
         with suppress(Exception):  # a selector of something else than elements
-            for one in page.select(selector.strip()):
+            for one in page.select(re.split("[{;]", selector)[-1].strip()):
                 if one.name == "span" or "display" not in look:  # a page may show other parts, once it runs
                     one["style"] = f"{look};{one.get('style', '')}"
     for code in page(["script", "style", "template", "head"]):
