@@ -65,6 +65,20 @@ def pdfs() -> Iterator[Case]:
     raised = "about 10^6 metres, costs 700^3 or 800.^4 CO2 H2O log_(2)8 10^-6 m, 1 1/2"
     for turn in (0, 90):
         yield f"raised{turn}.pdf", drawn(f"BT 50 700 Td {places} ET", page=f"/Rotate {turn}"), [raised], []
+    notes = "^1|2010 was x|^2| n, 2|^n+1| and y|_i|, 5|^1|\\244|_2| L|^A|TE"
+    places = [(part.lstrip("^_"), {"^": 3.5, "_": -1.5}.get(part[:1], 0)) for part in notes.split("|")]
+    places = "".join(f"/F {6.5 if rise else 10} Tf {rise} Ts ({words}) Tj " for words, rise in places)
+    slash = "/Encoding << /BaseEncoding /WinAnsiEncoding /Differences [164 /fraction] >>"
+    told = ["^(1)2010 was x^2 n, 2^(n+1) and y_i, 5 1/2"]
+    yield "raised-words.pdf", drawn(f"BT 50 700 Td {places} ET", font=slash), told, []
+    logo = (
+        at(50, 700, "L")
+        + at(52, 702, "A").replace("F 10", "F 7")
+        + at(57, 700, "T and")
+        + at(50, 600, "A").replace("F 10", "F 30")
+    )
+    logo += at(71, 610, "fter it") + at(300, 500, "big") + at(315.6, 503, "\\225").replace("F 10", "F 7")
+    yield "unraised.pdf", drawn(logo), ["LAT and", "After it"], []
     stacked = at(50, 700, "x is") + at(80, 706, "47") + at(80, 694, "11") + at(95, 700, "euros")
     yield "stacked.pdf", drawn(stacked), ["x is 47/11 euros"], []
     small = at(50, 712, "Rent in euros") + at(50, 700, "12").replace("F 10", "F 7") + at(62, 700, "a month")
@@ -257,7 +271,30 @@ def numbered() -> Iterator[Case]:
         [],
     )
     unknown = word(item(FACT, 0) + item(OTHER, 0), numbering=lists(level(0, "%1", "ganada")))
-    yield "ganada.docx", unknown, [f"1 {FACT} 2 {OTHER}"], ["2 automatic numbers (some in digits instead) left out"]
+    yield (
+        "ganada.docx",
+        unknown,
+        [f"1 {FACT} 2 {OTHER}"],
+        ["2 automatic numbers or equation fields (some in digits) left out"],
+    )
+    deleted = (
+        item("4711 ", 0)
+        .replace("</w:pPr>", "<w:rPr><w:del/></w:rPr></w:pPr>")
+        .replace("<w:t>", "<w:t xml:space='preserve'>")
+    )
+    yield (
+        "mark.docx",
+        word(item("A", 0) + deleted + item("B", 0), numbering=lists(level(0, "%1."))),
+        ["1. A 2. 4711 B"],
+        [],
+    )
+    ruby = f"<w:ruby><w:rt>{said('kan')}</w:rt><w:rubyBase>{said(FACT)}</w:rubyBase></w:ruby>"
+    yield "ruby.docx", word(f"<w:p><w:r>{ruby}</w:r></w:p>"), [f"{FACT}(kan)"], []
+    gone = '<w:style w:type="paragraph" w:styleId="Gone"><w:rPr><w:vanish/><w:strike/></w:rPr></w:style>'
+    gone = {"styles": f"<w:styles {WORD}>{gone}</w:styles>"}
+    yield "gone.docx", word(item(OTHER, style="Gone"), **gone), ["Before."], ["1 hidden passage left out"]
+    equation = said("x").replace("<w:t>x</w:t>", "<w:instrText> EQ \\f(47;11) </w:instrText>")
+    yield "eq.docx", word(f"<w:p>{equation}{said(FACT)}</w:p>"), [FACT], ["1 automatic number or equation fields"]
     field = "<w:p><w:r><w:instrText> LISTNUM </w:instrText></w:r>"
     yield "listnum.docx", word(f"{field}{said(FACT)}</w:p>"), [FACT], ["1 automatic number"]
     deep = level(0, "%1", more='<w:pStyle w:val="H1"/>') + level(1, "%1.%2", more='<w:pStyle w:val="H2"/>')
@@ -310,7 +347,14 @@ def numbered() -> Iterator[Case]:
     number = "<m:r><m:t>%s</m:t></m:r>"
     power = f"<m:sSup><m:e>{number % 10}</m:e><m:sup>{number % 6}</m:sup></m:sSup>"
     half = f"<m:f><m:num>{number % 47}</m:num><m:den>{number % 11}</m:den></m:f>"
-    yield "equations.docx", word(f"<w:p><m:oMath>{power}{number % '+'}{half}</m:oMath></w:p>"), ["10^6+47/11"], []
+    yield (
+        "equations.docx",
+        word(f"<w:p><m:oMath>{power}{number % '+'}{half}</m:oMath></w:p>"),
+        [r"$10^{6}+\frac{47}{11}$"],
+        [],
+    )
+    before = f"<m:sPre><m:sub>{number % 47}</m:sub><m:sup>{number % 11}</m:sup><m:e>{number % 'C'}</m:e></m:sPre>"
+    yield "before.docx", word(f"<w:p><m:oMath>{before}</m:oMath></w:p>"), ["47 11 C"], ["1 equation without its form"]
     menu = '<w:fldChar w:fldCharType="begin"><w:ffData><w:ddList><w:result w:val="1"/><w:listEntry w:val="4"/>'
     menu += '<w:listEntry w:val="5"/>'
     yield "menu.docx", word(f"<w:p><w:r>{menu}</w:ddList></w:ffData></w:fldChar></w:r></w:p>"), ["Before. 5"], []
@@ -436,7 +480,16 @@ def places() -> Iterator[Case]:
          "~~700~~800 ~~1~~2 ~~9~~8", ""),
         ("one<div hidden>two</div><p style='color:red; display:none'>three", "one", "2 hidden passages left out, such as 'two'"),
         ("<style>h1::before{content: counter(s)}</style><h1>A</h1>", "# A", "numbers that its style sheet makes"),
-        ("<style>ol{list-style-type: lower-alpha}</style><ol><li>A</ol>", "1. A", "numbers that its style sheet makes"),
+        ("<style>ol{list-style-type: lower-alpha}</style><ol><li>A</ol>", "a. A", ""),
+        ("<style>ol{list-style-type: lower-greek}</style><ol><li>A</ol>", "1. A", "numbers that its style sheet makes"),
+        ("<style>.a,.b {color:red;vertical-align:super} a:hover{vertical-align:sub}</style>10<span class=b>6</span> <a>x</a>",
+         "10^6 x", ""),
+        ("<style>.s1 {font-size:.6em;position: relative;\ntop:-.3em} .h{display: none} li{list-style:none}</style>10"
+         "<span class=s1>6</span><span class=h>x</span><ol><li>1. a</ol><p class=h>b",
+         "10^6 * 1. a b", "1 hidden passage left out, such as 'x'"),
+        ("10<span style='position:relative;top:-3pt;font-size:8pt'>6</span> 7<font style='vertical-align:-2pt;font-size:8pt'>x",
+         "10^6 7_x", ""),
+        ("<ruby>A<rp>(</rp><rt>kan</rt><rp>)</rp></ruby>b", "A(kan)b", ""),
         ("<style>a::after{content:''} ul{list-style:none}</style>A", "A", ""),
         ("<img alt=Sales src='data:image/png;base64,AAAA'>x", "![Sales]()x", "1 picture left out"),
     ]):  # fmt: skip

@@ -9,8 +9,8 @@ from urllib.parse import unquote
 from zipfile import ZipFile
 
 from .archive import stored
-from .losses import Refusal, counted
-from .web_page import COUNTERS, NUMBERS, decoded, markdown
+from .losses import Refusal, told
+from .web_page import decoded, markdown
 
 _PICTURE = re.compile(r"<(?:\w+:)?ima?ge?\b[^>]*?\s(?:\w+:)?(?:src|href)\s*=\s*[\"']([^\"'#]+)", re.IGNORECASE)
 """A picture that a chapter shows, by its path."""
@@ -38,7 +38,7 @@ def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
             for head, tag in (("Title", "title"), ("Authors", "creator"))
             if (words := [" ".join(one.itertext()).strip() for one in book.iterfind(f"{{*}}metadata/{{*}}{tag}")])
         ]
-        sheets = [archive.read(one) for one in archive.namelist() if one.lower().endswith(".css")]
+        sheets = "\n".join(decoded(archive.read(one))[0] for one in archive.namelist() if one.lower().endswith(".css"))
         chapters: list[str] = []
         missing = blank = pictures = 0
         shown: set[str] = set()
@@ -50,9 +50,8 @@ def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
                 missing += 1
                 continue
             html, encoding, wrong, _ = decoded(archive.read(entry))
-            text, _, left = markdown(html)
-            if wrong:
-                left = [f"{counted(wrong, 'character')} not in {encoding}, its encoding, left out", *left]
+            text, _, left = markdown(html, sheets)
+            left = told((wrong, f"# character* not in {encoding}, its encoding, left out")) + left
             named = (entry_of(posixpath.join(posixpath.dirname(entry), unquote(one))) for one in _PICTURE.findall(html))
             shown |= {one for one in named if one}
             losses += [f"chapter {number} ({posixpath.basename(entry)}): {line}" for line in left]
@@ -62,15 +61,11 @@ def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
                 pictures += 1
             else:
                 blank += 1
-    for number, loss in (
-        (missing, "of the spine are not in the file"), (pictures, "are pictures without text"), (blank, "have no text"),
-    ):  # fmt: skip
-        if number:
-            losses.append(f"{number} of {len(spine)} chapters {loss}")
-    if any(COUNTERS.search(decoded(sheet)[0]) for sheet in sheets):
-        losses.append(NUMBERS)
-    if shown:
-        losses.append(f"{counted(len(shown), 'picture')} left out")
+    of = f"# of {len(spine)} chapters"
+    losses += told(
+        (missing, f"{of} of the spine are not in the file"), (pictures, f"{of} are pictures without text"),
+        (blank, f"{of} have no text"), (len(shown), "# picture* left out"),
+    )  # fmt: skip
     if not spine or missing == len(spine):
         raise Refusal(f"{name} has no chapter: its spine names none that is in the file")
     return "\n\n".join([*texts, *chapters])

@@ -17,9 +17,9 @@ class Refusal(ValueError):
     """A refusal of a document whose words are complete."""
 
 
-def counted(number: int, one: str, many: str = "") -> str:
-    """A number with its noun: "1 header", "2 headers"."""
-    return f"{number} {one if number == 1 else many or f'{one}s'}"
+def told(*counts: tuple[int, str]) -> list[str]:
+    """Lines that tell how many of what is lost: "#" is the number, "*" its noun's s."""
+    return [words.replace("#", str(n)).replace("*", "s" * (n != 1)) for n, words in counts if n]
 
 
 def is_encoded(text: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 from xml.etree.ElementTree import Element
 
 W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
@@ -82,8 +82,7 @@ def value(element: Element | None, name: str) -> str | None:
     return None if one is None else one.get(VALUE)
 
 
-@dataclass
-class _Level:
+class _Level(NamedTuple):
     start: int
     form: str
     text: str | None
@@ -97,7 +96,7 @@ class Numbering:
     """Counters of a Word file's lists (ECMA-376, part 1, 17.9), which go on from paragraph to paragraph."""
 
     def __init__(self, root: Element | None, styles: Styles) -> None:
-        self._styles, self.unknown = styles, 0
+        self._styles, self.unknown, self.flat = styles, 0, 0
         parts = [] if root is None else root.findall(f"{W}abstractNum")
         self._lists = {one.get(f"{W}abstractNumId"): one for one in parts}
         self._nums = {} if root is None else {one.get(f"{W}numId"): one for one in root.findall(f"{W}num")}

@@ -9,15 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from .losses import Refusal, counted
-from .pdf_marks import Box, DrawnNumbers, letters_of
+from .losses import Refusal, told
+from .pdf_marks import GUTTER, Box, Piece, marked, pieces_of
 from .pdf_pictures import pictures_of
 from .right_to_left import LETTER, in_reading_order
 
 if TYPE_CHECKING:
-    from pypdfium2 import PdfDocument, PdfPage, PdfTextPage
+    from pypdfium2 import PdfDocument, PdfPage
 
 HYPHEN = "\ufffe"
 """PDFium's mark for one at the end of a line, whose next line it has joined."""
@@ -26,18 +26,8 @@ _UNKNOWN = r"[\x00-\x08\x0e-\x1f\x7f-\x9f\ue000-\uf8ff\ufffd]"
 """Characters that a font draws and has no Unicode for."""
 _MORE = re.compile(rb"\d\s+\d+\s+obj\b|\bxref\b|startxref")
 """Beginning of what a cut file still holds after the %%EOF of its earlier state."""
-GUTTER = 6.0
-"""Points between two columns, at least."""
 ROWS, WIDE = 4, 18
 """Rows that two columns have together, at least, and letters of their lines: those of a table are shorter."""
-
-
-class Piece(NamedTuple):
-    """A part of a line that is drawn at once: its box, its first character, and the one after its last."""
-
-    box: Box
-    first: int
-    end: int
 
 
 def pdf_text(data: bytes, name: str, losses: list[str]) -> str:
@@ -70,21 +60,15 @@ def pdf_text(data: bytes, name: str, losses: list[str]) -> str:
             raise Refusal(f"{name} has no text on its {len(pages)} pages: run OCR first, such as ocrmypdf")
         # A page's number alone, such as "- 7 -" or "iv", is not its text.
         blank = sum(not re.search(_LETTER, re.sub(r"\b[ivxlc]+\b", "", page)) for page in pages)
-        if blank:
-            losses.append(
-                f"{blank} of {len(pages)} pages have no text but numbers: run OCR, such as ocrmypdf, if they are scanned"
-            )
-        if unknown := sum(len(re.findall(_UNKNOWN, page)) for page in pages):
-            where = next(number for number, page in enumerate(pages, 1) if re.search(_UNKNOWN, page))
-            losses.append(f"{counted(unknown, 'character')} without Unicode, the first on page {where}: run OCR")
-        if document.get_formtype() == FORMTYPE_XFA_FULL:
-            losses.append("its form (XFA) is left out: print it to PDF")
-        if pictures:
-            losses.append(f"{counted(pictures, 'picture')} left out")
-        if drawings:
-            losses.append(f"drawings, such as charts, on {counted(drawings, 'page')} left out")
-        if attached := document.count_attachments():
-            losses.append(f"{counted(attached, 'attached file')} left out")
+        unknown = [number for number, page in enumerate(pages, 1) for _ in re.findall(_UNKNOWN, page)]
+        where = f"# character* without Unicode, the first on page {unknown[0] if unknown else 0}: run OCR"
+        scanned = f"# of {len(pages)} pages have no text but numbers: run OCR, such as ocrmypdf, if they are scanned"
+        losses += told((blank, scanned), (len(unknown), where))
+        losses += told(
+            (document.get_formtype() == FORMTYPE_XFA_FULL, "its form (XFA) is left out: print it to PDF"),
+            (pictures, "# picture* left out"), (drawings, "drawings, such as charts, on # page* left out"),
+            (document.count_attachments(), "# attached file* left out"),
+        )  # fmt: skip
     return _joined(pages)
 
 
@@ -125,25 +109,15 @@ def _page(document: PdfDocument, page: PdfPage) -> str:
         shown.close()
         page.set_rotation(turn)
         shown = page.get_textpage()
-    letters = letters_of(shown, turn)
-    rtl = any(LETTER.match(letter) for letter, _ in letters)
-    edits = [] if rtl else DrawnNumbers(shown, letters, turn).edits()
-
-    def said(first: int = 0, end: int = len(letters)) -> str:
-        """The text of some characters, with the marks among them."""
-        text, at = "", first
-        for start, stop, mark in edits:
-            if first <= start and stop <= end:
-                text += (shown.get_text_range(at, start - at) if start > at else "") + mark
-                at = stop
-        return text + (shown.get_text_range(at, end - at) if end > at else "")
-
-    text = _ordered(shown, letters, said)
-    if not text:
-        text = in_reading_order(shown, said()) if rtl and not turn else said()
+    text = shown.get_text_range()
+    if LETTER.search(text):
+        text = text if turn else in_reading_order(shown, text)
+    else:
+        pieces = marked(pieces_of(shown, turn))
+        text = _ordered(pieces) or "".join(one.gap + one.text for one in pieces)
     shown.close()
     notes = "\n".join(_annotations(document, page))
-    text = text.replace("\r\n", "\n")
+    text = text.replace("\r\n", "\n").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     text = re.sub("[\ufb00-\ufb06]", lambda ligature: unicodedata.normalize("NFKC", ligature[0]), text)
     return f"{text.rstrip()}\n\n{notes}" if notes else text
 
@@ -183,55 +157,20 @@ def _words(ask: Callable[..., int]) -> str:
 # ---- columns ---------------------------------------------------------------------------------------------------------
 
 
-def _ordered(shown: PdfTextPage, letters: list[tuple[str, Box]], said: Callable[[int, int], str]) -> str:
+def _ordered(pieces: list[Piece]) -> str:
     """The text of a page of columns that it draws row by row; '' where it draws none so."""
-    pieces = _pieces(shown, letters)
     rows = _rows([piece.box for piece in pieces])
-    if sum(len(row) > 1 for row in rows) < ROWS:
-        return ""
-    lines = _columns(rows, pieces, said)
-    if lines is None:
-        return ""
-    return re.sub(rf"(?<={_LETTER})[-{HYPHEN}]\n(?={_LETTER})", HYPHEN, "\n".join(lines))
+    lines = _columns(rows, pieces) if sum(len(row) > 1 for row in rows) >= ROWS else None
+    return re.sub(rf"(?<={_LETTER})[-{HYPHEN}]\n(?={_LETTER})", HYPHEN, "\n".join(lines or []))
 
 
-def _pieces(shown: PdfTextPage, letters: list[tuple[str, Box]]) -> list[Piece]:
-    """What a page draws at once of its lines, in its order; in pieces where letters are farther from each other than they are
-    high, as at the gutter of columns whose lines are drawn as one."""
-    import pypdfium2.raw as pdfium
-
-    pieces: list[Piece] = []
-    drawn, line = None, True  # the object that drew the last letter, and whether a line has begun since
-    for number, (letter, box) in enumerate(letters):
-        if letter.isspace():
-            line = line or letter in "\r\n"
-            continue
-        by = ctypes.cast(pdfium.FPDFText_GetTextObject(shown, number), ctypes.c_void_p).value
-        last = pieces[-1].box if pieces else box
-        if line or by != drawn or box[0] - last[2] > max(GUTTER, last[3] - last[1]):
-            pieces.append(Piece(box, number, number + 1))
-        else:
-            pieces[-1] = Piece(_around(last, box), pieces[-1].first, number + 1)
-        drawn, line = by, False
-    return pieces
-
-
-def _row(row: list[int], pieces: list[Piece], said: Callable[[int, int], str]) -> str:
+def _row(row: list[int], pieces: list[Piece]) -> str:
     """The text of pieces side by side, which may be parts of one word."""
-    text = ""
-    for number, after in enumerate(parts := [pieces[n] for n in row]):
-        if number:
-            before = parts[number - 1]
-            blank = re.search(r"\s", said(before.end, after.first)) if after.first > before.end else None
-            near = after.box[0] - before.box[2] < 0.25 * (before.box[3] - before.box[1])
-            text += " " * (blank is not None or not near)
-        text += said(after.first, after.end)
-    return text.strip()
-
-
-def _around(box: Box, other: Box) -> Box:
-    """The smallest box that holds both."""
-    return min(box[0], other[0]), min(box[1], other[1]), max(box[2], other[2]), max(box[3], other[3])
+    text = pieces[row[0]].text
+    for before, after in pairwise(pieces[n] for n in row):
+        near = not re.search(r"\s", after.gap) and after.box[0] - before.box[2] < 0.25 * before.height
+        text += " " * (not near) + after.text
+    return text
 
 
 def _rows(boxes: list[Box]) -> list[list[int]]:
@@ -247,7 +186,7 @@ def _rows(boxes: list[Box]) -> list[list[int]]:
     return rows
 
 
-def _columns(rows: list[list[int]], pieces: list[Piece], said: Callable[[int, int], str]) -> list[str] | None:
+def _columns(rows: list[list[int]], pieces: list[Piece]) -> list[str] | None:
     """Lines of a page, column after column where rows have a gutter in common and read like prose; None where none have."""
     lines, at, known = [], 0, False
     while at < len(rows):
@@ -256,13 +195,13 @@ def _columns(rows: list[list[int]], pieces: list[Piece], said: Callable[[int, in
             [part for row in rows[at:end] if (part := [n for n in row if (pieces[n].box[0] >= middle) == right])]
             for right in (False, True)
         ]
-        if end - at >= ROWS and all(_prose([_row(row, pieces, said) for row in side]) for side in sides):
+        if end - at >= ROWS and all(_prose([_row(row, pieces) for row in side]) for side in sides):
             known = True
             for side in sides:
-                lines += _columns(side, pieces, said) or [_row(row, pieces, said) for row in side]
+                lines += _columns(side, pieces) or [_row(row, pieces) for row in side]
             at = end
         else:
-            lines.append(_row(rows[at], pieces, said))
+            lines.append(_row(rows[at], pieces))
             at += 1
     return lines if known else None
 

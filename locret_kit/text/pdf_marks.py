@@ -1,160 +1,189 @@
-"""Marks for numbers of a PDF that stand higher or lower than their line: exponents, marks of notes, stacked fractions."""
+"""What a PDF draws, piece by piece, with marks for what stands higher or lower than its line: powers, notes, fractions."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+import math
+import re
+from typing import TYPE_CHECKING, NamedTuple
 
-from .raised import marks
+from .raised import fraction, marks
 
 if TYPE_CHECKING:
     from pypdfium2 import PdfTextPage
 
 Box = tuple[float, float, float, float]
 """Left, bottom, right and top, in points."""
-Edit = tuple[int, int, str]
-"""The first of some characters, the one after the last, and what stands in their place."""
-SMALL = 0.92
-"""Height of a raised or lowered number, at most, as a share of its line's."""
+GUTTER = 6.0
+"""Points between two columns, at least."""
+SMALL = (0.4, 0.92)
+"""Height of a raised or lowered text, as a share of its line's: what is smaller stands beside a large initial."""
 HIGHER, LOWER = (0.1, 0.9), (-0.6, -0.04)
-"""How much higher and lower numbers stand, as shares of their line's height."""
-APART = 0.3
-"""Space between the digits of a number, at most, as a share of their height."""
-SIGNS = "+-\u2212"
+"""How much higher and lower they stand, as shares of their line's height."""
+APART, NEAR = 0.3, 0.15
+"""Space between two numbers, and between two words, at least, as a share of their height."""
+
+SCRIPT = re.compile(r"[^\s\u2e80-\uffff]{1,20}")
+"""A text that may be raised or lowered: in Chinese or Japanese it is a smaller word, mostly."""
+BEFORE = re.compile(r".*[\w)\]}.,;:?!%*'\"\u2018-\u201d]", re.DOTALL)
+"""What a raised or lowered text stands beside."""
 
 
-def turned(box: Box, turn: int) -> Box:
+class Piece(NamedTuple):
+    """A part of a line that is drawn at once: its box, its base line, its font's size, its text, and the blanks before it."""
+
+    box: Box
+    base: float
+    height: float
+    text: str
+    gap: str = ""
+
+    def joined(self, other: Piece, text: str) -> Piece:
+        """A piece with another one, and its text."""
+        a, b = self.box, other.box
+        return self._replace(box=(min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])), text=text)
+
+
+def turned(left: float, bottom: float, right: float, top: float, turn: int) -> Box:
     """A box on a page that is turned by ``turn`` degrees."""
-    left, bottom, right, top = box
-    return {
-        0: box, 90: (bottom, -right, top, -left), 180: (-right, -top, -left, -bottom), 270: (-top, left, -bottom, right)
-    }[turn]  # fmt: skip
+    for _ in range(turn // 90):
+        left, bottom, right, top = bottom, -right, top, -left
+    return left, bottom, right, top
 
 
-def letters_of(shown: PdfTextPage, turn: int) -> list[tuple[str, Box]]:
-    """The characters of a page, with their boxes, as high as the font is."""
+def pieces_of(shown: PdfTextPage, turn: int) -> list[Piece]:
+    """What a page draws at once of its lines, in its order; in pieces where words are farther from each other than they are
+    high, as at the gutter of columns whose lines are drawn as one."""
     import pypdfium2.raw as pdfium
 
-    found, letters = pdfium.FS_RECTF(), []
-    for number in range(shown.count_chars()):
-        pdfium.FPDFText_GetLooseCharBox(shown, number, found)
-        box = turned((found.left, found.bottom, found.right, found.top), turn)
-        letters.append((chr(pdfium.FPDFText_GetUnicode(shown, number)), box))
-    return letters
+    text, count = shown.get_text_range(), shown.count_chars()
+    whole = len(text) == count  # else some have no Unicode
+    text = text if whole else "".join(chr(pdfium.FPDFText_GetUnicode(shown, at)) for at in range(count))
+    raw, found = shown.raw, pdfium.FS_RECTF()
+    x, y = ctypes.c_double(), ctypes.c_double()
+    address = ctypes.cast(pdfium.FPDFText_GetTextObject, ctypes.c_void_p).value or 0
+    drawn_by = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(address)
+    page, matrix, size = ctypes.cast(raw, ctypes.c_void_p), pdfium.FS_MATRIX(), 0.0
 
+    def box(at: int) -> Box:
+        pdfium.FPDFText_GetLooseCharBox(raw, at, found)
+        return turned(found.left, found.bottom, found.right, found.top, turn)
 
-class DrawnNumbers:
-    """The places of a page's characters, and the marks that these ask for."""
-
-    def __init__(self, shown: PdfTextPage, letters: list[tuple[str, Box]], turn: int) -> None:
-        self._shown, self._turn = shown, turn
-        self._text, self._boxes = "".join(letter for letter, _ in letters), [box for _, box in letters]
-
-    def edits(self) -> list[Edit]:
-        """Changes of the text, in its order."""
-        edits: list[Edit] = []
-        text, at, base = self._text, 0, -1  # the last character that stands on the line
-        while at < len(text):
-            if text[at] in "\r\n":
-                base = -1
-            elif not text[at].isspace():
-                end = self._number(at)
-                change = self._change(base, at, end) if base >= 0 and end > at else None
-                if change is not None:
-                    edits += change[0]
-                    at = change[1]
-                    continue
-                if text[max(0, at - 1) : at + 1].isdecimal() and at > 0 and self._apart(at):
-                    edits.append((at, at, " "))
-                base = at
-            at += 1
-        return edits
-
-    def _number(self, at: int) -> int:
-        """The end of the number that begins at a character, all of it in one place; the character itself where none does."""
-        text, end = self._text, at + (self._text[at : at + 1] in [*SIGNS])
-        if end >= len(text):
-            return at
-        (_, bottom, _, top) = self._boxes[at]
-        while end < len(text) and (
-            text[end].isdecimal() or (text[end] in ".," and end > at and text[end + 1 : end + 2].isdecimal())
-        ):
-            (_, low, _, high) = self._boxes[end]
-            if abs(low - bottom) + abs(high - top) > 0.1 * (top - bottom):
-                break
-            end += 1
-        return end if text[at:end].strip(SIGNS) else at
-
-    def _change(self, base: int, at: int, end: int) -> tuple[list[Edit], int] | None:
-        """The changes for a number that stands off the line of ``base``, and where the text goes on; None where it does not."""
-        text, boxes = self._text, self._boxes
-        high, tall = self._height(at), self._height(base)
-        if not tall or (high >= SMALL * tall and abs(boxes[at][1] - boxes[base][1]) < HIGHER[0] * tall):
-            return None
-        rise, small = self._rise(base, at), high < SMALL * tall
-        before = text[at - 1]
-        if HIGHER[0] < rise < HIGHER[1]:
-            below = self._next(end)
-            stop = self._number(below) if below < len(text) else below
-            if stop > below > end and LOWER[0] < self._rise(base, below) < 0 and self._above(at, end, below, stop):
-                edits, rest = self._rest(base, stop)
-                return [(at, at, " " * before.isdecimal()), (end, below, "/"), *edits], rest
-            if small and text[below : below + 1] in ("/", "\u2044") and self._height(below + 1) < SMALL * tall:
-                return [(at, at, " " * before.isdecimal()), (end, below, "")], max(self._number(below + 1), below + 1)
-        if not small or not (HIGHER[0] < rise < HIGHER[1] or LOWER[0] < rise < LOWER[1]):
-            return None
-        first = at
-        while text[first - 1].isspace():
-            first -= 1
-        if boxes[at][0] - boxes[first - 1][2] > 0.5 * tall or (first < at and rise < 0):
-            return None
-        edits, rest = self._rest(base, end)
-        after = text[end : end + 1]
-        begin, close = marks("^" if rise > 0 else "_", text[at:end], text[first - 1], after)
-        return [(first, at, begin), (end, end, close), *edits], rest
-
-    def _apart(self, at: int) -> bool:
+    def apart(at: int) -> bool:
         """Whether a digit is no part of the number before it, by its place."""
-        gap = self._boxes[at][0] - self._boxes[at - 1][2]
-        return not -self._height(at) < gap < APART * self._height(at)
+        if not text[at - 1 : at + 1].isdecimal() or at == 0:
+            return False
+        before, after = box(at - 1), box(at)
+        return not before[1] - before[3] < after[0] - before[2] < APART * (after[3] - after[1])
 
-    def _rest(self, base: int, end: int) -> tuple[list[Edit], int]:
-        """The change that joins what follows to its line, where PDFium begins a new one there, and where the text goes on."""
-        after = self._next(end)
-        if after == end or after == len(self._text) or "\n" not in self._text[end:after]:
-            return [], end
-        if abs(self._rise(base, after)) > HIGHER[0] or self._boxes[after][0] < self._boxes[end - 1][2] - 1:
-            return [], end
-        apart = " " in self._text[end:after] or self._boxes[after][0] - self._boxes[end - 1][2] > 0.15 * self._height(
-            base
-        )
-        return [(end, after, " " * apart)], after
+    pieces: list[Piece] = []
+    end, last = 0, None  # where the last word ended, and the object that drew it
+    for word in re.finditer(r"\S+", text):
+        first = word.start()
+        drawn = drawn_by(page, first)
+        while first < word.end():
+            by, stop = drawn, first + 1
+            while stop < word.end() and (drawn := drawn_by(page, stop)) == by and not apart(stop):
+                stop += 1
+            if by != last:
+                pdfium.FPDFText_GetMatrix(raw, first, matrix)
+                size = pdfium.FPDFText_GetFontSize(raw, first) * math.hypot(matrix.c, matrix.d)
+            pdfium.FPDFText_GetCharOrigin(raw, first, x, y)
+            base = turned(x.value, y.value, 0, 0, turn)[1]
+            said = text[first:stop] if whole else shown.get_text_range(first, stop - first)
+            one = Piece(box(first), base, size, said, " " if apart(first) else text[end:first])
+            one = one if stop == first + 1 else one.joined(one._replace(box=box(stop - 1)), one.text)
+            if by == last and "\n" not in one.gap and one.box[0] - pieces[-1].box[2] <= max(GUTTER, pieces[-1].height):
+                pieces[-1] = pieces[-1].joined(one, pieces[-1].text + one.gap + one.text)
+            elif said:
+                pieces.append(one)
+                last = by
+            first = end = stop
+    return pieces
 
-    def _next(self, at: int) -> int:
-        """The next character from a place on that is drawn."""
-        while at < len(self._text) and self._text[at].isspace():
-            at += 1
-        return at
 
-    def _above(self, at: int, end: int, below: int, stop: int) -> bool:
-        """Whether one number stands above another one."""
-        left, right = (
-            max(self._boxes[at][0], self._boxes[below][0]),
-            min(self._boxes[end - 1][2], self._boxes[stop - 1][2]),
-        )
-        return right - left > 0.3 * (self._boxes[at][2] - self._boxes[at][0])
+def marked(pieces: list[Piece]) -> list[Piece]:
+    """Pieces with the raised and lowered ones in those that they stand beside, as text with marks."""
+    out: list[Piece] = []
+    base, at = None, 0  # the last piece that stands on the line
+    while at < len(pieces):
+        one = pieces[at]
+        end, text = _level(pieces, at)
+        last = out[-1] if out else one
+        mark = _place(one, base, last)
+        if base and mark and text:
+            before, near = last.text[-1], one.box[0] - last.box[2] < NEAR * base.height
+            below, under = _level(pieces, end) if end < len(pieces) else (end, "")
+            slash = mark == "^" and end + 1 < len(pieces) and pieces[end].text in ("/", "\u2044")
+            if slash and pieces[end + 1].height < SMALL[1] * base.height:
+                below, under = _level(pieces, end + 1)
+            elif not (under and mark in "^o" and _under(pieces[at:end], pieces[end:below], base)) or (
+                near and re.match(r"[^\W\d]|[)\]]", before)
+            ):
+                under = ""
+            if under and (mark == "^" or (text + under).isdecimal()):
+                text, end = " " * (before.isdecimal() or not near) + fraction(text, under), below
+            elif mark != "o" and BEFORE.fullmatch(last.text):
+                after = pieces[end].text[0] if end < len(pieces) and not pieces[end].gap else ""
+                begin, close = marks(mark, text, before, after)
+                text = begin + text + close if begin else " " * (" " in one.gap) + text
+            else:
+                text = ""
+            if text:
+                for other in pieces[at:end]:
+                    last = last.joined(other, last.text)
+                out[-1] = last._replace(text=last.text + text)
+                at = end
+                continue
+        if base and last is not base and abs(one.base - base.base) < HIGHER[0] * base.height:  # back on the line
+            space = one.box[0] - last.box[2]
+            if "\n" in one.gap and space > -1:
+                one = one._replace(gap=" " * (" " in one.gap or space > NEAR * base.height))
+        if (
+            not mark and len(text) in (1, 2, 3) and (one.gap or not at) and end < len(pieces)
+        ):  # a note's number before the note
+            after, right = pieces[end], pieces[end - 1].box[2]
+            here = after._replace(box=(one.box[0], 0, one.box[0], 0))
+            if abs(after.box[0] - right) < 0.5 * after.height and _place(one, here, here) == "^":
+                begin, close = marks("^", text, "", after.text[0])
+                one = one.joined(pieces[end - 1], begin + text + close)
+                pieces[end] = after._replace(gap="" if "\n" in after.gap else after.gap)
+                at = end - 1
+        base = one
+        out.append(one)
+        at += 1
+    return out
 
-    def _height(self, at: int) -> float:
-        at = min(at, len(self._boxes) - 1)
-        return self._boxes[at][3] - self._boxes[at][1]
 
-    def _rise(self, base: int, at: int) -> float:
-        """How much higher than another character's one's base line is, as a share of the other one's height."""
-        return (self._base_line(at) - self._base_line(base)) / self._height(base)
+def _level(pieces: list[Piece], at: int) -> tuple[int, str]:
+    """The end of the pieces that stand beside one at its height, and their text; '' where they are more than a word."""
+    first, text, end = pieces[at], pieces[at].text, at + 1
+    while end < len(pieces):
+        one, last = pieces[end], pieces[end - 1]
+        space, shift = one.box[0] - last.box[2], abs(one.base - first.base) + abs(one.height - first.height)
+        if "\n" in one.gap or shift > 0.2 * first.height or not -NEAR < space / first.height < APART:
+            break
+        text, end = text + one.text, end + 1
+    return end, text if SCRIPT.fullmatch(text) else ""
 
-    def _base_line(self, at: int) -> float:
-        import pypdfium2.raw as pdfium
 
-        x, y = ctypes.c_double(), ctypes.c_double()
-        pdfium.FPDFText_GetCharOrigin(self._shown, at, x, y)
-        return turned((x.value, y.value, x.value, y.value), self._turn)[1]
+def _place(one: Piece, base: Piece | None, last: Piece) -> str:
+    """How a piece stands beside its line, whose last piece is ``last``: "^" or "_", "o" off it and as large, else ''."""
+    if base is None or not base.height:
+        return ""
+    tall = base.height
+    rise, size = (one.base - base.base) / tall, one.height / tall
+    left = one.box[0]
+    if not base.box[2] - 0.1 * tall <= left <= last.box[2] + 0.5 * tall:
+        return "o" if HIGHER[0] < rise < HIGHER[1] and 0 < left - last.box[2] < 2 * tall else ""
+    if not SMALL[0] < size < SMALL[1]:
+        return "o" if HIGHER[0] < rise < HIGHER[1] and size < 1.1 else ""
+    return "^" if HIGHER[0] < rise < HIGHER[1] else "_" if LOWER[0] < rise < LOWER[1] else ""
+
+
+def _under(above: list[Piece], below: list[Piece], base: Piece) -> bool:
+    """Whether pieces stand under other ones, and the line runs between them."""
+    left, right = max(above[0].box[0], below[0].box[0]), min(above[-1].box[2], below[-1].box[2])
+    wide = min(part[-1].box[2] - part[0].box[0] for part in (above, below))
+    rise = (below[0].base - base.base) / base.height
+    return right - left > 0.5 * wide and 1.5 * LOWER[0] < rise < 0

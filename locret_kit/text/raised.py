@@ -25,3 +25,8 @@ def marks(mark: str, script: str, before: str, after: str) -> tuple[str, str]:
         return "", ""
     simple = re.fullmatch(r"[+\-\u2212\u2013]?\w+(?:[.,]\w+)*", bare) and not after.isalnum()
     return (mark, "") if simple else (f"{mark}(", ")")
+
+
+def fraction(above: str, below: str) -> str:
+    """A stacked fraction in a line: 1/2, (a+b)/2."""
+    return "/".join(one if one.isalnum() else f"({one})" for one in (above.strip(), below.strip()))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import codecs
 import re
 from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from .losses import Refusal, counted, missing
+from .losses import Refusal, missing, told
 from .numbering import formed, integer
 from .raised import marks
 
@@ -49,12 +50,18 @@ _STYLED = (
     ("upper-alpha", "upperLetter"), ("upper-latin", "upperLetter"), ("lower-roman", "lowerRoman"), ("upper-roman", "upperRoman"),
 )  # fmt: skip
 """Forms of a list's numbers, by its style."""
-COUNTERS = re.compile(
-    rf"\bcounters?\(|list-style[\w-]*\s*:[^;}}]*({'|'.join(style for style, _ in _STYLED)}|\w+-greek|\")"
-)
+COUNTERS = re.compile(r"\bcounters?\(|list-style[\w-]*\s*:[^;}]*(\w+-greek|\")")
 """Numbers that a style sheet makes."""
+_LOOK = re.compile(
+    r"vertical-align\s*:\s*(?:super|sub|text-|-?[\d.])|(?<![\w-])top\s*:|line-through|display\s*:\s*none"
+    r"|list-style[\w-]*\s*:",
+)
+"""What a style sheet says where it raises, lowers, strikes out or hides text, or numbers lists."""
+MOST = 300
+"""Rules of style sheets that are looked at, at most."""
 NUMBERS = "numbers that its style sheet makes, of lists or headings, left out"
 _HIDDEN = re.compile(r"(?:^|;)\s*(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.IGNORECASE)
+_SHIFTED = re.compile(r"(?:vertical-align\s*:\s*|(?<![\w-])(?=top))(text-\w+|-?[\d.]*[1-9]|top\s*:\s*-?[\d.]*[1-9])")
 _STRUCK = re.compile("line-through", re.IGNORECASE)
 
 
@@ -67,8 +74,7 @@ def page_text(data: bytes, name: str, losses: list[str]) -> str:
     html, encoding, wrong, named = decoded(data)
     if wrong and not named:
         raise Refusal(f"{name} names no encoding and is not UTF-8: save it as UTF-8")
-    if wrong:
-        losses.append(f"{counted(wrong, 'character')} not in {encoding}, the encoding that it names, left out")
+    losses += told((wrong, f"# character* not in {encoding}, the encoding that it names, left out"))
     text, title, left = markdown(html)
     losses += left
     if title and missing([(title, [title])], text) and text:
@@ -114,14 +120,20 @@ def _bytewise(encoding: str) -> bool:
         return False
 
 
-def markdown(html: str) -> tuple[str, str, list[str]]:
-    """A page as Markdown, its title, and its losses."""
+def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
+    """A page as Markdown, its title, and its losses; ``sheets`` are the style sheets beside it."""
     import markdownify  # noqa: F401  # the first import, by whose name the extra is found
     from bs4 import BeautifulSoup, CData, NavigableString  # isort: skip
 
     page = BeautifulSoup(_prepared(html), "lxml")
     title = " ".join(page.title.get_text().split()) if page.title else ""
-    sheets = any(COUNTERS.search(sheet.get_text()) for sheet in page("style"))
+    sheets += "".join(sheet.get_text() for sheet in page("style"))
+    rules = (rule.rpartition("{") for rule in sheets.split("}") if _LOOK.search(rule))
+    for selector, _, look in islice(rules, MOST):
+        with suppress(Exception):  # a selector of something else than elements
+            for one in page.select(re.split("[{;]", selector)[-1].strip()):
+                if one.name == "span" or "display" not in look:  # a page may show other parts, once it runs
+                    one["style"] = f"{look};{one.get('style', '')}"
     for code in page(["script", "style", "template", "head"]):
         code.extract()
     hidden = [
@@ -146,23 +158,14 @@ def markdown(html: str) -> tuple[str, str, list[str]]:
         text = _converter().convert_soup(shown).strip()
     except RecursionError:
         text = shown.get_text("\n", strip=True)
-    losses = []
-    if lost := missing(((one, [one]) for one in strings), text):
-        losses.append(f"{counted(len(lost), 'passage')} left out, such as {' '.join(lost[0].split())[:40]!r}")
-    if lost := missing(((one, [one]) for one in fields if one.strip()), text):
-        losses.append(f"{counted(len(lost), 'field')} of a form left out, such as {lost[0][:40]!r}")
-    if frames:
-        losses.append(f"{counted(frames, 'frame')} with other pages left out")
-    if hidden:
-        losses.append(
-            f"{counted(len(hidden), 'hidden passage')} left out, such as {' '.join(hidden[0].split())[:40]!r}"
-        )
-    if sheets:
-        losses.append(NUMBERS)
-    if pictures:
-        losses.append(f"{counted(pictures, 'picture')} left out")
-    if gone:
-        losses.append(f"{counted(gone, 'picture')} that it names not in the file")
+    passages, typed = (missing(((one, [one]) for one in many if one.strip()), text) for many in (strings, fields))
+    losses = [
+        f"{line}, such as {' '.join(lost[0].split())[:40]!r}"
+        for lost, what in ((passages, "passage*"), (typed, "field* of a form"), (hidden, "hidden passage*"))
+        for line in told((len(lost), f"# {what} left out"))
+    ]
+    losses += told((frames, "# frame* with other pages left out"), (bool(COUNTERS.search(sheets)), NUMBERS))
+    losses += told((pictures, "# picture* left out"), (gone, "# picture* that it names not in the file"))
     return text, title, losses
 
 
@@ -184,9 +187,9 @@ def _converter() -> Any:
 def _respell(element: Tag) -> None:
     """Write a part of a line as the element whose look its style gives it."""
     style = str(element.get("style", ""))
-    place = re.search(r"vertical-align\s*:\s*(super|sub)\b", style)
+    place = re.search(r"vertical-align\s*:\s*(super|sub)\b", style) or ("font-size" in style and _SHIFTED.search(style))
     if place:
-        element.name = place[1].removesuffix("er")
+        element.name = "sub" if re.match(r"sub|text-bottom|-?top\s*:\s*\d|-[\d.]", place[1]) else "sup"
     elif element.name == "strike" or _STRUCK.search(style):
         element.name = "s"
     else:
@@ -213,6 +216,11 @@ def _write_places(page: BeautifulSoup) -> None:
     """Write into the text what a page says by places: raised, lowered, fractions, roots."""
     from bs4 import Tag
 
+    for bracket in page("rp"):
+        bracket.extract()
+    for reading in page("rt"):
+        reading.insert(0, "(")
+        reading.append(")")
     for fraction in page("mfrac"):
         top, *rest = fraction(True, recursive=False)
         for part in (top, *rest):
@@ -270,14 +278,16 @@ def _write_numbers(items: Tag) -> None:
     if items.name == "ul":
         return
     entries = items("li", recursive=False)
-    style = str(items.get("style", ""))
+    style = str(items.get("style", "")).lower()
     form = next((form for name, form in _STYLED if name in style), _FORMS.get(str(items.get("type", "")), "decimal"))
     step = -1 if items.has_attr("reversed") else 1
     number = integer(items.get("start"), len(entries) if step < 0 else 1)
     for entry in entries:
         number = integer(entry.get("value"), number)
+        own = _FORMS.get(str(entry.get("type", "")), form)
+        bare = re.search(r"list-style[\w-]*\s*:[^;]*\b(?:none|disc)", f"{entry.get('style', '') or style}")
         if not entry.get("locret-label"):
-            entry["locret-label"] = formed(number, _FORMS.get(str(entry.get("type", "")), form)) + "."
+            entry["locret-label"] = "*" if bare else formed(number, own) + "."
         number += step
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from io import BytesIO
@@ -12,7 +13,7 @@ from xml.etree.ElementTree import Element
 from zipfile import ZIP_STORED, ZipFile
 
 from .archive import stored
-from .losses import counted, missing
+from .losses import missing, told
 from .numbering import VALUE, Numbering, Styles, W, formed, integer, on, value
 from .web_page import markdown
 
@@ -53,7 +54,7 @@ def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
     import mammoth
     from defusedxml.ElementTree import fromstring
 
-    out, texts, files, linked, wild, hidden = BytesIO(), [], 0, 0, 0, 0
+    out, texts, files, linked, wild, hidden, flat = BytesIO(), [], 0, 0, 0, 0, 0
     with ZipFile(stored(data, name, limit)) as archive, ZipFile(out, "w", ZIP_STORED) as copy:
         entries = archive.namelist()
 
@@ -81,7 +82,7 @@ def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
                         del one.attrib[key]
                 if _name(root) in READ:
                     part = ElementTree.tostring(root, "utf-8", xml_declaration=True)
-                    wild += numbering.unknown
+                    wild, flat = wild + numbering.unknown, flat + numbering.flat
                     notes += root.iter(f"{W}sectPr")
                 texts.append((called, root))
             elif entry.endswith(".rels"):
@@ -90,23 +91,22 @@ def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
             copy.writestr(entry, part)
     made = mammoth.convert_to_html(out, style_map="u => u", convert_image=mammoth.images.img_element(_picture))
     text, _, lines = markdown(_numbered_notes(made.value, notes))
-    lost: dict[str, int] = {}
+    lost: Counter[str] = Counter()
     for called, root in texts:
-        several = called in ("comment", "note", "passage")  # others are one thing, in as many passages as they like
-        pieces = [passages for one in (root if several else [root]) if (passages := list(_passages(one)))]
-        number = sum(bool(missing(one, text)) for one in pieces) if called != "passage" else 0
-        number += len(missing((one for each in pieces for one in each), text)) if called == "passage" else 0
-        lost[called] = lost.get(called, 0) + number
-    losses += [f"{counted(number, called)} left out" for called, number in lost.items() if number]
+        if called == "passage":
+            lost[called] += len(missing(_passages(root), text))
+        else:  # a comment or a note is one thing, and so are whole parts
+            things = root if called in ("comment", "note") else [root]
+            lost[called] += sum(bool(missing(list(_passages(one)), text)) for one in things)
+    losses += told(*((number, f"# {called}* left out") for called, number in lost.items()))
     losses += [line for line in lines if "picture" in line]  # what else is lost is counted by Word's parts
     symbols = sum("w:sym" in message.message for message in made.messages) + len(re.findall("[\ue000-\uf8ff]", text))
-    for number, words in (
-        (hidden, counted(hidden, "hidden passage")), (wild, counted(wild, "automatic number") + " (some in digits instead)"),
-        (symbols, counted(symbols, "symbol") + " without Unicode"), (files, counted(files, "file") + " within it"),
-        (linked, counted(linked, "part") + " that it links to"),
-    ):  # fmt: skip
-        if number:
-            losses.append(f"{words} left out")
+    losses += told(
+        (hidden, "# hidden passage* left out"), (flat, "# equation* without its form"),
+        (symbols, "# symbol* without Unicode left out"),
+        (wild, "# automatic number* or equation fields (some in digits) left out"), (files, "# file* within it left out"),
+        (linked, "# part* that it links to left out"),
+    )  # fmt: skip
     return text
 
 
@@ -145,6 +145,13 @@ def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
     Returns:
         the number of passages that are hidden, which it no longer has.
     """
+    for ruby in root.iter(f"{W}ruby"):
+        for reading in ruby.findall(f"{W}rt"):  # drawn above its word, and said behind it
+            ruby.remove(reading)
+            ruby.append(reading)
+            for at, bracketed in ((0, "({}"), (-1, "{})")):
+                for word in list(reading.iter(f"{W}t"))[at:][:1]:
+                    word.text = bracketed.format(word.text)
     for element in root.iter():
         if isinstance(element.tag, str):
             if element.tag == f"{W}cr" or element.tag == f"{W}br":
@@ -178,7 +185,10 @@ def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
     for equation in list(root.iter(f"{MATH}oMath")):
         above = parents[equation]
         run = Element(f"{W}r")
-        ElementTree.SubElement(run, f"{W}t", {BLANK: "preserve"}).text = _latex(equation)
+        latex = _latex(equation)
+        numbering.flat += not latex
+        words = " ".join(one.text or "" for one in equation.iter(f"{MATH}t"))
+        ElementTree.SubElement(run, f"{W}t", {BLANK: "preserve"}).text = latex or f" {words} "
         block = _name(above) == "oMathPara"
         above[list(above).index(equation)] = run
         if block:
@@ -193,9 +203,15 @@ def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
 def _prepare_runs(root: Element, styles: Styles, numbering: Numbering) -> int:
     """Make runs say by themselves what their styles say: raised, lowered, struck out, hidden. The number of hidden ones."""
     hidden, before = 0, False
+    named = {
+        run: value(paragraph.find(f"{W}pPr"), "pStyle")
+        for paragraph in root.iter(f"{W}p")
+        for run in paragraph.iter(f"{W}r")
+    }
     for run in root.iter(f"{W}r"):
         own = run.find(f"{W}rPr")
-        chain = [own, *(style.find(f"{W}rPr") for style in styles.chain(value(own, "rStyle")))]
+        given = [*styles.chain(value(own, "rStyle")), *styles.chain(named.get(run) or styles.default)]
+        chain = [own, *(style.find(f"{W}rPr") for style in given)]
         words = run.findall(f"{W}t")
         if next((gone for one in chain if (gone := on(one, "vanish")) is not None), False):
             for word in words:
@@ -220,18 +236,24 @@ def _prepare_runs(root: Element, styles: Styles, numbering: Numbering) -> int:
             at = integer(value(field, "result") or value(field, "default"))
             ElementTree.SubElement(run, f"{W}t").text = choices[at] if at < len(choices) else ""
         for code in run.iter(f"{W}instrText"):
-            numbering.unknown += bool(re.match(r"\s*(LISTNUM|AUTONUM)", code.text or ""))
+            numbering.unknown += bool(re.match(r"\s*(LISTNUM|AUTONUM|EQ\b)", code.text or ""))
     return hidden
 
 
 def _number(root: Element, numbering: Numbering) -> None:
     """Write automatic numbers before their paragraphs, which are then in no list of the converter's."""
     again = {id(one) for choice in root.iter(f"{SAME}Choice") for one in choice.iter(f"{W}p")}
+    begun: Element | None = None  # a paragraph that goes on with the next one, as its mark was deleted
     for paragraph in root.iter(f"{W}p"):
         mark = paragraph.find(f"{W}pPr/{W}rPr")
-        gone = mark is not None and (on(mark, "vanish") or any(_name(one) in ("del", "moveFrom") for one in mark))
-        place = None if gone or id(paragraph) in again else numbering.of(paragraph)
+        deleted = mark is not None and any(_name(one) in ("del", "moveFrom") for one in mark)
+        gone = deleted or on(mark, "vanish") or id(paragraph) in again
+        place = None if gone else numbering.of(paragraph)
         label = place and numbering.label(*place)
+        if deleted:
+            begun = paragraph if begun is None else begun
+            continue
+        start, begun = paragraph if begun is None else begun, None
         if label is None:
             continue
         properties = paragraph.find(f"{W}pPr")
@@ -245,7 +267,7 @@ def _number(root: Element, numbering: Numbering) -> None:
             ElementTree.SubElement(none, W + name, {VALUE: "0"})
         run = Element(f"{W}r")
         ElementTree.SubElement(run, f"{W}t", {BLANK: "preserve"}).text = label
-        paragraph.insert(list(paragraph).index(properties) + 1, run)
+        start.insert(start.find(f"{W}pPr") is not None, run)
 
 
 def _above(element: Element, parents: dict[Element, Element]) -> Iterator[Element]:
@@ -257,43 +279,18 @@ def _above(element: Element, parents: dict[Element, Element]) -> Iterator[Elemen
 
 
 def _latex(equation: Element) -> str:
-    """An equation as LaTeX, or in a line where it has a form that the converter does not know."""
+    """An equation as LaTeX; '' where it has a form that the converter does not know."""
     from markitdown.converter_utils.docx.math.omml import oMath2Latex
 
+    for fraction in equation.iter(f"{MATH}f"):
+        if fraction.find(f"{MATH}fPr") is None:
+            fraction.insert(0, Element(f"{MATH}fPr"))
     words = [one.text or "" for one in equation.iter(f"{MATH}t")]
     try:
         latex = str(oMath2Latex(equation).latex)
     except Exception:  # it raises whatever it stumbles over
-        latex = ""
-    return f" {_linear(equation)} " if missing([("\n".join(words), words)], latex) else f"${latex}$"
-
-
-def _linear(element: Element) -> str:
-    """An equation in a line: 10^6, (a+b)/2."""
-    parts = [(_name(one), _linear(one)) for one in element]
-    said, name = dict(parts), _name(element)
-
-    def grouped(part: str) -> str:
-        text = said.get(part, "")
-        return text if text.isalnum() or not text else f"({text})"
-
-    if name == "f":
-        return f"{grouped('num')}/{grouped('den')}"
-    if name == "rad":
-        return f"{said.get('deg', '')}\u221a({said.get('e', '')})"
-    if name in ("d", "mr", "m"):
-        text = ("; " if name == "m" else ", ").join(text for part, text in parts if part in ("e", "mr"))
-        return f"({text})" if name != "mr" else text
-    scripts = "".join(
-        mark + grouped(part) for part, mark in (("sub", "_"), ("sup", "^"), ("lim", "_")) if said.get(part)
-    )
-    if scripts:
-        return f"{scripts}{said.get('e', '')}" if name in ("nary", "sPre") else f"{said.get('e', '')}{scripts}"
-    line, plain = (element.text or "" if name == "t" else ""), True
-    for part, text in parts:  # a form that is not known keeps its numbers apart
-        apart = line[-1:].isdecimal() and text[:1].isdecimal() and not (plain and part == "r")
-        line, plain = line + " " * apart + text, part == "r"
-    return line
+        return ""
+    return "" if missing([("\n".join(words), words)], latex) else f"${latex}$"
 
 
 def _passages(root: Element) -> Iterable[tuple[str, list[str]]]:
