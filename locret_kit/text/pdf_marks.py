@@ -142,12 +142,12 @@ def marked(pieces: list[Piece]) -> list[Piece]:
         if (
             not mark and len(text) in (1, 2, 3) and (one.gap or not at) and end < len(pieces)
         ):  # a note's number before the note
-            after, right = pieces[end], pieces[end - 1].box[2]
-            here = after._replace(box=(one.box[0], 0, one.box[0], 0))
-            if abs(after.box[0] - right) < 0.5 * after.height and _place(one, here, here) == "^":
-                begin, close = marks("^", text, "", after.text[0])
+            follower, right = pieces[end], pieces[end - 1].box[2]
+            here = follower._replace(box=(one.box[0], 0, one.box[0], 0))
+            if abs(follower.box[0] - right) < 0.5 * follower.height and _place(one, here, here) == "^":
+                begin, close = marks("^", text, "", follower.text[0])
                 one = one.joined(pieces[end - 1], begin + text + close)
-                pieces[end] = after._replace(gap="" if "\n" in after.gap else after.gap)
+                pieces[end] = follower._replace(gap="" if "\n" in follower.gap else follower.gap)
                 at = end - 1
         base = one
         out.append(one)
