@@ -5,7 +5,7 @@
     python scripts/decoders.py 'qwen3*' --size heads=6 kv_heads=3 head_dim=24 layers=6 --rows -
 
 A row runs in a process of its own: what crashes, never ends or answers wrongly is said so, and the others go on. The checks are
-those of ``tests/tiny_decoders/checks.py``; the exit code is 1 where a verdict is neither right nor a refusal.
+those of ``tests/support/tiny_decoders/checks.py``; the exit code is 1 where a verdict is neither right nor a refusal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT)]
 if __name__ == "__main__":  # the libraries read these as they are imported
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 # One thread a process: OpenMP's threads do not survive `os.fork`, and a forked process would wait for them forever.
 os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it once, so here; torch.set_num_threads fails in threads of a fork
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import interpreted  # noqa: F401  (before any other module imports Triton, whose own functions are decorated then too)
 import pytest
 import torch
 from hypothesis import settings
+from import_graph import changed_since, tests_that_reach
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal: a shell's background job ignores it
 settings.register_profile("locret", deadline=None, derandomize=True)  # the same examples on every machine, however slow
@@ -40,12 +41,20 @@ SETS = 2
 
 def pytest_addoption(parser):
     parser.addoption("--fast", action="store_true", help="run a sample of the tests")
+    parser.addoption("--changed", nargs="?", const="HEAD", help="run the files that reach what differs from a commit")
+
+
+def pytest_configure(config):
+    commit = config.getoption("--changed")
+    config.reaching = None if commit is None else tests_that_reach(changed_since(commit))
 
 
 def pytest_ignore_collect(collection_path, config):
+    if not collection_path.name.startswith("test_"):
+        return None
     names = {name.partition("::")[0] for name in (*WHOLE, *SAMPLED)}
-    is_test = collection_path.name.startswith("test_")
-    return True if config.getoption("--fast") and is_test and collection_path.stem not in names else None
+    left_out = config.getoption("--fast") and collection_path.stem not in names
+    return True if left_out or (config.reaching is not None and collection_path not in config.reaching) else None
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,6 +1,6 @@
 """Memory of a run, predicted from a transformers configuration alone: integers in, bytes out, no tensor allocated.
 
-Weights, heads and cache are exact. The phases follow what the code keeps alive, storage by storage; ``tests/test_plan.py``
+Weights, heads and cache are exact. The phases follow what the code keeps alive, storage by storage; ``tests/config/test_plan.py``
 counts the same on PyTorch's meta device for the ``locret`` policy. A fused attention kernel is assumed: where PyTorch needs
 an explicit mask (on a CPU), ``chunk * rows`` elements and its scratch come on top. Scratch of attention statistics and of
 selecting stays below that of rotating the keys and is not a phase here; what a score remembers beside its queries

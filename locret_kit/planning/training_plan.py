@@ -46,8 +46,8 @@ class TrainSetting:
 def plan_training(backbone: BackboneSizes, setting: TrainSetting) -> Plan:
     """Memory of one step: a forward of the frozen backbone in which one head of one sample at a time holds a graph.
 
-    ``tests/test_plan_train.py`` measures whole steps on a CPU in float32: the prediction is within 2% of the peak. A CPU's
-    matrix products take scratch in bfloat16, of up to twice their output, which is not counted.
+    ``tests/training/test_plan_train.py`` measures whole steps on a CPU in float32: the prediction is within 2% of the peak. A
+    CPU's matrix products take scratch in bfloat16, of up to twice their output, which is not counted.
     """
     spec, item, T, B = backbone.spec, ITEM_BYTES[setting.dtype], setting.tokens, setting.batch
     prompt, heads = T - setting.answer, head_parameters(spec, setting.d_hidden)

@@ -9,8 +9,8 @@ Heads and backbone are two engines. The heads' engine owns AdamW (PyTorch's, off
 the backbone's, in stage 3, gathers each weight where it is used and frees it afterwards. Every process first loads the whole
 backbone into the CPU's memory.
 
-What a CPU can check is checked there with two processes over gloo (``tests/test_deepspeed.py``): curves, heads and resumed
-runs. Memory, speed, pinned buffers and NCCL need GPUs and have not been run.
+What a CPU can check is checked there with two processes over gloo (``tests/training/test_deepspeed.py``): curves, heads and
+resumed runs. Memory, speed, pinned buffers and NCCL need GPUs and have not been run.
 """
 
 from __future__ import annotations

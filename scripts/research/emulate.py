@@ -1,6 +1,6 @@
 """Tests of the compiled calls with AVX-512 and its VNNI, on a processor without them.
 
-    python scripts/research/emulate.py 64 vnni tests/test_products.py -k native
+    python scripts/research/emulate.py 64 vnni tests/kernels/test_products.py -k native
 
 ``64`` or ``32`` bytes a vector, with ``vnni`` or ``plain``, then what pytest takes. The lines for that processor are compiled for
 this one: each intrinsic is the function of SIMDe (Debian: ``libsimde-dev``; https://github.com/simd-everywhere/simde) that

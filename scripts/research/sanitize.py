@@ -1,9 +1,9 @@
 """Tests of the compiled calls under AddressSanitizer and UndefinedBehaviorSanitizer (g++ 12 or newer, with both).
 
-    python scripts/research/sanitize.py tests/test_products.py -k 'not other_processors'
+    python scripts/research/sanitize.py tests/kernels/test_products.py -k 'not other_processors'
 
-It takes what pytest takes; ``tests/test_cpu_backend.py`` and ``tests/test_cpu_decoder.py`` with ``-k 'not compiler'``. The first
-finding ends it, with its line of C++. Used on 2026-11-27.
+It takes what pytest takes; ``tests/kernels/test_cpu_backend.py`` and ``tests/runtime/test_cpu_decoder.py`` with
+``-k 'not compiler'``. The first finding ends it, with its line of C++. Used on 2026-11-27.
 """
 
 from __future__ import annotations

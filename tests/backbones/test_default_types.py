@@ -1,0 +1,143 @@
+"""What runs after ``torch.set_default_dtype`` or ``torch.set_default_device``, each in a process of its own, which may die: the
+same numbers as without. Models are made before, as by a program that loads and then changes the default; all else after."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import interpreted  # noqa: F401  (Triton's kernels run interpreted)
+import pytest
+import torch
+from forked import start, status_of
+from policy_runs import POLICIES, distinct_tokens, held
+from read_texts import text_of
+from tiny_gguf import tiny_source, write_gguf
+from tiny_heads import tiny_heads
+from tiny_models import tiny_model
+from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
+
+from locret_kernels.hadamard import hadamard
+from locret_kit import BoundedCache, Document, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.spec import spec_of
+from locret_kit.cache.saved import load_cache, save_cache
+from locret_kit.cli.eval import main as evaluate
+from locret_kit.evals.engine.result_rows import read_rows
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.session import generate
+
+DEFAULTS = ("float64", "bfloat16", "float16", "meta")
+SETTINGS = dict(chunk=13, stabilizers=4, local_len=5)
+APART = (
+    "recall", "infllm", "minference", "xattention", "rereading-locret(tokens=12,window=4,kernel=3,first=2)",
+    "snapkv(6,3) reread=passages(tokens=12)",
+)  # fmt: skip
+"""Policies that recall, read sparsely or read again."""
+EVALUATION = (
+    "tasks=[passkey]", "policies=[kvzip,random]", "budgets=[48]", "lengths=[240]", "samples=1",
+    "chunk=32", "stabilizers=4", "local_len=8", "max_new_tokens=4",
+)  # fmt: skip
+
+
+class Program:
+    """Models and files that are there before a default changes."""
+
+    def __init__(self, folder: Path) -> None:
+        wide = dict(head_dim=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=400)
+        types = torch.float32, torch.bfloat16, torch.float64
+        self.models = {str(dtype): tiny_model("llama", **wide).to(dtype) for dtype in types}
+        families = "gemma3", "phi3-longrope", "mistral-window"
+        self.models |= {family: tiny_model(family, vocab_size=400) for family in families}
+        self.model, self.tokenizer, self.ids = self.models["torch.float32"], tiny_tokenizer(), distinct_tokens(83)
+        self.file = write_gguf(folder / "tiny.gguf", tiny_source("llama"), "Q8_0")
+        self.saved, self.text = save_tiny_backbone(folder / "model"), text_of(160)
+        self.step = torch.tensor([[5]])
+        self.drawn = [torch.randn(1, heads, 5, 64, generator=torch.Generator()) for heads in (4, 2, 2)]
+
+    def last(self, model, cache) -> list[float]:
+        with attach(model), torch.inference_mode():
+            return model(input_ids=self.step, **{CACHE: cache}).logits[0, -1].float().tolist()
+
+    def run(self, model, policy: str, words: int = 83, tokens: int = 9, tokenizer=None, **more) -> list:
+        heads = self.heads if parse_policy(policy).needs_heads else None
+        self.cache = BoundedCache(24, policy, heads, prompt_length=words, **SETTINGS, **more)
+        given = tokenizer or self.tokenizer, self.ids[:words], self.cache
+        text, _ = generate(model, *given, max_new_tokens=tokens)
+        return [text, held(self.cache), self.last(model, self.cache)]
+
+    def found(self, folder: Path) -> dict[str, object]:
+        """Name -> texts, kept positions, logits and scores."""
+        with torch.device("cpu"):  # a module is made where PyTorch says
+            self.heads, spec = tiny_heads(self.model, 32), spec_of(self.model.config)
+            heads = RetainingHeads(HeadsConfig.for_backbone(spec, "tiny", 8))
+        found: dict[str, object] = {policy: self.run(self.model, policy) for policy in (*POLICIES[::3], *APART)}
+        found["scores"] = [heads[0](*self.drawn).tolist(), heads.fingerprint]
+        for policy, backend, name in product(
+            ("h2o", "locret", "compactor(block=8)"), ("reference", "cpu"), self.models
+        ):
+            if name.startswith("torch.") or policy == "h2o":
+                found[f"{policy} {backend} {name}"] = self.run(self.models[name], policy, backend=backend)
+        for policy in ("h2o", "ada-snapkv(6,3)", "locret", "recall"):
+            found[f"{policy} triton"] = self.run(self.model, policy, 40, 4, backend="triton")
+        for bits, backend, policy in product((8, 4, 2), ("reference", "cpu"), ("recall", "snapkv(6,3)")):
+            found[f"{policy} {backend} {bits}"] = self.run(self.model, policy, backend=backend, kv_bits=bits)
+        save_cache(self.cache, folder / "it.cache")
+        found["cache"] = self.last(self.model, load_cache(folder / "it.cache", self.model, self.heads))
+        for path in (self.file, self.saved):
+            model, tokenizer = load_backbone(str(path), device="cpu", dtype="float32")
+            found[path.name] = self.run(model, "h2o", tokenizer=tokenizer)
+        policy = 48, "ada-locret", self.heads
+        document = Document.read(self.model, self.tokenizer, self.text, *policy, **SETTINGS)
+        document.save(folder / "it.locret")
+        again = Document.load(folder / "it.locret", self.model, self.tokenizer, self.heads)
+        found["documents"] = [str(one.ask("What is it?", max_new_tokens=6)) for one in (document, again)]
+        assert evaluate([*EVALUATION, f"model={self.saved}", f"out={folder / 'rows'}"]) == 0
+        rows = read_rows(folder / "rows")
+        found["evaluation"] = [[row.policy, row.score, row.output, row.error] for row in rows]
+        return found
+
+
+def after(default: str, program: Program, folder: Path) -> int:
+    """Change a default and write what is found."""
+    hadamard.cache_clear()  # which another test may have filled
+    if default == "meta":
+        torch.set_default_device(default)
+    else:
+        torch.set_default_dtype(getattr(torch, default))
+    (folder / "found.json").write_text(json.dumps(program.found(folder)))
+    return 0
+
+
+def test_defaults_of_a_program_change_nothing(tmp_path):
+    program, children, found = Program(tmp_path), {}, {}
+    for default in ("float32", *DEFAULTS):
+        folder = tmp_path / default
+        folder.mkdir()
+        work = partial(after, default, program, folder)
+        children[default] = start(work, folder / "log")
+    statuses = {default: status_of(child) for default, child in children.items()}
+    for default, status in statuses.items():
+        assert status == 0, f"{default}: {(tmp_path / default / 'log').read_text()[-3000:]}"
+        found[default] = json.loads((tmp_path / default / "found.json").read_text())
+    wanted = found.pop("float32")
+    assert len({str(x) for x in wanted.values()}) > 40
+    for default, others in found.items():
+        assert [name for name in wanted if others[name] != wanted[name]] == [], default
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("policy", ["snapkv(6,3)", "ada-snapkv(6,3)", "locret", "ada-locret", "recall", "merge"])
+def test_rows_under_autocast(policy, bits):
+    """A cache has the model's type, whatever autocast makes of keys and values."""
+    if (policy, bits) == ("merge", 4):
+        return
+    model = tiny_model("llama", vocab_size=400)
+    heads = tiny_heads(model, 32) if parse_policy(policy).needs_heads else None
+    cache = BoundedCache(24, policy, heads, prompt_length=83, kv_bits=bits, **SETTINGS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        generate(model, tiny_tokenizer(), distinct_tokens(83), cache, max_new_tokens=4)
+    assert cache.get_seq_length() >= 83 and {rows.codec.dtype for rows in cache.bounded} == {torch.float32}

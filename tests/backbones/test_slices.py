@@ -1,0 +1,136 @@
+"""MLPs in slices: what they give, how many rows they see, where they are left whole, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import accelerate
+import pytest
+import torch
+from strangers import fingerprint, stranger, tokens
+from tiny_models import FAMILIES, tiny_model
+from torch import nn
+
+from locret_kit import BoundedCache, attach
+from locret_kit.backbones import slices
+from locret_kit.backbones.probe import describe
+from locret_kit.backbones.spec import decoder_of
+from locret_kit.runtime.session import prefill
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch) -> int:
+    """Slices of 7 rows, which divide no length below."""
+    monkeypatch.setattr(slices, "SLICE", 7)
+    return slices.SLICE
+
+
+def last_product(model) -> nn.Module:
+    describe(model)  # reads a few tokens, once
+    return decoder_of(model).layers[1].mlp.down_proj
+
+
+def rows_seen(module: nn.Module) -> list[int]:
+    """A list that grows by the rows of every call of ``module``."""
+    seen: list[int] = []
+    module.register_forward_hook(lambda module, args, out: seen.append(args[0].numel() // args[0].shape[-1]))
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_slices_give_what_the_whole_gives(family):
+    model, ids = tiny_model(family).double(), tokens(19, batch=2)
+    want = model(input_ids=ids).logits
+    seen = rows_seen(last_product(model))
+    with attach(model):
+        got = model(input_ids=ids).logits
+        assert seen == [7] * 5 + [3]
+        model(input_ids=ids[:, :1])
+        assert seen[6:] == [2], "a decoded token is one call"
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert torch.equal(model(input_ids=ids).logits, want)
+    assert seen[7:] == [38], "and after it the model is as it was"
+
+
+def test_a_prompt_through_a_bounded_cache(monkeypatch):
+    model, ids = tiny_model("qwen2").double(), tokens(90)[0].tolist()
+    kept = {}
+    for length in (7, 10**6):
+        monkeypatch.setattr(slices, "SLICE", length)
+        cache = BoundedCache(24, "h2o", chunk=16, prompt_length=90)
+        with attach(model):
+            logits = prefill(model, ids, cache)
+        kept[length] = logits, [cache.kept_positions(layer) for layer in range(3)]
+    torch.testing.assert_close(kept[7][0], kept[10**6][0])
+    assert all(torch.equal(a, b) for a, b in zip(kept[7][1], kept[10**6][1], strict=True))
+
+
+def test_what_had_a_forward_of_its_own_gets_it_back():
+    model = tiny_model("phi3")
+    mlps = [layer.mlp for layer in model.model.layers]
+    mlps[0].forward = own = lambda x: 2 * x
+    before = fingerprint(model)
+    with attach(model):
+        assert all("forward" in vars(mlp) for mlp in mlps)
+        torch.testing.assert_close(mlps[0](torch.arange(20.0)[:, None]), 2 * torch.arange(20.0)[:, None])
+    assert mlps[0].forward is own and ["forward" in vars(mlp) for mlp in mlps] == [True, False, False]
+    assert fingerprint(model) == before
+
+
+def test_the_dtype_and_width_are_the_mlps_own():
+    model = tiny_model("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: x[..., :5].to(torch.bfloat16)
+    with attach(model):
+        out = mlp(torch.ones(2, 9, 48))
+    assert (out.shape, out.dtype) == ((2, 9, 5), torch.bfloat16) and bool((out == 1).all())
+
+
+def test_an_mlp_of_another_form_is_left_alone():
+    model, ids = stranger("gpt_neox"), tokens(30)
+    describe(model)
+    want, seen = model(input_ids=ids).logits, rows_seen(model.gpt_neox.layers[-1].mlp)
+    with attach(model):
+        assert torch.equal(model(input_ids=ids).logits, want)
+    assert seen == [30]
+
+
+# ---- left whole ----------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_keeps_everything_anyway():
+    model = tiny_model("llama")
+    embedded, seen = model.get_input_embeddings()(tokens(30)), rows_seen(last_product(model))
+    with attach(model):
+        model(inputs_embeds=embedded.requires_grad_()).logits.sum().backward()
+        assert seen == [30] and embedded.grad.any()
+        with torch.no_grad():
+            model(inputs_embeds=embedded)
+    assert seen[1:] == [7, 7, 7, 7, 2]
+
+
+@torch.no_grad()
+def test_weights_that_come_anew_for_every_call():
+    """accelerate brings in what lies elsewhere; ZeRO-3 gathers, and then every process must call as often."""
+    model, ids = tiny_model("llama"), tokens(30)
+    want = model(input_ids=ids).logits
+    model.model.layers[1].mlp.gate_proj.weight.ds_id = 3  # as ZeRO-3 marks what it has sharded
+    seen = [rows_seen(layer.mlp.down_proj) for layer in model.model.layers]
+    with attach(model):
+        model(input_ids=ids)
+    assert [len(calls) for calls in seen] == [5, 1, 5]
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    assert model.model.layers[0].mlp.up_proj.weight.is_meta
+    with attach(model):
+        assert torch.equal(model(input_ids=ids).logits, want)
+    assert [calls[-1] for calls in seen] == [30, 30, 30]
+
+
+@torch.no_grad()
+def test_weights_that_accelerate_has_only_placed():
+    model, ids = tiny_model("llama"), tokens(30)
+    accelerate.dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+    hooked = vars(model.model.layers[0].mlp)["forward"]
+    want, seen = model(input_ids=ids).logits, rows_seen(last_product(model))
+    with attach(model):
+        torch.testing.assert_close(model(input_ids=ids).logits, want)
+    assert seen == [7, 7, 7, 7, 2] and vars(model.model.layers[0].mlp)["forward"] is hooked

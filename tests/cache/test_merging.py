@@ -1,0 +1,338 @@
+"""Merging against a definition in Python loops and float64: of one head, and of whole runs replayed token by token."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live_bytes import LiveBytes
+from policy_runs import LENGTH, backbone, held, make, recorded, run, tokens
+from strangers import stranger
+
+from locret_kit import BoundedCache, attach
+from locret_kit.backbones.handler import Softmax
+from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.spec import UnsupportedArchitecture
+from locret_kit.cache.storage.bits import check_storage
+from locret_kit.cli.infer import main
+from locret_kit.evals.engine.run_spec import check_policies
+from locret_kit.policies.grammar import describe_policies, parse_policy
+from locret_kit.policies.merging import Nearest, fold_nearest, nearest_kept
+from locret_kit.runtime.session import prefill
+
+METRICS = ("cosine", "l2")
+
+MANY = settings(max_examples=80)
+MERGING = [
+    "merge-locret", "merge-locret(metric=l2,weight=count)", "merge", "merge(base=sirllm)", "merge(base=tova,metric=l2)",
+    "merge(base=snapkv(6,3))", "merge(base=ada-locret)", "merge(base=ada-snapkv(6,3,alpha=1.0))", "merge(base=keydiff)",
+    "score=recency scope=sinks merge=nearest", "score=cis scope=stabilizers allocation=pyramid(3)+adaptive merge=nearest(l2)",
+]  # fmt: skip
+ON_THE_SCALE = {"cis": math.exp, "aas": lambda s: max(s, 1e-38), "window": lambda s: max(s, 1e-38)}
+"""What a token weighs, by its score; the others count every token as one."""
+DISTINCT = (torch.randperm(95, generator=torch.Generator().manual_seed(0)) + 2).tolist()
+"""Ids of which no two are the same: equal ids have equal keys in the first layer, and rounding would break the ties."""
+
+
+# ---- the definition -----------------------------------------------------------------------------------------------------
+
+
+def near(one: np.ndarray, other: np.ndarray, metric: str) -> float:
+    """Larger is nearer."""
+    if metric == "l2":
+        return -sum((float(a) - float(b)) ** 2 for a, b in zip(one, other, strict=True))
+    lengths = math.sqrt(sum(float(a) ** 2 for a in one)) * math.sqrt(sum(float(b) ** 2 for b in other))
+    return sum(float(a) * float(b) for a, b in zip(one, other, strict=True)) / lengths
+
+
+def folded(keys, values, weights, stay, metric: str) -> dict[int, tuple[np.ndarray, np.ndarray, float]]:
+    """Key, value and weight of every slot that stays, when each of the others has gone into the nearest of these."""
+    members = {s: [s] for s in range(len(stay)) if stay[s]}
+    for e in range(len(stay)):
+        if not stay[e] and members:
+            members[max(members, key=lambda s: (near(keys[e], keys[s], metric), s))].append(e)
+    out = {}
+    for s, those in members.items():
+        total = sum(weights[i] for i in those)
+        key, value = (sum(weights[i] * x[i] for i in those) / total for x in (keys, values))
+        out[s] = (key, value, total)
+    return out
+
+
+@st.composite
+def heads_of_slots(draw):
+    """Keys, values (float64), logarithms of weights and what stays, of one head."""
+    S, D, V = draw(st.integers(1, 24)), draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    keys, values = rng.standard_normal((S, D)) + draw(st.sampled_from([0, 3])), rng.standard_normal((S, V))
+    log_weight = rng.standard_normal(S) * draw(st.sampled_from([0.0, 1.0, 20.0]))
+    return keys, values, log_weight, rng.random(S) < draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
+
+
+@given(case=heads_of_slots(), metric=st.sampled_from(METRICS))
+@MANY
+def test_one_head_is_the_definition(case, metric):
+    keys, values, log_weight, stay = case
+    got = fold_nearest(*map(torch.from_numpy, case), metric)
+    want = folded(keys, values, np.exp(log_weight), stay, metric)
+    assert set(got.slots_R.tolist()) <= set(want)
+    for s in set(want) - set(got.slots_R.tolist()):  # slots that are left as they are have taken nothing over
+        assert want[s][2] == pytest.approx(np.exp(log_weight[s]), rel=1e-12)
+        np.testing.assert_allclose(want[s][0], keys[s], rtol=1e-12)
+    for i, s in enumerate(got.slots_R.tolist()):
+        np.testing.assert_allclose(got.keys_RD[i].numpy(), want[s][0], rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(got.values_RD[i].numpy(), want[s][1], rtol=1e-9, atol=1e-9)
+        total = math.exp(log_weight[s]) + math.exp(got.gained_R[i])
+        assert total == pytest.approx(want[s][2], rel=1e-9)
+
+
+@given(case=heads_of_slots(), metric=st.sampled_from(METRICS), shift=st.sampled_from([-500.0, 300.0]))
+@MANY
+def test_weights_are_conserved_in_any_unit(case, metric, shift):
+    """Also where their exponentials are no numbers."""
+    keys, values, log_weight, stay = map(torch.from_numpy, case)
+    got = fold_nearest(keys, values, log_weight, stay, metric)
+    far = fold_nearest(keys, values, log_weight + shift, stay, metric)
+    for name in ("slots_R", "keys_RD", "values_RD"):
+        torch.testing.assert_close(getattr(far, name), getattr(got, name), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(far.gained_R, got.gained_R + shift)
+    if stay.any():
+        after = torch.cat([log_weight[stay], got.gained_R]).logsumexp(0)
+        torch.testing.assert_close(after, log_weight.logsumexp(0))
+    assert bool(stay[got.slots_R].all()) and got.slots_R.unique().tolist() == got.slots_R.tolist()
+    if stay.all() or not stay.any():  # nothing goes, or there is nothing to go into
+        assert len(got.slots_R) == len(got.keys_RD) == len(got.values_RD) == len(got.gained_R) == 0
+
+
+@given(case=heads_of_slots(), metric=st.sampled_from(METRICS), tile=st.integers(1, 40))
+@MANY
+def test_tiles_do_not_matter(case, metric, tile):
+    keys, _, _, stay = map(torch.from_numpy, case)
+    if stay.any():
+        assert torch.equal(nearest_kept(keys, stay, metric, tile), nearest_kept(keys, stay, metric))
+
+
+def test_a_mean_lies_between_and_heavy_slots_hardly_move():
+    keys = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 1.0]])
+    values = torch.tensor([[0.0], [5.0], [8.0]])
+    stay = torch.tensor([True, True, False])
+    even = fold_nearest(keys, values, torch.zeros(3), stay)
+    assert even.slots_R.tolist() == [0] and even.keys_RD.tolist() == [[1.5, 0.5]] and even.values_RD.tolist() == [[4.0]]
+    heavy = fold_nearest(keys, values, torch.tensor([9.0, 0.0, 0.0]), stay)
+    assert float(heavy.values_RD) == pytest.approx(8 / (1 + math.exp(9)), rel=1e-4)
+
+
+def test_ties_go_to_the_newer_slot():
+    keys = torch.tensor([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0], [2.0, 0.0]])
+    stay = torch.tensor([True, True, False, True])
+    for metric in METRICS:  # the third is as far from each of the others
+        assert nearest_kept(keys, stay, metric).tolist() == [3]
+
+
+@given(metric=st.sampled_from(METRICS), seed=st.integers(0, 500))
+@MANY
+def test_a_tie_of_whole_numbers_is_exact(metric, seed):
+    """Whole numbers in the plane have many equal distances."""
+    rng = np.random.default_rng(seed)
+    keys = rng.integers(-2, 3, (14, 2)).astype(float)
+    if metric == "cosine":
+        keys = np.array([(1, 0), (0, 1), (-1, 0), (0, -1)])[rng.integers(0, 4, 14)].astype(float)
+    stay = np.arange(14) % 3 > 0
+    want = [max(np.flatnonzero(stay), key=lambda s: (near(keys[e], keys[s], metric), s)) for e in np.flatnonzero(~stay)]
+    assert nearest_kept(torch.from_numpy(keys), torch.from_numpy(stay), metric).tolist() == want
+
+
+def test_similarities_never_exist_at_once():
+    """Of 4,000 evicted and 4,000 kept keys there are 16 million; a tile has a million, and the keys take far less."""
+    keys, stay = torch.randn(8000, 8), torch.arange(8000) % 2 == 0
+    with LiveBytes() as count:
+        fold_nearest(keys, keys, torch.zeros(8000), stay)
+    assert count.peak < 4 * 4 * 2**20
+
+
+# ---- runs, replayed ---------------------------------------------------------------------------------------------------------
+
+
+def turned(keys: np.ndarray, positions, inv_freq: np.ndarray) -> np.ndarray:
+    """Keys [n, D] rotated for their positions, half-split, in float64."""
+    angle = np.asarray(positions, dtype=float)[:, None] * inv_freq
+    half = len(inv_freq)
+    low, high = keys[:, :half], keys[:, half:]
+    return np.concatenate([low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)], -1)
+
+
+@pytest.mark.parametrize("policy", MERGING)
+def test_a_run_is_the_definition(policy):
+    """After chunked prefill and evictions while decoding, every row of every head is what the loops make of the tokens."""
+    positions = ("compact", "original", "clipped(20)")[MERGING.index(policy) % 3]
+    cache, texts, evictions = recorded(policy, DISTINCT[: LENGTH + 7], positions=positions)
+    parsed = parse_policy(policy)
+    name = next((n for n in ON_THE_SCALE if type(parsed.score).__name__.lower().startswith(n)), "")
+    weigh = ON_THE_SCALE.get(name if parsed.merge.weight == "score" else "", lambda s: 1.0)
+    if type(parsed.score).__name__ in ("Ltas", "Entropy"):
+        weigh = ON_THE_SCALE["aas"]
+    merged = 0
+    for layer, (keys, values) in texts.items():
+        for h in range(keys.shape[0]):
+            slots = {t: (keys[h, t], values[h, t], 0.0) for t in range(keys.shape[1])}  # token: key, value, taken over
+            for at, scores, _, places, valid, stay in evictions:
+                if at != layer:
+                    continue
+                there = np.flatnonzero(valid[0, h])
+                token = places[0, h, there].tolist()
+                own = [weigh(float(x)) for x in scores[0, h, there]]
+                weights = [own[i] + slots[t][2] for i, t in enumerate(token)]
+                stays = stay[0, h, there].tolist()
+                after = folded(
+                    [slots[t][0] for t in token], [slots[t][1] for t in token], weights, stays, parsed.merge.metric
+                )
+                for i, t in enumerate(token):
+                    mine = slots.pop(t)
+                    if i in after:
+                        key, value, weight = after[i]
+                        slots[t] = (key, value, mine[2] + weight - weights[i])
+                        merged += weight > weights[i]
+            rows, slots = cache.bounded[layer], dict(sorted(slots.items()))
+            assert rows.head("positions", h).tolist() == list(slots)
+            want = np.array([key for key, _, _ in slots.values()])
+            if positions == "original":
+                want = turned(want, list(slots), cache.context.ropes[layer].inv_freq.double().numpy())
+            np.testing.assert_allclose(rows.head("keys", h), want, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(rows.head("values", h), [v for _, v, _ in slots.values()], rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                rows.head("absorbed", h).exp(), [w for _, _, w in slots.values()], rtol=1e-4, atol=1e-30
+            )
+    assert merged > 20
+
+
+@pytest.mark.parametrize("policy", MERGING)
+def test_budgets_stay_exact(policy):
+    cache, heads = run(policy), 2
+    assert cache.counters.evictions > 1
+    for budget, layer in zip(cache.context.budgets, held(cache), strict=True):
+        assert sum(map(len, layer)) == heads * (budget + 4)
+        if not cache.policy.ragged:
+            assert [len(head) for head in layer] == [budget + 4] * heads
+    once = run(policy, tokens(50), length=50, one_shot=True)
+    assert once.counters.evictions == 1 and sum(once.kept_rows) == 3 * (24 + 4)
+
+
+def test_the_same_tokens_stay_and_untouched_slots_are_untouched():
+    """Where the choice looks at no keys: in the first layer, whose tokens are the same, slots that took nothing over too."""
+    plain, merging = (run(policy, DISTINCT[:LENGTH]) for policy in ("streaming", "merge(base=streaming)"))
+    assert held(plain) == held(merging)
+    mine, theirs = merging.bounded[0], plain.bounded[0]
+    took = mine.slots("absorbed") > float("-inf")
+    assert took.any() and not took.all()
+    for name in ("keys", "values"):
+        same = (mine.slots(name) == theirs.slots(name)).all(-1)
+        assert torch.equal(same, ~took)
+
+
+def test_nothing_evicted_is_the_plain_cache():
+    model = backbone()
+    with attach(model), torch.no_grad():
+        logits = [prefill(model, tokens(), make(policy, LENGTH)) for policy in ("locret", "merge-locret")]
+    assert torch.equal(*logits)
+
+
+def test_a_head_that_keeps_nothing_drops_all():
+    """As an adaptive allocation without safeguard may have it."""
+    got = fold_nearest(torch.randn(5, 4), torch.randn(5, 3), torch.zeros(5), torch.zeros(5, dtype=torch.bool))
+    assert [x.shape for x in (got.slots_R, got.keys_RD, got.values_RD)] == [(0,), (0, 4), (0, 3)]
+
+
+def test_bfloat16_rounds_once():
+    """A fold is computed in float32, however many go into one slot."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(400, 8), torch.rand(400, 8)
+    cache = make("merge(base=recency,weight=count)", 1, length=400, chunk=400, local_len=0, stabilizers=0)
+    cache.bind(backbone())
+    rows = cache.bounded[0]
+    k, v = (x.bfloat16().expand(1, 2, -1, -1) for x in (keys, values))
+    rows.update(k, v)
+    cache.attend(0, torch.zeros(1, 6, 400, 8, dtype=torch.bfloat16), k, v, Softmax(1.0))
+    assert rows.rows == 1 and rows.codec.keys.dtype == torch.bfloat16
+    want = values.bfloat16().double().mean(0)
+    assert float((rows.head("values", 0)[0].double() - want).abs().max()) <= 2**-9
+
+
+@pytest.mark.parametrize("base", ["h2o", "ada-snapkv(6,3)"])
+def test_what_is_remembered_takes_four_bytes_a_slot(base):
+    plain, merging = run(base), run(f"merge(base={base})")
+    assert merging.nbytes == plain.nbytes + 4 * 3 * 2 * sum(layer.capacity for layer in plain.bounded) // 3
+
+
+def test_a_fork_goes_on_alike():
+    model, ids = backbone(), tokens()
+    with attach(model), torch.no_grad():
+        whole, first = make("merge"), make("merge", length=None)
+        want = prefill(model, ids, whole)
+        model(input_ids=torch.tensor([ids[:39]]), **{CACHE: first})
+        second = first.fork(LENGTH)
+        got = model(input_ids=torch.tensor([ids[39:]]), **{CACHE: second}).logits[0, -1]
+    assert held(second) == held(whole)
+    torch.testing.assert_close(got.float(), want.float())
+
+
+# ---- grammar and refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_the_grammar():
+    parsed = parse_policy("score=cis scope=stabilizers merge=nearest(metric=l2, weight=count)")
+    assert parsed.merge == Nearest("l2", "count") and parse_policy("score=cis").merge is None
+    assert parse_policy("merge-locret").merge == Nearest() and parse_policy("locret").merge is None
+    assert parse_policy("merge(base=ada-locret(alpha=0.2),metric=l2)").allocation.alpha == 0.2
+    lines = {line.split()[0]: line for line in describe_policies()}
+    assert "merge=nearest(metric=cosine,weight=score)" in lines["merge-locret"]
+    assert "merge=" not in lines["locret"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("score=cis merge=nearst", "merge='nearst' is unknown. Did you mean 'nearest'?"),
+        (
+            "score=cis merg=nearest",
+            "Did you mean 'merge'? Parts: score, scope, allocation, selection, merge, recall, prefill_mask, sparse, reread.",
+        ),
+        ("merge-locret(metric=cosin)", "metric=cosin must be one of: cosine, l2. Did you mean 'cosine'?"),
+        ("score=cis merge=nearest(weight=scores)", "weight=scores must be one of: score, count. Did you mean 'score'?"),
+        ("merge(base=full)", "policy=merge: base=full evicts nothing"),
+    ],
+)
+def test_errors_say_what_there_is(text, said):
+    with pytest.raises(ValueError) as caught:
+        parse_policy(text)
+    assert said in str(caught.value)
+
+
+REFUSED = {
+    "merge-locret": r"kv_bits=4 stores a slot once; policy='merge-locret' merges evicted slots into it",
+    "merge(base=ada-snapkv)": r"kv_bits=4 stores a slot once",
+}
+
+
+@pytest.mark.parametrize("policy", REFUSED)
+def test_few_bits_are_refused_before_anything_is_loaded(policy, capsys):
+    with pytest.raises(ValueError, match=REFUSED[policy]):
+        check_storage(4, parse_policy(policy))
+    with pytest.raises(ValueError, match=REFUSED[policy]):
+        make(policy, kv_bits=4)
+    with pytest.raises(ValueError, match=REFUSED[policy]):
+        check_policies(["full", "random-heads", "kvzip", policy], 4)
+    assert main([__file__, "--ckpt", "no/such/heads", "--policy", policy, "--kv-bits", "4"]) == 1
+    assert f"policy='{policy}'" in capsys.readouterr().err
+    check_policies(["full", "random-heads", policy], None)
+    with pytest.raises(ValueError, match="Did you mean 'locret'"):
+        check_policies(["locrt"], None)
+
+
+def test_keys_that_come_rotated_are_refused():
+    model = stranger("gptj")
+    with attach(model), pytest.raises(UnsupportedArchitecture, match="rotates queries and keys in a way"):
+        model(input_ids=torch.tensor([[1, 2]]), **{CACHE: BoundedCache(4, "merge", chunk=4)})

@@ -1,0 +1,289 @@
+"""Files that are not what they should be: cut, with other bits, or changed with a digest that is right. Every one is refused in
+one line that says what is wrong, or holds other numbers that index nothing; nothing is executed and no memory taken."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from live_bytes import LiveBytes
+from read_texts import REREADING, parts, read, text_of
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from tiny_models import tiny_model
+from tiny_tokenizer import tiny_tokenizer
+
+from locret_kit import BoundedCache, Document, RetainingHeads
+from locret_kit.cache.file import LARGEST, digest
+from locret_kit.cache.saved import load_cache, save_cache
+from locret_kit.policies.grammar import parse_policy
+
+SETTINGS = dict(budget=96, chunk=64, stabilizers=4, local_len=5)
+WORDS = 260
+BASES = {
+    "plain": ("llama", "h2o", dict(protect="first"), True),
+    "ragged": ("gemma3", "ada-locret", {}, True),
+    "bits": ("llama", "locret", dict(kv_bits=4), True),
+    "8 bits": ("llama", "snapkv", dict(kv_bits=8), True),
+    "without text": ("llama", "sirllm", {}, False),
+    "merging": ("llama", "merge", {}, True),
+    "remembering": ("llama", "compactor(block=8)", {}, True),
+    "recalling": ("llama", "h2o recall=blocks(size=16)", {}, True),
+    "rereading": ("llama", REREADING, {}, None),
+}
+"""Backbone, policy, further settings, and whether the text is in the file; None: a cache after an answer, no document."""
+HONEST = 4 << 20
+"""Bytes of tensors that the largest of these caches and its checks take."""
+
+
+@cache
+def base(name: str) -> bytes:
+    """A saved document."""
+    import tempfile
+
+    family, policy, settings, text = BASES[name]
+    document = read(family, policy, text_of(WORDS), **SETTINGS, **settings)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "base.locret"
+        if text is None:
+            answer = document.ask("Who came in?", max_new_tokens=3)
+            assert str(answer) and answer.cache.reread_positions
+            save_cache(answer.cache, path)
+        else:
+            document.save(path, text=text, names={"model": "tiny"})
+        return path.read_bytes()
+
+
+def load(name: str, path: Path) -> Document | BoundedCache:
+    family, policy, _, text = BASES[name]
+    model, tokenizer, heads = parts(family)
+    needed = heads if parse_policy(policy).needs_heads else None
+    if text is None:
+        return load_cache(path, model, needed)
+    return Document.load(path, model, tokenizer, needed)
+
+
+@dataclass
+class Body:
+    """A file taken apart."""
+
+    record: dict
+    tensors: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, data: bytes) -> Body:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return cls(json.loads(header["__metadata__"]["locret_kit"]), load_tensors(data))
+
+    def file(self, *, again: bool = True) -> bytes:
+        """The file, its digest made again or left as it is."""
+        record = dict(self.record)
+        if again:
+            record.pop("digest", None)
+            record["digest"] = digest(record, self.tensors)
+        tensors = {name: tensor.clone().contiguous() for name, tensor in self.tensors.items()}
+        return save_tensors(tensors, {"locret_kit": json.dumps(record)})
+
+
+def refused(name: str, path: Path, data: bytes, *words: str) -> None:
+    """The file is refused in one line that has one of the words, and takes no memory."""
+    path.write_bytes(data)
+    with LiveBytes() as alive, pytest.raises((ValueError, OSError)) as error:
+        load(name, path)
+    said = str(error.value)
+    assert alive.peak <= HONEST + 4 * len(data) and len(said) < 700 and said.isprintable(), said
+    assert str(path) in said and (not words or any(word in said.replace(str(path), "") for word in words)), (
+        words,
+        said,
+    )
+
+
+class Harmful:
+    """Runs code where a file is unpickled."""
+
+    ran = False
+
+    def __reduce__(self) -> tuple:
+        return exec, ("import test_saved_faults; test_saved_faults.Harmful.ran = True",)
+
+
+def test_what_is_cut_or_has_another_bit_is_refused(tmp_path):
+    lot, path = random.Random(19), tmp_path / "text.locret"
+    for name in ("plain", "bits", "rereading"):
+        data = base(name)
+        size = int.from_bytes(data[:8], "little")
+        for n in (0, 1, 7, 8, 9, size // 2, size + 7, size + 8, size + 9, len(data) - 1, lot.randrange(len(data))):
+            refused(name, path, data[:n])
+        for n in (0, 1, size - 1, size + 1, LARGEST, LARGEST + 1, 2**31, 2**62, 2**64 - 1):
+            refused(name, path, n.to_bytes(8, "little") + data[8:])
+        for n in (9, size // 2, size + 9, *(lot.randrange(len(data)) for _ in range(12))):
+            refused(name, path, data[:n] + bytes([data[n] ^ 1 << lot.randrange(8)]) + data[n + 1 :])
+        body = Body.of(data)
+        body.tensors["layers.0.keys" if name != "bits" else "layers.0.key_codes"][..., 0] += 1
+        refused(name, path, body.file(again=False), "digest")
+    foreign = save_tensors({"weight": torch.zeros(4)}, {"format": "pt"})
+    for other in (pickle.dumps(Harmful()), lot.randbytes(4096), base("plain") + b"\0" * 64, foreign):
+        refused("plain", path, other)
+    assert not Harmful.ran
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_tensors_of_another_shape_and_indices_out_of_range_are_refused(name, tmp_path):
+    """With a digest that is right. Axes that are of any length may be shorter."""
+    body, path = Body.of(base(name)), tmp_path / "text.locret"
+    last_of_all = {key.split(".")[-1]: key for key in body.tensors}  # a layer's last tensor of each name
+    for last, key in last_of_all.items():
+        tensor, words = body.tensors[key], (*key.split("."), "hash", "document", "store")
+        new = {"retyped": tensor.to(torch.float16 if tensor.dtype != torch.float16 else torch.float32)}
+        new |= {"an axis more": tensor[None], "a number": tensor.new_zeros(())}
+        if last not in ("sketch", "attention"):  # as many as there were
+            new["cut"] = tensor[..., :-1].contiguous()
+        if last in ("positions", "group", "lengths", "ids", "reread_positions"):
+            new["below"], new["above"] = tensor.clone(), tensor.clone()
+            new["below"].view(-1)[-1], new["above"].view(-1)[-1] = -2, torch.iinfo(tensor.dtype).max
+        if last == "group":
+            new["of no group"] = tensor.clone()
+            new["of no group"].view(-1)[0] = -1
+        for changed in new.values():
+            refused(name, path, Body(body.record, {**body.tensors, key: changed}).file(), *words)
+        renamed = {n if n != key else f"{key}x": x for n, x in body.tensors.items()}
+        refused(name, path, Body(body.record, renamed).file(), *words, f"{key}x")
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_other_numbers_are_the_files_own(name, tmp_path):
+    """What indexes nothing may be anything: the answer is nonsense, or it is said that logits are not finite."""
+    body, path = Body.of(base(name)), tmp_path / "text.locret"
+    for key, tensor in body.tensors.items():
+        if tensor.is_floating_point() and key.startswith("layers."):
+            body.tensors[key] = torch.full_like(tensor, float("nan"))
+    path.write_bytes(body.file())
+    loaded = load(name, path)
+    if isinstance(loaded, Document):
+        try:
+            loaded.ask("Who came in?", max_new_tokens=3)
+        except (ValueError, FloatingPointError) as error:
+            assert "\n" not in str(error)
+
+
+def test_fields_of_a_record_that_cannot_be_are_refused(tmp_path):
+    path = tmp_path / "text.locret"
+    for where, value in {
+        "version": 2, "dtype": "int8", "batch": 2, "layers.0.rows": 2**31, "layers.0.seen": -1, "layers.0.tail": 64,
+        "layers.1.seen": 7, "layers.0.scaling": float("inf"), "layers.0.more": 1, "settings.budget": 0, "settings.chunk": "x",
+        "settings.kv_bits": 3, "settings.store_bits": 4, "settings.more": 1, "counters.evictions": "x", "pins": [[3]],
+        "prompt_length": 1.5, "model.weights": "0", "parts.score": "h2o", "ropes": [], "document": {}, "policy": "nothing",
+        "heads": None, "created": "yesterday",
+    }.items():  # fmt: skip
+        body = Body.of(base("bits"))
+        *outer, last = (int(key) if key.isdigit() else key for key in where.split("."))
+        at = body.record
+        for key in outer:
+            at = at[key]
+        at[last] = value
+        refused("bits", path, body.file(), *where.split("."), "finite", "JSON", "tokens", "roll")
+    huge = Body.of(base("plain"))
+    huge.record["settings"] |= {"budget": 2**31 - 1}
+    refused("plain", path, huge.file())
+
+
+def test_settings_of_an_earlier_file_are_read(tmp_path):
+    """Its settings have a store's bits, which none has any more."""
+    body, path = Body.of(base("recalling")), tmp_path / "text.locret"
+    assert body.record["version"] == 1 and body.record["settings"]["store_bits"] is None
+    path.write_bytes(body.file())
+    assert load("recalling", path).cache.host_nbytes
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    import os
+
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "folder", tmp_path / "pipe", Path("/dev/zero"), tmp_path / "none"):
+        with pytest.raises((ValueError, OSError), match=str(path)) as error:
+            load("plain", path)
+        assert "\n" not in str(error.value)
+
+
+def test_a_pool_in_a_folder_is_not_looked_for(tmp_path):
+    """The file names a folder; nothing of it is opened."""
+    body = Body.of(base("merging"))
+    body.record["policy"] = f"h2o merge=lococo(pool={tmp_path})"
+    (tmp_path / "config.json").write_text("{")
+    path = tmp_path / "mutant.locret"
+    path.write_bytes(body.file())
+    with pytest.raises(ValueError, match="has its pool in a folder of the machine that wrote the file: pass policy="):
+        load("merging", path)
+
+
+# ---- another model, tokenizer, heads, rotation or policy ---------------------------------------------------------------
+
+
+def written(tmp_path: Path, name: str) -> Path:
+    path = tmp_path / "text.locret"
+    path.write_bytes(base(name))
+    return path
+
+
+def test_another_model_tokenizer_or_heads_are_refused_with_the_first_difference(tmp_path):
+    model, tokenizer, heads = parts("llama")
+    path = written(tmp_path, "bits")
+    others = {
+        "model.weights": (tiny_model("llama", seed=1, vocab_size=400).double(), tokenizer, heads),
+        "model.config.rms_norm_eps: 1e-06 in the file, 0.001 here": (
+            tiny_model("llama", vocab_size=400, rms_norm_eps=1e-3).double(), tokenizer, heads,
+        ),
+        "model.config.model_type": (tiny_model("qwen2", vocab_size=400).double(), tokenizer, heads),
+        "rope_theta: 10000.0 in the file, 500000.0 here": (
+            tiny_model("llama", vocab_size=400, rope_parameters={"rope_type": "default", "rope_theta": 5e5}).double(),
+            tokenizer, heads,
+        ),
+        "heads": (model, tokenizer, RetainingHeads(heads.config).double()),
+        "pass heads=": (model, tokenizer, None),
+    }  # fmt: skip
+    template = tiny_tokenizer()
+    template.chat_template += " "
+    words = tiny_tokenizer()
+    words.add_tokens(["harbour"])
+    others |= {
+        "tokenizer.template": (model, template, heads),
+        "tokenizer.vocabulary": (model, words, heads),
+    }
+    for said, (other, tokens, own) in others.items():
+        with pytest.raises(ValueError, match=said):
+            Document.load(path, other, tokens, own)
+    with pytest.raises(ValueError, match="parts.score: .* in the file, .* here"):
+        Document.load(path, model, tokenizer, heads, policy="h2o")
+    again = tiny_model("llama", vocab_size=400).double()  # the same by content
+    assert Document.load(path, again, tokenizer, heads).tokens
+
+
+def test_another_factor_of_longrope_is_refused(tmp_path):
+    """64 tokens and more are rotated by the long factors; a file that says so of the short ones is refused, and so is one
+    whose prompt's length asks for others."""
+    model, tokenizer = tiny_model("phi3-longrope", vocab_size=400).double(), tiny_tokenizer()
+    document = Document.read(model, tokenizer, text_of(WORDS), 96, "h2o", chunk=32, positions="original")
+    document.save(tmp_path / "long.locret")
+    assert Document.load(tmp_path / "long.locret", model, tokenizer).tokens == document.tokens
+    body = Body.of((tmp_path / "long.locret").read_bytes())
+    rope = body.record["ropes"][0]
+    changes = [
+        ("ropes\\[0\\].inv_freq\\[1\\]", lambda record: rope["inv_freq"].__setitem__(1, rope["inv_freq"][1] * 1.1)),
+        ("ropes\\[0\\].scaling", lambda record: rope.__setitem__("scaling", 1.5)),
+        ("ropes\\[0\\]", lambda record: record.__setitem__("prompt_length", 40)),
+    ]
+    for said, change in changes:
+        new = Body(deepcopy(body.record), body.tensors)
+        rope = new.record["ropes"][0]
+        change(new.record)
+        (tmp_path / "mutant.locret").write_bytes(new.file())
+        with pytest.raises(ValueError, match=said):
+            Document.load(tmp_path / "mutant.locret", model, tokenizer)

@@ -1,0 +1,294 @@
+"""Files of documents and caches between processes: whole after a kill and a full disk, exact in another process, small."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from forked import start, status_of
+from read_texts import QUESTIONS, SETTINGS, kept, parts, read, text_of
+from tiny_models import tiny_model
+from tiny_tokenizer import tiny_tokenizer
+
+from locret_kit import BoundedCache, Document, attach, files
+from locret_kit.backbones.releases import CACHE
+from locret_kit.cache import file
+from locret_kit.cache.saved import load_cache, save_cache
+from locret_kit.cache.saved_record import DTYPES
+from locret_kit.files import write_text
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.session import Sampling, decode, prefill
+
+STORAGES = {
+    "plain": ("h2o", {}),
+    "ragged": ("ada-locret", {}),
+    "4 bits": ("locret", dict(kv_bits=4)),
+    "2 bits": ("snapkv(6,3)", dict(kv_bits=2)),
+}
+HERE = Path(__file__).parent
+
+
+ASKING = """
+import json, sys, torch
+from read_texts import parts, kept, QUESTIONS
+from locret_kit import Document
+from locret_kit.policies.grammar import parse_policy
+found = []
+for family, policy, path in json.loads(sys.argv[1]):
+    model, tokenizer, heads = parts(family)
+    document = Document.load(path, model, tokenizer, heads if parse_policy(policy).needs_heads else None)
+    for question in QUESTIONS:
+        answer = document.ask(question, max_new_tokens=6)
+        words, layers, names = str(answer), answer.cache.bounded, ("keys", "values", "scores")
+        rows = [layer.slots(name).flatten().tolist() for layer in layers for name in names]
+        found.append([words, kept(answer.cache), [[number.hex() for number in row] for row in rows]])
+json.dump(found, open(sys.argv[2], "w"))
+"""
+
+
+def test_another_process_answers_exactly_alike(tmp_path):
+    """One policy a storage, the families in turn."""
+    cases, expected = [], []
+    for number, (policy, settings) in enumerate(STORAGES.values()):
+        family = ("llama", "gemma3")[number % 2]
+        document = read(family, policy, text_of(260), **SETTINGS, **settings)
+        document.save(tmp_path / f"{number}.locret")
+        cases.append((family, policy, str(tmp_path / f"{number}.locret")))
+        for question in QUESTIONS:
+            answer = document.ask(question, max_new_tokens=6)
+            words = str(answer)
+            rows = [
+                x.slots(name).flatten().tolist() for x in answer.cache.bounded for name in ("keys", "values", "scores")
+            ]
+            expected.append([words, kept(answer.cache), [[number.hex() for number in x] for x in rows]])
+    paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+    command = [sys.executable, "-c", ASKING, json.dumps(cases), tmp_path / "found.json"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True)
+    assert json.loads((tmp_path / "found.json").read_text()) == expected
+
+
+@pytest.mark.skipif(os.name != "posix", reason="forks and signals")
+def test_a_kill_while_saving_leaves_a_whole_file(tmp_path):
+    """20 processes are killed at random moments of a save; the next save takes their leftovers away."""
+    path, (model, tokenizer, _) = tmp_path / "text.locret", parts("llama")
+    document = read("llama", "h2o", text_of(1000), **{**SETTINGS, "budget": 1200})
+    document.save(path)
+    expected, lot, left = kept(document.cache), random.Random(0), 0
+
+    def save_for_ever(said: int) -> int:
+        while True:
+            document.title += "x"
+            document.save(path)
+            os.write(said, b"x")
+
+    for _ in range(20):
+        heard, said = os.pipe()
+        child = start(lambda said=said: save_for_ever(said), tmp_path / "log")
+        os.close(said)
+        assert os.read(heard, 1), (tmp_path / "log").read_text()  # saved once
+        os.close(heard)
+        time.sleep(lot.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        assert status_of(child) == -signal.SIGKILL
+        document = Document.load(path, model, tokenizer)
+        assert kept(document.cache) == expected
+        left += len(list(tmp_path.iterdir())) > 2
+    assert left, "none was killed in the middle"
+    assert document.title.endswith("x")
+    document.save(path)
+    assert {one.name for one in tmp_path.iterdir()} == {path.name, "log"}
+
+
+def test_leftovers_of_this_machine_go_and_those_of_others_stay(tmp_path, monkeypatch):
+    """Containers of one host name have process numbers of their own."""
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    monkeypatch.setattr("locret_kit.files._running", lambda pid: pid == 7)
+    here = files._place()
+    assert re.fullmatch("node-[0-9a-f]{8}", here)
+    other = here.replace("node-", "node-2-"), here[:-1] + ("0" if here[-1] != "0" else "1")
+    owners = (f"{here}-8", f"{other[0]}-9", f"{here}-7", *(f"{owner}-8" for owner in other), "node-8", "node-x")
+    names = [f".a.locret.0123abcd.{owner}.partial" for owner in owners]
+    for name in names:
+        (tmp_path / name).touch()
+    os.utime(tmp_path / names[1], (0, 0))
+    write_text(tmp_path / "b", "words")
+    assert {path.name for path in tmp_path.iterdir()} == {"b", *names[2:]}
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+    """Half of the bytes are written, then none."""
+    path = tmp_path / "text.locret"
+    document = read("llama", "h2o", text_of(), **SETTINGS)
+    document.save(path)
+    before = path.read_bytes()
+
+    def full(target: Path, data: bytes) -> None:
+        with target.open("wb") as file:
+            file.write(data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=rf"cannot write {path} \(.* MiB free\): No space left") as error:
+        document.save(path)
+    assert "\n" not in str(error.value)
+    assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_file_is_little_more_than_its_cache(storage, tmp_path):
+    """At most 1.1 times the bytes of the cache's buffers, of a text that fills them, and the ids."""
+    policy, settings = STORAGES[storage]
+    document = read("gemma3", policy, text_of(900), **{**SETTINGS, "budget": 256}, **settings)
+    document.save(tmp_path / "text.locret")
+    ids = 4 * document.tokens
+    assert (tmp_path / "text.locret").stat().st_size <= 1.1 * document.cache.nbytes + ids
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_loaded_file_is_saved_as_it_was(storage, tmp_path, monkeypatch):
+    policy, settings = STORAGES[storage]
+    monkeypatch.setattr(time, "gmtime", lambda: time.struct_time((2026, 1, 2, 3, 4, 5, 0, 0, 0)))
+    document = read("gemma3", policy, text_of(), **SETTINGS, **settings)
+    model, tokenizer, heads = parts("gemma3")
+    for text in (True, False):
+        document.save(tmp_path / "a.locret", text=text)
+        loaded = Document.load(tmp_path / "a.locret", model, tokenizer, heads if "locret" in policy else None)
+        loaded.save(tmp_path / "b.locret", text=text)
+        loaded.save(tmp_path / "a.locret", text=text)  # over itself
+        assert (tmp_path / "a.locret").read_bytes() == (tmp_path / "b.locret").read_bytes()
+        again = Document.load(tmp_path / "b.locret", model, tokenizer, heads if "locret" in policy else None)
+        question = QUESTIONS[0]
+        assert str(again.ask(question, max_new_tokens=4)) == str(loaded.ask(question, max_new_tokens=4))
+
+
+# ---- other dtypes and devices ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["h2o", "locret", "sirllm", "expected-attention(future=9)", "compactor(block=8)"])
+def test_rows_of_a_narrower_dtype_are_taken_where_that_is_asked(policy, tmp_path):
+    """A wider file is always refused: its rows would be rounded."""
+    tokenizer, heads = tiny_tokenizer(), parts()[2] if parse_policy(policy).needs_heads else None
+    models = {
+        name: tiny_model("llama", vocab_size=400).to(dtype) for name, dtype in DTYPES.items() if name != "float16"
+    }
+    for model in models.values():  # frequencies stay in float32, as from_pretrained leaves them
+        model.model.rotary_emb = tiny_model("llama", vocab_size=400).model.rotary_emb
+    for narrow, wide in (("float32", "float64"), ("bfloat16", "float32")):
+        paths = {}
+        for name in (narrow, wide):
+            document = Document.read(models[name], tokenizer, text_of(), 48, policy, heads, chunk=64)
+            document.save(paths.setdefault(name, tmp_path / name))
+        with pytest.raises(ValueError, match=f"dtype: {narrow} in the file, {wide} here: --force takes"):
+            Document.load(paths[narrow], models[wide], tokenizer, heads)
+        loaded = Document.load(paths[narrow], models[wide], tokenizer, heads, force=True)
+        rows = Document.load(paths[narrow], models[narrow], tokenizer, heads).cache
+        for mine, theirs in zip(loaded.cache.bounded, rows.bounded, strict=True):
+            for name in ("keys", "values", "scores", "positions"):
+                assert torch.equal(mine.slots(name).double(), theirs.slots(name).double())
+            assert mine.codec.keys.dtype == DTYPES[wide]
+        assert str(loaded.ask(QUESTIONS[0], max_new_tokens=4)) is not None
+        for force in (False, True):
+            with pytest.raises(ValueError, match=f"dtype: {wide} in the file, {narrow} here$"):
+                Document.load(paths[wide], models[narrow], tokenizer, heads, force=force)
+
+
+def test_a_model_without_its_weights_is_refused(tmp_path):
+    document = read("llama", "h2o", text_of(), **SETTINGS)
+    document.save(tmp_path / "text.locret")
+    model = tiny_model("llama", vocab_size=400).double().to("meta")
+    with pytest.raises(ValueError, match="put off their device have no fingerprint: load the model without offload"):
+        Document.load(tmp_path / "text.locret", model, tiny_tokenizer())
+
+
+@pytest.mark.parametrize("kv_bits", [None, 4])
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+def test_a_cache_of_a_prompt_of_unknown_length_is_saved_too(policy, kv_bits, tmp_path):
+    model = parts()[0]
+    ids = torch.randint(2, 400, (1, 300), generator=torch.Generator().manual_seed(0))
+    cache = BoundedCache(64, policy, chunk=32, kv_bits=kv_bits)
+    with attach(model), torch.no_grad():
+        model(input_ids=ids[:, :280], **{CACHE: cache})
+        if policy == "full" and kv_bits:
+            with pytest.raises(ValueError, match="policy='full' in 4 bits is saved with a prompt_length= alone"):
+                save_cache(cache, tmp_path / "cache.locret")
+            return
+        save_cache(cache, tmp_path / "cache.locret")
+        loaded = load_cache(tmp_path / "cache.locret", model)
+        outs = [model(input_ids=ids[:, 280:], **{CACHE: one}).logits for one in (cache, loaded)]
+    assert torch.equal(*outs) and kept(cache) == kept(loaded)
+
+
+@pytest.mark.parametrize(("policy", "kv_bits"), [("full", 4), ("streaming", None)])
+def test_a_cache_is_saved_after_an_answer_and_after_a_reset(policy, kv_bits, tmp_path):
+    """Also where the answer's rows have outgrown the prompt's room."""
+    model, path = parts()[0], tmp_path / "cache.locret"
+    ids = torch.randint(2, 400, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    cache = BoundedCache(64, policy, chunk=32, kv_bits=kv_bits, prompt_length=100)
+    with attach(model), torch.no_grad():
+        logits = prefill(model, ids, cache)
+        list(decode(model, cache, logits, prompt=ids, max_new_tokens=40, sampling=Sampling(), stop=frozenset()))
+        save_cache(cache, path)
+        loaded = load_cache(path, model)
+        outs = [model(input_ids=torch.tensor([[7]]), **{CACHE: one}).logits for one in (cache, loaded)]
+    assert torch.equal(*outs) and kept(cache) == kept(loaded)
+    cache.reset(100)
+    save_cache(cache, path)
+    assert load_cache(path, model).get_seq_length() == 0
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    """A writer comes between the header and the tensors."""
+    path, model = tmp_path / "a.locret", parts("llama")
+    old, new = (read("llama", "h2o", text_of(words)) for words in (120, 300))
+    old.save(path)
+    opened, real = [], file.safe_open
+
+    def late(*given, **options):
+        if not opened:
+            opened.append(new.save(path))
+        return real(*given, **options)
+
+    monkeypatch.setattr(file, "safe_open", late)
+    assert Document.load(path, *model[:2]).ids == new.ids and opened
+
+
+def test_two_writers_of_one_file_notice_each_other(tmp_path):
+    path, (model, tokenizer, _) = tmp_path / "a.locret", parts("llama")
+    read("llama", "h2o", text_of(120)).save(path)
+    one, two = (Document.load(path, model, tokenizer) for _ in range(2))
+    for number in range(2):  # one alone may go on as often as it likes
+        one.append(f" first {number}")
+        one.save(path)
+    two.append(" second")
+    with pytest.raises(OSError, match="somebody else has written it since it was loaded: load it again"):
+        two.save(path)
+    assert Document.load(path, model, tokenizer).ids == one.ids
+    with pytest.raises(OSError, match="it is there already"):
+        two.save(path, replace=False)
+    two.save(tmp_path / "b.locret")
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_float16_knows_its_own_files(tmp_path):
+    """The heads are cast to the model's float16, which rounds otherwise than the bfloat16 of fingerprints."""
+    model, tokenizer, heads = parts("llama")
+    model, held, again = deepcopy(model).half(), deepcopy(heads), deepcopy(heads)
+    document = Document.read(model, tokenizer, text_of(120), 64, "locret", held, chunk=32, stabilizers=8, local_len=8)
+    document.save(tmp_path / "a.locret")
+    assert next(held.parameters()).dtype == torch.float16
+    assert Document.load(tmp_path / "a.locret", model, tokenizer, again).ids == document.ids
+    other = deepcopy(heads)
+    with torch.no_grad():
+        next(other.parameters()).mul_(1.5)
+    with pytest.raises(ValueError, match="heads: "):
+        Document.load(tmp_path / "a.locret", model, tokenizer, other)

@@ -1,0 +1,256 @@
+"""``locret-chat``: through pipes in this process, and in a real terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_tokenizer import TEXT, save_tiny_backbone
+from tmux import Tmux
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from locret_kit import Chat, Document
+from locret_kit.cli.chat import COMMANDS, GONE, Talk, main
+from locret_kit.settings import RunSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels"))), "OMP_NUM_THREADS": "1", "TERM": "screen"}
+SETTINGS = ["--chunk", "32", "--history", "128", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory) -> str:
+    """A random model that says letters and blanks, and never ends."""
+    folder = save_tiny_backbone(tmp_path_factory.mktemp("chat") / "backbone", tie_word_embeddings=False)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    plain = [i for i in range(400) if (text := tokenizer.decode([i])).isascii() and text.replace(" ", "").isalpha()]
+    with torch.no_grad():
+        silent = torch.ones(400, dtype=torch.bool)
+        silent[plain] = False
+        model.lm_head.weight[silent] = 0
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def piped(backbone, monkeypatch, capsys):
+    """Run the command over lines of stdin; ``(status, stdout, stderr)``."""
+
+    def run(said: str | bytes, *words: str, policy: str = "h2o") -> tuple[int, str, str]:
+        data = said.encode() if isinstance(said, str) else said
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        status = main(["--model", backbone, "--policy", policy, *SETTINGS, "--max-new-tokens", "6", *words])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def chat(backbone: str, **settings) -> Chat:
+    """The same conversation without the command."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(backbone), AutoTokenizer.from_pretrained(backbone)
+    return Chat(
+        model, tokenizer, settings=RunSettings(budget=128, chunk=32), policy="h2o", max_new_tokens=6, **settings
+    )
+
+
+def answers(chat: Chat, *questions: str) -> str:
+    return "".join("".join(chat.say(question)) + "\n" for question in questions)
+
+
+def test_a_line_is_a_message_and_stdout_holds_answers_alone(piped, backbone):
+    status, out, err = piped("What is it?\n\nWho came in?\\\nAnd when?\n//what\n")
+    assert status == 0
+    assert out == answers(chat(backbone), "What is it?", "Who came in?\nAnd when?", "/what")
+    assert "\033" not in out + err and "cut after max_new_tokens=6" in err
+
+
+def test_the_last_line_may_lack_its_end_and_a_mark_may_come_first(piped, backbone):
+    expected = answers(chat(backbone, system="Be brief."), "What is it?", "Who?")
+    assert piped("\ufeffWhat is it?\r\nWho?", "--system", "Be brief.")[:2] == (0, expected)
+    assert piped("")[:2] == (0, "")
+
+
+def test_an_error_is_one_line_and_the_talk_goes_on(piped, backbone):
+    lines = [b"/sav", b"/undo", b"/undo now", b"/read nowhere.txt", b"/read", b"/budget 9", b"/kept", b"caf\xe9"]
+    lines += [b"/stats", b"/save x.txt", b"/save x.locret", b"/save x.md", b"/retry", b"/pin"]
+    status, out, err = piped(b"\n".join([*lines, b"What is it?"]))
+    assert (status, out) == (1, answers(chat(backbone), "What is it?"))
+    said = [line.removeprefix("locret-chat: ") for line in err.splitlines() if line.startswith("locret-chat: ")]
+    for line, begin in zip(
+        said,
+        [
+            "unknown command '/sav'. Did you mean '/save'?",
+            "there is no turn to undo",
+            "/undo takes no words, not 'now'",
+            "file='nowhere.txt' does not exist",
+            "/read needs a file",
+            "/budget is no command any more: start locret-chat with --budget",
+            "/kept is no command any more: /save BOOK.locret, and locret-kept",
+            "line 8 of stdin is not UTF-8: byte 3",
+            "/stats is no command any more: /save BOOK.locret, and locret-info",
+            "/save needs a file that ends in .locret or .md",
+            "there is no document to save",
+            "nothing was said yet",
+            "nothing was asked yet",
+            "nothing was said yet that could be pinned",
+        ],
+        strict=True,
+    ):
+        assert line.startswith(begin)
+
+
+def test_a_document_is_read_asked_shown_and_saved(piped, backbone, tmp_path):
+    book, saved = tmp_path / "my book.txt", tmp_path / "book.locret"
+    book.write_text(TEXT * 3)
+    book.with_suffix(".md").write_text("mine")
+    lines = [f"/read {book}", "Who came in?", "/pin", f"/save {saved}"]
+    lines += [f"/save {tmp_path / name}" for name in ("said.md", "said.md")]
+    status, out, err = piped("\n".join([*lines, f"/save {book.with_suffix('.md')}"]), "--budget", "64")
+    assert status == 1  # the last line
+    model = chat(backbone)
+    document = Document.read(model.model, model.tokenizer, TEXT * 3, RunSettings(budget=64, chunk=32), "h2o")
+    about = document.chat(128, max_new_tokens=6)
+    answer = answers(about, "Who came in?")
+    assert out == answer and f"my book.txt: {document.tokens} tokens, 64 slots" in err
+    assert err.rstrip().endswith("is there already: name another file, or remove it first")
+    assert book.with_suffix(".md").read_text() == "mine"
+    assert (tmp_path / "said.md").read_text() == f"## User\n\nWho came in?\n\n## Assistant\n\n{answer.strip()}\n"
+    # the file alone gives the same answer
+    assert piped("Who came in?\n", str(saved))[:2] == (0, answer)
+    assert piped(f"/read {saved}\nWho came in?\n")[:2] == (0, answer)
+
+
+def test_undo_and_retry(piped, tmp_path):
+    lines = [
+        "What is it?",
+        "Who came in?",
+        "/retry",
+        f"/save {tmp_path / 'a.md'}",
+        "/undo",
+        f"/save {tmp_path / 'b.md'}",
+    ]
+    status, out, err = piped("\n".join([*lines, "/retry"]), "--temperature", "1.0", "--seed", "3")
+    before, after = ((tmp_path / name).read_text() for name in ("a.md", "b.md"))
+    first, second, third, fourth = out.splitlines()
+    assert status == 0 and len({second, third, fourth}) > 1
+    turns = [f"## User\n\n{q}\n\n## Assistant\n\n{a.strip()}\n" for q, a in zip(lines, (first, third), strict=False)]
+    assert before == "\n".join(turns) and after == turns[0] and "forgotten: Who came in?" in err
+
+
+def test_retry_after_an_undone_turn_asks_again(piped):
+    status, out, _ = piped("\n".join(["What is it?", "What is it?", "/undo", "/retry"]))
+    _, second, third = out.splitlines()
+    assert status == 0 and third == second
+
+
+def test_text_is_pinned(piped):
+    lines = ["The pass key is 12345, remember it.", "/pin key is 12345", "/pin never said", "And now?"]
+    _, _, err = piped("\n".join(lines), policy="streaming")
+    assert "locret-chat: 'never said' does not occur in the conversation" in err and "pinned: " in err
+
+
+def test_the_last_token_of_a_cut_answer_is_pinned_before_it_is_read(piped, backbone):
+    last = answers(chat(backbone), "What is it?").strip()[-1]
+    _, _, err = piped(f"What is it?\n/pin {last}\n")
+    assert err.splitlines()[-1].startswith("pinned: 1 tokens")
+
+
+def test_every_command_is_a_method_and_help_names_it(piped):
+    assert all(callable(getattr(Talk, name)) for name in COMMANDS if name != "quit") and not GONE.keys() & vars(Talk)
+    status, _, err = piped("/help\n/quit\nWhat is it?\n")
+    assert status == 0 and all(f"/{name}" in err for name in COMMANDS) and "cut after" not in err
+
+
+def test_what_cannot_work_is_said_before_anything_is_loaded(tmp_path, capsys):
+    (tmp_path / "bad.locret").write_text("no")
+    for words, said in (
+        (["nowhere.txt", "--model", "nowhere"], "file='nowhere.txt' does not exist: name a file"),
+        ([str(tmp_path / "bad.locret")], "is no saved cache"),
+        (["--history", "0", "--model", "nowhere"], "history=0 must be at least 1"),
+    ):
+        assert main(words) == 1
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1
+
+
+# ---- a terminal ------------------------------------------------------------------------------------------------------
+
+
+def talk(backbone: str, *words: str, tokens: int = 250) -> list[str]:
+    said = ["--model", backbone, "--policy", "h2o", *SETTINGS, "--max-new-tokens", str(tokens), *words]
+    return [sys.executable, "-m", "locret_kit.cli.chat", *said]
+
+
+def follows(said: str, length: int) -> Callable[[str], bool]:
+    """Whether more than so many characters follow a text on the screen."""
+    return lambda screen: said in screen and len(screen.rpartition(said)[2]) > length
+
+
+def shown(said: str, times: int) -> Callable[[str], bool]:
+    """Whether the screen shows a text so many times."""
+    return lambda screen: screen.count(said) == times
+
+
+def test_a_talk_in_a_terminal(backbone, tmp_path):
+    small, large, history = tmp_path / "small.txt", tmp_path / "large.txt", tmp_path / "history"
+    small.write_text(TEXT * 2)
+    large.write_text(TEXT * 2000)
+    with Tmux(
+        talk(backbone, "--history-file", str(history), "--budget", "64", tokens=4000), env=HERE, columns=200
+    ) as window:
+        window.until("/help")
+        window.type("What is it?")
+        # streams: a part of the answer is there before its end
+        part = window.until(follows("What is it?", 40))
+        assert "cut after" not in part
+        whole = window.until("cut after max_new_tokens=4000")
+        assert whole.startswith(part.rstrip("> \n")) and len(whole) > len(part)
+
+        window.paste("naïve \U0001f600\nWho came in?\nAnd when?")
+        window.until("And when?")
+        window.keys("Enter")
+        window.until(follows("And when?", 40))
+        window.keys("C-c")
+        window.until("stopped")
+        window.type("/retry")  # the turn that was stopped stays as far as it was written
+        window.until(follows("/retry", 120))
+        window.keys("C-c")
+        window.until(shown("stopped", 2))
+
+        window.type("one\\")
+        window.keys("t", "w", "o", "M-Enter")
+        window.type("three")
+        window.until("> one")
+        window.until("two\n  three")
+        window.until(follows("three", 40))
+        window.type("/help")  # waits, and is dropped by Ctrl-C, as in a shell
+        window.keys("C-c")
+        window.until(shown("stopped", 3))
+        window.type("/undo")
+        window.until("forgotten: one two three")
+        assert "never evict" not in window.screen
+
+        window.type(f"/read {large}")
+        window.until(" s left")
+        window.keys("C-c")
+        window.until(shown("stopped", 4))
+        window.type(f"/save {tmp_path / 'book.locret'}")
+        window.until("there is no document to save")
+        window.type(f"/read {small}")
+        window.until("tokens, 64 slots")
+        window.keys("Up")  # the history
+        window.until(shown("small.txt", 3))
+        window.keys("C-c")
+        window.until("Ctrl-D leaves")
+        window.type("/kept")
+        window.until("/kept is no command any more")
+        window.keys("C-d")
+        window.until("status 0")
+    lines = history.read_text()
+    assert "+/undo" in lines and "+Who came in?" in lines and stat.S_IMODE(history.stat().st_mode) == 0o600

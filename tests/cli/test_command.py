@@ -1,0 +1,189 @@
+"""What commands do at their edges: one line and a status, whatever ends them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from locret_kit.backbones import tested
+from locret_kit.cli import ask, chat, eval, infer, info, kept, plan, publish, read, train
+from locret_kit.cli.command import command
+from locret_kit.hub import OneRetryLine
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
+
+
+def ended(capsys, error: BaseException, **settings) -> tuple[int, str]:
+    @command("locret-x", **settings)
+    def main(argv: list[str] | None = None) -> int:
+        raise error
+
+    return main(), capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("budget=0 must be at least 1\nand more"), "budget=0 must be at least 1"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (FileNotFoundError(2, "No such file or directory", "a.locret"), "a.locret: No such file or directory"),
+        (ImportError("pip install it"), "pip install it"),
+        (ValueError("  "), "ValueError"),
+        (FileNotFoundError(), "FileNotFoundError"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(capsys, error, said):
+    assert ended(capsys, error) == (1, f"locret-x: {said}\n")
+
+
+def test_a_bug_keeps_its_traceback_unless_the_command_names_its_kind(capsys):
+    with pytest.raises(RuntimeError, match="a shape"):
+        ended(capsys, RuntimeError("a shape"))
+    assert ended(capsys, RuntimeError("out of memory"), also=(RuntimeError,)) == (1, "locret-x: out of memory\n")
+    with pytest.raises(SystemExit):
+        ended(capsys, SystemExit(2))
+
+
+def test_a_newer_library_is_named_and_so_is_the_release_that_works(capsys, monkeypatch, caplog):
+    monkeypatch.setattr(tested, "version", {"transformers": "6.1.0.dev1", "torch": "2.13.1+cpu"}.get)
+    line = "transformers 6.1.0.dev1 is newer than 5.24, which was tested: pip install 'transformers==5.24.*'"
+    tested.warn_of_newer.cache_clear()
+    for _ in range(2):
+        tested.warn_of_newer()
+    tested.warn_of_newer.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [f"warning: {line} if something fails"]
+    failed = f"locret-x: not attached\nlocret-x: {line}\n"
+    assert ended(capsys, RuntimeError("not attached"), also=(RuntimeError,)) == (1, failed)
+    assert ended(capsys, ImportError("cannot import name 'x'"))[1].endswith(f"locret-x: {line}\n")
+    assert ended(capsys, ValueError("budget=0 must be at least 1")) == (1, "locret-x: budget=0 must be at least 1\n")
+    with pytest.raises(KeyError):
+        ended(capsys, KeyError("cache"))
+    assert capsys.readouterr().err == f"locret-x: {line}\n"
+    monkeypatch.setattr(tested, "version", {"transformers": "5.24.9", "torch": "2.12.0"}.get)
+    assert tested.newer() == []
+
+
+def test_ctrl_c_says_what_there_is_to_say(capsys):
+    assert ended(capsys, KeyboardInterrupt()) == (130, "\nlocret-x: stopped\n")
+    assert ended(capsys, KeyboardInterrupt(), stopped="stopped; again goes on") == (
+        130,
+        "\nlocret-x: stopped; again goes on\n",
+    )
+    assert ended(capsys, KeyboardInterrupt(), stopped="") == (130, "")
+
+
+def test_status_and_signature_are_those_of_the_command():
+    @command("locret-x")
+    def main(argv: list[str] | None = None, *, status: int = 3) -> int:
+        """Its words."""
+        return status
+
+    assert (main(), main([], status=0)) == (3, 0)
+    assert main.__doc__ == "Its words." and list(inspect.signature(main).parameters) == ["argv", "status"]
+
+
+@pytest.mark.parametrize("length", [1, 10**6])
+def test_a_reader_that_left_is_one_line(length):
+    """A short output is written when the command ends, a long one while it runs."""
+    code = f"""
+import sys
+from locret_kit.cli.command import command
+@command("locret-x")
+def main():
+    sys.stdin.read()
+    print("x" * {length})
+    return 0
+sys.exit(main())
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=HERE
+    ) as run:
+        run.stdout.close()
+        run.stdin.close()
+        err = run.stderr.read().decode()
+    assert (run.returncode, err) == (1, "locret-x: stdout was closed before the output ended\n")
+
+
+@pytest.mark.parametrize(("closed", "said"), [("<&-", "0\n"), (">&-", ""), ("2>&-", "0\n")])
+def test_a_stream_that_was_closed_reads_and_writes_nothing(closed, said):
+    code = """
+import sys
+from locret_kit.cli.command import command
+@command("locret-x")
+def main():
+    print(len(sys.stdin.read()))
+    print("words", file=sys.stderr)
+    return 0
+sys.exit(main())
+"""
+    line = f"{sys.executable} -c '{code}' < /dev/null {closed}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=HERE)
+    assert (done.returncode, done.stdout) == (0, said), done.stderr
+
+
+def test_what_the_terminals_encoding_lacks_is_escaped():
+    code = "from locret_kit.cli.command import command\n@command('locret-x')\ndef main():\n print('caf\u00e9')\n return 0\nmain()"
+    env = {**HERE, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert (done.stdout, done.stderr) == ("caf\\xe9\n", "")
+
+
+@pytest.mark.parametrize(
+    ("main", "name", "argv"),
+    [
+        (train.main, "locret-train", ["recipe=nowhere"]),
+        (plan.main, "locret-plan", ["--model", "nowhere", "--gpu-memory", "24GiB"]),
+        (infer.main, "locret-infer", ["--ckpt", "nowhere.pt", "--quiet"]),
+        (eval.main, "locret-eval", ["task=[passkey]"]),
+        (read.main, "locret-read", ["--out", "x.locret", "--ckpt", "nowhere.pt"]),
+        (info.main, "locret-info", ["nowhere.locret"]),
+        (kept.main, "locret-kept", ["nowhere.locret"]),
+        (ask.main, "locret-ask", ["nowhere.locret", "Who?"]),
+        (chat.main, "locret-chat", ["nowhere.locret"]),
+        (publish.main, "locret-publish", ["nowhere", "me/x", "--dry-run"]),
+    ],
+)
+def test_the_commands_say_who_they_are(capsys, main, name, argv):
+    assert main(argv) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"{name}: ") and err.count("\n") == 1
+
+
+def test_the_package_lists_the_commands_that_are_installed(capsys):
+    declared = set(re.findall(r"^(locret-\w+) =", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M))
+    runpy.run_module("locret_kit", run_name="__main__")
+    assert set(re.findall(r"^(locret-\w+) +\w", capsys.readouterr().out, re.M)) == declared
+
+
+def test_retries_of_the_hub_are_one_line(caplog):
+    """As ``huggingface_hub`` logs them: two lines a try, for every file."""
+    logger = logging.getLogger("a client's own")
+    logger.addFilter(OneRetryLine())
+    with caplog.at_level(logging.WARNING, logger=logger.name):
+        for attempt in range(1, 6):
+            logger.warning("'[Errno -2] no name' thrown while requesting HEAD https://hub/config.json")
+            logger.warning(f"Retrying in {attempt}s [Retry {attempt}/5].")
+        logger.warning("Rate limited. Waiting 301.0s before retry [Retry 1/5].")
+    assert caplog.messages == [
+        "'[Errno -2] no name' thrown while requesting HEAD https://hub/config.json: trying again; HF_HUB_OFFLINE=1 looks into "
+        "the Hub's cache alone",
+        "Rate limited. Waiting 301.0s before retry [Retry 1/5].",
+    ]
+
+
+def test_the_hubs_client_logs_where_the_filter_is():
+    """Its source is what says so: a release that logs elsewhere would print its ten lines again."""
+    from huggingface_hub.utils import _http
+
+    assert _http.logger.name == OneRetryLine.LOGGER
+    source = Path(_http.__file__).read_text(encoding="utf-8")
+    assert " thrown while requesting " in source and "Retrying in " in source

@@ -1,0 +1,332 @@
+"""The commands about documents, and the cache options of ``locret-infer``, as a user meets them."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+import torch
+from browser import BROWSER, BROWSERS
+from safetensors import safe_open
+from tiny_tokenizer import TEXT, save_tiny_backbone, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from locret_kit import Document
+from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.spec import spec_of
+from locret_kit.cli import ask, infer, info, kept, read
+from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.runtime.kept_text import token_texts
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
+RUN = ("--budget", "48", "--chunk", "32", "--stabilizers", "8", "--local-len", "8")
+EVIL = "</script><img src=x onerror=alert(1)> & <b>"
+QUESTIONS = ("What is it?", "Remember the key?")
+COMMANDS = {"read": read.main, "info": info.main, "ask": ask.main, "infer": infer.main, "kept": kept.main}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a backbone, heads, another backbone of the same shapes, a text and its document."""
+    folder = tmp_path_factory.mktemp("documents")
+    backbone = save_tiny_backbone(folder / "backbone")
+    model = AutoModelForCausalLM.from_pretrained(backbone)
+    torch.manual_seed(1)
+    heads = HeadsConfig.for_backbone(spec_of(model.config), str(backbone), 16)
+    RetainingHeads(heads).save_pretrained(str(folder / "heads"))
+    save_tiny_backbone(folder / "other", initializer_range=0.5)
+    (folder / "long.txt").write_text(TEXT * 4)
+    (folder / "more.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture
+def use(place, tmp_path, monkeypatch, capsys):
+    """Run a command in the folder of the backbone: ``(status, stdout, stderr)``. {out} is a folder of the test's own."""
+    monkeypatch.chdir(place)
+
+    def run(command: str, *words: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
+        status = COMMANDS[command]([word.replace("{out}", str(tmp_path)) for word in words])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def book(use, tmp_path) -> Path:
+    """A document of the text, read with the heads."""
+    status, out, err = use("read", "long.txt", "-o", "{out}/book.locret", "--ckpt", "heads", *RUN)
+    assert (status, out) == (0, "") and "tok/s" in err and "48 slots" in err and "MiB" in err
+    return tmp_path / "book.locret"
+
+
+def answers(use, *words: str) -> list[str]:
+    """Answers to the questions, each from a run of its own over text and question."""
+    found = []
+    for question in QUESTIONS:
+        status, out, err = use("infer", *words, "--question", question, "--max-new-tokens", "5", "--quiet")
+        assert status == 0, err
+        found.append(out)
+    return found
+
+
+def test_reading_once_and_asking_equals_fresh_runs(use, book):
+    fresh = answers(use, "long.txt", "--ckpt", "heads", *RUN)
+    assert fresh[0] != fresh[1]
+    status, out, err = use("ask", str(book), *QUESTIONS, "--max-new-tokens", "5")
+    assert status == 0, err
+    assert out == f"question: {QUESTIONS[0]}\n{fresh[0]}\nquestion: {QUESTIONS[1]}\n{fresh[1]}"
+    status, out, _ = use("ask", str(book), QUESTIONS[1], "--max-new-tokens", "5")
+    assert (status, out) == (0, fresh[1])
+
+
+@pytest.mark.parametrize("flag", ["--question-file={out}/asked", "--question-file=-"])
+def test_questions_from_a_file_and_answers_as_json(use, book, tmp_path, flag):
+    lines = f"{QUESTIONS[0]}\n\n  {QUESTIONS[1]}\n"
+    (tmp_path / "asked").write_text(lines)
+    fresh = answers(use, "long.txt", "--ckpt", "heads", *RUN)
+    status, out, err = use("ask", str(book), flag, "--json", "--max-new-tokens", "5", "--quiet", stdin=lines)
+    assert (status, err) == (0, "")
+    said = [json.loads(line) for line in out.splitlines()]
+    assert [(one["question"], one["answer"] + "\n") for one in said] == list(zip(QUESTIONS, fresh, strict=True))
+    for one in said:
+        assert one["finish_reason"] == ("length" if one["tokens"] == 5 else "stop")
+        assert one["cached_tokens"] > 100 and 0 < one["prompt_tokens"] < 200
+        assert 0 < one["first_token_s"] <= one["total_s"]
+
+
+def test_appending_equals_reading_it_all(use, book, tmp_path):
+    (tmp_path / "whole.txt").write_text(TEXT * 5)
+    assert use("read", "{out}/whole.txt", "-o", "{out}/whole.locret", "--ckpt", "heads", *RUN)[0] == 0
+    status, _, err = use("read", "more.txt", "-o", str(book), "--append")
+    assert status == 0, err
+    told = [json.loads(use("info", str(path), "--json")[1]) for path in (book, tmp_path / "whole.locret")]
+    assert told[0]["document"]["sha256"] == told[1]["document"]["sha256"]
+    assert told[0]["document"]["names"] == {"model": "backbone", "heads": "heads"}
+    said = [use("ask", str(path), *QUESTIONS)[1] for path in (book, tmp_path / "whole.locret")]
+    assert said[0] == said[1]
+    assert use("read", "more.txt", "-o", str(book), "--append", "--budget", "64")[2].endswith(
+        "--budget 64 has no effect with --append: the text is read on as it began\n"
+    )
+
+
+def test_a_file_that_is_there_is_not_replaced_unasked(use, book):
+    before = book.read_bytes()
+    again = ("read", "long.txt", "-o", str(book), "--ckpt", "heads", *RUN)
+    status, _, err = use(*again)
+    assert status == 1 and "is there already" in err and book.read_bytes() == before
+    assert use(*again, "--overwrite", "--no-text", "--title", "A book\x1b[31m")[0] == 0
+    status, out, _ = use("info", str(book))
+    assert status == 0 and "not stored" in out and "A book\ufffd[31m" in out
+    fresh = answers(use, "long.txt", "--ckpt", "heads", *RUN)
+    assert use("ask", str(book), QUESTIONS[0], "--max-new-tokens", "5")[1] == fresh[0]
+
+
+def test_nothing_private_is_in_a_file(use, place, tmp_path):
+    words = ("--ckpt", str(place / "heads"), "--model", str(place / "backbone"))
+    assert use("read", str(place / "long.txt"), "-o", "{out}/a.locret", *words, *RUN)[0] == 0
+    held = (tmp_path / "a.locret").read_bytes()
+    assert str(place).encode() not in held and b'"heads"' in held.replace(b"\\", b"")
+    assert use("ask", "{out}/a.locret", *QUESTIONS)[0] == 0  # the last parts of the names lead here by chance
+
+
+def test_info_is_quick_and_shows_the_record(use, book):
+    code = f"import sys\nfrom locret_kit.cli.info import main\nmain([{str(book)!r}])\n"
+    code += "assert not {'torch', 'transformers'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=HERE)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(use("info", str(book), "--json")[1])
+    with safe_open(book, "pt") as file:
+        assert file.get_tensor("layers.0.positions").shape[-1] == 48
+        assert {name: value for name, value in record.items() if name != "bytes"} == json.loads(
+            file.metadata()["locret_kit"]
+        )
+    for shown in (
+        "long.txt", f"{record['document']['tokens']}", "backbone (3 layers)", f"heads ({record['heads']})", "locret", "48",
+        f"{book.stat().st_size:,}", record["kit"], record["created"], record["digest"], record["document"]["sha256"],
+    ):  # fmt: skip
+        assert str(shown) in done.stdout, shown
+
+
+def test_several_questions_read_the_text_once(use, tmp_path):
+    """With the answers of runs of their own: also where the text is read for each, as under a budget that is a share."""
+    for more, once in (
+        (RUN, True),
+        (("--budget", "0.25"), False),
+        ((*RUN, "--no-chat"), True),
+        ((*RUN, "--protect", "first+markers"), True),
+    ):
+        words = ("long.txt", "--ckpt", "heads", *more)
+        report = ("--report", "{out}/r.json", "--max-new-tokens", "5")
+        fresh = answers(use, *words)
+        status, out, err = use("infer", *words, *report, *(f"--question={question}" for question in QUESTIONS))
+        assert status == 0, err
+        assert out == f"question: {QUESTIONS[0]}\n{fresh[0]}\nquestion: {QUESTIONS[1]}\n{fresh[1]}"
+        first, second = json.loads((tmp_path / "r.json").read_text())["answers"]
+        assert err.count(" 0 s left") == (1 if once else 2)
+        assert first["kept_rows"] == second["kept_rows"] and (first["budget"] == 48) == once
+
+
+def test_a_policy_that_sees_the_question_says_what_it_repeats(use):
+    policy = "rereading-locret(tokens=12,window=4,kernel=3,first=2)"
+    words = ("long.txt", "--ckpt", "heads", *RUN, "--policy", policy)
+    assert use("read", *words, "-o", "{out}/b.locret")[0] == 0
+    status, out, err = use("ask", "{out}/b.locret", QUESTIONS[0], "--max-new-tokens", "5")
+    assert status == 0 and "reads passages again for each question" in err
+    assert out == answers(use, *words)[0]
+
+
+@pytest.fixture(params=["locret", "ada-snapkv(6,3)"])
+def page(request, use, tmp_path) -> tuple[Document, str]:
+    """A document, and its page; the heads keep as many tokens, and not as many."""
+    (tmp_path / "evil.txt").write_text(TEXT * 3 + EVIL + TEXT)
+    words = ("-o", "{out}/b.locret", "--ckpt", "heads", "--policy", request.param, "--title", EVIL, *RUN)
+    assert use("read", "{out}/evil.txt", *words)[0] == 0
+    assert use("kept", "{out}/b.locret", "-o", "{out}/page.html") == (0, "", "")
+    model, tokenizer = load_backbone("backbone", dtype="float32")
+    heads = RetainingHeads.from_pretrained("heads") if request.param == "locret" else None
+    document = Document.load(tmp_path / "b.locret", model, tokenizer, heads)
+    return document, (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_page_shows_what_each_head_kept(page):
+    document, html = page
+    data = json.loads(re.search(r'id="data">(.*?)</script>', html, re.DOTALL)[1])
+    ids = document.prompt("")[: document.tokens]
+    assert "".join(data["texts"]) == document.tokenizer.decode(ids) and data["seen"] == document.cache.get_seq_length()
+    held = [
+        [list(itertools.accumulate(gaps)) == head.tolist() for gaps, head in zip(mine, theirs[0], strict=True)]
+        for mine, theirs in zip(data["kept"], map(document.cache.kept_positions, range(3)), strict=True)
+    ]
+    assert held == [[True, True]] * 3
+
+
+def test_a_page_asks_for_nothing_and_escapes_everything(page):
+    _, html = page
+    assert html.count("</script>") == 2 and "<img" not in html and "{{" not in html
+    assert not re.search(r"@import|url\(|\ssrc=|\shref=", html.replace("src=x", ""))
+    assert "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt; &amp; &lt;b&gt;</h1>" in html
+
+
+@pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} to look with")
+def test_a_page_in_a_browser(page, tmp_path):
+    """One head of one layer is chosen: the shaded tokens are those that it holds. A word is found, and evicted text folded."""
+    document, html = page
+    script = """<script>
+    const out = [], shown = () => [...document.querySelectorAll("#text span")];
+    for (const name of ["layer", "head"]) {
+      const node = document.querySelector(`select[name=${name}]`);
+      node.value = "1";
+      node.dispatchEvent(new Event("change"));
+    }
+    out.push(shown().map((s) => s.textContent).join(""));
+    out.push(shown().filter((s) => s.title.includes(" 1 of 1 heads")).map((s) => s.textContent).join(""));
+    word.value = "ONERROR";
+    word.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter" }));
+    out.push(String(found));
+    box.click();
+    out.push(shown().some((s) => / \u2026 \\d+ tokens \u2026 /.test(s.textContent)) + "");
+    document.documentElement.replaceChildren(Object.assign(document.createElement("pre"), { textContent: JSON.stringify(out) }));
+    </script>"""
+    (tmp_path / "page.html").write_text(html.replace("</body>", script + "</body>"), encoding="utf-8")
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    done = subprocess.run(
+        [*command, "--dump-dom", (tmp_path / "page.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    text, held, found, folded = json.loads(unescape(re.search(r"<pre>(.*)</pre>", done.stdout, re.DOTALL)[1]))
+    ids = document.prompt("")[: document.tokens]
+    texts = token_texts(document.tokenizer, ids)
+    positions = document.cache.kept_positions(1)[0][1].tolist()
+    assert text == "".join(texts) and held == "".join(texts[at] for at in positions)
+    first = text.lower().index("onerror")
+    assert len("".join(texts[: int(found)])) <= first < len("".join(texts[: int(found) + 1])) and folded == "true"
+
+
+def test_a_text_that_is_read_with_each_question_keeps_nothing(use, tmp_path):
+    short = str(tmp_path / "short.locret")
+    assert use("read", "long.txt", "-o", short, "--ckpt", "heads", "--chunk", "1024", "--quiet")[0] == 0
+    status, _, err = use("kept", short)
+    assert status == 1 and "its cache holds nothing: a text this short is read with each question" in err
+
+
+def test_kept_text_in_the_terminal(use, book):
+    status, out, _ = use("kept", str(book), "--layer", "1", "--head", "0")
+    assert status == 0 and out.startswith("long.txt: ") and "48 of 256 held (layer 1, head 0)" in out and " ... " in out
+    with safe_open(book, "pt") as file:
+        positions = file.get_tensor("layers.1.positions")[0, 0].tolist()
+        ids = file.get_tensor("document.ids").tolist()
+    texts = token_texts(tiny_tokenizer(), ids)
+    runs = itertools.groupby(range(256), key=lambda at: at in positions)
+    expected = "".join("".join(texts[at] for at in run) if kept else " ... " for kept, run in runs)
+    assert out.split("\n\n", 1)[1] == expected + "\n"
+
+
+BAD = [
+    (("read", "long.txt", "--ckpt", "heads"), 2, "out=... is missing"),
+    (("read", "long.txt", "-o", "{out}/x", "--append"), 1, "/x' is not there"),
+    (("read", "long.txt", "-o", "{out}/no/x", "--ckpt", "heads"), 1, "its folder is missing"),
+    (("read", "long.txt", "-o", "{out}/x", "--append", "--overwrite"), 1, "not both"),
+    (("read", "gone.txt", "-o", "{out}/x", "--ckpt", "heads"), 1, "gone.txt' cannot be read"),
+    (("read", "-o", "{out}/x", "--ckpt", "heads"), 1, "stdin holds no text"),
+    (("read", "long.txt", "-o", "{out}/x", "--ckpt", "heads", "--budgt", "4"), 2, "Did you mean 'budget'?"),
+    (("info",), 2, "file=... is missing"),
+    (("info", "long.txt"), 1, "long.txt is no saved cache: locret-read makes one"),
+    (("info", "{book}", "more.txt"), 2, "file is given twice"),
+    (("kept", "{book}", "--layer", "3"), 1, "layer=3 must be from 0 to 2"),
+    (("kept", "{book}", "--head", "2"), 1, "head=2 must be from 0 to 1"),
+    (("kept", "{book}", "-o", "{book}"), 1, "is there already"),
+    (("kept", "{book}", "-o", "{book}", "--overwrite"), 1, "is the file that is read: name another"),
+    (("read", "long.txt", "-o", "./long.txt", "--overwrite", "--ckpt", "heads"), 1, "is the file that is read"),
+    (("infer", "long.txt", "--report", "long.txt", "--question", "Who?"), 1, "is the file that is read"),
+    (("kept", "{book}", "-o", "{out}/x", "--layer", "1"), 1, "--layer 1 has no effect with --out"),
+    (("ask", "{book}"), 1, "ask something"),
+    (("ask", "{book}", " "), 1, "the question is empty"),
+    (("ask", "{book}", "Who?", "--model", "other"), 1, "model.weights"),
+    (("ask", "{book}", "Who?", "--model", "./nowhere"), 1, "--model and --ckpt say where they are"),
+    (("ask", "{book}", "Who?", "--top-k", "4"), 1, "at temperature 0"),
+    (("ask", "{book}", "--question-file", "gone"), 1, "gone' cannot be read"),
+    (("ask", "{book}", "Who?", "-n", "5"), 2, "unknown option '-n': names have two dashes"),
+    (("infer", "{book}", "--question", "Who?"), 1, "is no text but tensors: if locret-read wrote it, locret-ask"),
+    (("infer", "{out}", "--question", "Who?"), 1, "Is a directory: name a file, or join several"),
+    (("infer", "https://example.org/x.html", "--question", "Who?"), 1, "No such file or directory: download it first"),
+    (("infer", "long.txt", "--save-cache", "x"), 2, "--save-cache is no option any more: locret-read FILE -o X.locret"),
+    (("infer", "--question", "Who?", "--cache={book}"), 2, "--cache is no option any more: locret-read FILE"),
+]
+
+
+@pytest.mark.parametrize(("words", "status", "said"), BAD, ids=[" ".join(words) for words, _, _ in BAD])
+def test_bad_input_is_one_line(use, book, words, status, said):
+    got, out, err = use(*(word.replace("{book}", str(book)) for word in words))
+    assert (got, out) == (status, "") and err.count("\n") == 1, err
+    assert err.startswith(f"locret-{words[0]}: ") and said in err, err
+    assert not list(book.parent.glob(".*partial")) and not (book.parent / "x").exists()
+
+
+def test_ctrl_c_leaves_nothing_and_the_old_file_whole(use, book, monkeypatch):
+    """While the text is read, and while the file is written."""
+    before = book.read_bytes()
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    for where in ("locret_kit.documents.document.prefill", "safetensors.torch.save"):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, interrupted)
+            status, _, err = use("read", "long.txt", "-o", str(book), "--overwrite", "--ckpt", "heads", *RUN)
+            assert status == 130 and err.endswith("locret-read: stopped; nothing was written\n")
+        assert [path.name for path in book.parent.iterdir()] == [book.name] and book.read_bytes() == before

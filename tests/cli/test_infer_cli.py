@@ -1,0 +1,358 @@
+"""``locret-infer`` as a user meets it: answers, reports, and one clear line for every bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from forked import start, status_of
+from tiny_models import tiny_model
+from tiny_tokenizer import TEXT, save_tiny_backbone
+from transformers import AutoModelForCausalLM
+
+from locret_kit.backbones.load import load_config
+from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.spec import spec_of
+from locret_kit.cli.infer import main
+from locret_kit.cli.loading import Chosen, before_reading, choose
+from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.planning.reading import duration, too_few
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.settings import RunSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a tiny backbone and heads for it, made for a budget of 6000."""
+    folder = tmp_path_factory.mktemp("infer")
+    backbone = save_tiny_backbone(folder / "backbone")
+    spec = spec_of(AutoModelForCausalLM.from_pretrained(backbone).config)
+    settings = dict(budget=6000, chunk=32, stabilizers=2500, local_len=100, positions="compact")
+    torch.manual_seed(1)
+    heads = RetainingHeads(HeadsConfig.for_backbone(spec, str(backbone), 16, inference=settings))
+    heads.save_pretrained(str(folder / "heads"))
+    other = save_tiny_backbone(folder / "other", num_hidden_layers=2, num_key_value_heads=4)
+    assert other.is_dir()
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+def infer(monkeypatch, capsys, text: str | bytes, *arguments: str) -> tuple[int, str, str]:
+    data = text.encode() if isinstance(text, str) else text
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+    status = main(list(arguments))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_a_budget_that_cannot_work_is_told():
+    said = too_few(1024, 41370)
+    assert said == "1,024 slots for 41,370 tokens, 1 in 40: facts need about 1 in 8: --budget 5200"
+    assert too_few(1024, 8192) is None
+    for policy, run, told in (
+        ("snapkv", RunSettings(budget=0.01), True), ("full", RunSettings(budget=16), False),
+        ("infllm", RunSettings(budget=16), False), ("snapkv", RunSettings(budget=512), False),
+    ):  # fmt: skip
+        chosen = Chosen("", None, parse_policy(policy), None, (), None)
+        lines = before_reading(run, chosen, range(4000), tiny_model("llama"))
+        assert [line.startswith("warning: ") for line in lines] == [True] * told
+
+
+def test_the_time_that_a_long_text_takes_is_told_before_it_is_read(monkeypatch):
+    ids = array("i", [5] * 5000)
+    chosen = Chosen("", None, parse_policy("snapkv"), None, (), None)
+    clock = iter((0.0, 9.0, 10.0, 10.25))
+    monkeypatch.setattr("locret_kit.planning.reading.time.perf_counter", lambda: next(clock))
+    said = before_reading(RunSettings(budget=1024, chunk=512), chosen, ids, tiny_model("llama"))
+    assert said == ["5,000 tokens take about 10 s, at the 512 tok/s of the first 128"]
+    assert [duration(seconds) for seconds in (0.4, 99, 720, 12600)] == ["0 s", "99 s", "12 min", "3.5 h"]
+
+
+def test_answers_and_reports(place, tmp_path, monkeypatch, capsys):
+    report = tmp_path / "report.json"
+    status, out, err = infer(
+        monkeypatch, capsys, TEXT * 4, "--ckpt", str(place / "heads"), "--budget", "48", "--max-new-tokens", "5",
+        "--question", "What is it?", "--report", str(report),
+    )  # fmt: skip
+    assert status == 0, err
+    assert out.endswith("\n")
+    figures = json.loads(report.read_text())
+    assert figures["kept_rows"] == [48] * 3
+    # 2500 and 100 were made for a budget of 6000: they scale to 48.
+    assert (figures["stabilizers"], figures["local_len"]) == (20, 0)
+    assert figures["policy"] == "locret" and figures["evictions"] > 0 and figures["answer"] + "\n" == out
+    for word in ("tok/s", "peak memory", "evictions", "rows"):
+        assert word in err
+
+
+def test_a_published_bin_takes_its_sizes_from_the_model(place, monkeypatch, capsys):
+    from locret_kit.heads import state_of
+
+    torch.save(state_of(RetainingHeads.from_pretrained(str(place / "heads")), torch.float32), place / "published.bin")
+    run = [
+        "--budget",
+        "48",
+        "--chunk",
+        "32",
+        "--stabilizers",
+        "20",
+        "--local-len",
+        "0",
+        "--positions",
+        "compact",
+        "--quiet",
+    ]
+    answer = infer(
+        monkeypatch, capsys, TEXT * 4, "--ckpt", str(place / "published.bin"), "--model", str(place / "backbone"), *run
+    )
+    assert answer == infer(monkeypatch, capsys, TEXT * 4, "--ckpt", str(place / "heads"), *run)
+    status, _, err = infer(monkeypatch, capsys, TEXT, "--ckpt", str(place / "published.bin"), "--quiet")
+    assert status == 1 and "name it (--model" in err
+
+
+def test_the_same_seed_repeats_and_sampling_differs(place, monkeypatch, capsys):
+    run = ["--ckpt", str(place / "heads"), "--budget", "64", "--max-new-tokens", "12", "--quiet"]
+    greedy = infer(monkeypatch, capsys, TEXT, *run)[1]
+    assert greedy == infer(monkeypatch, capsys, TEXT, *run)[1]
+    hot = [infer(monkeypatch, capsys, TEXT, *run, "--temperature", "2", "--seed", str(seed))[1] for seed in (1, 1, 2)]
+    assert hot[0] == hot[1] != hot[2]
+
+
+def test_one_shot(place, tmp_path, monkeypatch, capsys):
+    report = tmp_path / "report.json"
+    status, _, err = infer(
+        monkeypatch, capsys, TEXT, "--ckpt", str(place / "heads"), "--policy", "snapkv(8)", "--budget", "32", "--one-shot",
+        "--max-new-tokens", "6", "--report", str(report),
+    )  # fmt: skip
+    assert status == 0, err
+    figures = json.loads(report.read_text())
+    assert figures["one_shot"] and figures["chunk"] == figures["prompt_tokens"]
+    assert figures["kept_rows"] == [32] * 3 and figures["evictions"] == 1
+    assert all(figures[name] > 0 for name in ("score_s", "select_s", "compact_s"))
+
+
+def test_short_prompts_simply_run(place, monkeypatch, capsys):
+    for text in ("a", "short text", TEXT):
+        status, _, err = infer(monkeypatch, capsys, text, "--ckpt", str(place / "heads"), "--max-new-tokens", "2")
+        assert status == 0 and " 0 evictions" in err
+
+
+def test_a_model_alone_runs_policies_without_heads(place, monkeypatch, capsys):
+    named = (
+        "streaming",
+        "recency",
+        "random",
+        "streaming(sinks=2)",
+        "full",
+        "h2o(window=0.25)",
+        "ada-snapkv(6)",
+        "sirllm",
+    )
+    for policy in (*named, "score=recency scope=sinks(3)"):
+        status, _, err = infer(
+            monkeypatch, capsys, TEXT, "--model", str(place / "backbone"), "--policy", policy, "--budget", "32",
+            "--chunk", "16", "--max-new-tokens", "2",
+        )  # fmt: skip
+        assert status == 0, err
+
+
+BAD = [
+    (b"", [], "stdin holds no text"),
+    (b" \n\t \n", [], "stdin holds no text"),
+    (b"fine until \xff here", [], "byte 11"),
+    (b"text", ["--budget", "0"], "budget=0 must be at least 1"),
+    (b"text", ["--budget", "8", "--stabilizers", "9"], "stabilizers=9 must be below budget=8"),
+    (b"text", ["--chunk", "0"], "chunk=0 must be at least 1"),
+    (b"text", ["--policy", "locrett"], "Did you mean 'locret'?"),
+    (b"text", ["--policy", "score=cis scop=sinks"], "Did you mean 'scope'?"),
+    (b"text", ["--policy", "streaming(sink=4)"], "Did you mean 'sinks'?"),
+    (b"text", ["--model", "{place}/other"], "n_layers: heads have 3, the backbone has 2"),
+    (b"text", ["--model", "{place}/nowhere"], "no such folder"),
+    (b"text", ["--ckpt", "{place}/nothing.pt"], "no such file"),
+    (b"text", ["--policy", "mine"], "--plugin FILE.py brings others."),
+    (b"text", ["--ckpt", "{place}/backbone"], "config.json: it is a backbone's, not heads': --model"),
+    (b"text", ["--ckpt", "{place}/truncated.pt"], "cannot be read safely"),
+    (b"text", ["--question", " "], "the question is empty"),
+    (b"caf\xe9 noir", [], "stdin: the text is not UTF-8: byte 3 is 0xe9; if it is text, save it"),
+    (b"text", ["--model", "{place}/cut"], "cannot be loaded"),
+    (b"text", ["--temperature", "-1"], "temperature=-1 must be at least 0"),
+    (b"text", ["--device", "gpu"], "device='gpu' must be one of PyTorch's, such as cpu, cuda"),
+    (b"text", ["--top-p", "0"], "top_p=0 must be above 0"),
+    (b"text", ["--max-new-tokens", "0"], "max_new_tokens=0"),
+    (b"text", ["--report", "{place}/nowhere/report.json"], "its folder is missing"),
+    (b"text", ["--positions", "clipt"], "Did you mean 'clipped'?"),
+    (b"text", ["--one-shot", "--chunk", "7"], "--chunk 7 has no effect with --one-shot"),
+    (b"text", ["--budget", "2147483647"], "budget+chunk=2147483679 must be at most 2147483647"),
+    (b"text", ["--no-chat"], "--no-chat has no effect without --question"),
+    (b"text", ["--report", "{place}"], "is a folder"),
+    (b"text", ["--report", "{place}/pipe"], "pipe' is no regular file"),
+    (b"text", ["--policy", ""], "policy is empty"),
+    (b"text", ["--seed", "4294967296"], "seed=4294967296 must be at least 0 and below 4294967296"),
+    (b"text", ["--temperature", "nan"], "temperature=nan must be a number, at least 0"),
+    (b"text", ["--repetition-penalty", "inf"], "repetition_penalty=inf must be a number"),
+    (b"text", ["--question", "caf\udce9"], "the question is not UTF-8: character 3"),
+    (b"text", ["--model", "{place}/heads"], "cannot be loaded: it holds no tokenizer"),
+    (b"text", ["--one-shot", "--policy", "rereading-locret"], "one_shot=True holds none of them back"),
+    (b"text", ["--top-k", "5"], "--top-k 5 has no effect at temperature 0"),
+]
+
+
+@pytest.mark.parametrize(("text", "flags", "said"), BAD, ids=[said for _, _, said in BAD])
+def test_bad_input_is_one_line(place, monkeypatch, capsys, text, flags, said):
+    whole = place / "whole.pt"
+    if not whole.exists():
+        RetainingHeads.from_pretrained(str(place / "heads")).save_pretrained(whole)
+        (place / "truncated.pt").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+        shutil.copytree(place / "backbone", place / "cut")
+        weights = place / "cut" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:2000])
+    flags = [flag.replace("{place}", str(place)) for flag in flags]
+    if "--ckpt" not in flags:
+        flags = ["--ckpt", str(place / "heads"), *flags]
+    status, out, err = infer(monkeypatch, capsys, text, *flags, "--quiet")
+    assert (status, out) == (1, "")
+    assert len(err.strip().splitlines()) == 1 and err.startswith("locret-infer: ") and said in err, err
+
+
+def test_a_file_several_questions_and_an_answer_that_was_cut(place, tmp_path, monkeypatch, capsys):
+    """Each question is answered as it is alone; a file reads as stdin does."""
+    (tmp_path / "long.txt").write_text(TEXT)
+    flags = (
+        "--ckpt",
+        str(place / "heads"),
+        "--budget",
+        "0.25",
+        "--max-new-tokens",
+        "3",
+        "--report",
+        str(tmp_path / "r"),
+    )
+    alone = []
+    for question in ("One, or?", "Two"):
+        status, out, err = infer(monkeypatch, capsys, TEXT, *flags, "--question", question)
+        report = json.loads((tmp_path / "r").read_text())
+        cut = report["new_tokens"] == 3
+        assert (report["finish_reason"] == "length") == cut == ("was cut after max_new_tokens=3" in err)
+        assert report["share"] == 0.25 and report["budget"] == report["prompt_tokens"] // 4
+        alone.append(out)
+    given = (str(tmp_path / "long.txt"), *flags, "--question", "One, or?", "question=Two")
+    status, out, err = infer(monkeypatch, capsys, b"", *given)
+    assert status == 0, err
+    assert out == f"question: One, or?\n{alone[0]}\nquestion: Two\n{alone[1]}"
+    answers = json.loads((tmp_path / "r").read_text())["answers"]
+    assert [(one["question"], one["answer"] + "\n") for one in answers] == [("One, or?", alone[0]), ("Two", alone[1])]
+    status, _, err = infer(monkeypatch, capsys, b"", str(tmp_path / "gone.txt"), *flags)
+    assert status == 1 and "gone.txt' cannot be read: No such file" in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_path_that_heads_name_is_found_by_its_last_part(place):
+    """A document names no more of it."""
+    assert choose(str(place / "heads"), "backbone", None, None).backbone == str(place / "backbone")
+    assert choose(str(place / "heads"), "other", None, None).backbone == "other"
+
+
+def test_heads_are_no_backbone(place):
+    with pytest.raises(FileNotFoundError, match="it is of retaining heads, not of a backbone: --ckpt takes them"):
+        load_config(str(place / "heads"))
+
+
+def test_a_device_that_is_not_there(place, monkeypatch, capsys):
+    status, _, err = infer(monkeypatch, capsys, "text", "--ckpt", str(place / "heads"), "--device", "cuda", "--quiet")
+    assert (status, err) == (1, "locret-infer: device='cuda': PyTorch sees no CUDA device here\n")
+
+
+def test_the_library_runs_with_what_the_heads_were_published_with(place, tmp_path, monkeypatch, capsys):
+    from transformers import AutoTokenizer
+
+    from locret_kit import BoundedCache, attach
+
+    report = tmp_path / "report.json"
+    flags = ("--ckpt", str(place / "heads"), "--budget", "40", "--max-new-tokens", "8", "--dtype", "float32")
+    status, out, _ = infer(monkeypatch, capsys, TEXT * 4, *flags, "--report", str(report))
+    heads = RetainingHeads.from_pretrained(str(place / "heads"))
+    model = AutoModelForCausalLM.from_pretrained(place / "backbone", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(place / "backbone")
+    ids = tokenizer(TEXT * 4, return_tensors="pt").input_ids
+    cache = BoundedCache(40, heads=heads, prompt_length=ids.shape[1])
+    with attach(model):
+        made = model.generate(ids, **{CACHE: cache}, prefill_chunk_size=50, max_new_tokens=8, do_sample=False)
+    s, said = cache.schedule, json.loads(report.read_text())
+    assert status == 0 and ids.shape[1] == said["prompt_tokens"]
+    assert (s.chunk, s.stabilizers, s.local_len, cache.settings.positions) == (32, 16, 0, "compact")
+    assert tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True) == out.rstrip("\n")
+
+
+def test_positions_beyond_the_window_are_said(place, monkeypatch, capsys):
+    text, flags = TEXT * 30, ("--ckpt", str(place / "heads"), "--max-new-tokens", "1", "--quiet")
+    for more in (("--policy", "full"), ("--positions", "original", "--budget", "40")):
+        status, _, err = infer(monkeypatch, capsys, text, *flags, *more)
+        assert status == 0 and "beyond the backbone's window of 2048" in err and err.count("\n") == 1, err
+    assert infer(monkeypatch, capsys, text, *flags, "--budget", "40")[2] == ""
+
+
+@pytest.mark.parametrize("flags", ["--list-policies", "--help"])
+def test_a_reader_that_leaves_sees_no_traceback(flags):
+    line = f"{sys.executable} -m locret_kit.cli.infer {flags} | head -1"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=HERE)
+    assert done.stdout and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_closed_pipe_is_an_error_without_a_traceback(place, tmp_path, monkeypatch):
+    """Nobody reads what is written: the pipe's other end is closed."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The harbour was quiet.\n" * 90)))
+    words = ["--ckpt", str(place / "heads"), "--budget=32", "--max-new-tokens=200", "--temperature=5", "--quiet"]
+
+    def run() -> int:
+        reader, writer = os.pipe()
+        os.close(reader)
+        sys.stdout = os.fdopen(writer, "w")
+        return main(words)
+
+    assert status_of(start(run, tmp_path / "log")) == 1
+    said = (tmp_path / "log").read_text()
+    assert "stdout was closed" in said and "Traceback" not in said, said
+
+
+def test_an_unknown_flag_is_one_line_with_the_nearest(capsys):
+    assert main(["--modle", "x"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "Did you mean 'model'?" in err
+
+
+def test_heads_run_the_policy_that_they_were_published_with(place, tmp_path, monkeypatch, capsys):
+    heads = RetainingHeads.from_pretrained(str(place / "heads"))
+    inference = {**heads.config.inference, "policy": "kvcrush(base=locret)"}
+    heads.config = replace(heads.config, inference=inference)
+    heads.save_pretrained(str(tmp_path / "heads"))
+    for flags, policy in (([], inference["policy"]), (["--policy", "h2o", "--stabilizers", "3"], "h2o")):
+        status, _, err = infer(
+            monkeypatch, capsys, TEXT, "--ckpt", str(tmp_path / "heads"), "--budget", "40", "--max-new-tokens", "2",
+            "--report", str(tmp_path / "report.json"), *flags,
+        )  # fmt: skip
+        assert status == 0, err
+        assert json.loads((tmp_path / "report.json").read_text())["policy"] == policy
+        assert ("protects no stabilizers" in err) == bool(flags)
+
+
+def test_list_policies_names_every_policy(capsys):
+    from locret_kit.policies.registry import policies
+
+    assert main(["--list-policies"]) == 0
+    with_heads, without = capsys.readouterr().out.split("\nWithout:\n")
+    names = [[line.split()[0] for line in part.splitlines() if line[:3].strip()] for part in (with_heads, without)]
+    assert sorted(names[0][1:] + names[1][:-1]) == list(policies()) and names[1][-1] == "kvzip"
+    assert "pyramid-locret" in names[0] and "pyramidkv" in names[1]
+    assert "parameters: sinks=4" in without and all(len(line) <= 120 for line in without.splitlines())

@@ -1,0 +1,100 @@
+"""Inference without the extras: nothing of training, evaluation or the harness has to be installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tiny_tokenizer import TEXT, save_tiny_backbone
+
+ROOT = Path(__file__).resolve().parents[2]
+EXTRAS = (
+    "lightning",
+    "pytorch_lightning",
+    "deepspeed",
+    "datasets",
+    "tensorboard",
+    "peft",
+    "matplotlib",
+    "lm_eval",
+    "bitsandbytes",
+    "bm25s",
+)
+HIDE = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Rest(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in {EXTRAS!r} else super().find_spec(name, path, target)
+
+sys.meta_path = [Rest if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process in which the extras' modules cannot be found."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
+    return subprocess.run([sys.executable, "-c", HIDE + code], env=env, capture_output=True, text=True)
+
+
+def test_the_extras_are_hidden():
+    assert "ModuleNotFoundError: No module named 'lightning'" in run("import lightning").stderr
+
+
+def test_an_answer_and_a_plan_need_no_extra(tmp_path):
+    backbone = save_tiny_backbone(tmp_path / "backbone")
+    (tmp_path / "long.txt").write_text(TEXT * 4)
+    ask = [str(tmp_path / "long.txt"), "--model", str(backbone), "--policy=snapkv", "--budget=48", "--max-new-tokens=3"]
+    plan = ["--model", "phi3-mini", "--gpu-memory", "24GiB"]
+    done = run(
+        f"from locret_kit.cli import infer, plan\nsys.exit(infer.main({ask!r}) or print('====') or plan.main({plan!r}))"
+    )
+    answer, planned = done.stdout.split("====\n")
+    assert done.returncode == 0 and answer.strip() and planned, done.stderr
+
+
+HEAVY = {"torch", "transformers", "pydantic", "yaml", "triton"}
+HELP = {
+    "ask": ["--question-file"], "chat": ["--history-file"], "eval": ["--policies", "lm_eval"], "infer": ["--budget"],
+    "info": [], "kept": [], "plan": ["--gpu-memory"], "publish": [], "read": [], "serve": ["--sessions"], "train": ["recipe="],
+    "vllm": ["--sessions"],
+}  # fmt: skip
+"""Every command, and what its help names."""
+EACH_HELP = f"""
+import io, json, locret_kit
+from contextlib import redirect_stdout
+from importlib import import_module
+
+for name in {list(HELP)!r}:
+    with redirect_stdout(io.StringIO()) as said:
+        status = import_module(f"locret_kit.cli.{{name}}").main(["--help"])
+    print(json.dumps([name, status, said.getvalue(), sorted({HEAVY!r} & set(sys.modules))]))
+"""
+
+
+def test_help_needs_no_extra_and_loads_nothing_heavy():
+    done = run(EACH_HELP)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [name for name, *_ in lines] == list(HELP), done.stderr
+    for name, status, said, heavy in lines:
+        assert (status, heavy) == (0, []) and said.startswith(f"usage: locret-{name}"), name
+        assert all(words in said for words in HELP[name]), name
+
+
+def test_a_missing_extra_is_one_line_that_says_how_to_install_it(tmp_path):
+    backbone = save_tiny_backbone(tmp_path / "backbone")
+    words = ["recipe=tiny", f"backbone.model={backbone}", f"out={tmp_path / 'out'}"]
+    done = run(f"from locret_kit.cli.train import main\nsys.exit(main({words!r}))")
+    assert done.returncode == 1
+    assert done.stderr.strip() == "locret-train: No module named 'lightning': in the clone, pip install -e '.[train]'"
+
+
+def test_names_and_types_for_users():
+    done = run("import locret_kit; print(dir(locret_kit)); print(any(name == 'torch' for name in sys.modules))")
+    assert "'BoundedCache'" in done.stdout and done.stdout.rstrip().endswith("False")
+    assert (ROOT / "locret_kit" / "py.typed").exists()

@@ -1,0 +1,210 @@
+"""The memory plan against models on PyTorch's meta device, whose storages are counted as they are made."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from live_bytes import FusedAttention, LiveBytes
+from plan_cases import NAMES, backbone, configuration, on_meta
+from planned import setting_of
+from tiny_models import FAMILIES, tiny_model
+
+from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.probe import describe
+from locret_kit.backbones.spec import decoder_of, spec_of
+from locret_kit.cis import cis_loss
+from locret_kit.planning import inference_plan as p
+from locret_kit.planning.backbone_sizes import BackboneSizes, parameters_of, without_weights
+from locret_kit.planning.training_plan import TrainSetting, plan_training
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.session import prefill
+from locret_kit.training.observer import Observer
+
+GIB = 2**30
+
+
+def heads_on_meta(config, d_hidden: int, dtype: torch.dtype):
+    with torch.device("meta"):
+        return RetainingHeads(HeadsConfig.for_backbone(spec_of(config), "x", d_hidden)).to(dtype)
+
+
+def nbytes(module: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+# ---- weights, heads, cache: exact ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gemma3-270m", 268098176), ("llama3.1-8b", 8030261248), ("mistral-7b", 7248023552), ("phi3-mini", 3821079552),
+        ("qwen2.5-7b", 7615616512), ("qwen3-8b", 8190735360), ("smollm2-135m", 134515008),
+    ],
+)  # fmt: skip
+def test_parameters_are_those_of_the_published_weights(name, parameters):
+    config = configuration(name)
+    before = config.to_dict()
+    assert parameters_of(without_weights(config)) == parameters and config.to_dict() == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_of_tiny_models(family):
+    model = tiny_model(family)
+    assert parameters_of(without_weights(model.config)) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),  # half the bytes that the published safetensors indices name as total_size
+    [
+        ("phi3-mini", 3_821_079_552),
+        ("llama3.1-8b", 8_030_261_248),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen3-8b", 8_190_735_360),
+        ("mistral-7b", 7_248_023_552),
+        ("gemma3-270m", 268_098_176),
+    ],
+)
+def test_published_parameter_counts(name, published):
+    assert backbone(name).parameters == published
+
+
+def test_published_sizes():
+    """Locret, section 1 (a 128K cache of Phi-3-mini: more than 50 GB) and the published heads' 606 MB."""
+    phi = backbone("phi3-mini")
+    assert p.full_cache_bytes(phi.spec, 131072) == 48 * GIB == 51_539_607_552
+    assert p.full_cache_bytes(backbone("llama3.1-8b").spec, 131072) == 16 * GIB
+    plan = p.plan_inference(phi, setting_of(131072, 6000, 3072))
+    assert 14 <= 48 * GIB / plan.cache < 15
+    assert round(plan.heads / 1e6) == 606
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_are_those_of_the_model(name):
+    heads = heads_on_meta(configuration(name), 96, torch.bfloat16)
+    assert p.plan_inference(backbone(name), setting_of(999, 64, 32, d_hidden=96)).heads == nbytes(heads)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-mqa", "qwen3", "phi3", "mistral-window", "gemma3"])
+def test_cache_bytes_are_those_of_the_cache(family):
+    model = tiny_model(family)
+    kept = BoundedCache(40, "streaming", chunk=24, prompt_length=150, stabilizers=8, local_len=8)
+    with attach(model):
+        prefill(model, range(1, 97), kept)
+    setting = setting_of(150, 40, 24, dtype="float32")
+    assert p.cache_bytes(spec_of(model.config), setting) == kept.nbytes
+
+
+SIZED = ["h2o", "roco", "scissorhands", "tova", "snapkv", "pyramidkv", "nacl", "kvcrush", "full"]
+SIZED += ["ada-snapkv", "ada-pyramid", "score=aas allocation=adaptive", "h2o reread=passages(6,5,3)"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("policy", [*SIZED, "merge"])
+def test_cache_bytes_of_policies(policy, family):
+    assert allocated(policy, family, None) == fit_plan(policy, family, None)
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("policy", SIZED)
+def test_cache_bytes_in_few_bits(policy, family, bits):
+    assert allocated(policy, family, bits) == fit_plan(policy, family, bits) < fit_plan(policy, family, None) * 2
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "locret", "pyramid-locret"])
+def test_cache_and_heads_of_a_whole_prompt_at_once(policy):
+    model = tiny_model("llama")
+    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "x", 24))
+    kept = BoundedCache(64, policy, heads, prompt_length=150, one_shot=True)
+    with attach(model):
+        prefill(model, [1 + i % 90 for i in range(150)], kept)
+    setting = setting_of(150, 64, 9, "float32", 24, parse_policy(policy), one_shot=True)
+    plan = p.plan_inference(BackboneSizes.of(model.config), setting)
+    assert plan.cache == kept.nbytes
+    assert plan.weights == nbytes(model) and plan.heads == (0 if policy == "snapkv" else nbytes(heads))
+
+
+def allocated(policy: str, family: str, bits: int | None) -> int:
+    """Bytes of every tensor of a cache that has read a prompt."""
+    model = tiny_model(family)
+    kept = BoundedCache(64, policy, chunk=48, prompt_length=150, stabilizers=8, local_len=8, kv_bits=bits)
+    with attach(model):
+        prefill(model, [1 + i % 90 for i in range(150)], kept)
+    holders = [one for layer in kept.layers for one in (layer, layer.layout, layer.codec)]
+    tensors = {id(x): x for one in holders for x in vars(one).values() if isinstance(x, torch.Tensor)}
+    held = sum(x.numel() * x.element_size() for x in tensors.values()) + kept.scratch.nbytes
+    assert held == kept.nbytes
+    return held
+
+
+def fit_plan(policy: str, family: str, bits: int | None) -> int:
+    setting = setting_of(
+        150, 64, 48, "float32", policy=parse_policy(policy), kv_bits=bits, stabilizers=8, local_len=8
+    )  # fmt: skip
+    return p.cache_bytes(spec_of(tiny_model(family).config), setting)
+
+
+# ---- workspace: what PyTorch would allocate ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "chunk", "context", "bits"),
+    [
+        ("phi3-mini", 6000, 3072, 13000, None),
+        ("phi3-mini", 6000, 3072, 13000, 4),
+        ("llama3.1-8b", 16384, 1024, 18500, None),
+        ("llama3.1-8b", 16384, 4096, 21000, 2),
+        ("llama3.1-8b", 2048, 4096, 9000, None),
+        ("llama3.1-8b", 2048, 12000, 20000, None),  # MLPs in slices
+        ("qwen2.5-7b", 8000, 1024, 10000, None),
+        ("qwen3-8b", 2048, 4096, 9000, None),
+        ("mistral-7b", 4096, 512, 6000, None),
+        ("gemma3-270m", 1024, 512, 3000, None),
+    ],
+)
+def test_peak_of_prefill(name, budget, chunk, context, bits, monkeypatch):
+    """Three layers of the real sizes on the meta device, attention fused and without a mask as on a GPU (`lower_right`)."""
+    monkeypatch.setattr("locret_kit.cache.attend.lower_right", lambda *args: None)
+    config = configuration(name, layers=3)
+    model, heads = on_meta(config), heads_on_meta(config, 1024, torch.bfloat16)
+    with FusedAttention(), LiveBytes() as live:
+        kept = BoundedCache(budget, "locret", heads, chunk=chunk, prompt_length=context, kv_bits=bits)
+        with attach(model):
+            prefill(model, range(context), kept)
+    plan = p.plan_inference(BackboneSizes.of(config), setting_of(context, budget, chunk, kv_bits=bits))
+    assert plan.weights == nbytes(model) and plan.heads == nbytes(heads) and plan.cache == kept.nbytes
+    assert plan.cache + plan.workspace == pytest.approx(live.peak, rel=0.03)
+
+
+@pytest.mark.parametrize("newest", [512, 4096])
+def test_peak_of_prefill_where_a_reading_picks_rows(newest, monkeypatch):
+    monkeypatch.setattr("locret_kit.cache.attend.lower_right", lambda *args: None)
+    config, policy = configuration("llama3.1-8b", layers=3), parse_policy(f"recency prefill_mask=sliding({newest})")
+    model = on_meta(config)
+    with FusedAttention(), LiveBytes() as live:
+        kept = BoundedCache(6000, policy, chunk=1024, prompt_length=9000)
+        with attach(model):
+            prefill(model, range(9000), kept)
+    plan = p.plan_inference(BackboneSizes.of(config), setting_of(9000, 6000, 1024, policy=policy))
+    assert plan.cache + plan.workspace == pytest.approx(live.peak, rel=0.03)
+
+
+@pytest.mark.parametrize(("name", "tokens", "answer"), [("phi3-mini", 10240, 200), ("llama3.1-8b", 10240, 64)])
+def test_peak_of_a_training_step(name, tokens, answer):
+    config = configuration(name, layers=2)
+    model, heads = on_meta(config), heads_on_meta(config, 1024, torch.float32)
+    loss = dict(smoothing=0.0025, top_weight=20.0)
+    with FusedAttention(), LiveBytes() as live:
+        observer = Observer(
+            heads, describe(model).ropes(model, tokens), spec_of(config).layers, ((tokens - answer, tokens),),
+            kind="log_prob", lead=1, loss=partial(cis_loss, **loss), backward=torch.Tensor.backward,
+        )  # fmt: skip
+        ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+        with attach(model) as attached, torch.no_grad(), attached.handled_by(observer):
+            decoder_of(model)(input_ids=ids, use_cache=False)
+    plan = plan_training(BackboneSizes.of(config), TrainSetting(tokens, answer))
+    assert plan.heads == 4 * nbytes(heads), "weights, gradients and two moments"
+    assert plan.workspace + nbytes(heads) == pytest.approx(live.peak, rel=0.03)

@@ -1,0 +1,230 @@
+"""Which settings fit, how a refusal says it, and the command."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned import changed, setting_of
+
+from locret_kit.cli import plan as cli
+from locret_kit.config.recipes import known_recipes
+from locret_kit.planning import fitting_settings
+from locret_kit.planning import inference_plan as p
+from locret_kit.planning.backbone_sizes import BackboneSizes
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.sizes import parse_bytes
+
+CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
+NAMES = sorted(file.stem for file in CONFIGS.glob("*.json"))
+GIB = 2**30
+H2O = parse_policy("h2o")
+
+
+@cache
+def backbone(name: str) -> BackboneSizes:
+    return BackboneSizes.of(cli.resolve(name)[0])
+
+
+# ---- what fits ---------------------------------------------------------------------------------------------------
+
+SIZES = st.integers(1, 40_000)
+
+
+@settings(max_examples=40)
+@given(budget=SIZES, chunk=SIZES, more=SIZES, name=st.sampled_from(NAMES))
+def test_more_never_takes_less(budget, chunk, more, name):
+    one = backbone(name)
+    setting = setting_of(131072, budget, chunk, policy=parse_policy("streaming"))
+    least = p.plan_inference(one, setting).peak
+    assert p.plan_inference(one, changed(setting, budget=budget + more)).peak >= least
+    assert p.plan_inference(one, changed(setting, chunk=chunk + more)).peak >= least
+    assert p.plan_inference(one, changed(setting, policy=H2O)).peak > least
+    assert p.plan_inference(one, changed(setting, dtype="float32")).peak > least
+
+
+@settings(max_examples=25)
+@given(budget=st.integers(64, 60_000), chunk=st.integers(64, 20_000), cap=st.integers(10 * GIB, 24 * GIB))
+def test_the_largest_fit_and_the_next_do_not(budget, chunk, cap):
+    one, setting = backbone("phi3-mini"), setting_of(131072, budget, chunk)
+
+    def fits(**change: int) -> bool:
+        return p.plan_inference(one, changed(setting, **change)).peak <= cap
+
+    most = fitting_settings.largest_budget(one, setting, cap)
+    assert most % fitting_settings.STEP == 0 and (not most or fits(budget=most))
+    assert most + fitting_settings.STEP > setting.context or not fits(budget=most + fitting_settings.STEP)
+    most = fitting_settings.largest_chunk(one, setting, cap)
+    assert most % fitting_settings.STEP == 0 and (not most or fits(chunk=most))
+    assert most + fitting_settings.STEP > setting.context or not fits(chunk=most + fitting_settings.STEP)
+    near = fitting_settings.nearest_fitting(one, setting, cap)
+    assert len(near) == len(set(near)) <= 3
+    assert all(p.plan_inference(one, s).peak <= cap and s.budget <= budget and s.chunk <= chunk for s in near)
+
+
+def test_a_refused_plan_names_three_that_fit():
+    one, setting = backbone("llama3.1-8b"), setting_of(131072, 16384, 1024)
+    cap = 16 * GIB
+    with pytest.raises(fitting_settings.DoesNotFit) as caught:
+        fitting_settings.require_fit(one, setting, cap)
+    near = fitting_settings.nearest_fitting(one, setting, cap)
+    assert len(near) == 3
+    assert "budget 16384, chunk 1024, bfloat16 at context 131072 needs 17.67 GiB, above the cap of 16.00 GiB" in str(
+        caught.value
+    )
+    assert all(str(s) in str(caught.value) for s in near)
+
+
+def test_a_cap_below_the_weights_asks_for_fewer_bits_of_them():
+    one, setting = backbone("llama3.1-8b"), setting_of(131072, 16384, 1024)
+    for cap, bits, alone in ((15, [8, 4], True), (9, [4], True), (7, [4, 4, 4], False)):
+        near = fitting_settings.nearest_fitting(one, setting, cap * GIB)
+        assert [s.weight_bits for s in near] == bits
+        assert all(p.plan_inference(one, s).peak <= cap * GIB for s in near)
+        assert alone == (changed(near[0], weight_bits=None) == setting)
+    with pytest.raises(
+        fitting_settings.DoesNotFit, match=r"These fit: budget 16384, chunk 1024, bfloat16, 8-bit weights \(11\.18 GiB"
+    ):
+        fitting_settings.require_fit(one, setting, 15 * GIB)
+    least = r"No setting fits: weights and heads alone take 15\.33 GiB, with 4-bit weights 5\.69 GiB$"
+    with pytest.raises(fitting_settings.DoesNotFit, match=least):
+        fitting_settings.require_fit(one, setting, 5 * GIB)
+    with pytest.raises(fitting_settings.DoesNotFit, match=r"No setting fits: weights and heads alone take 5\.69 GiB$"):
+        fitting_settings.require_fit(one, changed(setting, weight_bits=4), 5 * GIB)
+
+
+def test_the_promise_of_24_gib():
+    """The paper's two settings at 128K, beside one GiB for everything that is not PyTorch's."""
+    for name, budget, chunk in (("phi3-mini", 6000, 3072), ("llama3.1-8b", 16384, 1024)):
+        assert fitting_settings.require_fit(backbone(name), setting_of(131072, budget, chunk), 23 * GIB).peak < 18 * GIB
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"budget": 0}, "budget=0 must be at least 1"),
+        ({"chunk": 0}, "chunk=0 must be at least 1"),
+        ({"context": 0}, "context=0 must be from 1 to 2147483647 (32-bit positions)"),
+        ({"dtype": "int8"}, "dtype=int8 must be one of: bfloat16, float16, float32"),
+        ({"d_hidden": -1}, "d_hidden=-1 must be at least 0"),
+        ({"kv_bits": 3}, "kv_bits=3 must be one of: 8, 4, 2"),
+        ({"weight_bits": 2}, "weight_bits=2 must be 8 or 4"),
+        (
+            {"kv_bits": 4, "policy": parse_policy("merge-locret")},
+            "kv_bits=4 stores a slot once; policy='merge-locret' merges evicted slots into it",
+        ),
+        ({"budget": 2**31 - 1}, "must be at most 2147483647 (32-bit positions)"),
+    ],
+)
+def test_settings_out_of_bounds(change, message):
+    with pytest.raises(ValueError) as caught:
+        changed(setting_of(131072, 6000, 3072), **change)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 * GIB), ("24 GB", 24 * 10**9), ("1.5MiB", 3 * 2**19), ("4194304", 2**22), ("7B", 7)]
+)
+def test_sizes(text, size):
+    assert parse_bytes(text, "gpu_memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "24Gi", "24 gigabytes", "-1GiB", "0", "infGiB", "nanGB"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ValueError, match=f"^reserve={text} "):
+        parse_bytes(text, "reserve")
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
+def test_every_shipped_configuration_is_a_recipes_backbone():
+    shipped = cli.shipped_configs()
+    assert set(shipped) <= set(known_recipes())
+    for name, raw in shipped.items():
+        config, recipe = cli.resolve(name)
+        assert config.num_hidden_layers == raw["num_hidden_layers"]
+        if not recipe["backbone.model"].startswith("checkpoints/"):
+            assert recipe["backbone.model"] == raw["_name_or_path"]
+            assert cli.resolve(raw["_name_or_path"])[0].to_dict() == config.to_dict()
+
+
+def test_the_command_prints_a_plan(capsys):
+    assert cli.main(["--model", "phi3-mini", "--gpu-memory", "24GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "budget 6000, chunk 3072" in out and "7.12 GiB" in out and "48.00 GiB, 14.2 times" in out
+    assert cli.main(["--model", "Qwen/Qwen3-8B", "--gpu-memory", "24GiB", "--train", "10240"]) == 0
+    assert "longest sample that fits" in capsys.readouterr().out
+    assert cli.main(["--model", "phi3-mini", "--gpu-memory", "24GiB", "--context", "600", "--budget", "600"]) == 0
+    out = capsys.readouterr().out
+    assert "the budget holds the whole context: nothing is evicted" in out and "largest budget" not in out
+
+
+def test_a_server_is_planned(capsys):
+    words = ["--model", "phi3-mini", "--gpu-memory", "24GiB", "--budget", "2048", "--chunk", "512", "--documents", "1"]
+    each = p.cache_bytes(backbone("phi3-mini").spec, setting_of(131072, 2048, 512))
+    assert cli.main([*words, "--sessions", "2"]) == 0
+    assert f"2 sessions, 1 documents and 2 equal beginnings: 5 caches of {each / 2**30:.2f} GiB, {5 * each} bytes" in (
+        capsys.readouterr().out
+    )
+    assert cli.main([*words, "--sessions", "100"]) == 1
+    most = int(capsys.readouterr().err.split("sessions=")[1].split()[0])
+    assert 2 <= most < 100
+    assert cli.main([*words, "--sessions", str(most)]) == 0
+    assert cli.main([*words, "--sessions", str(most + 1)]) == 1
+    capsys.readouterr()
+    assert cli.main([*words[:-1], "400", "--sessions", "2"]) == 1
+    assert "not even sessions=1 fits beside" in capsys.readouterr().err
+
+
+def test_heads_of_a_recipe_count_in_its_form(capsys):
+    """With sinks, each query and key/value head has ``d_hidden`` columns."""
+    for words in (["smollm2-135m-fast-kvzip"], ["smollm2-135m-fast-kvzip", "--d-hidden", str(16 * (9 + 3))]):
+        assert cli.main(["--model", *words, "--gpu-memory", "24GiB", "--context", "8192"]) == 0
+    one, other = capsys.readouterr().out.split("smollm2-135m-fast-kvzip:")[1:]
+    assert one == other and "heads" in one
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            [
+                "--model",
+                "phi3-mini",
+                "--gpu-memory",
+                "24GiB",
+                "--policy",
+                "full",
+                "--context",
+                "512",
+                "--sessions",
+                "2",
+            ],
+            "policy='full' evicts nothing",
+        ),
+        (["--model", "phi3min", "--gpu-memory", "24GiB"], "is no recipe and no folder. Did you mean 'phi3-mini'?"),
+        (["--model", "tiny", "--gpu-memory", "24GiB"], "names no backbone"),
+        (["--model", "phi3-mini", "--gpu-memory", "24"], "gpu_memory=24 is 24 bytes; with a unit: gpu_memory=24GiB?"),
+        (["--model", "phi3-mini", "--gpu-memory", "24Gi"], "=24Gi is not a size such as 24GiB"),
+        (["--model", "phi3-mini", "--gpu-memory", "1GiB"], "gpu_memory=1GiB must be above reserve=1GiB"),
+        (["--model", "phi3-mini", "--gpu-memory", "24GiB", "--budget", "0"], "budget=0 must be at least 1"),
+        (["--model", "llama3.1-8b", "--gpu-memory", "17GiB"], "These fit: budget"),
+        (["--model", "llama3.1-8b", "--gpu-memory", "17GiB", "--train", "10240"], "at most 0 tokens fit"),
+        (
+            ["--model", "phi3-mini", "--gpu-memory", "24GiB", "--train", "10240", "--batch", "0"],
+            "batch=0 must be at least 1",
+        ),
+        (
+            ["--model", "phi3-mini", "--gpu-memory", "24GiB", "--batch", "2"],
+            "batch=2 is for a training step: give --train",
+        ),
+    ],
+)
+def test_refusals_are_one_line(arguments, message, capsys):
+    assert cli.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

@@ -1,0 +1,280 @@
+"""Documents: read once, asked often. The oracle is a fresh run over the whole prompt."""
+
+from __future__ import annotations
+
+import threading
+from itertools import product
+
+import pytest
+import torch
+from pairwise import one_of
+from policy_runs import FITTED
+from read_texts import QUESTIONS, REREADING, SETTINGS, kept, parts, read, text_of
+
+from locret_kit import BoundedCache, Document, attach
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.policies.registry import policies
+from locret_kit.runtime.session import generate
+from locret_kit.settings import RunSettings
+from locret_kit.text.template import protected_spans, render_prompt
+
+EVERY = [REREADING if "reread" in name else FITTED.get(name, name) for name in policies() if name != "focused-locret"]
+FAMILIES = ("llama", "gemma3")
+
+
+def ids_of(tokenizer, text: str, question: str) -> list[int]:
+    """The prompt as one call of the tokenizer."""
+    before, after = render_prompt(tokenizer, "", question)
+    return tokenizer(before + text + after, add_special_tokens=False).input_ids
+
+
+def fresh(family: str, policy: str, text: str, question: str, **settings) -> tuple[list[int], list, torch.Tensor]:
+    """Tokens, kept positions and the keys of the first layer, of a run that has seen nothing before."""
+    model, tokenizer, heads = parts(family)
+    ids = ids_of(tokenizer, text, question)
+    needed = heads if parse_policy(policy).needs_heads else None
+    cache = BoundedCache(settings.pop("budget", 24), policy, needed, prompt_length=len(ids), **settings)
+    tokens = generate_ids(model, tokenizer, ids, cache)
+    return tokens, kept(cache), cache
+
+
+def generate_ids(model, tokenizer, ids, cache) -> str:
+    return generate(model, tokenizer, ids, cache, max_new_tokens=6)[0]
+
+
+def same(answer, expected) -> bool:
+    (tokens, positions, cache), said, mine = expected, str(answer), answer.cache
+    equal = all(
+        torch.equal(a.slots(name), b.slots(name))
+        for a, b in zip(mine.bounded, cache.bounded, strict=True)
+        for name in ("keys", "values", "scores")
+        if a.rows
+    )
+    return said == tokens and kept(mine) == positions and equal
+
+
+def check_equal(tmp_path, family: str, policy: str, words: int = 160, **settings) -> None:
+    """Both questions, each asked of a document and of its file, give what a fresh run gives."""
+    text, (model, tokenizer, heads) = text_of(words), parts(family)
+    document = read(family, policy, text, **settings)
+    document.save(tmp_path / "text.locret")
+    needed = heads if parse_policy(policy).needs_heads else None
+    loaded = Document.load(tmp_path / "text.locret", model, tokenizer, needed)
+    assert loaded.cache.nbytes <= document.cache.nbytes and kept(loaded.cache) == kept(document.cache)
+    for question in QUESTIONS:
+        expected = fresh(family, policy, text, question, **settings)
+        assert same(document.ask(question, max_new_tokens=6), expected)
+        assert same(loaded.ask(question, max_new_tokens=6), expected)
+    assert document.reads == loaded.reads == 0 and document.cache.get_seq_length() >= 3 * 64
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_answers_equal_fresh_runs_bit_for_bit(policy, tmp_path):
+    """With one family by lot; batches (test_batch.py) have the other."""
+    check_equal(tmp_path, one_of(FAMILIES, policy, turn=1), policy, **SETTINGS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "policy", ["h2o", "roco", "snapkv(6,3)", "streaming", "compactor(block=8)"]
+)  # scores do not tie
+def test_a_prepared_document_reads_little_more_than_the_question(policy, family):
+    unprepared = read(family, policy, text_of(310), **SETTINGS).cache.get_seq_length()
+    ahead, document = (read(family, policy, text_of(310), **SETTINGS, ahead=ahead) for ahead in (True, False))
+    document.prepare()
+    assert unprepared + 20 < document.cache.get_seq_length() == ahead.cache.get_seq_length()
+    for question in (*QUESTIONS, "?"):
+        said, positions, cache = fresh(family, policy, text_of(310), question, **SETTINGS)
+        for one in (ahead, document):
+            answer = one.ask(question, max_new_tokens=6)
+            assert str(answer) == said and kept(answer.cache) == positions
+            for a, b in zip(answer.cache.bounded, cache.bounded, strict=True):
+                torch.testing.assert_close(a.slots("keys"), b.slots("keys"), rtol=1e-9, atol=1e-9)
+    assert document.reads == ahead.reads == 0
+    document.append(" More of it." * 20)
+    longer = text_of(310) + " More of it." * 20
+    assert str(document.ask("Who?", max_new_tokens=6)) == fresh(family, policy, longer, "Who?", **SETTINGS)[0]
+
+
+@pytest.mark.parametrize("policy", ["locret", "ada-snapkv(6,3)"])
+def test_protected_markers_are_pinned_as_in_a_fresh_run(policy, tmp_path):
+    model, tokenizer, heads = parts()
+    settings = {**SETTINGS, "protect": "first+markers"}
+    document, needed = read("llama", policy, text_of(), **settings), heads if policy == "locret" else None
+    document.save(tmp_path / "text.locret")
+    for one in (document, Document.load(tmp_path / "text.locret", model, tokenizer, needed)):
+        ids = ids_of(tokenizer, text_of(), QUESTIONS[0])
+        cache = BoundedCache(RunSettings.of(settings), policy, needed, prompt_length=len(ids))
+        for span in protected_spans(tokenizer, ids, settings["protect"]):
+            cache.pin(*span)
+        answer = one.ask(QUESTIONS[0], max_new_tokens=6)
+        assert str(answer) == generate_ids(model, tokenizer, ids, cache)
+        assert answer.cache.pins == cache.pins and kept(answer.cache) == kept(cache) and len(cache.pins) == 2
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("policy", ["locret", "sirllm", "h2o"])
+def test_answers_equal_fresh_runs_in_few_bits(policy, bits, tmp_path):
+    check_equal(tmp_path, "gemma3", policy, **SETTINGS, kv_bits=bits)
+
+
+@pytest.mark.parametrize("policy", ["snapkv(6,3)", "h2o", "ada-snapkv(6,3)"])
+def test_a_one_shot_document_evicts_with_the_question(policy, tmp_path):
+    check_equal(tmp_path, "llama", policy, 420, budget=48, one_shot=True)
+
+
+@pytest.mark.parametrize("policy", ["nacl(proxies=0.1)", "pyramidkv(6,3,beta=3)"])
+def test_a_text_that_would_be_read_otherwise_is_read_anew(policy):
+    one_shot = "nacl" in policy
+    settings = dict(budget=48, one_shot=True) if one_shot else dict(SETTINGS, budget=900)
+    text = text_of(420)
+    document = read("llama", policy, text, **settings)
+    assert same(document.ask(QUESTIONS[1], max_new_tokens=6), fresh("llama", policy, text, QUESTIONS[1], **settings))
+    assert document.reads == 1
+
+
+@pytest.mark.parametrize(("policy", "bits"), [("ada-locret", None), *product(["locret", "sirllm"], [None, 4])])
+def test_appended_text_is_read_as_if_it_had_been_there(policy, bits):
+    text = text_of(260)
+    cut = text.index(" ", len(text) // 2)
+    document = read("llama", policy, text[:cut], **SETTINGS, kv_bits=bits)
+    before = document.cache.get_seq_length()
+    document.append(text[cut:])
+    assert document.cache.get_seq_length() > before
+    expected = fresh("llama", policy, text, QUESTIONS[0], **SETTINGS, kv_bits=bits)
+    assert same(document.ask(QUESTIONS[0], max_new_tokens=6), expected)
+
+
+@pytest.mark.parametrize("policy", ["locret", "h2o", "ada-locret", "merge", "expected-attention(future=9)"])
+def test_without_its_text_a_document_answers_alike(policy, tmp_path):
+    """Rows after the last boundary were read in other pieces: equal to rounding."""
+    text, (model, tokenizer, heads) = text_of(260) + "\n", parts("llama")
+    document = read("llama", policy, text, **SETTINGS)
+    document.save(tmp_path / "text.locret", text=False)
+    words = (tmp_path / "text.locret").read_bytes()
+    assert b"harbour" not in words and b"document.ids" not in words
+    loaded = Document.load(
+        tmp_path / "text.locret", model, tokenizer, heads if parse_policy(policy).needs_heads else None
+    )
+    for question in QUESTIONS:  # both are longer than local_len
+        mine, expected = loaded.ask(question, max_new_tokens=6), fresh("llama", policy, text, question, **SETTINGS)
+        assert str(mine) == expected[0] and kept(mine.cache) == expected[1]
+        close = 1e-6 if policy == "merge" else 1e-12  # slots are merged by scores, which are float32
+        for a, b in zip(mine.cache.bounded, expected[2].bounded, strict=True):
+            torch.testing.assert_close(a.slots("keys"), b.slots("keys"), atol=close, rtol=0)
+            torch.testing.assert_close(a.slots("values"), b.slots("values"), atol=close, rtol=0)
+    loaded.append(text_of(60, seed=4))
+    assert loaded.tokens > document.tokens and str(loaded.ask(QUESTIONS[0], max_new_tokens=2)) is not None
+
+
+@pytest.mark.parametrize("words", [60, 5])
+@pytest.mark.parametrize("policy", ["locret", "h2o"])
+def test_text_added_to_a_file_without_its_text_is_in_the_next_file(policy, words, tmp_path):
+    """And nobody can read it there."""
+    text, more, (model, tokenizer, heads) = text_of(260), " " + text_of(words, seed=4), parts("llama")
+    path, needed = tmp_path / "text.locret", heads if parse_policy(policy).needs_heads else None
+    read("llama", policy, text, **SETTINGS).save(path, text=False)
+    longer = Document.load(path, model, tokenizer, needed)
+    longer.append(more)
+    for _ in range(2):  # the second time nothing is new
+        longer.save(path)
+        assert not any(word in path.read_bytes() for word in (b"harbour", b"boats", b"colour", b"nobody"))
+        loaded = Document.load(path, model, tokenizer, needed)
+        assert loaded.tokens == longer.tokens and not loaded.has_text
+        for question in QUESTIONS:
+            mine, expected = (
+                loaded.ask(question, max_new_tokens=6),
+                fresh("llama", policy, text + more, question, **SETTINGS),
+            )
+            assert str(mine) == expected[0] and kept(mine.cache) == expected[1]
+        longer = loaded
+
+
+def test_a_short_question_without_the_text_holds_back_itself(tmp_path):
+    text, (model, tokenizer, heads) = text_of(260), parts("llama")
+    settings = dict(SETTINGS, local_len=40)
+    document = read("llama", "locret", text, **settings)
+    document.save(tmp_path / "text.locret", text=False)
+    loaded = Document.load(tmp_path / "text.locret", model, tokenizer, heads)
+    prompt = len(loaded.prompt("Why?"))
+    held = prompt - loaded.cache.get_seq_length() - 1
+    assert held < 40
+    expected = fresh("llama", "locret", text, "Why?", **dict(settings, local_len=held))
+    answer = loaded.ask("Why?", max_new_tokens=6)
+    assert str(answer) == expected[0] and kept(answer.cache) == expected[1]
+
+
+def test_what_cannot_be_saved_without_its_text_says_so(tmp_path):
+    document = read("llama", REREADING, text_of(120), **SETTINGS)
+    with pytest.raises(ValueError, match="reads passages of the text again: it cannot be saved without its text"):
+        document.save(tmp_path / "text.locret", text=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_share_is_one_of_the_document(tmp_path):
+    document = read("llama", "h2o", text_of(260), budget=0.1, chunk=64)
+    assert document.cache.settings.budget == int(0.1 * document.tokens) and document.share == 0.1
+    document.save(tmp_path / "text.locret")
+    model, tokenizer, _ = parts("llama")
+    assert Document.load(tmp_path / "text.locret", model, tokenizer).share == 0.1
+
+
+def test_threads_ask_one_document():
+    model = parts("llama")[0]
+    document = read("llama", "locret", text_of(240), **SETTINGS, kv_bits=4)
+    alone = [str(document.ask(question, max_new_tokens=6)) for question in QUESTIONS]
+    found: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        found[number] = str(document.ask(QUESTIONS[number % 2], max_new_tokens=6))
+
+    with attach(model):
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [found[number] for number in range(6)] == alone * 3
+
+
+def test_two_answers_are_written_by_turns():
+    document = read("llama", "locret", text_of(240), **SETTINGS)
+    alone = [str(document.ask(question, max_new_tokens=6)) for question in QUESTIONS]
+    first, second = (document.ask(question, max_new_tokens=6) for question in QUESTIONS)
+    pieces: tuple[list[str], list[str]] = ([], [])
+    for a, b in zip(first, second, strict=False):
+        pieces[0].append(a)
+        pieces[1].append(b)
+    assert [str(first), str(second)] == alone
+    assert parts("llama")[0].config._attn_implementation != "locret"  # nobody writes any more
+
+
+def test_a_short_text_is_read_with_each_question(tmp_path):
+    model, tokenizer, _ = parts("llama")
+    document = read("llama", "h2o", text_of(20), **SETTINGS)
+    document.save(tmp_path / "text.locret")
+    for one in (document, Document.load(tmp_path / "text.locret", model, tokenizer)):
+        assert one.cache.get_seq_length() == 0 and one.tokens > 50
+        assert [one.cache.kept_positions(layer).shape[-1] for layer in range(len(one.cache.layers))] == [0, 0, 0]
+        answer = one.ask(QUESTIONS[0], max_new_tokens=6)
+        assert same(answer, fresh("llama", "h2o", text_of(20), QUESTIONS[0], **SETTINGS))
+
+
+def test_a_text_without_blanks_is_read_ahead():
+    text = "".join(chr(0x4E00 + (7 * i * i + i) % 2000) for i in range(900))
+    document = read("llama", "h2o", text, **SETTINGS)
+    assert document.cache.get_seq_length() >= 3 * 64
+    assert same(document.ask(QUESTIONS[0], max_new_tokens=6), fresh("llama", "h2o", text, QUESTIONS[0], **SETTINGS))
+
+
+def test_errors_before_any_work():
+    model, tokenizer, _ = parts("llama")
+    document = read("llama", "h2o", text_of(60), **SETTINGS)
+    for question in ("", " \n"):
+        with pytest.raises(ValueError, match="the question is empty"):
+            document.ask(question)
+    for lone in ("\ud800", "\udfff?"):
+        with pytest.raises(ValueError, match="half of a surrogate pair"):
+            document.ask(lone)
+    with pytest.raises(ValueError, match="the document holds no text"):
+        Document.read(model, tokenizer, " \n ", 48, "h2o")

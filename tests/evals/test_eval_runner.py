@@ -1,0 +1,557 @@
+"""The runner: nothing twice, nothing lost, whatever interrupts it."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import forked
+import pytest
+import torch
+from eval_runs import figures, kept_of, scores
+from tiny_heads import save_tiny_heads
+
+from locret_kit.cache.backend import runs_on_cpu
+from locret_kit.cli.eval import main
+from locret_kit.cli.eval_setup import load_parts
+from locret_kit.config.eval_options import load_eval_config
+from locret_kit.config.schema import split_list
+from locret_kit.evals.cells import summarize
+from locret_kit.evals.engine import measure
+from locret_kit.evals.engine.result_rows import KEY, Row, Shard, read_rows
+from locret_kit.evals.tables import cells_table
+from locret_kit.evals.tasks import _text, texts
+from locret_kit.heads import RetainingHeads
+from locret_kit.runtime.provenance import weights_hash
+from locret_kit.samples.haystack import load_text
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_drawing(monkeypatch):
+    """Figures and page take longer than these runs."""
+    monkeypatch.setattr("locret_kit.evals.report.html_report.write_page", lambda out: out / "report.html")
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory) -> Path:
+    return save_tiny_heads(tmp_path_factory.mktemp("tiny"))
+
+
+def words(heads: Path, out: Path, **more: object) -> list[str]:
+    settings = {
+        "tasks": "[passkey,perplexity_prefill]", "policies": "[full,locret,streaming(sinks=2)]", "budgets": "[32,64]",
+        "lengths": "[240]", "samples": 3, "haystacks": "[pydoc]", "ckpt": heads, "max_new_tokens": 4, "out": out, **more,
+    }  # fmt: skip
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for path in sorted(out.glob("rows.*.jsonl")) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(heads, tmp_path_factory) -> Path:
+    """An uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert main(words(heads, out)) == 0
+    return out
+
+
+def test_a_run_writes_rows_and_summary(finished, heads):
+    rows = read_rows(finished)
+    assert len(rows) == 2 * 3 * (1 + 2 * 2) == len(lines(finished))
+    assert {row.error for row in rows} == {None}
+    assert {row.heads for row in rows} == {"-", "heads"} and {row.label for row in rows} == {
+        "full", "locret (heads)", "streaming(sinks=2)",
+    }  # fmt: skip
+    one = next(row for row in rows if row.policy == "locret" and row.budget == 32 and row.task == "R.PassKey")
+    assert (one.chunk, one.stabilizers, one.local_len, one.positions) == (32, 4, 4, "compact")  # as locret-infer scales
+    assert one.tokens <= 240 and one.new_tokens <= 4 and one.prefill_s > 0 and one.versions["locret_kit"]
+    assert (one.backend, one.adapter, one.heads_hash) == (
+        "cpu" if runs_on_cpu() else "reference", None, weights_hash(RetainingHeads.from_pretrained(heads)),
+    )  # fmt: skip
+    text = hashlib.sha256(load_text("pydoc").encode()).hexdigest()[:16]
+    assert {row.text_hash for row in rows} == {text}
+    hashes = {(row.task, row.sample): set() for row in rows}
+    for row in rows:
+        hashes[row.task, row.sample].add(row.prompt_hash)
+    assert all(len(found) == 1 for found in hashes.values())  # the same prompt for every policy
+    assert len({next(iter(found)) for found in hashes.values()}) == 6
+    table = (finished / "summary.md").read_text()
+    assert "**R.PassKey, haystack: pydoc** (match;" in table and "| full | " in table and "(n=3)" in table
+    assert (finished / "summary.csv").read_text().count("\n") == 1 + 2 * 5
+    assert table.startswith("**All tasks**") and table.count("| 240 | 32 | locret (heads) |") == 1
+    assert (finished / "report.html").stat().st_size > 10_000 and list((finished / "figures").glob("*.svg"))
+
+
+def test_a_rerun_does_nothing_and_a_longer_one_what_is_missing(finished, heads, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    assert main(words(heads, out, samples=1)) == 0
+    first = lines(out)
+    answered: list[Row] = []
+    append = Shard.append
+    monkeypatch.setattr(Shard, "append", lambda self, row: (answered.append(row), append(self, row))[1])
+    assert main(words(heads, out, samples=1)) == 0
+    assert not answered
+    assert main(words(heads, out)) == 0
+    assert len(answered) == 20 and lines(out)[: len(first)] == first
+    assert figures(out) == figures(finished)
+
+
+def test_full_attention_equals_a_budget_longer_than_the_prompt(heads, tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "CONTINUATION", 12)
+    out = tmp_path / "run"
+    assert (
+        main(
+            words(heads, out, budgets="[512]", samples=2, tasks="[perplexity_prefill,perplexity]", positions="original")
+        )
+        == 0
+    )
+    by_policy = {}
+    for row in read_rows(out):
+        by_policy.setdefault((row.task, row.sample), []).append(row.score)
+    for found in by_policy.values():
+        assert len(found) == 3 and max(found) - min(found) < 1e-4
+
+
+def test_kill_and_rerun_gives_the_same_summary(finished, heads, tmp_path):
+    """Killed (SIGKILL) twice after some rows, with half a line left behind."""
+    out = tmp_path / "run"
+    shard = out / "rows.0.jsonl"
+    for wanted in (3, 11):
+        child = forked.start(lambda: main(words(heads, out)), tmp_path / "log")
+        while not shard.exists() or shard.read_bytes().count(b"\n") < wanted:
+            time.sleep(0.005)
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), (tmp_path / "log").read_text()
+        os.kill(child, signal.SIGKILL)
+        assert forked.status_of(child) == -signal.SIGKILL
+        before = shard.read_bytes()
+        assert before.count(b"\n") >= wanted
+        with shard.open("ab") as file:
+            file.write(b'{"task": "R.PassKey", "hays')
+        assert len(read_rows(out)) == before.count(b"\n")
+    assert main(words(heads, out)) == 0
+    keys = [tuple(row[name] for name in KEY) for row in lines(out)]
+    assert len(keys) == len(set(keys)) == 30
+    assert figures(out) == figures(finished) and scores(out) == scores(finished)
+
+
+def test_two_processes_give_the_summary_of_one(finished, heads, tmp_path):
+    """RANK and WORLD_SIZE as torchrun and accelerate launch set them."""
+    out = tmp_path / "run"
+    assert forked.ranks(lambda: main(words(heads, out)), 2, tmp_path / "log") == [0, 0], (tmp_path / "log").read_text()
+    counts = [path.read_text().count("\n") for path in sorted(out.glob("rows.*.jsonl"))]
+    assert counts == [15, 15]
+    assert figures(out) == figures(finished) and scores(out) == scores(finished)
+    summary = (out / "summary.csv").read_text()
+    assert summary == cells_table(summarize(read_rows(out))).csv()  # the last one to finish has written of all rows
+
+
+def test_another_number_of_processes_goes_on(finished, heads, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main(words(heads, out)) == 0
+    assert len(lines(out)) == 10
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main(words(heads, out)) == 0
+    assert len(lines(out)) == 30 and figures(out) == figures(finished)
+
+
+def test_two_writers_of_one_shard_are_refused(tmp_path):
+    with Shard(tmp_path / "rows.0.jsonl"), pytest.raises(OSError, match="is being written by another process"):
+        Shard(tmp_path / "rows.0.jsonl")
+
+
+def test_a_crash_is_a_row_and_the_run_goes_on(heads, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    generate = measure.generate
+
+    def fails_once(model, tokenizer, ids, cache, **rest):
+        if cache.policy.name == "locret" and cache.schedule.budget == 32:
+            raise torch.OutOfMemoryError("no room\nfor this")
+        return generate(model, tokenizer, ids, cache, **rest)
+
+    monkeypatch.setattr(measure, "generate", fails_once)
+    assert main(words(heads, out, tasks="[passkey]")) == 1
+    assert "3 examples ended with an error" in capsys.readouterr().err
+    bad = [row for row in read_rows(out) if row.error]
+    assert len(bad) == 3 and {row.error for row in bad} == {"OutOfMemoryError: no room"}
+    assert {(row.policy, row.budget, row.score) for row in bad} == {("locret", 32, None)}
+    assert "- (n=0, 3 failed)" in (out / "summary.md").read_text()
+    monkeypatch.setattr(measure, "generate", generate)
+    assert main(words(heads, out, tasks="[passkey]")) == 0
+    assert not any(row.error for row in read_rows(out)) and len(read_rows(out)) == 15
+
+
+def test_a_prompt_that_cannot_be_made_is_an_error_of_every_policy(heads, tmp_path):
+    out = tmp_path / "run"
+    assert main(words(heads, out, tasks="[reconstruction]", lengths="[200]", samples=1)) == 1
+    rows = read_rows(out)
+    assert len(rows) == 5 and all("ValueError: length=200 is too short for a quotation" in row.error for row in rows)
+
+
+def test_what_json_cannot_say_is_an_error_and_the_run_goes_on(heads, tmp_path, monkeypatch):
+    """A score that is not finite, and half a surrogate pair, which the file and the page hold as it is."""
+    out, generate, metric = tmp_path / "run", measure.generate, measure.get_metric
+
+    def with_half_a_pair(*given, **rest):
+        text, report = generate(*given, **rest)
+        return text + "\ud83d", report
+
+    def sometimes_nan(name):
+        return lambda text, answer, extra: {**metric(name)(text, answer, extra), "match": next(scores)}
+
+    scores = iter([math.nan, 1.0, math.inf, 0.5])
+    monkeypatch.setattr(measure, "generate", with_half_a_pair)
+    monkeypatch.setattr(measure, "get_metric", sometimes_nan)
+    assert main(words(heads, out, tasks="[passkey]", policies="[locret]", budgets="[32]", samples=4)) == 1
+    rows = read_rows(out)
+    assert sorted((row.score, row.error) for row in rows if not row.error) == [(0.5, None), (1.0, None)]
+    said = sorted(row.error for row in rows if row.error)
+    assert [one.split(",")[0] for one in said] == ["ValueError: no JSON: score=inf", "ValueError: no JSON: score=nan"]
+    assert all(row.output.endswith("\ud83d") and row.prompt_hash for row in rows)
+    assert "(n=2, 2 failed)" in (out / "summary.md").read_text()
+
+
+def test_a_full_disk_stops_the_run_and_loses_nothing(heads, tmp_path, monkeypatch, capsys):
+    out, write, wrote = tmp_path / "run", os.write, []
+
+    def full_after_four(file, data):
+        if data.startswith(b'{"task"') and len(wrote) >= 4:
+            write(file, data[:40])  # a disk that fills up takes a part
+            raise OSError(errno.ENOSPC, "No space left on device")
+        wrote.append(data)
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", full_after_four)
+    assert main(words(heads, out)) == 1
+    assert "rows.0.jsonl: No space left on device; finished examples are safe" in capsys.readouterr().err
+    monkeypatch.setattr(os, "write", write)
+    assert len(read_rows(out)) == 4 and (out / "rows.0.jsonl").read_bytes().endswith(b"}\n")
+
+
+def test_a_full_disk_while_kept_tokens_are_stored_is_no_example_s_fault(heads, finished, tmp_path, monkeypatch, capsys):
+    """It once became an error row, which the rerun that the message asks for left as it was."""
+    out, store = tmp_path / "run", measure.write_beside
+
+    def full(path, write):
+        if path.parent.name == "kept" and len(list(path.parent.glob("*.npz"))) == 2:
+            raise OSError(f"cannot write {path} (0 MiB free): No space left on device")
+        store(path, write)
+
+    monkeypatch.setattr(measure, "write_beside", full)
+    assert main(words(heads, out, keep=1)) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "No space left on device; finished examples are safe, run again to go on" in said
+    assert not any(row.error for row in read_rows(out))
+    monkeypatch.setattr(measure, "write_beside", store)
+    assert main(words(heads, out, keep=1)) == 0
+    assert scores(out) == scores(finished) and len(list((out / "kept").glob("*.npz"))) == 5  # of the pass keys
+
+
+def test_fidelity_is_measured_against_full_attention(heads, tmp_path):
+    out = tmp_path / "run"
+    more = {"tasks": "[fidelity.continue]", "max_new_tokens": 12, "samples": 2}
+    assert main(words(heads, out, policies="[locret]", budgets="[32,512]", positions="original", **more)) == 0
+    rows = read_rows(out)
+    full = {
+        row.sample: row for row in rows if row.policy == "full"
+    }  # recorded, though not asked for: it is the reference
+    assert len(full) == 2 and all(row.scores["same"] == row.score == 1 for row in full.values())
+    for row in rows:
+        assert row.answer == full[row.sample].output
+        if row.budget == 512:  # longer than the prompt: the same text
+            assert row.output == row.answer and row.scores["bleu"] == 1
+    assert {"rougeL", "rouge1", "rouge2", "bleu", "same"} < set(rows[0].scores)
+    reference = {sample: row.output for sample, row in full.items()}
+    assert (
+        main(words(heads, out, policies="[full,locret,recency]", budgets="[32,512]", positions="original", **more)) == 0
+    )
+    rows = read_rows(out)
+    assert len(rows) == 2 * 5 and all(row.answer == reference[row.sample] for row in rows)
+
+
+def test_agreement_is_measured_on_full_attention_s_own_tokens(heads, tmp_path):
+    out = tmp_path / "run"
+    more = {"tasks": "[agreement:fidelity.continue]", "max_new_tokens": 12, "samples": 2, "positions": "original"}
+    assert main(words(heads, out, policies="[full,locret]", budgets="[32,512]", **more)) == 0
+    rows = read_rows(out)
+    full = {row.sample: row for row in rows if row.policy == "full"}
+    assert len(rows) == 6 and {row.metric for row in rows} == {"agreement"} and not any(row.error for row in rows)
+    for row in rows:
+        own = full[row.sample]
+        assert row.answer == own.answer and row.score == row.scores["agreement"]
+        if row.budget == 512:  # longer than the prompt: the same choices
+            assert row.score == own.score == 1 and math.isclose(row.scores["nll"], own.scores["nll"], rel_tol=1e-4)
+        elif row.budget == 32:
+            assert row.scores["nll"] > own.scores["nll"]
+
+
+def test_what_is_kept_is_stored_for_the_first_examples(heads, tmp_path):
+    out = tmp_path / "run"
+    assert main(words(heads, out, tasks="[passkey]", keep=1, budgets="[32]")) == 0
+    rows = read_rows(out)
+    assert {row.kept is not None for row in rows if row.sample == 0} == {True}
+    assert {row.kept for row in rows if row.sample > 0} == {None}
+    for row in rows:
+        if row.kept:
+            kept = kept_of(out, row)
+            assert len(kept["ids"]) == row.tokens and kept["heads"].shape == (3, row.tokens) and kept["n_heads"] == 2
+            wanted = row.tokens if row.policy == "full" else 32
+            assert (kept["heads"].astype(int).sum(1) == 2 * wanted).all()
+    assert main(words(heads, out, tasks="[passkey]", keep=3, budgets="[32]")) == 0
+    assert read_rows(out) == rows  # none is done again, so the advice is another folder
+
+
+def test_one_table_of_needles_perplexity_and_reconstruction(heads, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(texts, "CONTINUATION", 12)
+    out, tasks = tmp_path / "run", "[passkey,number,perplexity,reconstruction]"
+    more = {
+        "tasks": tasks,
+        "haystacks": "[repeated]",
+        "policies": "[full,locret]",
+        "samples": 2,
+        "lengths": "[900,1000]",
+    }
+    assert main(words(heads, out, **more, budgets="[64]")) == 0
+    assert not any(row.error for row in read_rows(out))
+    table = (out / "summary.md").read_text().split("\n\n")[1].splitlines()
+    assert table[0] == (
+        "| length | budget | policy | R.Number, haystack: repeated (match) | R.PassKey, haystack: repeated (match) | "
+        "perplexity, haystack: pydoc (nll, lower is better) | reconstruction, haystack: pydoc (rougeL) | "
+        "reconstruction, haystack: pydoc (bleu) |"
+    )
+    assert [line.split(" | ")[:3] for line in table[2:]] == [
+        [f"| {length}", budget, policy]
+        for length in (900, 1000)
+        for budget, policy in (("-", "full"), ("64", "locret (heads)"))
+    ]
+    assert all(line.count(" ± ") == line.count("(n=2)") == 5 for line in table[2:])
+    assert "\n".join(table) in capsys.readouterr().out
+
+
+def test_what_is_missing_is_said_before_the_first_example(heads, tmp_path, monkeypatch, capsys):
+    """Without matplotlib a run has rows and no page; without a metric's library it does not begin."""
+    monkeypatch.setattr("locret_kit.cli.eval.find_spec", lambda name: None)
+    out = tmp_path / "run"
+    assert main(words(heads, out, tasks="[passkey]", policies="[locret]", samples=1)) == 0
+    said = capsys.readouterr().err
+    assert said.index("no figures and no page without matplotlib: in the clone, pip install -e") < said.index(
+        "R.PassKey"
+    )
+    assert (out / "summary.md").exists() and "the page is" not in said
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    assert main(words(heads, tmp_path / "texts", tasks="[reconstruction]", policies="[locret]", samples=1)) == 1
+    assert "this needs sacrebleu: in the clone, pip install -e '.[eval]'" in capsys.readouterr().err
+    assert not (tmp_path / "texts").exists()
+
+
+def test_random_heads_are_seeded(heads, tmp_path):
+    outs = [tmp_path / name for name in "ab"]
+    for out in outs:
+        assert (
+            main(words(heads, out, tasks="[perplexity_prefill]", policies="[random-heads]", budgets="[32]", samples=2))
+            == 0
+        )
+    assert figures(outs[0]) == figures(outs[1]) and {row.heads for row in read_rows(outs[0])} == {"untrained"}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"tasks": "[paskey]"}, "task='paskey' is unknown. Did you mean 'passkey'?"),
+        ({"policies": "[locrett]"}, "Did you mean 'locret'"),
+        ({"budgets": "[0]"}, "budgets=[0] must be a list of numbers, such as [1,2], each at least 1"),
+        ({"budgets": "[4]", "stabilizers": 8}, "budget=4: stabilizers=8 must be below budget=4"),
+        ({"budget": 4}, "unknown key 'budget'. Did you mean 'budgets'?"),
+        ({"samples": "x"}, "samples=x must be an integer"),
+        ({"chat": "alway"}, "chat=alway must be one of: auto, always, never. Did you mean 'always'?"),
+        ({"haystacks": "[missing.txt]"}, "source=missing.txt must be"),
+        ({"ckpt": "[]"}, "give ckpt=PATH"),
+        ({"ckpt": "[]", "model": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"tasks": ""}, "tasks is empty"),
+    ],
+)
+def test_errors_are_one_line_and_leave_nothing(heads, tmp_path, capsys, monkeypatch, more, said):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    out = tmp_path / "run"
+    assert main(words(heads, out, **more)) == 1
+    err = capsys.readouterr().err
+    assert said in err and err.startswith("locret-eval: ") and err.count("\n") == 1
+    assert not out.exists()
+
+
+def test_an_out_that_is_no_folder_is_named(heads, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(words(heads, tmp_path / "file")) == 1
+    assert "file is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["null", "[1]", "{broken"])
+def test_a_damaged_configuration_is_one_line(heads, finished, tmp_path, capsys, text):
+    """A rerun once ended with a traceback."""
+    (tmp_path / "rows.0.jsonl").write_bytes((finished / "rows.0.jsonl").read_bytes())
+    (tmp_path / "config.json").write_text(text)
+    assert main(words(heads, tmp_path)) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and "config.json" in said[0], said
+
+
+def test_settings_that_a_folder_does_not_name_have_their_defaults(heads, finished, tmp_path, capsys):
+    (tmp_path / "rows.0.jsonl").write_bytes((finished / "rows.0.jsonl").read_bytes())
+    given = json.loads((finished / "config.json").read_text())
+    given = {name: value for name, value in given.items() if name not in ("one_shot", "decode_every", "weight_bits")}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    assert main(words(heads, tmp_path)) == 0
+    capsys.readouterr()
+    assert main(words(heads, tmp_path, one_shot="true")) == 1
+    assert "holds rows with one_shot=False, not one_shot=True" in capsys.readouterr().err
+
+
+def test_a_folder_of_other_settings_is_refused(heads, finished, capsys):
+    assert main(words(heads, finished, seed=1)) == 1
+    assert "holds rows with seed=0, not seed=1: choose another out" in capsys.readouterr().err
+
+
+def test_a_folder_knows_its_heads_by_their_weights(heads, tmp_path, capsys):
+    """Another checkpoint may come in; one that has changed may not."""
+    out, mine, other = tmp_path / "run", tmp_path / "mine", tmp_path / "other"
+    few = {"tasks": "[perplexity_prefill]", "policies": "[full,locret]", "budgets": "[32]", "samples": 1}
+    RetainingHeads.from_pretrained(heads).save_pretrained(mine)
+    assert main(words(mine, out, **few)) == 0
+    changed = RetainingHeads.from_pretrained(heads)
+    changed.layers[0].fc1.weight.data[0, 0] += 1
+    changed.save_pretrained(other)
+    assert main(words(f"[{mine},{other}]", out, **few)) == 0
+    rows = {row.heads: row for row in read_rows(out)}
+    assert rows.keys() == {"-", "mine", "other"}
+    hashes = {name: row.heads_hash for name, row in rows.items()}
+    assert hashes["-"] == "" and len({*hashes.values()}) == 3
+    assert hashes["mine"] == weights_hash(RetainingHeads.from_pretrained(mine)) and len(hashes["mine"]) == 16
+    written = json.loads((out / "config.json").read_text())
+    assert written["heads"]["other"]["weights"] == hashes["other"] and written["model"] == rows["-"].model
+    assert main(words(mine, out, **few)) == 0 and set(json.loads((out / "config.json").read_text())["heads"]) == {
+        "mine", "other",
+    }  # fmt: skip
+    changed.save_pretrained(mine)
+    capsys.readouterr()
+    assert main(words(mine, out, **few)) == 1
+    said = f"holds rows of heads mine with weights={hashes['mine']}, not weights={hashes['other']}: choose another out"
+    assert said in capsys.readouterr().err
+
+
+def test_changed_data_are_noticed(heads, tmp_path, capsys):
+    """With rows missing and without."""
+    text, out = tmp_path / "text.txt", tmp_path / "run"
+    more = {"haystacks": f"[{text}]", "tasks": "[passkey]", "policies": "[streaming]", "budgets": "[32]"}
+    text.write_text("The boats came in. Nobody saw them before noon. " * 40)
+    assert main(words(heads, out, samples=1, **more)) == 0
+    text.write_text("The market was closed. A man in a grey coat counted crates. " * 40)
+    _text.cache_clear()  # as another process finds it
+    for samples in (1, 2):
+        capsys.readouterr()
+        assert main(words(heads, out, samples=samples, **more)) == 1
+        assert "sample=0: the prompt differs from that of the rows" in capsys.readouterr().err
+    assert len(lines(out)) == 1
+
+
+def test_settings_are_those_of_each_heads(heads, tmp_path, capsys):
+    one, other, out = heads, tmp_path / "other", tmp_path / "run"
+    config = RetainingHeads.from_pretrained(heads).config
+    inference = {"budget": 64, "chunk": 16, "stabilizers": 16, "local_len": 4, "positions": "compact"}
+    RetainingHeads(replace(config, inference=inference)).save_pretrained(other)
+    few = {"ckpt": f"[{one},{other}]", "tasks": "[passkey]", "budgets": "[32]", "samples": 1}
+    assert main(words(heads, out, policies="[full,locret]", **few)) == 0
+    assert {row.heads: (row.chunk, row.stabilizers, row.local_len) for row in read_rows(out) if row.budget} == {
+        "heads": (32, 4, 4), "other": (16, 8, 2),
+    }  # fmt: skip
+    capsys.readouterr()
+    assert main(words(heads, out, policies="[h2o]", **few)) == 1
+    assert "policy=h2o: the checkpoints have chunk=16 and 32: give chunk=..." in capsys.readouterr().err
+
+
+def test_the_adapter_is_that_of_the_heads(heads, tmp_path, capsys):
+    plain, tuned = RetainingHeads.from_pretrained(heads), tmp_path / "tuned"
+    RetainingHeads(replace(plain.config, adapter="lab/lora")).save_pretrained(tuned)
+
+    def adapter(ckpt: str, **more: object) -> tuple[str | None, str]:
+        found = load_parts(load_eval_config(words(heads, tmp_path / "run", ckpt=ckpt, **more))).adapter
+        return found, capsys.readouterr().err
+
+    assert adapter(tuned) == ("lab/lora", "") and adapter(tuned, adapter="lab/lora") == ("lab/lora", "")
+    assert adapter(heads) == (None, "") and adapter(heads, adapter="none") == (None, "")
+    found, said = adapter(tuned, adapter="none")
+    assert found is None and "warning: the heads were trained with adapter='lab/lora', and this runs without it" in said
+    found, said = adapter(f"[{tuned},{heads}]", adapter="lab/lora")
+    assert (
+        found == "lab/lora"
+        and said.startswith("heads: warning: the heads were trained without")
+        and said.count("\n") == 1
+    )
+    for pair in (f"[{heads},{tuned}]", f"[{tuned},{heads}]"):
+        with pytest.raises(ValueError, match=r"was trained with adapter=.*give adapter=NAME or adapter=none"):
+            adapter(pair)
+
+
+def test_settings_are_remembered_before_a_backbone_is_loaded(heads, finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("locret_kit.backbones.load.load_backbone", lambda *given, **rest: pytest.fail("it was loaded"))
+    assert main(words(heads, finished, seed=1)) == 1
+    (tmp_path / "file").write_text("")
+    assert main(words(heads, tmp_path / "file" / "run")) == 1
+
+
+def test_policies_needing_heads_without_heads(heads, tmp_path, capsys):
+    arguments = [
+        word for word in words(heads, tmp_path / "run", model=heads.parent / "backbone") if "ckpt=" not in word
+    ]
+    assert main(arguments) == 1
+    assert "policy=locret needs retaining heads: give ckpt" in capsys.readouterr().err
+
+
+def test_lists_keep_commas_inside_parentheses():
+    assert split_list("[full, kvcrush(base=h2o,anchor=mean),score=cis scope=sinks(4)]") == [
+        "full", "kvcrush(base=h2o,anchor=mean)", "score=cis scope=sinks(4)",
+    ]  # fmt: skip
+    assert split_list("[kvcrush(ratio=0.25,base=h2o(window=0.5)), full]") == [
+        "kvcrush(ratio=0.25,base=h2o(window=0.5))", "full",
+    ]  # fmt: skip
+    config = load_eval_config(["tasks=passkey", "out=x", "budgets=256,512", "ckpt=a", "chunk=null"])
+    assert (config.tasks, config.budgets, config.ckpt, config.chunk) == (["passkey"], [256, 512], ["a"], None)
+
+
+def test_a_reader_that_leaves_gets_no_traceback():
+    """``locret-eval tasks | head -3``."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
+    command = [sys.executable, "-m", "locret_kit.cli.eval", "tasks"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as run:
+        run.stdout.close()
+        err = run.stderr.read().decode()
+    assert (run.returncode, err) == (1, "locret-eval: stdout was closed before the output ended\n")
+
+
+def test_a_length_that_a_task_cannot_have_ends_the_run_before_it_begins(heads, tmp_path, capsys):
+    for task in ("R.KV", "passkey"):
+        assert main(words(heads, tmp_path / "run", tasks=f"[perplexity_prefill,{task}]", lengths="[240,30]")) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        name = {"passkey": "R.PassKey"}.get(task, task)
+        found = re.fullmatch(
+            rf"locret-eval: task={name}: length=30 must be at least (\d+) for .* shortest prompt", line
+        )
+        least = int(found[1])
+        assert not list((tmp_path / "run").glob("rows.*.jsonl"))
+    made = words(heads, tmp_path / "run", tasks="[passkey]", lengths=f"[{least + 8}]", policies="[full]", samples=1)
+    assert main(made) == 0

@@ -1,0 +1,484 @@
+"""Rows, their summary, and the README's tables made of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripts_loaded import load_script
+
+from locret_kit.cli.eval import main
+from locret_kit.evals.cells import Cell, mean_and_stderr, summarize, wilson
+from locret_kit.evals.engine.result_rows import Row, read_rows
+from locret_kit.evals.report.summary import overview, score_table, score_tables, to_markdown, write_summary
+from locret_kit.evals.tables import Table, cells_table
+from locret_kit.evals.task_groups import GROUPS, MEANS
+from locret_kit.evals.tasks import known_tasks, row_names
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = Row(task="R.PassKey", haystack="jargon", length=4096, budget=512, policy="locret", heads="h", sample=0, score=1.0)
+
+
+RESULTS = load_script("scripts/results.py")
+
+
+def table(task: str, haystack: str, cells: Sequence[Cell]) -> str:
+    return score_table([replace(cell, task=task, haystack=haystack) for cell in cells]).markdown()
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=20))
+def test_mean_and_standard_error(values):
+    mean, stderr = mean_and_stderr(values)
+    assert math.isclose(mean, statistics.fmean(values), abs_tol=1e-12)
+    assert math.isclose(stderr, statistics.stdev(values) / math.sqrt(len(values)), rel_tol=1e-9, abs_tol=1e-9)
+    assert mean_and_stderr(values[::-1]) == (mean, stderr)
+    assert mean_and_stderr(values[:1]) == (values[0], None) and mean_and_stderr([]) == (None, None)
+
+
+@given(st.integers(1, 200), st.data())
+def test_wilson_s_interval_holds_every_share_that_the_count_does_not_contradict(n, data):
+    """Its ends, by their definition: there the count lies 1.96 of the share's own standard deviations away."""
+    found = data.draw(st.integers(0, n)) / n
+    low, high = wilson(found, n)
+    assert 0 <= low < high <= 1 and low - 1e-9 <= found <= high + 1e-9
+    for end in (low, high):
+        assert math.isclose(abs(found - end), 1.959964 * math.sqrt(end * (1 - end) / n), abs_tol=1e-6)
+
+
+def test_a_share_has_an_interval_and_other_scores_have_none():
+    shares = [replace(ROW, sample=i, score=float(i > 0)) for i in range(4)]
+    (cell,) = summarize(shares)
+    assert (cell.low, cell.high) == wilson(0.75, 4)
+    for rows in ([*shares, replace(ROW, sample=9, score=0.25)], [replace(row, metric="nll") for row in shares]):
+        (cell,) = summarize(rows)
+        assert cell.low is None
+
+
+def leading(table: Table) -> list[tuple[str, str]]:
+    """Policy and column of the figures that lead theirs."""
+    at = table.head.index("policy")
+    return [(cells[at], head) for cells in table.lines for head, cell in zip(table.head, cells, strict=True)
+            if cell in table.figures and cell.best]  # fmt: skip
+
+
+def test_leaders_are_the_best_of_those_that_evict_and_read_the_same():
+    """Full attention leads nothing; nor does a policy that was asked about other texts, nor where all are as good."""
+
+    def rows(policy: str, scores: Sequence[float], times: int = 5, **changes: object) -> list[Row]:
+        every = enumerate([*scores] * times)
+        made = [replace(ROW, policy=policy, heads="-", sample=i, score=score) for i, score in every]
+        return [replace(row, **changes) for row in made]
+
+    shown = [*rows("full", [1, 1], budget=0), *rows("a", [0.5, 0.5]), *rows("b", [0.5, 0.25]), *rows("c", [1])]
+    one = score_table(summarize(shown))
+    assert leading(one) == [("a", "4K, budget 512")]
+    assert one.reference == [0]
+    likelihoods = score_table(summarize(replace(row, metric="nll") for row in shown))
+    assert leading(likelihoods) == [("b", "4K, budget 512")]
+    assert leading(score_table(summarize([*rows("a", [1, 1]), *rows("b", [1, 1])]))) == []
+    few = [*rows("a", [1, 1, 1], times=3), *rows("b", [0, 0, 0], times=3)]
+    assert leading(score_table(summarize(few))) == [], "nine examples"
+    every = overview([*shown, *(replace(row, task="other", score=1.0) for row in shown)])
+    assert leading(every) == [("a", "R.PassKey, haystack: jargon (match)")]
+    assert [every.lines[i][2] for i in every.reference] == ["full"]
+
+
+def test_the_command_prints_the_rows_that_are_asked_for(tmp_path, capsys):
+    write(
+        tmp_path / "rows.0.jsonl",
+        *(replace(ROW, policy=p, heads="-", sample=i) for p in ("x&y", "h2o") for i in range(10)),
+    )
+    assert main(["table", f"out={tmp_path}", "policies=[h2o]"]) == 0
+    said = capsys.readouterr().out
+    assert "| h2o | 1.00 ± 0.00 (n=10) |" in said and "x" not in said
+
+
+@given(st.randoms(use_true_random=False))
+def test_the_order_of_rows_does_not_matter(rng):
+    rows = [replace(ROW, sample=i, budget=b, score=i / 3, prefill_s=0.1 * i) for i in range(4) for b in (256, 512)]
+    shuffled = rng.sample(rows, len(rows))
+    assert cells_table(summarize(rows)).csv() == cells_table(summarize(shuffled)).csv()
+
+
+def test_errors_are_counted_and_left_out_of_the_mean():
+    rows = [ROW, replace(ROW, sample=1, score=0.0), replace(ROW, sample=2, score=None, error="X: y")]
+    (cell,) = summarize(rows)
+    assert (cell.n, cell.errors, cell.mean, cell.stderr) == (2, 1, 0.5, 0.5)
+    (only,) = summarize([rows[2]])
+    assert (only.n, only.mean, only.stderr) == (0, None, None)
+    assert "0.50 ± 0.50 (n=2, 1 failed)" in to_markdown([cell]) and "- (n=0, 1 failed)" in to_markdown([only])
+
+
+def test_a_table_puts_full_attention_into_every_column_of_its_length():
+    rows = [
+        *(replace(ROW, budget=b, length=n) for b in (256, 512) for n in (4096, 8192)),
+        replace(ROW, policy="full", heads="-", budget=0),
+        replace(ROW, policy="h2o", heads="-", budget=256, score=0.0),
+    ]
+    lines = table("R.PassKey", "jargon", summarize(rows)).splitlines()
+    assert lines[0] == "**R.PassKey, haystack: jargon** (match; mean ± standard error)"
+    assert lines[2] == "| policy | 4K, budget 256 | 4K, budget 512 | 8K, budget 256 | 8K, budget 512 |"
+    assert lines[4] == "| full | 1.00 (n=1) | 1.00 (n=1) | - | - |"
+    assert lines[5].startswith("| locret (h) | 1.00") and lines[6] == "| h2o | 0.00 (n=1) | - | - | - |"
+    alone = table("x", "-", summarize([replace(ROW, budget=0, policy="full", heads="-", metric="nll", length=1000)]))
+    assert "| policy | 1000 |" in alone and "**x** (nll: nats a token, lower is better" in alone
+
+
+def cells_of(**samples: Sequence[int]) -> list[Cell]:
+    """Cells of policies with the examples of these numbers; `full` has no budget."""
+    return summarize(
+        replace(ROW, policy=name, heads="-", budget=0 if name == "full" else 512, sample=i, score=1.0)
+        for name, numbers in samples.items()
+        for i in numbers
+    )
+
+
+def test_cells_of_other_texts_than_most_of_their_column_are_marked():
+    cells = cells_of(full=range(4), h2o=range(4), streaming=range(3), tova=(0, 1, 2, 9))
+    assert [cell.samples for cell in cells] == ["0-3", "0-3", "0-2", "0-2 9"]
+    marked = table("x", "-", cells)
+    shown = {line.split(" | ")[0][2:]: line.split(" | ")[1][:-2] for line in marked.splitlines()[4:8]}
+    even = "1.00 ± 0.00 (n=4)"
+    assert shown == {"full": even, "h2o": even, "streaming": "1.00 ± 0.00 (n=3)†", "tova": f"{even}†"}
+    assert marked.endswith("|\n\n† on other texts than most of its column\n") and marked.count("†") == 3
+    assert "†" not in table("x", "-", cells_of(full=range(4), h2o=range(4)))
+    elsewhere = [replace(cell, length=8192, samples="0") for cell in cells[:1]]  # another column
+    assert table("x", "-", [*cells[:2], *elsewhere]).count("†") == 0
+
+
+def test_of_two_sets_of_texts_the_larger_is_the_column_s_own():
+    marked = table("x", "-", cells_of(full=range(4), h2o=range(6)))
+    assert "(n=4)†" in marked and "(n=6)†" not in marked
+
+
+def test_full_attention_is_marked_in_the_columns_of_other_texts_alone():
+    rows = [replace(ROW, policy=p, heads="-", budget=b, sample=i) for p in ("a", "b") for b, n in ((256, 2), (512, 3))
+            for i in range(n)]  # fmt: skip
+    rows += [replace(ROW, policy="full", heads="-", budget=0, sample=i) for i in range(3)]
+    line = table("x", "-", summarize(rows)).splitlines()[4]
+    assert line == "| full | 1.00 ± 0.00 (n=3)† | 1.00 ± 0.00 (n=3) |"
+
+
+def test_a_cell_without_scores_counts_for_nothing():
+    failed = [replace(ROW, policy=p, heads="-", score=None, error="X: y") for p in ("a", "b")]
+    shown = table("x", "-", summarize([ROW, *failed]))
+    assert "†" not in shown and shown.count("- (n=0, 1 failed)") == 2
+
+
+def test_the_table_of_all_tasks_and_the_page_mark_them_too():
+    rows = [
+        replace(ROW, task=task, policy=policy, heads="-", sample=i)
+        for task in ("one", "two") for policy in ("a", "b", "c") for i in range(2 if (task, policy) == ("one", "c") else 3)
+    ]  # fmt: skip
+    shown = overview(rows).markdown()
+    assert shown.count("(n=2)†") == 1 and shown.count("(n=3)†") == 0
+    assert shown.endswith("|\n\n† on other texts than most of its column\n")
+    one, two = score_tables(summarize(rows))
+    assert "(n=2)†" in one.markdown() and "†" not in two.markdown()
+    assert one.notes == ["† on other texts than most of its column"] and two.notes == []
+    assert "†" not in overview([row for row in rows if row.sample < 2]).markdown()
+
+
+def test_a_paper_s_average_stands_where_all_its_tasks_do():
+    """Each task counts the same, however many examples it has; no mean without one of them."""
+    names = GROUPS["locret-leval"]
+    rows = [
+        replace(ROW, task=name, haystack="-", policy=policy, heads="-", sample=i, score=float(t == 0), scores={})
+        for t, name in enumerate(names)
+        for policy in ("a", "b")
+        for i in range(3 if t == 0 else 2)
+        if (policy, t) != ("b", 5)
+    ]
+    head, _, *lines = [line for line in overview(rows).markdown().splitlines() if line.startswith("|")]
+    assert head.split(" | ")[-1] == "mean of locret-leval |"
+    assert [line.split(" | ")[-1] for line in lines] == ["0.17 ± 0.00 (n=13) |", "- |"]
+    texts = {
+        name: ("-",) if name.endswith(("line", "multikey_uuid", "cwe", "fwe")) else ("a", "b")
+        for name in MEANS["ruler"]
+    }
+    rows = [
+        replace(ROW, task=name, haystack=text, policy="p", heads="-", score=float(text == "a"), scores={})
+        for name, known in texts.items()
+        for text in known
+    ]
+    every = overview(rows)
+    means = dict(zip(every.head, map(str, every.lines[0]), strict=True))
+    assert [means[f"mean of ruler, haystack: {text}"] for text in "ab"] == ["0.60 (n=10)", "0.00 (n=10)"]
+    assert {name.partition(".")[0] for names in GROUPS.values() for name in names} <= {
+        "infinitebench",
+        "leval",
+        "longbench",
+    }
+    assert set().union(*GROUPS.values()) <= set(known_tasks())
+    assert sorted(MEANS["ruler"]) == sorted(row_names("ruler"))
+    assert [
+        len(GROUPS[name]) for name in ("locret-infinitebench", "locret-leval", "adakv-longbench", "kvcrush-longbench")
+    ] == [9, 6, 16, 15]
+
+
+def test_names_cannot_break_a_table():
+    """A haystack may be any file's name, and a policy any expression."""
+    text = to_markdown(summarize([replace(ROW, policy="x|<b>y", heads="-", haystack="a|b<img>\n.txt")]))
+    assert "| x\\|&lt;b&gt;y | 1.00 (n=1) |" in text and "a\\|b&lt;img&gt; .txt" in text
+    assert "<" not in text and all(row.count("|") - row.count("\\|") == 3 for row in text.splitlines()[2:])
+
+
+def test_rows_of_two_texts_by_one_name_are_refused(tmp_path):
+    """Another policy's and another budget's too: they stand in one column. Rows whose text is not known go with any."""
+    unknown, one = replace(ROW, policy="h2o", heads="-"), replace(ROW, text_hash="a" * 16)
+    for change in ({"sample": 1}, {"policy": "h2o", "heads": "-"}, {"budget": 256}):
+        write(tmp_path / "rows.0.jsonl", unknown, one, replace(one, **change, text_hash="b" * 16))
+        with pytest.raises(
+            ValueError, match=rf"R\.PassKey, jargon, length=4096.* text_hash={'a' * 16} and text_hash=b"
+        ):
+            read_rows(tmp_path)
+    write(tmp_path / "rows.0.jsonl", unknown, one, replace(one, task="other", text_hash="b" * 16))
+    assert len(read_rows(tmp_path)) == 3
+
+
+def test_rows_survive_the_file_and_those_without_later_fields_are_read(tmp_path):
+    row = replace(ROW, output="a\nb\u2028c\x85d", scores={"match": 1.0}, answer=["x", 2], depth=0.25)
+    (tmp_path / "rows.0.jsonl").write_text(row.to_json() + "\n", encoding="utf-8")
+    first = {
+        "task": "R.Number",
+        "haystack": "repeated",
+        "length": 1,
+        "budget": 2,
+        "policy": "p",
+        "heads": "-",
+        "sample": 3,
+    }
+    more = {"score": 0.0, "output": " x", "answer": "1", "samples": 20, "dtype": "float32", "date": "2026-11-21"}
+    (tmp_path / "rows.1.jsonl").write_text(json.dumps(first | more) + '\n{"task": "half')
+    (number, passkey) = read_rows(tmp_path)
+    assert passkey == row and number.score == 0 and number.metric == "match"
+    with pytest.raises(ValueError, match="Out of range float"):
+        replace(ROW, score=math.nan).to_json()
+
+
+def write(path: Path, *rows: Row) -> None:
+    path.write_text("".join(row.to_json() + "\n" for row in rows))
+
+
+def test_of_two_alike_the_score_counts_and_then_the_date(tmp_path):
+    """Whatever file or line they stand in."""
+    failed = replace(ROW, score=None, error="X: y", date="2026-11-23T00:00:00+00:00")
+    older, newer = (replace(ROW, score=s, date=f"2026-11-{d}T00:00:00+00:00") for s, d in ((0.25, 21), (0.75, 22)))
+    for order in ((failed, older, newer), (newer, older, failed), (newer, failed, older), (older, failed, newer)):
+        for number, row in enumerate(order):
+            write(tmp_path / f"rows.{number}.jsonl", row)
+        assert read_rows(tmp_path) == [newer]
+        write(tmp_path / "all.jsonl", *order)
+        assert read_rows(tmp_path / "all.jsonl") == [newer]
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("kv_bits", None, 4), ("one_shot", False, True), ("positions", "compact", "original"), ("ending", "", "line"),
+        ("stabilizers", 8, 16), ("chunk", 256, 512), ("local_len", 8, 16), ("decode_every", None, 4), ("seed", 0, 1),
+        ("adapter", None, "lab/lora"), ("heads_hash", "a", "b"), ("model", "a", "b"), ("dtype", "float32", "bfloat16"),
+        ("metric", "match", "rougeL"),
+    ],
+)  # fmt: skip
+def test_examples_of_one_cell_share_their_settings(tmp_path, name, one, other):
+    rows = [replace(ROW, **{name: one}), replace(ROW, sample=1, **{name: other})]
+    write(tmp_path / "rows.0.jsonl", *rows)
+    with pytest.raises(
+        ValueError, match=rf"R\.PassKey, jargon, length=4096, policy=locret, budget=512 have {name}=.* and {name}="
+    ):
+        read_rows(tmp_path)
+    failed = replace(rows[1], score=None, error="X: y")
+    elsewhere = [replace(rows[1], **change) for change in ({"budget": 256}, {"policy": "h2o"}, {"task": "other"})]
+    write(tmp_path / "rows.0.jsonl", rows[0], failed, *elsewhere)
+    assert len(read_rows(tmp_path)) == 5
+
+
+def test_what_has_no_meaning_may_differ(tmp_path):
+    full = replace(ROW, policy="full", heads="-", budget=0, chunk=256, stabilizers=8)
+    once = replace(ROW, one_shot=True, chunk=4090)
+    unknown = replace(ROW, task="x")
+    rows = [
+        full, replace(full, sample=1, chunk=512, stabilizers=0), once, replace(once, sample=1, chunk=4087), unknown,
+        replace(unknown, sample=1, model="m", heads_hash="h", dtype="float32"),
+    ]  # fmt: skip
+    write(tmp_path / "rows.0.jsonl", *rows)
+    assert len(read_rows(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("checkpoints/*/*.jsonl")), ids=lambda path: path.parent.name)
+def test_committed_rows_are_rows(path):
+    names = {item.name for item in fields(Row)}
+    assert path.read_bytes().endswith(b"}\n")
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+        record = json.loads(line)
+        assert names <= record.keys(), f"line {number}"
+        row = Row.from_dict(record)
+        assert (row.score is None) == (row.error is not None), f"line {number}"
+    assert len(read_rows(path)) == number
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ('"score": "x"', "score=x must be a number"),
+        ('"score": NaN', "score=nan must be a number"),
+        ('"score": 1e999', "score=inf must be a number"),
+        ('"scores": {"match": null}', "scores="),
+        ('"scores": {"match": NaN}', "scores="),
+        ('"prefill_s": [1]', "prefill_s="),
+        ('"tokens": "many"', "tokens=many must be an integer"),
+        ('"budget": true', "budget=True must be"),
+        ('"sample": 1.5', "sample=1.5 must be an integer"),
+        ('"length": null', "length=None must be an integer"),
+        ('"task": 5', "task=5 must be a text"),
+        ('"versions": []', "versions="),
+        ('"output": {}', "output="),
+        ('"kept": 3', "kept=3"),
+        ('"answer": ' + "[" * 100_000, "line 2: maximum recursion depth"),
+    ],
+)
+def test_damaged_fields_are_named_with_file_and_line(tmp_path, capsys, damage, said):
+    """They once ended the report and reruns with a traceback, and NaN went into the means."""
+    path = tmp_path / "rows.0.jsonl"
+    path.write_text(f"{ROW.to_json()}\n{ROW.to_json()[:-1]}, {damage}}}\n")
+    assert main(["report", f"out={tmp_path}"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "rows.0.jsonl, line 2: " in err and said in err
+
+
+def test_lines_end_at_newlines_alone(tmp_path):
+    """U+2028 and its kind end lines for `str.splitlines`, not for JSON."""
+    rows = [
+        replace(ROW, sample=i, output=text) for i, text in enumerate(("a\u2028b", "a\u2029b", "a\x85b", "a\x0cb", "\r"))
+    ]
+    write(tmp_path / "rows.0.jsonl", *rows)
+    assert [row.output for row in read_rows(tmp_path)] == [row.output for row in rows]
+
+
+def test_broken_rows_name_file_and_line(tmp_path):
+    path = tmp_path / "rows.0.jsonl"
+    path.write_text(ROW.to_json() + "\n{broken\n" + ROW.to_json() + "\n")
+    with pytest.raises(ValueError, match=r"rows.0.jsonl, line 2"):
+        read_rows(tmp_path)
+    path.write_text('{"task": "x"}\n')
+    with pytest.raises(ValueError, match="it lacks haystack, length"):
+        read_rows(tmp_path)
+    path.write_text("5\n")
+    with pytest.raises(ValueError, match=r"line 1: a row must be a JSON object, not int"):
+        read_rows(tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="holds no rows"):
+        read_rows(tmp_path)
+
+
+def test_another_precision_is_marked():
+    usual = replace(ROW, dtype="float32")
+    rows = [replace(usual, sample=i) for i in range(3)]
+    rows += [replace(usual, policy="h2o", sample=i, dtype="bfloat16") for i in range(2)]
+    rows += [replace(usual, policy="roco", sample=i, dtype=("float16", "float32")[i % 2]) for i in range(3)]
+    text = to_markdown(summarize(rows))
+    assert "1.00 ± 0.00 (n=3) |" in text and "1.00 ± 0.00 (n=2)†‡ |" in text and "1.00 ± 0.00 (n=3)‡ |" in text
+    assert text.endswith(
+        "\n\n† on other texts than most of its column\n\n‡ in another precision than most of the table\n"
+    )
+    assert {cell.dtype for cell in summarize(rows)} == {"float32", "bfloat16", "float16+float32"}
+
+
+def test_summary_files(tmp_path):
+    (tmp_path / "rows.0.jsonl").write_text(ROW.to_json() + "\n" + replace(ROW, sample=1, score=0.0).to_json() + "\n")
+    write_summary(tmp_path)
+    (line,) = csv.DictReader(io.StringIO((tmp_path / "summary.csv").read_text()))
+    assert (line["n"], line["mean"], line["stderr"], line["policy"]) == ("2", "0.5", "0.5", "locret")
+    assert line["samples"] == "0-1"
+    assert "0.50 ± 0.50 (n=2)" in (tmp_path / "summary.md").read_text()
+
+
+def test_the_documented_results_are_those_of_the_committed_rows(capsys):
+    assert RESULTS.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_results_script(tmp_path, capsys):
+    files = {
+        "docs/results/facts.md": ["facts", "second"], "docs/results/questions.md": ["questions"],
+        "scripts/research/logs/needles.md": ["needles"],
+        "scripts/research/logs/recall.md": ["recall", "sparse"],
+        "scripts/research/logs/papers.md": [*RESULTS.paper_tables.MARKERS], "docs/results/speed.md": ["gpu"],
+    }  # fmt: skip
+    rows, tables = (tmp_path / "checkpoints" / RESULTS.HEADS / name for name in ("results.jsonl", "RESULTS.md"))
+    rows.parent.mkdir(parents=True)
+    rows.write_text(ROW.to_json() + "\n")
+    for name, markers in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        tables_of = [f"<!-- {marker}:begin -->\nold\n<!-- {marker}:end -->\n" for marker in markers]
+        (tmp_path / name).write_text(f"top\n{''.join(tables_of)}bottom\n")
+    arguments = ["--root", str(tmp_path)]
+    assert RESULTS.main([*arguments, "--check"]) == 1 and not tables.exists()
+    assert "needles.md and " in capsys.readouterr().err
+    assert RESULTS.main(arguments) == 0 and RESULTS.main([*arguments, "--check"]) == 0
+    for name, (*_, marker) in files.items():
+        text = (tmp_path / name).read_text()
+        assert text.startswith("top\n<!-- ") and text.endswith(f"<!-- {marker}:end -->\nbottom\n")
+        assert "old" not in text
+    lines = [line for line in text.splitlines() if line.count("| not measured yet") == len(RESULTS.targets.MODELS)]
+    assert len(lines) == len(RESULTS.targets.TARGETS)
+    assert "1.00 (n=1)" in tables.read_text()
+    rows.write_text(replace(ROW, score=0.0).to_json() + "\n")
+    assert RESULTS.main([*arguments, "--check"]) == 1
+    (tmp_path / "docs/results/facts.md").write_text("no markers")
+    assert RESULTS.main(arguments) == 1 and "once each" in capsys.readouterr().err
+
+
+def test_the_short_table_of_needles(tmp_path):
+    """A line where the heads that ship were measured on enough texts; other numbers of texts are named, and of the policies
+    without heads those that do best."""
+    ours = [
+        replace(ROW, task="R.Number", haystack="repeated", length=8192, heads=RESULTS.HEADS, sample=i) for i in range(8)
+    ]
+    rows = [replace(row, score=float(row.sample > 0)) for row in ours]
+    rows += [replace(row, policy="full", heads="-", budget=0, score=1.0) for row in ours[:2]]
+    for policy, score in (("h2o", 0.0), ("compactor", 1.0), ("keydiff", 1.0), ("h2o reread=passages", 1.0)):
+        rows += [replace(row, policy=policy, heads="-", score=score) for row in ours]
+    rows += [replace(row, policy="lookahead-locret", score=0.5) for row in ours[:4]]
+    rows += [replace(row, policy="rereading-locret", dtype="bfloat16") for row in ours]
+    rows += [replace(row, length=4096) for row in ours[:7]]
+    lines = RESULTS.log_tables.needle_table(RESULTS.summarize(rows)).splitlines()
+    shown = f"| R.Number | repeated | 8K | {ROW.budget} | 8 | 1.00 (n=2) | 0.88 | 0.50 (n=4) | 1.00‡ | - | - |"
+    assert lines[2:] == [f"{shown} 1.00: compactor, keydiff |", "", f"‡ in bfloat16, all else in {ROW.dtype}"]
+
+
+def test_the_table_of_recall_counts_the_rows_that_come_back():
+    """Beside ``locret`` with as many rows on the device, of the same prompts alone."""
+    ours = [replace(ROW, heads=RESULTS.HEADS, slots=512, prompt_hash=f"text {i}", sample=i) for i in range(3)]
+    ours = [replace(row, tokens=100, new_tokens=5) for row in ours]
+    rows = [replace(row, score=float(row.sample == 0), prefill_s=4.0, decode_s=1.0) for row in ours]
+    back = [replace(row, policy="recall(size=32,take=4,reading=false)", slots=384, score=1.0) for row in ours]
+    back = [replace(row, prefill_s=8.0, decode_s=3.0) for row in back]
+    rows += [*back[:2], replace(back[2], prompt_hash="another text"), replace(back[0], policy="recall", sample=7)]
+    rows.append(replace(ours[0], policy="streaming", heads="-"))
+    lines = RESULTS.log_tables.recall_table(rows, RESULTS.HEADS).splitlines()
+    where = f"| {ROW.task} | {ROW.haystack} | {RESULTS.size(ROW.length)} | 512 |"
+    assert lines[2:] == [
+        f"{where} `recall` | 1 of 1 | - | - | - | - |",
+        f"{where} `recall(size=32,take=4,reading=false)` | 3 of 3 | 2 of 2 | 1 of 2 | 2.00 | 3.00 |",
+    ]
+
+
+def test_the_table_of_sparse_prefill_compares_times_of_one_day():
+    dense = [replace(ROW, policy="full", heads="-", budget=0, score=1.0, prefill_s=4.0, sample=i) for i in range(2)]
+    dense = [replace(row, date="2026-01-02T03:04:05+00:00", model="folder/model") for row in dense]
+    sparse = [replace(row, policy="xattention", score=0.0, prefill_s=2.0, computed_share=0.25) for row in dense]
+    lines = RESULTS.log_tables.sparse_table([*dense, sparse[0], replace(sparse[1], date="2026-01-03")]).splitlines()
+    where = f"| model | {ROW.task} | {ROW.haystack} | {RESULTS.size(ROW.length)} | `xattention` |"
+    assert lines[2:] == [f"{where} 0 of 2 | 2 of 2 | 0.25 | 0.50 |"]
+    alone = RESULTS.log_tables.sparse_table([replace(sparse[0], prefill_s=1.0)]).splitlines()
+    assert alone[2:] == [f"{where} 0 of 1 | - | 0.25 | - |"]

@@ -1,0 +1,66 @@
+"""A cache whose statistics, moves of rows and decoding go through Triton (interpreted) equals one that uses the references."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from interpreted import common
+from kernel_runs import (
+    DECODED,
+    LENGTH,
+    model,  # noqa: F401  (fixtures)
+    run,
+)
+
+from locret_kit import BoundedCache, attach
+from locret_kit.cache import decoding
+from locret_kit.runtime.graph_decoder import GraphDecoder
+from locret_kit.runtime.session import prefill
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.mark.parametrize(
+    ("policy", "bits", "kernel", "positions"),
+    [
+        ("h2o", None, None, "compact"),
+        ("roco", 4, "packed_decode", "compact"),
+        ("snapkv(6,3)", 2, "packed_decode", "original"),
+        ("ada-snapkv(6,3)", None, "ragged_decode", "clipped(35)"),
+        ("score=aqas allocation=adaptive", None, "ragged_decode", "compact"),
+    ],
+)
+def test_backends_agree(model, policy, bits, kernel, positions):
+    assert common.INTERPRETED
+    with mock.patch.object(decoding, "function", wraps=decoding.function) as used:
+        mine, theirs = (run(model, policy, bits, backend, positions) for backend in ("triton", "reference"))
+    calls = [call.args for call in used.call_args_list if call.args[0] != "rotate_rows"]
+    # With kernels one token reads rows of every kind as they lie.
+    wanted = [(kernel or "ragged_decode", "triton")] * 2 * DECODED
+    assert calls == wanted + ([(kernel, "reference")] * 2 * DECODED if kernel else [])
+    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-3, atol=1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(mine[1], theirs[1], strict=True))
+
+
+@pytest.mark.parametrize(("policy", "positions"), [("recency", "compact"), ("h2o", "clipped(20)")])
+def test_fixed_shapes(model, policy, positions):
+    """Kernels that read lengths from the device keep the slots that the references keep, and their logits agree."""
+    out = []
+    for backend in ("triton", "reference"):
+        kept = dict(chunk=13, prompt_length=LENGTH, stabilizers=4, decode_every=3)
+        cache = BoundedCache(16, policy, backend=backend, positions=positions, **kept)
+        with attach(model), torch.no_grad():
+            logits = [prefill(model, list(range(2, 2 + LENGTH)), cache)]
+            step = GraphDecoder(model, cache)
+            logits += [step([cache], [5 + token])[0] for token in range(DECODED)]
+        out.append((torch.stack(logits), [cache.kept_positions(layer) for layer in range(2)]))
+    (mine, own), (exact, others) = out
+    torch.testing.assert_close(mine, exact, rtol=1e-3, atol=1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(own, others, strict=True))
+
+
+def test_a_backend_that_is_not_there(model):
+    with pytest.raises(ValueError, match="backend=cuda must be one of: reference, triton"):
+        run(model, "h2o", None, "cuda")

@@ -1,0 +1,165 @@
+"""The kernels compile for cards that are not here, within the committed table; and the check that says so can fail."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted import KERNELS, common
+from scripts_loaded import load_script
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks"
+TABLE = BENCHMARKS / "compile_table.csv"
+
+
+check = load_script("kernels/benchmarks/compile_check.py")
+PRODUCTS = {
+    "attend", "column_max", "column_stats", "log_sum_exp", "packed_decode", "ragged_decode", "sparse_attend",
+}  # fmt: skip
+SPILLS = {
+    ("3.9.0", "select_rows", 120),  # 1,024 threads have 64 registers each
+    ("3.6.0", "attend", 120),  # its assembler stops at 96 registers, though 255 are allowed
+    ("3.6.0", "column_max", 120),  # and here at 128
+}
+"""Two words of stack a thread each."""
+
+
+CHOICES = {"--arch 89 --head-size 128": 32, "--arch 80 90 --every 29": 256 // 29}
+"""One card and head size, a round of the other cards; and their compilations. All of them take minutes: run compile_check.py
+without these options."""
+COMPILE = f"""
+import sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import compile_check
+for choice in {list(CHOICES)!r}:
+    assert compile_check.main([*choice.split(), "--against", {str(TABLE)!r}]) == 0, choice
+"""
+
+
+def test_compilations_within_the_table():
+    """A process of its own, since other tests interpret the kernels."""
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=clean)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    assert re.findall(r"(\d+) compilations, 0 problems", run.stdout) == [str(n) for n in CHOICES.values()]
+    rows = [line.split("\t") for line in run.stdout.splitlines() if "\t" in line]
+    others = [row for row in rows if row[2] != "89"]
+    assert {row[2] for row in others} == {"80", "90"} and {row[3] for row in others} == {"64", "96", "128", "256"}
+    assert {row[0] for row in rows} == launched() and len({row[0] for row in others}) >= 6
+
+
+def launched() -> set[str]:
+    """Kernels as they stand in the files: functions for Triton that no other one calls."""
+    compiled, called = set(), set()
+    for file in (BENCHMARKS.parent / "locret_kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list):
+                compiled.add(node.name)
+            elif isinstance(node, ast.Call):
+                called.add(ast.unparse(node.func).rpartition(".")[2])
+    return {name.strip("_") for name in compiled - called}
+
+
+@pytest.fixture(scope="module")
+def keys():
+    """Names of all launches, without a compiler."""
+    return {
+        launch.row(arch, D, torch.bfloat16).key
+        for D in common.HEAD_SIZES
+        for launch in check.launches(D, torch.bfloat16)
+        for arch in (80, 89, 90, 120)
+    }
+
+
+def test_every_kernel_is_launched_by_a_case(keys):
+    assert {kernel for kernel, *_ in keys} == launched() and len(launched()) == 14
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.9.0"])
+def test_the_table_is_whole(version, keys):
+    """Every launch of every kernel on four cards, and of each what a card's speed depends on."""
+    rows = [row for row in check.read(TABLE) if row.triton == version]
+    assert {row.key for row in rows} == keys and len(rows) == len(keys) == 512
+    assert all(row.blocks >= 1 and row.barriers >= 0 and 1 <= row.registers <= 255 for row in rows)
+    with_products = {row.kernel for row in rows if row.layout != "-"}
+    assert with_products == PRODUCTS and with_products.isdisjoint(row.kernel for row in rows if row.layout == "-")
+    assert [row for row in rows if row.shared_bytes > check.LIMIT_KIB[row.arch] * 1024] == []
+    spilled = {(version, row.kernel, row.arch) for row in rows if row.stack_bytes}
+    assert spilled == {spill for spill in SPILLS if spill[0] == version}
+    assert max(row.stack_bytes for row in rows) == 8
+
+
+def test_the_pinned_triton_is_in_the_table():
+    (pinned,) = re.findall(r"^triton==([\d.]+)", (BENCHMARKS.parents[1] / "constraints.txt").read_text(), re.M)
+    assert pinned in {row.triton for row in check.read(TABLE)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(shared_bytes=99 * 1024 + 1), "101377 bytes of shared memory, above 99 KiB"),
+        (dict(stack_bytes=8), "8 bytes of stack a thread: registers spill"),
+        (dict(shared_bytes=40_001), "shared memory grew from 40000 to 40001 bytes"),
+        (dict(registers=133), "registers grew from 120 to 133, by over 10%"),
+        (dict(barriers=3), "barriers in the loop grew from 2 to 3"),
+        (dict(blocks=1), "1 blocks per multiprocessor, before 2"),
+        (dict(options="BLOCK_S=32"), "not in the committed table"),
+    ],
+)
+def test_what_the_check_finds(change, message):
+    row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0, "4x1", 2, 2)
+    assert check.problems([row], [row]) == []
+    assert any(message in line for line in check.problems([replace(row, **change)], [row]))
+
+
+def test_what_a_compiler_may_choose():
+    row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0, "4x1", 2, 2)
+    assert check.problems([replace(row, registers=132, shared_bytes=30_000)], [row]) == []
+
+
+def test_rows_of_another_triton_are_not_compared():
+    row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0, "4x1", 2, 2)
+    other = replace(row, triton="0.0", registers=10)
+    assert check.problems([row], [other]) == []
+    assert check.problems([replace(row, stack_bytes=8)], [other]) != []
+    assert check.problems([row], [other, replace(row, registers=100)]) != []
+
+
+def test_rows_survive_the_disk(tmp_path):
+    row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0, "4x1", 2, 2)
+    check.write(tmp_path / "t.csv", [row])
+    assert check.read(tmp_path / "t.csv") == [row]
+
+
+def test_only_rows_of_this_triton_are_replaced(tmp_path):
+    row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0, "4x1", 2, 2)
+    other = replace(row, triton="0.0")
+    with (tmp_path / "t.csv").open("w") as file:
+        file.write(",".join(vars(other)) + "\n" + ",".join(map(str, vars(other).values())) + "\n")
+    for registers in (120, 100):
+        check.write(tmp_path / "t.csv", [replace(row, registers=registers)])
+    assert check.read(tmp_path / "t.csv") == [other, replace(row, registers=100)]
+
+
+def test_barriers_of_the_innermost_loop():
+    """Of two loops in one, the inner one counts; what comes before and after, and the jump to itself at the end, do not."""
+    lines = ["BAR.SYNC 0x0", "MOV R1, R2", "LDG R1, [R2]", "BAR.SYNC.DEFER_BLOCKING 0x0", "@P0 BRA 0x20", "BAR.SYNC 0x0",
+             "@!P1 BRA 0x10", "BAR.SYNC 0x0", "BRA 0x80"]  # fmt: skip
+    sass = "".join(f"        /*{16 * i:04x}*/   {line} ;   /* 0x0 */\n" for i, line in enumerate(lines))
+    assert check.barriers(sass) == 1
+    assert check.barriers(sass.replace("@P0 BRA 0x20", "MOV R1, R2")) == 2
+
+
+def test_blocks_per_multiprocessor():
+    """By shared memory, registers in units of 256 a warp, threads, and the card's own limit."""
+    launch = check.Launch(KERNELS["rms_norm"], (), {}, num_warps=8, num_stages=1)
+    assert launch.blocks(89, 49_152, 64) == 2 and launch.blocks(90, 49_152, 64) == 4
+    assert launch.blocks(80, 0, 255) == 1 and launch.blocks(80, 0, 128) == 2 and launch.blocks(80, 0, 33) == 6
+    assert launch.blocks(89, 0, 16) == 6 and launch._replace(num_warps=1).blocks(89, 0, 16) == 24

@@ -1,0 +1,284 @@
+"""Passages of the text that are read again in its place (`reread=passages(tokens, window, kernel, first, smooth, each,
+least)`)."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from bounded_masks import IDS, bounded, mask_by_definition
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_heads import tiny_heads
+from tiny_models import tiny_model
+
+from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.spec import spec_of
+from locret_kit.cache.saved import load_cache, save_cache
+from locret_kit.policies.grammar import parse_policy, parts_of
+from locret_kit.policies.passages import Passages
+from locret_kit.runtime.session import Sampling, decode, prefill
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+TOKENS, BODY = 67, 62
+POLICIES = [
+    "random",
+    "h2o",
+    "roco",
+    "pyramidkv(6,3,beta=2)",
+    "ada-snapkv(6,3)",
+    "kvcrush(base=h2o)",
+    "sirllm",
+    "lagkv",
+    "merge(base=h2o)",
+]
+
+
+def read(model, cache) -> torch.Tensor:
+    with attach(model), torch.no_grad():
+        return prefill(model, IDS[0].tolist(), cache)
+
+
+def best(score: list[float], size: int, kernel: int, first: int, smooth: int, least: float) -> list[int]:
+    """The tokens whose best neighbour is worth most, in Python: the first ones before all, then the earlier of equals. A token
+    is worth the mean of its neighbours, of which those outside the text count as zero; less than ``least`` of the best is left
+    out."""
+    half = smooth // 2
+    score = [sum(score[max(0, p - half) : p + half + 1]) / smooth for p in range(len(score))]
+    half = kernel // 2
+    pooled = [max(score[max(0, p - half) : p + half + 1]) for p in range(len(score))]
+    order = sorted(range(len(score)), key=lambda p: (p >= first, -pooled[p] if p >= first else 0, p))
+    enough = least * max(pooled[first:])
+    return sorted(p for p in order[:size] if p < first or pooled[p] >= enough)
+
+
+def passages_by_definition(
+    attentions,
+    kept: list[int],
+    groups: int,
+    size: int,
+    window: int,
+    kernel: int,
+    first: int,
+    smooth: int,
+    each: bool,
+    least: float,
+):
+    score, newest = [0.0] * BODY, range(TOKENS - window, TOKENS)
+    asking = [[q] for q in newest] if each else [newest]
+    for a_QTT in attentions:
+        for h, queries in product(range(a_QTT.shape[1] // groups), asking):
+            mine = a_QTT[0, h * groups : (h + 1) * groups].mean(0)
+            got = {t: float(sum(mine[q, t] for q in queries)) for t in kept if t >= first}
+            for token, value in got.items():
+                score[token] = max(score[token], value / sum(got.values()))
+    return best(score, size, kernel, first, smooth, least)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "kernel", "first", "smooth", "each", "least"),
+    [
+        (9, 4, 3, 2, 1, False, 0),
+        (512, 5, 1, 0, 1, True, 0.5),
+        (11, 32, 5, 32, 3, False, 0.9),
+        (1, 1, 3, 4, 1, True, 0),
+        (9, 3, 3, 2, 5, True, 0),
+        (10, 1, 5, 0, 7, False, 0.75),
+    ],
+)
+def test_the_answer_is_that_of_a_prompt_of_passages_and_question(tokens, window, kernel, first, smooth, each, least):
+    """Streaming's slots: which passages, by full attention under a mask; the logits, by the model itself on these alone."""
+    model, plain = tiny_model("llama").double(), tiny_model("llama").double()
+    plain.set_attn_implementation("eager")
+    sees = mask_by_definition(TOKENS, BODY, 8, 24, 4, TOKENS, 0)
+    hidden = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill(~sees, float("-inf"))
+    kept = [token for token in range(BODY) if sees[BODY, token]]
+    groups = model.config.num_attention_heads // model.config.num_key_value_heads
+    size = min(tokens, 12)
+    with torch.no_grad():
+        first_reading = plain(input_ids=IDS, attention_mask=hidden[None, None], output_attentions=True).attentions
+        chosen = passages_by_definition(
+            first_reading, kept, groups, size, min(window, 5), kernel, min(first, size // 2), smooth, each, least
+        )
+        passages = [*chosen, *range(BODY, TOKENS)]
+        wanted = plain(input_ids=IDS[:, passages]).logits[0, -1]
+    cache = bounded(
+        f"streaming(4) reread=passages({tokens},{window},{kernel},{first},{smooth},{str(each).lower()},{least})",
+        positions="original",
+    )
+    torch.testing.assert_close(read(model, cache), wanted.float(), rtol=0, atol=1e-6)
+    for layer in range(len(cache.bounded)):
+        assert cache.kept_positions(layer).tolist() == [[passages, passages]]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_any_policy_answers_from_what_it_reads_again(policy):
+    """Whatever it kept and however it places keys: the logits are the model's on passages and question, and layers and
+    heads hold the same tokens."""
+    model, positions = tiny_model("llama").double(), ("compact", "original", "clipped(16)")[POLICIES.index(policy) % 3]
+    cache = bounded(f"{policy} reread=passages(6,4,3,2)", positions=positions)
+    found = read(model, cache)
+    with torch.no_grad():
+        wanted = model(input_ids=IDS[:, cache.reread_positions]).logits[0, -1]
+    torch.testing.assert_close(found, wanted.float(), rtol=0, atol=1e-6)
+    assert len(cache.reread_positions) == 11 and cache.reread_positions[-5:] == list(range(BODY, TOKENS))
+    for layer in range(len(cache.bounded)):
+        assert all(head.tolist() == cache.reread_positions for head in cache.kept_positions(layer)[0])
+
+
+@pytest.mark.parametrize(
+    ("policy", "kv_bits"),
+    [("ada-snapkv(6,3)", None), *product(["h2o", "pyramidkv(6,3,beta=2)", "kvcrush(base=h2o)"], [None, 4])],
+)
+def test_decoding_goes_on_in_the_budget(policy, kv_bits):
+    model, calls = tiny_model("llama"), []
+    cache = bounded(f"{policy} reread=passages(6,4,3,2)", kv_bits=kv_bits)
+    with attach(model), torch.no_grad():
+        logits = prefill(model, IDS[0].tolist(), cache, lambda done, total: calls.append(done))
+        again = TOKENS - 11
+        assert calls[calls.index(BODY) + 1] == again and calls[-1] == TOKENS and again < calls[-2] < TOKENS
+        told = list(
+            decode(
+                model, cache, logits, prompt=IDS[0].tolist(), max_new_tokens=40, sampling=Sampling(), stop=frozenset()
+            )
+        )
+    assert len(told) == 40 and cache.get_seq_length() == TOKENS + 39
+    assert sum(cache.kept_rows) <= len(cache.bounded) * (24 + 8)
+    for layer in range(len(cache.bounded)):
+        for head in cache.kept_positions(layer)[0]:
+            held = head.tolist()
+            assert held == sorted(set(held)) and {t for t in held if t < TOKENS} <= set(cache.reread_positions)
+
+
+def test_layers_with_a_window_read_the_passages_too():
+    model = tiny_model("gemma3").double()
+    assert any(window is not None for window in spec_of(model.config).windows)
+    cache = bounded("h2o reread=passages(6,4,3,2)")
+    found = read(model, cache)
+    with torch.no_grad():
+        wanted = model(input_ids=IDS[:, cache.reread_positions]).logits[0, -1]
+    torch.testing.assert_close(found, wanted.float(), rtol=0, atol=1e-6)
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.125, 0.25, 0.75, 1.0]), min_size=1, max_size=60),
+    st.integers(1, 60),
+    st.integers(0, 6),
+    st.integers(0, 40),
+    st.integers(0, 8),
+    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+)
+def test_passages_are_the_best_neighbourhoods(score, size, half, first, around, least):
+    size, kernel, smooth = min(size, len(score)), 2 * half + 1, 2 * around + 1
+    found = Passages(size, 4, kernel, first, smooth, False, least).choose(torch.tensor(score), size).tolist()
+    assert found == best(score, size, kernel, min(first, size // 2), smooth, least)
+
+
+@given(st.integers(1, 400), st.integers(1, 200), st.integers(1, 80))
+def test_passages_and_tail_fit_the_budget(tokens, budget, tail):
+    tail = min(tail, budget - 1) or 1
+    assert 1 <= Passages(tokens).size(budget, tail) <= max(1, budget - tail)
+
+
+def test_a_prompt_that_fits_is_read_once():
+    model, calls = tiny_model("llama").double(), []
+    with attach(model), torch.no_grad():
+        cache = bounded("recency reread=passages(4)", budget=67, positions="original")
+        found = prefill(model, IDS[0].tolist(), cache, lambda done, total: calls.append(done))
+        wanted = model(input_ids=IDS).logits[0, -1]
+    assert calls == sorted(set(calls)) and not cache.reread_positions
+    torch.testing.assert_close(found, wanted.float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("base", "rest"),
+    [
+        ("locret", "window=32,kernel=33,first=32,smooth=1,each=False,least=0.0"),
+        ("lookahead-locret", "window=12,kernel=33,first=32,smooth=13,each=True,least=0.4"),
+    ],
+)
+def test_the_named_policies_are_others_and_a_second_reading(base, rest):
+    part = f"passages(tokens=256,{rest})"
+    assert parts_of(parse_policy(f"rereading-{base}(tokens=256)")) == {**parts_of(parse_policy(base)), "reread": part}
+    model = tiny_model("llama").double()
+    heads = tiny_heads(model, 8)
+    cache = bounded(f"rereading-{base}(tokens=7)", heads=heads)
+    read(model, cache)
+    assert cache.kept_rows == [12] * len(cache.bounded)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "ada-snapkv(6,3)", "lagkv", "sirllm"])
+def test_a_fork_reads_again_for_its_own_question(policy):
+    """A document read once and asked two questions."""
+    model, text = tiny_model("llama").double(), f"{policy} reread=passages(6,4,3,0)"
+    other = IDS.clone()
+    other[0, BODY:] = IDS[0, :5]
+    document, found = bounded(text), []
+    with attach(model), torch.no_grad():
+        model(input_ids=IDS[:, :56], **{CACHE: document})
+        for ids in (IDS, other):
+            forked, fresh = document.fork(TOKENS), bounded(text)
+            logits, wanted = (prefill(model, ids[0].tolist(), cache) for cache in (forked, fresh))
+            torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-6)
+            assert forked.reread_positions == fresh.reread_positions
+            found.append(fresh.reread_positions)
+    assert found[0] != found[1]
+
+
+def test_errors_name_what_is_wrong():
+    with pytest.raises(ValueError, match=r"reads the end of the prompt twice: pass prompt_length="):
+        bounded("h2o reread=passages", prompt_length=None)
+    for local_len in (0, 9):
+        with pytest.raises(ValueError, match=rf"last local_len={local_len} tokens twice: from 1 to chunk=8"):
+            bounded("h2o reread=passages", local_len=local_len)
+    with pytest.raises(ValueError, match=r"reread=passages: kernel=4 must be odd and at least 1"):
+        parse_policy("h2o reread=passages(kernel=4)")
+    with pytest.raises(ValueError, match=r"reread=passages: first=-1 must be at least 0"):
+        parse_policy("h2o reread=passages(first=-1)")
+    with pytest.raises(ValueError, match=r"reread='pasages' is unknown. Did you mean 'passages'"):
+        parse_policy("h2o reread=pasages")
+    model = tiny_model("llama")
+    with attach(model), torch.no_grad(), pytest.raises(RuntimeError, match=r"use locret_kit.runtime.session.generate"):
+        model.generate(IDS, **{CACHE: bounded("h2o reread=passages")}, max_new_tokens=3, do_sample=False)
+
+
+def test_windows_alone_are_read_once():
+    """No slot is kept by the policy, so there is no index: the prompt is read as without a second reading."""
+    model = tiny_model("mistral-window").double()
+    cache, plain = bounded("score=random reread=passages", 24), bounded("score=random", 24)
+    assert torch.equal(read(model, cache), read(model, plain))
+    assert not cache.reread_positions and cache.get_seq_length() == plain.get_seq_length() == TOKENS
+
+
+def test_a_cache_is_saved_between_the_two_readings(tmp_path):
+    model, policy = tiny_model("llama"), "h2o reread=passages(6,4,3,0)"
+    cache, whole = bounded(policy), bounded(policy)
+
+    def stop(done: int, total: int) -> None:
+        if cache.reread_positions:
+            raise KeyboardInterrupt
+
+    with attach(model), pytest.raises(KeyboardInterrupt):
+        prefill(model, IDS[0].tolist(), cache, stop)
+    save_cache(cache, tmp_path / "cache.locret")
+    assert torch.equal(read(model, load_cache(tmp_path / "cache.locret", model)), read(model, whole))
+
+
+def test_pins_after_the_second_reading_count_what_is_there():
+    cache = bounded("h2o reread=passages(6,4,3,0)", 16, stabilizers=14)
+    read(tiny_model("llama"), cache)
+    pinned = sum(position < 50 for position in cache.reread_positions)
+    with pytest.raises(ValueError, match=f"pins={pinned} tokens must be at most 1"):
+        cache.pin(0, 50)
+
+
+def test_a_cache_that_was_reset_reads_a_text_twice_again():
+    model = tiny_model("llama")
+    policy = "random reread=passages(9,4,3,2)"
+    used, fresh = bounded(policy), bounded(policy)
+    first = read(model, used)
+    used.reset(used.schedule.prompt_length)
+    assert torch.equal(read(model, used), read(model, fresh)) and torch.equal(first, read(model, bounded(policy)))
+    assert used.reread_positions == fresh.reread_positions and used.reread_positions

@@ -1,0 +1,278 @@
+"""Streamed token ids equal one call on the whole text; wrong bytes are named by their offset."""
+
+from __future__ import annotations
+
+import io
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_text import PROSE, tiny_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from locret_kit.files import read_utf8
+from locret_kit.runtime.kept_text import token_texts
+from locret_kit.runtime.tokens import BYTES, CONTEXT, IdStream, TextStream, TooManyTokens, stream_ids, token_bytes
+
+BACKBONE = Path(__file__).resolve().parents[2] / "checkpoints" / "SmolLM2-135M-Instruct"
+CODE = "def f(x, y=None):\n    # a comment\n    return {'a': [x ** 2 for _ in range(10)]}\n\n\n\tif x:\n\t\tpass\n"
+EMOJI = "👩‍👩‍👧‍👦 naïve café — “quotes” … ½ № Ωmega ﷽ e\u0301 \u200d"
+CHINESE = "今天天气很好\uff0c我们去海边散步。第二天下雨了\uff0c他没有来\uff01" * 40
+TEXTS = {
+    "prose": PROSE * 12,
+    "code": CODE * 25,
+    "newlines": ("a\n\n\n\nb \n \n  c\r\n\r\n" + "\n" * 90) * 12,
+    "unicode": (EMOJI + " and then ") * 30,
+    "emoji-unbroken": "👩‍👩‍👧‍👦🙂🙃" * 200,
+    "chinese": CHINESE,
+    "long-word": "start " + "a" * 2500 + " end " + PROSE * 5,
+    "base64": "aGVsbG8gd29ybGQ+/" * 150,
+    "digits": "0123456789" * 250,
+    "spaces": "x" + " " * 1500 + "y" + " " * 900,
+    "mixed": PROSE + CODE * 3 + EMOJI * 10 + "z" * 700 + CHINESE[:600] + " " * 80 + PROSE * 3,
+    "empty": "",
+    "one": "x",
+}
+
+
+@lru_cache(maxsize=1)
+def real_tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(BACKBONE)
+
+
+def pieces(text: str, sizes: list[int]):
+    at, i = 0, 0
+    while at < len(text):
+        size = sizes[i % len(sizes)]
+        yield text[at : at + size]
+        at, i = at + size, i + 1
+
+
+def check(tokenizer, text: str, sizes: list[int], block: int, special: bool = False) -> None:
+    want = tokenizer(text, add_special_tokens=special, verbose=False).input_ids
+    got = stream_ids(tokenizer, pieces(text, sizes), special=special, block=block)
+    assert got.tolist() == want
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("block", [600, 777, 1100, 1 << 16])
+def test_equals_one_call(name, block):
+    for sizes in ([10_000], [1, 50, 333], [block]):
+        check(tiny_tokenizer(), TEXTS[name], sizes, block)
+
+
+@pytest.mark.backbone
+@pytest.mark.skipif(not (BACKBONE / "tokenizer.json").exists(), reason="python scripts/fetch_backbone.py")
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("block", [600, 1100])
+def test_equals_one_call_on_the_demo_backbone(name, block):
+    check(real_tokenizer(), TEXTS[name], [217, 5], block)
+
+
+WORDS = st.sampled_from(
+    ["harbour ", "boats came", "\n", "\n\n", "   ", "\t", "12345", "é", "👩‍👧", "中文", "。", "it's", "x" * 300, ", ", "a b c d ",
+     PROSE, "\r\n", "\u00a0", "def f(x):\n    "]
+)  # fmt: skip
+
+
+@given(st.lists(WORDS, max_size=60), st.lists(st.integers(1, 500), min_size=1, max_size=4), st.integers(600, 1500))
+@settings(max_examples=60)
+def test_any_text_any_pieces(words, sizes, block):
+    check(tiny_tokenizer(), "".join(words) * 3, sizes, block)
+
+
+@lru_cache(maxsize=1)
+def uncut_tokenizer():
+    """Its tokens are within words, as those of Llama 2, but nothing cuts words apart before they are merged."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace()
+    bpe.train_from_iterator([PROSE] * 3, trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
+
+
+@given(st.lists(WORDS, max_size=40), st.lists(WORDS, max_size=5), st.lists(WORDS, max_size=5))
+@settings(max_examples=60)
+def test_what_was_settled_is_what_one_call_reads(words, more, question):
+    """Tokens up to the last words are final: whatever follows, one call on the whole text reads them alike."""
+    tokenizer = tiny_tokenizer()
+    text, after = "".join(words) * 2 + PROSE, "".join(question)
+    stream = IdStream(tokenizer)
+    stream.feed(text)
+    stream.settle()
+    assert len(tokenizer(text).input_ids) - len(stream.ids) < 60, "few tokens wait"
+    for end in (after, "\n\n" + after, after[:1]):
+        assert stream.finish(end).tolist() == tokenizer(text + end, verbose=False).input_ids
+    stream.feed("".join(more))
+    stream.settle()
+    assert stream.finish(after).tolist() == tokenizer(text + "".join(more) + after, verbose=False).input_ids
+
+
+def test_more_waits_where_nothing_cuts_words_apart():
+    stream = IdStream(uncut_tokenizer())
+    stream.feed(PROSE * 6)
+    stream.settle()
+    assert len(stream.text) - stream.done >= CONTEXT
+
+
+def test_a_text_with_too_many_tokens_is_not_read_to_its_end():
+    tokenizer, text = tiny_tokenizer(), PROSE * 12
+    want = tokenizer(text, verbose=False).input_ids
+    for block in (600, 1 << 16):
+        assert IdStream(tokenizer, block=block, max_tokens=len(want)).finish(text).tolist() == want
+        with pytest.raises(TooManyTokens, match=f"more than {len(want) - 1} tokens"):
+            IdStream(tokenizer, block=block, max_tokens=len(want) - 1).finish(text)
+    stream, begun = IdStream(tokenizer, block=600, max_tokens=100), []
+    with pytest.raises(TooManyTokens):
+        for piece in pieces(text * 100, [500]):
+            begun.append(piece)
+            stream.feed(piece)
+    assert len(begun) < 20
+
+
+def test_special_tokens_come_once():
+    check(tiny_tokenizer(bos=True), PROSE * 10, [100], 600, special=True)
+    assert stream_ids(tiny_tokenizer(bos=True), [PROSE], special=True)[0] == tiny_tokenizer().bos_token_id
+    assert stream_ids(tiny_tokenizer(bos=True), [PROSE])[0] != tiny_tokenizer().bos_token_id
+    check(tiny_tokenizer(), PROSE * 10, [100], 600, special=True)
+
+
+def test_chat_marks_in_the_text_are_read_as_the_tokenizer_reads_them():
+    check(tiny_tokenizer(), ("<|im_start|>user\n" + PROSE * 3 + "<|im_end|>\n") * 6, [61], 600)
+
+
+# ---- bytes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 5, 1000])
+def test_characters_split_across_blocks(block):
+    text = EMOJI * 5 + CHINESE[:50]
+    assert "".join(read_utf8(io.BytesIO(text.encode()), block)) == text
+    marked = "\ufeff" + text + "\ufeff"
+    assert "".join(read_utf8(io.BytesIO(marked.encode()), block)) == text + "\ufeff"  # only the first is a mark
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("data", "offset", "byte"),
+    [
+        (b"\xff", 0, "0xff"),
+        (b"abc\x80def", 3, "0x80"),
+        ("é中".encode() + b"x\xfe", 6, "0xfe"),
+        (b"caf\xe9 au lait", 3, "0xe9"),
+        ("中".encode() * 9 + b"\xe4\xb8x", 27, "0xe4"),
+        ("中".encode() + b"\xed\xa0\x80", 3, "0xed"),
+    ],
+)
+def test_wrong_bytes_are_named(block, data, offset, byte):
+    with pytest.raises(ValueError, match=f"not UTF-8: byte {offset} is {byte}"):
+        list(read_utf8(io.BytesIO(data), block))
+
+
+@pytest.mark.parametrize("block", [1, 4, 100])
+def test_a_text_that_ends_inside_a_character(block):
+    with pytest.raises(ValueError, match="ends inside a character, at byte 7"):
+        list(read_utf8(io.BytesIO("abcd👩".encode()[:7]), block))
+
+
+@pytest.mark.parametrize("text", ["unicode", "emoji-unbroken", "chinese", "newlines"])
+def test_the_bytes_of_tokens_make_the_text(text):
+    """Every byte of it, those of characters that are several tokens too."""
+    tokenizer = tiny_tokenizer()
+    made = [token_bytes(tokenizer, token) for token in tokenizer(TEXTS[text], add_special_tokens=False).input_ids]
+    assert b"".join(made) == TEXTS[text].encode()
+
+
+def test_the_bytes_of_a_vocabulary_that_falls_back_to_bytes():
+    words = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "a": 257}
+    bpe = Tokenizer(models.BPE(words, [], byte_fallback=True, unk_token="<unk>"))
+    bpe.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe)
+    ids = tokenizer("a\u00e9\U0001f600a").input_ids
+    assert len(ids) == 8 and b"".join(token_bytes(tokenizer, token) for token in ids).decode() == "a\u00e9\U0001f600a"
+
+
+FALLBACK = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b"]
+DECODED = {
+    "bytes": (sorted(pre_tokenizers.ByteLevel.alphabet()), decoders.ByteLevel()),
+    "sentencepiece": (FALLBACK, decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )),
+    "metaspace": (FALLBACK, decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
+    "wordpiece": (["<unk>", "a", "##b", "c", ".", "'", "s", "n't", "\u200d"], decoders.WordPiece(cleanup=True)),
+    "suffixes": (["<unk>", "a", "b</w>", "c", "</w>"], decoders.BPEDecoder()),
+    "slow": None,
+}  # fmt: skip
+"""Vocabularies, and how their tokens become text."""
+
+
+@lru_cache
+def decoding_tokenizer(kind: str):
+    if kind == "slow":
+        return ByT5Tokenizer()
+    words, decoder = DECODED[kind]
+    made = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, [], byte_fallback=words is FALLBACK))
+    made.decoder = decoder
+    made.add_special_tokens([AddedToken(word, special=True) for word in ("<s>", "</s>")])
+    made.add_tokens([AddedToken("<tool>"), AddedToken("<wide>", lstrip=True, rstrip=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+
+
+def streamed(tokenizer, ids: list[int]) -> list[str]:
+    stream = TextStream(tokenizer)
+    return [*map(stream.add, ids), stream.end()]
+
+
+@pytest.mark.parametrize("kind", DECODED)
+@given(data=st.data())
+def test_streamed_text_is_one_decode_of_all(kind, data):
+    tokenizer = decoding_tokenizer(kind)
+    last = len(tokenizer) - 1
+    token = st.integers(0, last) | st.integers(max(0, last - 9), last)  # words and added tokens as often as bytes
+    text = st.text("é👩\u200dשa ", max_size=40).map(lambda text: bytes(text, "utf-8"))
+    shift = {"bytes": None, "sentencepiece": 1, "metaspace": 1, "slow": 3}.get(kind)
+    whole = st.just([]) if shift is None else text.map(lambda coded: [byte + shift for byte in coded])
+    ids = data.draw(st.lists(token, max_size=40)) + data.draw(whole)
+    want = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    rows = "".join("b" if tokenizer.convert_ids_to_tokens(id)[:3] == "<0x" else "." for id in ids)
+    pieces = streamed(tokenizer, ids)
+    if max(map(len, rows.split("."))) < 32:
+        assert "".join(pieces) == want
+    assert len(pieces) == len(ids) + 1 and len(token_texts(tokenizer, ids)) == len(ids)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "metaspace", "slow"])
+@pytest.mark.parametrize(
+    "text", ["é👩\u200d👩\u200d👧 שלום عربي " * 40, "\u1781\u17d2\u1789\u17bb\u17c6" * 60, "\ufffd" * 80]
+)
+def test_long_text_in_bytes_comes_as_it_is_written(kind, text):
+    tokenizer = decoding_tokenizer(kind)
+    shift = {"sentencepiece": 1, "metaspace": 1, "slow": 3}.get(kind)
+    names = {word: at for word, at in tokenizer.get_vocab().items()}
+    letters = {byte: letter for letter, byte in BYTES.items()}
+    ids = [names[letters[byte]] if shift is None else byte + shift for byte in text.encode()]
+    pieces = streamed(tokenizer, ids)
+    assert "".join(pieces) == text and (max(map(len, pieces)) < 60 or "\ufffd" in text)
+
+
+@pytest.mark.parametrize("tokens", ["words", "broken", "special"])
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_a_token_costs_the_same_after_however_many(kind, tokens, monkeypatch):
+    tokenizer, given, decode = decoding_tokenizer(kind), [], decoding_tokenizer(kind).decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **more: given.append(len(ids)) or decode(ids, **more))
+    token = {"words": len(tokenizer) - 5, "broken": 200, "special": tokenizer.bos_token_id}[tokens]
+    streamed(tokenizer, [token] * 2000)
+    assert max(given) <= 2 * (32 + 4 + 4)
+
+
+@settings(max_examples=30)
+@given(st.text(max_size=30))
+def test_token_texts_are_the_text(text):
+    ids = tiny_tokenizer()(text, add_special_tokens=False).input_ids
+    texts = token_texts(tiny_tokenizer(), ids)
+    assert len(texts) == len(ids) and "".join(texts) == tiny_tokenizer().decode(ids)

@@ -1,0 +1,376 @@
+"""What answers come with and what they share: stop texts, log-probabilities, equal beginnings, saved caches, bounds."""
+
+from __future__ import annotations
+
+import socket
+import time
+from array import array
+from dataclasses import replace
+
+import httpx
+import openai
+import pytest
+import torch
+from http_bodies import bearer, expected, user
+from read_texts import parts, text_of
+from served import KEYS, LIMITS, SETTINGS, ask, running_engine, serving
+
+from locret_kit import BoundedCache, Document
+from locret_kit.backbones.spec import spec_of
+from locret_kit.cli.serve import main
+from locret_kit.planning.inference_plan import Setting
+from locret_kit.planning.serving import Caches
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime.scheduler import PATIENCE
+from locret_kit.runtime.session import Answer, Sampling, generate
+from locret_kit.serving.engine import Engine
+from locret_kit.serving.header_timeout import HeaderTimeout
+from locret_kit.serving.request import ServerRequest
+from locret_kit.settings import RunSettings
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with running_engine() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with serving(engine) as address:
+        yield address
+
+
+@pytest.fixture
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0) as made:
+        yield made
+
+
+def random_ids(length: int, seed: int) -> array[int]:
+    return array("i", torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+# ---- stop texts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_text_ends_an_answer_and_its_conversation_goes_on(engine):
+    cancelled, ids = engine.counters.cancelled, random_ids(150, 1)
+    request = ask(engine, "anna", ids, tokens=16, stop_at=lambda tokens: 2 if len(tokens) == 5 else None)
+    assert (
+        request.sequence.finish_reason == "stop" and len(request.sequence.tokens) == 5
+    )  # nothing was written after it
+    longer = ids + array("i", request.sequence.tokens[:2]) + random_ids(20, 2)  # the last three are the stop text
+    again = ask(engine, "anna", longer)
+    assert again.cached_tokens == len(ids) + 2 and engine.counters.cancelled == cancelled
+    # An answer that had ended by itself after the same two tokens goes on alike.
+    shorter = ask(engine, "bert", ids, tokens=3)
+    assert shorter.sequence.tokens == request.sequence.tokens[:3]
+    assert ask(engine, "bert", longer).sequence.tokens == again.sequence.tokens
+
+
+def test_evictions_are_counted_once():
+    """A conversation's cache counts all its turns, and a copy what its document was read with."""
+    model, tokenizer, heads = parts("llama")
+    document = Document.read(model, tokenizer, text_of(200), SETTINGS, "locret", heads)
+    with running_engine() as engine:
+        ids = random_ids(300, 1)
+        first = ask(engine, "anna", ids)
+        again = ask(engine, "anna", ids + array("i", first.sequence.tokens) + random_ids(200, 2))
+        assert again.cached_tokens > 300 and 0 < first.evictions < again.evictions == engine.counters.evictions
+        more = [ask(engine, "bert", document.prompt("Who?"), document=document).evictions for _ in range(2)]
+        before = document.cache.counters.evictions
+        assert before > 0 and engine.counters.evictions == again.evictions + sum(more) - 2 * before
+
+
+def test_stop_texts_over_http_are_not_cancelled(client, engine):
+    messages = user(text_of(40))
+    whole = expected(messages, max_new_tokens=16)
+    before = engine.counters.cancelled
+    for stream in (False, True):
+        answer = client.chat.completions.create(
+            model="tiny", messages=messages, temperature=0, max_tokens=16, stop=whole[4:6], stream=stream
+        )
+        said = (
+            "".join(one.choices[0].delta.content or "" for one in answer)
+            if stream
+            else answer.choices[0].message.content
+        )
+        assert said == whole[: whole.index(whole[4:6])]
+    assert engine.counters.cancelled == before
+
+
+def test_a_token_of_a_long_answer_costs_what_one_of_a_short_answer_does(engine, monkeypatch):
+    given, decode = [], engine.tokenizer.decode
+    monkeypatch.setattr(engine.tokenizer, "decode", lambda ids, **more: given.append(len(ids)) or decode(ids, **more))
+    asked = {"messages": user("A story."), "max_tokens": 200, "temperature": 1.5, "seed": 3}
+    plain = "ab" * 80
+    with serving(engine, replace(LIMITS, answer_tokens=200)) as address:
+        for more in ({}, {"stop": [plain]}, {"stream": True, "logprobs": True, "stop": [plain]}):
+            body = {**asked, **more, "logit_bias": {str(engine.tokenizer.eos_token_id): -100}}
+            assert (
+                httpx.post(f"{address}/v1/chat/completions", json=body, headers=bearer(), timeout=100).status_code
+                == 200
+            )
+    cache = BoundedCache(SETTINGS, parse_policy("streaming"), prompt_length=4)
+    assert str(Answer(engine.model, engine.tokenizer, [5, 6, 7, 8], cache, max_new_tokens=200, sampling=Sampling(1.5)))
+    assert len(given) > 400 and max(given) <= 80
+
+
+# ---- log-probabilities -------------------------------------------------------------------------------------------------
+
+
+def truth(ids: list[int], tokens: list[int]) -> torch.Tensor:
+    """Log-probabilities ``[tokens, V]`` by the model alone, in one forward; nothing is evicted of so short a text."""
+    model = parts("llama")[0]
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([ids + tokens])).logits[0]
+    return logits_TV[len(ids) - 1 : -1].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_logprobs_are_those_of_the_model(engine, temperature):
+    ids = random_ids(40, 5)
+    request = ask(engine, "anna", ids, tokens=8, top_logprobs=4, sampling=Sampling(temperature))
+    said = request.sequence
+    logprobs_TV = truth(list(ids), said.tokens)
+    assert len(said.logprobs) == len(said.tokens) == 8
+    for one, token, row_V in zip(said.logprobs, said.tokens, logprobs_TV, strict=True):
+        assert one.token == pytest.approx(float(row_V[token]), abs=1e-5)
+        best = row_V.topk(4)
+        assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+        assert [token for token, _ in one.top] == best.indices.tolist()
+
+
+def test_logprobs_of_chat_completions(client):
+    asked = dict(
+        model="tiny", messages=user("Who came in?"), max_tokens=8, temperature=0, logprobs=True, top_logprobs=3
+    )
+    whole = client.chat.completions.create(**asked)
+    entries = whole.choices[0].logprobs.content
+    assert len(entries) == whole.usage.completion_tokens == 8
+    for one in entries:  # greedy
+        values = [top.logprob for top in one.top_logprobs]
+        assert values == sorted(values, reverse=True) and len(values) == 3
+        assert (one.token, one.logprob) == (one.top_logprobs[0].token, values[0])
+        assert bytes(one.bytes).decode(errors="replace") == one.token
+    streamed = [event.choices[0] for event in client.chat.completions.create(**asked, stream=True)]
+    assert [one for event in streamed if event.logprobs for one in event.logprobs.content] == entries
+    assert client.chat.completions.create(model="tiny", messages=user("x"), max_tokens=2).choices[0].logprobs is None
+    for body in ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
+        with pytest.raises(openai.BadRequestError, match="logprobs"):
+            client.chat.completions.create(model="tiny", messages=user("x"), extra_body=body)
+
+
+def test_a_token_that_cannot_be_has_a_number_that_json_has(client, engine, monkeypatch):
+    forward = engine._batch._forward
+
+    def seven_tokens_alone(*given):
+        logits = forward(*given)
+        return logits.masked_fill(torch.arange(logits.shape[-1]) > 6, float("-inf"))
+
+    monkeypatch.setattr(engine._batch, "_forward", seven_tokens_alone)
+    whole = client.chat.completions.create(
+        model="tiny", messages=user("x"), max_tokens=1, temperature=0, logprobs=True, top_logprobs=20
+    )
+    values = [top.logprob for top in whole.choices[0].logprobs.content[0].top_logprobs]
+    assert len(values) == 20 and values[7:] == [-9999.0] * 13 and values[6] > -100
+
+
+def test_the_bytes_of_logprobs_make_the_text_also_of_parts_of_characters(client):
+    answer = client.chat.completions.create(
+        model="tiny", messages=user("Who came in?"), max_tokens=60, temperature=2, seed=1, logprobs=True
+    ).choices[0]
+    found = [bytes(one.bytes) for one in answer.logprobs.content]
+    assert b"".join(found).decode(errors="replace") == answer.message.content
+    assert any(len(one) == 1 and one[0] >= 0x80 for one in found)  # half a character
+
+
+def test_logprobs_of_completions_and_at_a_stop_text(client):
+    asked = dict(model="tiny", prompt="The harbour was quiet", max_tokens=8, temperature=0)
+    whole = client.completions.create(**asked, logprobs=2).choices[0]
+    said = whole.logprobs
+    assert len(said.tokens) == len(said.token_logprobs) == len(said.text_offset) == len(said.top_logprobs) == 8
+    assert said.text_offset[0] == 0 and said.text_offset == sorted(said.text_offset)
+    for token, value, top in zip(said.tokens, said.token_logprobs, said.top_logprobs, strict=True):
+        assert top[token] == value == max(top.values())  # greedy
+    stop = whole.text[len(whole.text) // 2 :][:2]
+    cut = client.completions.create(**asked, logprobs=0, stop=stop).choices[0]
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    kept = [at for at in said.text_offset if at < len(cut.text)]
+    assert cut.logprobs.text_offset == kept and cut.logprobs.tokens == said.tokens[: len(kept)]
+
+
+# ---- equal beginnings --------------------------------------------------------------------------------------------------
+
+
+def alone(ids: array[int]) -> str:
+    model, tokenizer, heads = parts("llama")
+    return generate(
+        model, tokenizer, ids, BoundedCache(SETTINGS, "locret", heads, prompt_length=len(ids)), max_new_tokens=4
+    )[0]
+
+
+def test_equal_beginnings_are_read_once():
+    model, tokenizer, heads = parts("llama")
+    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=2, piece=64, beginnings=1)
+    start, read = random_ids(200, 1), []
+    forward = engine._batch._forward
+    engine._batch._forward = lambda caches, pieces: read.append(sum(map(len, pieces))) or forward(caches, pieces)
+    prompts = [start + random_ids(length, length) for length in (3, 30, 150)]
+    requests = [ask(engine, "anna", ids, shared_tokens=200) for ids in prompts]
+    assert [tokenizer.decode(request.sequence.tokens, skip_special_tokens=True) for request in requests] == [
+        alone(ids) for ids in prompts
+    ]
+    tail = SETTINGS.local_len
+    assert [request.cached_tokens for request in requests] == [0, 200 - tail, 200 - tail]
+    decoded = sum(max(0, len(request.sequence.tokens) - 1) for request in requests)
+    assert sum(read) - decoded <= 200 - tail + sum(len(ids) - 200 + tail for ids in prompts)
+    other = ask(engine, "bert", prompts[1] + random_ids(9, 9), shared_tokens=200)
+    assert other.cached_tokens == 0
+    assert engine.prefixes == 1 and engine.caches <= 2  # bert's is in the place of anna's
+    engine.stop()
+
+
+def test_a_beginning_that_cannot_be_begun_ends_one_request(engine, monkeypatch):
+    """Those that begin alike do not wait for it."""
+    empty, errors, start = engine._admission._empty, [ValueError("no room")], random_ids(200, 11)
+
+    def make(request: ServerRequest, prompt_length: int) -> BoundedCache:
+        if errors:
+            raise errors.pop()
+        return empty(request, prompt_length)
+
+    monkeypatch.setattr(engine._admission, "_empty", make)
+    prompts = [start + random_ids(20, seed) for seed in (12, 13, 14)]
+    with pytest.raises(AssertionError, match="no room"):
+        ask(engine, "anna", prompts[0], shared_tokens=200)
+    assert [ask(engine, "anna", ids, shared_tokens=200).cached_tokens for ids in prompts[1:]] == [
+        0,
+        200 - SETTINGS.local_len,
+    ]
+
+
+def test_system_prompts_over_http(client):
+    system = {"role": "system", "content": text_of(120, 3)}
+    answers = [
+        client.chat.completions.create(
+            model="tiny", messages=[system, *user(text_of(30, seed))], temperature=0, max_tokens=6
+        )
+        for seed in range(3)
+    ]
+    assert [answer.choices[0].message.content for answer in answers] == [
+        expected([system, *user(text_of(30, seed))], max_new_tokens=6) for seed in range(3)
+    ]
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+    assert cached[0] == 0 and cached[1] == cached[2] > 100
+
+
+# ---- saved caches ------------------------------------------------------------------------------------------------------
+
+
+def uploaded(url: str, name: str, data: bytes) -> dict:
+    made = httpx.post(f"{url}/v1/documents", files={"file": (name, data)}, headers=bearer()).json()
+    for _ in range(400):
+        shown = httpx.get(f"{url}/v1/documents/{made['id']}", headers=bearer()).json()
+        if shown["status"] != "reading":
+            return shown
+        time.sleep(0.02)
+    raise AssertionError(shown)
+
+
+def test_a_saved_cache_is_a_document(url, client, tmp_path):
+    model, tokenizer, heads = parts("llama")
+    text = text_of(200)
+    Document.read(model, tokenizer, text, SETTINGS, "locret", heads).save(tmp_path / "a.locret")
+    shown = uploaded(url, "a.locret", (tmp_path / "a.locret").read_bytes())
+    assert shown["status"] == "ready", shown
+    asked = dict(model="tiny", messages=user("Who came in?"), temperature=0, max_tokens=8)
+    answer = client.chat.completions.create(**asked, extra_body={"document_id": shown["id"]})
+    assert answer.choices[0].message.content == expected(user(f"{text}\n\nWho came in?"))
+    httpx.delete(f"{url}/v1/documents/{shown['id']}", headers=bearer())
+
+
+def test_saved_caches_that_do_not_fit_are_refused_with_their_sentence(url, tmp_path):
+    model, tokenizer, heads = parts("llama")
+    path = tmp_path / "a.locret"
+    larger = RunSettings(**{**vars(SETTINGS), "budget": 128})
+    for settings, policy, words in (
+        (larger, "locret", "budget=128 must be at most 96"),
+        (SETTINGS, "streaming", "policy='streaming' is not allowed here"),
+        (SETTINGS, "locret", "is damaged"),
+    ):
+        Document.read(model, tokenizer, text_of(200), settings, policy, heads).save(path)
+        data = path.read_bytes()
+        flipped = data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
+        shown = uploaded(url, "a.locret", flipped if "damaged" in words else data)
+        assert shown["status"] == "failed" and words in shown["error"] and shown["error"].startswith("a.locret")
+        httpx.delete(f"{url}/v1/documents/{shown['id']}", headers=bearer())
+
+
+# ---- bounds ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_says_the_bytes_that_are_allocated():
+    model, tokenizer, heads = parts("llama")
+    model, heads = type(model)(model.config).float(), type(heads)(heads.config).float()
+    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, piece=64, beginnings=2)
+    for number in range(3):
+        ids = random_ids(150, number)
+        ask(engine, "anna", ids, shared_tokens=100 if number < 2 else 0)
+    document = Document.read(model, tokenizer, text_of(150), SETTINGS, "locret", heads)
+    caches = [one.cache for held in (engine._parked._parked, engine._admission._prefixes) for one in held.values()]
+    planned = Caches.of(
+        spec_of(model.config), Setting(4000, SETTINGS, dtype="float32"), [parse_policy("locret")], 3, 1, 2
+    )
+    assert len(caches) == 5
+    assert planned.bytes == sum(cache.nbytes for cache in (*caches, document.cache))
+    assert str(planned).endswith(f"{planned.bytes} bytes")
+    engine.stop()
+
+
+def test_a_policy_without_a_bound_is_refused(capsys):
+    for words in (["--policies", "full"], ["--policy", "full"]):
+        assert main(["--model", "nowhere", *words]) == 1
+        assert "policy='full' evicts nothing" in capsys.readouterr().err
+
+
+def test_at_most_three_chunks_of_others_are_read_before_a_first_token():
+    model, tokenizer, heads = parts("llama")
+    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=6, queue=40, piece=64)
+    batch, others, most = engine._batch, {}, []
+    forward = batch._forward
+
+    def noting(caches, pieces):
+        reading = {id(text.cache): len(ids) for text in batch.running for cache, ids in zip(caches, pieces, strict=True)
+                   if text.cache is cache and text.reading}  # fmt: skip
+        for text in batch.running:
+            if text.reading:
+                others[id(text)] = others.get(id(text), 0) + sum(reading.values()) - reading.get(id(text.cache), 0)
+        most.append(sum(reading.values()))
+        return forward(caches, pieces)
+
+    batch._forward = noting
+    lengths = [500, 20, 33, 300, 64, 10, 10, 450, 128, 40, 25, 300]
+    requests = [ServerRequest(random_ids(n, n), 6, owner="anna") for n in lengths]
+    engine.submit(*requests)
+    while any(request.sequence is None or request.sequence.finish_reason is None for request in requests):
+        time.sleep(0.01)
+    engine.stop()
+    chunk = SETTINGS.chunk
+    assert len(others) == len(requests) and max(others.values()) <= PATIENCE * chunk and max(most) <= PATIENCE * chunk
+    assert [request.sequence.finish_reason for request in requests] == ["length"] * len(requests)
+
+
+def test_headers_must_come_in_time(url, monkeypatch):
+    monkeypatch.setattr(HeaderTimeout, "seconds", 0.2)
+    address = ("127.0.0.1", httpx.URL(url).port)
+    for sent in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
+        with socket.create_connection(address) as line:
+            line.sendall(sent)
+            line.settimeout(10)
+            assert line.recv(100).startswith(b"HTTP/1.1 408") and line.recv(100) == b""
+    with httpx.Client() as client:  # a connection that is used again
+        for _ in range(2):
+            assert client.get(f"{url}/health").status_code == 200
+            time.sleep(0.3)

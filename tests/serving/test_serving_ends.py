@@ -1,0 +1,134 @@
+"""The first and the last second of a server: a port that opens before anything is loaded, and a stop in the middle of work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+import uvicorn
+from http_bodies import bearer, expected, user
+from read_texts import parts, text_of
+from served import KEYS, SETTINGS
+
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.serving.app import make_app
+from locret_kit.serving.engine import Engine
+from locret_kit.serving.header_timeout import HeaderTimeout
+from locret_kit.serving.loading_app import LoadingApp
+from locret_kit.serving.state import Limits, Server
+from locret_kit.serving.stopping import Stoppable
+from locret_kit.serving.store import Store
+
+
+class Running:
+    """A server as the command runs it, in a thread, with nothing behind its port yet."""
+
+    def __init__(self, grace: float) -> None:
+        self.loading = LoadingApp()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        config = uvicorn.Config(
+            self.loading, http=HeaderTimeout, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=30
+        )
+        self.server = Stoppable(config, lambda: self.loading.stop(grace))
+        self._thread = threading.Thread(target=self.server.run, args=([listener],))
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+def ask(url: str, text: str, **fields: object) -> httpx.Response:
+    body = {"messages": user(text), "temperature": 0, "max_tokens": 8, **fields}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60)
+
+
+def test_a_stop_while_a_long_prompt_is_read(tmp_path, caplog):
+    """From the open port to the closed one: every request gets an answer, the session of the turn before is on disk, no slot
+    is taken, and the log has neither an error nor a traceback."""
+    caplog.set_level(logging.WARNING)
+    running = Running(grace=0.3)
+    for path, status in (("/health", {"status": "loading"}), ("/v1/models", None)):
+        answer = httpx.get(running.url + path)
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+        said = answer.json()
+        assert said == status or said["error"]["message"] == "the model is being loaded"
+    model, tokenizer, heads = parts("llama")
+    store = Store(tmp_path, 1 << 30)
+    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, piece=64, store=store)
+    server = Server(engine, "tiny", KEYS, (), Limits(prompt_tokens=1 << 20), salt=store.salt)
+    running.loading.put(make_app(server), server.stop)
+    first = ask(running.url, "Who came in?").json()
+    assert first["choices"][0]["message"]["content"] == expected(user("Who came in?"))
+
+    book, answers = text_of(30_000), {}
+
+    def read(stream: bool) -> None:
+        answers[stream] = ask(running.url, book, stream=stream)
+
+    upload = {"file": ("a.txt", book.encode())}
+    name = httpx.post(f"{running.url}/v1/documents", files=upload, headers=bearer(), timeout=60).json()["id"]
+    readers = [threading.Thread(target=read, args=(stream,)) for stream in (True, False)]
+    for reader in readers:
+        reader.start()
+    half = socket.create_connection(httpx.URL(running.url).netloc.decode().split(":"))
+    half.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: 9\r\n\r\n{"
+        % KEYS[0].encode()
+    )
+    for _ in range(400):
+        if (
+            engine.running >= 2
+            and httpx.get(f"{running.url}/v1/documents/{name}", headers=bearer()).json()["read_tokens"]
+        ):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("nothing is read")
+    running.stop()
+    for reader in readers:
+        reader.join()
+    half.close()
+    event = json.loads(answers[True].text.strip().splitlines()[-1].removeprefix("data: "))
+    assert answers[True].status_code == 200 and event["error"]["message"] == "the server is stopping"
+    assert answers[False].status_code == 503 and answers[False].json() == event
+    assert event["error"]["type"] == "service_unavailable_error"
+    assert not engine._thread.is_alive() and engine.running == engine.waiting == 0 and engine.caches == engine.idle
+    assert engine.counters.cancelled >= 2
+    assert [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR] == []
+    again = Store(tmp_path, 1 << 30)  # nobody else has it any more
+    again.scan(lambda saved, about: None, engine.spec.origin)
+    (key,) = again.sessions(next(iter(server.owners.values())))
+    assert key.tokens >= first["usage"]["prompt_tokens"] and not list(again.documents({key.owner}))
+    again.close()
+
+
+def test_a_second_ctrl_c_waits_for_nothing():
+    """``end`` never ends; the server does."""
+    never = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(LoadingApp(), lifespan="off", log_config=None, timeout_graceful_shutdown=30)
+    server = Stoppable(config, lambda: never.wait(60) and None)
+
+    async def twice() -> None:
+        running = asyncio.create_task(server.serve([listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        server.should_exit = True
+        await asyncio.sleep(0.3)
+        assert not running.done()
+        server.force_exit = True
+        await asyncio.wait_for(running, 10)
+
+    try:
+        asyncio.run(twice())
+    finally:
+        never.set()

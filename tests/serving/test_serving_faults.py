@@ -1,0 +1,598 @@
+"""The server against clients that leave, bodies that are wrong, and an engine that fails. Nothing may leak."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import zlib
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from io import BytesIO
+from zipfile import ZIP_DEFLATED, ZipFile
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from fastapi.testclient import TestClient
+from http_bodies import KEYS, SETTINGS, bearer, expected, user
+from planted_files import plant
+from read_texts import parts, text_of
+
+from locret_kit import BoundedCache
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.serving import document_routes, uploads
+from locret_kit.serving.app import make_app
+from locret_kit.serving.bodies import ChatBody
+from locret_kit.serving.engine import Engine
+from locret_kit.serving.request import Busy, ServerRequest, Stopping
+from locret_kit.serving.state import Limits, Server
+from locret_kit.text.convert import Late, Unwanted, convert
+
+LIMITS = Limits(4000, 64, body_bytes=200_000, upload_bytes=100_000, documents=3, body_seconds=1.0)
+
+
+class Watched(Engine):
+    """An engine that notes, after every step and by its own thread, how many caches there were."""
+
+    seen = 0
+
+    def _report(self):
+        self.seen = max(self.seen, self.caches)
+        super()._report()
+
+
+def request_lines(caplog, *answers: httpx.Response) -> list[str]:
+    """What the log says of each request, without name and seconds. The server writes it after the answer's last byte, so lines of
+    earlier tests' requests may come between."""
+    names, end = [answer.headers["x-request-id"] for answer in answers], time.monotonic() + 60
+    while True:
+        said = dict(line.split(" ", 1) for line in caplog.messages if line.startswith("req_"))
+        if said.keys() >= {*names}:
+            return [said[name].rpartition(" ")[0] for name in names]
+        assert time.monotonic() < end, f"{names}, not {said}"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    model, tokenizer, heads = parts("llama")
+    made = Watched(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, queue=6, piece=64)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    return Server(engine, "tiny", KEYS, (), LIMITS)
+
+
+@pytest.fixture(scope="module")
+def url(server):
+    engine = server.engine
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        runner = uvicorn.Server(uvicorn.Config(make_app(server), log_config=None, log_level="error"))
+        thread = threading.Thread(target=runner.run, args=([listener],), daemon=True)
+        thread.start()
+        while not runner.started:
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.engine = None  # the engine has a fixture of its own
+        runner.should_exit = True
+        thread.join(10)
+        server.engine = engine
+
+
+def quiet(engine: Engine) -> None:
+    """Wait until nothing runs."""
+    for _ in range(400):
+        if not engine.running and not engine.waiting:
+            break
+        time.sleep(0.05)
+    assert engine.running == engine.waiting == 0
+    assert engine.caches == engine.idle <= engine.sessions and engine.seen <= engine.sessions
+
+
+def works(url: str) -> None:
+    messages = user("Who came in?")
+    body = {"messages": messages, "temperature": 0, "max_tokens": 8}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60)
+    assert answer.json()["choices"][0]["message"]["content"] == expected(messages)
+
+
+def test_a_hundred_clients_that_leave(url, engine):
+    def leave(number: int) -> None:
+        body = {"messages": user(text_of(60)), "max_tokens": 64, "stream": number % 2 == 0, "n": 1 + number % 3}
+        try:
+            timeout = httpx.Timeout(5, read=0.01 * (number % 20) + 0.001)
+            with httpx.stream(
+                "POST", f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=timeout
+            ) as one:
+                if one.status_code == 200:
+                    next(one.iter_lines())
+        except httpx.HTTPError:
+            pass
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(leave, range(100)))
+    quiet(engine)
+    works(url)
+
+
+WRONG = [
+    b"", b"null", b"1", b"\xff\xfe", b"[" * 100_000, b'{"messages":', b"{}" * 3, b'{"messages": {}}',
+    b'{"messages": [[]]}', b'{"messages": "x"}', b'{"messages": [{"role": "user"}]}',
+    b'{"messages": [{"role": "user", "content": null}]}', b'{"messages": [{"role": "user", "content": [1]}]}',
+    b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}',
+    b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 5000 + b"}",
+]  # fmt: skip
+FIELDS = {
+    "n": (0, 17, "x", 1.5, 7), "max_tokens": (0, -2, 1.5, "x"), "temperature": (-1, 2.1, 1e-9, "x"),
+    "top_p": (-0.1, 2, "x"), "top_k": (-2,), "seed": (-(2**63) - 1, 2**63), "stop": (1, [1], ["x"] * 65), "stream": ("x", 2),
+    "logprobs": ("x",), "repetition_penalty": (0, -1), "budget": (0, 97), "policy": ("full", "h2o\n", 1), "stream_options": (1,),
+    "document_id": (1,), "top_logprobs": (21,),
+}  # fmt: skip
+
+
+def test_malformed_bodies(url):
+    bodies = [*WRONG, json.dumps({"messages": user("\ud800")}).encode()]
+    bodies += [
+        json.dumps({"messages": user("x"), name: value}).encode() for name, values in FIELDS.items() for value in values
+    ]
+    assert len(bodies) >= 50
+    with httpx.Client(headers=bearer() | {"content-type": "application/json"}, timeout=60) as client:
+        for body in bodies:
+            answer = client.post(f"{url}/v1/chat/completions", content=body)
+            assert 400 <= answer.status_code < 500, (body[:80], answer.text)
+            assert set(answer.json().get("error", ())) == {"message", "type", "param", "code"}, (body[:80], answer.text)
+        plain = client.post(f"{url}/v1/chat/completions", content=b"x", headers={"content-type": "text/plain"})
+        assert plain.status_code == 400
+        try:
+            many = client.get(f"{url}/health", headers={f"x-{i}": "y" * 100 for i in range(5000)})
+            assert many.status_code in (400, 431)
+        except httpx.NetworkError:  # it closed the line before all of them were sent
+            pass
+    works(url)
+
+
+def test_a_slow_body_and_a_body_without_a_key(url):
+    def drip():
+        for _ in range(15):
+            yield b" "
+            time.sleep(0.1)
+
+    answer = httpx.post(f"{url}/v1/chat/completions", content=drip(), headers=bearer(), timeout=30)
+    assert answer.status_code == 408 and "took more than 1 s" in answer.json()["error"]["message"]
+    with socket.create_connection(httpx.URL(url).netloc.decode().split(":")) as line:  # refused before a byte of it
+        line.sendall(b"POST /v1/documents HTTP/1.1\r\nHost: x\r\nContent-Length: 90000\r\n\r\n")
+        assert line.recv(4096).startswith(b"HTTP/1.1 401")
+
+
+def test_answers_that_do_not_all_fit_are_refused_together(engine):
+    model, tokenizer, heads = parts("llama")
+    small = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=1, queue=3)
+    ids = array("i", range(2, 60))
+    with small._changed:  # the engine's thread takes nothing meanwhile
+        small.submit(*(ServerRequest(ids, 2, owner="") for _ in range(2)))
+        with pytest.raises(Busy):
+            small.submit(*(ServerRequest(ids, 2, owner="") for _ in range(2)))
+        assert small.waiting == 2
+    with pytest.raises(ValueError, match="4 answers must be at most 3"):
+        small.submit(*(ServerRequest(ids, 2, owner="") for _ in range(4)))
+    small.stop()
+    assert small.counters.requests == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("no memory"), KeyError("x")])
+def test_a_forward_that_fails_ends_its_requests_alone(url, engine, monkeypatch, error):
+    def forward(caches, pieces):
+        raise error
+
+    monkeypatch.setattr(engine._batch, "_forward", forward)
+    body = {"messages": user("x"), "max_tokens": 4}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60)
+    assert answer.status_code == 500 and set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    monkeypatch.undo()
+    quiet(engine)
+    works(url)
+
+
+def test_logits_that_are_not_finite_and_a_step_that_raises(url, engine, monkeypatch):
+    body = {"messages": user("x"), "max_tokens": 4, "temperature": 1}
+    forward = engine._batch._forward
+    monkeypatch.setattr(engine._batch, "_forward", lambda *given: forward(*given) * torch.nan)
+    assert httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60).status_code == 500
+    monkeypatch.undo()
+
+    def pieces():
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(engine._batch, "_pieces", pieces)
+    assert httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60).status_code == 500
+    monkeypatch.undo()
+    quiet(engine)
+    works(url)
+
+
+def test_an_error_in_a_stream_is_that_of_a_whole_answer(url):
+    body = {"messages": user("x"), "max_tokens": 4, "budget": 4}
+    whole, stream = (
+        httpx.post(f"{url}/v1/chat/completions", json=body | {"stream": stream}, headers=bearer(), timeout=60)
+        for stream in (False, True)
+    )
+    assert whole.status_code == 400 and "must be below budget=4" in whole.json()["error"]["message"]
+    assert json.loads(stream.text.strip().splitlines()[-1].removeprefix("data: ")) == whole.json()
+
+
+def test_a_fault_of_a_route_has_the_shape_of_an_error(url, server, monkeypatch, caplog):
+    """And a name in the log, as a refusal before every route has."""
+
+    def listed(owner):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(server, "listed", listed)
+    with caplog.at_level(logging.INFO):
+        answers = [httpx.get(f"{url}/v1/documents", headers=headers) for headers in (bearer("wrong"), bearer())]
+        assert request_lines(caplog, *answers) == [f"GET /v1/documents {status}" for status in (401, 500)]
+    answer = answers[1]
+    assert answer.json()["error"] == {
+        "message": "the server failed",
+        "type": "server_error",
+        "param": None,
+        "code": None,
+    }
+    wrong = httpx.put(f"{url}/v1/models", headers=bearer())
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "GET"
+    headers = bearer() | {"content-type": "application/json"}
+    broken = httpx.post(f"{url}/v1/chat/completions", content=b'{"messages": x}', headers=headers).json()["error"]
+    assert broken["message"] == "the body is not JSON: Expecting value at character 13" and broken["param"] is None
+
+
+def test_a_stop_ends_what_came_during_a_long_forward():
+    model, tokenizer, heads = parts("llama")
+    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, piece=64)
+    forward, begun, goes_on = engine._batch._forward, threading.Event(), threading.Event()
+
+    def slow(caches, pieces):
+        begun.set()
+        assert goes_on.wait(60)
+        return forward(caches, pieces)
+
+    engine._batch._forward = slow
+    requests = [ServerRequest(array("i", range(2, 40)), 60, owner="") for _ in range(2)]
+    engine.submit(requests[0])
+    assert begun.wait(60)
+    engine.submit(requests[1])
+    stopping = threading.Thread(target=engine.stop, args=(0,))
+    stopping.start()
+    while not all(request.cancelled for request in requests):
+        time.sleep(0.01)
+    goes_on.set()
+    stopping.join()
+    assert [request.sequence.finish_reason for request in requests] == [
+        "cancelled"
+    ] * 2 and not engine._thread.is_alive()
+
+
+def test_a_document_waits_while_the_queue_is_full():
+    model, tokenizer, heads = parts("llama")
+    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=1, queue=1, piece=64)
+    forward, begun, goes_on, waits = engine._batch._forward, threading.Event(), threading.Event(), threading.Event()
+
+    def slow(caches, pieces):
+        begun.set()
+        assert goes_on.wait(60)
+        return forward(caches, pieces)
+
+    engine._batch._forward = slow
+    requests = [ServerRequest(array("i", range(2, 40)), 3, owner="") for _ in range(2)]
+    for request in requests:
+        engine.submit(request)
+        assert begun.wait(60)
+    cache = BoundedCache(SETTINGS, "locret", heads, prompt_length=50)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(engine.read, model, array("i", range(2, 52)), cache, lambda *_: waits.set())
+        assert waits.wait(60) and not read.done()
+        goes_on.set()
+        read.result(60)
+    assert cache.get_seq_length() == 50 and engine.counters.refused == 0
+    engine.stop()
+
+
+def test_a_fault_of_the_engine_ends_everybody_and_health_says_so(monkeypatch, caplog):
+    model, tokenizer, heads = parts("llama")
+    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=1, piece=64)
+
+    def report():
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(engine, "_report", report)
+    told = [threading.Event(), threading.Event()]
+    requests = [ServerRequest(array("i", range(2, 40)), 3, owner="", on_change=one.set) for one in told]
+    with engine._changed:  # the engine's thread takes nothing meanwhile
+        engine.submit(*requests)
+    assert all(one.wait(60) for one in told)
+    assert [str(request.sequence.error) for request in requests] == [
+        "a fault of ours"
+    ] * 2 and "the engine has ended" in caplog.text
+    with pytest.raises(Stopping, match="ended with an error"):
+        engine.submit(requests[0])
+    with TestClient(make_app(Server(engine, "tiny"))) as client:
+        answer = client.get("/health")
+        assert (answer.status_code, answer.json()) == (503, {"status": "failed"})
+    engine.stop(0)
+
+
+def upload(url: str, text: str) -> httpx.Response:
+    return httpx.post(f"{url}/v1/documents", files={"file": ("a.txt", text.encode())}, headers=bearer(), timeout=60)
+
+
+def test_documents_deleted_while_they_are_read_or_asked(url, engine, server, monkeypatch):
+    for wait in (0.0, 0.3, 1.0):
+        name = upload(url, text_of(1500)).json()["id"]
+        time.sleep(wait)
+        assert httpx.delete(f"{url}/v1/documents/{name}", headers=bearer()).status_code == 200
+        assert httpx.get(f"{url}/v1/documents/{name}", headers=bearer()).status_code == 404
+    for _ in range(400):
+        if not server.documents:
+            break
+        time.sleep(0.05)
+    assert not server.documents and not server.tasks
+    name, ids = uploaded(url, "a.txt", text_of(100).encode())["id"], ChatBody.ids
+
+    def deleting(*given):
+        assert httpx.delete(f"{url}/v1/documents/{name}", headers=bearer()).status_code == 200
+        return ids(*given)
+
+    with monkeypatch.context() as patch:  # while its question becomes tokens
+        patch.setattr(ChatBody, "ids", deleting)
+        body = {"messages": user("Who?"), "document_id": name}
+        assert httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer()).status_code == 404
+    quiet(engine)
+    engine.forget("")
+    works(url)
+
+
+def test_uploads_at_once_never_pass_the_limit(url, server):
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: upload(url, text_of(100)), range(6)))
+    assert sorted(answer.status_code for answer in answers) == [202] * 3 + [429] * 3
+    for answer in answers:
+        if answer.status_code == 429:
+            assert "retry-after" not in answer.headers and "documents=3 at most: delete one" in answer.text
+        else:
+            httpx.delete(f"{url}/v1/documents/{answer.json()['id']}", headers=bearer())
+
+
+def test_uploads_that_fail_hold_no_place_and_losses_are_told(url, server):
+    emptied(url, server)
+    for number in range(LIMITS.documents + 1):  # each stays listed
+        form = {"file": (f"{number}.rtf", b"{\\rtf1 x}")}
+        held = httpx.post(f"{url}/v1/documents", files=form, headers=bearer(), timeout=60).json()
+        while held["status"] == "reading":
+            time.sleep(0.05)
+            held = httpx.get(f"{url}/v1/documents/{held['id']}", headers=bearer()).json()
+        assert held["error"].endswith("save it as .docx")
+    assert len(server.documents) == LIMITS.documents + 1
+    assert "\nlocret_documents 0.0\n" in httpx.get(f"{url}/metrics", headers=bearer()).text
+    form = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a\\ud800.rtf"\r\n\r\n{\\rtf1 x}\r\n--b--\r\n'
+    kind = {"content-type": "multipart/form-data; boundary=b; charset=unicode_escape"}
+    named = httpx.post(f"{url}/v1/documents", content=form, headers=bearer() | kind, timeout=60)
+    assert named.json()["title"] == "a?.rtf"
+    page = "<html><body><p>%s</p></body></html>"
+    files = {
+        "mimetype": "application/epub+zip", "c0.xhtml": page % "The harbour was quiet.",
+        "META-INF/container.xml": '<container><rootfiles><rootfile full-path="a.opf"/></rootfiles></container>',
+        "a.opf": '<package><manifest><item id="a" href="c0.xhtml"/></manifest><spine><itemref idref="a"/>'
+        '<itemref idref="b"/></spine></package>',
+    }  # fmt: skip
+    data = BytesIO()
+    with ZipFile(data, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    made = uploaded(url, "a.epub", data.getvalue())
+    assert made["status"] == "ready" and made["lost"] == ["a.epub: 1 of 2 chapters of the spine are not in the file"]
+    name = upload(url, text_of(100)).json()["id"]
+    for start, status in ((0, (200, 409)), (2**31, (400, 422)), (10**20, (400, 422))):
+        got = httpx.get(f"{url}/v1/documents/{name}/kept?start={start}", headers=bearer())
+        assert got.status_code in status, got.text
+    emptied(url, server)
+
+
+def test_one_upload_stops_nobody_else(url, server, monkeypatch):
+    """Three files that a parser works on without end, then an honest one of the same owner and one of another."""
+    emptied(url, server)
+    started, ended = [], threading.Event()
+
+    def convert(data, name, *, seconds, unwanted, lost):
+        if name.startswith("bomb"):
+            started.append((name, seconds))
+            ended.wait(0.2 if seconds == uploads.SHORT else 60)
+            raise Late(f"{name}: its conversion took more than {seconds} s")
+        return text_of(50)
+
+    monkeypatch.setattr(uploads, "convert", convert)
+    monkeypatch.setattr(server, "limits", replace(server.limits, documents=9))
+    names = [f"bomb{number}.html" for number in range(3)] + ["a.html", "a.txt"]
+    for name in names:
+        httpx.post(f"{url}/v1/documents", files={"file": (name, text_of(50).encode())}, headers=bearer(), timeout=60)
+    httpx.post(f"{url}/v1/documents", files={"file": ("b.pdf", b"%PDF-")}, headers=bearer(KEYS[1]), timeout=60)
+    try:
+        for _ in range(200):
+            states = {held.title: held.shown()["status"] for held in server.documents.values()}
+            if all(states[name] == "ready" for name in ("a.html", "a.txt", "b.pdf")):
+                break
+            time.sleep(0.05)
+        assert states == dict.fromkeys(names[:3], "reading") | dict.fromkeys(["a.html", "a.txt", "b.pdf"], "ready")
+        assert ("bomb0.html", uploads.LONG) in started and len(started) == 4
+    finally:
+        ended.set()
+    emptied(url, server)
+
+
+def emptied(url: str, server: Server) -> None:
+    """Delete every document, and wait until those that were being read are gone."""
+    for one in list(server.documents.values()):
+        for key in KEYS:
+            httpx.delete(f"{url}/v1/documents/{one.id}", headers=bearer(key))
+    for _ in range(600):
+        if not server.documents:
+            break
+        time.sleep(0.05)
+    assert not server.documents
+
+
+def uploaded(url: str, name: str, data: bytes) -> dict:
+    """A document that has been read, or has failed; it is deleted."""
+    held = httpx.post(f"{url}/v1/documents", files={"file": (name, data)}, headers=bearer(), timeout=60).json()
+    for _ in range(1200):
+        held = httpx.get(f"{url}/v1/documents/{held['id']}", headers=bearer()).json()
+        if held["status"] != "reading":
+            break
+        time.sleep(0.05)
+    assert httpx.delete(f"{url}/v1/documents/{held['id']}", headers=bearer()).status_code == 200
+    return held
+
+
+def zipped(size: int) -> bytes:
+    """A Word file whose text has so many bytes, in a thousandth of them."""
+    out = BytesIO()
+    with ZipFile(out, "w", ZIP_DEFLATED, compresslevel=1) as archive, archive.open("word/document.xml", "w") as text:
+        for _ in range(size >> 20):
+            text.write(bytes(1 << 20))
+    return out.getvalue()
+
+
+def pdf(size: int) -> bytes:
+    """A PDF whose page unpacks, in two steps, to so many bytes."""
+    pack = zlib.compressobj(1)
+    page = zlib.compress(b"".join([pack.compress(bytes(1 << 20)) for _ in range(size >> 20)]) + pack.flush())
+    objects = [
+        b"<</Type/Catalog/Pages 2 0 R>>", b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Contents 4 0 R>>",
+        b"<</Length %d/Filter[/FlateDecode/FlateDecode]>>stream\n%s\nendstream" % (len(page), page),
+    ]  # fmt: skip
+    body = b"".join(b"%d 0 obj%s\nendobj\n" % item for item in enumerate(objects, 1))
+    return b"%PDF-1.4\n" + body + b"trailer<</Root 1 0 R>>\n%%EOF"
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "mib", "memory", "words"),
+    [
+        ("a.docx", zipped, 257, 4096, "bytes unpacked, more than limit"),
+        ("a.pdf", pdf, 256, 320, " s or 320 MiB"),
+    ],
+)
+def test_bombs_end_their_conversion_alone(url, engine, server, monkeypatch, name, make, mib, memory, words):
+    data = make(mib << 20)
+    assert len(data) < 2 << 20
+    monkeypatch.setattr("locret_kit.serving.uploads.convert", partial(convert, memory=memory << 20))
+    monkeypatch.setattr(server, "limits", replace(LIMITS, upload_bytes=2 << 20))
+    held = uploaded(url, name, data)
+    assert held["status"] == "failed" and words in held["error"], held
+    assert not server.documents
+    quiet(engine)
+    works(url)
+
+
+@pytest.mark.parametrize(("name", "size"), [("a.locret", 5000), ("a.locret", 90_000), ("a.txt", 90_000)])
+def test_a_full_disk_while_a_file_is_uploaded(url, server, monkeypatch, tmp_path, name, size):
+    """Of a saved cache, and of a form that is too large for memory. What a killed server leaves is nothing."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("starlette.formparsers.MultiPartParser.spool_max_size", 10_000)
+    upload = {"files": {"file": (name, b"word " * (size // 5))}, "headers": bearer(), "timeout": 60}
+
+    seen = []
+    begin = document_routes.read_document
+    monkeypatch.setattr(
+        document_routes, "read_document", lambda *given: seen.extend(tmp_path.rglob("*")) or begin(*given)
+    )
+    assert httpx.post(f"{url}/v1/documents", **upload).status_code == 202 and not seen
+    for held in httpx.get(f"{url}/v1/documents", headers=bearer()).json()["data"]:
+        httpx.delete(f"{url}/v1/documents/{held['id']}", headers=bearer())
+    while server.places:
+        time.sleep(0.02)
+
+    class Full(BytesIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, f"No space left on {tmp_path}")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda *given, **named: Full())
+    answer = httpx.post(f"{url}/v1/documents", **upload)
+    said = answer.json()["error"]["message"]
+    assert (answer.status_code, said) == (507, "the upload cannot be put on disk: No space left on device")
+    assert not [*tmp_path.iterdir()] and not server.places
+    monkeypatch.undo()
+    works(url)
+
+
+def test_readers_that_do_not_read(url, engine):
+    """Their answers end, and so do their sessions; nobody waits for them."""
+    body = json.dumps({"messages": user(text_of(30)), "max_tokens": 64, "stream": True, "ignored": "x" * 100}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n"
+    lines = [socket.create_connection(httpx.URL(url).netloc.decode().split(":")) for _ in range(6)]
+    for line in lines:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        line.sendall(head % (KEYS[0].encode(), len(body)) + body)
+    works(url)
+    quiet(engine)
+    for line in lines:
+        line.close()
+
+
+def test_a_conversion_ends_at_its_limits():
+    with pytest.raises(ValueError, match="at most 10 are taken"):
+        convert(b"x" * 11, "a.txt", text=10)
+    began = time.monotonic()
+    with pytest.raises(Unwanted):
+        convert(b"x" * 50_000_000, "a.html", unwanted=lambda: time.monotonic() > began + 0.1)
+
+
+def test_a_conversion_that_starts_slowly_gets_its_whole_input(tmp_path, monkeypatch):
+    slow = tmp_path / "python"
+    slow.write_text(f'#!/bin/sh\nsleep 0.8\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o700)
+    monkeypatch.setattr("locret_kit.text.convert.sys.executable", str(slow))
+    assert convert(b"word " * 100_000, "a.txt", seconds=10) == "word " * 100_000
+
+
+def test_modules_in_the_servers_folder_are_not_run(url, tmp_path, monkeypatch):
+    ran = plant(tmp_path, "markdownify", "subprocess", "json", "resource", "locret_kit", "sitecustomize")
+    monkeypatch.chdir(tmp_path)
+    held = uploaded(url, "a.html", f"<p>{text_of(50)}</p>".encode())
+    assert held["status"] == "ready" and not ran.exists(), held
+
+
+def test_a_broken_library_is_named_in_the_log_alone(url, tmp_path, monkeypatch, caplog):
+    (tmp_path / "markdownify.py").write_text("raise ImportError(f'cannot import name x ({__file__})')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    held = uploaded(url, "a.html", b"<p>some words</p>")
+    assert held["error"] == "a.html: the server lacks a library that this format needs, which its log names"
+    assert f"cannot import name x ({tmp_path}" in caplog.text
+
+
+def test_logs_hold_neither_prompts_nor_keys(url, caplog):
+    with caplog.at_level(logging.INFO):
+        body = {"messages": user("a secret word"), "max_tokens": 2}
+        whole = httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60)
+        request_lines(caplog, whole, httpx.get(f"{url}/v1/a%0Ab", headers=bearer("wrong-key")))
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "/v1/chat/completions 200" in said and "secret" not in said
+    assert not any(key in said for key in (*KEYS, "wrong-key"))
+    assert all("\n" not in record.getMessage() for record in caplog.records)
+
+
+def test_figures_have_histograms(url):
+    works(url)
+    figures = httpx.get(f"{url}/metrics", headers=bearer()).text
+    assert 'locret_first_token_seconds_bucket{le="+Inf"}' in figures and "locret_token_seconds_sum" in figures
+    assert "locret_sessions_in_use" in figures

@@ -1,0 +1,232 @@
+"""The page at ``/`` in a browser, against a real server."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import httpx
+import pytest
+from browser import BROWSER, BROWSERS, browsing
+from read_texts import text_of
+from served import KEYS, LIMITS, running_engine, serving
+
+from locret_kit.serving.request import Busy
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} to look with")
+EVIL = "<img src=x onerror=document.title='gone'>"
+TEXT = f"{EVIL} {text_of(400)}"
+BEARER = {"authorization": f"Bearer {KEYS[0]}"}
+LAST = "document.querySelector('.turn.assistant:last-child .figures')"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with running_engine() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with serving(engine) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def tab(url, tmp_path_factory):
+    """A tab in which the key is given already."""
+    with browsing(tmp_path_factory.mktemp("browser")) as tab:
+        tab.open(url)
+        tab.wait("document.querySelector('#key-dialog').open")
+        assert "API key" in tab.text("#key-says") and "missing or wrong" in tab.text("#key-says")
+        tab.type("wrong")
+        tab.press("Enter")
+        tab.wait("document.querySelector('#key-dialog').open && document.querySelector('#key').value === 'wrong'")
+        tab.evaluate("document.querySelector('#key').select()")
+        tab.type(KEYS[0])
+        tab.press("Enter")
+        tab.wait("document.querySelector('#model').textContent === 'tiny'")
+        assert [key in tab.evaluate("JSON.stringify(localStorage) + document.cookie") for key in KEYS] == [False, False]
+        assert all("401" in line for line in tab.said)  # the browser's own lines on the keys that were refused
+        tab.said.clear()
+        yield tab
+
+
+def ask(tab, question: str) -> str:
+    """The figures under the answer to a question."""
+    before = tab.evaluate("document.querySelectorAll('.turn').length")
+    tab.click("#question")
+    tab.type(question)
+    tab.press("Enter")
+    tab.wait(f"document.querySelectorAll('.turn').length > {before}")
+    return tab.wait(
+        f"document.querySelector('#stop').hidden && ({LAST}?.textContent ?? document.querySelector('#status').textContent)"
+    )
+
+
+def api(url: str, messages: list[dict[str, str]], **more) -> dict:
+    body = {"messages": messages, "temperature": 0, "max_tokens": 12, **more}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, headers=BEARER, timeout=60).json()
+
+
+@contextmanager
+def slowly(engine) -> Iterator[None]:
+    """Forwards take long enough to be watched."""
+    step = engine._batch.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._batch, "step", lambda: (time.sleep(0.1), step()))
+        yield
+
+
+def test_a_document_is_read_asked_and_shown(tab, url, engine, tmp_path):
+    path = tmp_path / f"{EVIL}.txt".replace("/", "")
+    path.write_text(TEXT)
+    with slowly(engine):
+        tab.choose("#file", path)
+        bar, says = (
+            "document.querySelector('#documents progress')",
+            "document.querySelector('#documents li:last-child small')",
+        )
+        done, total, said = tab.wait(
+            f"0 < {bar}?.value && {bar}.value < {bar}.max && [{bar}.value, {bar}.max, {says}.textContent]"
+        )
+        assert re.fullmatch(rf"reading: {done:,} of {total:,} tokens(, \d+ s left)?", said)
+    tab.wait("document.querySelector('#title').textContent.includes('.txt')")
+    [document] = httpx.get(f"{url}/v1/documents", headers=BEARER).json()["data"]
+    assert tab.text("#title") == path.name and f"{document['total_tokens']:,} tokens" in tab.text(
+        "#documents li:last-child small"
+    )
+    assert f"{document['bytes'] / 1024:.1f} KiB of memory" in tab.text("#documents li:last-child small")
+
+    tab.evaluate("document.querySelector('#max').value = 12")
+    figures = ask(tab, "Who came in?")
+    messages = [{"role": "user", "content": "Who came in?"}]
+    alone = api(url, messages, document_id=document["id"])
+    said, usage = alone["choices"][0]["message"]["content"], alone["usage"]
+    assert tab.text(".turn.assistant p") == said and len(said) > 3
+    for words in (
+        f"{usage['prompt_tokens']:,} tokens in",
+        f"{usage['completion_tokens']} out",
+        f"{usage['locret']['kept_rows']} rows kept",
+    ):
+        assert words in figures
+    assert f"({usage['prompt_tokens_details']['cached_tokens']:,} cached)" in figures
+
+    ask(tab, f"And {EVIL}?")
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"And {EVIL}?"}]
+    assert (
+        tab.text(".turn.assistant:last-child p")
+        == api(url, messages, document_id=document["id"])["choices"][0]["message"]["content"]
+    )
+
+    tab.click("#documents li:last-child .show")
+    tab.wait("document.querySelector('#kept').open")
+    kept = httpx.get(f"{url}/v1/documents/{document['id']}/kept?limit=4000", headers=BEARER).json()
+    assert tab.text("#text") == "".join(kept["texts"][:1000]) and EVIL in tab.text("#text")
+    shares = tab.evaluate(
+        "[...document.querySelectorAll('#text span')].map((s) => [s.textContent, s.style.getPropertyValue('--share')])"
+    )
+    assert len({share for _, share in shares}) > 2
+    tab.click("#next")
+    tab.wait("document.querySelector('#place').textContent.startsWith('tokens 1,001 to')")
+    assert tab.text("#text") == "".join(kept["texts"][1000:]) != ""
+    tab.press("Escape")
+    tab.wait("!document.querySelector('#kept').open")
+
+    assert tab.evaluate("document.title") == "locret-serve" and tab.evaluate("document.images.length") == 0
+    assert tab.said == []
+    tab.click("#documents li:last-child .delete")
+    tab.wait("document.querySelectorAll('#documents li').length === 1")
+    assert httpx.get(f"{url}/v1/documents", headers=BEARER).json()["data"] == [] and tab.text("#title") == "No document"
+
+
+def test_stop_keeps_what_was_written(tab, url, engine):
+    question = text_of(40)
+    whole = api(url, [{"role": "user", "content": question}], max_tokens=64)["choices"][0]["message"]["content"]
+    with slowly(engine):
+        tab.open(url)
+        tab.evaluate("document.querySelector('#max').value = 64")
+        tab.click("#question")
+        tab.type(question)
+        tab.click("#send")
+        tab.wait("document.querySelector('.turn.assistant p')?.textContent.length > 2")
+        assert tab.evaluate("document.activeElement.id") == "stop"
+        tab.press("Enter")
+        assert tab.wait(f"{LAST}?.textContent") == "stopped"
+        said = tab.text(".turn.assistant p")
+        assert whole.startswith(said) and 2 < len(said) < len(whole)
+    tab.wait("document.querySelector('#stop').hidden && document.activeElement.id === 'question'")
+    for _ in range(100):
+        if not engine.running:
+            break
+        time.sleep(0.05)
+    assert not engine.running and tab.said == []
+
+
+def test_errors_are_said_in_words(tab, url, engine, monkeypatch, tmp_path):
+    tab.open(url)
+    tab.evaluate("document.querySelector('#max').value = -2")
+    assert ask(tab, "Who?") == "max_tokens=-2 must be at least -1"
+    assert tab.text(".turn .bad") == "max_tokens=-2 must be at least -1"
+    assert tab.evaluate("document.querySelector('#question').value") == "Who?"  # to be sent again
+
+    def full(job):
+        raise Busy(7)
+
+    monkeypatch.setattr(engine, "submit", full)
+    tab.evaluate("document.querySelector('#max').value = ''")
+    tab.click("#send")
+    tab.wait("document.querySelector('#status').textContent.includes('Try again in 7 s.')")
+    large = tmp_path / "large.txt"
+    large.write_text("x" * (LIMITS.upload_bytes + 1))
+    tab.choose("#file", large)
+    assert "large.txt: That is too large" in tab.wait("document.querySelector('#notice').textContent")
+    tab.said.clear()
+    with serving(None) as loading:
+        tab.open(loading)
+        assert tab.wait("document.querySelector('#notice').textContent") == "The model is being loaded."
+    tab.open("about:blank")
+    tab.said.clear()
+
+
+def test_each_file_that_is_refused_is_named(tab, engine, tmp_path):
+    names = ["t.csv", "t.json", "t.py"]
+    for name in ("first.txt", *names):
+        (tmp_path / name).write_text(text_of(200))
+    with serving(engine, replace(LIMITS, documents=1), ()) as url:
+        tab.open(url)
+        tab.wait("document.querySelector('#model').textContent === 'tiny'")
+        tab.choose("#file", tmp_path / "first.txt")
+        tab.wait("document.querySelector('#title').textContent === 'first.txt'")
+        tab.choose("#file", *(tmp_path / name for name in names))
+        says = tab.wait(
+            "document.querySelector('#notice').textContent.includes('t.py') && document.querySelector('#notice').innerText"
+        )
+        assert [line.split(":")[0] for line in says.splitlines()] == names
+        assert all(line.endswith("delete one first, such as 'first.txt'") for line in says.splitlines())
+        tab.click("#documents li:first-child input")
+        tab.evaluate("document.querySelector('#max').value = 4")
+        plain = ask(tab, "Who?")
+        assert "rows kept" in plain and "document" not in plain
+        tab.click("#documents li:last-child input")
+        about = ask(tab, "Who?")
+        assert re.search(r"document [\d.]+ KiB", about) and "undefined" not in tab.evaluate("document.body.innerText")
+    tab.open("about:blank")
+    tab.said.clear()
+
+
+def test_the_page_may_ask_nobody_but_its_server(tab, url):
+    answer = httpx.get(url)
+    assert (
+        answer.headers["content-type"].startswith("text/html")
+        and "'unsafe" not in answer.headers["content-security-policy"]
+    )
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert not re.search(r"<script>|<style>|style=|onclick|https?://", answer.text)
+    tab.open(url)
+    assert tab.evaluate("fetch('http://127.0.0.1:1/').then(() => 'asked', (error) => error.name)") == "TypeError"
+    assert any("Content Security Policy" in line for line in tab.said)
+    tab.said.clear()

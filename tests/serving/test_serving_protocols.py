@@ -1,0 +1,415 @@
+"""Anthropic's ``/v1/messages`` and OpenAI's ``/v1/responses``, by their official clients, against chat completions."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from typing import Literal
+
+import anthropic
+import httpx
+import openai
+import pytest
+from http_bodies import bearer, expected, user
+from pydantic import BaseModel
+from served import KEYS, LIMITS, running_engine, serving
+from tiny_text import tiny_tokenizer
+
+from locret_kit.serving.answer_items import AnswerItems
+from locret_kit.serving.anthropic_routes import MessagesBody
+from locret_kit.serving.bodies import ChatBody
+from locret_kit.serving.errors import Refused
+from locret_kit.serving.responses_routes import ResponsesBody
+
+PARAMETERS = {
+    "type": "object", "properties": {"name": {"enum": ["north", "south"]}, "tide": {"type": "boolean"}},
+    "required": ["name", "tide"], "additionalProperties": False,
+}  # fmt: skip
+CALL = {"name": "depth", "arguments": '{"name": "north", "tide": true}'}
+WORDS = {"name": "depth", "description": "How deep a harbour is"}
+CHAT_TOOL = {"type": "function", "function": {**WORDS, "parameters": PARAMETERS}}
+ANTHROPIC_TOOL = {**WORDS, "input_schema": PARAMETERS}
+RESPONSES_TOOL = {"type": "function", **WORDS, "parameters": PARAMETERS, "strict": True}
+
+
+class Harbour(BaseModel):
+    name: Literal["north", "south"]
+    deep: bool
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with running_engine() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    limits = replace(LIMITS, answer_tokens=200)
+    with serving(engine, limits, silence=0.2, defaults={"temperature": 0.0}) as address:
+        yield address
+
+
+@pytest.fixture
+def claude(url):
+    with anthropic.Anthropic(base_url=url, api_key=KEYS[0], max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0) as made:
+        yield made
+
+
+def chat(url: str, messages: list, **fields: object) -> dict:
+    """What chat completions say to the same."""
+    body = {"messages": messages, "max_tokens": 8, **fields}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."}, *user("How deep?"),
+    {"role": "assistant", "content": "I look.", "tool_calls": [{"id": "c1", "type": "function", "function": CALL}]},
+    {"role": "tool", "tool_call_id": "c1", "content": "7 m"}, *user("And now?"),
+]  # fmt: skip
+
+
+# ---- arguments of the chat template ----------------------------------------------------------------------------------------
+
+SWITCH = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{{ style }}{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    "{{ reasoning_effort }}{{ thinking }}"
+)
+BODIES = {
+    MessagesBody: {"max_tokens": 8, "messages": user("Hi")}, ResponsesBody: {"input": "Hi"}, ChatBody: {"messages": user("Hi")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_arguments_of_the_template(kind):
+    """The prompt is that of the tokenizer's own template; a text in an argument forges no token."""
+    tokenizer = tiny_tokenizer(SWITCH)
+
+    def prompt(**fields: object) -> list[int]:
+        return [*kind.model_validate({**BODIES[kind], **fields}).ids(tokenizer, None)[0]]
+
+    def wanted(**arguments: object) -> list[int]:
+        text = tokenizer.apply_chat_template(user("Hi"), tokenize=False, **arguments)
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    for arguments in ({}, {"enable_thinking": False}, {"enable_thinking": True, "style": "brief"}):
+        assert prompt(chat_template_kwargs=arguments) == wanted(**arguments)
+    assert prompt(thinking={"type": "disabled"}) == (
+        wanted() if kind is ResponsesBody else wanted(enable_thinking=False, thinking=False)
+    )
+    effort = {"reasoning": {"effort": "low"}} if kind is ResponsesBody else {"reasoning_effort": "low"}
+    assert prompt(**effort) == (wanted() if kind is MessagesBody else wanted(reasoning_effort="low"))
+    forged = prompt(chat_template_kwargs={"style": ["<|im_end|>", {"<|im_start|>": "<|im_end|>"}]})
+    assert [forged.count(token) for token in (0, 1)] == [wanted().count(token) for token in (0, 1)]
+    deep: list[object] = []
+    for _ in range(9999):
+        deep = [deep]
+    for name, value in (
+        *((name, 1) for name in ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "bos_token")),
+        ("enable_thinkin", False), ("style", float("nan")), ("style", [10**7]), ("style", {1}), ("style", deep),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=name):
+            prompt(chat_template_kwargs={name: value})
+    tokenizer = tiny_tokenizer(None)
+    assert prompt(reasoning_effort="low") == prompt()
+    with pytest.raises(ValueError, match="no chat template, which would take style"):
+        prompt(chat_template_kwargs={"style": "x"})
+
+
+@pytest.mark.parametrize("path", ["v1/chat/completions", "v1/messages", "v1/responses", "tokenize"])
+def test_arguments_that_the_template_does_not_take(url, path):
+    body = {"messages": user("Hi"), "input": "Hi", "max_tokens": 8, "chat_template_kwargs": {"messages": []}}
+    answer = httpx.post(f"{url}/{path}", json=body, headers=bearer())
+    assert answer.status_code == 400 and "takes no argument 'messages'" in answer.text, answer.text
+    answer = httpx.post(f"{url}/{path}", json=body | {"chat_template_kwargs": 1}, headers=bearer())
+    assert answer.status_code in (400, 422) and "chat_template_kwargs" in answer.text, answer.text
+
+
+def test_tokens_of_messages_with_tools(url):
+    tool = {"type": "function", "function": {"name": "now"}}
+    asked = [{"messages": user("Hi"), **fields} for fields in ({}, {"tools": []}, {"tools": [tool]})]
+    counts = [httpx.post(f"{url}/tokenize", json=body, headers=bearer()).json()["count"] for body in asked]
+    assert counts[0] == counts[1] < counts[2]
+
+
+# ---- Anthropic -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_message(claude, url):
+    asked = dict(model="any", max_tokens=8, messages=user("Who came in?"))
+    answer = claude.messages.create(**asked)
+    assert [block.text for block in answer.content] == [expected(user("Who came in?"))]
+    assert (answer.type, answer.role, answer.model, answer.stop_reason) == (
+        "message",
+        "assistant",
+        "tiny",
+        "max_tokens",
+    )
+    usage = chat(url, user("Who came in?"))["usage"]
+    told = answer.usage
+    assert told.input_tokens + told.cache_read_input_tokens == usage["prompt_tokens"] and told.output_tokens == 8
+    assert (
+        claude.messages.count_tokens(model="any", messages=user("Who came in?")).input_tokens == usage["prompt_tokens"]
+    )
+    with claude.messages.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_text() == answer.content[0].text
+        last = stream.get_final_message()
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop" and "content_block_start" in kinds
+    assert last.stop_reason == "max_tokens" and last.usage.output_tokens == 8
+    stop = answer.content[0].text[3:6]
+    ended = claude.messages.create(**asked, stop_sequences=["never so", stop])
+    assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", stop)
+    assert "".join(block.text for block in ended.content) == expected(user("Who came in?")).split(stop)[0]
+
+
+def test_a_conversation_with_tools_is_the_same_prompt(claude, url):
+    blocks = [
+        {"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "text", "text": "I look."},
+        {"type": "tool_use", "id": "c1", "name": "depth", "input": json.loads(CALL["arguments"])},
+    ]  # fmt: skip
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "7 m"}]}
+    messages = [
+        *user("How deep?"), {"role": "assistant", "content": blocks},
+        {"role": "user", "content": [result, {"type": "text", "text": "And now?", "cache_control": {"type": "ephemeral"}}]},
+    ]  # fmt: skip
+    asked = dict(model="any", system=[{"type": "text", "text": "Be brief."}], messages=messages, tools=[ANTHROPIC_TOOL])
+    want = chat(url, CONVERSATION, tools=[CHAT_TOOL])
+    answer = claude.messages.create(**asked, max_tokens=8, tool_choice={"type": "auto"})
+    assert answer.content[0].text == want["choices"][0]["message"]["content"]
+    assert claude.messages.count_tokens(**asked).input_tokens == want["usage"]["prompt_tokens"]
+    with pytest.raises(anthropic.BadRequestError, match="role 'user' needs a content|must be text"):
+        claude.messages.create(model="any", max_tokens=4, messages=[{"role": "user", "content": [{"type": "image"}]}])
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "depth"}])
+def test_a_call_of_a_tool(claude, choice):
+    asked = dict(model="any", max_tokens=200, messages=user("How deep?"), tools=[ANTHROPIC_TOOL], tool_choice=choice)
+    whole = claude.messages.create(**asked)
+    with claude.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for answer in (whole, streamed):
+        (block,) = answer.content
+        assert (block.type, block.name, answer.stop_reason) == ("tool_use", "depth", "tool_use") and block.id
+        assert block.input["name"] in ("north", "south") and isinstance(block.input["tide"], bool)
+    assert whole.content[0].input == streamed.content[0].input
+
+
+def test_a_message_by_a_schema(claude):
+    answer = claude.messages.parse(model="any", max_tokens=64, messages=user("Tell."), output_format=Harbour)
+    assert isinstance(answer.parsed_output, Harbour) and answer.stop_reason == "end_turn"
+
+
+@pytest.mark.parametrize("kind", ["create", "continue"])
+def test_threads_are_refused_in_the_words_at_which_clients_send_whole_conversations(url, kind):
+    """A request of a thread holds the newest messages alone: without the others its answer would be another one's."""
+    body = {"max_tokens": 4, "messages": user("a"), "thread": {"type": kind, "previous_message_id": "msg_1"}}
+    answer = httpx.post(f"{url}/v1/messages?beta=true", json=body, headers=bearer())
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["details"]["error_code"] == "thread_unsupported_request"  # of @anthropic-ai/sdk 1.14, ThreadState
+
+
+def test_a_schema_of_older_clients(url):
+    schema = {
+        "type": "object",
+        "properties": {"deep": {"type": "boolean"}},
+        "required": ["deep"],
+        "additionalProperties": False,
+    }
+    body = {"max_tokens": 64, "messages": user("Tell."), "output_format": {"type": "json_schema", "schema": schema}}
+    answer = httpx.post(f"{url}/v1/messages", json=body, headers=bearer(), timeout=60).json()
+    assert isinstance(json.loads(answer["content"][0]["text"])["deep"], bool)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "kind", "words"),
+    [
+        ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
+        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
+        ({"temperature": 1.5}, 400, "invalid_request_error", "temperature=1.5 must be at most 1"),
+        ({"messages": user("word " * 9000)}, 400, "invalid_request_error", "prompt is too long"),
+        ({"messages": [1]}, 400, "invalid_request_error", "messages: "),
+        ({"messages": "a"}, 400, "invalid_request_error", "messages"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "invalid_request_error", "tools.0"),
+        ({"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool", "name": "x"}}, 400, "invalid_request_error", "of tools"),
+        ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, 400, "invalid_request_error", "output_config.format: json"),
+        ({"document_id": "doc_x"}, 404, "not_found_error", "doc_x"),
+        ({"messages": user("x" * 300_000)}, 413, "request_too_large", "at most 200000 bytes"),
+        ({"key": "wrong"}, 401, "authentication_error", "API key"),
+    ],
+)  # fmt: skip
+def test_errors_have_anthropics_shape(url, fields, status, kind, words):
+    key = fields.get("key", KEYS[0])
+    for name, scheme in (("x-api-key", ""), ("authorization", "bearer "), ("authorization", "Bearer ")):
+        headers = {name: f"{scheme}{key}"}
+        body = {"max_tokens": 4, "messages": user("a"), **fields}
+        answer = httpx.post(f"{url}/v1/messages", json=body, headers=headers)
+        assert answer.status_code == status, answer.text
+        told = answer.json()
+        assert told["type"] == "error" and told["error"]["type"] == kind and words in told["error"]["message"]
+    assert httpx.get(f"{url}/v1/messages/batches", headers=headers).json()["type"] == "error"
+
+
+# ---- responses -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_response(client, url):
+    asked = dict(model="any", input="Who came in?", max_output_tokens=8)
+    whole = client.responses.create(**asked)
+    assert whole.output_text == expected(user("Who came in?")) and whole.model == "tiny"
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    usage = chat(url, user("Who came in?"))["usage"]
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (usage["prompt_tokens"], 8)
+    events = list(client.responses.create(**asked, stream=True))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    deltas = kinds.count("output_text.delta")
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * deltas,
+        "output_text.done", "content_part.done", "output_item.done", "incomplete",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert "".join(e.delta for e in events if e.type.endswith("text.delta")) == whole.output_text
+    assert events[-1].response.output_text == whole.output_text and events[-1].response.usage == whole.usage
+    assert {item.status for item in (whole.output[0], events[-2].item, events[-1].response.output[0])} == {"incomplete"}
+    with client.responses.stream(**asked) as stream:
+        assert [event.type for event in stream][-1] == "response.incomplete"
+
+
+def test_items_are_the_same_prompt(client, url):
+    text = [{"type": "input_text", "text": "How deep?"}]
+    items = [
+        {"role": "user", "content": text}, {"type": "reasoning", "id": "r", "summary": []},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "c1", **CALL}, {"type": "function_call_output", "call_id": "c1", "output": "7 m"},
+        *user("And now?"),
+    ]  # fmt: skip
+    asked = dict(model="any", instructions="Be brief.", input=items, tools=[RESPONSES_TOOL], max_output_tokens=8)
+    answer = client.responses.create(**asked, store=True, metadata={"a": "b"}, reasoning={"effort": "low"})
+    want = chat(url, CONVERSATION, tools=[CHAT_TOOL])
+    assert answer.output_text == want["choices"][0]["message"]["content"]
+    assert answer.usage.input_tokens == want["usage"]["prompt_tokens"]
+    assert answer.instructions == "Be brief." and answer.metadata == {"a": "b"} and answer.tools[0].name == "depth"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_item_is_named_instead_of_sent_again(client, url, stream):
+    """As Vercel's AI SDK does with all items of an answer that was not asked for with store=false."""
+    asked = dict(model="any", max_output_tokens=8)
+    first = client.responses.create(**asked, input=user("How deep?"), stream=stream)
+    (item,) = [event.item for event in first if event.type.endswith("item.done")] if stream else first.output
+
+    def second(middle: dict, by: openai.OpenAI = client) -> str:
+        return by.responses.create(**asked, input=[*user("How deep?"), middle, *user("And now?")]).output_text
+
+    reference = {"type": "item_reference", "id": item.id}
+    assert second(reference) == second({"role": "assistant", "content": item.content[0].text})
+    unkept = client.responses.create(**asked, input="How deep?", store=False).output[0]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[1], max_retries=0) as other:
+        for by, name in ((other, item.id), (client, unkept.id)):
+            with pytest.raises(openai.NotFoundError, match="input.1: item_reference .* store=false"):
+                second({**reference, "id": name}, by)
+
+
+def test_items_are_forgotten_in_their_order(monkeypatch):
+    monkeypatch.setattr("locret_kit.serving.answer_items.MAX_CHARACTERS", 100)
+    items, reference = AnswerItems(), {"type": "item_reference", "id": "1"}
+    for number in range(4):
+        items.add("anna", [{"id": str(number), "text": "x" * 20}])
+    assert items.resolved("anna", [{**reference, "id": "3"}]) == [{"id": "3", "text": "x" * 20}]
+    with pytest.raises(Refused, match="not any more"):
+        items.resolved("anna", [{**reference, "id": "0"}])
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "depth"}])
+def test_a_call_in_a_response(client, choice):
+    asked = dict(model="any", input="How deep?", tools=[RESPONSES_TOOL], tool_choice=choice, max_output_tokens=200)
+    whole = client.responses.create(**asked)
+    events = list(client.responses.create(**asked, stream=True))
+    assert [event.type.removeprefix("response.") for event in events[2:]] == [
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    for answer in (whole, events[-1].response):
+        (item,) = answer.output
+        assert (item.type, item.name, answer.status) == ("function_call", "depth", "completed")
+        assert json.loads(item.arguments).keys() == {"name", "tide"} and item.call_id
+    assert whole.output[0].arguments == events[-1].response.output[0].arguments
+
+
+def test_a_response_by_a_schema(client):
+    answer = client.responses.parse(model="any", input="Tell.", text_format=Harbour, max_output_tokens=64)
+    assert isinstance(answer.output_parsed, Harbour) and answer.status == "completed"
+    with client.responses.stream(model="any", input="Tell.", text_format=Harbour, max_output_tokens=64) as stream:
+        assert stream.get_final_response().output_parsed == answer.output_parsed
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id is not supported: nothing is stored here"),
+        ({"conversation": "c"}, "conversation is not supported"),
+        ({"background": True}, "background is not supported"),
+        ({"include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input.0: type 'computer_call'"),
+        ({"input": [1]}, "input.0"),
+        ({"input": []}, "input: "),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "must be text"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format: json_schema needs a schema"),
+        ({"max_output_tokens": 0}, "max_output_tokens=0 must be at least 1"),
+    ],
+)
+def test_what_a_response_cannot_be(client, fields, words):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.create(**{"model": "any", "input": "a", "max_output_tokens": 4, **fields})
+    assert words in error.value.body["message"]
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), [("messages", {"messages": user("a"), "max_tokens": 64}), ("responses", {"input": "a"})]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_silence_and_an_engine_that_fails(engine, monkeypatch, url, path, fields, stream):
+    """Comments or line ends while nothing comes; the error in the protocol's shape, where headers are gone already too."""
+    step, go = engine._batch.step, threading.Event()
+
+    def fails():
+        go.wait(10)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(engine._batch, "step", fails)
+    seen = b""
+    try:
+        with httpx.stream(
+            "POST", f"{url}/v1/{path}", json={**fields, "stream": stream}, headers=bearer(), timeout=20
+        ) as one:
+            for piece in one.iter_raw():
+                seen += piece
+                if seen.count(b": waiting" if stream else b"\n") >= 2:
+                    go.set()
+    except httpx.RemoteProtocolError:
+        assert not stream  # broken off: a whole answer's status is gone
+    finally:
+        go.set()
+        monkeypatch.setattr(engine._batch, "step", step)
+    if stream:
+        last = json.loads(seen.decode().strip().splitlines()[-1].removeprefix("data: "))
+        error = last["error"] if path == "messages" else last["response"]["error"]
+        assert error["message"] == "no memory" and (last["type"] == "error" or last["response"]["status"] == "failed")
+    else:
+        assert seen == b"\n" * len(seen) and len(seen) >= 2

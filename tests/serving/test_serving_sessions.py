@@ -1,0 +1,424 @@
+"""Sessions on disk. The oracle is a server that was never short of memory and never ended."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import resource
+import signal
+import threading
+import time
+from array import array
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from forked import start, status_of
+from read_texts import parts, text_of
+from served import KEYS, LIMITS, SETTINGS, ask, serve_until_killed, serving
+
+from locret_kit.documents.document import Document
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.serving.engine import Engine
+from locret_kit.serving.freed_memory import _trim
+from locret_kit.serving.request import PrefixKey, ServerRequest
+from locret_kit.serving.sessions import Sessions
+from locret_kit.serving.state import Server, UploadedDocument
+from locret_kit.serving.store import File, Store, owner_of
+from locret_kit.settings import RunSettings
+
+ANNA, BERT = (owner_of(key, b"salt") for key in KEYS)
+
+
+@contextmanager
+def engine_with(folder: Path | None, sessions: int = 8, most: int = 1 << 30, settings: RunSettings = SETTINGS):
+    model, tokenizer, heads = parts("llama")
+    store = Store(folder, most) if folder is not None else None
+    engine = Engine(
+        model, tokenizer, settings, parse_policy("locret"), heads, sessions=sessions, queue=20, piece=64, store=store
+    )
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def prompt(length: int, seed: int) -> array[int]:
+    return array("i", torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def talk(engine: Engine, conversations: int = 3, turns: int = 2, owner: str = ANNA) -> list:
+    """Conversations that take turns: the answers' tokens, and how many tokens were not read again."""
+    texts = [prompt(60 + 90 * number, number) for number in range(conversations)]
+    said = []
+    for turn in range(turns):
+        for number in range(conversations):
+            request = ask(engine, owner, texts[number])
+            said.append((request.sequence.tokens, request.cached_tokens))
+            texts[number] += array("i", request.sequence.tokens) + prompt(30, 100 * turn + number)
+    return said
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    with engine_with(None) as engine:
+        return talk(engine)
+
+
+def test_sessions_leave_memory_for_others_and_come_back(tmp_path, undisturbed):
+    with engine_with(tmp_path / "s", sessions=1) as engine:
+        assert talk(engine) == undisturbed
+        assert engine.caches == engine.idle == 1
+        assert all(cached for _, cached in undisturbed[3:])
+    with engine_with(tmp_path / "s") as engine:  # another process would find them too
+        texts = [prompt(60, 0)]
+        first = ask(engine, ANNA, texts[0])  # the conversation went on, so its file does not help
+        assert (first.sequence.tokens, first.cached_tokens) == undisturbed[0]
+    files = [path for path in (tmp_path / "s").rglob("*.locret")]
+    assert len(files) == 4 and (tmp_path / "s").stat().st_mode & 0o777 == 0o700
+    for path in (*files, tmp_path / "s" / "salt"):
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert not [key for key in KEYS for path in files if key.encode() in path.read_bytes() or key in str(path)]
+
+
+def next_turn(said: list, number: int) -> array[int]:
+    """The second prompt of a conversation."""
+    return prompt(60 + 90 * number, number) + array("i", said[number][0]) + prompt(30, number)
+
+
+def test_nobody_goes_on_from_the_session_of_another(tmp_path, undisturbed):
+    with engine_with(tmp_path, sessions=1) as engine:
+        said = talk(engine, 2, 1)
+        assert len(engine.store.sessions(ANNA)) >= 1 and engine.store.sessions(BERT) == []
+        assert [ask(engine, owner, next_turn(said, 0)).cached_tokens for owner in (BERT, ANNA)] == [
+            0,
+            undisturbed[3][1],
+        ]
+    assert {path.parent.name for path in tmp_path.rglob("session_*")} == {ANNA, BERT}
+
+
+def test_damaged_files_and_those_of_other_settings(tmp_path, caplog, undisturbed):
+    with engine_with(tmp_path, sessions=1) as engine:
+        said = talk(engine, 2, 1)
+    one, two = sorted(tmp_path.rglob("*.locret"))
+    data = bytearray(one.read_bytes())
+    data[-100] ^= 1
+    one.write_bytes(data)
+    (one.parent / f"session_{'0' * 32}.locret").write_bytes(b"nothing")
+    (one.parent / ".session.x.host-1.partial").write_bytes(b"nothing")
+    odd = [one.parent / f"session_{mark * 32}.locret" for mark in "123"]
+    odd[0].mkdir()
+    odd[1].symlink_to(two)
+    os.mkfifo(odd[2])
+    (one.parent / ".folder.partial").mkdir()
+    smaller = RunSettings(**{**vars(SETTINGS), "budget": 64})
+    with caplog.at_level(logging.WARNING), engine_with(tmp_path, settings=smaller) as engine:
+        assert engine.store.sessions(ANNA) == [] and engine.store.bytes == len(data) + two.stat().st_size
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and lines[0].startswith("1 files of sessions are not usable and removed")
+    assert lines[1].startswith("2 files") and "budget=96 must be at most 64" in lines[1]
+    assert {*tmp_path.rglob("*.locret")} == {one, two, *odd} and not list(tmp_path.rglob("*1.partial"))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), engine_with(tmp_path) as engine:
+        again = [ask(engine, ANNA, next_turn(said, number)) for number in range(2)]
+        right = [
+            (request.sequence.tokens, request.cached_tokens) == undisturbed[3 + n] for n, request in enumerate(again)
+        ]
+        assert sorted(right) == [False, True] and again[right.index(False)].cached_tokens == 0
+        assert not one.exists()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "is damaged: its content does not have the digest" in line
+
+
+def test_a_folder_that_was_there_stays_as_it_is(tmp_path, caplog):
+    """Its mode, and what links in it name."""
+    folder, other = tmp_path / "shared", tmp_path / "other"
+    folder.mkdir()
+    folder.chmod(0o777)
+    other.write_text("mine")
+    other.chmod(0o644)
+    Store(folder, 1 << 30).close()
+    assert folder.stat().st_mode & 0o777 == 0o777 and "others may write there" in caplog.text
+    for name in (".lock", "salt"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(other)
+        with pytest.raises(OSError, match=re.escape(str(folder))):
+            Store(folder, 1 << 30)
+        (folder / name).unlink()
+    assert other.read_text() == "mine" and other.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_file_that_went_on_meanwhile_stays(tmp_path):
+    """Between its look-up and its reading."""
+    with engine_with(tmp_path) as engine:
+        store, text = engine.store, prompt(60, 0)
+        said = ask(engine, ANNA, text).sequence.tokens
+        engine._parked._saver.submit(int).result()
+        (before,) = store.sessions(ANNA)
+        ask(engine, ANNA, text + array("i", said) + prompt(30, 5))
+        engine._parked._saver.submit(int).result()
+        assert store.load(before, engine.spec) is None
+        (after,) = store.sessions(ANNA)
+        assert after.name == before.name and after.tokens > before.tokens
+        assert store.load(after, engine.spec).get_seq_length() == after.tokens
+
+
+def failing(*given: object, **more: object) -> None:
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("no memory")])
+def test_a_session_that_cannot_be_read_now_is_read_anew_and_its_file_stays(tmp_path, monkeypatch, undisturbed, error):
+    def failing(path: Path) -> None:
+        raise error
+
+    with engine_with(tmp_path, sessions=1) as engine:
+        said = talk(engine, 2, 1)
+        engine._parked._saver.submit(int).result()
+        files = {*tmp_path.rglob("*.locret")}
+        with monkeypatch.context() as patch:
+            patch.setattr("locret_kit.serving.store.read", failing)
+            again = ask(engine, ANNA, next_turn(said, 0))
+        assert again.cached_tokens == 0
+        engine._parked._saver.submit(int).result()
+        assert files < {*tmp_path.rglob("*.locret")}
+        assert ask(engine, ANNA, next_turn(said, 1)).cached_tokens == undisturbed[4][1]
+
+
+def test_a_session_without_memory_for_it_stays_on_disk(tmp_path, monkeypatch, undisturbed):
+    def full(*given):
+        return 1 << 60
+
+    with engine_with(tmp_path, sessions=1) as engine:
+        said = talk(engine, 2, 1)
+        engine._parked._saver.submit(int).result()
+        files = {*tmp_path.rglob("*.locret")}
+        with monkeypatch.context() as patch:
+            patch.setattr("locret_kit.cache.storage.rows.BoundedLayer.planned_bytes", full)
+            assert ask(engine, ANNA, next_turn(said, 0)).cached_tokens == 0
+        engine._parked._saver.submit(int).result()
+        assert files < {*tmp_path.rglob("*.locret")}
+        assert ask(engine, ANNA, next_turn(said, 1)).cached_tokens == undisturbed[4][1]
+
+
+def test_a_document_that_cannot_be_read_now_stays(tmp_path, monkeypatch):
+    """On a disk that fails, and behind another chat template than it was read with."""
+    model, tokenizer, heads = parts("llama")
+    document, name = Document.read(model, tokenizer, text_of(200), SETTINGS, "locret", heads), "doc_" + "1" * 32
+    with engine_with(tmp_path) as engine:
+        server = Server(engine, "tiny", KEYS, salt=engine.store.salt)
+        engine.save_document(name, next(iter(server.owners.values())), document)
+        engine._parked._saver.submit(int).result()
+        for place, attribute, value in (
+            (engine, "load_document", failing),
+            (tokenizer, "chat_template", "{{ messages[0]['content'] }}"),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, attribute, value)
+                server.restore(engine)
+            engine._parked._saver.submit(int).result()
+            assert not server.documents
+        server.restore(engine)
+        assert server.documents[name].shown()["status"] == "ready"
+        monkeypatch.setattr(os, "utime", failing)
+        engine.store.used(name)  # of a request about it
+
+
+def test_files_of_a_later_version_wait_for_it(tmp_path, caplog, monkeypatch, undisturbed):
+    """As after an update that was taken back."""
+    with monkeypatch.context() as later:
+        later.setattr("locret_kit.cache.file.VERSION", 2)
+        with engine_with(tmp_path, sessions=1) as engine:
+            said = talk(engine, 2, 1)
+    files = {*tmp_path.rglob("*.locret")}
+    with caplog.at_level(logging.WARNING), engine_with(tmp_path) as engine:
+        assert engine.store.sessions(ANNA) == [] and {*tmp_path.rglob("*.locret")} == files
+        assert engine.store.bytes == sum(path.stat().st_size for path in files)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("2 files") and "has version=2; this locret_kit reads versions 1 to 1" in line
+    monkeypatch.setattr("locret_kit.cache.file.VERSION", 2)
+    with engine_with(tmp_path) as engine:
+        again = ask(engine, ANNA, next_turn(said, 0))
+        assert (again.sequence.tokens, again.cached_tokens) == undisturbed[3]
+
+
+def test_the_folder_has_a_bound(tmp_path):
+    with engine_with(tmp_path / "all", sessions=1) as engine:
+        talk(engine, 3, 1)
+        engine._parked._saver.submit(int).result()
+        whole = engine.store.bytes
+    most = whole - 1
+    with engine_with(tmp_path / "few", sessions=1, most=most) as engine:
+        talk(engine, 3, 1)
+        engine._parked._saver.submit(int).result()
+        held = engine.store.sessions(ANNA)
+        assert [key.tokens for key in held] == [153, 243]  # the one used least is gone
+        assert engine.store.bytes == sum(path.stat().st_size for path in tmp_path.glob("few/*/*.locret")) <= most
+
+
+def test_a_full_disk_is_said_once_and_the_server_goes_on(tmp_path, caplog, undisturbed):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with caplog.at_level(logging.WARNING), engine_with(tmp_path, sessions=2) as engine:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        try:
+            said = talk(engine, turns=1)
+            engine._parked._saver.submit(int).result()
+            failing, failures = engine.store.failing, engine.store.failures
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert said == undisturbed[:3] and failing is not None and failures == 3
+        with serving(engine) as url:
+            figures = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {KEYS[0]}"}).text
+            assert "locret_session_disk_failing 1.0" in figures and "locret_save_failures_total 3.0" in figures
+        ask(engine, ANNA, prompt(50, 3))
+        engine._parked._saver.submit(int).result()
+        assert engine.store.failing is None and len(engine.store.sessions(ANNA)) == 1
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and "cannot write" in lines[0] and lines[1] == "sessions are saved again"
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_documents_come_back_for_their_owner(tmp_path):
+    model, tokenizer, heads = parts("llama")
+    name = "doc_" + "1" * 32
+    with engine_with(tmp_path) as engine:
+        server = Server(engine, "tiny", KEYS, salt=engine.store.salt)
+        owner = server.owners[next(iter(server.owners))]
+        document = Document.read(model, tokenizer, text_of(200), SETTINGS, "locret", heads, title="book")
+        server.documents[name] = UploadedDocument(name, owner, "book", 1, document)
+        engine.save_document(name, owner, document)
+        ids = document.prompt("Who came in?")
+        first = ask(engine, owner, ids, document=document, document_id=name)
+    with engine_with(tmp_path) as engine:
+        server = Server(engine, "tiny", KEYS, salt=engine.store.salt, limits=LIMITS)
+        server.restore(engine)
+        held = server.documents[name]
+        assert held.owner == owner and held.shown()["status"] == "ready" and held.title == "book"
+        again = ask(engine, owner, ids, document=held.document, document_id=name)
+        assert again.sequence.tokens == first.sequence.tokens and again.cached_tokens == first.cached_tokens > 100
+        more = ids + array("i", again.sequence.tokens) + prompt(20, 1)
+        assert ask(engine, owner, more, document=held.document, document_id=name).cached_tokens > len(ids)
+        engine.forget(name)
+    assert not list(tmp_path.rglob("*.locret"))
+    with engine_with(tmp_path) as engine, pytest.raises(OSError, match="another server has it"):
+        Store(tmp_path, 1 << 30)
+
+
+def test_a_server_that_is_killed_loses_one_turn_at_most(tmp_path):
+    """Greedy, in float64: the answer is that of a server that was not killed."""
+    log = tmp_path / "log"
+    log.touch()
+    child = start(lambda: serve_until_killed(tmp_path / "saved"), log)
+    try:
+        while not (said := re.search(r"http://\S+\n", log.read_text())):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), log.read_text()
+            time.sleep(0.02)
+        url = said[0].strip()
+        first = talk_over_http(url, 2, [], saved=0)
+        late = talk_over_http(url, 1, [], seed=5, saved=2)
+        late += talk_over_http(url, 1, late, seed=5)  # nobody waits for its file
+    finally:
+        os.kill(child, signal.SIGKILL)
+        assert status_of(child) == -signal.SIGKILL
+    with engine_with(tmp_path / "saved") as engine, serving(engine, salt=engine.store.salt) as url:
+        again = talk_over_http(url, 1, first)
+        assert talk_over_http(url, 1, late, seed=5)[-1][1] >= late[1][1] > 0
+    with engine_with(None) as engine, serving(engine) as url:
+        whole = talk_over_http(url, 3, [])
+    assert [*first, *again] == whole and whole[2][1] > whole[1][1] > 0
+
+
+def bearer() -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[0]}"}
+
+
+def talk_over_http(url: str, turns: int, before: list, seed: int = 0, saved: int | None = None) -> list:
+    """Turns of a conversation, each a text and how many tokens were not read again; after ``saved`` files each is saved."""
+    messages = []
+    for turn, (said, _) in enumerate(before):
+        messages += [{"role": "user", "content": text_of(25, seed + turn)}, {"role": "assistant", "content": said}]
+    made = []
+    for turn in range(len(before), len(before) + turns):
+        messages.append({"role": "user", "content": text_of(25, seed + turn)})
+        body = {"messages": messages, "temperature": 0, "max_tokens": 1}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60).json()
+        said = answer["choices"][0]["message"]["content"]
+        made.append((said, answer["usage"]["prompt_tokens_details"]["cached_tokens"]))
+        messages.append({"role": "assistant", "content": said})
+        for _ in range(400 if saved is not None else 0):
+            figures = httpx.get(f"{url}/metrics", headers=bearer()).text
+            if f"locret_saved_files_total {saved + len(made)}.0" in figures:
+                break
+            time.sleep(0.02)
+        else:
+            assert saved is None
+    return made
+
+
+def test_files_are_looked_through_again_when_they_have_changed(tmp_path, monkeypatch):
+    """The engine asks at every step, for every request that waits."""
+    store, ids = Store(tmp_path, 1 << 20), array("i", range(20))
+    sessions, request = Sessions(None, store, threading.Condition()), ServerRequest(ids, 4, owner="anna")
+    looks, listed = [], store.sessions
+    monkeypatch.setattr(store, "sessions", lambda owner: looks.append(owner) or listed(owner))
+    keys = [PrefixKey.of(f"session_{tokens}", "anna", "", ids[:tokens]) for tokens in (8, 12)]
+    assert [sessions.find_file(request) for _ in range(3)] == [None] * 3
+    for key in keys:
+        store._add(key.name, File(tmp_path / "anna" / key.name, 1, key))
+        assert [sessions.find_file(request) for _ in range(3)] == [key] * 3
+    store.remove(keys[1].name)
+    assert [sessions.find_file(request) for _ in range(3)] == [keys[0]] * 3
+    assert looks == ["anna"] * 4
+    sessions.close()
+
+
+def test_documents_come_while_others_are_listed():
+    """Lists are made by other threads than the one that takes uploads."""
+    server = Server(None, "tiny")
+
+    class Slow(UploadedDocument):
+        @property
+        def owner(self) -> str:
+            server.documents[f"doc_{len(server.documents)}"] = UploadedDocument(
+                "doc", "bert", "book", 1
+            )  # while it is looked at
+            return "anna"
+
+        @owner.setter
+        def owner(self, value: str) -> None:
+            pass
+
+    server.documents["doc_a"] = Slow("doc_a", "anna", "book", 1)
+    assert [shown["id"] for shown in server.listed("anna")] == ["doc_a"] and len(server.documents) == 2
+    server.stop()
+    assert all(held.deleted for held in server.documents.values())
+
+
+def test_freed_memory_goes_back():
+    """Holes between what is held, as ended caches leave them, are no longer resident."""
+    trim = _trim()
+    if trim is None:
+        assert not hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
+        return
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    blocks = [libc.malloc(100_000) for _ in range(1000)]  # below the size that the system has pages of its own for
+    for block in blocks:
+        ctypes.memset(block, 1, 100_000)
+    for block in blocks[::2]:
+        libc.free(block)
+    before = resident()
+    trim(0)
+    assert before - resident() > 40_000_000
+    for block in blocks[1::2]:
+        libc.free(block)
+
+
+def resident() -> int:
+    """Bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

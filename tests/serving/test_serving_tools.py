@@ -1,0 +1,559 @@
+"""Calls of tools and answers by a schema, over HTTP and by themselves."""
+
+from __future__ import annotations
+
+import json
+import random
+from copy import copy, deepcopy
+from dataclasses import replace
+from functools import partial
+
+import httpx
+import openai
+import pytest
+import torch
+from http_bodies import user
+from hypothesis import given
+from hypothesis import strategies as st
+from read_texts import parts
+from real_templates import real_tokenizer
+from served import KEYS, LIMITS, running_engine, serving
+from tokenizers import AddedToken
+
+from locret_kit.serving import completions
+from locret_kit.serving.answers import AnswerStream
+from locret_kit.serving.bodies import ChatBody
+from locret_kit.serving.constraint import AnswerForm, constraint
+from locret_kit.serving.messages import Tool
+from locret_kit.serving.tools import Call, CallReader, call_forms, declared_by, form_of, knows_tools, rewritten
+from locret_kit.text.template import render_messages
+
+TOOLS = [
+    {"type": "function", "function": {
+        "name": "depth", "description": "How deep a harbour is", "parameters": {
+            "type": "object", "properties": {"name": {"enum": ["north", "south"]}, "tide": {"type": "boolean"}},
+            "required": ["name", "tide"], "additionalProperties": False,
+        },
+    }},
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+FORMS = {
+    "tags": ('<tool_call>\n{"name": "depth", "arguments": {"name": "north", "tide": true}}\n</tool_call>', 2),
+    "list": ('[TOOL_CALLS] [{"name": "depth", "arguments": {"name": "north", "tide": true}}]', 1),
+    "object": ('{"name": "depth", "parameters": {"name": "north", "tide": true}}', 1),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with running_engine() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with serving(engine, replace(LIMITS, answer_tokens=600)) as address:
+        yield address
+
+
+@pytest.fixture
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0) as made:
+        yield made
+
+
+def read(reader: CallReader, text: str, cuts: list[int]) -> tuple[str, list[Call]]:
+    """An answer that comes in pieces."""
+    said, calls, at = "", [], 0
+    for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
+        shown, new = reader.feed(text[at:end])
+        said, calls, at = said + shown, calls + new, end
+    shown, new = reader.end()
+    return said + shown, calls + new
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_calls_are_read_in_whatever_pieces_they_come(form, cuts):
+    text, times = FORMS[form]
+    said, calls = read(CallReader(form, ["depth", "now"]), "\n".join([text] * times), cuts)
+    assert said.strip() == "" and [call.name for call in calls] == ["depth"] * times
+    assert all(json.loads(call.arguments) == {"name": "north", "tide": True} for call in calls)
+    assert len({call.id for call in calls}) == times
+
+
+@given(cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_one_call_alone_where_calls_are_not_parallel(cuts):
+    now = '{"name": "now"}'
+    for form, text, before in [
+        ("tags", f"I look.<tool_call>{now}</tool_call> <tool_call>{now}</tool_call> more", "I look."),
+        ("tags", f"<tool_call>no</tool_call><tool_call>{now}</tool_call>", "<tool_call>no</tool_call>"),
+        ("tags", f"<tool_call>[{now}, {now}]</tool_call>", ""), ("list", f"[TOOL_CALLS] [{now}, {now}]", ""),
+        ("object", f"[{now}, {now}]", ""),
+    ]:  # fmt: skip
+        said, calls = read(CallReader(form, ["now"], parallel=False), text, cuts)
+        assert said == before and [call.name for call in calls] == ["now"]
+
+
+class Dictated:
+    """A constraint that lets an answer be these tokens alone."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = list(ids)
+
+    def allowed(self, vocabulary: int) -> torch.Tensor:
+        return torch.arange(vocabulary) == self.ids[0]
+
+    def take(self, token: int) -> None:
+        self.ids.pop(0)
+
+
+def test_an_answer_ends_with_its_first_call_where_calls_are_not_parallel(url, client, monkeypatch):
+    call, form_of_answer = '<tool_call>{"name": "now"}</tool_call>', completions.form_of_answer
+    first, ids = (parts("llama")[1](text, add_special_tokens=False).input_ids for text in (call, f"{call} {call} a"))
+
+    def dictated(engine, body):
+        return partial(Dictated, ids), form_of_answer(engine, body)[1]
+
+    monkeypatch.setattr(completions, "form_of_answer", dictated)
+    asked = {"model": "tiny", "messages": user("When?"), "tools": TOOLS, "temperature": 0, "max_tokens": len(ids)}
+    for fields, calls, tokens in (({}, 2, len(ids)), ({"parallel_tool_calls": False}, 1, len(first))):
+        answer = client.chat.completions.create(**asked, **fields)
+        (made,) = answer.choices
+        assert len(made.message.tool_calls) == calls and answer.usage.completion_tokens == tokens
+        assert made.finish_reason == "tool_calls" and (made.message.content or "").strip() == "a" * (calls - 1)
+        events = [one.choices[0] for one in client.chat.completions.create(**asked, **fields, stream=True)]
+        assert sum(len(event.delta.tool_calls or []) for event in events) == calls
+    body = asked | {"tools": [{"name": "now", "input_schema": {"type": "object"}}]}
+    body["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    answer = httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": KEYS[0]}, timeout=60).json()
+    assert [block["type"] for block in answer["content"]] == ["tool_use"] and answer["stop_reason"] == "tool_use"
+
+
+@given(cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_what_is_no_call_is_text(cuts):
+    for form, text in [
+        ("tags", "a < b <tool"), ("tags", "x <tool_call>{}</tool_call> y"), ("tags", '<tool_call>{"name": "other"}</tool_call>'),
+        ("tags", "<tool_call>never closed"), ("object", '{"a": 1}'), ("object", "words {}"), ("list", '[{"name": "other"}]'),
+        ("list", "[1] or {2}"), ("object", '{"name": "depth"'), ("list", ""),
+        ("tags", '<tool_call>{"name": []}</tool_call>'), ("object", '{"name": {}}'), ("list", "[[], null]"),
+    ]:  # fmt: skip
+        assert read(CallReader(form, ["depth"]), text, cuts) == (text, [])
+
+
+TYPED = {
+    "type": "object", "required": ["city"], "$defs": {"Wind": {
+        "type": "object", "properties": {"gale": {"type": "boolean"}}, "required": ["gale"], "additionalProperties": False,
+    }},
+    "properties": {
+        "city": {"type": "string"}, "days": {"type": "integer"}, "limit": {"type": "number"}, "tide": {"type": "boolean"},
+        "by": {"type": ["null", "integer"]}, "names": {"type": "array"}, "wind": {"$ref": "#/$defs/Wind"},
+        "kind": {"enum": ["a", "b"]},
+    },
+}  # fmt: skip
+VALUES = {
+    "city": '  if a < b:\n    say("ü </b>") ',
+    "days": "3",
+    "limit": "2.5",
+    "tide": "true",
+    "by": "null",
+    "names": '["x", 1]',
+}
+TYPES = {**VALUES, "days": 3, "limit": 2.5, "tide": True, "by": None, "names": ["x", 1]}
+GEMMA = 'call:weather{city:<|"|>' + VALUES["city"] + '<|"|>,days:3,limit:2.5,tide:true,by:null,names:[<|"|>x<|"|>,1]}'
+
+
+def xml(name: str, values: dict[str, str]) -> str:
+    said = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{said}</function>\n</tool_call>"
+
+
+def pairs(name: str, values: dict[str, str]) -> str:
+    said = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
+    return f"<tool_call>{name}\n{said}</tool_call>"
+
+
+OWN = {
+    "xml": ("<function=", xml("weather", VALUES), xml("now", {}), [
+        xml("other", {}), "<tool_call>\n<function=now>\n<parameter=a>\n1\n</tool_call>", "<function=now>\n<parameter=a>\n1\n",
+        "<tool_call>\n<function=now>", "<tool_call> <function>now</function></tool_call>",
+    ]),
+    "pairs": ("<arg_key>", pairs("weather", VALUES), pairs("now", {}), [
+        pairs("other", {}), "<tool_call>now\n<arg_key>a</arg_key>\n</tool_call>", "<tool_call>now and then</tool_call>",
+    ]),
+    "gemma": ("<|tool_call>", f"<|tool_call>{GEMMA}<tool_call|>", "<|tool_call>call:now{}<tool_call|>", [
+        "<|tool_call>call:other{}<tool_call|>", "<|tool_call>call:now{a:}<tool_call|>", "<|tool_call>call:now{",
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", OWN)
+@given(cuts=st.lists(st.integers(0, 600), max_size=9))
+def test_forms_of_other_families(form, cuts):
+    """Of Qwen3-Coder and Qwen 3.5, GLM 4.5, Gemma 4."""
+    mark, call, empty, wrong = OWN[form]
+    assert form_of("{{ tools }}<tool_call>" * (form != "gemma") + f"{{{{ tools }}}}{mark}") == form
+    reader = CallReader(form, {"weather": TYPED, "now": {}})
+    said, calls = read(reader, f"I < look.{call}\n{empty}", cuts)
+    assert said.strip() == "I < look."
+    assert [(one.name, json.loads(one.arguments)) for one in calls] == [("weather", TYPES), ("now", {})]
+    one = CallReader(form, ["now"], parallel=False)
+    assert [call.name for call in read(one, f"{empty} {empty} more", cuts)[1]] == ["now"] and one.ended
+    for text in wrong:
+        assert read(CallReader(form, ["now"]), text, cuts) == (text, [])
+
+
+A, B = ("w", {"text": "a"}), ("w", {"n": "a"})
+PART = "<parameter=text>\n{}\n</parameter>\n"
+HALF = "<function=w>\n" + PART.format("a")
+FAULTS = [
+    (f"<tool_call>\n{HALF}</function>\n{HALF.replace('=text>', '=n>')}</function>\n</tool_call>", "", [A, B]),
+    (f"<tool_call>{HALF}</function>", "", [A]), (f"<tool_call>{HALF}</tool_call>", "", [A]), (f"<tool_call>{HALF}", "", [A]),
+    (f"{HALF}</function>\n</tool_call> so", " so", [A]), (f"{HALF}</function>", "", [A]),
+    (f"x <seed:tool_call>{HALF}</function></seed:tool_call>", "x ", [A]),
+    ('<minimax:tool_call><invoke name="w"><parameter name="text">a</parameter></invoke></minimax:tool_call>', "", [A]),
+    ("<tool_call><function=w><parameter=text>\na\n</function></tool_call>", "", [A]),
+    ("<tool_call><function=w><parameter=text>\na\n<parameter=n>\n3\n</parameter></function></tool_call>", "",
+     [("w", {"text": "a", "n": 3})]),
+    (f"<think> a <tool_call>? </think>{xml('w', {'text': 'a'})}", "<think> a <tool_call>? </think>", [A]),
+    *((xml("w", {"text": text}), "", [("w", {"text": text})]) for text in (
+        "an </parameter> in it", "an </tool_call> in it", "<parameter=x>\nin it", '{"a": 1}', "3", "null", "\n\n",
+        "</tool_call>" * 9)),
+    (xml("w", {"none": "null", "refers": "3", "kind": "2", "one": "None", "all": "{'a': True}", "is": "3", "any": "3",
+                "n": "NaN"}), "",
+     [("w", {"none": None, "refers": 3, "kind": 2, "one": None, "all": {"a": True}, "is": 3, "any": "3", "n": "NaN"})]),
+    (xml("w", {"none": '"x"', "refers": "x", "kind": "x", "one": "4", "n": "1e400"}), "",
+     [("w", {"none": '"x"', "refers": "x", "kind": "x", "one": 4, "n": "1e400"})]),
+]  # fmt: skip
+"""Answers in Qwen's form as models write them, their text and calls."""
+LOOSE = {"$defs": {"I": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/I"}]}}, "properties": {
+    "text": {"type": "string"}, "none": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "refers": {"$ref": "#/$defs/I"},
+    "kind": {"enum": [1, 2, "x"]}, "one": {"type": "integer", "nullable": True}, "all": {"allOf": [{"type": "object"}]},
+    "is": {"const": 3}, "any": {}, "n": {"type": "number"},
+}}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "shown", "calls"), FAULTS)
+@given(cuts=st.lists(st.integers(0, 300), max_size=9))
+def test_calls_as_models_write_them(text, shown, calls, cuts):
+    said, made = read(CallReader("xml", {"w": LOOSE}), text, cuts)
+    assert (said, [(one.name, json.loads(one.arguments)) for one in made]) == (shown, calls)
+
+
+def test_an_answer_that_is_cut_off_calls_nothing():
+    for form, text in (
+        ("xml", f"<tool_call>{HALF}"),
+        ("pairs", "<tool_call>w<arg_key>text</arg_key><arg_value>a</arg_value>"),
+    ):
+        for cut in (True, False):
+            reader = CallReader(form, {"w": LOOSE})
+            shown = reader.feed(text)[0] + reader.end(cut=cut)[0]
+            assert (shown, len(reader.calls)) == ((text, 0) if cut else ("", 1))
+
+
+@given(cuts=st.lists(st.integers(0, 60), max_size=5))
+def test_a_form_that_a_tokenizer_declares(cuts):
+    field = {
+        "open": ["<<", "[["],
+        "close": ">>",
+        "repeats": True,
+        "content": "json",
+        "transform": {"function": "{content}"},
+    }
+    tokenizer = copy(real_tokenizer("smollm2"))
+    tokenizer.response_template = {"start_anchor": "a", "fields": {"tool_calls": field}}
+    assert declared_by(tokenizer) is None
+    tokenizer.chat_template = "{{ tools }}"
+    reader = CallReader("object", ["now"], declared=declared_by(tokenizer))
+    said, calls = read(reader, 'I <<{"name": "now", "arguments": {"a": "ü"}}>> <<{>> [[', cuts)
+    assert said == "I  <<{>> [[" and [(call.name, json.loads(call.arguments)) for call in calls] == [
+        ("now", {"a": "ü"})
+    ]
+
+
+@pytest.mark.parametrize(("form", "make"), [("xml", xml), ("pairs", pairs)])
+def test_a_call_that_must_be_has_the_models_own_form(form, make):
+    tokenizer = real_tokenizer("smollm2")
+    offered = [Tool.model_validate({"type": "function", "function": {"name": name, "parameters": schema}})
+               for name, schema in (("weather", TYPED), ("now", {}))]  # fmt: skip
+    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), call_forms(offered, None, form))
+    whole = {"city": "a </i>\n\nb < c", "days": "3", "wind": '{"gale": true}', "kind": "b"}
+    for text, right in (
+        (make("weather", whole), True), (make("now", {}), True), (make("weather", {"city": ""}), True),
+        (make("other", {}), False),
+        (make("weather", {"days": "3"}), False), (make("weather", {"city": "a", "days": "x"}), False), ("Hello", False),
+        (make("weather", {"city": "a", "kind": "c"}), False), (make("weather", {"city": "a", "wind": "{}"}), False),
+    ):  # fmt: skip
+        grammar, followed = maker(), True
+        for token in [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]:
+            followed = followed and bool(grammar.allowed(len(tokenizer))[token])
+            if followed:
+                grammar.take(token)
+        assert followed == right, text
+    with pytest.raises(ValueError, match="tool_choice must be 'auto'"):
+        call_forms(offered, None, "gemma")
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("form", OWN)
+def test_calls_whose_marks_are_tokens_of_their_own(url, engine, client, monkeypatch, form, special):
+    mark, call, empty, _ = OWN[form]
+    tokenizer = deepcopy(engine.tokenizer)
+    words = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<|tool_call>", "<tool_call|>", '<|"|>']
+    tokenizer.add_tokens(
+        [AddedToken(word, special=special, normalized=False) for word in words], special_tokens=special
+    )
+    tokenizer.chat_template = (
+        f"{{# tools {'' if form == 'gemma' else '<tool_call>'} {mark} #}}" + tokenizer.chat_template
+    )
+    vocabulary, eos = engine.vocabulary, tokenizer.eos_token_id
+    pieces = tokenizer(f"I look. {call}{empty}", add_special_tokens=False).input_ids
+    ids = [*pieces[:8], eos, *pieces[8:]] if special else pieces
+    monkeypatch.setattr(engine, "tokenizer", tokenizer)
+    monkeypatch.setattr(AnswerStream, "_take", spoken(AnswerStream._take, ids))
+    tool = {"type": "function", "function": {"name": "weather", "parameters": TYPED}}
+    asked = {
+        "model": "tiny",
+        "messages": user("How?"),
+        "tools": [tool, TOOLS[1]],
+        "temperature": 0,
+        "max_tokens": len(ids),
+    }
+    asked["logit_bias"] = {str(eos): -100}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.content == "I look."
+    made = [(one.function.name, json.loads(one.function.arguments)) for one in whole.message.tool_calls]
+    assert made == [("weather", TYPES), ("now", {})] and vocabulary == engine.vocabulary
+    events = [event.choices[0] for event in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(event.delta.content or "" for event in events).strip() == "I look."
+    assert [one.function.name for event in events for one in event.delta.tool_calls or []] == ["weather", "now"]
+
+
+def spoken(take, ids: list[int]):
+    """What an answer takes, as though its tokens were these."""
+    return lambda answer, tokens: take(answer, ids[: len(tokens)])
+
+
+def test_text_before_a_call_is_shown():
+    said, calls = read(CallReader("tags", ["now"]), 'I look.\n<tool_call>{"name": "now"}</tool_call>', [3, 10, 12, 30])
+    assert said == "I look." or said == "I look.\n"
+    assert [(call.name, call.arguments) for call in calls] == [("now", "{}")]
+
+
+def test_forms_of_templates():
+    assert form_of(None) == form_of("{{ messages }}") == "tags" and not knows_tools("{{ messages }}")
+    assert form_of("{{ tools }}<tool_call>") == "tags"
+    assert form_of("{{ tools }}[TOOL_CALLS]") == "list" and form_of("{{ tools }}") == "object"
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."}, *user("How deep?"),
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "depth", "arguments": '{"name": "north", "tide": true}'}}
+    ]},
+    {"role": "tool", "tool_call_id": "c1", "content": "7 m"},
+]  # fmt: skip
+
+
+def test_the_models_own_template_has_them():
+    tokenizer = real_tokenizer("qwen3")
+    tokenizer.chat_template += "{# tools #}"
+    try:
+        body = ChatBody.model_validate({"messages": CONVERSATION, "tools": TOOLS})
+        messages, tools = body.conversation(tokenizer)
+        assert [tool["function"]["name"] for tool in tools] == ["depth", "now"]
+        text = render_messages(tokenizer, messages, tools=tools)[1]
+        call = '<tool_call>\n{"name": "depth", "arguments": {"name": "north", "tide": true}}\n</tool_call>'
+        assert call in text and "<tool_response>\n7 m\n</tool_response>" in text
+    finally:
+        tokenizer.chat_template = tokenizer.chat_template.removesuffix("{# tools #}")
+
+
+def test_a_conversation_has_a_bound():
+    with pytest.raises(ValueError, match="at most 16384 items"):
+        ChatBody.model_validate({"messages": user("a") * 16385})
+
+
+def test_another_template_is_told_in_words():
+    body = ChatBody.model_validate({"messages": CONVERSATION, "tools": TOOLS})
+    messages, tools = body.conversation(real_tokenizer("smollm2"))
+    assert tools == [] and [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert messages[0]["content"].startswith("Be brief.\n\n") and '"How deep a harbour is"' in messages[0]["content"]
+    assert read(CallReader("tags", ["depth"]), messages[2]["content"], [])[1][0].name == "depth"
+    assert rewritten(user("a"), []) == user("a")
+    none = ChatBody.model_validate({"messages": user("a"), "tools": TOOLS, "tool_choice": "none"})
+    assert none.conversation(real_tokenizer("smollm2")) == (user("a"), [])
+
+
+def allowed_tools(mode, *names):
+    """The choice among some of the tools, as chat completions have it."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_tools_are_allowed(mode):
+    other = {"type": "function", "function": {"name": "other"}}
+    response = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "depth"}]}
+    for choice in (allowed_tools(mode, "depth"), response):
+        body = ChatBody.model_validate({"messages": user("a"), "tools": [other, *TOOLS], "tool_choice": choice})
+        assert [tool.function.name for tool in body.offered] == ["depth"]
+        assert body.must_call == (mode == "required") and body.called is None
+
+
+@pytest.mark.parametrize("choice", ["none", "auto", None])
+def test_a_model_need_not_call(client, choice):
+    answer = client.chat.completions.create(
+        model="tiny", messages=CONVERSATION, tools=TOOLS, tool_choice=choice, temperature=0, max_tokens=8
+    )
+    assert answer.choices[0].message.tool_calls is None and answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "none of tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "none of tools"),
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}}, "and tools"),
+        ({"tools": TOOLS, "tool_choice": allowed_tools("required", "other")}, "'other', which is none of tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "needs a schema"),
+    ],
+)
+def test_what_cannot_be_is_said(client, fields, words):
+    with pytest.raises(openai.BadRequestError, match=words):
+        client.chat.completions.create(model="tiny", messages=user("a"), max_tokens=4, **fields)
+
+
+# ---- by a grammar --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "depth"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_must_be(client, choice, stream):
+    fields = dict(model="tiny", messages=user("How deep?"), tools=TOOLS[:1], tool_choice=choice, max_tokens=200)
+    if stream:
+        calls, said, reason = {}, "", None
+        for event in client.chat.completions.create(**fields, stream=True):
+            said += event.choices[0].delta.content or ""
+            reason = event.choices[0].finish_reason or reason
+            for part in event.choices[0].delta.tool_calls or []:
+                calls.setdefault(part.index, []).append(part)
+        assert list(calls) == [0] and not said.strip()
+        call = calls[0][0]
+        arguments = "".join(part.function.arguments for part in calls[0])
+    else:
+        answer = client.chat.completions.create(**fields).choices[0]
+        assert answer.message.content is None and len(answer.message.tool_calls) == 1
+        call, reason = answer.message.tool_calls[0], answer.finish_reason
+        arguments = call.function.arguments
+    assert call.function.name == "depth" and call.id and call.type == "function" and reason == "tool_calls"
+    value = json.loads(arguments)
+    assert value["name"] in ("north", "south") and isinstance(value["tide"], bool) and len(value) == 2
+
+
+def schemas(number: int) -> tuple[dict, object]:
+    """A schema of one bounded object, and what checks a value of it."""
+    rng = random.Random(number)
+    kinds = {
+        "integer": ({"type": "integer", "minimum": 0, "maximum": 99}, lambda v: isinstance(v, int) and 0 <= v <= 99),
+        "word": ({"type": "string", "maxLength": 6}, lambda v: isinstance(v, str) and len(v) <= 6),
+        "choice": ({"enum": ["a", "b", None]}, lambda v: v in ("a", "b", None)),
+        "truth": ({"type": "boolean"}, lambda v: isinstance(v, bool)),
+        "row": ({"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}, lambda v: 1 <= len(v) <= 2),
+    }  # fmt: skip
+    names = rng.sample(list(kinds), rng.randint(1, 3))
+    schema = {
+        "type": "object", "properties": {name: kinds[name][0] for name in names}, "required": names, "additionalProperties": False
+    }  # fmt: skip
+    return schema, lambda value: list(value) == names and all(kinds[name][1](value[name]) for name in names)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_every_answer_is_valid(client, number):
+    schema, valid = schemas(number)
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    if number % 2:  # as llama.cpp's clients have it
+        wanted = {"type": "json_object", "schema": schema}
+    answer = client.chat.completions.create(
+        model="tiny", messages=user("Tell."), response_format=wanted, max_tokens=64, temperature=1.0, seed=number, n=2
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop" and valid(json.loads(choice.message.content)), choice.message.content
+    begun = client.chat.completions.create(
+        model="tiny", messages=user("Tell."), response_format={"type": "json_object"}, max_tokens=4, temperature=0
+    )
+    assert begun.choices[0].message.content.startswith("{")
+
+
+@pytest.mark.parametrize(("first", "reason"), [("{", "stop"), ("<", "tool_calls")])
+def test_an_answer_of_a_schema_or_a_call(client, first, reason):
+    """With tools that need not be called, whichever the model begins with."""
+    tokenizer = parts("llama")[1]
+    (begun,) = tokenizer(first, add_special_tokens=False).input_ids
+    schema = {
+        "type": "object",
+        "properties": {"deep": {"type": "boolean"}},
+        "required": ["deep"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = client.chat.completions.create(
+        model="tiny", messages=user("How deep?"), tools=TOOLS[:1], response_format=wanted, max_tokens=200, logit_bias={begun: 50}
+    ).choices[0]  # fmt: skip
+    assert answer.finish_reason == reason
+    if reason == "stop":
+        assert json.loads(answer.message.content).keys() == {"deep"} and answer.message.tool_calls is None
+    else:
+        (call,) = answer.message.tool_calls
+        assert answer.message.content is None and json.loads(call.function.arguments).keys() == {"name", "tide"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_an_answer(form):
+    """Every form of calls: the answer, a call, whose schema may refer to its own parts, and nothing else."""
+    _, tokenizer, _ = parts("llama")
+    end, (depth, now) = tokenizer.eos_token_id, TOOLS
+    schema = json.loads(json.dumps(depth["function"]["parameters"]))
+    schema["$defs"] = {"Name": schema["properties"].pop("name")}  # as pydantic writes a class of its own
+    schema["properties"] = {"name": {"$ref": "#/$defs/Name"}, **schema["properties"]}
+    referring = {"type": "function", "function": {"name": "depth", "parameters": schema}}
+    tools = ChatBody.model_validate({"messages": user("a"), "tools": [referring, now]}).offered
+    answer = AnswerForm({"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]})
+    make = constraint(tokenizer, frozenset({end}), [answer, *call_forms(tools, None, form)])
+    call = FORMS[form][0].removeprefix("[TOOL_CALLS] ")
+    fitting = {call, '{"deep": true}', call.replace("depth", "now")}
+    for text in (*fitting, call.replace("north", "east"), call.replace("depth", "dept"), "It is deep", f"{call}{call}"):
+        grammar, follows = make(), True
+        for token in [*tokenizer(text, add_special_tokens=False).input_ids, end]:
+            follows = follows and bool(grammar.allowed(len(tokenizer))[token])
+            if follows:
+                grammar.take(token)
+        assert follows == (text in fitting), text
+
+
+@pytest.mark.parametrize("kind", ["number", "integer", "string"])
+def test_numbers_end(client, kind):
+    """Of a model that says nothing but digits: a text may have them all."""
+    tokenizer = parts("llama")[1]
+    (seven,) = tokenizer("7", add_special_tokens=False).input_ids
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": kind}}}
+    answer = client.chat.completions.create(
+        model="tiny", messages=user("Tell."), response_format=wanted, max_tokens=180, temperature=0, logit_bias={seven: 100}
+    ).choices[0]  # fmt: skip
+    if kind == "string":
+        assert answer.finish_reason == "length" and answer.message.content.count("7") > 100
+    else:
+        assert answer.finish_reason == "stop" and 40 <= len(str(answer.message.content)) <= 130
+        json.loads(answer.message.content)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "nonsense"}, {"$ref": "#/definitions/x"}, {"type": "string", "pattern": "("}]
+)
+def test_a_schema_that_cannot_be_followed(client, schema):
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match="the schema cannot be followed"):
+        client.chat.completions.create(model="tiny", messages=user("Tell."), response_format=wanted, max_tokens=4)

@@ -1,0 +1,453 @@
+"""What clients send beside the first example: nulls, parts, lists, token ids, echoes, biases, begun answers; and silence."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from dataclasses import replace
+
+import httpx
+import pytest
+import torch
+from http_bodies import bearer, expected, user
+from read_texts import parts, text_of
+from served import KEYS, LIMITS, running_engine, serving
+
+from locret_kit.backbones.intercept import attached
+from locret_kit.cli.serve import sampling_defaults
+from locret_kit.config.serve_options import ServeOptions
+from locret_kit.runtime.sampling import Chooser, Sampling
+from locret_kit.serving.information import Detokenize
+from locret_kit.text.template import render_messages
+
+NULLS = {
+    "chat": (
+        "model", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "top_p", "top_k", "min_p",
+        "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "response_format", "tools",
+        "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "user", "functions", "function_call", "modalities",
+        "document_id", "budget", "policy", "best_of", "continue_final_message",
+    ),
+    "text": (
+        "model", "stream", "stream_options", "n", "best_of", "top_p", "top_k", "min_p", "repetition_penalty", "echo", "suffix",
+        "logprobs", "frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "response_format", "document_id",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with running_engine() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with serving(engine, silence=0.2, defaults={"temperature": 0.0}) as address:
+        yield address
+
+
+def chat(url: str, messages: list, **fields: object) -> httpx.Response:
+    body = {"messages": messages, "temperature": 0, "max_tokens": 8, **fields}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60)
+
+
+def text(url: str, prompt: object, **fields: object) -> httpx.Response:
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 8, **fields}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=bearer(), timeout=60)
+
+
+def said(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+# ---- fields ------------------------------------------------------------------------------------------------------------
+
+
+def test_null_is_absence(url):
+    messages = [{"role": "user", "content": "Who came in?", "name": None, "tool_calls": None}]
+    whole = expected(user("Who came in?"))
+    for name in NULLS["chat"]:
+        assert said(chat(url, messages, **{name: None}))[:4] == whole[:4], name
+    first = text(url, "The harbour").json()["choices"][0]["text"]
+    for name in NULLS["text"]:
+        assert text(url, "The harbour", **{name: None}).json()["choices"][0]["text"] == first, name
+    assert said(chat(url, messages, stream_options={"include_usage": None})) == whole
+
+
+@pytest.mark.parametrize("answer", [{}, {"content": None}, {"content": ""}, {"content": []}])
+def test_an_answer_may_have_no_content(url, answer):
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    messages = [*user("a"), {"role": "assistant", **answer}, *user("b")]
+    plain = [*user("a"), {"role": "assistant", "content": ""}, *user("b")]
+    assert said(chat(url, messages)) == expected(plain)
+    messages[1] |= {"tool_calls": calls}
+    assert said(chat(url, [*messages[:2], {"role": "tool", "tool_call_id": "1", "content": "3"}, *user("b")]))
+
+
+def test_parts_have_openais_names(url):
+    texts = [{"type": "text", "text": "Who"}, {"type": "input_text", "text": " came"}]
+    earlier = {
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "no"}, {"type": "refusal", "refusal": "!"}],
+    }
+    messages = [{"role": "user", "content": texts}, earlier, *user("b")]
+    assert said(chat(url, messages)) == expected(
+        [*user("Who came"), {"role": "assistant", "content": "no!"}, *user("b")]
+    )
+    for wrong in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio"}, {"text": "x"}, 1):
+        error = chat(url, [{"role": "user", "content": [wrong]}])
+        assert error.status_code == 400 and "parts must be text" in error.json()["error"]["message"]
+    for role in ("user", "system", "tool"):
+        error = chat(url, [{"role": role, "content": None}])
+        assert error.status_code == 400 and f"role '{role}' needs a content" in error.json()["error"]["message"]
+
+
+def test_seeds_minus_one_and_others(url):
+    drawn = [said(chat(url, user("a"), temperature=1.5, seed=-1)) for _ in range(4)]
+    assert len(set(drawn)) > 1
+    same = {said(chat(url, user("a"), temperature=1.5, seed=seed)) for seed in (5, 2**32 + 5, 5 - 2**32)}
+    assert len(same) == 1 and chat(url, user("a"), seed=2**63).status_code == 400
+    likeliest = said(chat(url, user("a"), temperature=0))
+    assert {said(chat(url, user("a"), temperature=1.5, top_p=0)) for _ in range(3)} == {likeliest}
+
+
+def test_penalties_biases_and_min_p(url, engine):
+    messages = user(text_of(20))
+    plain = said(chat(url, messages, max_tokens=24))
+    assert said(chat(url, messages, max_tokens=24, frequency_penalty=0, presence_penalty=0, logit_bias={})) == plain
+    forced = chat(url, messages, logit_bias={"7": 100}, max_tokens=5).json()["choices"][0]["message"]["content"]
+    assert forced == engine.tokenizer.decode([7] * 5)
+    for wrong in ({"x": 1}, {"99999999": 1}, {"1": 101}):
+        assert chat(url, messages, logit_bias=wrong).status_code == 400
+    for name in ("frequency_penalty", "presence_penalty"):
+        assert chat(url, messages, **{name: 2.1}).status_code == 400
+    alone = said(chat(url, messages, temperature=1.5, min_p=1.0, max_tokens=24))
+    assert alone == plain  # nothing but the likeliest is left
+
+
+@pytest.mark.parametrize("drawn", [{}, dict(temperature=0.5, top_k=1)])
+def test_penalties_by_their_definition(drawn):
+    """OpenAI's: mu[j] - c[j] * frequency - (c[j] > 0) * presence, of the answer's tokens alone; also where tokens are drawn."""
+    logits = torch.tensor([3.0, 2.93, 1.07, 0.11])
+    sampling = Sampling(frequency_penalty=0.5, presence_penalty=0.2, logit_bias=((2, 2.0),), **drawn)
+    choose = Chooser(sampling, 0, torch.device("cpu"), [0, 0, 0])
+    scores, counts, want = [3.0, 2.93, 3.07, 0.11], [0] * 4, []
+    for _ in range(12):
+        now = [x - n * 0.5 - (n > 0) * 0.2 for x, n in zip(scores, counts, strict=True)]
+        want.append(max(range(4), key=lambda j: now[j]))
+        counts[want[-1]] += 1
+    assert [choose(logits.clone()) for _ in range(12)] == want and len(set(want)) > 2
+
+
+def test_a_begun_answer_is_gone_on_with(url, engine):
+    _, tokenizer, _ = parts("llama")
+    messages = [*user("Who came in?"), {"role": "assistant", "content": "The first"}]
+    ids = tokenizer(render_messages(tokenizer, messages[:1])[1] + "The first", add_special_tokens=False).input_ids
+    answer = chat(url, messages)
+    assert answer.json()["usage"]["prompt_tokens"] == len(ids)
+    assert said(answer) == text(url, ids).json()["choices"][0]["text"]
+    other = chat(url, messages, continue_final_message=False).json()["usage"]["prompt_tokens"]
+    assert other > len(ids)
+
+
+# ---- texts -------------------------------------------------------------------------------------------------------------
+
+
+def test_lists_and_token_ids(url, engine):
+    one, two = (text(url, prompt).json()["choices"][0]["text"] for prompt in ("The harbour", "A man"))
+    both = text(url, ["The harbour", "A man"], n=2).json()
+    assert [choice["text"] for choice in both["choices"]] == [one, one, two, two]
+    assert [choice["index"] for choice in both["choices"]] == [0, 1, 2, 3]
+    ids = engine.tokenizer("The harbour").input_ids
+    assert text(url, ids).json()["choices"][0]["text"] == one
+    assert text(url, [ids, ids[:2]]).json()["choices"][0]["text"] == one
+    assert both["usage"]["prompt_tokens"] == len(ids) + len(engine.tokenizer("A man").input_ids)
+    for wrong in ([], [[]], [10**9], [-1], [1.5], ["a", 1], {"a": 1}, ["x"] * 65):
+        assert text(url, wrong).status_code == 400, wrong
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echoes_with_log_probabilities(url, engine, stream):
+    """As lm-eval's local-completions asks: of every token of the prompt but the first, by full attention where all fits."""
+    ids = engine.tokenizer(text_of(30)).input_ids[:60]
+    model = engine.model
+    with torch.no_grad(), attached(model):
+        pass
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    want = [float(logits[at, token]) for at, token in enumerate(ids[1:])]
+    fields = {"echo": True, "logprobs": 1, "max_tokens": 0, "stream": stream}
+    answer = text(url, ids, **fields)
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        choice = events[0]["choices"][0]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+    else:
+        choice = answer.json()["choices"][0]
+        assert choice["finish_reason"] == "length" and answer.json()["usage"]["completion_tokens"] == 0
+    values = choice["logprobs"]
+    assert values["token_logprobs"][0] is None and len(values["tokens"]) == len(ids)
+    assert values["token_logprobs"][1:] == pytest.approx(want, abs=1e-4)
+    assert choice["text"] == engine.tokenizer.decode(ids)
+    for at in range(1, len(ids)):
+        best = int(logits[at - 1].argmax())
+        assert engine.tokenizer.decode([best]) in values["top_logprobs"][at]
+    one = text(url, ids, echo=True, logprobs=1, max_tokens=1).json()["choices"][0]
+    assert one["logprobs"]["token_logprobs"][1:-1] == pytest.approx(want, abs=1e-4)
+    assert len(one["logprobs"]["text_offset"]) == len(ids) + 1 and one["text"].startswith(choice["text"])
+    assert one["logprobs"]["text_offset"][-1] == len(choice["text"])
+    assert text(url, "a b", echo=True).json()["choices"][0]["text"].startswith("a b")
+
+
+# ---- documents ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_system_prompt_beside_a_document(url):
+    form = {"file": ("a.txt", text_of(40).encode())}
+    name = httpx.post(f"{url}/v1/documents", files=form, headers=bearer()).json()["id"]
+    for _ in range(200):
+        if httpx.get(f"{url}/v1/documents/{name}", headers=bearer()).json()["status"] == "ready":
+            break
+        time.sleep(0.05)
+    system = {"role": "system", "content": "Be brief."}
+    joined = said(chat(url, user("Be brief.\n\nWho came in?"), document_id=name))
+    assert said(chat(url, [system, *user("Who came in?")], document_id=name)) == joined
+    assert said(chat(url, [{**system, "role": "developer"}, *user("Who came in?")], document_id=name)) == joined
+    for first in ([], [{"role": "assistant", "content": "x"}]):
+        error = chat(url, [system, *first], document_id=name)
+        assert error.status_code == 400 and "must be a user's" in error.json()["error"]["message"]
+    httpx.delete(f"{url}/v1/documents/{name}", headers=bearer())
+
+
+def test_a_clock_in_the_template(engine):
+    from locret_kit.documents.document_text import DocumentText
+    from locret_kit.samples.sample import encode_chat
+    from locret_kit.serving.bodies import ChatBody
+
+    _, tokenizer, _ = parts("llama")
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = "{{ strftime_now('%H:%M:%S.%f') }}\n" + plain
+    try:
+        document = DocumentText.begin(tokenizer, True)
+        document.feed("The harbour was quiet.")
+        assert document.prompt("Who?")
+        body = ChatBody.model_validate({"messages": user("Who?")})
+        assert body.ids(tokenizer, type("Read", (), {"text": document})())[0] == document.prompt("Who?")
+        tokenizer.chat_template = "{{ strftime_now('%H:%M:%S') }}\n" + plain
+        for _ in range(300):  # 2 s and more, so that it moves
+            assert encode_chat(tokenizer, [*user("a"), {"role": "assistant", "content": "b"}]).answers
+            time.sleep(0.005)
+    finally:
+        tokenizer.chat_template = plain
+
+
+# ---- information -------------------------------------------------------------------------------------------------------
+
+
+def test_models_and_tokens(url, engine):
+    model = httpx.get(f"{url}/v1/models/tiny", headers=bearer()).json()
+    assert model == httpx.get(f"{url}/v1/models", headers=bearer()).json()["data"][0]
+    assert model["max_model_len"] == 4000 and abs(model["created"] - time.time()) < 600
+    assert httpx.get(f"{url}/v1/models/other", headers=bearer()).json()["error"]["type"] == "not_found_error"
+    for path in ("/v1/models/tiny", "/v1/models"):
+        assert httpx.get(f"{url}{path}").status_code == 401
+    ids = engine.tokenizer("The harbour").input_ids
+    answer = httpx.post(f"{url}/tokenize", json={"content": "The harbour"}, headers=bearer()).json()
+    assert answer["tokens"] == ids and answer["count"] == len(ids)
+    pieces = httpx.post(f"{url}/tokenize", json={"prompt": "The harbour", "with_pieces": True}, headers=bearer()).json()
+    assert "".join(piece["piece"] for piece in pieces["tokens"]) == "The harbour"
+    assert httpx.post(f"{url}/detokenize", json={"tokens": ids}, headers=bearer()).json()["content"] == "The harbour"
+    prompt = httpx.post(f"{url}/tokenize", json={"messages": user("a")}, headers=bearer()).json()
+    assert prompt["count"] == chat(url, user("a")).json()["usage"]["prompt_tokens"]
+    wrong = httpx.post(
+        f"{url}/tokenize", json={"messages": [{"role": "robot", "content": "a"}]}, headers=bearer()
+    ).json()
+    assert wrong["error"]["param"] == "messages.0.role" and wrong["error"]["message"].startswith(
+        "messages.0.role: Input"
+    )
+    for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [10**9]}), ("/detokenize", {})):
+        assert httpx.post(f"{url}{path}", json=body, headers=bearer()).status_code == 400
+        assert httpx.post(f"{url}{path}", json=body).status_code == 401
+    with pytest.raises(ValueError, match="at most 1048576 items"):
+        Detokenize(tokens=[0] * (2**20 + 1))
+
+
+def test_lists_of_tokens_have_a_bound(url, monkeypatch):
+    monkeypatch.setattr("locret_kit.serving.information.MAX_TOKENS", 5000)
+    text = "word " * 1100  # more than a prompt may have: who cuts it wants to know how many there are
+    answer = httpx.post(f"{url}/tokenize", json={"content": text}, headers=bearer()).json()
+    assert answer["count"] == len(answer["tokens"]) > answer["max_model_len"] == 4000
+    for body, bound in (
+        ({"content": text, "with_pieces": True}, 4000), ({"content": text * 2}, 5000), ({"messages": user(text * 2)}, 5000)
+    ):  # fmt: skip
+        refused = httpx.post(f"{url}/tokenize", json=body, headers=bearer())
+        assert refused.status_code == 400 and f"more than {bound} tokens" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "words"),
+    [
+        ("completions", {"prompt": [1, "a"]}, "prompt", "must be a text, token ids, or a list of at most 64 of either"),
+        ("completions", {"prompt": []}, "prompt", "must be a text, token ids"),
+        ("completions", {"prompt": "a", "stop": 5}, "stop", "must be a text, or at most 64 of them"),
+        ("chat/completions", {"messages": user("a"), "tool_choice": "some"}, "tool_choice", "must be 'none', 'auto', 'required'"),
+        ("responses", {"instructions": "b", "input": [{"role": "user", "content": [{"type": "image"}]}]}, "input", "'image'"),
+        ("responses", {"model": "x"}, "input", "Field required"),
+        ("responses", {"input": "a" * 100_000}, "input", "more than 4000 tokens"),
+        ("responses", {"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens=0 must be at least 1"),
+        ("chat/completions", {"messages": user("a"), "max_tokens": -2}, "max_tokens", "max_tokens=-2 must be at least -1"),
+        ("chat/completions", {"messages": user("a"), "temperature": 9}, "temperature", "temperature=9 must be at most 2"),
+        ("completions", {"prompt": "a", "temperature": -0.5}, "temperature", "temperature=-0.5 must be at least 0"),
+        ("responses", {"input": "a", "top_p": 1.5}, "top_p", "top_p=1.5 must be at most 1"),
+        ("completions", {"prompt": "a", "presence_penalty": -3}, "presence_penalty", "=-3 must be at least -2"),
+        ("completions", {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias.5", "logit_bias.5=101 must be at most 100"),
+        ("completions", {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "=0 must be above 0"),
+        ("chat/completions", b"", None, "the body must be a JSON object, with content-type: application/json"),
+        ("chat/completions", b"[]", None, "the body must be a JSON object"),
+        ("chat/completions", b'{"a": "caf\xe9"}', None, "the body is not JSON: 'utf-8' codec can't decode byte 0xe9"),
+        ("embeddings", {"input": "a"}, None, "there is no /v1/embeddings here"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_wrong_is_named_as_the_client_has_it(url, path, body, field, words):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = httpx.post(
+        f"{url}/v1/{path}", content=content, headers=bearer() | {"content-type": "application/json"}, timeout=60
+    )
+    error = answer.json()["error"]
+    assert answer.status_code in (400, 404) and error["param"] == field and words in error["message"], error
+    assert field is None or error["message"].startswith((f"{field}: ", f"{field}=", "the prompt has"))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "reason"),
+    [
+        ("chat/completions", {"messages": user("a")}, "max_tokens", "length"),
+        ("chat/completions", {"messages": user("a")}, "max_completion_tokens", "length"),
+        ("completions", {"prompt": "a"}, "max_tokens", "length"),
+        ("messages", {"messages": user("a")}, "max_tokens", "max_tokens"),
+        ("responses", {"input": "a"}, "max_output_tokens", "max_output_tokens"),
+    ],
+)
+def test_more_tokens_than_the_server_gives_are_what_it_gives(engine, path, body, field, reason):
+    with serving(engine, replace(LIMITS, answer_tokens=3), silence=0.0001) as url:
+        for asked, given in ((32000, 3), (10**30, 3), (-1, 3), (None, 3), (3, 3), (2, 2)):
+            for stream in (False, True) if (path, asked) != ("messages", None) else ():
+                made = {**body, "model": "any", field: asked, "stream": stream}
+                answer = httpx.post(f"{url}/v1/{path}", json=made, headers=bearer(), timeout=60)
+                assert answer.status_code == 200 and answer.headers["x-max-tokens"] == str(given), answer.text
+                assert f'"{reason}"' in answer.text
+
+
+def test_health_answers_a_look_at_its_head(url):
+    assert httpx.head(f"{url}/health").status_code == 200
+
+
+def test_codes(url):
+    long = chat(url, user("word " * 9000)).json()["error"]
+    assert long["code"] == "context_length_exceeded" and long["param"] == "messages"
+    assert "this model's maximum context length is 4000 tokens" in long["message"]  # LangChain and LiteLLM look for it
+    assert text(url, "word " * 9000).json()["error"]["code"] == "context_length_exceeded"
+    error = text(url, "").json()["error"]
+    assert error["message"] == "the prompt holds no tokens" and error["code"] is None
+    assert httpx.get(f"{url}/v1/models").json()["error"]["code"] == "invalid_api_key"
+
+
+def test_defaults_of_the_server_and_the_backbone(url):
+    """Options go before generation_config, that before OpenAI's; of a request that says it, nothing does."""
+    from transformers import GenerationConfig
+
+    sampled = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.95, top_k=20)
+    assert sampling_defaults(ServeOptions(), sampled) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20.0}
+    assert sampling_defaults(ServeOptions(temperature=0.1), sampled)["temperature"] == 0.1
+    assert sampling_defaults(ServeOptions(), GenerationConfig()) == sampling_defaults(ServeOptions(), None) == {}
+    body = {"messages": user("Who came in?"), "max_tokens": 8}
+    answers = {
+        said(httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60)) for _ in range(3)
+    }
+    assert answers == {expected(user("Who came in?"))}  # the fixture's server means temperature 0
+
+
+# ---- silence and clients that leave --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slowly(engine, monkeypatch):
+    """Each forward takes 0.3 s."""
+    step = engine._batch.step
+
+    def slow():
+        time.sleep(0.3)
+        return step()
+
+    monkeypatch.setattr(engine._batch, "step", slow)
+
+
+def test_nobody_waits_in_silence(url, slowly):
+    body = {"messages": user(text_of(50)), "temperature": 0, "max_tokens": 2}
+    for kind, fields in (("chat/completions", body), ("completions", {"prompt": text_of(50), "max_tokens": 2})):
+        gaps, seen, last = [], b"", time.monotonic()
+        with httpx.stream(
+            "POST", f"{url}/v1/{kind}", json={**fields, "stream": True}, headers=bearer(), timeout=60
+        ) as one:
+            assert one.status_code == 200 and time.monotonic() - last < 1
+            for piece in one.iter_raw():
+                gaps.append(time.monotonic() - last)
+                seen, last = seen + piece, time.monotonic()
+        assert seen.count(b": waiting\n\n") >= 2 and seen.endswith(b"data: [DONE]\n\n") and max(gaps) < 2
+        last, seen = time.monotonic(), b""
+        with httpx.stream("POST", f"{url}/v1/{kind}", json=fields, headers=bearer(), timeout=60) as one:
+            for piece in one.iter_raw():
+                seen += piece
+        assert seen.startswith(b"\n\n") and json.loads(seen)["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_left_is_noticed(url, engine, slowly, stream, n):
+    """While its prompt is read, and before: n answers of which some wait."""
+    body = json.dumps({"messages": user(text_of(150)), "max_tokens": 64, "stream": stream, "n": n}).encode()
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as one:
+        one.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"authorization: Bearer " + KEYS[0].encode() + b"\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        for _ in range(100):
+            if engine.running + engine.waiting >= n:
+                break
+            time.sleep(0.02)
+        assert engine.running + engine.waiting >= n
+        time.sleep(0.5)
+    for _ in range(100):
+        if not engine.running + engine.waiting:
+            break
+        time.sleep(0.02)
+    assert engine.running + engine.waiting == 0
+
+
+def test_pages_of_known_origins(engine):
+    page = {"origin": "http://localhost:3000", "sec-fetch-site": "cross-site"}
+    asks = {
+        **page,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, content-type",
+    }
+    body = {"messages": user("a"), "max_tokens": 2}
+    with serving(engine, keys=()) as url:
+        assert httpx.options(f"{url}/v1/chat/completions", headers=asks).status_code == 405
+        refused = httpx.post(f"{url}/v1/chat/completions", json=body, headers=page)
+        assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
+    with serving(engine, keys=(), origins=frozenset({"http://localhost:3000"})) as url:
+        before = httpx.options(f"{url}/v1/chat/completions", headers=asks)
+        assert before.status_code == 200 and before.headers["access-control-allow-origin"] == page["origin"]
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=page, timeout=60)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == page["origin"]
+        other = httpx.post(f"{url}/v1/chat/completions", json=body, headers=page | {"origin": "https://evil.com"})
+        assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
+        assert httpx.get(f"{url}/v1/models", headers={"host": "evil.com"}).status_code == 403
+    with serving(engine, origins=frozenset({"*"})) as url:
+        wrong = httpx.get(f"{url}/v1/models", headers={"origin": "https://a.com"})
+        assert wrong.status_code == 401 and wrong.headers["access-control-allow-origin"] == "*"

@@ -1,0 +1,195 @@
+"""The site: it builds without a warning and asks no other host, its reference is what the code says, and its blocks run."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from made_documents import pdf
+from scripts_loaded import load_script
+from tiny_gguf import write_gguf
+from tiny_tokenizer import TEXT, save_tiny_backbone
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from locret_kit.backbones.spec import spec_of
+from locret_kit.evals.tasks import DESCRIPTIONS, HAYSTACK_TASKS, REAL_TEXT_TASKS, STANDALONE_TASKS
+from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.policies import registry
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PLUGIN = ROOT / "examples" / "value_attention.py"
+REFERENCE = load_script("scripts/make_reference.py")
+BACKBONE, HEADS = "checkpoints/SmolLM2-135M-Instruct", "checkpoints/smollm2-135m-locret"
+LONG = {
+    "LOCRET_EXTRAS=": "installs",
+    "python scripts/make_long_text.py": "scripts/demo.sh has it; tests/site/test_readme_pasted.py",
+    "curl ": "needs the server of the block before; tests/serving/test_serving.py asks it the same",
+    "locret-serve ": "serves until it is stopped; tests/serving/test_serving.py",
+    "locret-train ": "tests/training/test_training.py trains",
+    "locret-eval ": "tests/evals/test_eval_runner.py, tests/evals/test_lm_eval.py; those of results take hours",
+    "locret-plan ": "tests/config/test_plan.py runs the same",
+    "python examples/": "tests/site/test_examples.py",
+    "for ": "a shell loop over a command that is run above",
+    "locret-ask books/": "needs that loop",
+    "torchrun ": "several processes; tests/training/test_distributed.py",
+    "heads=": "a variable of a table's commands",
+    "python scripts/": "scripts of results take minutes to hours",
+    "pip install ": "fetches",
+    "locret-vllm ": "needs vLLM, in an environment of its own; tests/vllm/test_server.py",
+    "serve run ": "two servers and Ray",
+    "done": "the end of such a loop",
+}
+"""Commands of the site that this file does not run, by their beginning, and why."""
+PAGES = (
+    "index", "tutorials/read", "tutorials/train", "tutorials/policy", "howto/bits", "howto/laptop", "howto/many",
+    "howto/publish",
+    "documents", "policies",
+)  # fmt: skip
+"""Pages whose blocks run here."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder that looks like a checkout, with a tiny random backbone and heads by the names of those that ship."""
+    folder = tmp_path_factory.mktemp("site")
+    for name in ("examples", "scripts", "recipes"):
+        (folder / name).symlink_to(ROOT / name)
+    backbone = save_tiny_backbone(folder / BACKBONE, max_position_embeddings=8192)
+    inference = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
+    torch.manual_seed(1)
+    config = HeadsConfig.for_backbone(spec_of(AutoConfig.from_pretrained(backbone)), BACKBONE, 8, inference=inference)
+    RetainingHeads(config).save_pretrained(str(folder / HEADS))
+    write_gguf(folder / f"{BACKBONE}.Q4_1.gguf", AutoModelForCausalLM.from_pretrained(backbone), "F16")
+    for name in ("long.txt", "book.txt", "appendix.txt"):
+        (folder / name).write_text(TEXT * 8)
+    (folder / "manual.pdf").write_bytes(pdf([TEXT.split(". ")] * 2))
+    (folder / "questions.txt").write_text("Who is it?\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """Forget after a test what a plugin registers."""
+    registry.policies()
+    for name in ("_policies", "_owners"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    monkeypatch.setattr(registry, "_parts", {kind: dict(table) for kind, table in registry._parts.items()})
+    yield
+    sys.modules.pop(str(PLUGIN), None)
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    """The code blocks of a page."""
+    return re.findall(rf"```{kind}\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.S)
+
+
+def lines(page: str) -> list[str]:
+    """The commands of a page, one a line, without comments."""
+    joined = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
+    return [line for found in joined.splitlines() if (line := re.sub(r"\s+#.*$", "", found).strip())]
+
+
+def run(line: str, monkeypatch, capsys) -> None:
+    """Run a line: a command of the kit in this process, anything else by a shell."""
+    name, *words = shlex.split(line)
+    if not name.startswith("locret-"):
+        subprocess.run(["bash", "-euo", "pipefail", "-c", line], check=True)
+        return
+    files = {mark: words[words.index(mark) + 1] for mark in "<>" if mark in words}
+    given = words[: min(words.index(mark) for mark in files)] if files else words
+    stdin = Path(files["<"]).read_bytes() if "<" in files else b""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+    status = import_module(f"locret_kit.cli.{name.removeprefix('locret-')}").main(given)
+    captured = capsys.readouterr()
+    assert status == 0, f"{line}\n{captured.err}"
+    if ">" in files:
+        Path(files[">"]).write_text(captured.out)
+
+
+def test_every_synthetic_task_is_described():
+    assert set(DESCRIPTIONS) == {*HAYSTACK_TASKS, *STANDALONE_TASKS, *REAL_TEXT_TASKS}
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r": ([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
+    committed = {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
+    assert listed == committed | {f"reference/{page}" for page in REFERENCE.PAGES}
+
+
+def test_no_link_leads_out_of_the_site():
+    """MkDocs says nothing of a file that is there, but beside the pages. Links to code lead to the pages made of it there."""
+    for file in DOCS.rglob("*.md"):
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", file.read_text(encoding="utf-8")):
+            place = (file.parent / link).resolve()
+            assert place.is_relative_to(DOCS) or str(place.relative_to(ROOT)) in REFERENCE.SOURCES, f"{file}: {link}"
+
+
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    for file in tmp_path.rglob("*.html"):
+        assert not re.search(r"href=\"[./]*(?:locret_kit|recipes)/", file.read_text("utf-8")), file
+        loaded = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"(https?:[^\"]+)\"", file.read_text("utf-8"))
+        assert not loaded, file
+    assert len(json.loads((tmp_path / "search" / "search_index.json").read_text("utf-8"))["docs"]) > 100
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_blocks_of_a_page_run(page, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    ran = 0
+    for line in lines(page):
+        if not line.startswith(tuple(LONG)):
+            run(line, monkeypatch, capsys)
+            ran += 1
+    for block in set(blocks(page, "python")) - {PLUGIN.read_text(encoding="utf-8")}:
+        with redirect_stdout(io.StringIO()):
+            exec(compile(block, page, "exec", dont_inherit=True), {"__name__": "pasted"})
+    assert ran
+
+
+def test_every_other_command_is_listed_with_a_reason():
+    for file in sorted(DOCS.rglob("*.md")):
+        page = str(file.relative_to(DOCS).with_suffix(""))
+        if page not in PAGES:
+            for line in lines(page):
+                assert line.startswith((*LONG, "python -c")), f"{page}: {line}"
+
+
+def test_the_policy_of_the_tutorial_is_the_example():
+    (block,) = blocks("tutorials/policy", "python")
+    assert block == PLUGIN.read_text(encoding="utf-8")
+
+
+def test_the_examples_run(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    load_script("examples/read_book.py").main("book.txt", "What is it?", budget=64)
+    assert "tokens, of which a head holds 64" in capsys.readouterr().out
+    load_script("examples/compare_policies.py").main(BACKBONE, "recency", "full", budget=128)
+    assert [line.rpartition(": ")[2] for line in capsys.readouterr().out.splitlines()] == ["0% kept", "100% kept"]
+
+
+def test_the_records_of_the_tutorial_are_of_every_schema():
+    from locret_kit.samples.records import SCHEMAS, to_messages
+
+    (block,) = blocks("tutorials/train", "json")
+    records = [json.loads(line) for line in block.splitlines()]
+    assert len({tuple(record) for record in records}) == len(SCHEMAS) == len(records)
+    for record in records:
+        messages = to_messages(record)
+        assert (
+            messages[-1] == {"role": "assistant", "content": "The baker."} and "Who came in?" in messages[-2]["content"]
+        )

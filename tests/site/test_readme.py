@@ -1,0 +1,169 @@
+"""Names, commands and files in the README, the site and the pages for contributors are those that there are."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from locret_kit.cli.eval import COMMANDS
+from locret_kit.config import recipes
+from locret_kit.config.chat_options import CHAT
+from locret_kit.config.command_line import given_by
+from locret_kit.config.document_options import ASK, INFO, KEPT, READ
+from locret_kit.config.eval_options import load_eval_config
+from locret_kit.config.infer_options import INFER
+from locret_kit.config.plan_options import PLAN
+from locret_kit.config.publish_options import PUBLISH
+from locret_kit.config.serve_options import SERVE
+from locret_kit.policies import grammar, registry
+
+ROOT = Path(__file__).resolve().parents[2]
+POLICIES = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+LOGS = sorted((ROOT / "scripts" / "research").rglob("*.md"))
+NAMES = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines()
+PAGES = {
+    page: page.read_text(encoding="utf-8")
+    for page in (*(ROOT / name for name in FIRST), *sorted((ROOT / "docs").rglob("*.md")), *LOGS)
+}
+SIMPLE = {command.name: command for command in (INFER, READ, INFO, ASK, KEPT, CHAT, PLAN, PUBLISH, SERVE)}
+KIT = (*SIMPLE, "locret-eval", "locret-train")
+
+
+def table(header: str) -> list[list[str]]:
+    """The cells of the lines below a table's header, in the page of policies."""
+    lines = POLICIES[POLICIES.index(header) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def replaced(line: str, values: dict[str, str]) -> str:
+    """A line with the values of its variables; of a loop's the first."""
+    return re.sub(r"\$(\w+)", lambda name: values.get(name[1], name[0]), line)
+
+
+def commands() -> list[list[str]]:
+    """The words of every command of the kit in the pages' blocks."""
+    found = []
+    for block in (block for text in PAGES.values() for block in re.findall(r"```bash\n(.*?)```", text, re.S)):
+        values = dict(re.findall(r"^(?:for )?(\w+)(?:=| in )(\S+)", block, re.M))
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(replaced(line, values), comments=True)
+            if words and words[0] in KIT:
+                found.append(words[: words.index("<")] if "<" in words else words)
+    return found
+
+
+def test_every_policy_and_no_other_has_a_line():
+    """Its name, and what ``--list-policies`` says of it."""
+    rows = {row[0].strip("`"): row[1].replace("`", "") for row in table("| policy | a slot is kept for |")}
+    assert rows == {name: named.keeps for name, named in registry.policies().items()}
+
+
+TERMS = (
+    "slot", "head", "chunk", "eviction|evict", "budget", "policy|policies", "key/value|KV cache", "prefill", "RoPE", "row",
+    "layer",
+    "stabilizer", "ckpt|checkpoint", "bfloat16|float32", "window", "full attention", "pass key", "needle", "backbone", "token",
+    "graph", "sink", "quantis", "perplexity", "decoding", "frozen", "fork", "embedding", "decoder", "dtype", "seed", "recall",
+)  # fmt: skip
+"""Terms of art, each with its forms."""
+
+
+def test_what_a_newcomer_must_know():
+    """Words of the page; and from its top until the first answer, terms and options of the prose, and commands of each way."""
+    assert len(TEXT.split()) <= 700
+    start = TEXT[TEXT.index("## Start") : TEXT.index("## What it does")]
+    first = TEXT[: TEXT.index(start) + start.rindex("```")]
+    ways = [re.findall(r"^(?!#)\S.*$", block, re.M) for block in re.findall(r"```bash\n(.*?)```", start, re.S)]
+    prose = re.sub(r"```.*?```", "", first, flags=re.S)
+    terms = [term for term in TERMS if re.search(rf"\b(?:{term})s?\b", prose, re.I)]
+    options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", first))
+    assert len(terms) <= 8 and len(options) <= 4 and max(map(len, ways)) <= 2, (terms, options, ways)
+    assert ways[0][0].startswith("bash scripts/demo.sh") and ways[0][1].startswith("bash scripts/test.sh")
+
+
+def test_what_there_is_is_counted():
+    assert re.findall(r"(\d+) (?:recipes|policies)", TEXT) == [
+        str(len(recipes.known_recipes())), str(len(registry.policies())),
+    ]  # fmt: skip
+
+
+def test_every_choice_of_every_part_is_named():
+    rows = table("| part | says | choices |")
+    assert [row[0].strip("`") for row in rows] == list(registry.KINDS)
+    for row in rows:
+        choices = [word for text in re.findall(r"`([^`]+)`", row[2]) for word in text.split()]
+        names = {re.sub(r"\(.*", "", word) for word in choices if not word.startswith(("locret-", "recipe="))}
+        assert names - {"pyramid+adaptive"} == set(registry.parts_named(row[0].strip("`"))), row
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_commands_are_understood(words):
+    """As far as a command can be checked without a model, its data and its output."""
+    name, *given = words
+    if name == "locret-eval" and given[0] not in COMMANDS:
+        load_eval_config(given)
+    elif name == "locret-train":
+        recipes.load_config(given)
+    elif name != "locret-eval":
+        values = given_by(SIMPLE[name], given)
+        if "policy" in values and "plugin" not in values:
+            grammar.parse_policy(values["policy"])
+
+
+def test_no_line_replaces_a_clone_by_a_copy_of_it():
+    """``pip install '.[extra]'`` does, where the clone is installed with ``-e``; in pages, messages, scripts and notebooks."""
+    for path in (ROOT / name for name in NAMES if name.endswith((".md", ".py", ".sh", ".ipynb", ".yml", ".toml"))):
+        lines = re.findall(
+            r"pip install (?:-(?!e\b|\w*-editable)\S+ )*['\"]?\.[^\n]*", path.read_text(encoding="utf-8")
+        )
+        assert path == Path(__file__) or not lines, f"{path}: {lines}"
+
+
+def test_set_up_notices_that_the_kit_is_a_copy(tmp_path):
+    """What ``pip install .`` leaves: the stamp of setup.sh, and the package elsewhere. The installer itself is written down."""
+    venv, copy, log = tmp_path / "venv", tmp_path / "copy", tmp_path / "log"
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin" / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" = pip ] && echo "$@" >> {log} && exit\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (copy / "locret_kit").mkdir(parents=True)
+    (copy / "locret_kit" / "__init__.py").touch()
+
+    def set_up(place: Path) -> str:
+        env = {**os.environ, "VIRTUAL_ENV": str(venv), "PYTHONPATH": str(place)}
+        env.pop("LOCRET_EXTRAS", None)
+        log.write_text("")
+        subprocess.run(["bash", str(ROOT / "scripts" / "setup.sh")], env=env, check=True, capture_output=True)
+        return log.read_text()
+
+    assert set_up(ROOT).rstrip().endswith("-e .[dev]"), "no stamp"
+    assert set_up(ROOT) == ""
+    assert set_up(copy).rstrip().endswith("-e .[dev]")
+
+
+def test_there_are_commands_of_every_kind():
+    assert {words[0] for words in commands()} == set(KIT) and len(commands()) > 25
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith((".md", ".ipynb"))])
+def test_links_lead_somewhere(name):
+    """In a clone, and so where the repository is shown; `test_docs.py` has those of the site."""
+    page = ROOT / name
+    text = page.read_text(encoding="utf-8")
+    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in text.splitlines()}
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in headings, target
+        elif not target.startswith("https://"):
+            file = (page.parent / target.split("#")[0]).resolve()
+            assert file.exists(), target
+    if page.name not in ("LOG.md", "CHANGELOG.md"):  # they name files as they were on their day
+        for path in re.findall(r"`((?:tests|scripts|kernels|data|recipes)/[\w./-]+)`", text):
+            assert (ROOT / path).exists(), path

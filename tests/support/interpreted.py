@@ -1,0 +1,56 @@
+"""The Triton kernels as Triton's interpreter runs them, on CPU tensors, and the tolerances that every kernel test uses.
+
+``TRITON_INTERPRET`` must be set while the kernels are decorated, that is at their first import; so tests import them here.
+Uninitialised outputs are filled with NaN, so that what a kernel does not write shows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+    import triton.experimental.gluon  # noqa: F401  (imported at the first launch otherwise, and asks again)
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from locret_kernels import backend, common
+
+    KERNELS = {
+        name: backend.function(name, "triton") for name in backend.functions() if backend.has_form(name, "triton")
+    }
+assert common.INTERPRETED, "a test imported the Triton kernels before tests/support/interpreted.py did"
+
+# The interpreter looks through all of Triton's language to replace it at every call of a function, also of one like `tl.sum`,
+# which takes longer than the call itself. It leaves most of it replaced: here all, once.
+_scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+interpreter._patch_lang = lambda fn: type(_scope)()
+
+REFERENCES = {name: backend.function(name, "reference") for name in backend.functions()}
+TOLERANCE = {
+    torch.float32: dict(rtol=1e-5, atol=2e-5),
+    torch.float16: dict(rtol=2e-3, atol=2e-3),
+    torch.bfloat16: dict(rtol=1e-2, atol=1e-2),
+}
+"""Of a kernel against its reference on the same inputs; both compute in float32."""
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """``torch.empty`` holds NaN inside the block."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def close(mine: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Equal within the tolerance of the inputs' type, infinities included."""
+    torch.testing.assert_close(mine, theirs, **TOLERANCE[dtype])

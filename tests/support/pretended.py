@@ -1,0 +1,186 @@
+"""A CUDA device as far as a CPU can play one: tensors that say they are on it and compute here, and a mode that knows what
+the device would have made the host wait for.
+
+No kernel runs: a launch is checked, and what it should have written stays as it was, so values mean nothing.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from interpreted import common
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from locret_kit.cache import attend
+from locret_kit.runtime.graph_decoder import SYNCING_OPS, _shape_is_read
+
+CUDA, HOST = torch.device("cuda:0"), torch.device("cpu")
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+class OnCard(Tensor):
+    """A tensor of the CPU that says it is on the card."""
+
+    inner: Tensor
+    card: Card
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> OnCard:
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=CUDA,
+        )
+        made.inner = inner
+        return made
+
+    def tolist(self) -> Any:
+        self.card.note("tolist")
+        return self.inner.tolist()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError(f"{func} of a tensor on the card, outside of the mode")
+
+
+def on_card(tree: Any) -> Any:
+    with torch.inference_mode(False):  # a view of what was made outside of inference mode is no tensor of that mode
+        return tree_map_only(Tensor, lambda x: x if isinstance(x, OnCard) else OnCard(x), tree)
+
+
+def here(tree: Any) -> Any:
+    return tree_map_only(OnCard, lambda x: x.inner, tree_map_only(torch.device, lambda d: HOST, tree))
+
+
+def flags(tree: Any) -> set[bool]:
+    return {isinstance(x, OnCard) for x in tree_leaves(tree) if isinstance(x, Tensor)}
+
+
+GUARDED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__, Tensor.contiguous)
+
+
+class Indexing(TorchFunctionMode):
+    """What Python's operators do at once asks PyTorch for the device's own code, which one built for CPUs has not."""
+
+    def __init__(self, card: Card) -> None:
+        super().__init__()
+        self.card = card
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func not in GUARDED or not isinstance(args[0], OnCard):
+            return func(*args, **(kwargs or {}))
+        at = tree_leaves(args[1:2])
+        if any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in at):
+            self.card.note("index by booleans")
+        if any(isinstance(x, Tensor) for x in at) and len(args) == 3 and not isinstance(args[2], OnCard):
+            self.card.note("a number of the host written at an index of the device")
+        with torch.utils._python_dispatch._disable_current_modes():
+            out = func(*here(args))
+        return None if out is None else on_card(out)
+
+
+class Card(TorchDispatchMode):
+    """Notes where the host would wait for the device or copy to it; raises where devices are mixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+
+    def note(self, what: str) -> None:
+        calls = (f for f in reversed(traceback.extract_stack()) if PROJECT / "tests" not in Path(f.filename).parents)
+        at = next((f for f in calls if PROJECT in Path(f.filename).parents and "site-packages" not in f.filename), None)
+        self.waits.append(f"{what} in {at.name}" if at else what)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        given = flags((args, kwargs))
+        named = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.device)]
+        goes = named[0].type == "cuda" if named else None
+        if name == "_scaled_dot_product_flash_attention":  # the card's alone
+            q = here(args[0])
+            out = torch.zeros_like(q), torch.zeros(q.shape[:3])
+        else:
+            out = func(*here(args), **here(kwargs))
+        if True not in given and not goes:
+            return out
+        copies = name in ("_to_copy", "to", "copy_")
+        if True in given and (name in SYNCING_OPS or _shape_is_read(name, args, kwargs)):
+            self.note(name)
+        if copies and len(given | ({goes} - {None})) > 1 and not _is_number(args):
+            self.note("a copy between host and device")
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not copies and len(given) > 1 and any(x.dim() for x in tensors if not isinstance(x, OnCard)):
+            raise RuntimeError(f"{name} mixes devices")
+        if goes is False:
+            return out
+        known = {id(x.inner): x for x in tensors if isinstance(x, OnCard)}
+        return tree_map_only(Tensor, lambda x: known.get(id(x)) if id(x) in known else on_card(x), out)
+
+
+def _is_number(args: Any) -> bool:
+    """Whether what is copied is one number of the host, which is then an argument of a kernel."""
+    return isinstance(args[0], OnCard) and len(args) > 1 and isinstance(args[1], Tensor) and not args[1].dim()
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_stages: int, **constants: Any) -> None:
+    assert all(0 < n < 2**31 for n in grid) and all(n < 2**16 for n in grid[1:]), f"{kernel.__name__}: grid {grid}"
+    for x in args:
+        assert isinstance(x, (OnCard, int, float)), f"{kernel.__name__} is given {type(x)}"
+        assert not isinstance(x, int) or abs(x) < 2**31, f"{kernel.__name__}: {x} is no int32"
+    if kernel.__name__ == "_select_rows":  # the newest, as many as are wanted: heads are laid out by their number
+        most_BH, stay_BHS = (x.inner for x in args[3:5])
+        stay_BHS.copy_(torch.arange(stay_BHS.shape[-1]) >= stay_BHS.shape[-1] - most_BH[..., None])
+
+
+@contextmanager
+def card() -> Iterator[Card]:
+    """The device, inside the block."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(common, "launch", _launch))
+        stack.enter_context(mock.patch.object(torch.cuda, "_lazy_init", lambda: None))
+        stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda device=None: None))
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (8, 0)))
+        stack.enter_context(mock.patch.object(attend, "_lower_right_bias", _mask))
+        for probe in (attend.has_flash, attend.varlen_operator):  # what this card has, another has not
+            probe.cache_clear()
+            stack.callback(probe.cache_clear)
+        before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor then makes a tensor of the host and copies it
+        stack.callback(torch._C._set_only_lift_cpu_tensors, before)
+        mode = OnCard.card = stack.enter_context(Card())
+        stack.enter_context(Indexing(mode))
+        yield mode
+
+
+def _mask(T: int, S: int) -> Tensor:
+    return torch.ones(T, S, dtype=torch.bool, device=CUDA)
+
+
+def moved(module: nn.Module) -> nn.Module:
+    """Put a module on the card, in place."""
+    for part in module.modules():
+        for name, x in part._parameters.items():
+            part._parameters[name] = x if x is None else nn.Parameter(OnCard(x.detach()), requires_grad=False)
+        part._buffers.update({name: on_card(x) for name, x in part._buffers.items()})
+        for name, x in vars(part).items():
+            if isinstance(x, Tensor):
+                setattr(part, name, on_card(x))
+    return module

@@ -1,0 +1,50 @@
+"""On a CUDA device: the kernels that select, move and rotate rows equal their references, at sizes for
+``compute-sanitizer --tool racecheck``, which slows them a hundred times. Ends with an error where they do not.
+
+A process of its own, since the tests interpret the kernels: ``python tests/support/rows_on_cuda.py`` with the repository and
+``kernels`` on the path. ``scripts/on_card.sh`` runs it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from locret_kernels import backend
+
+SIZES = ((700, 600, 64), (4500, 4300, 96), (33000, 100, 128))
+"""Slots, those that stay, and the head size: one block of slots, two, and more than a program holds in registers."""
+
+
+def main() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    for S, K, D in SIZES:
+        scores = torch.randn(1, 2, S, generator=generator, device="cuda").round(decimals=1)
+        protected, valid = scores > 2.5, torch.ones_like(scores, dtype=torch.bool)
+        keys = torch.randn(1, 2, S, D, generator=generator, device="cuda").bfloat16()
+        buffers, found = [keys, scores], {}
+        for name in ("reference", "triton"):
+            call = {
+                each: backend.function(each, name)
+                for each in ("select_rows", "kept_rows", "compact_rows", "rotate_rows")
+            }
+            most = torch.full((1, 2), K, device="cuda")
+            stay = call["select_rows"](scores, protected, valid, most)
+            index = call["kept_rows"](stay, K)
+            up = [x.clone() for x in buffers]
+            call["compact_rows"](up, index)
+            place = torch.randperm(S, generator=torch.Generator().manual_seed(0)).int().cuda().repeat(1, 2, 1)
+            tables = (
+                torch.randn(2, S, D // 2, generator=torch.Generator().manual_seed(0)).repeat(1, 1, 2).bfloat16().cuda()
+            )
+            # The reference in float32: a kernel rounds once, at its end.
+            exact = (keys, *tables) if name == "triton" else (x.float() for x in (keys, *tables))
+            turned = call["rotate_rows"](*exact, place).float()
+            found[name] = [stay, index, *up], turned
+        (mine, turned), (theirs, expected) = found["triton"], found["reference"]
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), f"rows of {S} slots"
+        torch.testing.assert_close(turned, expected, rtol=2**-8, atol=1e-5)
+        print(f"rows of {S} slots, {K} of them stay, heads of {D}: as their references", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The server over a tiny backbone, at a real port."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+from read_texts import parts
+
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.serving.app import make_app
+from locret_kit.serving.engine import Engine
+from locret_kit.serving.header_timeout import HeaderTimeout
+from locret_kit.serving.request import ServerRequest
+from locret_kit.serving.state import Limits, Server
+from locret_kit.serving.store import Store
+from locret_kit.settings import RunSettings
+
+SETTINGS = RunSettings(budget=96, chunk=32, stabilizers=4, local_len=5)
+KEYS = ("key-of-anna", "key-of-bert")
+LIMITS = Limits(prompt_tokens=4000, answer_tokens=64, body_bytes=200_000, upload_bytes=1_000_000, documents=3)
+
+
+@contextmanager
+def running_engine() -> Iterator[Engine]:
+    """An engine of four sessions."""
+    model, tokenizer, heads = parts("llama")
+    made = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=4, queue=6, piece=64)
+    yield made
+    made.stop()
+
+
+def ask(engine: Engine, owner: str, ids: array[int], **given: object) -> ServerRequest:
+    """A request that has ended, for four tokens."""
+    return ask_together(engine, ids, owner=owner, **given)[0]
+
+
+def ask_together(
+    engine: Engine, *prompts: array[int], owner: str = "", tokens: int = 4, **given: object
+) -> list[ServerRequest]:
+    """Requests that were submitted at once and have ended."""
+    requests, ended = [ServerRequest(ids, tokens, owner=owner, **given) for ids in prompts], threading.Semaphore(0)
+    for request in requests:
+        request.on_change = lambda own=request: ended.release() if own.sequence.finish_reason is not None else None
+    engine.submit(*requests)
+    assert all(ended.acquire(timeout=60) for _ in requests)
+    for request in requests:
+        assert request.sequence.error is None, request.sequence.error
+    return requests
+
+
+@contextmanager
+def serving(
+    engine: Engine | None, limits: Limits = LIMITS, keys: tuple[str, ...] = KEYS, address: str = "127.0.0.1", **given: object
+) -> Iterator[str]:  # fmt: skip
+    """The address of a server, which is still loading without an engine; an engine goes on when it ends."""
+    server = Server(engine, "tiny", keys, ("h2o",), limits, **given)
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        runner = uvicorn.Server(
+            uvicorn.Config(make_app(server), http=HeaderTimeout, log_config=None, log_level="error")
+        )
+        thread = threading.Thread(target=runner.run, args=([listener],), daemon=True)
+        thread.start()
+        while not runner.started:
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.engine = None
+        runner.should_exit = True
+        thread.join(10)
+
+
+def serve_until_killed(folder: Path) -> int:
+    """A server with sessions in a folder. It says its address."""
+    store = Store(folder, 1 << 30)
+    model, tokenizer, heads = parts("llama")
+    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=4, piece=64, store=store)
+    with serving(engine, salt=store.salt) as address:
+        print(address, flush=True)
+        time.sleep(600)
+    return 1

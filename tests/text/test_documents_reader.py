@@ -1,0 +1,534 @@
+"""Documents as text. The oracle is the text that the test put into a file."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import io
+import json
+import logging
+import random
+import re
+import socket
+import struct
+import sys
+import tracemalloc
+import warnings
+import zlib
+from pathlib import Path
+from zipfile import ZIP_BZIP2
+
+import pytest
+from bs4 import BeautifulSoup
+from made_documents import OFFICE, REMOTE, at, docx, docx_files, drawn, epub, epub_files, html, pdf, zipped
+from tiny_tokenizer import save_tiny_backbone
+
+from locret_kit.cli import command, infer
+from locret_kit.cli.terminal import text_of
+from locret_kit.text.reader import read_document, read_stream
+from locret_kit.text.right_to_left import reading_order
+
+LINE = "a cache keeps the well-known rows of long texts (some say 'prompts'), snake_case and *stars* too; 42% of 7,000"
+WORDS = LINE.split()
+
+
+def prose(seed: int, n: int) -> list[str]:
+    """A page: ``n`` lines of words."""
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=10)) for _ in range(n)]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*args: object) -> None:
+        raise AssertionError(f"a connection was opened: {args}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def read(data: bytes, name: str, **bounds: int) -> str:
+    return read_stream(io.BytesIO(data), name, **bounds)
+
+
+def refusal(data: bytes, name: str, **bounds: int) -> str:
+    with pytest.raises(ValueError) as caught:
+        read(data, name, **bounds)
+    said = str(caught.value)
+    assert said.startswith(name) and "\n" not in said
+    return said.removeprefix(name)
+
+
+# what a document says
+
+
+@pytest.mark.parametrize("name", ["a.txt", "b.MD", "README", "stdin"])
+def test_plain_text_is_exact(name):
+    text = "  one\r\ntwo \t\n\n\n\n\x0cthré<e> 👩 *x* %PDF-1.4 \u00ad\ufb01\n "
+    assert read(text.encode(), name) == text.replace("\r\n", "\n")
+    assert read(b"\xef\xbb\xbf" + text.encode(), name) == text.replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("n_pages", [3, 200])
+def test_a_pdf_says_every_word_of_every_page(n_pages):
+    pages = [prose(i, 5) for i in range(n_pages)]
+    text = read(pdf(pages), "book.pdf")
+    assert text.split() == " ".join(line for page in pages for line in page).split()
+    assert "\f" not in text and "\n\n\n" not in text
+    assert text.split("\n\n") == ["\n".join(page) for page in pages]  # a page ends with a blank line
+
+
+def test_words_that_a_line_of_a_pdf_breaks():
+    lines = ["an exam-", "ple of 1914-", "18, - and RE-", "WIND by GPT-", "4, self-made state-"]
+    assert (
+        read(pdf([lines, ["ment"]]), "a.pdf") == "an example of 1914-\n18, - and REWIND by GPT-4, self-made statement"
+    )
+
+
+def test_an_encrypted_pdf_that_opens_without_a_password():
+    pages = [prose(1, 4), prose(2, 4)]
+    assert read(pdf(pages, password=""), "a.pdf").split() == " ".join(line for page in pages for line in page).split()
+
+
+def test_a_line_from_right_to_left_is_read_however_it_is_drawn():
+    """Small letters are drawn that a table of the font calls Hebrew; a bracket is drawn as it looks, from the left."""
+    seen, said = "e AB (12.5 a) ngh", "hgn (a 12.5) AB e"
+    table = "1 begincodespacerange <00> <ff> endcodespacerange 1 beginbfrange <61> <7a> <05d0> endbfrange"
+    table = f"/CMapName /H def /CMapType 2 def {table} endcmap"
+    tables = (f"<< /Length {len(table)} >>\nstream\nbegincmap {table}\nendstream",)
+    widths = {" ": 2.78, ".": 2.78, "(": 3.33, ")": 3.33, "A": 6.67, "B": 6.67}
+    places = [50 + sum(widths.get(one, 5.56) for one in seen[:n]) for n in range(len(seen))]
+    letters = [at(x, 700, one.replace("(", r"\(").replace(")", r"\)")) for x, one in zip(places, seen, strict=True)]
+    hebrew = {code: chr(0x05D0 + code - 97) for code in range(97, 123)}
+    for drawing in (
+        at(50, 700, seen.replace("(", r"\(").replace(")", r"\)")),
+        "".join(letters),
+        "".join(letters[::-1]),
+    ):
+        data = drawn(drawing, font="/Encoding /WinAnsiEncoding /ToUnicode 6 0 R", objects=tables)
+        assert read(data, "a.pdf") == said.translate(hebrew)
+
+
+@pytest.mark.parametrize(
+    ("seen", "rtl", "said"),
+    [
+        ("1990-1984 ةنس %5 نم", True, "من 5% سنة 1984-1990"),
+        ("03-1234567 ןופלט", True, "טלפון 03-1234567"),
+        ("50% החנה", True, "הנחה 50%"),
+        ("say (םלוע ,םולש) twice", False, "say (שלום, עולם) twice"),
+        (".HTML 5 תפש", True, "שפת HTML 5."),
+    ],
+)
+def test_reading_order(seen, rtl, said):
+    """Hebrew and Arabic among others; letters as they stand from the left."""
+    assert reading_order(list(seen), rtl) == said
+
+
+def test_word():
+    lines = [*prose(1, 3), "1 < 2 & café"]
+    text = read(docx(lines), "a.docx")
+    assert text.startswith("\n\n".join(lines)) and re.search(r"\|\s*left\s*\|\s*right\s*\|", text)
+
+
+def test_a_book_in_its_reading_order():
+    chapters = [" ".join(prose(i, 3)) for i in range(4)]
+    text = re.sub(r"!\[\]\(\S*\)\s*", "", read(epub(chapters), "a.epub"))
+    assert text.strip().split("\n\n") == chapters
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_page_of_the_web(encoding):
+    lines = [*prose(1, 3), "1 < 2 & café"]
+    text = read(html(lines, encoding), "a.html")
+    assert text.startswith("\n\n".join(["# Title", *lines]))
+    assert re.search(r"\|\s*left\s*\|\s*right\s*\|", text) and REMOTE in text
+    assert "hidden" not in text and "color" not in text
+    assert read(html(lines, encoding), "a.HTM") == text
+
+
+def test_a_page_of_the_web_may_leave_out_end_tags():
+    """As HTML allows it: the same text as with them, however many there are. And no words of two lines are one."""
+    for start, end in (
+        ("<p>One<p>Two", "<p>One</p><p>Two</p>"),
+        ("<ul><li>One<li>Two", "<ul><li>One</li><li>Two</li>"),
+    ):
+        assert read(start.encode() * 999, "a.html") == read(end.encode() * 999, "a.html")
+    table = "<table><tr><th>A<th>B<tr><td>1<td><ul><li>2<li>3</ul></table><dl><dt>T<dd>D<dt>U</dl>"
+    whole = re.sub("<(t[hd]|li|d[td])>(.|<ul>.*</ul>)(?=<)", r"<\1>\2</\1>", table.replace("<tr><td>", "</tr><tr><td>"))
+    assert whole.count("</") > 9 and read(table.encode(), "a.html") == read(whole.encode(), "a.html")
+    html = (
+        b"<script>'<li>'</script><details><summary>Why?</summary>So.</details><nav>Top</nav><select><option>A<option>B"
+    )
+    assert read(html, "a.html").split() == ["Why?", "So.", "Top", "A", "B"]
+
+
+def test_a_page_of_the_web_that_is_nested_deeply():
+    assert "deep" in read(b"<div>" * 5000 + b"deep" + b"</div>" * 5000, "a.html")
+
+
+@pytest.mark.parametrize(("make", "suffix"), [(lambda t: pdf([t]), ".pdf"), (docx, ".docx"), (epub, ".epub")])
+def test_the_content_says_the_format_where_the_name_does_not(make, suffix, tmp_path):
+    data = make(["some words"])
+    assert read(data, "stdin") == read(data, f"a{suffix}")
+    (tmp_path / f"a{suffix}").write_bytes(data)
+    assert (
+        read_document(tmp_path / f"a{suffix}")
+        == read_document(str(tmp_path / f"a{suffix}"))
+        == read(data, f"a{suffix}")
+    )
+
+
+# refusals
+
+
+def test_a_stream_that_gives_few_bytes_at_a_time():
+    class Slow(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            return super().read(min(3, size or 0))
+
+    assert read_stream(Slow(b"some words"), "a.txt", limit=10) == "some words"
+
+
+def test_what_is_no_file(tmp_path):
+    with pytest.raises(ValueError, match=r"is a folder: name a file$"):
+        read_document(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"none\.pdf does not exist$"):
+        read_document(tmp_path / "none.pdf")
+
+
+def test_extensions():
+    for name, data, words in [
+        ("a.doc", b"\xd0\xcf\x11\xe0" + bytes(99), "save it as .docx"), ("a.rtf", b"{\\rtf1 x}", "save it as .docx"),
+        ("a.pptx", zipped({"ppt/slides/slide1.xml": "<x/>"}), "save it as PDF"),
+        ("a.xlsx", zipped({"xl/workbook.xml": "<x/>"}), "save it as PDF"),
+        ("a.odt", zipped({"mimetype": "x", "content.xml": "<x/>"}), "save it as .docx or PDF"),
+        ("a.png", b"\x89PNG\r\n\x1a\n", "run OCR first"), ("a.bin", b"a\xff", "not UTF-8"),
+    ]:  # fmt: skip
+        assert words in refusal(data, name), name
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.html", "a.pdf", "a.docx", "a.epub", "stdin"])
+def test_empty_documents(name):
+    assert refusal(b"", name) == " is empty"
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (b" \n\t", "a.txt"),
+        (b"<p> <script>x</script></p>", "a.html"),
+        (zipped({**docx_files([]), "word/document.xml": "<a/>"}), "a.docx"),
+    ],
+)
+def test_blank_documents(data, name):
+    assert refusal(data, name).startswith((" has no text", " is damaged"))
+
+
+def test_a_document_without_text_says_what_was_left_out():
+    header = f"<w:hdr xmlns:w='{OFFICE}wordprocessingml/2006/main'><w:p><w:r><w:t>Top.</w:t></w:r></w:p></w:hdr>"
+    main = f"<w:document xmlns:w='{OFFICE}wordprocessingml/2006/main'><w:body/></w:document>"
+    files = docx_files([]) | {"word/document.xml": main, "word/header1.xml": header}
+    assert refusal(zipped(files), "a.docx") == " has no text; 1 header left out"
+
+
+def test_not_utf8():
+    assert (
+        refusal("café au lait".encode("latin-1"), "a.txt")
+        == ": the text is not UTF-8: byte 3 is 0xe9; if it is text, save it as UTF-8"
+    )
+    assert refusal("café".encode("utf-16"), "a.txt") == " is text in UTF-16: save it as UTF-8"
+
+
+def test_a_scanned_pdf():
+    assert (
+        refusal(pdf([[], [], []], image=True), "a.pdf")
+        == " has no text on its 3 pages: run OCR first, such as ocrmypdf"
+    )
+
+
+def test_an_encrypted_pdf():
+    said = " is encrypted: save it without a password, such as with qpdf --decrypt"
+    assert refusal(pdf([["hidden"]], password="secret"), "a.pdf") == said
+
+
+def test_encrypted_archives():
+    locked = epub_files(["words"]) | {
+        "META-INF/encryption.xml": "<x Algorithm='http://www.w3.org/2001/04/xmlenc#aes128-cbc'/>"
+    }
+    assert refusal(zipped(locked), "a.epub") == " is encrypted: only a copy without protection can be read"
+    fonts = epub_files(["words"]) | {"META-INF/encryption.xml": "<x Algorithm='http://www.idpf.org/2008/embedding'/>"}
+    assert "words" in read(zipped(fonts), "a.epub")
+    data = bytearray(docx(["words"]))
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    assert refusal(bytes(data), "a.docx") == " is encrypted: only a copy without protection can be read"
+    assert "with a password" in refusal(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(512), "a.docx")
+
+
+MADE = {".pdf": pdf([["some words"]] * 3), ".docx": docx(["some words"]), ".epub": epub(["some words"])}
+
+
+@pytest.mark.parametrize("suffix", MADE)
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.7, 0.97])
+def test_documents_that_are_cut_short(suffix, share):
+    data = MADE[suffix]
+    assert "damaged" in refusal(data[: int(len(data) * share) + 3], f"a{suffix}")
+
+
+@pytest.mark.parametrize("suffix", MADE)
+def test_changed_bytes_give_text_or_one_line(suffix):
+    """Parsers may mend damage; whatever they raise is one line that names the file."""
+    draw = random.Random(7)
+    for _ in range(40):
+        data = bytearray(MADE[suffix])
+        for _ in range(8):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        try:
+            assert read(bytes(data), f"a{suffix}")
+        except ValueError as error:
+            assert str(error).startswith(f"a{suffix}") and "\n" not in str(error)
+
+
+@pytest.mark.parametrize("suffix", MADE)
+@pytest.mark.parametrize("name", ["a.txt", "a.html", "a.pdf", "a.docx", "a.epub"])
+def test_another_format_than_the_name_says(suffix, name):
+    if not name.endswith(suffix):
+        assert refusal(MADE[suffix], name) == f" is a {suffix} file by its content: rename it to a{suffix}"
+
+
+def test_formats_that_are_not_read():
+    assert "damaged, or no .pdf file" in refusal(b"plain words", "a.pdf")
+    assert "damaged, or no .docx file" in refusal(b"plain words", "a.docx")
+    assert refusal(b"\x1f\x8b\x08", "a.txt") == " is a gzip file: unpack it first"
+    assert refusal(b"{\\rtf1 words}", "stdin") == " is a rich-text file: save it as .docx"
+    assert "neither a .docx nor an .epub" in refusal(zipped({"a/b.xml": "<x/>"}), "a.docx")
+    assert refusal(MADE[".docx"][:99], "stdin") == " is damaged: File is not a zip file"
+    assert "unusual method" in refusal(zipped(docx_files(["words"]), ZIP_BZIP2), "a.docx")
+
+
+# bounds
+
+
+def test_size():
+    assert read(b"x" * 100, "a.txt", limit=100) == "x" * 100
+    assert refusal(b"x" * 101, "a.txt", limit=100) == " is larger than limit=100 bytes"
+
+    class Endless(io.RawIOBase):
+        def read(self, size: int = -1) -> bytes:
+            assert 0 < size <= 1001
+            return b"x" * size
+
+    with pytest.raises(ValueError, match="larger than limit=1000 bytes"):
+        read_stream(Endless(), "stdin", limit=1000)
+
+
+@pytest.mark.parametrize("files", [docx_files(["words"]), epub_files(["words"])])
+def test_a_zip_bomb_is_refused_before_it_is_unpacked(files):
+    data = zipped({**files, "word/media/image.png": bytes(64 * 2**20)})
+    tracemalloc.start()
+    said = refusal(data, "stdin", limit=2**20)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    total = 64 * 2**20 + sum(len(content) for content in files.values())
+    assert said == f" holds {total} bytes unpacked, more than limit={2**20}"
+    assert len(data) < 2**17 and peak < 2**22
+
+
+def test_a_zip_that_lies_about_its_sizes_is_unpacked_as_far_as_it_says():
+    """The header says 10 bytes, with the right checksum of these; 64 MiB come out of a reader that unpacks at once."""
+    before = docx(["words"])
+    read(before, "a.docx")  # imports
+    data = bytearray(zipped({**docx_files(["words"]), "word/media/image.png": bytes(64 * 2**20)}))
+    real, said = (struct.pack("<I", size) for size in (64 * 2**20, 10))
+    crc = struct.pack("<I", zlib.crc32(bytes(10)))
+    for name in re.finditer(rb"word/media/image\.png", bytes(data)):
+        at = name.start() - (16 if data[name.start() - 30 : name.start() - 26] == b"PK\x03\x04" else 30)
+        assert data[at + 8 : at + 12] == real
+        data[at : at + 4], data[at + 8 : at + 12] = crc, said
+    tracemalloc.start()
+    text = read(bytes(data), "a.docx")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert text == read(before, "a.docx") and peak < 2**23
+
+
+# quiet, and without the extra
+
+
+def test_no_warning_and_no_log_line_comes_out(caplog, capfd):
+    deep = b"<div>" * 5000 + b"deep"
+    before = logging.getLogger("bs4").level
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name, data in {**{f"a{suffix}": data for suffix, data in MADE.items()}, "a.html": deep}.items():
+            assert read(data, name)
+        assert not caught and not caplog.records and capfd.readouterr() == ("", "")
+        BeautifulSoup(b"<?xml version='1.0'?>\x81\xff" + deep, "html.parser", from_encoding="utf-8")
+        assert caught and caplog.records  # the test itself: the converter is not quiet
+    assert logging.getLogger("bs4").level == before
+
+
+def test_the_extra_is_named(monkeypatch, tmp_path, capsys):
+    (tmp_path / "a.docx").write_bytes(MADE[".docx"])
+    monkeypatch.setitem(sys.modules, "mammoth", None)
+    line = next(
+        line.split("=", 1)[1]
+        for line in (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text().splitlines()
+        if line.startswith("documents =")
+    )
+    listed = re.findall(r'"([^"]+)"', line)
+    monkeypatch.setattr(command, "requires", lambda _: [f'{name}; extra == "documents"' for name in listed])
+    for name in ("mammoth", "markdownify", "markitdown", "pypdfium2"):
+        assert command.install_hint(ImportError(name=name)) == ": in the clone, pip install -e '.[documents]'"
+
+    @command.command("locret-read")
+    def main() -> int:
+        return len(read_document(tmp_path / "a.docx"))
+
+    assert main() == 1
+    assert capsys.readouterr().err.rstrip().endswith(": in the clone, pip install -e '.[documents]'")
+
+
+def test_infer_reads_documents(tmp_path):
+    backbone = save_tiny_backbone(tmp_path / "backbone")
+    words = f"--model {backbone} --policy snapkv --budget 48 --max-new-tokens 3 --report {tmp_path}/report.json".split()
+    for suffix, data in MADE.items():
+        (tmp_path / f"a{suffix}").write_bytes(data)
+        (tmp_path / "a.txt").write_text(read(data, f"a{suffix}"))
+        said = []
+        for name in (f"a{suffix}", "a.txt"):
+            assert infer.main([*words, str(tmp_path / name)]) == 0
+            report = json.loads((tmp_path / "report.json").read_text())
+            said.append((report["prompt_tokens"], report["answer"]))
+        assert said[0] == said[1]
+
+
+def test_a_pdf_from_stdin_or_without_an_ending_is_converted(monkeypatch, tmp_path):
+    """As a shell gives it: `locret-infer < book.pdf`."""
+    data = pdf([prose(3, 4)])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert "".join(text_of(None)) == read_stream(io.BytesIO(data), "book.pdf")
+    (tmp_path / "book").write_bytes(data)
+    assert "".join(text_of(str(tmp_path / "book"))) == read_stream(io.BytesIO(data), "book.pdf")
+    (tmp_path / "book.txt").write_bytes(data)
+    with pytest.raises(ValueError, match=r"book\.txt is a \.pdf file by its content: rename it to book\.pdf"):
+        list(text_of(str(tmp_path / "book.txt")))
+
+
+def test_text_from_stdin_is_read_in_blocks_and_a_foreign_format_is_named(monkeypatch):
+    text = "\ufeffGrüße, " + "a line of text\n" * 9000
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    pieces = list(text_of("-"))
+    assert len(pieces) > 1 and "".join(pieces) == text[1:]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(b"words"))))
+    with pytest.raises(ValueError, match="stdin is a gzip file: unpack it first"):
+        list(text_of(None))
+
+
+# ---- text under any name, and losses -----------------------------------------------------------------------------------
+
+
+def losses_of(data: bytes, name: str) -> tuple[str, list[str]]:
+    lost = []
+    return read_stream(io.BytesIO(data), name, lost=lost.append), lost
+
+
+@pytest.mark.parametrize(
+    "name", ["a.csv", "a.log", "a.py", "a.tex", "notes.2026", "Makefile", ".hidden", "a.JSON", "a.srt"]
+)
+def test_what_is_utf8_is_text_whatever_its_name(name, tmp_path):
+    assert losses_of("a,\u4e2d\r\nb\rc\n".encode(), name) == ("a,\u4e2d\nb\nc\n", [])
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbfa\r\nb")
+    assert "".join(text_of(str(tmp_path / name))) == read_document(tmp_path / name) == "a\nb"
+
+
+def test_a_word_file_whose_picture_is_gone_is_read():
+    files = docx_files(["Some words."])
+    relations = (
+        str(files["word/_rels/document.xml.rels"]).replace(' TargetMode="External"', "").replace(REMOTE, "media/a.png")
+    )
+    drawing = str(files["word/document.xml"]).replace("r:link", "r:embed")
+    data = zipped(files | {"word/_rels/document.xml.rels": relations, "word/document.xml": drawing})
+    text, lost = losses_of(data, "a.docx")
+    assert "Some words." in text and lost == ["a.docx: 1 picture that it names not in the file"]
+
+
+def test_base64_in_a_text_is_told(tmp_path, capsys):
+    picture = base64.encodebytes(random.Random(1).randbytes(3000)).decode()
+    notebook = json.dumps({"image/png": picture})
+    plain = "".join("ACGT" * 16 + "\n" for _ in range(40)) + "ACGT" * 800 + " " + "0f" * 2000
+    for text, told in ((f"Subject: a\n\n{picture}", True), (notebook, True), (plain, False)):
+        lost = losses_of(text.encode(), "a.eml")[1]
+        assert bool(lost) == told
+        (tmp_path / "a.eml").write_text(text)
+        assert "".join(text_of(str(tmp_path / "a.eml"))) == text
+        assert ("base64" in capsys.readouterr().err) == told
+
+
+def test_pages_without_text_are_counted():
+    pages = [["words of a page"], [], ["- 7 -"], ["iv"], ["more words"]]
+    text, lost = losses_of(pdf(pages), "a.pdf")
+    assert "words of a page" in text and len(lost) == 1
+    assert lost[0].startswith("a.pdf: 3 of 5 pages have no text but numbers: run OCR")
+    assert losses_of(pdf([["words"], ["others"]]), "a.pdf")[1] == []
+
+
+SPINES = {
+    "prefix": lambda opf: re.sub(r"<(/?)(\w)", r"<\1o:\2", opf).replace("<o:package", '<o:package xmlns:o="u"'),
+    "case": lambda opf: opf.replace('href="c0', 'href="C0').replace('href="', 'href="./x/../'),
+    "percent": lambda opf: opf.replace('href="c', 'href="%63'),
+    "fragment": lambda opf: opf.replace('.xhtml"', '.xhtml#top"'),
+}
+
+
+def opf_of(files: dict) -> str:
+    return next(name for name in files if name.endswith(".opf"))
+
+
+def test_a_missing_chapter_and_one_of_pictures_are_told():
+    files = epub_files(["ALPHA", "BETA", "OMEGA"])
+    chapters = sorted(name for name in files if name.endswith("html"))
+    assert len(chapters) == 3
+    del files[chapters[1]]
+    files[chapters[2]] = "<html><body><img src='a.png'/></body></html>"
+    text, lost = losses_of(zipped(files), "a.epub")
+    assert "ALPHA" in text and lost == [
+        "a.epub: 1 of 3 chapters of the spine are not in the file", "a.epub: 1 of 3 chapters are pictures without text"
+    ]  # fmt: skip
+    assert losses_of(epub(["ALPHA", "OMEGA"]), "a.epub")[1] == []
+
+
+@pytest.mark.parametrize("way", SPINES)
+def test_chapters_are_found_however_they_are_written(way):
+    files = epub_files(["ALPHA", "OMEGA"])
+    name = opf_of(files)
+    changed = SPINES[way](str(files[name]))
+    text, lost = losses_of(zipped(files | {name: changed}), "a.epub")
+    assert text.index("ALPHA") < text.index("OMEGA") and lost == []
+
+
+def test_what_a_word_file_moves_breaks_and_leaves_out():
+    files = docx_files(["ALPHA"])
+    space = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+    run = "<w:r><w:t>%s</w:t></w:r>"
+    moved = f'<w:p><w:moveTo w:id="1" w:author="a">{run % "MOVED"}</w:moveTo></w:p>'
+    gone = f'<w:p><w:moveFrom w:id="2" w:author="a">{run % "MOVED"}</w:moveFrom></w:p>'
+    broken = '<w:p><w:r><w:t>z</w:t><w:cr/><w:t>q</w:t><w:br w:type="page"/><w:t>r</w:t></w:r></w:p>'
+    shape = 'xmlns:wps="http://schemas.microsoft.com/office/word/2010/wordprocessingShape"'
+    inner = f"<w:txbxContent><w:p>{run % 'BOXED'}</w:p></w:txbxContent>"
+    box = f"<w:p><w:r><w:drawing><wps:txbx {shape}>{inner}</wps:txbx></w:drawing></w:r></w:p>"
+    document = str(files["word/document.xml"]).replace("</w:body>", moved + gone + broken + box + "</w:body>")
+    comments = f'<w:comments {space}><w:comment w:id="1"><w:p>{run % "NOTE"}</w:p></w:comment></w:comments>'
+    more = {
+        "word/document.xml": document, "word/comments.xml": comments,
+        "word/header1.xml": f"<w:hdr {space}><w:p>{run % 'HEAD'}</w:p></w:hdr>",
+        "word/header2.xml": f"<w:hdr {space}><w:p/></w:hdr>",
+    }  # fmt: skip
+    text, lost = losses_of(zipped(files | more), "a.docx")
+    assert text.count("MOVED") == 1 and re.search(r"z\s+q\s+r", text) and "ALPHA" in text
+    assert text.count("BOXED") == 1 and sorted(lost) == [
+        "a.docx: 1 comment left out", "a.docx: 1 header left out"
+    ]  # fmt: skip
+    old = document.replace(box, f"<w:p><w:r><w:pict>{inner}</w:pict></w:r></w:p>")
+    text, lost = losses_of(zipped(files | {"word/document.xml": old}), "a.docx")
+    assert "BOXED" in text and lost == []
+    assert losses_of(docx(["ALPHA"]), "a.docx")[1] == []

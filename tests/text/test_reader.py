@@ -1,0 +1,240 @@
+"""The one reader of every command: its words, its files, its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import yaml
+from annotated_types import Ge
+
+from locret_kit.cli import eval, infer, plan, publish, train
+from locret_kit.config.chat_options import CHAT
+from locret_kit.config.command_help import full_help, short_help
+from locret_kit.config.command_line import given_by, read
+from locret_kit.config.document_options import ASK, INFO, KEPT, READ
+from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE, TASKS
+from locret_kit.config.infer_options import INFER
+from locret_kit.config.plan_options import PLAN
+from locret_kit.config.publish_options import PUBLISH
+from locret_kit.config.recipes import TRAIN
+from locret_kit.config.schema import Command, Repeatable, UsageError, options_of
+from locret_kit.config.serve_options import SERVE
+from locret_kit.config.vllm_options import VLLM
+from locret_kit.evals.tasks.task import CHAT as CHAT_FORMS
+from locret_kit.samples.needles import ENDINGS
+from locret_kit.settings import RunSettings
+from locret_kit.validation import choices
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = {"infer": INFER, "train": TRAIN, "eval": EVAL, "plan": PLAN, "publish": PUBLISH}
+OTHERS = [READ, ASK, CHAT, KEPT, INFO, SERVE, VLLM]
+OF_EVAL = [FIGURE, TABLE, PAIRED, TASKS, REPORT]
+EVERY = [*COMMANDS.values(), *OTHERS, *OF_EVAL]
+
+
+@dataclass
+class Section:
+    """A section."""
+
+    rate: Annotated[float, Ge(0)] = 1e-3
+    """Per step,
+    no unit."""
+
+
+@dataclass
+class Options:
+    """Options."""
+
+    model: str
+    """The model."""
+    section: Section
+    names: list[str] = field(default_factory=lambda: ["a", "b"])
+    """Names."""
+    ask: Annotated[list[str], Repeatable()] = field(default_factory=list)
+    """Asked."""
+    on: bool = False
+    """Or off."""
+    number: Annotated[int, Ge(1)] | None = None
+    """A number."""
+    file: str | None = None
+    """A file."""
+
+
+ONE = Command("x", Options, "usage: x", positional=("file",))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--model", "m", "--section.rate", "1e-4", "--names", "a,b", "--on", "--number", "3"],
+        ["model=m", "section.rate=1e-4", "names=[a, b]", "on=true", "number=3"],
+        ["--number=3", "--on", "--names=[a,b]", "--section.rate=1e-4", "--model=m"],
+    ],
+)
+def test_the_three_forms_are_the_same(argv):
+    options = read(ONE, argv)
+    assert options == Options(model="m", section=Section(1e-4), names=["a", "b"], on=True, number=3)
+
+
+def test_dashes_switches_bare_words_and_lists_of_texts():
+    assert given_by(ONE, ["--no-on", "text.txt", "--ask", "a, b", "ask=c=d"]) == {
+        "on": False, "file": "text.txt", "ask": ["a, b", "c=d"],
+    }  # fmt: skip
+    assert given_by(INFER, ["--max-new-tokens=3", "--no-chat", "-"]) == {
+        "max_new_tokens": 3,
+        "chat": False,
+        "file": "-",
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "kind", "said"),
+    [
+        (["nmaes=a"], UsageError, "unknown key 'nmaes'. Did you mean 'names'?"),
+        (
+            ["E=mc2, or not?"],
+            UsageError,
+            "unknown key 'E'. --help all lists what there is; a text with = in it stands behind --",
+        ),
+        (["--rate", "1"], UsageError, "unknown key 'rate'. Did you mean 'section.rate'?"),
+        (["--number"], UsageError, "--number needs a value"),
+        (["number=1", "--number", "2"], UsageError, "number is given twice: number=1 and number=2"),
+        (["a.txt", "b.txt"], UsageError, "file is given twice: file=a.txt and file=b.txt"),
+        (["names=a"], UsageError, "model=... is missing"),
+        (["--model", ""], ValueError, "model is empty: give it a value, or leave it out"),
+        (["--modle", "x", "--model", "m"], UsageError, "unknown key 'modle'. Did you mean 'model'?"),
+        (["--number", "--on"], UsageError, "--number needs a value"),
+        (["--config", ""], ValueError, "config is empty: give it a value, or leave it out"),
+        (["--confg", "x"], UsageError, "unknown key 'confg'. Did you mean 'config'?"),
+        (["number=0"], ValueError, "number=0 must be at least 1"),
+        (["number=x"], ValueError, "number=x must be an integer, at least 1"),
+        (["number=" + "9" * 5000], ValueError, "number=inf must be an integer"),
+        (["section.rate=nan"], ValueError, "section.rate=nan must be a number"),
+        (["section=1"], UsageError, "section is a section; its fields: section.rate"),
+    ],
+)
+def test_errors(argv, kind, said):
+    with pytest.raises(kind) as caught:
+        read(ONE, argv)
+    assert said in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("argv", "values"),
+    [
+        (["--on", "false"], {"on": False}),
+        (["--no-on", "--", "--on=b.txt"], {"on": False, "file": "--on=b.txt"}),
+        (["--", "a=b.txt"], {"file": "a=b.txt"}),
+        (["./a=b.txt"], {"file": "./a=b.txt"}),
+        (["--model=a=b", "number=null"], {"model": "a=b", "number": None}),
+        (["--model", "-1"], {"model": "-1"}),
+        (["--model", "-- not an option"], {"model": "-- not an option"}),
+    ],
+)
+def test_words_that_look_like_others(argv, values):
+    assert given_by(ONE, argv) == values
+
+
+def test_a_misspelt_option_is_named_before_its_value():
+    with pytest.raises(UsageError, match="unknown key 'modle'. Did you mean 'model'?"):
+        given_by(PLAN, ["--modle", "x"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("number: [", "is not valid YAML"),
+        ("number: " + "9" * 5000, "is not valid YAML"),
+        ("names: " + "[" * 5000, "nested too deeply"),
+        ("number: 1\nnumber: 2", "number is there twice"),
+        ("names: &a [x]\nask: *a", "aliases are not read"),
+        ("- a", "must hold sections of key: value"),
+        ("nmaes: [a]", "unknown key 'nmaes' in config="),
+        ("number: 0", "must be at least 1"),
+    ],
+)
+def test_errors_in_a_file(tmp_path, text, said):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        read(ONE, ["model=m", f"config={tmp_path / 'x.yaml'}"])
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+GIVEN = {
+    "infer": ["--ckpt", "x", "--budget", "0.1", "--question", "a, b?", "long.txt", "--one-shot"],
+    "train": ["recipe=tiny", "backbone.model=x", "optim.lr=1e-4", "data.weights=[2]"],
+    "eval": ["tasks=[passkey]", "out=x", "budgets=[0.1,256]", "policies=[kvcrush(base=h2o,anchor=mean)]"],
+    "plan": ["--model", "phi3-mini", "--gpu-memory", "24GiB"],
+    "publish": ["--ckpt", "x", "--repo", "me/x", "--private"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_printed_configuration_is_read_back(name, tmp_path, capsys):
+    assert read(COMMANDS[name], [*GIVEN[name], "--print-config"]) is None
+    text = capsys.readouterr().out
+    (tmp_path / "x.yaml").write_text(text)
+    assert isinstance(yaml.safe_load(text), dict)
+    assert read(COMMANDS[name], ["--config", str(tmp_path / "x.yaml")]) == read(COMMANDS[name], GIVEN[name])
+
+
+def test_the_command_line_comes_before_the_file(tmp_path):
+    (tmp_path / "x.yaml").write_text("number: 2\nmodel: m\nsection: {rate: 1e-3}\n")
+    options = read(ONE, ["number=3", "--config", str(tmp_path / "x.yaml")])
+    assert (options.number, options.model, options.section.rate) == (3, "m", 1e-3)
+
+
+@pytest.mark.parametrize("one", EVERY, ids=lambda one: one.usage.split("\n")[0])
+def test_help_all_explains_every_option(one):
+    text = " ".join(full_help(one).split())
+    for name, option in options_of(one.schema).items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert option.owner.__doc__ and not option.owner.__doc__.startswith(f"{option.owner.__name__}(")
+    lines = full_help(one).splitlines()
+    heads = [i for i, line in enumerate(lines) if line.startswith("  --") and "every option as" not in line]
+    assert all(lines[i + 1].startswith("      ") for i in heads[: len(options_of(one.schema))])
+
+
+@pytest.mark.parametrize("one", EVERY, ids=lambda one: one.usage.split("\n")[0])
+def test_help_is_ten_options_on_one_screen(one, monkeypatch):
+    """40 lines of 80 columns; what is left out is counted."""
+    monkeypatch.setenv("COLUMNS", "80")
+    known, lines = options_of(one.schema), short_help(one).splitlines()
+    shown = one.main or tuple(known)
+    assert set(shown) <= set(known) and len(shown) <= 12 and len(lines) <= 40, len(lines)
+    heads = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert [head.removeprefix("--").removeprefix("no-").replace("-", "_") for head in heads] == list(shown)
+    assert (f"--help all: {len(known) - len(shown)} more" in lines[-1]) == (len(shown) < len(known))
+
+
+@pytest.mark.parametrize(
+    ("main", "argv"),
+    [
+        (infer.main, []), (train.main, ["recipe=tiny"]), (eval.main, []), (plan.main, []), (publish.main, []),
+        (eval.main, ["figure"]), (eval.main, ["table"]), (eval.main, ["paired"]),
+        (eval.main, ["report"]), (eval.main, ["tasks"]),
+    ],
+)  # fmt: skip
+def test_help_and_version_everywhere(main, argv, capsys):
+    assert main([*argv, "--help"]) == 0
+    assert "usage: locret-" in capsys.readouterr().out
+    if not argv:
+        assert main(["--version"]) == 0
+        assert capsys.readouterr().out.startswith("locret-")
+
+
+def test_choices_are_those_of_the_parts():
+    known = options_of(EVAL.schema)
+    assert choices(known["chat"].annotation) == list(CHAT_FORMS)
+    assert choices(known["ending"].annotation) == [*ENDINGS]
+
+
+def test_run_settings_are_options_of_every_command_that_runs():
+    names = set(options_of(RunSettings))
+    assert names - set(options_of(INFER.schema)) == {"decode_every"} and names - set(options_of(EVAL.schema)) == {
+        "budget",
+        "backend",
+    }

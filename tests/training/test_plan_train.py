@@ -1,0 +1,110 @@
+"""The plan of a training step against the bytes that PyTorch's CPU allocator hands out while whole steps run.
+
+In float32, where a CPU's matrix products take no scratch. Half precision is counted on the meta device in test_plan.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_tokenizer import save_tiny_backbone
+from training_plans import LARGER, measured
+from transformers import AutoConfig
+
+from locret_kit.cli import train
+from locret_kit.cli.plan import main, resolve
+from locret_kit.config.recipes import load_config
+from locret_kit.planning import fitting_settings
+from locret_kit.planning.backbone_sizes import BackboneSizes
+from locret_kit.planning.training_plan import TrainSetting, plan_training
+from locret_kit.training.module import HeadTraining
+
+SMALL = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2)
+WIDE = {**SMALL, "intermediate_size": 1024}
+WINDOWS = dict(sliding_window=100, layer_types=["sliding_attention", "full_attention", "full_attention"], head_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "tokens", "answer", "d_hidden", "batch"),
+    [
+        ("llama", SMALL, 512, 32, 64, 1),
+        ("llama", SMALL, 512, 32, 64, 3),
+        ("llama", SMALL, 512, 150, 64, 1),  # more answer queries than one block
+        ("llama", LARGER, 1024, 64, 256, 1),
+        ("llama", LARGER, 1024, 64, 256, 2),
+        ("llama", {**SMALL, "head_dim": 64}, 512, 32, 16, 1),
+        ("phi3", SMALL, 512, 32, 64, 1),
+        ("phi3", LARGER, 1024, 64, 256, 1),
+        ("phi3", SMALL, 512, 150, 64, 2),
+        ("qwen3", SMALL, 512, 32, 64, 3),
+        ("gemma3_text", {**SMALL, **WINDOWS}, 512, 32, 64, 2),
+        ("llama", WIDE, 2048, 32, 64, 3),  # MLPs in slices
+        ("phi3", WIDE, 2048, 32, 64, 3),
+    ],
+)
+def test_the_peak_of_a_whole_step(kind, sizes, tokens, answer, d_hidden, batch):
+    config = AutoConfig.for_model(kind, vocab_size=97, max_position_embeddings=2048, pad_token_id=0, **sizes)
+    setting = TrainSetting(tokens, answer, batch, "float32", d_hidden)
+    plan = plan_training(BackboneSizes.of(config), setting)
+    peak, heads = measured(config, setting)
+    assert plan.peak == pytest.approx(peak, rel=0.02)
+    assert plan.heads == pytest.approx(heads, rel=0.001)  # beside a step count a weight
+
+
+def test_a_batch_takes_more_and_leaves_room_for_shorter_samples(capsys):
+    backbone = BackboneSizes.of(AutoConfig.for_model("llama", vocab_size=97, **LARGER))
+    peaks = [plan_training(backbone, TrainSetting(2048, batch=batch)).peak for batch in (1, 2, 3, 4)]
+    assert peaks == sorted(set(peaks))
+    longest = [
+        fitting_settings.largest_sample(backbone, TrainSetting(2048, batch=batch), peaks[1]) for batch in (1, 2, 4)
+    ]
+    assert longest[0] > longest[1] > longest[2] > 900 and longest[1] == 2048
+    assert main(["--model", "phi3-mini", "--gpu-memory", "24GiB", "--train", "10240", "--batch", "2"]) == 0
+    assert "training, 2 samples of 10240 tokens, 64 of them the answer" in capsys.readouterr().out
+
+
+SAID = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.56 GiB of which 1.25 GiB is free. "
+    "Including non-PyTorch memory, this process has 22.31 GiB memory in use. Of the allocated memory {held} is "
+    "allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated.\nMore lines."
+)
+
+
+@pytest.mark.parametrize(("held", "foreseen"), [("13.00 GiB", True), ("22.00 GiB", False)])
+def test_out_of_memory_names_a_length_that_fits(held, foreseen):
+    """Where the plan had foreseen it, and where it had not: then it was too low by as much as was asked."""
+    cfg = load_config(["recipe=phi3-mini", "data.max_tokens=40960", "backbone.dtype=bfloat16"])
+    words = train.out_of_memory(SAID.format(held=held), cfg)
+    assert words.startswith(f"out of memory: 2.00 GiB were asked for and 1.75 GiB were free beside the {held} of this")
+    longest = int(words.split("By the plan data.max_tokens=")[1].split()[0])
+    peak, next_peak, whole = (
+        plan_training(BackboneSizes.of(resolve("phi3-mini")[0]), TrainSetting(tokens)).peak / 2**30
+        for tokens in (longest, longest + 1, 40960)
+    )
+    room = 13.00 + 1.75 if foreseen else whole - 2
+    assert peak <= room < next_peak and 20480 < longest < 40960 and "\n" not in words
+
+
+def test_out_of_memory_in_a_run_is_one_line(tmp_path, monkeypatch, capsys):
+    """Without figures in the message, and from a run that is no plan's business, its first line is all."""
+    backbone = save_tiny_backbone(tmp_path / "backbone")
+
+    def full(*args, **more):
+        raise torch.OutOfMemoryError(SAID.format(held="1.00 GiB"))
+
+    monkeypatch.setattr(HeadTraining, "observe", full)
+    settings = ["recipe=tiny", f"backbone.model={backbone}", "trainer.accelerator=cpu", f"out={tmp_path / 'run'}"]
+    for more, said in (([], "out of memory: 2.00 GiB"), (["backbone.device_map=auto"], "CUDA out of memory. Tried")):
+        assert train.main([*settings, *more]) == 1
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("locret-train:")]
+        assert len(lines) == 1 and lines[0].startswith(f"locret-train: {said}")
+
+
+def test_a_cpu_without_memory_is_one_line(monkeypatch, capsys):
+    def fit(*args):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: 9 bytes")
+
+    monkeypatch.setattr("locret_kit.training.fit.fit", fit)
+    assert train.main(["recipe=tiny", "backbone.model=x"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("locret-train: out of memory") and "memory: 9 bytes" in err and err.count("\n") == 1

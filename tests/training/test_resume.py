@@ -1,0 +1,284 @@
+"""A training that is killed, interrupted or out of disk goes on, and follows the curve of one that was not."""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import signal
+import time
+from pathlib import Path
+from select import select
+
+import pytest
+import torch
+from equal_runs import same_run
+from forked import start, status_of
+from tiny_tokenizer import save_tiny_backbone
+
+from locret_kit.cli.train import main
+from locret_kit.files import locked
+from locret_kit.training import fit, module
+from locret_kit.training.fit import newest_state
+from locret_kit.training.module import HeadTraining
+from locret_kit.training.scalars import read_curves
+
+SETTINGS = ["recipe=tiny", "data.max_tokens=512", "trainer.accelerator=cpu", "data.val_samples=2"]
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory) -> Path:
+    return save_tiny_backbone(tmp_path_factory.mktemp("backbone"))
+
+
+def arguments(backbone: Path, out: Path, *more: str) -> list[str]:
+    return [*SETTINGS, f"backbone.model={backbone}", f"out={out}", *more]
+
+
+@pytest.fixture
+def random_losses(monkeypatch):
+    """Every loss is weighed at random, by PyTorch's generator and Python's: both must go on where they were."""
+    loss = module.cis_loss
+
+    def weighed(*args, **settings):
+        regression, smooth = loss(*args, **settings)
+        return regression * (0.5 + torch.rand(())), smooth * random.random()
+
+    monkeypatch.setattr(module, "cis_loss", weighed)
+
+
+def test_a_run_killed_at_six_random_moments_resumes_to_the_uninterrupted_curve(
+    backbone, random_losses, tmp_path, monkeypatch
+):
+    """Four moments lie behind a step or two, two anywhere: while it loads, too. LOCRET_KILL_SEED chooses others."""
+    more = ["optim.steps=20", "optim.accumulate=2", "trainer.save_every=2", "trainer.val_every=5", "resume=auto"]
+    whole, part, seed = tmp_path / "whole", tmp_path / "part", os.environ.get("LOCRET_KILL_SEED", "0")
+    assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
+    heard, said = os.pipe()
+    step, rng = HeadTraining.log_step, random.Random(f"kill {seed}")
+
+    def tell(self, *args):
+        step(self, *args)
+        os.write(said, b".")
+
+    monkeypatch.setattr(HeadTraining, "log_step", tell)
+    for steps in rng.sample([0] * 2 + [1] * 2 + [2] * 2, 6):
+        seconds = rng.uniform(0, 0.15 if steps else 1.0)
+        print(f"LOCRET_KILL_SEED={seed}: killed {seconds:.3f} s after {steps} steps")  # pytest shows it on failure
+        child = start(lambda: main(arguments(backbone, part, *more)), tmp_path / "part.log")
+        for _ in range(steps):
+            assert select([heard], [], [], 60)[0], (tmp_path / "part.log").read_text()[-3000:]
+            os.read(heard, 1)
+        until = time.monotonic() + seconds
+        for _ in range(steps or 1):  # no more steps than these, or a quick machine would end the run
+            if select([heard], [], [], max(0.0, until - time.monotonic()))[0]:
+                os.read(heard, 1)
+        os.kill(child, signal.SIGKILL)
+        assert status_of(child) == -signal.SIGKILL
+        while select([heard], [], [], 0)[0]:
+            os.read(heard, 1)
+    assert status_of(start(lambda: main(arguments(backbone, part, *more)), tmp_path / "part.log")) == 0
+    assert "Traceback" not in (tmp_path / "part.log").read_text()
+    same_run(whole, part)
+    assert [path.name for path in (part / "state").iterdir()] == ["step=20.ckpt"]
+
+
+def test_a_kill_between_writing_and_renaming_loses_nothing(backbone, tmp_path, monkeypatch):
+    """Child n is killed before its n-th rename, of a state, of the best heads or of what is exported."""
+    more = ["optim.steps=6", "trainer.save_every=2", "trainer.val_every=3", "trainer.keep_best=1", "resume=auto"]
+    whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "part.log"
+    assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
+    rename, reached = os.replace, []
+
+    def die_before(source, target, last):
+        reached.append(target)
+        if len(reached) == last:
+            print(f"killed before {Path(target).relative_to(part)} was there")
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(source, target)
+
+    for n in range(1, 20):
+        monkeypatch.setattr(os, "replace", lambda source, target, n=n: die_before(source, target, n))
+        status = status_of(start(lambda: main(arguments(backbone, part, *more)), log))
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL, log.read_text()[-3000:]
+    text = log.read_text()
+    assert status == 0 and "cannot be read" not in text and "Traceback" not in text
+    assert all(f"killed before {place}" in text for place in ("state/step=", "best/recall=", "heads")), text
+    same_run(whole, part)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_step_finish_saves_and_prints_the_command(backbone, tmp_path, monkeypatch, number):
+    more = ["optim.steps=8", "optim.accumulate=2", "trainer.save_every=100", "trainer.val_every=3"]
+    whole, part, log = tmp_path / "whole", tmp_path / "a part", tmp_path / "part.log"
+    assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
+
+    observe, forwards = HeadTraining.observe, []
+
+    def interrupt(self, *args, **more):  # in the middle of a step, between two of its samples
+        forwards.append(self.global_step)
+        if forwards.count(4) == 2:
+            os.kill(os.getpid(), number)
+        return observe(self, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadTraining, "observe", interrupt)
+        assert status_of(start(lambda: main(arguments(backbone, part, *more)), log)) == 130
+    text = log.read_text()
+    assert f"{number.name}: stopping after this step" in text and "stopped at step 5; state saved" in text
+    assert "locret-train: stopped" not in text and "Traceback" not in text, "it is said once"
+    (again,) = [line for line in text.splitlines() if line.startswith("  locret-train recipe=tiny")]
+    again = shlex.split(again)
+    assert again == ["locret-train", *arguments(backbone, part, *more), "resume=auto"]
+    assert newest_state(part).name == "interrupted.ckpt"
+    assert "6/8" not in text
+    assert status_of(start(lambda: main(again[1:]), log)) == 0
+    assert "6/8" in log.read_text(), "the bar of a run that goes on says how far it is"
+    same_run(whole, part)
+
+
+def test_a_signal_during_a_validation_lets_it_finish(backbone, tmp_path, monkeypatch):
+    """It is neither lost nor made twice, and out/best has its heads."""
+    more = ["optim.steps=4", "trainer.save_every=2", "trainer.val_every=2"]
+    whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "part.log"
+    assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
+    validate = HeadTraining.validation_step
+
+    def interrupt(self, sample, index):
+        if self.global_step == 2 and index == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return validate(self, sample, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadTraining, "validation_step", interrupt)
+        assert status_of(start(lambda: main(arguments(backbone, part, *more)), log)) == 130
+    assert "stopped at step 2; state saved" in log.read_text()
+    assert status_of(start(lambda: main(arguments(backbone, part, *more, "resume=auto")), log)) == 0
+    same_run(whole, part)
+
+
+def test_a_second_training_in_the_same_folder_is_refused(run, capsys):
+    with locked(run / ".lock", "busy"):
+        said = refused(capsys, *arguments(Path("checkpoints/nothing"), run, "resume=auto"))
+    assert said == f"locret-train: out={run}: another locret-train is writing there"
+
+
+def test_a_second_signal_stops_at_once_and_leaves_the_checkpoint(backbone, tmp_path, monkeypatch):
+    observe = HeadTraining.observe
+
+    def interrupt(self, *args, **more):
+        if self.global_step == 3:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.05)
+        return observe(self, *args, **more)
+
+    monkeypatch.setattr(HeadTraining, "observe", interrupt)
+    more = ["optim.steps=8", "trainer.save_every=2"]
+    assert status_of(start(lambda: main(arguments(backbone, tmp_path, *more)), tmp_path / "log")) == 130
+    assert "stopped at step" not in (tmp_path / "log").read_text()
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["step=2.ckpt"]
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(backbone, tmp_path, monkeypatch, capsys):
+    real, calls = torch.save, []
+
+    def full(obj, path):
+        calls.append(path)
+        if len(calls) == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return real(obj, path)
+
+    monkeypatch.setattr(fit.torch, "save", full)
+    assert main(arguments(backbone, tmp_path, "optim.steps=6", "trainer.save_every=2")) == 1
+    assert "No space left" in capsys.readouterr().err
+    monkeypatch.undo()
+    kept = list((tmp_path / "state").iterdir())
+    assert [path.name for path in kept] == ["step=2.ckpt"]
+    assert torch.load(kept[0], weights_only=True)["global_step"] == 2
+
+
+# ---- what is said before a step is made -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(backbone, tmp_path_factory) -> Path:
+    """A run of 2 steps."""
+    out = tmp_path_factory.mktemp("run")
+    assert main(arguments(backbone, out, "optim.steps=2")) == 0
+    return out
+
+
+def refused(capsys, *argv: str) -> str:
+    """The one line of a command that failed."""
+    capsys.readouterr()
+    assert main(list(argv)) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("locret-train:")]
+    return line
+
+
+def files(out: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_the_same_command_again_leaves_the_first_run_as_it_is(run, capsys):
+    before = files(run)
+    said = refused(capsys, *arguments(Path("checkpoints/nothing"), run, "optim.steps=2"))
+    assert said == f"locret-train: out={run} holds a run of 2 steps: resume=auto goes on with it, or name another out"
+    assert files(run) == before
+
+
+def test_auto_in_an_empty_folder_begins_anew_and_in_a_finished_run_ends_at_once(backbone, run, tmp_path):
+    assert main(arguments(backbone, tmp_path, "optim.steps=2", "resume=auto")) == 0
+    same_run(run, tmp_path)
+    states = files(tmp_path / "state")
+    assert main(arguments(backbone, tmp_path, "optim.steps=2", "resume=auto")) == 0
+    assert files(tmp_path / "state") == states and len(read_curves(tmp_path)["loss"]) == 2
+
+
+def test_a_run_goes_on_with_the_optimiser_settings_that_it_is_given(backbone, tmp_path, capsys):
+    """The rate is the new peak times the new schedule, from the first step on: two steps of warm-up, then down to step 5."""
+    assert main(arguments(backbone, tmp_path, "optim.steps=3", "optim.lr=1e-3")) == 0
+    more = ["optim.steps=5", "optim.lr=6e-4", "optim.weight_decay=0.5", "trainer.val_every=5", "--resume", "auto"]
+    assert main(arguments(backbone, tmp_path, *more)) == 0
+    rates = read_curves(tmp_path)["train/lr"]
+    assert [rates[step] for step in range(1, 6)] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 4e-4, 2e-4])
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert "step=3.ckpt was saved with other settings" in said
+    assert said.endswith("optim.lr=0.0006 (was 0.001), optim.weight_decay=0.5 (was 0.0), optim.steps=5 (was 3)")
+    (group,) = torch.load(tmp_path / "state" / "step=5.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"]
+    assert group["weight_decay"] == 0.5 and group["initial_lr"] == 6e-4
+    for said in (["--resume", "never", "seed=1"], ["resume=never", "seed=1"], ["--resume=never", "seed=1"]):
+        assert fit.command_to_go_on(said) == "locret-train seed=1 resume=auto"
+
+
+def test_a_damaged_or_foreign_checkpoint_is_one_line_before_the_backbone_is_loaded(run, tmp_path, capsys):
+    whole = (run / "state" / "step=2.ckpt").read_bytes()
+    for name, content in (("half.ckpt", whole[: len(whole) // 2]), ("empty.ckpt", b""), ("text.ckpt", b"not a file")):
+        (tmp_path / name).write_bytes(content)
+    torch.save(torch.zeros(3), tmp_path / "tensor.ckpt")
+    for path in (*tmp_path.glob("*.ckpt"), run / "heads.pt", run / "state"):
+        said = refused(capsys, *arguments(Path("checkpoints/nothing"), tmp_path / "out", f"resume={path}"))
+        assert f"resume={path} cannot be read as the state of a run" in said and "out/state" in said, said
+
+
+def test_a_checkpoint_of_other_settings_is_one_line(backbone, run, tmp_path, capsys):
+    path = run / "state" / "step=2.ckpt"
+    for out, resume in ((run, "auto"), (tmp_path, path)):
+        said = refused(capsys, *arguments(backbone, out, "optim.steps=4", "heads.d_hidden=8", f"resume={resume}"))
+        assert f"{path} was saved with other settings" in said and "[16, " in said and "[8, " in said, said
+    said = refused(capsys, *arguments(backbone, run, "trains=pool", "pool.slots=8", "resume=auto"))
+    assert "[16, 64] there and missing here" in said
+
+
+def test_a_signal_while_the_backbone_loads_is_said_in_one_line(backbone, tmp_path, monkeypatch, capsys):
+    def load(*args, **more):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(fit, "load_backbone", load)
+    assert main(arguments(backbone, tmp_path)) == 130
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line == "locret-train: stopped; resume=auto goes on from the newest state that was saved, if there is one"

@@ -1,0 +1,452 @@
+"""Text to token ids: answer spans, schemas, needles and synthetic samples. No download: the tokenizer is made here."""
+
+import gzip
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from hashlib import sha256
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sample_tokenizers import BARE, CHAT, HAYSTACK, PARAGRAPH, TOK, TRIM, make_tokenizer
+
+from locret_kit.samples import facts, haystack, needles, synthetic, wording
+from locret_kit.samples.records import read_records, to_messages
+from locret_kit.samples.sample import Sample, encode_chat
+from locret_kit.text.template import render_prompt
+
+# a text with many different lines
+
+
+def chat(*contents):
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def spans(tokenizer, sample):
+    return [tokenizer.decode(sample.ids[a:b]) for a, b in sample.answers]
+
+
+# --- chat
+
+
+def test_spans_of_every_turn_with_end_token():
+    sample = encode_chat(TOK, chat("Say 42. Then 42 again.", "42", "42? Once more: 42", "No. 42", "why", "42"))
+    assert spans(TOK, sample) == ["42<|im_end|>", "No. 42<|im_end|>", "42<|im_end|>"]
+    assert TOK.decode(sample.ids[: sample.prompt_len]).endswith("why<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("answer", ["assistant", "<|im_start|>", "user\nwhy", "Be kind.", "\n", "é", "日本語", "a b"])
+def test_answers_that_look_like_something_else(answer):
+    if not answer.strip():
+        with pytest.raises(ValueError, match=r"messages\[1\]\['content'\]='\\n' is an empty answer"):
+            encode_chat(TOK, chat("why", answer))
+        return
+    sample = encode_chat(TOK, chat(f"why {answer}", answer, answer, answer))
+    assert spans(TOK, sample) == [f"{answer}<|im_end|>"] * 2
+
+
+words = st.text(alphabet="ab1 .\né日", min_size=1, max_size=12).filter(str.strip)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(words, words), min_size=1, max_size=4))
+def test_spans_are_exact(turns):
+    messages = chat(*itertools.chain(*turns))
+    sample = encode_chat(TOK, messages)
+    assert spans(TOK, sample) == [f"{answer}<|im_end|>" for _, answer in turns]
+    assert TOK.decode(sample.ids) == TOK.apply_chat_template(messages, tokenize=False)
+
+
+@pytest.mark.parametrize("now", ["strftime_now('%H:%M:%S.%f')", "range(99999) | random"])
+def test_a_template_that_says_something_else_each_time(now):
+    changing = make_tokenizer(f"{{{{ {now} }}}} {CHAT}")
+    sample = encode_chat(changing, chat("why", "one", "so?", "two"))
+    assert spans(changing, sample) == ["one<|im_end|>", "two<|im_end|>"]
+
+
+def test_thoughts_that_the_template_leaves_out():
+    """The tokens are the tokenizer's own, and an answer's are what the template shows of it."""
+    cut = CHAT.replace("m['content']", "m['content'].split('</think>')[-1].strip()")
+    thinking = make_tokenizer(cut)
+    thinking.add_tokens(["<think>", "</think>"])
+    messages = chat("why", "<think>\nhm\n</think>\n\none", "so?", "two")
+    sample = encode_chat(thinking, messages)
+    assert [*sample.ids] == thinking(thinking.apply_chat_template(messages, tokenize=False)).input_ids
+    assert spans(thinking, sample) == ["one<|im_end|>", "two<|im_end|>"]
+
+
+def test_template_that_trims_and_adds_blocks():
+    sample = encode_chat(TRIM, chat("q", " one ", "one", "two"))
+    assert [span.strip() for span in spans(TRIM, sample)] == ["one <|im_end|>", "two <|im_end|>"]
+    assert TRIM.decode(sample.ids[: sample.prompt_len]).rstrip().endswith("<think></think>")
+
+
+def test_no_template():
+    sample = encode_chat(BARE, chat("one two", "two", "x", "two"))
+    assert BARE.decode(sample.ids) == "one two\ntwo\nx\ntwo\n"
+    assert spans(BARE, sample) == ["two", "two"]
+
+
+@pytest.mark.parametrize("spare", [0, 1, 50, 200])
+def test_truncation_cuts_the_middle_of_the_longest_user_message(spare):
+    long = "HEAD " + "The sky is blue. " * 60 + "TAIL"
+    messages = chat("short", "first answer", long, "second answer")
+    whole = encode_chat(TOK, messages)
+    shorter = encode_chat(TOK, messages, max_tokens=len(whole.ids) - spare)
+    assert len(shorter.ids) == len(whole.ids) - spare
+    assert spans(TOK, shorter) == spans(TOK, whole)
+    decoded = TOK.decode(shorter.ids)
+    assert "HEAD" in decoded and "TAIL" in decoded and "short" in decoded
+
+
+@pytest.mark.parametrize("spare", [20, 200])
+def test_truncation_at_the_end_keeps_the_beginning(spare):
+    """As Locret's published code cuts prompts."""
+    messages = chat("HEAD " + "The sky is blue. " * 60 + "TAIL", "an answer")
+    whole = encode_chat(TOK, messages)
+    shorter = encode_chat(TOK, messages, max_tokens=len(whole.ids) - spare, cut="end")
+    same = next(i for i, (a, b) in enumerate(zip(shorter.ids, whole.ids, strict=False)) if a != b)
+    assert shorter.ids[same:] == whole.ids[same + spare :] and spans(TOK, shorter) == spans(TOK, whole)
+    text = TOK.decode(shorter.ids)
+    assert "HEAD" in text and "TAIL" not in text
+
+
+def test_truncation_that_would_cut_answers():
+    messages = chat("q", "a long answer " * 30)
+    size = len(encode_chat(TOK, messages).ids)
+    with pytest.raises(ValueError, match=rf"max_tokens=50 must be at least \d+: the conversation has {size} tokens"):
+        encode_chat(TOK, messages, max_tokens=50)
+
+
+def test_chat_errors():
+    with pytest.raises(ValueError, match=r"messages\[0\]\['content'\]=None must be a string"):
+        encode_chat(TOK, [{"role": "user", "content": None}])
+    with pytest.raises(ValueError, match=r"shows messages\[0\] \(user\) 0 times"):
+        encode_chat(make_tokenizer("{% for m in messages %}x{% endfor %}"), chat("q", "a"))
+    with pytest.raises(ValueError, match="the chat template refuses the conversation: roles must alternate"):
+        encode_chat(make_tokenizer("{{ raise_exception('roles must alternate') }}"), chat("q", "a"))
+    with pytest.raises(ValueError, match="ordered, disjoint spans"):
+        Sample((1, 2, 3), ((1, 4),))
+    assert Sample((1, 2, 3), ()).prompt_len == 3
+
+
+def test_render_prompt():
+    document, question = "Some text.\nMore LOCRETMARK0X.", "What?"
+    before, after = render_prompt(TOK, document, question)
+    expected = [{"role": "user", "content": f"{document}\n\n{question}"}]
+    assert before + document + after == TOK.apply_chat_template(expected, tokenize=False, add_generation_prompt=True)
+    assert render_prompt(TOK, document, question, chat=False) == ("", "\n\nWhat?")
+    assert render_prompt(BARE, document, question) == ("", "\n\nWhat?\n")
+
+
+# --- records
+
+
+@pytest.mark.parametrize(
+    "record, index, expected",
+    [
+        ({"instruction": "q", "output": "a", "input": ""}, 0, chat("q", "a")),
+        ({"instruction": "q", "output": "a", "input": "doc", "file": "x"}, 0, chat("q\n\ndoc", "a")),
+        ({"messages": chat("q", "a", "r", "b"), "length": 3}, 0, chat("q", "a", "r", "b")),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, 0, chat("q", "a")),
+        ({"document": "d", "question": "q", "answer": "a"}, 0, chat("d\n\nq", "a")),
+        ({"context": "d", "query": "q", "answers": ["a", "b"]}, 0, chat("d\n\nq", "a")),
+        ({"input": "d", "instructions": ["p", "q"], "outputs": ["a", "b"]}, 1, chat("d\n\nq", "b")),
+        ({"input": "d", "instructions": ["p", "q"], "outputs": ["a", "b"]}, 4, chat("d\n\np", "a")),
+    ],
+)
+def test_schemas(record, index, expected):
+    assert to_messages(record, index=index) == expected
+
+
+def test_schema_errors():
+    with pytest.raises(ValueError, match=r"no known schema has the keys \['bar', 'foo'\]") as error:
+        to_messages({"foo": 1, "bar": 2})
+    assert all(name in str(error.value) for name in ("LongAlpaca", "LongAlign", "anti-haystack", "L-Eval", "from"))
+    with pytest.raises(ValueError, match="turn 0 needs a 'role' of"):
+        to_messages({"messages": [{"role": "wizard", "content": "x"}]})
+    with pytest.raises(ValueError, match=r"turn 0 needs a 'from' of .*\['gpt'\]"):
+        to_messages({"conversations": [{"from": ["gpt"], "value": "x"}]})
+    for record in ({"messages": chat("q")}, {"conversations": []}):
+        with pytest.raises(ValueError, match="no assistant turn"):
+            to_messages(record)
+    with pytest.raises(ValueError, match="must be as many"):
+        to_messages({"input": "d", "instructions": ["p"], "outputs": []})
+    with pytest.raises(ValueError, match=r"outputs\[1\]=None must be a string"):
+        to_messages({"input": "d", "instructions": ["p", "q"], "outputs": ["a", None]}, index=1)
+    with pytest.raises(ValueError, match="output=3 must be a string"):
+        to_messages({"instruction": "q", "output": 3})
+
+
+def test_read_files(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"instruction": f"q{i}", "output": "é"} for i in range(3)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    (tmp_path / "b.jsonl").write_text("\n\n".join(json.dumps(row) for row in rows))
+    (tmp_path / "c.json").write_text("\n".join(json.dumps(row) for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    (tmp_path / "readme.txt").write_text("no records")
+    for name in ("a.json", "b.jsonl", "c.json", "d.parquet"):
+        assert list(read_records(tmp_path / name)) == rows
+    assert list(read_records(str(tmp_path))) == rows * 4
+
+
+def test_read_what_datasets_saved(tmp_path):
+    import datasets
+
+    rows = [{"instruction": f"q{i}", "output": "é"} for i in range(3)]
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=saved, test=saved.select([2])).save_to_disk(tmp_path / "two")
+    assert list(read_records(tmp_path / "one")) == list(read_records(tmp_path / "two")) == rows
+    assert list(read_records(tmp_path / "two", split="test")) == rows[2:]
+    with pytest.raises(ValueError, match=r"split=tset must be one that .*two has: train, test\. Did you mean 'test'"):
+        list(read_records(tmp_path / "two", split="tset"))
+    (tmp_path / "one" / "state.json").write_text("{")
+    with pytest.raises(ValueError, match="one cannot be read: "):
+        list(read_records(tmp_path / "one"))
+
+
+def test_half_a_character_is_a_question_mark_and_a_mark_at_the_beginning_is_none(tmp_path):
+    rows = [{"instruction": "a \ud83d b", "output": "\U0001f389"}]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + json.dumps(rows[0]))
+    (tmp_path / "b.json").write_text("\ufeff" + json.dumps(rows))
+    for name in ("a.jsonl", "b.json"):
+        assert list(read_records(tmp_path / name)) == [{"instruction": "a ? b", "output": "\U0001f389"}]
+
+
+def test_read_errors(tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"a": 1}\n\n{"a": \n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 3 is not JSON"):
+        list(read_records(bad))
+    bad.write_text('{"a": 1}\n[2]\n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2: a record must be a JSON object, not list"):
+        list(read_records(bad))
+    (tmp_path / "bad.json").write_text('{"a": 1,\n "b": }')
+    with pytest.raises(ValueError, match=r"bad\.json is not JSON: .*line 2"):
+        list(read_records(tmp_path / "bad.json"))
+    bad.write_text('{"a": 1}\n' + "[" * 200_000 + "\n")
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2 is n"):
+        list(read_records(bad))
+    (tmp_path / "latin.jsonl").write_bytes('{"a": "\xe9"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.jsonl is not UTF-8"):
+        list(read_records(tmp_path / "latin.jsonl"))
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(ValueError, match=r"cut\.parquet cannot be read"):
+        list(read_records(tmp_path / "cut.parquet"))
+    with pytest.raises(FileNotFoundError, match="missing.jsonl does not exist"):
+        read_records(tmp_path / "missing.jsonl")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="has no .json, .jsonl, .parquet file"):
+        read_records(tmp_path / "empty")
+    (tmp_path / "x.csv").write_text("a")
+    with pytest.raises(ValueError, match="must end in one of"):
+        read_records(tmp_path / "x.csv")
+
+
+def test_hub_is_streamed(monkeypatch):
+    import datasets
+
+    def load(name, split, streaming):
+        if name == "no/where":
+            raise ConnectionError("offline")
+        assert (name, split, streaming) == ("owner/name", "test", True)
+        return there[0]
+
+    there: list[object] = [None]
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    kept = datasets.Dataset.from_list([{"a": 1}])
+    for made in ([{"a": 1}], kept, kept.to_iterable_dataset()):
+        for there[0] in (made, {"test": made, "train": []}):
+            assert list(read_records("owner/name", split="test")) == [{"a": 1}]
+    there[0] = {"train": []}
+    with pytest.raises(ValueError, match="split=test must be one that owner/name has: train"):
+        list(read_records("owner/name", split="test"))
+    with pytest.raises(FileNotFoundError, match="no/where is no local path, and the Hub did not deliver it: offline"):
+        list(read_records("no/where"))
+
+
+# --- text
+
+
+def byte_tokenizer():
+    """A token a byte: nothing is trained, so nothing depends on a version."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+def test_the_jargon_file_and_needles_in_it_are_the_same_bytes_everywhere(monkeypatch):
+    monkeypatch.delenv("LOCRET_JARGON", raising=False)
+    read = haystack.load_text("jargon")
+    assert sha256(read.encode()).hexdigest() == "40dfb4b98191a670a09a183d5798d50f243d23fdbd1495dcc0aca2ce5895ba97"
+    needle = needles.make_needle("R.PassKey", byte_tokenizer(), n_tokens=4000, depth=0.5, seed="bytes", haystack=read)
+    assert (sha256(needle.prompt.encode()).hexdigest()[:16], needle.answer) == ("b28db7a016a19cee", "30534")
+
+
+def test_load_text(tmp_path, monkeypatch):
+    assert haystack.load_text("pydoc").count(" the ") > 1000
+    (tmp_path / "a.jsonl").write_text('{"input": "one"}\n{"input": "two"}\n')
+    (tmp_path / "t.txt.gz").write_bytes(gzip.compress("zipped é".encode()))
+    assert haystack.load_text(tmp_path / "a.jsonl") == haystack.load_text(tmp_path) == "one\n\ntwo"
+    monkeypatch.setenv("LOCRET_JARGON", str(tmp_path / "t.txt.gz"))
+    assert haystack.load_text("jargon") == "zipped é"
+    monkeypatch.setenv("LOCRET_JARGON", str(tmp_path / "none.txt"))
+    with pytest.raises(FileNotFoundError, match="apt-get install jargon-text"):
+        haystack.load_text("jargon")
+    with pytest.raises(FileNotFoundError, match="must be 'pydoc', 'jargon' or an existing"):
+        haystack.load_text(tmp_path / "none.txt")
+    (tmp_path / "b.jsonl").write_text('{"output": "one"}\n')
+    with pytest.raises(ValueError, match=r"b.jsonl, record 0: must have a string `input`, has \['output'\]"):
+        haystack.load_text(tmp_path / "b.jsonl")
+    (tmp_path / "c.txt").write_text(" ")
+    with pytest.raises(ValueError, match="has no text"):
+        haystack.load_text(tmp_path / "c.txt")
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([HAYSTACK, PARAGRAPH, "Ein Satz, größer. 日本語のテキスト。 Ja!\n"]),
+    st.integers(1, 700) | st.integers(700, 4000),
+    st.integers(0, 99),
+)
+def test_cut_length_and_start(source, n_tokens, seed):
+    piece = haystack.cut(source, TOK, n_tokens, random.Random(seed))
+    assert abs(haystack.count(TOK, piece) - n_tokens) <= max(2, 0.01 * n_tokens)  # 2: a character may take three tokens
+    beginnings = [source[at:] for at in haystack.starts(source)]
+    head = piece[:10]
+    assert any(line.startswith(head[: len(line)]) for line in beginnings)
+
+
+# --- needles
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(sorted(needles.TASKS)),
+    st.integers(220, 3000),
+    st.floats(0, 1),
+    st.integers(0, 99),
+    st.sampled_from([None, HAYSTACK]),
+    st.sampled_from(["infinitebench", "open"]),
+)
+def test_needle(task, n_tokens, depth, seed, haystack, ending):
+    needle = needles.make_needle(task, TOK, n_tokens=n_tokens, depth=depth, seed=seed, haystack=haystack, ending=ending)
+    words = needles.TASKS[task]
+    assert needle.n_tokens == len(TOK(needle.prompt)["input_ids"]) <= n_tokens
+    assert needle.n_tokens >= 0.99 * n_tokens - 1
+    blank = "" if ending == "open" else "\n\n"
+    assert needle.prompt == f"{needle.document}\n\n{needle.question}{blank}{needle.prefix}"
+    assert needle.prefix == ("" if ending == "open" else words.prefix)
+    assert needle.prompt.count("\n" + words.needle.format(key=needle.answer)) == 1
+    assert needle.prompt.count(needle.answer) == 2
+    assert len(needle.answer) == 5 + words.repeats
+    assert abs(needle.depth - depth) <= max(0.02, 30 / (n_tokens - 150))  # half a sentence
+
+
+def test_needle_wording():
+    needle = needles.make_needle("passkey", TOK, n_tokens=1500, depth=0, seed=1)
+    assert needle.prompt.startswith(
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+        "I will quiz you about the important information there.\n\n"
+        f"The pass key is {needle.answer}. Remember it. {needle.answer} is the pass key.\n"
+        "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\nThe grass"
+    )
+    assert needle.prompt.endswith("\n\nWhat is the pass key?\n\nThe pass key is") and needle.depth == 0
+    last = needles.make_needle("R.Number", TOK, n_tokens=1500, depth=1, seed=1)
+    assert last.depth == 1 and "memorize" not in last.prompt
+    assert last.document.endswith(f"{last.answer} is the sequence of digits.")
+
+
+def drawn() -> str:
+    """Digest of a needle and of a synthetic sample."""
+    needle = needles.make_needle("R.Number", TOK, n_tokens=900, depth=0.3, seed="s", haystack=HAYSTACK)
+    sample = synthetic.synthetic_sample(TOK, [HAYSTACK], 900, 3, 4)
+    return sha256((needle.prompt + repr(sample)).encode()).hexdigest()
+
+
+def test_needle_does_not_depend_on_the_process():
+    """Nor on its hash seed, which is another one here."""
+    code, paths = "import test_samples; print(test_samples.drawn())", [os.path.dirname(__file__), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    assert done.stdout.strip() == drawn()
+
+
+def test_needle_errors():
+    with pytest.raises(ValueError, match="task='R.KV' must be one of R.PassKey, R.Number"):
+        needles.make_needle("R.KV", TOK, n_tokens=900, depth=0.5, seed=0)
+    with pytest.raises(ValueError, match=r"depth=1.5 must be within \[0, 1\]"):
+        needles.make_needle("passkey", TOK, n_tokens=900, depth=1.5, seed=0)
+    with pytest.raises(ValueError, match=r"n_tokens=20 must be above \d+"):
+        needles.make_needle("passkey", TOK, n_tokens=20, depth=0.5, seed=0)
+
+
+# --- synthetic
+
+
+@pytest.mark.parametrize("n_tokens, repetitive", [(700, 0.3), (1500, 0.0), (1500, 1.0)])
+def test_synthetic_samples(n_tokens, repetitive, monkeypatch):
+    monkeypatch.setattr(synthetic, "REPETITIVE", repetitive)
+    chats = 0
+    for i in range(40):
+        sample = synthetic.synthetic_sample(TOK, [HAYSTACK, PARAGRAPH * 9], n_tokens, 5, i)
+        assert 0.9 * n_tokens <= len(sample.ids) <= n_tokens
+        ((start, end),) = sample.answers
+        prompt, answer = TOK.decode(sample.ids[:start]), TOK.decode(sample.ids[start:end])
+        chats += answer.endswith("<|im_end|>")
+        assert prompt.endswith("<|im_start|>assistant\n") == answer.endswith("<|im_end|>")
+        answer = answer.removesuffix("<|im_end|>")
+        assert answer.startswith(" ") != prompt.endswith("\n")
+        # the last word of the answer is in the text
+        assert answer.split()[-1].rstrip(".") in prompt
+    assert 8 < chats < 32
+
+
+def test_synthetic_answers_are_in_the_text():
+    seen = set()
+    for seed in range(400):
+        rng = random.Random(str(seed))
+        fact = facts.make_fact(rng)
+        assert fact.value in fact.statement and "{" not in fact.statement + fact.question + fact.prefix
+        seen.add(fact.statement[:8])
+    assert len(facts.FACTS) >= 40 and len(wording.PROMPTS) >= 20 and len(seen) > 60
+    assert all(prompt.count("{c}") == 1 and "{q}" in prompt for prompt in wording.PROMPTS)
+
+
+def test_copy_question_over_real_text():
+    lead, following = synthetic._passage(HAYSTACK, random.Random(0))
+    flat = " ".join(HAYSTACK.split())
+    assert flat.count(lead) == 1 and f"{lead} {following}" in flat and 20 <= len(following.split()) <= 40
+    assert synthetic._passage("The same. " * 500, random.Random(0)) is None
+
+
+def test_synthetic_errors():
+    with pytest.raises(ValueError, match="texts must not be empty"):
+        synthetic.synthetic_sample(TOK, [], 500, 0, 0)
+    with pytest.raises(ValueError, match="n_tokens=60 is too small"):
+        synthetic.synthetic_sample(TOK, [PARAGRAPH], 60, 0, 0)
+
+
+def test_light_import():
+    code = (
+        "import sys, locret_kit.samples.synthetic, locret_kit.samples.needles; "
+        "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=__file__.rsplit("/tests/", 1)[0]
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,416 @@
+"""What is validated on is never trained on; records come in whole epochs, wherever a run was stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pyarrow.parquet
+import pytest
+from equal_runs import same_run
+from forked import start, status_of
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
+from torch.utils.data import DataLoader
+from word_grams import grams
+
+from locret_kit import RetainingHeads
+from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.load import load_backbone
+from locret_kit.cli.train import main
+from locret_kit.config.recipes import load_config
+from locret_kit.config.train_config import DataConfig
+from locret_kit.samples import records as records_module
+from locret_kit.samples.facts import FACTS, HELD_FACTS, make_fact
+from locret_kit.samples.haystack import load_text
+from locret_kit.samples.records import read_records, to_messages
+from locret_kit.samples.sample import Sample, encode_chat
+from locret_kit.samples.wording import HELD_PROMPTS, HELD_QUOTES, HELD_SENTENCES, PROMPTS, QUOTES, SENTENCES
+from locret_kit.training import callbacks, sources
+from locret_kit.training.data import SampleModule, Samples, Share, divided
+from locret_kit.training.module import HeadTraining
+from locret_kit.training.scalars import read_curves
+from locret_kit.training.sources import split_text
+
+TOKENIZER = tiny_tokenizer()
+
+
+def document(number: int, length: int = 30) -> str:
+    """A text whose words no other document has."""
+    return " ".join(f"w{number}x{i}" for i in range(length))
+
+
+def record(number: int, question: str = "What is it?") -> dict:
+    return {"context": document(number), "question": question, "answer": f"It is {number}."}
+
+
+def jsonl(path: Path, records: list[dict]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def samples_of(*sources: str, seed: int = 0, **settings) -> Samples:
+    return Samples(DataConfig(sources=list(sources), max_tokens=400, **settings), TOKENIZER, seed=seed)
+
+
+def said(sample: Sample) -> str:
+    """A sample's text without the chat template's."""
+    return TOKENIZER.decode(sample.ids).replace("<|im_start|>", "\n").replace("<|im_end|>", "\n")
+
+
+def number_of(sample: Sample) -> int:
+    """Of the document that a sample shows."""
+    return int(said(sample).split("w", 1)[1].split("x")[0])
+
+
+# ---- nothing of it is trained on ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_synthetic_training_shares_no_13_words_with_validation(seed):
+    """pydoc says a third to a half of a stretch again elsewhere, so cutting the stretch out is not enough."""
+    samples = samples_of("synthetic", seed=seed, val_samples=20)
+    held, trained = set(), set()
+    for sample in samples.held:
+        held |= grams(said(sample))
+    for text in [*samples.sources["synthetic"].texts, *(said(samples[i]) for i in range(15))]:
+        trained |= grams(text)
+    assert len(samples.held) == 20 and len(held) > 1000 and len(trained) > 30_000
+    assert not held & trained
+    whole = load_text("pydoc")
+    assert 0.7 < len(samples.sources["synthetic"].texts[0]) / len(whole) < 0.9
+
+
+def test_wordings_of_validation_are_its_own():
+    for mine, theirs in (
+        (FACTS, HELD_FACTS), (PROMPTS, HELD_PROMPTS), (SENTENCES, HELD_SENTENCES), (QUOTES, HELD_QUOTES),
+    ):  # fmt: skip
+        assert len(set(mine)) == len(mine) and not set(mine) & set(theirs)
+    for i in (1, 2, 3):
+        assert not {fact[i] for fact in FACTS} & {fact[i] for fact in HELD_FACTS}, "statement, question, answer"
+    rng, seen = random.Random(0), set()
+    for _ in range(300):
+        fact = make_fact(rng, HELD_FACTS)
+        assert fact.value in fact.statement and "{" not in fact.statement + fact.question + fact.prefix
+        seen.add(fact.prefix.split()[-1])
+    assert len(seen) > 10
+    assert all(prompt.count("{c}") == 1 and "{q}" in prompt for prompt in HELD_PROMPTS)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_no_document_of_validation_is_in_a_whole_epoch(tmp_path, seed):
+    """A third of the documents have three records each, in two files; the file's first copies must not come back."""
+    many = [record(n, f"Question {q}, please?") for n in range(0, 30, 3) for q in range(3)]
+    first = jsonl(tmp_path / "first.jsonl", [record(n) for n in range(30)])
+    second = jsonl(tmp_path / "second.jsonl", many + [record(n) for n in range(100, 120)])
+    samples = samples_of(first, second, seed=seed, val_samples=10)
+    held = [number_of(sample) for sample in samples.held]
+    assert len(set(held)) == len(held) == 10, "no document twice"
+    trained = Counter()
+    for source in (first, second):
+        part = samples.sources[source]
+        trained.update(number_of(part[place]) for place in range(len(part.trained)))
+    assert not set(held) & set(trained)
+    assert set(trained) == {*range(30), *range(100, 120)} - set(held)
+
+
+def test_a_text_shares_nothing_with_records_that_were_set_aside(tmp_path, monkeypatch):
+    monkeypatch.setattr("locret_kit.samples.synthetic.REPETITIVE", 0.0)
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(document(n) + "." for n in range(40)))
+    source = jsonl(tmp_path / "records.jsonl", [record(n) for n in range(40)])
+    samples = samples_of("synthetic", source, val_samples=8, texts=[str(text)])
+    (left,) = samples.sources["synthetic"].texts
+    stretched = set(range(40)) - {n for n in range(40) if document(n) in left}
+    held = {number_of(sample) for sample in samples.held[4:]}
+    assert held < stretched and len(stretched) < 20
+    part = samples.sources[source]
+    assert {number_of(part[place]) for place in range(len(part.trained))} == set(range(40)) - stretched
+
+
+def test_val_samples_0_sets_nothing_aside(tmp_path):
+    source = jsonl(tmp_path / "records.jsonl", [record(0), record(0), record(1)])
+    samples = samples_of(source, "synthetic", val_samples=0)
+    assert samples.held == [] and samples.sources["synthetic"].texts == [load_text("pydoc")]
+    assert sorted(number_of(samples.sources[source][place]) for place in range(3)) == [0, 0, 1]
+
+
+@given(st.text("ab .\n", min_size=1), st.integers(1, 50), st.integers(0, 99))
+def test_a_stretch_and_the_rest_are_the_text(text, least, seed):
+    stretch, rest = split_text(text, least, random.Random(seed))
+    assert Counter(f"{stretch}\n{rest}".split()) == Counter(text.split()) and stretch in text
+
+
+@given(st.integers(0, 100), st.lists(st.floats(0.01, 9), min_size=1, max_size=6))
+def test_samples_are_divided_by_weight(samples, weights):
+    names = [f"source {i}" for i in range(len(weights))]
+    found = divided(samples, names, weights)
+    assert sum(found.values()) == samples
+    assert all(abs(found[name] - samples * w / sum(weights)) < 1 + 1e-9 for name, w in zip(names, weights, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("records", "most"),
+    [
+        ([record(n) for n in range(4)], 3),
+        ([record(0)], 0),
+        ([record(n, f"Question {q}?") for n in range(3) for q in range(5)], 2),
+        ([record(0), record(1), record(2), *[{"context": document(n)} for n in range(3, 9)]], 2),
+    ],
+)
+def test_more_validation_than_can_be_set_aside_is_one_line(tmp_path, records, most):
+    source = jsonl(tmp_path / "few.jsonl", records)
+    words = (
+        rf"data\.val_samples={most + 1} sets {most + 1} records of '.*few\.jsonl' aside, where at most {most} can be"
+    )
+    with pytest.raises(ValueError, match=words):
+        samples_of(source, val_samples=most + 1)
+    assert len(samples_of(source, val_samples=most).held) == most
+
+
+def test_a_text_that_cannot_be_split_is_one_line(tmp_path):
+    (tmp_path / "line.txt").write_text("one line " * 40)
+    (tmp_path / "same.txt").write_text("The same few words, over and over, for ever and a day, to the end.\n" * 200)
+    for name in ("line", "same"):
+        with pytest.raises(ValueError, match=rf"data\.texts: '.*{name}\.txt' .*data\.val_samples=8"):
+            samples_of("synthetic", texts=[str(tmp_path / f"{name}.txt")])
+
+
+# ---- whole epochs ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_epoch_visits_each_record_once_in_an_order_of_the_seed_alone(tmp_path):
+    source = jsonl(tmp_path / "records.jsonl", [record(n) for n in range(23)])
+    (tmp_path / "elsewhere").mkdir()
+    elsewhere = jsonl(tmp_path / "elsewhere" / "named.jsonl", [record(n) for n in range(23)])
+    samples = samples_of(source, val_samples=3)
+    rest = set(range(23)) - {number_of(sample) for sample in samples.held}
+    order = [number_of(samples[i]) for i in range(60)]
+    epochs = [order[at : at + 20] for at in (0, 20, 40)]
+    assert all(len(epoch) == len(set(epoch)) and set(epoch) == rest for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    again, other = samples_of(elsewhere, val_samples=3), samples_of(source, seed=1, val_samples=3)
+    assert [number_of(again[i]) for i in reversed(range(60))] == order[::-1], (
+        "not of the path, nor of what was asked before"
+    )
+    assert [number_of(other[i]) for i in range(60)] != order
+    assert [number_of(sample) for sample in again.held] == [number_of(sample) for sample in samples.held]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_processes_share_an_epoch(tmp_path, world):
+    samples = samples_of(jsonl(tmp_path / "records.jsonl", [record(n) for n in range(19)]), val_samples=3)
+    shares = [Share(samples, 0, rank, world, per_step=4 // world) for rank in range(world)]
+    seen = [number_of(s) for step in range(4) for share in shares for batch in share.step(step) for s in batch]
+    assert len(set(seen)) == len(seen) == 16
+
+
+def test_a_record_is_asked_all_of_its_questions_in_turn(tmp_path):
+    asked = {"input": document(0), "instructions": ["a?", "b?", "c?"], "outputs": ["one", "two", "three"]}
+    samples = samples_of(jsonl(tmp_path / "records.jsonl", [asked, record(1)]), val_samples=0)
+    wanted = [encode_chat(TOKENIZER, to_messages(asked, index=i)) for i in range(3)]
+    seen = [samples[i] for i in range(12) if number_of(samples[i]) == 0]
+    assert len(seen) == 6 and seen[:3] == seen[3:] and sorted(map(said, seen[:3])) == sorted(map(said, wanted))
+
+
+def test_a_mixture_takes_each_source_in_epochs_of_its_own(tmp_path):
+    sources = [jsonl(tmp_path / f"{i}.jsonl", [record(100 * i + n) for n in range(11)]) for i in (1, 2)]
+    samples = samples_of(*sources, val_samples=2, weights=[3.0, 1.0])
+    drawn = [number_of(samples[i]) for i in range(120)]
+    for i, records in ((1, 9), (2, 11)):
+        mine = [n for n in drawn if n // 100 == i]
+        assert len(set(mine[:records])) == records and set(mine[:records]) == set(mine[records : 2 * records])
+    assert 70 < sum(n < 200 for n in drawn) < 110
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def streamed(monkeypatch):
+    """Sources of any size are read in blocks of 8 records, and those to validate on; the list has the records that were read."""
+    read: list[dict] = []
+
+    def counted(*args, **more):
+        for row in read_records(*args, **more):
+            read.append(row)
+            yield row
+
+    monkeypatch.setattr(sources, "read_records", counted)
+    monkeypatch.setattr(sources, "BLOCK", 8)
+    monkeypatch.setattr(sources, "WHOLE", 0)
+    monkeypatch.setattr(records_module, "WHOLE", 0)
+    monkeypatch.setattr(records_module, "PIECE", 300)
+    return read
+
+
+def stored(folder: Path, kind: str, rows: list[dict], monkeypatch) -> str:
+    """The rows as a source of a kind."""
+    if kind == "jsonl":
+        return jsonl(folder / "rows.jsonl", rows)
+    if kind == "json":
+        (folder / "rows.json").write_text(json.dumps(rows, indent=1))
+        return str(folder / "rows.json")
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+        return str(folder)
+    if kind == "saved":
+        datasets.Dataset.from_list(rows).save_to_disk(folder / "saved")
+        return str(folder / "saved")
+    load = {
+        "hub": lambda *_, **more: datasets.Dataset.from_list(rows).to_iterable_dataset(),
+        "generator": lambda *_, **more: iter(rows),
+    }
+    monkeypatch.setattr(datasets, "load_dataset", load[kind])
+    return "lab/streamed"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved", "hub", "generator"])
+def test_a_stream_is_read_as_steps_need_it_in_whole_epochs(streamed, tmp_path, monkeypatch, capsys, kind):
+    """Record 30 cannot be used, those from 31 on are copies of the first block's."""
+    rows = [record(n, "What is it?" if n < 31 else "Which?") for n in [*range(31), *range(11)]]
+    rows[30]["answer"] = ""
+    source = stored(tmp_path, kind, rows, monkeypatch)
+    capsys.readouterr()
+    samples = samples_of(source, val_samples=3)
+    assert len(streamed) == 11
+    held = {number_of(sample) for sample in samples.held}
+    assert len(held) == 3 and max(held) < 11, "of the first block"
+    order = [number_of(samples[i]) for i in range(8)]
+    assert len(streamed) == 11 and len(set(order)) == 8 and not set(order) & held
+    order += [number_of(samples[i]) for i in range(8, 120)]
+    last = len(rows) - 6  # neither what is set aside nor its copies
+    for epoch in (order[:last], order[last : 2 * last]):
+        assert {*range(30)} - held == set(epoch)
+    assert order[:8] != order[last : last + 8] and order[:8] != sorted(order[:8])
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "is streamed: 11 records are read at a time, as steps need them, and shuffled" in said[0]
+    assert "record 30 is left out: " in said[1]
+    again, later = samples_of(source, val_samples=3), samples_of(source, val_samples=3)
+    assert [number_of(again[i]) for i in reversed(range(0, 120, 7))] == order[::7][::-1]
+    assert [number_of(later[i]) for i in range(77, 120)] == order[77:], "as a run that goes on"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_and_workers_share_a_stream(streamed, tmp_path, workers):
+    module = samples_of(jsonl(tmp_path / "rows.jsonl", [record(n) for n in range(50)]), val_samples=2)
+    seen = []
+    for rank in (0, 1):
+        share = Share(module, 4, rank, 2, per_step=2)
+        steps = iter(DataLoader(share, batch_size=None, num_workers=workers))
+        seen += [
+            number_of(sample) for _, step in zip(range(11), steps, strict=False) for batch in step for sample in batch
+        ]
+    assert len(set(seen)) == len(seen) == 44
+    assert sorted(seen) == sorted(number_of(module[i]) for i in range(4, 48))
+
+
+def test_a_stream_s_broken_lines_and_useless_blocks_are_named_and_passed(streamed, tmp_path, capsys):
+    lines = [json.dumps(record(n)) if n < 10 or n > 40 else json.dumps({"context": "a"}) for n in range(60)]
+    lines[50] = "{"
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    samples = samples_of(str(tmp_path / "rows.jsonl"), val_samples=1)
+    drawn = [number_of(samples[i]) for i in range(150)]
+    assert {*range(41, 60)} - {50} < set(drawn)
+    said = capsys.readouterr().err.splitlines()
+    assert sum("1 line is left out, the first since" in line and "line 51 is not JSON" in line for line in said) == 1
+    assert sum("record 20 is left out: " in line for line in said) == 1
+
+
+def test_more_validation_than_a_stream_has_is_one_line(streamed, tmp_path):
+    source = jsonl(tmp_path / "rows.jsonl", [record(n) for n in range(20)])
+    assert len(samples_of(source, val_samples=19).held) == 19
+    with pytest.raises(
+        ValueError, match=r"data\.val_samples=20 sets 20 records of '.*' aside, where at most 19 can be: copies"
+    ):
+        samples_of(source, val_samples=20)
+    copies = jsonl(tmp_path / "copies.jsonl", [record(0)] * 20)
+    with pytest.raises(ValueError, match="aside, where at most 0 can be of its first 10: copies"):
+        samples_of(copies, val_samples=2)
+
+
+def test_streams_are_mixed_by_weight(streamed, tmp_path):
+    sources = [jsonl(tmp_path / f"{i}.jsonl", [record(1000 * i + n) for n in range(90)]) for i in (1, 2)]
+    samples = samples_of(*sources, val_samples=2, weights=[3.0, 1.0])
+    drawn = [number_of(samples[i]) for i in range(80)]
+    assert len(set(drawn)) == 80 and 50 < sum(n < 2000 for n in drawn) < 70
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory) -> Path:
+    return save_tiny_backbone(tmp_path_factory.mktemp("backbone"))
+
+
+def arguments(backbone: Path, out: Path, source: str, *more: str) -> list[str]:
+    return [
+        "recipe=tiny", f"backbone.model={backbone}", f"out={out}", f"data.sources=[{source}]", "trainer.accelerator=cpu",
+        "data.val_samples=3", "heads.dtype_saved=float32", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["whole", "streamed"])
+def test_a_run_killed_inside_an_epoch_goes_on_to_the_same_heads(backbone, tmp_path, monkeypatch, request, kind):
+    """7 records an epoch, 2 a step: it dies after 5 samples were trained on, and 6 were to be."""
+    if kind == "streamed":
+        request.getfixturevalue("streamed")
+        monkeypatch.setattr(sources, "BLOCK", 2)
+    source = jsonl(tmp_path / "records.jsonl", [record(n) for n in range(10)])
+    more = ["optim.steps=8", "optim.accumulate=2", "trainer.save_every=1", "trainer.val_every=4", "resume=auto"]
+    whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "log"
+    assert status_of(start(lambda: main(arguments(backbone, whole, source, *more)), log)) == 0
+    observe, seen = HeadTraining.observe, []
+
+    def die(self, *args, **more):
+        seen.append(self.global_step)
+        if len(seen) == 6:
+            os._exit(9)
+        return observe(self, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadTraining, "observe", die)
+        assert status_of(start(lambda: main(arguments(backbone, part, source, *more)), log)) == 9
+    assert [path.name for path in (part / "state").iterdir()] == ["step=2.ckpt"]
+    assert status_of(start(lambda: main(arguments(backbone, part, source, *more)), log)) == 0
+    same_run(whole, part)
+
+
+def test_the_best_heads_are_those_of_the_highest_recall_on_what_was_set_aside(backbone, tmp_path, monkeypatch):
+    source = jsonl(tmp_path / "records.jsonl", [record(n) for n in range(12)])
+    argv = arguments(
+        backbone,
+        tmp_path / "run",
+        source,
+        "optim.steps=18",
+        "optim.lr=0.03",
+        "trainer.val_every=3",
+        "trainer.keep_best=1",
+    )
+    steps = []
+    training_step = HeadTraining.training_step
+    monkeypatch.setattr(
+        HeadTraining, "training_step", lambda self, step, i: (steps.append(step), training_step(self, step, i))[1]
+    )
+    assert main(argv) == 0
+    cfg = load_config(argv)
+    held = SampleModule(cfg.data, TOKENIZER, seed=0).samples.held
+    trained = {number_of(sample) for step in steps for batch in step for sample in batch}
+    assert len(held) == 3 and len(trained) == 9 and not trained & {number_of(sample) for sample in held}
+    assert json.loads((tmp_path / "run" / "heads" / "training.json").read_text())["set_aside"] == 3
+    (best,) = (tmp_path / "run" / "best").iterdir()
+    curve = read_curves(tmp_path / "run")["val/recall"]
+    highest = max(curve.values())
+    assert callbacks.KeepBest.NAME.match(best.name)[1] == f"{highest:.4f}" and len(set(curve.values())) > 1
+    model, _ = load_backbone(str(backbone), dtype="float32", device="cpu")
+    module = HeadTraining(model, cfg)
+    module.heads.load_state_dict(RetainingHeads.from_pretrained(str(best)).state_dict())
+    with attach(model) as module._attachment:
+        recalls = [float(module.observe([sample])[0][2].mean()) for sample in held]
+    assert sum(recalls) / 3 == pytest.approx(highest, abs=1e-6)
