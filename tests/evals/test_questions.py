@@ -1,4 +1,4 @@
-"""Questions about a document in ten wordings, other endings and offsets, over texts of one's own."""
+"""Questions about a document in ten wordings, over texts of one's own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from itertools import takewhile
 
 from tiny_text import tiny_tokenizer
 
-from locret_kit.evals.tasks import ExampleRequest, find_tasks
+from locret_kit.evals.tasks import find_tasks
+from locret_kit.evals.tasks.task import Example
 from locret_kit.samples import overlap
 from locret_kit.samples.facts import FACTS, HELD_FACTS
 from locret_kit.samples.haystack import load_text
@@ -17,7 +18,7 @@ from locret_kit.samples.wording import HELD_PROMPTS, PROMPTS
 def test_questions_about_a_document_begin_alike(tmp_path):
     (tmp_path / "text.txt").write_text(load_text("pydoc")[:60_000])
     (task,) = find_tasks(["questions"], haystacks=[str(tmp_path)])
-    made = [task.make(ExampleRequest(tiny_tokenizer(), 1500, i)) for i in range(5)]
+    made = [task.make(Example(task, tiny_tokenizer(), 1500, i)) for i in range(5)]
     first, other = made[:4], made[4]
     same = takewhile(lambda letters: len(set(letters)) == 1, zip(*(one.prompt for one in first), strict=False))
     document = "".join(letters[0] for letters in same)
@@ -38,21 +39,6 @@ def test_wordings_are_not_those_of_training():
         assert not overlap.among(overlap.grams(words.needle), known).any()
         assert words.question not in {fact[2] for fact in FACTS}
     assert len(WORDINGS) == 10 and len({words.question for words in WORDINGS}) == 10
-
-
-def test_wording_ending_and_offset_leave_text_and_digits_alone():
-    tokenizer = tiny_tokenizer()
-    (task,) = find_tasks(["passkey"], haystacks=["pydoc"])
-    plain = task.make(ExampleRequest(tokenizer, 1200, 3))
-    for wording in range(1, 10):
-        made = task.make(ExampleRequest(tokenizer, 1200, 3, wording=wording))
-        assert made.answer == plain.answer and WORDINGS[wording].question in made.prompt
-        assert made.extra["wording"] == wording
-    moved = task.make(ExampleRequest(tokenizer, 1200, 3, offset=128))
-    start = WORDINGS[0].instruction[:40]
-    shift = len(tokenizer(moved.prompt[: moved.prompt.index(start)]).input_ids)
-    assert abs(shift - 128) <= 2 and moved.answer == plain.answer
-    assert 1188 <= len(tokenizer(moved.prompt).input_ids) <= 1200
 
 
 def test_a_folder_of_texts_is_one_haystack(tmp_path):
