@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Every check: style, types, tests. Arguments go to pytest.
-# Usage: scripts/test.sh [--fast] [ARGUMENTS]
+# Usage: scripts/test.sh [--fast] [--changed [COMMIT]] [ARGUMENTS]
+# --changed runs the test files that reach what differs from a commit (HEAD: what is not committed yet): imports say which.
 # --fast runs a sample of the tests (tests/conftest.py says which): three minutes on two cores, without the demo backbone, a
 # browser or a terminal.
 set -euo pipefail
