@@ -384,10 +384,9 @@ def files() -> str:
     """Files that the kit writes and reads."""
     from locret_kit.cache import file as cache_file
     from locret_kit.cache.saved_record import Saved
-    from locret_kit.checkpoint import FORMAT
     from locret_kit.documents.text_record import TextRecord
     from locret_kit.evals.engine import result_rows
-    from locret_kit.heads import HeadsConfig
+    from locret_kit.heads import FORMAT, HeadsConfig
     from locret_kit.policies.methods import lococo
     from locret_kit.runtime.report import Report
     from locret_kit.samples.records import SCHEMAS

@@ -15,9 +15,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from locret_kit.evals.cells import wilson
 from locret_kit.evals.engine.result_rows import Row, read_rows
-from locret_kit.evals.figures.style import COLORS, RC, token_axis
+from locret_kit.evals.figures.results import COLORS, RC, token_axis
+from locret_kit.evals.tables import wilson
 from locret_kit.files import write_beside
 
 ROOT = Path(__file__).resolve().parents[1]

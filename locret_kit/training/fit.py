@@ -28,9 +28,20 @@ from ..config.train_config import TrainConfig
 from ..files import locked, write_beside, write_json
 from ..naming import first_line
 from .board import flat
-from .callbacks import Bar, Last, SaveEvery, SeedSteps, StopWhole, TrainingStopped, gather
 from .data import SampleModule
-from .frozen_training import SETTINGS, TRAINING, FrozenTraining, trained_with
+from .frozen_training import (
+    SETTINGS,
+    TRAINING,
+    Bar,
+    FrozenTraining,
+    Last,
+    SaveEvery,
+    SeedSteps,
+    StopWhole,
+    TrainingStopped,
+    gather,
+    trained_with,
+)
 from .module import HeadTraining
 from .pool import PoolTraining
 from .scalars import write_curves

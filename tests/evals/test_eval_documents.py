@@ -8,7 +8,7 @@ import zipfile
 import pytest
 from tiny_text import tiny_tokenizer
 
-from locret_kit.evals.metrics.benchmarks import get_metric
+from locret_kit.evals.metrics import get_metric
 from locret_kit.evals.tasks import Example, find_tasks, row_names
 from locret_kit.evals.tasks.document_tasks import TRUNCATE, entries
 from locret_kit.evals.tasks.task import count_ids

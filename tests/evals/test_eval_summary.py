@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from scripts_loaded import load_script
 
 from locret_kit.cli.eval import main
-from locret_kit.evals.cells import Cell, mean_and_stderr, summarize, wilson
 from locret_kit.evals.engine.result_rows import Row, read_rows
 from locret_kit.evals.report.summary import overview, score_table, score_tables, to_markdown, write_summary
-from locret_kit.evals.tables import Table, cells_table
+from locret_kit.evals.tables import Cell, Table, cells_table, mean_and_stderr, summarize, wilson
 from locret_kit.evals.task_groups import GROUPS, MEANS
 from locret_kit.evals.tasks import known_tasks, row_names
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text import tiny_tokenizer
 
-from locret_kit.evals.metrics.benchmarks import get_metric
+from locret_kit.evals.metrics import get_metric
 from locret_kit.evals.tasks import (
     ALIASES,
     HAYSTACK_TASKS,
@@ -29,9 +29,8 @@ from locret_kit.evals.tasks import (
     ruler,
 )
 from locret_kit.evals.tasks.retrieval import find
-from locret_kit.evals.tasks.ruler import insert
+from locret_kit.evals.tasks.ruler import ADJECTIVES, NOUNS, distinct, insert, singles
 from locret_kit.evals.tasks.task import count_ids, spread_depth
-from locret_kit.evals.tasks.words import ADJECTIVES, NOUNS, distinct, singles
 from locret_kit.samples.haystack import load_text
 from locret_kit.text.template import render_prompt
 

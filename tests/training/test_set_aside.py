@@ -26,16 +26,19 @@ from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config
 from locret_kit.config.train_config import DataConfig
 from locret_kit.samples import records as records_module
-from locret_kit.samples.facts import FACTS, HELD_FACTS, make_fact
 from locret_kit.samples.haystack import load_text
 from locret_kit.samples.records import read_records, to_messages
 from locret_kit.samples.sample import Sample, encode_chat
-from locret_kit.samples.wording import HELD_PROMPTS, HELD_QUOTES, HELD_SENTENCES, PROMPTS, QUOTES, SENTENCES
+from locret_kit.samples.synthetic import (
+    FACTS,
+    HELD_FACTS,
+    WORDS,
+    make_fact,
+)
 from locret_kit.training import callbacks, sources
-from locret_kit.training.data import SampleModule, Samples, Share, divided
+from locret_kit.training.data import SampleModule, Samples, Share, divided, split_text
 from locret_kit.training.module import HeadTraining
 from locret_kit.training.scalars import read_curves
-from locret_kit.training.sources import split_text
 
 TOKENIZER = tiny_tokenizer()
 
@@ -88,7 +91,7 @@ def test_synthetic_training_shares_no_13_words_with_validation(seed):
 
 def test_wordings_of_validation_are_its_own():
     for mine, theirs in (
-        (FACTS, HELD_FACTS), (PROMPTS, HELD_PROMPTS), (SENTENCES, HELD_SENTENCES), (QUOTES, HELD_QUOTES),
+        (FACTS, HELD_FACTS), *((WORDS[name], WORDS[f"held_{name}"]) for name in ("prompts", "sentences", "quotes")),
     ):  # fmt: skip
         assert len(set(mine)) == len(mine) and not set(mine) & set(theirs)
     for i in (1, 2, 3):
@@ -99,7 +102,7 @@ def test_wordings_of_validation_are_its_own():
         assert fact.value in fact.statement and "{" not in fact.statement + fact.question + fact.prefix
         seen.add(fact.prefix.split()[-1])
     assert len(seen) > 10
-    assert all(prompt.count("{c}") == 1 and "{q}" in prompt for prompt in HELD_PROMPTS)
+    assert all(prompt.count("{c}") == 1 and "{q}" in prompt for prompt in WORDS["held_prompts"])
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])

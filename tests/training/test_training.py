@@ -218,7 +218,7 @@ def test_a_data_set_of_unknown_records_is_not_read_to_its_end(monkeypatch):
             read.append(i)
             yield {"text": "no question"}
 
-    monkeypatch.setattr("locret_kit.training.sources.read_records", endless)
+    monkeypatch.setattr("locret_kit.training.data.read_records", endless)
     with pytest.raises(ValueError, match=r"'a/b' has no usable record among \d+ drawn; .*\['text'\]; known schemas: "):
         samples_of(Path("a/b"))
     assert len(read) <= 1000
@@ -263,7 +263,7 @@ def test_what_was_refused_is_not_tokenised_again(tmp_path, monkeypatch):
         tried.append(messages[-1]["content"])
         return encode_chat(tokenizer, messages, **more)
 
-    monkeypatch.setattr("locret_kit.training.sources.encode_chat", encode)
+    monkeypatch.setattr("locret_kit.training.data.encode_chat", encode)
     samples = samples_of(jsonl(tmp_path / "mixed.jsonl", [BAD[3][0], *GOOD]))
     assert all(samples[i] for i in range(40)) and sum(content == BAD[3][0]["output"] for content in tried) == 1
 

@@ -82,7 +82,7 @@ class Row(RunSettings):
     cut: int = 0
     """Tokens removed from the document's middle so that the prompt has at most `length`."""
     prefix_shared: int = 0
-    """First tokens of the prompt that were read once for several prompts (`shared_beginning`), whichever were still to be
+    """First tokens of the prompt that were read once for several prompts (`measure.SharedBeginning`), whichever were still to be
     answered."""
     prefill_s: float = 0.0
     """Wall-clock seconds of the prefill. Those of a shared beginning were taken once and count in every row that shares it,

@@ -14,10 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...files import write_beside
-from ..cells import summarize
 from ..engine.result_rows import SETTINGS, Row, read_config, read_rows
 from ..figures import FIGURES, draw
-from ..tables import Figure, Table, cells_table
+from ..tables import Figure, Table, cells_table, summarize
 from .heat import environment
 from .summary import overview, score_tables
 

@@ -10,9 +10,8 @@ from itertools import product
 from pathlib import Path
 
 from ...files import locked, write_text
-from ..cells import LIKELIHOOD, Cell, policy_order, size, summarize
 from ..engine.result_rows import Row, read_rows
-from ..tables import Figure, Table, cells_table
+from ..tables import LIKELIHOOD, Cell, Figure, Table, cells_table, policy_order, size, summarize
 from ..task_groups import MEANS
 
 UNIT = "mean ± standard error"

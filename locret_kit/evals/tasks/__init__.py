@@ -11,10 +11,8 @@ from pathlib import Path
 from ...naming import nearest
 from ...samples.haystack import load_text
 from ..task_groups import GROUPS as PAPERS
-from .document_tasks import BENCHMARKS, document_task, entries
-from .needle_tasks import needle_task
-from .questions import questions_task
-from .record_tasks import is_file_of_records, records_task
+from .document_tasks import BENCHMARKS, document_task, entries, is_file_of_records, records_task
+from .needle_tasks import needle_task, questions_task
 from .retrieval import kv_task, math_find_task
 from .ruler import NIAHS, common_words_task, frequent_words_task, niah_task, variable_tracking_task
 from .task import Example, Task
