@@ -69,15 +69,9 @@ def checked(name: str, annotation: object, value: object) -> object:
         raise ValueError(str(reasons[-1]["ctx"]["error"]).replace(NAME, name))
     near = nearest(str(value), map(str, choices(annotation))) if isinstance(value, str) else ""
     beyond = any(reason["type"] in _BEYOND and not any(type(x) is int for x in reason["loc"]) for reason in reasons)
-    raise ValueError(
-        f"{name}={shown(value)} must be {allowed(annotation, bounds_alone=beyond)}"
-        + (near and f".{near}")
-        + (
-            f": {value!r} is a text, not a number"
-            if isinstance(value, str) and _fits_as_number(annotation, value)
-            else ""
-        )
-    )
+    quoted = isinstance(value, str) and _fits_as_number(annotation, value)
+    said = (near and f".{near}") + (f": {value!r} is a text, not a number" if quoted else "")
+    raise ValueError(f"{name}={shown(value)} must be {allowed(annotation, bounds_alone=beyond)}{said}")
 
 
 def _fits_as_number(annotation: object, text: str) -> bool:

@@ -307,12 +307,12 @@ def recipes() -> str:
 
 def tasks() -> str:
     """Every task."""
-    from locret_kit.evals.tasks import ALIASES, DESCRIPTIONS, GROUPS, HAYSTACK_TASKS, REAL_TEXT_TASKS, STANDALONE_TASKS
+    from locret_kit.evals.tasks import ALIASES, DESCRIPTIONS, HAYSTACK_TASKS, REAL_TEXT_TASKS, STANDALONE_TASKS, groups
     from locret_kit.evals.tasks.document_tasks import BENCHMARKS, entries
 
     blocks = [
-        f"`locret-eval tasks=[NAME,...]`. Groups: {', '.join(f'`{name}`' for name in GROUPS)}. `fidelity:NAME` scores a task by "
-        "the distance of its answers from full attention's, `agreement:NAME` by the share of full attention's own tokens that "
+        f"`locret-eval tasks=[NAME,...]`. Groups: {', '.join(f'`{name}`' for name in groups())}. `fidelity:NAME` scores a task "
+        "by the distance of its answers from full attention's, `agreement:NAME` by the share of full attention's own tokens that "
         "would have been chosen too. Short names: "
         + ", ".join(f"`{short}` is `{name}`" for short, name in ALIASES.items())
         + ".",

@@ -60,10 +60,8 @@ class Cell:
 def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
     """Mean and its standard error; exact sums, so that the order of rows does not matter."""
     n = len(values)
-    if not n:
-        return None, None
-    mean = math.fsum(values) / n
-    if n < 2:
+    mean = math.fsum(values) / n if n else None
+    if mean is None or n < 2:
         return mean, None
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
 

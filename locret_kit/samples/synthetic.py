@@ -53,13 +53,9 @@ class Fact:
 def make_fact(rng: random.Random, templates: Sequence[Template] = FACTS) -> Fact:
     """A random fact; said a second time at once in half of the cases."""
     kind, statement, question, prefix = rng.choice(templates)
-    names = {
-        "n": rng.choice(WORDS["names"]),
-        "w": rng.choice(WORDS["things"]),
-        "p": rng.choice(WORDS["places"]),
-        "r": rng.choice(WORDS["projects"]),
-        "k": f"{rng.choice(WORDS['words'])}_{rng.randrange(1000)}",
-    }
+    kinds = {"n": "names", "w": "things", "p": "places", "r": "projects"}
+    names = {letter: rng.choice(WORDS[kind]) for letter, kind in kinds.items()}
+    names["k"] = f"{rng.choice(WORDS['words'])}_{rng.randrange(1000)}"
     value = make_value(kind, rng)
     said, first = (part.format(v=value, **names) for part in (statement, prefix))
     if rng.random() < 0.5:

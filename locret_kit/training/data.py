@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import lightning as L
 import torch
@@ -36,34 +36,6 @@ STRETCH = 0.1
 """Part of each real text that is set aside."""
 CHARACTERS = 4
 """Characters of a token, about."""
-
-
-class SampleSource(Protocol):
-    """Samples to train on, by place: each a function of the configuration and its place alone."""
-
-    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
-        """Set ``wanted`` samples to validate on aside: they, and ``known`` with the 13-grams of what they are made of.
-
-        Raises:
-            ValueError: so many cannot be set aside.
-        """
-
-    def leave_out(self, known: overlap.Grams) -> None:
-        """Train on nothing that has these 13-grams.
-
-        Raises:
-            ValueError: nothing is left.
-        """
-
-    def __getitem__(self, place: int) -> Sample: ...
-
-
-def make_source(name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> SampleSource:
-    """The source of a name in ``data.sources``."""
-    if name == SYNTHETIC:
-        return Synthetic(data, tokenizer, seed)
-    # Its number and not its path, which differs from machine to machine.
-    return Records(name, data, tokenizer, f"{seed}:{data.sources.index(name)}")
 
 
 class Records:
@@ -92,7 +64,9 @@ class Records:
         self._held = 0
         self._spare: list[int] = []
         """A record of the first block that can be used, once there is one: no later place ends a run."""
-        self._size = None if is_small(Path(name)) else BLOCK + data.val_samples
+        files = [file for file in (Path(name), *Path(name).rglob("*")) if file.is_file()]
+        small = files and sum(file.stat().st_size for file in files) <= WHOLE  # what is on the Hub is not known to be
+        self._size = None if small else BLOCK + data.val_samples
         """Most records of a block; None is all."""
         self._first = self._read(self._rows())
         if not self._first:
@@ -158,6 +132,11 @@ class Records:
     # ---- samples -----------------------------------------------------------------------------------------------------------
 
     def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
+        """Set ``wanted`` samples to validate on aside: they, and ``known`` with the 13-grams of what they are made of.
+
+        Raises:
+            ValueError: so many cannot be set aside.
+        """
         samples: list[Sample] = []
         self._held = wanted
         for number in self._shuffled("validation"):
@@ -175,6 +154,7 @@ class Records:
         return samples, known
 
     def leave_out(self, known: overlap.Grams) -> None:
+        """Train on nothing that has these 13-grams. Raises ValueError where nothing is left."""
         self._known = known
         self._kept = self._unlike(self._kept)
         if not self._kept:
@@ -209,10 +189,10 @@ class Records:
                     self._spare = [number]
                 return sample
             refused[number] = sample
-        last = next(reversed(refused))
+        last, unknown = next(reversed(refused)), any(map(is_unknown, refused.values()))
         raise ValueError(
             f"data.sources: {self.name!r} has no usable record among {len(refused)} drawn; the last was record {last}: "
-            f"{refused[last]}{known_schemas(*refused.values())}"
+            f"{refused[last]}" + (f"; known schemas: {'; '.join(SCHEMAS)}" if unknown else "")
         )
 
     def _shuffled(self, what: str) -> list[int]:
@@ -304,17 +284,6 @@ class Synthetic:
         raise ValueError(f"data.max_tokens={data.max_tokens} is too small for synthetic samples: {reason}")
 
 
-def is_small(path: Path) -> bool:
-    """Whether a file, or all files of a folder, have at most ``WHOLE`` bytes; a data set of the Hub is not known to."""
-    files = [file for file in (path, *path.rglob("*")) if file.is_file()]
-    return path.exists() and sum(file.stat().st_size for file in files) <= WHOLE
-
-
-def known_schemas(*reasons: str) -> str:
-    """The known schemas, for a message, where one of the reasons is that a record has none."""
-    return f"; known schemas: {'; '.join(SCHEMAS)}" if any(map(is_unknown, reasons)) else ""
-
-
 def split_text(text: str, least: int, rng: random.Random) -> tuple[str, str]:
     """``(stretch, rest)``: a tenth of the text, or ``least`` characters where that is more, but at most half of it; from the
     start of a line or sentence to another one. One of them is empty where the text has no such start."""
@@ -353,7 +322,13 @@ class Samples:
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
         self.seed, self.weights = seed, data.weights or [1.0] * len(data.sources)
-        self.sources = {name: make_source(name, data, tokenizer, seed) for name in data.sources}
+        self.sources: dict[str, Records | Synthetic] = {}
+        for name in data.sources:
+            drawn = f"{seed}:{data.sources.index(name)}"  # not its path, which differs from machine to machine
+            if name == SYNTHETIC:
+                self.sources[name] = Synthetic(data, tokenizer, seed)
+            else:
+                self.sources[name] = Records(name, data, tokenizer, drawn)
         self.names = list(data.sources)
         self._places: list[tuple[str, int]] = []  # of the indexes so far
         self._given = dict.fromkeys(self.names, 0)

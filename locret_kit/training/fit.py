@@ -118,11 +118,16 @@ def require_folder(out: Path) -> None:
         raise ValueError(f"out={out} cannot be written: {error.strerror}") from error
 
 
-def require_shapes(path: Path, module: FrozenTraining) -> None:
-    """Raise ValueError where a checkpoint holds other weights than ``module``."""
+def check_state(path: Path, module: FrozenTraining) -> str | None:
+    """A warning of the settings that a checkpoint's steps were made with and those to come are not.
+
+    Raises:
+        ValueError: it holds other weights than ``module``.
+    """
+    state = read_state(path)
     saved, mine = (
         {name: list(weight.shape) for name, weight in weights.items()}
-        for weights in (read_state(path)["state_dict"], module.state_dict())
+        for weights in (state["state_dict"], module.state_dict())
     )
     for name in sorted(saved.keys() | mine.keys()):
         theirs, ours = saved.get(name, "missing"), mine.get(name, "missing")
@@ -131,11 +136,7 @@ def require_shapes(path: Path, module: FrozenTraining) -> None:
                 f"{path} was saved with other settings: {name} is {theirs} there and {ours} here; go on with the settings "
                 "of that run, or begin a new one with another out"
             )
-
-
-def other_settings(path: Path, cfg: TrainConfig) -> str | None:
-    """A warning of the settings that a checkpoint's steps were made with and those to come are not."""
-    before, now = read_state(path).get(SETTINGS, {}), flat(cfg)
+    before, now = state.get(SETTINGS, {}), flat(module.cfg)
     changed = [name for name in now if before.get(name, now[name]) != now[name] and not name.startswith(FREE)]
     words = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
     return f"warning: {path} was saved with other settings; from here on: {words}" if changed else None
@@ -200,9 +201,7 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, last: Last) -> P
     size = f"pool.slots={cfg.pool.slots}" if cfg.trains == "pool" else f"heads.d_hidden={cfg.heads.d_hidden}"
     with _memory_for(size):
         module = TRAININGS[cfg.trains](backbone, cfg)
-    if resume is not None:
-        require_shapes(resume, module)
-    changes = None if resume is None else other_settings(resume, cfg)
+    changes = None if resume is None else check_state(resume, module)
     for warning in (too_long, changes) if trainer.is_global_zero else ():
         if warning:
             print(warning, file=sys.stderr)

@@ -147,7 +147,9 @@ def measure_row(
         cache = oracle.cache_of(setup, variant, example.ids, chat=not example.special)
         seconds = time.perf_counter() - began
     else:
-        cache = document.fork(example.ids, shared, _pins(setup, variant, example))
+        protect = setup.settings_for(variant, len(example.ids)).protect
+        pins = [] if example.special else protected_spans(setup.tokenizer, example.ids, protect)
+        cache = document.fork(example.ids, shared, pins)
         shared = cache.get_seq_length()
         seconds = document.seconds if shared else 0.0
     kind = example.task.kind
@@ -167,12 +169,6 @@ def measure_row(
         "prefill_s": round(seconds + report.prefill_s, 4),
         "decode_s": round(report.decode_s, 4),
     }
-
-
-def _pins(setup: Setup, variant: Variant, example: Example) -> list[tuple[int, int]]:
-    """Spans that the settings protect in a prompt that went through the chat template."""
-    protect = setup.settings_for(variant, len(example.ids)).protect
-    return [] if example.special else protected_spans(setup.tokenizer, example.ids, protect)
 
 
 def _score_generation(

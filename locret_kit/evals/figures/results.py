@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,19 +35,17 @@ RC: Any = {
 }  # fmt: skip
 
 
-def line(i: int, *, marker: bool = True) -> dict[str, Any]:
+def line(i: int) -> dict[str, Any]:
     """Colour, dash and marker of the ``i``-th line; the first 56 differ in colour and dash, any 8 in dash alone."""
-    style = {"color": COLORS[i % len(COLORS)], "linestyle": DASHES[i % len(DASHES)]}
-    return {**style, "marker": MARKERS[i % len(MARKERS)]} if marker else style
+    looks = {"color": COLORS, "linestyle": DASHES, "marker": MARKERS}
+    return {name: choices[i % len(choices)] for name, choices in looks.items()}
 
 
-def panels(
-    count: int, title: str, *, columns: int = 3, width: float = 3.6, height: float = 2.9
-) -> tuple[Figure, list[Axes]]:
-    """A titled figure of ``count`` panels, row by row; sizes in inches a panel."""
-    columns = min(columns, count)
+def panels(count: int, title: str, width: float = 3.6) -> tuple[Figure, list[Axes]]:
+    """A titled figure of ``count`` panels, three a row; ``width`` of each in inches."""
+    columns = min(3, count)
     rows = math.ceil(count / columns)
-    figure = Figure(figsize=(max(4.2, columns * width), rows * height + 0.7), layout="constrained")
+    figure = Figure(figsize=(max(4.2, columns * width), rows * 2.9 + 0.7), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     figure.suptitle(title, fontsize=mpl.rcParams["font.size"] + 2)
     for unused in axes[count:]:
@@ -55,42 +53,16 @@ def panels(
     return figure, axes[:count]
 
 
-def shared_legend(figure: Figure, columns: int = 4) -> None:
+def shared_legend(figure: Figure) -> None:
     """One legend below the panels, each name once; the figure grows by its height."""
     handles: dict[str, Artist] = {}
     for axis in figure.axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
-    if not handles:
-        return
     longest = max(len(name) for name in handles)
-    columns = max(1, min(columns, len(handles), int(figure.get_figwidth() * 13 // (longest + 10))))
+    columns = max(1, min(4, len(handles), int(figure.get_figwidth() * 13 // (longest + 10))))
     figure.set_figheight(figure.get_figheight() + LEGEND_ROW * math.ceil(len(handles) / columns))
-    figure.legend(
-        list(handles.values()),
-        list(handles),
-        loc="outside lower center",
-        ncols=columns,
-        handlelength=3.6,
-        frameon=False,
-    )
-
-
-def score_axis(axis: Axes, metric: str) -> None:
-    """A vertical axis of a metric's scores: from 0 to 1, or open for likelihoods."""
-    axis.set_ylabel("nats a token (lower is better)" if metric in LIKELIHOOD else f"{metric} (0 to 1)")
-    if metric not in LIKELIHOOD:
-        axis.set_ylim(-0.03, 1.06)
-
-
-def token_axis(axis: Axes, values: Iterable[float], label: str) -> None:
-    """A logarithmic axis of token or slot counts with a tick at each value."""
-    ticks = sorted(set(values))
-    if min(ticks) > 0:
-        axis.set_xscale("log", base=2)
-    axis.set_xticks(ticks, [size(tick) for tick in ticks])
-    axis.set_xticks([], minor=True)
-    axis.set_xlabel(label)
+    figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=columns, handlelength=3.6)
 
 
 def draw(function: Callable[[S], Figure], source: S, folder: Path, name: str) -> list[Path]:
@@ -135,9 +107,10 @@ def score_memory(rows: Sequence[Row]) -> Figure:
         axis.set_title(f"{over(task, haystack)}, {size(length)} tokens")
         axis.set_xlabel("peak memory (MiB)" if on_gpu else "cache buffers (MiB)")
         axis.set_xlim(left=0)
-        score_axis(
-            axis, next(row.metric for lines_ in lines.values() for members in lines_.values() for row in members)
-        )
+        metric = next(row.metric for budgets in lines.values() for members in budgets.values() for row in members)
+        axis.set_ylabel("nats a token (lower is better)" if metric in LIKELIHOOD else f"{metric} (0 to 1)")
+        if metric not in LIKELIHOOD:
+            axis.set_ylim(-0.03, 1.06)
     shared_legend(figure)
     return figure
 

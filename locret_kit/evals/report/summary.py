@@ -12,7 +12,8 @@ from pathlib import Path
 from ...files import locked, write_text
 from ..engine.result_rows import Row, read_rows
 from ..tables import LIKELIHOOD, Cell, Figure, Table, cells_table, policy_order, size, summarize
-from ..task_groups import MEANS
+from ..tasks import groups
+from ..tasks.document_tasks import averages
 
 UNIT = "mean ± standard error"
 """Unit of a table's figures."""
@@ -76,7 +77,7 @@ def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
         if cell.mean is not None:  # a task's main figure comes first
             at[cell.length, cell.budget, cell.label].setdefault((cell.task, cell.haystack), cell)
     columns: dict[str, list[Cell]] = defaultdict(list)
-    for group, names in MEANS.items():
+    for group, names in {**averages(), "ruler": groups()["ruler"]}.items():
         texts = {text for known in at.values() for name, text in known if name in names} - {"-"} or {"-"}
         for text, known in product(sorted(texts), at.values()):
             # Of a task that makes its own text there is one cell for all haystacks.

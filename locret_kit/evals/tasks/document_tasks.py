@@ -21,6 +21,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ...naming import blaming, first_line
 from ...samples.records import SUFFIXES, read_records, to_messages
 from ...text.spans import Span, encode
@@ -63,18 +65,31 @@ class TaskEntry:
     leave_out: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
 
+def read_table(name: str) -> dict[str, Any]:
+    """A YAML file of this folder."""
+    return yaml.safe_load(resources.files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+@lru_cache(maxsize=1)
+def _tables() -> dict[str, dict[str, Any]]:
+    return {start: read_table(name) for name, start in BENCHMARKS.items()}
+
+
 @lru_cache(maxsize=1)
 def entries() -> dict[str, TaskEntry]:
     """Every task of every table, by its full name."""
-    import yaml
-
     by_name = {}
-    for table, start in BENCHMARKS.items():
-        loaded = yaml.safe_load(resources.files(__package__).joinpath(f"{table}.yaml").read_text(encoding="utf-8"))
-        for name, values in loaded["tasks"].items():
-            merged = {"file": name, **loaded["defaults"], **values}
+    for start, table in _tables().items():
+        for name, values in table["tasks"].items():
+            merged = {"file": name, **table["defaults"], **values}
             by_name[start + name] = TaskEntry(name=start + name, **merged)
     return by_name
+
+
+def averages() -> dict[str, list[str]]:
+    """Tasks over which papers give averages, by the name of the average."""
+    listed = [(start, *item) for start, table in _tables().items() for item in table.get("averages", {}).items()]
+    return {name: [start + task for task in tasks] for start, name, tasks in listed}
 
 
 def document_task(name: str, data: Sequence[str], samples: int) -> Task:

@@ -25,7 +25,8 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
 
     def make(request: Example) -> Example:
         chat = request.wants_chat(False)
-        overhead = _overhead(request, chat)
+        added = count_ids(request.tokenizer, *wrap(request, "a", "b", chat=chat))
+        overhead = added - count_ids(request.tokenizer, "a b", False)  # of the template, or of the special tokens
         try:
             needle = make_needle(
                 words,
@@ -49,12 +50,6 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
         )
 
     return Task(name, make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=text is None)
-
-
-def _overhead(request: Example, chat: bool) -> int:
-    """Tokens that the template, or the tokenizer's special tokens, add to a prompt's own."""
-    prompt, special = wrap(request, "a", "b", chat=chat)
-    return count_ids(request.tokenizer, prompt, special) - count_ids(request.tokenizer, "a b", False)
 
 
 QUESTIONS = 4
@@ -87,9 +82,10 @@ def questions_task(haystack: str, text: str | None) -> Task:
         room = request.length - longest(_document("", wordings, ["00000"] * QUESTIONS))
         if room < 1:
             raise ValueError(f"length={request.length} is too short for {QUESTIONS} needles and a question")
+        noise = count(request.tokenizer, NOISE * 8) / 8
         while True:
             rng = random.Random(state)
-            body = _repeated(request, room) if text is None else cut(text, request.tokenizer, room, rng)
+            body = NOISE * max(1, int(room / noise)) if text is None else cut(text, request.tokenizer, room, rng)
             keys = _digits(rng, body)
             document = _document(body, wordings, keys)
             over = longest(document) - request.length
@@ -110,11 +106,6 @@ def _depth(i: int) -> float:
     return (i + 0.5) / QUESTIONS
 
 
-def _repeated(request: Example, tokens: int) -> str:
-    line = count(request.tokenizer, NOISE * 8) / 8
-    return NOISE * max(1, int(tokens / line))
-
-
 def _digits(rng: random.Random, body: str) -> list[str]:
     """Different numbers of five digits, none of them in the text."""
     digits: list[str] = []
@@ -125,16 +116,12 @@ def _digits(rng: random.Random, body: str) -> list[str]:
     return digits
 
 
-def _nearest(places: list[int], wanted: float) -> int:
-    """The place nearest to the wanted one."""
-    return min(places, key=lambda place: abs(place - wanted))
-
-
 def _document(body: str, wordings: list[Wording], keys: list[str]) -> str:
     """The text with every needle at the line or sentence start nearest to its depth."""
     body = body.rstrip() + "\n" if body.strip() else ""
     places = [*starts(body), len(body)]
-    offsets = [_nearest(places, _depth(i) * len(body)) for i in range(QUESTIONS)]
+    wanted = [_depth(i) * len(body) for i in range(QUESTIONS)]
+    offsets = [min(places, key=lambda place, depth=depth: abs(place - depth)) for depth in wanted]
     for i, at in reversed(list(enumerate(offsets))):
         head, tail = body[:at].rstrip(" "), body[at:]
         head += "\n" if head and not head.endswith("\n") else ""
