@@ -168,19 +168,21 @@ def choices(annotation: object) -> list[object]:
 
 def parts(annotation: object) -> Iterator[object]:
     """The alternatives of an annotation, without metadata."""
-    if get_origin(annotation) is Annotated:
-        yield from parts(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, UnionType):
-        for part in get_args(annotation):
-            yield from parts(part)
-    else:
+    nested = _inside(annotation)
+    if not nested:
         yield annotation
+    for part in nested:
+        yield from parts(part)
 
 
 def metadata_of(annotation: object) -> Iterator[object]:
     if get_origin(annotation) is Annotated:
         yield from get_args(annotation)[1:]
-        yield from metadata_of(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, UnionType):
-        for part in get_args(annotation):
-            yield from metadata_of(part)
+    for part in _inside(annotation):
+        yield from metadata_of(part)
+
+
+def _inside(annotation: object) -> tuple[object, ...]:
+    """What is annotated, or the members of a union; of other types nothing."""
+    kind, nested = get_origin(annotation), get_args(annotation)
+    return nested[:1] if kind is Annotated else nested if kind in (Union, UnionType) else ()

@@ -8,11 +8,13 @@ import io
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 from .engine.result_rows import Row, label_of
 
+T = TypeVar("T")
 LIKELIHOOD = ("nll", "nll_prefill")
 """Metrics of which the lower is better."""
 
@@ -78,11 +80,9 @@ def wilson(share: float, n: int) -> tuple[float, float]:
 
 def summarize(rows: Iterable[Row]) -> list[Cell]:
     """One cell for each task, haystack, length, policy, heads and budget, in that order."""
-    grouped: dict[tuple, list[Row]] = defaultdict(list)
-    for row in rows:
-        grouped[row.task, row.haystack, row.length, row.policy, row.heads, row.budget].append(row)
+    groups = grouped(rows, lambda row: (row.task, row.haystack, row.length, row.policy, row.heads, row.budget))
     cells = []
-    for key, members in sorted(grouped.items(), key=lambda item: _order(item[0])):
+    for key, members in sorted(groups.items(), key=lambda one: (*one[0][:3], policy_order(one[0][3]), *one[0][4:])):
         good = [row for row in members if row.score is not None]
         scores = [row.score for row in good if row.score is not None]
         mean, stderr = mean_and_stderr(scores)
@@ -101,6 +101,14 @@ def summarize(rows: Iterable[Row]) -> list[Cell]:
             )
         )  # fmt: skip
     return cells
+
+
+def grouped(items: Iterable[T], key: Callable[[T], tuple]) -> dict[tuple, list[T]]:
+    """The items by what ``key`` says of them, in their order."""
+    groups: dict[tuple, list[T]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -122,11 +130,6 @@ def size(tokens: float) -> str:
 def policy_order(label: str) -> tuple:
     """Sorts full attention first, then `locret` in its forms."""
     return label != "full", not label.startswith("locret"), label
-
-
-def _order(key: tuple) -> tuple:
-    task, haystack, length, policy, heads, budget = key
-    return task, haystack, length, policy_order(policy), heads, budget
 
 
 MARKS = {"†": "on other texts than most of its column", "‡": "in another precision than most of the table"}

@@ -85,7 +85,10 @@ class Records:
         try:
             yield from islice(read_records(self.name, split=self.data.split, broken=self._broken.append), start, None)
         except (OSError, ValueError) as error:
-            raise ValueError(f"data.sources: {first_line(error)}{self._advice()}") from error
+            path, meant = Path(self.name), nearest(self.name, [SYNTHETIC])
+            if any(file.name.endswith(TEXTS) for file in (path, *path.glob("*"))):
+                meant = "; text without questions goes to data.texts"
+            raise ValueError(f"data.sources: {first_line(error)}{meant}") from error
 
     def _read(self, rows: Iterator[dict]) -> list[dict]:
         """The next block. Lines among it that are no records are counted, once."""
@@ -97,13 +100,6 @@ class Records:
             lines = "1 line is" if len(broken) == 1 else f"{len(broken)} lines are"
             print(f"data.sources: {self.name!r}: {lines} left out, the first since {broken[0]}", file=sys.stderr)
         return block
-
-    def _advice(self) -> str:
-        """Advice on a source that cannot be read: what it may have been meant for."""
-        path = Path(self.name)
-        if any(file.name.endswith(TEXTS) for file in (path, *path.glob("*"))):
-            return "; text without questions goes to data.texts"
-        return nearest(self.name, [SYNTHETIC])
 
     def _enter(self, epoch: int, place: int, block: Sequence[dict] = (), number: int = 0) -> None:
         """Hold block ``number`` of an epoch, whose first sample has this place."""
@@ -184,7 +180,9 @@ class Records:
         for number in chain([self._order[place - self._place]], drawn, rest):
             sample = self._encode(number, self._epoch)
             if isinstance(sample, Sample):
-                self._name(refused)
+                for bad in refused.keys() - self._named:
+                    self._named.add(bad)
+                    print(f"data.sources: {self.name!r}, record {bad} is left out: {refused[bad]}", file=sys.stderr)
                 if not place:
                     self._spare = [number]
                 return sample
@@ -215,11 +213,6 @@ class Records:
         except ValueError as error:
             return self._refused.setdefault((number, question), first_line(error))
         return sample
-
-    def _name(self, refused: dict[int, str]) -> None:
-        for number in refused.keys() - self._named:
-            self._named.add(number)
-            print(f"data.sources: {self.name!r}, record {number} is left out: {refused[number]}", file=sys.stderr)
 
 
 class Synthetic:
@@ -330,7 +323,7 @@ class Samples:
             else:
                 self.sources[name] = Records(name, data, tokenizer, drawn)
         self.names = list(data.sources)
-        self._places: list[tuple[str, int]] = []  # of the indexes so far
+        self._places: list[tuple[str, int]] = []  # source of each index so far, and how many before it are from there
         self._given = dict.fromkeys(self.names, 0)
         self.held: list[Sample] = []
         if data.val_samples:
@@ -342,16 +335,12 @@ class Samples:
                 source.leave_out(known)
 
     def __getitem__(self, index: int) -> Sample:
-        name, place = self._place(index)
-        return self.sources[name][place]
-
-    def _place(self, index: int) -> tuple[str, int]:
-        """The source of sample ``index``, and how many samples before it are from there."""
         for i in range(len(self._places), index + 1):
             (name,) = random.Random(f"{self.seed}:{i}").choices(self.names, self.weights)
             self._places.append((name, self._given[name]))
             self._given[name] += 1
-        return self._places[index]
+        name, place = self._places[index]
+        return self.sources[name][place]
 
 
 def divided(samples: int, names: Sequence[str], weights: Sequence[float]) -> dict[str, int]:

@@ -1,7 +1,11 @@
-"""Run a training from its configuration: trainer, checkpoints that survive a full disk or a kill, what is exported."""
+"""Run a training from its configuration: trainer, checkpoints that survive a full disk or a kill, what is exported.
+
+With what is exported go a run's curves: TensorBoard's scalars as one CSV file.
+"""
 
 from __future__ import annotations
 
+import csv
 import logging
 import shlex
 import sys
@@ -34,7 +38,6 @@ from .frozen_training import (
     TRAINING,
     Bar,
     FrozenTraining,
-    Last,
     SaveEvery,
     SeedSteps,
     StopWhole,
@@ -44,8 +47,36 @@ from .frozen_training import (
 )
 from .module import HeadTraining
 from .pool import PoolTraining
-from .scalars import write_curves
 from .strategy import make_strategy
+
+
+def read_curves(run: Path) -> dict[str, dict[int, float]]:
+    """``{tag: {step: value}}``; where a resumed run made a step again, the later value counts."""
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    curves: dict[str, dict[int, float]] = {}
+    for file in sorted(run.rglob("events.*"), key=lambda path: (path.stat().st_mtime, path.name)):
+        events = EventAccumulator(str(file), size_guidance={SCALARS: 0})
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            curves.setdefault(tag, {}).update({event.step: event.value for event in events.Scalars(tag)})
+    return curves
+
+
+def write_curves(run: Path, target: Path) -> None:
+    """One row per step, one column per tag."""
+    curves = read_curves(run)
+    tags = sorted(curves, key=lambda tag: (tag != "loss", "layer" in tag, tag))
+    steps = sorted({step for curve in curves.values() for step in curve})
+
+    def write(path: Path) -> None:
+        with path.open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(("step", *tags))
+            rows.writerows((s, *(f"{curves[t][s]:.5g}" if s in curves[t] else "" for t in tags)) for s in steps)
+
+    write_beside(target, write)
+
 
 TRAININGS: dict[str, type[FrozenTraining]] = {"heads": HeadTraining, "pool": PoolTraining}
 """Trainings by ``trains``, the configuration's key."""
@@ -106,16 +137,6 @@ def begin_from(resume: str, out: Path) -> Path | None:
     except ValueError as error:
         raise ValueError(f"resume={error}: name a whole checkpoint in an earlier run's out/state, or auto") from error
     return Path(resume)
-
-
-def require_folder(out: Path) -> None:
-    """Make a run's folder; raise ValueError where that is not possible, before the backbone is loaded."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ValueError(f"out={out} cannot be written: {error.strerror}") from error
 
 
 def check_state(path: Path, module: FrozenTraining) -> str | None:
@@ -179,18 +200,24 @@ def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     L.seed_everything(cfg.seed, verbose=False)
     out, strategy = Path(cfg.out), make_strategy(cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes)
-    require_folder(out)
+    try:  # before the backbone is loaded
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"out={out} cannot be written: {error.strerror}") from error
     state = out / "state"
-    stop, last = StopWhole(state / "interrupted.ckpt", command_to_go_on(argv)), Last()
-    trainer = _trainer(cfg, strategy, [SaveEvery(state, cfg.trainer.save_every), stop, last])
+    saves = SaveEvery(state, cfg.trainer.save_every)
+    stop = StopWhole(state / "interrupted.ckpt", command_to_go_on(argv))
+    trainer = _trainer(cfg, strategy, [saves, stop])
     # The other processes of a run share its folder.
     busy = f"out={out}: another locret-train is writing there"
     alone = locked(out / ".lock", busy) if trainer.is_global_zero else nullcontext()
     with alone, torch.device("cpu"):  # whatever the default device: PyTorch's loaders draw on it
-        return _run(cfg, trainer, stop, last)
+        return _run(cfg, trainer, stop, saves)
 
 
-def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, last: Last) -> Path | None:
+def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery) -> Path | None:
     out = Path(cfg.out)
     resume = begin_from(cfg.resume, out)
     # Before the weights, which may take minutes: what is wrong with the data is said at once.
@@ -212,7 +239,7 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, last: Last) -> P
         if trainer.interrupted:
             raise (TrainingStopped if stop.saved else KeyboardInterrupt) from ended
         raise
-    trained = last.trained if last.gathered else gather(trainer)  # not gathered: the run had ended before
+    trained = saves.trained if saves.ended else gather(trainer)  # it had ended before
     if trained is None:
         return None
     folder = module.export(trained, out)

@@ -224,10 +224,13 @@ class SeedSteps(Callback):
 
 
 class SaveEvery(Callback):
-    """The state of every ``steps``-th optimiser step, once its validation is done; the newest one stays."""
+    """The state of every ``steps``-th optimiser step, once its validation is done; the newest one stays. And the trained module,
+    gathered before the strategy is torn down."""
 
     def __init__(self, folder: Path, steps: int) -> None:
-        self.folder, self.steps, self.saved = folder, steps, 0
+        self.folder, self.steps, self.saved, self.ended = folder, steps, 0, False
+        self.trained: nn.Module | None = None
+        """In the first process only, once the run has ended."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.saved = trainer.global_step
@@ -238,6 +241,7 @@ class SaveEvery(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save(trainer)
+        self.ended, self.trained = True, gather(trainer)
 
     def _save(self, trainer: L.Trainer) -> None:
         step = trainer.global_step
@@ -249,18 +253,6 @@ class SaveEvery(Callback):
             for older in (self.folder / "interrupted.ckpt", *self.folder.glob("step=*.ckpt")):
                 if older.stem != f"step={step}":
                     older.unlink(missing_ok=True)
-
-
-class Last(Callback):
-    """The trained module, gathered before the strategy is torn down."""
-
-    def __init__(self) -> None:
-        self.gathered = False
-        self.trained: nn.Module | None = None
-        """In the first process only."""
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.gathered, self.trained = True, gather(trainer)
 
 
 class TrainingStopped(KeyboardInterrupt):

@@ -29,7 +29,7 @@ from ..heads import HeadsConfig, RetainingHeads
 from ..naming import blaming
 from ..policies.grammar import parse_loss
 from ..samples.sample import Sample
-from .board import cis_figure, marked_text, most_kept, pixels
+from .board import cis_figure, marked_text, most_kept
 from .data import Step
 from .frozen_training import FrozenTraining, KeepBest
 from .strategy import shard
@@ -282,5 +282,5 @@ class HeadTraining(FrozenTraining):
         kept = most_kept(predicted_RS).tolist()
         title = f"First validation sample after {self.global_step} steps: {recall:.0%} of the true top tenth found"
         figure = cis_figure(predicted_RS, target_RS, self.scored, title)
-        writer.add_image("val/predicted above target", pixels(figure), self.global_step, dataformats="HWC")
+        writer.add_figure("val/predicted above target", figure, self.global_step)
         writer.add_text("val/kept tenth", marked_text(tokens, kept), self.global_step)

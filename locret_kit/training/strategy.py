@@ -261,18 +261,14 @@ def finish_gradients(strategy: Strategy, parameters: list[nn.Parameter], bound: 
         strategy.finish_gradients(parameters, bound)
         return
     if dist.is_initialized() and not isinstance(strategy, ModelParallelStrategy):  # FSDP has averaged what is sharded
-        average_gradients(parameters)
+        # Of a process whose samples taught nothing, such as texts that are never evicted from, zeros count.
+        has_N = torch.tensor([one.grad is not None for one in parameters], device=parameters[0].device).int()
+        dist.all_reduce(has_N, dist.ReduceOp.MAX)
+        for parameter, some in zip(parameters, has_N.tolist(), strict=True):
+            if some:
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(grad)
+                parameter.grad = grad.div_(dist.get_world_size())
     for grad in (parameter.grad for parameter in parameters if parameter.grad is not None and bound):
         mine = grad.to_local() if hasattr(grad, "to_local") else grad  # shares memory
         mine.clamp_(-bound, bound)
-
-
-def average_gradients(parameters: list[nn.Parameter]) -> None:
-    """Average over processes; of one whose samples taught nothing, such as texts that are never evicted from, zeros count."""
-    has_N = torch.tensor([parameter.grad is not None for parameter in parameters], device=parameters[0].device).int()
-    dist.all_reduce(has_N, dist.ReduceOp.MAX)
-    for parameter, some in zip(parameters, has_N.tolist(), strict=True):
-        if some:
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(grad)
-            parameter.grad = grad.div_(dist.get_world_size())

@@ -35,10 +35,11 @@ from locret_kit.samples.synthetic import (
     WORDS,
     make_fact,
 )
-from locret_kit.training import callbacks, sources
+from locret_kit.training import data as data_module
 from locret_kit.training.data import SampleModule, Samples, Share, divided, split_text
+from locret_kit.training.fit import read_curves
+from locret_kit.training.frozen_training import KeepBest
 from locret_kit.training.module import HeadTraining
-from locret_kit.training.scalars import read_curves
 
 TOKENIZER = tiny_tokenizer()
 
@@ -244,9 +245,9 @@ def streamed(monkeypatch):
             read.append(row)
             yield row
 
-    monkeypatch.setattr(sources, "read_records", counted)
-    monkeypatch.setattr(sources, "BLOCK", 8)
-    monkeypatch.setattr(sources, "WHOLE", 0)
+    monkeypatch.setattr(data_module, "read_records", counted)
+    monkeypatch.setattr(data_module, "BLOCK", 8)
+    monkeypatch.setattr(data_module, "WHOLE", 0)
     monkeypatch.setattr(records_module, "WHOLE", 0)
     monkeypatch.setattr(records_module, "PIECE", 300)
     return read
@@ -364,7 +365,7 @@ def test_a_run_killed_inside_an_epoch_goes_on_to_the_same_heads(backbone, tmp_pa
     """7 records an epoch, 2 a step: it dies after 5 samples were trained on, and 6 were to be."""
     if kind == "streamed":
         request.getfixturevalue("streamed")
-        monkeypatch.setattr(sources, "BLOCK", 2)
+        monkeypatch.setattr(data_module, "BLOCK", 2)
     source = jsonl(tmp_path / "records.jsonl", [record(n) for n in range(10)])
     more = ["optim.steps=8", "optim.accumulate=2", "trainer.save_every=1", "trainer.val_every=4", "resume=auto"]
     whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "log"
@@ -410,7 +411,7 @@ def test_the_best_heads_are_those_of_the_highest_recall_on_what_was_set_aside(ba
     (best,) = (tmp_path / "run" / "best").iterdir()
     curve = read_curves(tmp_path / "run")["val/recall"]
     highest = max(curve.values())
-    assert callbacks.KeepBest.NAME.match(best.name)[1] == f"{highest:.4f}" and len(set(curve.values())) > 1
+    assert KeepBest.NAME.match(best.name)[1] == f"{highest:.4f}" and len(set(curve.values())) > 1
     model, _ = load_backbone(str(backbone), dtype="float32", device="cpu")
     module = HeadTraining(model, cfg)
     module.heads.load_state_dict(RetainingHeads.from_pretrained(str(best)).state_dict())

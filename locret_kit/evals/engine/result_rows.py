@@ -27,11 +27,8 @@ from .run_spec import ORACLES, UNTRAINED
 
 KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
 """Fields that tell examples apart; no two rows of a run have the same."""
-RUN = tuple(item.name for item in fields(RunSettings))
-"""The settings of the run in a row."""
-SETTINGS = (
-    "model", "heads_hash", "adapter", "dtype", *(name for name in RUN if name != "backend"), "ending", "metric"
-)  # fmt: skip
+_RUN = tuple(item.name for item in fields(RunSettings) if item.name != "backend")
+SETTINGS = ("model", "heads_hash", "adapter", "dtype", *_RUN, "ending", "metric")
 """Fields that must not differ among the examples of one cell of a table."""
 SCHEDULED = ("chunk", "stabilizers", "local_len")
 """Those of them that say nothing of full attention, of a one-shot cache, whose chunk is its prompt, and of a budget that is a

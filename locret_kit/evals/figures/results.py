@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from ...files import write_beside
 from ..engine.result_rows import Row
-from ..tables import LIKELIHOOD, mean_and_stderr, size
+from ..tables import LIKELIHOOD, grouped, mean_and_stderr, size
 from ..tasks.task import asked_depth
 
 S = TypeVar("S")
@@ -123,9 +123,7 @@ def needle_grid(rows: Sequence[Row]) -> Figure:
     ]
     if not scored:
         raise ValueError("no row has a needle's depth and a score: run tasks=[grid] or another needle task")
-    groups: dict[tuple, list[Row]] = defaultdict(list)
-    for row in scored:
-        groups[row.task, row.haystack, row.label, row.budget].append(row)
+    groups = grouped(scored, lambda row: (row.task, row.haystack, row.label, row.budget))
     max_lengths = max(len({row.length for row in members}) for members in groups.values())
     depths = sorted({row.depth for row in scored if row.depth is not None})
     edges = depths if len(depths) <= DEPTHS + 2 else list(np.arange(DEPTHS) / DEPTHS)

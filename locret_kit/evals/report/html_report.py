@@ -29,11 +29,6 @@ def environment() -> Environment:
     return Environment(loader=PackageLoader(__package__, ""), autoescape=True)
 
 
-def script_data(value: object) -> str:
-    """JSON for a script element, which nothing in it can end."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
 def kept_page(title: str, lead: str, texts: Sequence[str], positions: Sequence[Sequence[np.ndarray]], seen: int) -> str:
     """A page of one text, page by page, shaded by the layers and heads that hold each token; it needs no other file.
 
@@ -42,7 +37,8 @@ def kept_page(title: str, lead: str, texts: Sequence[str], positions: Sequence[S
             cache; those after them are read with each question.
     """
     gaps = [[np.diff(row, prepend=0).tolist() for row in heads] for heads in positions]
-    data = script_data({"texts": list(texts), "kept": gaps, "seen": seen})
+    data = json.dumps({"texts": list(texts), "kept": gaps, "seen": seen}, ensure_ascii=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")  # in a script element, which nothing in it can end
     return environment().get_template("kept.html").render(title=title, lead=lead, data=data)
 
 

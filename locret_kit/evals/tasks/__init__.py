@@ -159,6 +159,4 @@ def _over(make: Callable[[str, str], Task], haystack: str) -> Task:
     return replace(make(haystack_name(haystack), text), text_hash=digest[:16])
 
 
-@lru_cache(maxsize=8)
-def _text(haystack: str) -> str:
-    return load_text(haystack)
+_text = lru_cache(maxsize=8)(load_text)

@@ -37,7 +37,6 @@ Numbered = tuple[int, Record]
 """A record with its document's number."""
 PromptOf = Callable[[str], tuple[str, bool]]
 """Gives the prompt of a text, and whether the tokenizer adds its special tokens to it."""
-TRUNCATE = ("middle", "end", "start", "never")
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,9 @@ def document_task(name: str, data: Sequence[str], samples: int) -> Task:
         ValueError: a record lacks a field that the prompt, the answer or the metric names.
     """
     entry = entries()[name]
-    return task_of(entry, _examples(entry, _records(entry, data)), samples, _shots(entry, data))
+    first = islice(_records(entry, data, split="train"), entry.shots) if entry.shots else ()
+    shots = "".join(entry.shot.format(**record) for record in first)
+    return task_of(entry, _examples(entry, _records(entry, data)), samples, shots)
 
 
 def task_of(entry: TaskEntry, records: Iterable[Numbered], samples: int, shots: str = "") -> Task:
@@ -197,13 +198,6 @@ def _examples(entry: TaskEntry, records: Iterator[Record]) -> Iterator[Numbered]
         for number, (record, count) in enumerate(zip(everything, counts, strict=True)):
             if n < count:
                 yield number, {**record, **{one: record[many][n] for one, many in entry.each.items()}}
-
-
-def _shots(entry: TaskEntry, data: Sequence[str]) -> str:
-    if not entry.shots:
-        return ""
-    records = islice(_records(entry, data, split="train"), entry.shots)
-    return "".join(entry.shot.format(**record) for record in records)
 
 
 # ---- prompts -------------------------------------------------------------------------------------------------------

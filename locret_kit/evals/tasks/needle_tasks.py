@@ -120,8 +120,8 @@ def _document(body: str, wordings: list[Wording], keys: list[str]) -> str:
     """The text with every needle at the line or sentence start nearest to its depth."""
     body = body.rstrip() + "\n" if body.strip() else ""
     places = [*starts(body), len(body)]
-    wanted = [_depth(i) * len(body) for i in range(QUESTIONS)]
-    offsets = [min(places, key=lambda place, depth=depth: abs(place - depth)) for depth in wanted]
+    depths = [_depth(i) for i in range(QUESTIONS)]
+    offsets = [min(places, key=lambda place: abs(place - depth * len(body))) for depth in depths]
     for i, at in reversed(list(enumerate(offsets))):
         head, tail = body[:at].rstrip(" "), body[at:]
         head += "\n" if head and not head.endswith("\n") else ""

@@ -13,16 +13,14 @@ import random
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
-
-import yaml
 
 from ...samples.haystack import next_start, ring, starts
 from ...samples.needles import NOISE
+from .document_tasks import read_table
 from .retrieval import Draft, random_uuid, synthetic
 from .task import Example, Task, spread_depth
 
-_WORDS = yaml.safe_load(resources.files(__package__).joinpath("words.yaml").read_text(encoding="utf-8"))
+_WORDS = read_table("words")
 ADJECTIVES, NOUNS, VERBS = (tuple(_WORDS[name].split()) for name in ("adjectives", "nouns", "verbs"))
 
 
