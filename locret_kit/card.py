@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from .backbones.load import resolve_model
-from .checkpoint import FORMAT
 from .cis import TOP
 from .config.train_config import SMOOTH_L1
-from .evals.cells import Cell, summarize
 from .evals.engine.result_rows import KEY, Row, check_cells
-from .evals.tables import Figure, Table
+from .evals.tables import Cell, Figure, Table, summarize
 from .files import CONFIG, parse_json, read_json, write_json
-from .heads import HeadsConfig, RetainingHeads
+from .heads import FORMAT, HeadsConfig, RetainingHeads
 from .hub import REPO, push
 from .naming import blaming
 

@@ -69,15 +69,9 @@ def checked(name: str, annotation: object, value: object) -> object:
         raise ValueError(str(reasons[-1]["ctx"]["error"]).replace(NAME, name))
     near = nearest(str(value), map(str, choices(annotation))) if isinstance(value, str) else ""
     beyond = any(reason["type"] in _BEYOND and not any(type(x) is int for x in reason["loc"]) for reason in reasons)
-    raise ValueError(
-        f"{name}={shown(value)} must be {allowed(annotation, bounds_alone=beyond)}"
-        + (near and f".{near}")
-        + (
-            f": {value!r} is a text, not a number"
-            if isinstance(value, str) and _fits_as_number(annotation, value)
-            else ""
-        )
-    )
+    quoted = isinstance(value, str) and _fits_as_number(annotation, value)
+    said = (near and f".{near}") + (f": {value!r} is a text, not a number" if quoted else "")
+    raise ValueError(f"{name}={shown(value)} must be {allowed(annotation, bounds_alone=beyond)}{said}")
 
 
 def _fits_as_number(annotation: object, text: str) -> bool:
@@ -174,19 +168,21 @@ def choices(annotation: object) -> list[object]:
 
 def parts(annotation: object) -> Iterator[object]:
     """The alternatives of an annotation, without metadata."""
-    if get_origin(annotation) is Annotated:
-        yield from parts(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, UnionType):
-        for part in get_args(annotation):
-            yield from parts(part)
-    else:
+    nested = _inside(annotation)
+    if not nested:
         yield annotation
+    for part in nested:
+        yield from parts(part)
 
 
 def metadata_of(annotation: object) -> Iterator[object]:
     if get_origin(annotation) is Annotated:
         yield from get_args(annotation)[1:]
-        yield from metadata_of(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, UnionType):
-        for part in get_args(annotation):
-            yield from metadata_of(part)
+    for part in _inside(annotation):
+        yield from metadata_of(part)
+
+
+def _inside(annotation: object) -> tuple[object, ...]:
+    """What is annotated, or the members of a union; of other types nothing."""
+    kind, nested = get_origin(annotation), get_args(annotation)
+    return nested[:1] if kind is Annotated else nested if kind in (Union, UnionType) else ()

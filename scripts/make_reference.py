@@ -307,12 +307,12 @@ def recipes() -> str:
 
 def tasks() -> str:
     """Every task."""
-    from locret_kit.evals.tasks import ALIASES, DESCRIPTIONS, GROUPS, HAYSTACK_TASKS, REAL_TEXT_TASKS, STANDALONE_TASKS
+    from locret_kit.evals.tasks import ALIASES, DESCRIPTIONS, HAYSTACK_TASKS, REAL_TEXT_TASKS, STANDALONE_TASKS, groups
     from locret_kit.evals.tasks.document_tasks import BENCHMARKS, entries
 
     blocks = [
-        f"`locret-eval tasks=[NAME,...]`. Groups: {', '.join(f'`{name}`' for name in GROUPS)}. `fidelity:NAME` scores a task by "
-        "the distance of its answers from full attention's, `agreement:NAME` by the share of full attention's own tokens that "
+        f"`locret-eval tasks=[NAME,...]`. Groups: {', '.join(f'`{name}`' for name in groups())}. `fidelity:NAME` scores a task "
+        "by the distance of its answers from full attention's, `agreement:NAME` by the share of full attention's own tokens that "
         "would have been chosen too. Short names: "
         + ", ".join(f"`{short}` is `{name}`" for short, name in ALIASES.items())
         + ".",
@@ -384,10 +384,9 @@ def files() -> str:
     """Files that the kit writes and reads."""
     from locret_kit.cache import file as cache_file
     from locret_kit.cache.saved_record import Saved
-    from locret_kit.checkpoint import FORMAT
     from locret_kit.documents.text_record import TextRecord
     from locret_kit.evals.engine import result_rows
-    from locret_kit.heads import HeadsConfig
+    from locret_kit.heads import FORMAT, HeadsConfig
     from locret_kit.policies.methods import lococo
     from locret_kit.runtime.report import Report
     from locret_kit.samples.records import SCHEMAS

@@ -15,9 +15,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from locret_kit.evals.cells import wilson
 from locret_kit.evals.engine.result_rows import Row, read_rows
-from locret_kit.evals.figures.style import COLORS, RC, token_axis
+from locret_kit.evals.figures.results import COLORS, RC
+from locret_kit.evals.tables import size, wilson
 from locret_kit.files import write_beside
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +48,14 @@ def chosen(rows: Iterable[Row], policy: str, haystack: str, length: int, slots: 
     ]  # fmt: skip
 
 
+def token_axis(axis: Axes) -> None:
+    """A logarithmic axis of the prompt's tokens with a tick at each of `LENGTHS`."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(LENGTHS, [size(tick) for tick in LENGTHS])
+    axis.set_xticks([], minor=True)
+    axis.set_xlabel("prompt, tokens")
+
+
 def draw_memory(axis: Axes, rows: Sequence[Row], sizes_of: dict[str, int]) -> None:
     """Keys and values against prompt length."""
     token = 4 * sizes_of["n_layers"] * sizes_of["n_kv_heads"] * sizes_of["head_dim"]  # keys and values, 2 bytes each
@@ -64,7 +72,7 @@ def draw_memory(axis: Axes, rows: Sequence[Row], sizes_of: dict[str, int]) -> No
     axis.set_yticks([16, 64, 256, 1024, 4096], ["16 MiB", "64 MiB", "256 MiB", "1 GiB", "4 GiB"])
     axis.set_yticks([], minor=True)
     axis.set_ylim(12, 4096)
-    token_axis(axis, LENGTHS, "prompt, tokens")
+    token_axis(axis)
     axis.set_title("Keys and values (bfloat16)")
     axis.legend(loc="upper left")
 
@@ -93,7 +101,7 @@ def draw_scores(axis: Axes, rows: Sequence[Row]) -> None:
             capsize=2,
         )
     axis.set_ylim(-0.03, 1.06)
-    token_axis(axis, LENGTHS, "prompt, tokens")
+    token_axis(axis)
     axis.axvline(8192, color="#999999", linewidth=0.8)
     axis.text(8192 * 1.06, 0.02, "the model's window", fontsize=8, color="#555555")
     axis.set_title("Pass keys answered (share, 95% interval)")

@@ -1,21 +1,16 @@
-"""Time every operation on the GPU at hand: correctness first, then rows with their provenance.
+"""Time every operation: correctness first, then rows with their provenance. ``scripts/gpu.py --part ops`` does it on a GPU.
 
-    python kernels/benchmarks/bench.py --out FILE.csv [--model phi3-mini llama3.1-8b] [--quick]
-
-Run it from the repository's root; `scripts/gpu.py` does the same after measuring whole models. The card's own ceilings, a
-bfloat16 matmul and a copy, come first. An operation is timed only after its kernel agrees with its reference on random inputs
-of the same shape (`gate`); a disagreement ends the run. Times are the device's (CUDA events around a call, or around a graph of
-it where `REPLAYED` says), with the L2 cache flushed between repetitions, of which rows give p20, p50 and p80. On a CPU the
+The card's own ceilings, a bfloat16 matmul and a copy, come first. An operation is timed only after its kernel agrees with its
+reference on random inputs of the same shape (`gate`). Times are the device's (CUDA events around a call, or around a graph of it
+where `REPLAYED` says), with the L2 cache flushed between repetitions, of which rows give p20, p50 and p80. On a CPU the
 references alone are timed, by the clock.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -28,7 +23,6 @@ import triton
 from torch.utils._pytree import tree_leaves
 
 from locret_kernels.cases import Case, Shape, cases
-from locret_kernels.provenance import origin
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -223,30 +217,3 @@ def append(path: Path, row: DataclassInstance) -> None:
 def line(row: Row) -> str:
     """A row for people."""
     return f"{row.operation:<40} {row.backend:<10} {row.shape:<48} {row.p50_ms:9.3f} ms"
-
-
-def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", type=Path, required=True, help="CSV file; rows are appended")
-    p.add_argument("--model", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    p.add_argument("--quick", action="store_true", help="few repetitions: to see that everything runs")
-    args = p.parse_args()
-    if not torch.cuda.is_available():
-        print("bench: PyTorch sees no CUDA device here; nothing is timed on anything else", file=sys.stderr)
-        return 1
-    torch.manual_seed(0)
-    device, milliseconds = torch.device("cuda"), 20 if args.quick else 200
-    where = origin(device)
-    try:
-        for case in every({name: SHAPES[name] for name in args.model}, device):
-            for row in timed(case, milliseconds, where, device):
-                append(args.out, row)
-                print(line(row), flush=True)
-    except Disagreement as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

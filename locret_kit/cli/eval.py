@@ -198,14 +198,14 @@ def engine_for_harness(settings: dict[str, object]) -> tuple[Setup, Variant]:
 
 
 def _tasks(config: NoConfig) -> None:
-    from ..evals.tasks import ALIASES, DESCRIPTIONS, GROUPS, known_tasks
+    from ..evals.tasks import ALIASES, DESCRIPTIONS, groups, known_tasks
     from ..evals.tasks.document_tasks import entries
 
     for name in known_tasks():
         entry = entries().get(name)
         says = f"documents of a benchmark, by {entry.metric}" if entry else DESCRIPTIONS[ALIASES.get(name, name)]
         print(f"{name:<32} {says}")
-    print(f"groups: {', '.join(GROUPS)}; fidelity:NAME and agreement:NAME score a task against full attention")
+    print(f"groups: {', '.join(groups())}; fidelity:NAME and agreement:NAME score a task against full attention")
 
 
 def _with(options: Command[T], show: Callable[[T], None]) -> Callable[[list[str]], int]:

@@ -23,8 +23,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     import torch
 
-    from ..training.callbacks import TrainingStopped
     from ..training.fit import fit
+    from ..training.frozen_training import TrainingStopped
 
     try:
         folder = fit(cfg, argv)

@@ -1,13 +1,136 @@
-"""Tables: made once from rows, and rendered as Markdown, CSV, HTML (``report/page.html``) and in the card of published heads."""
+"""Figures of a run by cell: mean, standard error and number of the examples that differ in their number alone. And tables of
+them: made once, and rendered as Markdown, CSV, HTML (``report/page.html``) and in the card of published heads."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Collection, Iterable, Sequence
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
-from .cells import Cell
+from .engine.result_rows import Row, label_of
+
+T = TypeVar("T")
+LIKELIHOOD = ("nll", "nll_prefill")
+"""Metrics of which the lower is better."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Examples that differ in their number alone."""
+
+    task: str
+    haystack: str
+    length: int
+    policy: str
+    heads: str
+    budget: int | float
+    metric: str
+    n: int
+    """Examples with a score."""
+    samples: str
+    """Their numbers, such as '0-3 7'."""
+    mean: float | None
+    """Mean of the metric; None without a score."""
+    stderr: float | None
+    """Standard error of the mean (sample deviation over root n); None below two scores."""
+    errors: int
+    """Examples that ended with an error; not in the mean."""
+    tokens: float
+    """Mean prompt tokens."""
+    prefill_s: float
+    """Mean seconds of prefill, shared beginnings in every example, see `Row.prefill_s`."""
+    peak_bytes: int
+    """Largest peak memory."""
+    dtype: str
+    """Precision of the backbone; several are joined by '+'."""
+    low: float | None = None
+    """Lower end of Wilson's 95% interval of a share (every score is 0 or 1); None for other scores."""
+    high: float | None = None
+    """Its upper end."""
+
+    @property
+    def label(self) -> str:
+        """The policy as tables name it."""
+        return label_of(self.policy, self.heads)
+
+
+def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
+    """Mean and its standard error; exact sums, so that the order of rows does not matter."""
+    n = len(values)
+    mean = math.fsum(values) / n if n else None
+    if mean is None or n < 2:
+        return mean, None
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+
+
+Z = statistics.NormalDist().inv_cdf(0.975)
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share that was found among ``n``; unlike ``share ± 2 stderr`` it has a width at 0 and at 1.
+    Source: E. B. Wilson, Probable inference, the law of succession, and statistical inference, 1927."""
+    middle, spread = share + Z * Z / (2 * n), Z * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
+    return max(0.0, (middle - spread) / (1 + Z * Z / n)), min(1.0, (middle + spread) / (1 + Z * Z / n))
+
+
+def summarize(rows: Iterable[Row]) -> list[Cell]:
+    """One cell for each task, haystack, length, policy, heads and budget, in that order."""
+    groups = grouped(rows, lambda row: (row.task, row.haystack, row.length, row.policy, row.heads, row.budget))
+    cells = []
+    for key, members in sorted(groups.items(), key=lambda one: (*one[0][:3], policy_order(one[0][3]), *one[0][4:])):
+        good = [row for row in members if row.score is not None]
+        scores = [row.score for row in good if row.score is not None]
+        mean, stderr = mean_and_stderr(scores)
+        shares = bool(scores) and {0.0, 1.0}.issuperset(scores) and good[0].metric not in LIKELIHOOD
+        low, high = wilson(mean or 0.0, len(scores)) if shares else (None, None)
+        costs = good or members
+        task, haystack, length, policy, heads, budget = key
+        cells.append(
+            Cell(
+                task, haystack, length, policy, heads, budget, good[0].metric if good else "-", len(good),
+                ranges(row.sample for row in good), mean, stderr,
+                errors=len(members) - len(good), tokens=math.fsum(row.tokens for row in costs) / len(costs),
+                prefill_s=math.fsum(row.prefill_s for row in costs) / len(costs),
+                peak_bytes=max(row.peak_bytes for row in costs),
+                dtype="+".join(sorted({row.dtype for row in costs if row.dtype})), low=low, high=high,
+            )
+        )  # fmt: skip
+    return cells
+
+
+def grouped(items: Iterable[T], key: Callable[[T], tuple]) -> dict[tuple, list[T]]:
+    """The items by what ``key`` says of them, in their order."""
+    groups: dict[tuple, list[T]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``0-3 7`` for 0, 1, 2, 3 and 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def size(tokens: float) -> str:
+    """``8K`` for 8192, ``1000`` for 1000, ``0.1`` for a share of the prompt."""
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+
+
+def policy_order(label: str) -> tuple:
+    """Sorts full attention first, then `locret` in its forms."""
+    return label != "full", not label.startswith("locret"), label
+
 
 MARKS = {"†": "on other texts than most of its column", "‡": "in another precision than most of the table"}
 """Marks beside a figure, and their meaning."""

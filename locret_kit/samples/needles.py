@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ..text.spans import encode
 from .haystack import TooShort, count, cut, starts
-from .wording import NEEDLES
+from .synthetic import WORDS
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 
@@ -59,7 +59,10 @@ TASKS["paraphrase"] = replace(
 
 WORDINGS = (
     TASKS["R.PassKey"],
-    *(NeedleTask(instruction, f"{needle}\n", question, prefix, 0) for instruction, needle, question, prefix in NEEDLES),
+    *(
+        NeedleTask(instruction, f"{needle}\n", question, prefix, 0)
+        for instruction, needle, question, prefix in WORDS["needles"]
+    ),
 )
 """The pass key's wording, and nine more ways to say and to ask for digits. None is a wording of training samples."""
 ENDINGS = {"infinitebench": "\n\n{question}\n\n{prefix}", "open": "\n\n{question}"}

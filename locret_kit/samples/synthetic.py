@@ -9,14 +9,89 @@ import bisect
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import resources
+
+import yaml
 
 from ..text.spans import encode, token_span
-from .facts import FACTS, HELD_FACTS, Fact, Template, make_fact
 from .haystack import cut, starts, take
 from .sample import Sample, encode_chat
-from .wording import HELD_PROMPTS, HELD_SENTENCES, PROMPTS, SENTENCES
+
+WORDS: dict[str, list] = yaml.safe_load(
+    resources.files(__package__).joinpath("wording.yaml").read_text(encoding="utf-8")
+)
+"""The wording of samples, by kind: its comments say what is what. What begins with "held" is for validation alone."""
+Template = tuple[str, str, str, str]
+"""A fact's: kind of value, statement, question, first words of the answer; {v} is the value, {n} a name, {w} a thing, {p} a
+place, {r} a project, {k} a key. To add one, add a line to ``wording.yaml``: to ``facts``, which are trained on, or to
+``held_facts``, which are for validation alone."""
+
+
+def _template(kind: str, what: str, *rest: str) -> Template:
+    """The template of a line of ``wording.yaml``: whole, or of "The ... is {v}.", whose answer may say ``rest`` instead."""
+    if len(rest) == 2:
+        return kind, what, *rest
+    return kind, f"The {what} is {{v}}.", f"What is the {what}?", f"The {rest[0] if rest else what} is"
+
+
+FACTS, HELD_FACTS = (tuple(_template(*line) for line in WORDS[name]) for name in ("facts", "held_facts"))
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One fact with its question and answer."""
+
+    statement: str
+    question: str
+    prefix: str
+    """First words of the full-sentence answer, without a blank at the end."""
+    value: str
+
+
+def make_fact(rng: random.Random, templates: Sequence[Template] = FACTS) -> Fact:
+    """A random fact; said a second time at once in half of the cases."""
+    kind, statement, question, prefix = rng.choice(templates)
+    kinds = {"n": "names", "w": "things", "p": "places", "r": "projects"}
+    names = {letter: rng.choice(WORDS[kind]) for letter, kind in kinds.items()}
+    names["k"] = f"{rng.choice(WORDS['words'])}_{rng.randrange(1000)}"
+    value = make_value(kind, rng)
+    said, first = (part.format(v=value, **names) for part in (statement, prefix))
+    if rng.random() < 0.5:
+        said += rng.choice((" Remember it. ", " ", " Again: ")) + _again(first, value, said, rng)
+    return Fact(said, question.format(**names), first, value)
+
+
+def make_value(kind: str, rng: random.Random) -> str:
+    """A random value; `kind` as in `FACTS`."""
+    words = WORDS["words"]
+
+    def letters(alphabet: str, n: int) -> str:
+        return "".join(rng.choice(alphabet) for _ in range(n))
+
+    drawn: dict[str, Callable[[], str]] = {
+        "digits5": lambda: letters("0123456789", 5),
+        "digits": lambda: letters("0123456789", rng.randint(4, 12)),
+        "number": lambda: str(rng.randrange(10, 100000)),
+        "code": lambda: letters("ABCDEFGHJKLMNPQRSTUVWXYZ", rng.randint(2, 4)) + "-" + str(rng.randint(10, 99999)),
+        "hex": lambda: letters("0123456789abcdef", rng.choice((8, 12, 16))),
+        "uuid": lambda: "-".join(letters("0123456789abcdef", n) for n in (8, 4, 4, 4, 12)),
+        "word": lambda: f"{rng.choice(words)}{rng.choice(('', '-', ' '))}{rng.choice(words)}",
+        "words": lambda: ", ".join(rng.sample(words, 3)),
+        "price": lambda: f"{rng.randrange(2, 5000)}{rng.choice((' euros', ' dollars', ' crowns'))}",
+        "date": lambda: f"{rng.randint(1, 28)} {rng.choice(WORDS['months'])} {rng.randint(1900, 2040)}",
+        "time": lambda: f"{rng.randint(0, 23)}:{rng.randint(0, 59):02}",
+    }
+    return drawn[kind]() if kind in drawn else rng.choice(WORDS["held_quotes" if kind == "saying" else f"{kind}s"])
+
+
+def _again(prefix: str, value: str, said: str, rng: random.Random) -> str:
+    """The second saying: turned round where grammar allows, else the answer's words or the same words."""
+    if prefix.startswith("The ") and prefix.endswith(" is") and rng.random() < 0.6:
+        return f"{value} is the {prefix[4:-3]}."
+    return rng.choice((said, f"{prefix} {value}."))
+
 
 COPY = 0.1
 """Share of copy tasks among the samples over real text."""
@@ -42,8 +117,8 @@ class Wording:
     """Sentences that repetitive haystacks repeat."""
 
 
-TRAINING = Wording(FACTS, PROMPTS, SENTENCES)
-VALIDATION = Wording(HELD_FACTS, HELD_PROMPTS, HELD_SENTENCES)
+TRAINING = Wording(FACTS, WORDS["prompts"], WORDS["sentences"])
+VALIDATION = Wording(HELD_FACTS, WORDS["held_prompts"], WORDS["held_sentences"])
 
 
 def synthetic_sample(

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -52,13 +49,6 @@ def cis_figure(predicted_RS: Tensor, target_RS: Tensor, layers: Sequence[int], t
     legend.set_ticklabels(["lowest\n(evicted first)", "median", "top tenth", "highest\n(kept longest)"])
     legend.set_label("importance: rank of the token within its head")
     return figure
-
-
-def pixels(figure: Figure) -> NDArray[np.uint8]:
-    """A figure as ``[height, width, 3]``."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def most_kept(predicted_RS: Tensor, fraction: float = 0.1) -> Tensor:

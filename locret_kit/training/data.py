@@ -1,11 +1,16 @@
-"""Training samples by index: sample ``i`` is a function of the configuration and ``i`` alone, so a run resumes anywhere."""
+"""Training samples by index: sample ``i`` is a function of the configuration and ``i`` alone, so a run resumes anywhere.
+
+Of each source what is validated on is set aside first, the rest is trained on.
+"""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
-from itertools import count
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, count, islice
+from pathlib import Path
 from typing import TypeVar, cast
 
 import lightning as L
@@ -14,9 +19,286 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from transformers import PreTrainedTokenizerBase
 
 from ..config.train_config import DataConfig
+from ..naming import blaming, first_line, nearest
 from ..samples import overlap
-from ..samples.sample import Sample
-from .sources import make_source
+from ..samples.haystack import TEXTS, load_text, next_start
+from ..samples.records import SCHEMAS, WHOLE, is_unknown, read_records, to_messages
+from ..samples.sample import Sample, encode_chat
+from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
+
+SYNTHETIC = "synthetic"
+"""The source that is made of ``data.texts``; every other one holds records."""
+DRAWS = 100
+"""Records in a row, and synthetic samples, that cannot be used and end a run at its beginning."""
+BLOCK = 512
+"""Records that are held at a time of a source that is not held whole."""
+STRETCH = 0.1
+"""Part of each real text that is set aside."""
+CHARACTERS = 4
+"""Characters of a token, about."""
+
+
+class Records:
+    """Records in whole epochs, each in an order of its own; a record with several questions is asked the next one in each.
+
+    Local files of up to ``WHOLE`` bytes are held. Of others and of the Hub's data sets a block of ``BLOCK`` records is read when
+    a step needs it, and shuffled within itself; records are set aside from the first block.
+
+    A record is set aside for each sample to validate on. Its copies are not trained on either: records more than half of whose
+    13-grams are in what was set aside, such as other questions about its document. In the place of a record that cannot be
+    used another one is drawn, and stderr names it once. Lines that are no records are left out, and counted on stderr.
+
+    Args:
+        name: what ``read_records`` takes. seed: what orders are drawn by.
+
+    Raises:
+        ValueError: no records, or, in the place of the first sample, ``DRAWS`` in a row that cannot be used.
+    """
+
+    def __init__(self, name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: str) -> None:
+        self.name, self.data, self.tokenizer, self.seed = name, data, tokenizer, seed
+        self._refused: dict[tuple[int, int], str] = {}  # by record and question
+        self._named: set[int | str] = set()
+        self._broken: list[str] = []
+        self._known = overlap.union([])
+        self._held = 0
+        self._spare: list[int] = []
+        """A record of the first block that can be used, once there is one: no later place ends a run."""
+        files = [file for file in (Path(name), *Path(name).rglob("*")) if file.is_file()]
+        small = files and sum(file.stat().st_size for file in files) <= WHOLE  # what is on the Hub is not known to be
+        self._size = None if small else BLOCK + data.val_samples
+        """Most records of a block; None is all."""
+        self._first = self._read(self._rows())
+        if not self._first:
+            raise ValueError(f"data.sources: {name!r} holds no records")
+        if len(self._first) == self._size:
+            said = f"{self._size} records are read at a time, as steps need them, and shuffled; the first {self._size} have those"
+            print(f"data.sources: {name!r} is streamed: {said} to validate on", file=sys.stderr)
+        self._kept = list(range(len(self._first)))
+        self._enter(0, 0)
+        self[0]
+
+    # ---- reading -----------------------------------------------------------------------------------------------------------
+
+    def _rows(self, start: int = 0) -> Iterator[dict]:
+        """The records from ``start`` on."""
+        try:
+            yield from islice(read_records(self.name, split=self.data.split, broken=self._broken.append), start, None)
+        except (OSError, ValueError) as error:
+            path, meant = Path(self.name), nearest(self.name, [SYNTHETIC])
+            if any(file.name.endswith(TEXTS) for file in (path, *path.glob("*"))):
+                meant = "; text without questions goes to data.texts"
+            raise ValueError(f"data.sources: {first_line(error)}{meant}") from error
+
+    def _read(self, rows: Iterator[dict]) -> list[dict]:
+        """The next block. Lines among it that are no records are counted, once."""
+        block = list(islice(rows, self._size))
+        broken = [line for line in self._broken if line not in self._named]
+        self._broken.clear()
+        self._named.update(broken)
+        if broken:
+            lines = "1 line is" if len(broken) == 1 else f"{len(broken)} lines are"
+            print(f"data.sources: {self.name!r}: {lines} left out, the first since {broken[0]}", file=sys.stderr)
+        return block
+
+    def _enter(self, epoch: int, place: int, block: Sequence[dict] = (), number: int = 0) -> None:
+        """Hold block ``number`` of an epoch, whose first sample has this place."""
+        start = number * len(self._first)
+        self._epoch, self._place, self._number, self._order = epoch, place, number, list[int]()
+        self.records = dict(enumerate(self._first)) | dict(enumerate(block, start))
+        self.trained = self._unlike(range(start, start + len(block))) if block else self._kept
+        """Numbers of the block's records that are trained on."""
+
+    def _unlike(self, numbers: Iterable[int]) -> list[int]:
+        """Those that are no copies of what was set aside."""
+        return [n for n in numbers if not overlap.is_copy(text_of(self.records[n]), self._known)]
+
+    def _go(self, place: int) -> None:
+        """Enter the block of a place."""
+        if place < self._place:
+            self._enter(0, 0)
+        while place >= (end := self._place + len(self.trained)):
+            if not self._number:  # not before: a loader's processes each read their own
+                self._rest = self._rows(len(self._first)) if len(self._first) == self._size else iter(())
+            if block := self._read(self._rest):
+                self._enter(self._epoch, end, block, self._number + 1)
+            else:
+                self._enter(self._epoch + 1, end)
+
+    # ---- samples -----------------------------------------------------------------------------------------------------------
+
+    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
+        """Set ``wanted`` samples to validate on aside: they, and ``known`` with the 13-grams of what they are made of.
+
+        Raises:
+            ValueError: so many cannot be set aside.
+        """
+        samples: list[Sample] = []
+        self._held = wanted
+        for number in self._shuffled("validation"):
+            if len(samples) == wanted:
+                break
+            text = text_of(self.records[number])
+            if overlap.is_copy(text, known):
+                continue
+            sample = self._encode(number, 0)
+            if isinstance(sample, Sample):
+                samples.append(sample)
+                known = overlap.union([known, overlap.grams(text)])
+        if len(samples) < wanted:
+            raise self._too_many(len(samples) - 1)
+        return samples, known
+
+    def leave_out(self, known: overlap.Grams) -> None:
+        """Train on nothing that has these 13-grams. Raises ValueError where nothing is left."""
+        self._known = known
+        self._kept = self._unlike(self._kept)
+        if not self._kept:
+            raise self._too_many(self._held - 1)
+        self._spare = self._kept[:1]
+        self._enter(0, 0)
+        try:
+            self[0]
+        except ValueError as error:
+            raise self._too_many(self._held - 1) from error
+
+    def _too_many(self, max_samples: int) -> ValueError:
+        among = f" of its first {self._size}" if len(self._first) == self._size else ""
+        return ValueError(
+            f"data.val_samples={self.data.val_samples} sets {self._held} records of {self.name!r} aside, where at most "
+            f"{max(0, max_samples)} can be{among}: copies and what cannot be used do not count, and one must be left to train on"
+        )
+
+    def __getitem__(self, place: int) -> Sample:
+        self._go(place)
+        self._order = self._order or self._shuffled(
+            f"epoch {self._epoch}" + (f":{self._number}" if self._number else "")
+        )
+        rng, refused = random.Random(f"{self.seed}:{place}"), dict[int, str]()
+        drawn = (rng.choice(self.trained) for _ in range(DRAWS - 1))
+        rest = chain(self.trained, self._spare) if self._spare else ()
+        for number in chain([self._order[place - self._place]], drawn, rest):
+            sample = self._encode(number, self._epoch)
+            if isinstance(sample, Sample):
+                for bad in refused.keys() - self._named:
+                    self._named.add(bad)
+                    print(f"data.sources: {self.name!r}, record {bad} is left out: {refused[bad]}", file=sys.stderr)
+                if not place:
+                    self._spare = [number]
+                return sample
+            refused[number] = sample
+        last, unknown = next(reversed(refused)), any(map(is_unknown, refused.values()))
+        raise ValueError(
+            f"data.sources: {self.name!r} has no usable record among {len(refused)} drawn; the last was record {last}: "
+            f"{refused[last]}" + (f"; known schemas: {'; '.join(SCHEMAS)}" if unknown else "")
+        )
+
+    def _shuffled(self, what: str) -> list[int]:
+        """The block's records that are trained on, in the order of an epoch or of what is set aside."""
+        return random.Random(f"{self.seed}:{what}").sample(self.trained, len(self.trained))
+
+    def _encode(self, number: int, epoch: int) -> Sample | str:
+        """A record's sample with the question of an epoch, or why it has none."""
+        record = self.records[number]
+        asked = record.get("instructions")
+        questions = max(1, len(asked) if isinstance(asked, list) else 1)
+        question = (random.Random(f"{self.seed}:{number}").randrange(questions) + epoch) % questions
+        if (number, question) in self._refused:
+            return self._refused[number, question]
+        try:
+            messages = to_messages(record, index=question)
+            sample = encode_chat(self.tokenizer, messages, max_tokens=self.data.max_tokens, cut=self.data.truncate)
+            if not sample.prompt_len:
+                raise ValueError("nothing stands in front of its answer")
+        except ValueError as error:
+            return self._refused.setdefault((number, question), first_line(error))
+        return sample
+
+
+class Synthetic:
+    """Samples that are made of ``data.texts``; each is made once, so there are no epochs.
+
+    A stretch of each text is set aside, and the other texts lose every 13-gram that they share with it. Facts, prompts and
+    repeated sentences of validation are its own. In the place of a sample that does not fit ``max_tokens`` another one is
+    made, and stderr names it.
+
+    Raises:
+        ValueError: ``max_tokens`` is too small for samples; a text has nothing to set aside.
+    """
+
+    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self.data, self.tokenizer, self.seed = data, tokenizer, seed
+        self._named: set[str] = set()
+        with blaming("data.texts", OSError, ValueError):
+            self.texts = [load_text(source) for source in data.texts]
+        """Texts that are trained on."""
+        self[0]
+
+    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
+        if not wanted:
+            return [], known
+        stretches = []
+        for i, (source, text) in enumerate(zip(self.data.texts, self.texts, strict=True)):
+            rng = random.Random(f"{self.seed}:validation:{i}")
+            stretch, self.texts[i] = split_text(text, CHARACTERS * self.data.max_tokens, rng)
+            if not stretch.strip():
+                raise ValueError(
+                    f"data.texts: {source!r} is too short for data.val_samples={self.data.val_samples} to set a stretch aside"
+                )
+            stretches.append(stretch)
+        samples = [self._make(i, stretches, f"{self.seed}:validation", VALIDATION) for i in range(wanted)]
+        return samples, overlap.union([known, *map(overlap.grams, stretches)])
+
+    def leave_out(self, known: overlap.Grams) -> None:
+        self.texts = [overlap.without(text, known) for text in self.texts]
+        for source, text in zip(self.data.texts, self.texts, strict=True):
+            if not text.strip():
+                raise ValueError(
+                    f"data.texts: {source!r} has nothing left to train on: data.val_samples={self.data.val_samples} sets a "
+                    "stretch aside that the rest repeats"
+                )
+
+    def __getitem__(self, place: int) -> Sample:
+        return self._make(place, self.texts, f"{self.seed}", TRAINING)
+
+    def _make(self, place: int, texts: Sequence[str], seed: str, wording: Wording) -> Sample:
+        data, reason = self.data, ""
+        for draw in range(DRAWS):
+            again = f"{seed}:{draw}" if draw else seed
+            try:
+                sample = synthetic_sample(self.tokenizer, texts, data.max_tokens, again, place, wording)
+            except ValueError as error:
+                reason = reason or first_line(error)
+                continue
+            if reason and (said := f"record {place} is left out: {reason}") not in self._named:
+                self._named.add(said)
+                print(f"data.sources: {SYNTHETIC!r}, {said}", file=sys.stderr)
+            return sample
+        raise ValueError(f"data.max_tokens={data.max_tokens} is too small for synthetic samples: {reason}")
+
+
+def split_text(text: str, least: int, rng: random.Random) -> tuple[str, str]:
+    """``(stretch, rest)``: a tenth of the text, or ``least`` characters where that is more, but at most half of it; from the
+    start of a line or sentence to another one. One of them is empty where the text has no such start."""
+    size = min(len(text) // 2, max(int(STRETCH * len(text)), least))
+    start = next_start(text, rng.randrange(len(text) - size))
+    end = next_start(text, start + size) if start + size < len(text) else 0
+    before, after = text[:start].rstrip(), text[end:] if end else ""
+    return text[start : end or None], "\n".join(part for part in (before, after) if part)
+
+
+def text_of(value: object) -> str:
+    """Every text of a record, whatever its schema, in order, a line each."""
+    return "\n".join(_texts(value))
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
 
 T = TypeVar("T")
 
@@ -33,9 +315,15 @@ class Samples:
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
         self.seed, self.weights = seed, data.weights or [1.0] * len(data.sources)
-        self.sources = {name: make_source(name, data, tokenizer, seed) for name in data.sources}
+        self.sources: dict[str, Records | Synthetic] = {}
+        for name in data.sources:
+            drawn = f"{seed}:{data.sources.index(name)}"  # not its path, which differs from machine to machine
+            if name == SYNTHETIC:
+                self.sources[name] = Synthetic(data, tokenizer, seed)
+            else:
+                self.sources[name] = Records(name, data, tokenizer, drawn)
         self.names = list(data.sources)
-        self._places: list[tuple[str, int]] = []  # of the indexes so far
+        self._places: list[tuple[str, int]] = []  # source of each index so far, and how many before it are from there
         self._given = dict.fromkeys(self.names, 0)
         self.held: list[Sample] = []
         if data.val_samples:
@@ -47,16 +335,12 @@ class Samples:
                 source.leave_out(known)
 
     def __getitem__(self, index: int) -> Sample:
-        name, place = self._place(index)
-        return self.sources[name][place]
-
-    def _place(self, index: int) -> tuple[str, int]:
-        """The source of sample ``index``, and how many samples before it are from there."""
         for i in range(len(self._places), index + 1):
             (name,) = random.Random(f"{self.seed}:{i}").choices(self.names, self.weights)
             self._places.append((name, self._given[name]))
             self._given[name] += 1
-        return self._places[index]
+        name, place = self._places[index]
+        return self.sources[name][place]
 
 
 def divided(samples: int, names: Sequence[str], weights: Sequence[float]) -> dict[str, int]:

@@ -1,7 +1,11 @@
-"""Run a training from its configuration: trainer, checkpoints that survive a full disk or a kill, what is exported."""
+"""Run a training from its configuration: trainer, checkpoints that survive a full disk or a kill, what is exported.
+
+With what is exported go a run's curves: TensorBoard's scalars as one CSV file.
+"""
 
 from __future__ import annotations
 
+import csv
 import logging
 import shlex
 import sys
@@ -28,13 +32,51 @@ from ..config.train_config import TrainConfig
 from ..files import locked, write_beside, write_json
 from ..naming import first_line
 from .board import flat
-from .callbacks import Bar, Last, SaveEvery, SeedSteps, StopWhole, TrainingStopped, gather
 from .data import SampleModule
-from .frozen_training import SETTINGS, TRAINING, FrozenTraining, trained_with
+from .frozen_training import (
+    SETTINGS,
+    TRAINING,
+    Bar,
+    FrozenTraining,
+    SaveEvery,
+    SeedSteps,
+    StopWhole,
+    TrainingStopped,
+    gather,
+    trained_with,
+)
 from .module import HeadTraining
 from .pool import PoolTraining
-from .scalars import write_curves
 from .strategy import make_strategy
+
+
+def read_curves(run: Path) -> dict[str, dict[int, float]]:
+    """``{tag: {step: value}}``; where a resumed run made a step again, the later value counts."""
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    curves: dict[str, dict[int, float]] = {}
+    for file in sorted(run.rglob("events.*"), key=lambda path: (path.stat().st_mtime, path.name)):
+        events = EventAccumulator(str(file), size_guidance={SCALARS: 0})
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            curves.setdefault(tag, {}).update({event.step: event.value for event in events.Scalars(tag)})
+    return curves
+
+
+def write_curves(run: Path, target: Path) -> None:
+    """One row per step, one column per tag."""
+    curves = read_curves(run)
+    tags = sorted(curves, key=lambda tag: (tag != "loss", "layer" in tag, tag))
+    steps = sorted({step for curve in curves.values() for step in curve})
+
+    def write(path: Path) -> None:
+        with path.open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(("step", *tags))
+            rows.writerows((s, *(f"{curves[t][s]:.5g}" if s in curves[t] else "" for t in tags)) for s in steps)
+
+    write_beside(target, write)
+
 
 TRAININGS: dict[str, type[FrozenTraining]] = {"heads": HeadTraining, "pool": PoolTraining}
 """Trainings by ``trains``, the configuration's key."""
@@ -97,21 +139,16 @@ def begin_from(resume: str, out: Path) -> Path | None:
     return Path(resume)
 
 
-def require_folder(out: Path) -> None:
-    """Make a run's folder; raise ValueError where that is not possible, before the backbone is loaded."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ValueError(f"out={out} cannot be written: {error.strerror}") from error
+def check_state(path: Path, module: FrozenTraining) -> str | None:
+    """A warning of the settings that a checkpoint's steps were made with and those to come are not.
 
-
-def require_shapes(path: Path, module: FrozenTraining) -> None:
-    """Raise ValueError where a checkpoint holds other weights than ``module``."""
+    Raises:
+        ValueError: it holds other weights than ``module``.
+    """
+    state = read_state(path)
     saved, mine = (
         {name: list(weight.shape) for name, weight in weights.items()}
-        for weights in (read_state(path)["state_dict"], module.state_dict())
+        for weights in (state["state_dict"], module.state_dict())
     )
     for name in sorted(saved.keys() | mine.keys()):
         theirs, ours = saved.get(name, "missing"), mine.get(name, "missing")
@@ -120,11 +157,7 @@ def require_shapes(path: Path, module: FrozenTraining) -> None:
                 f"{path} was saved with other settings: {name} is {theirs} there and {ours} here; go on with the settings "
                 "of that run, or begin a new one with another out"
             )
-
-
-def other_settings(path: Path, cfg: TrainConfig) -> str | None:
-    """A warning of the settings that a checkpoint's steps were made with and those to come are not."""
-    before, now = read_state(path).get(SETTINGS, {}), flat(cfg)
+    before, now = state.get(SETTINGS, {}), flat(module.cfg)
     changed = [name for name in now if before.get(name, now[name]) != now[name] and not name.startswith(FREE)]
     words = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
     return f"warning: {path} was saved with other settings; from here on: {words}" if changed else None
@@ -167,18 +200,24 @@ def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     L.seed_everything(cfg.seed, verbose=False)
     out, strategy = Path(cfg.out), make_strategy(cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes)
-    require_folder(out)
+    try:  # before the backbone is loaded
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"out={out} cannot be written: {error.strerror}") from error
     state = out / "state"
-    stop, last = StopWhole(state / "interrupted.ckpt", command_to_go_on(argv)), Last()
-    trainer = _trainer(cfg, strategy, [SaveEvery(state, cfg.trainer.save_every), stop, last])
+    saves = SaveEvery(state, cfg.trainer.save_every)
+    stop = StopWhole(state / "interrupted.ckpt", command_to_go_on(argv))
+    trainer = _trainer(cfg, strategy, [saves, stop])
     # The other processes of a run share its folder.
     busy = f"out={out}: another locret-train is writing there"
     alone = locked(out / ".lock", busy) if trainer.is_global_zero else nullcontext()
     with alone, torch.device("cpu"):  # whatever the default device: PyTorch's loaders draw on it
-        return _run(cfg, trainer, stop, last)
+        return _run(cfg, trainer, stop, saves)
 
 
-def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, last: Last) -> Path | None:
+def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery) -> Path | None:
     out = Path(cfg.out)
     resume = begin_from(cfg.resume, out)
     # Before the weights, which may take minutes: what is wrong with the data is said at once.
@@ -189,9 +228,7 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, last: Last) -> P
     size = f"pool.slots={cfg.pool.slots}" if cfg.trains == "pool" else f"heads.d_hidden={cfg.heads.d_hidden}"
     with _memory_for(size):
         module = TRAININGS[cfg.trains](backbone, cfg)
-    if resume is not None:
-        require_shapes(resume, module)
-    changes = None if resume is None else other_settings(resume, cfg)
+    changes = None if resume is None else check_state(resume, module)
     for warning in (too_long, changes) if trainer.is_global_zero else ():
         if warning:
             print(warning, file=sys.stderr)
@@ -202,7 +239,7 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, last: Last) -> P
         if trainer.interrupted:
             raise (TrainingStopped if stop.saved else KeyboardInterrupt) from ended
         raise
-    trained = last.trained if last.gathered else gather(trainer)  # not gathered: the run had ended before
+    trained = saves.trained if saves.ended else gather(trainer)  # it had ended before
     if trained is None:
         return None
     folder = module.export(trained, out)

@@ -110,7 +110,15 @@ class PoolTraining(FrozenTraining):
         description.require_rotations()
         spec = description.spec
         self.policy = parse_policy(cfg.pool.policy)
-        self._heads = [heads_for(self.policy, cfg.pool.heads, spec)]
+        self._heads: list[RetainingHeads] = []
+        """Those that the policy scores with, if it does; no submodule."""
+        if self.policy.needs_heads:
+            if cfg.pool.heads is None:
+                raise ValueError(
+                    f"pool.policy={self.policy.name} scores with retaining heads: name them with pool.heads"
+                )
+            self._heads = [RetainingHeads.from_pretrained(cfg.pool.heads).requires_grad_(False)]
+            self._heads[0].check_backbone(spec)
         refuse(cfg, description, self.policy)
         described = PoolConfig.for_backbone(
             spec, cfg.backbone.model, cfg.pool.slots, kernel=cfg.pool.kernel, norm=cfg.pool.norm, policy=cfg.pool.policy,
@@ -127,8 +135,8 @@ class PoolTraining(FrozenTraining):
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        if self._heads[0] is not None:
-            self._heads[0].to(self.device, self.backbone.dtype)
+        for heads in self._heads:
+            heads.to(self.device, self.backbone.dtype)
 
     # ---- reading a text --------------------------------------------------------------------------------------------------
 
@@ -136,7 +144,7 @@ class PoolTraining(FrozenTraining):
         """An empty cache; without merges, what the policy alone makes of the same budget."""
         make = LearningCache if merges else BoundedCache
         policy = replace(self.policy, merge=LearningMerge(self.pool) if merges else None)
-        return make(RunSettings.of(self.cfg.infer.published()), policy, self._heads[0])
+        return make(RunSettings.of(self.cfg.infer.published()), policy, *self._heads)
 
     def read(
         self, ids: Sequence[int], cache: BoundedCache, backward: Callable[[Tensor], None] | None = None
@@ -182,17 +190,6 @@ class PoolTraining(FrozenTraining):
         self.validated = {"val/loss": loss / max(1, counted), "val/loss_without_pool": plain / max(1, counted)}
         self.log("val/loss", self.validated["val/loss"], prog_bar=True, logger=False)
         self.logger.log_metrics(self.validated, step=self.global_step)  # type: ignore[union-attr]
-
-
-def heads_for(policy: Policy, source: str | None, spec: BackboneSpec) -> RetainingHeads | None:
-    """The retaining heads that the policy scores with, if it does."""
-    if not policy.needs_heads:
-        return None
-    if source is None:
-        raise ValueError(f"pool.policy={policy.name} scores with retaining heads: name them with pool.heads")
-    heads = RetainingHeads.from_pretrained(source)
-    heads.check_backbone(spec)
-    return heads.requires_grad_(False)
 
 
 def first_eviction(budget: int, chunk: int) -> int:

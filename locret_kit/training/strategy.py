@@ -15,23 +15,202 @@ offload``                  the CPU's memory                            memory
 
 Every layer's loss is back-propagated inside the forward, so ``ddp`` wraps no module: it averages the finished gradients,
 which is exact, and cheap since heads are small. All strategies write one kind of state file, so a run goes on with another.
+
+Lightning's own strategy for DeepSpeed's ZeRO runs on CUDA alone, clips no values, casts the heads to the backbone's precision
+and writes a folder of shards that no other strategy reads. This one keeps the heads in float32, so its curve is that of one
+process, and writes the state file of every other strategy. Needs deepspeed 0.19.8, whose engines reduce the gradients of many
+backward passes at once: one pass per layer and sample is what keeps a layer's graph alone in memory.
+
+Heads and backbone are two engines. The heads' engine owns AdamW (PyTorch's, offloaded or not, so that nothing is compiled);
+the backbone's, in stage 3, gathers each weight where it is used and frees it afterwards. Every process first loads the whole
+backbone into the CPU's memory.
+
+What a CPU can check is checked there with two processes over gloo (``tests/training/test_deepspeed.py``): curves, heads and
+resumed runs. Memory, speed, pinned buffers and NCCL need GPUs and have not been run.
 """
 
 from __future__ import annotations
 
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from importlib.util import find_spec
+from types import ModuleType
 
+import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from torch import nn
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from ..backbones.spec import decoder_of
 from ..heads import RetainingHeads
 from ..naming import install_line
-from .zero import ReplicatedStrategy, ZeroStrategy
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ReplicatedStrategy(DDPStrategy):
+    """Lightning's processes, each with a whole copy of the heads, without its wrapper around the forward; gradients become
+    one when a step's are finished."""
+
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        for weight in self.model.parameters():
+            dist.broadcast(weight.data, src=0)
+
+
+class ZeroStrategy(ReplicatedStrategy):
+    """ZeRO stage 2 or 3 for the heads, and stage 3 for the backbone where the heads have it.
+
+    Args:
+        stage: 2 or 3. offload: keep weights, gradients and optimiser in the CPU's memory (stage 3).
+    """
+
+    def __init__(self, stage: int, offload: bool = False) -> None:
+        super().__init__()
+        self.stage, self.offload = stage, offload
+        self._passes: ExitStack | None = None  # open between a step's first backward pass and its end
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Wrap heads and backbone once Lightning has placed the heads and loaded a checkpoint into them."""
+        super().setup(trainer)
+        os.environ["LOCAL_RANK"] = str(self.local_rank)  # DeepSpeed reads it, also where no launcher has set it
+        deepspeed = import_deepspeed(self.root_device)
+        (adamw,) = self.optimizers
+        self.engine, self.zero, *_ = deepspeed.initialize(
+            model=self.model, optimizer=adamw, config=self.config(), dist_init_required=False
+        )
+        self.model = self.engine
+        if self.stage == 3:
+            decoder = decoder_of(self.lightning_module.backbone)  # type: ignore[arg-type, union-attr]
+            # Shards weight by weight, where `initialize` alone would first put the whole backbone on each device.
+            deepspeed.zero.Init(module=decoder, config_dict_or_path=self.config())
+            deepspeed.initialize(model=decoder, config=self.config(), dist_init_required=False)
+
+    def config(self) -> dict[str, object]:
+        """DeepSpeed's configuration: this file's arguments, and a plain PyTorch optimiser."""
+        zero: dict[str, object] = {"stage": self.stage}
+        if self.offload:
+            place = {"device": "cpu", "pin_memory": self.root_device.type == "cuda"}
+            zero |= {"offload_param": place, "offload_optimizer": place}
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+
+    def backward(self, closure_loss: Tensor, optimizer: object, *args: object, **kwargs: object) -> Tensor:
+        """Add to this process's gradients; ``finish_gradients`` reduces them."""
+        if self._passes is None:
+            self._passes = ExitStack()
+            self._passes.enter_context(self.engine.coalesce_grad_reduction())
+        self.engine.backward(closure_loss)
+        return closure_loss
+
+    def finish_gradients(self, parameters: list[nn.Parameter], bound: float) -> None:
+        """Each process's part of the mean gradients, each element within ``[-bound, bound]`` (0: as it is)."""
+        from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
+
+        assert self._passes is not None
+        self._passes.close()
+        self._passes = None
+        read, write = (safe_get_local_grad, safe_set_local_grad)
+        if self.stage == 2:
+            read, write = (safe_get_full_grad, safe_set_full_grad)
+        for parameter in parameters if bound else ():
+            write(parameter, read(parameter).clamp(-bound, bound))
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], object], model: object = None, **kwargs: object
+    ) -> object:
+        result = closure()
+        self.engine.step()
+        return result
+
+    def lightning_module_state_dict(self) -> dict[str, object]:
+        """Whole weights, on the CPU, in every process; all of them must call it."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return {name: safe_get_full_fp32_param(weight).cpu() for name, weight in self._weights()}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict:
+        """AdamW's state as one process has it, on the CPU; all processes must call it."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        weights = [weight for _, weight in self._weights()]
+        group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        state: dict[int, dict[str, Tensor]] = {}
+        if optimizer.state:
+            step = next(iter(optimizer.state.values()))["step"].cpu()
+            state = {
+                i: {"step": step.clone(), **{key: safe_get_full_optimizer_state(w, key).cpu() for key in MOMENTS}}
+                for i, w in enumerate(weights)
+            }
+        return {"state": state, "param_groups": [{**group, "params": list(range(len(weights)))}]}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping) -> None:
+        """Give each process its part of a whole state."""
+        from deepspeed.utils import (
+            lazy_init_hp_params_optimizer_state,
+            safe_set_full_optimizer_state,
+            safe_set_local_optimizer_state,
+        )
+
+        (adamw,), (saved,) = self.optimizers, checkpoint["optimizer_states"]
+        step = next(iter(saved["state"].values()))["step"]
+        weights = [weight for _, weight in self._weights()]
+        adamw.param_groups[0] |= {key: value for key, value in saved["param_groups"][0].items() if key != "params"}
+        flat = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
+        for part in flat:
+            adamw.state[part] = {"step": step.clone(), **{key: torch.zeros_like(part) for key in MOMENTS}}
+        if self.stage == 2:
+            lazy_init_hp_params_optimizer_state(weights, flat[0], adamw.state)
+        for i, moments in saved["state"].items():  # heads of layers with a window may have none
+            weight = weights[i]
+            for key in MOMENTS:
+                value = moments[key]
+                if self.stage == 3:
+                    safe_set_local_optimizer_state(weight, own_part(value, weight.ds_tensor.numel()), key)
+                else:
+                    safe_set_full_optimizer_state(weight, value, key)
+
+    def _weights(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.lightning_module.named_parameters())  # type: ignore[union-attr]
+
+
+def own_part(value: Tensor, size: int) -> Tensor:
+    """This process's ``size`` elements of a flattened tensor that all processes share, zeros after its end."""
+    start = dist.get_rank() * size
+    part = value.flatten()[start : start + size]
+    return F.pad(part, (0, size - len(part)))
+
+
+def import_deepspeed(device: torch.device) -> ModuleType:
+    """The package, told to work where ``device`` is.
+
+    On a CPU it would first compile a reduction over shared memory, for minutes; gloo, which is there, does the same.
+
+    Raises:
+        ImportError: it is older than what ``ZeroStrategy`` calls.
+    """
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    if not hasattr(deepspeed.DeepSpeedEngine, "coalesce_grad_reduction"):
+        raise ImportError(f"deepspeed {deepspeed.__version__} is too old: {install_line('deepspeed')}")
+    if device.type == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    warnings.filterwarnings("ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning)
+    return deepspeed
+
 
 ZERO = {"deepspeed_stage_2": (2, False), "deepspeed_stage_3": (3, False), "deepspeed_stage_3_offload": (3, True)}
 """Stage, and whether weights and optimiser wait in the CPU's memory."""
@@ -82,18 +261,14 @@ def finish_gradients(strategy: Strategy, parameters: list[nn.Parameter], bound: 
         strategy.finish_gradients(parameters, bound)
         return
     if dist.is_initialized() and not isinstance(strategy, ModelParallelStrategy):  # FSDP has averaged what is sharded
-        average_gradients(parameters)
+        # Of a process whose samples taught nothing, such as texts that are never evicted from, zeros count.
+        has_N = torch.tensor([one.grad is not None for one in parameters], device=parameters[0].device).int()
+        dist.all_reduce(has_N, dist.ReduceOp.MAX)
+        for parameter, some in zip(parameters, has_N.tolist(), strict=True):
+            if some:
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(grad)
+                parameter.grad = grad.div_(dist.get_world_size())
     for grad in (parameter.grad for parameter in parameters if parameter.grad is not None and bound):
         mine = grad.to_local() if hasattr(grad, "to_local") else grad  # shares memory
         mine.clamp_(-bound, bound)
-
-
-def average_gradients(parameters: list[nn.Parameter]) -> None:
-    """Average over processes; of one whose samples taught nothing, such as texts that are never evicted from, zeros count."""
-    has_N = torch.tensor([parameter.grad is not None for parameter in parameters], device=parameters[0].device).int()
-    dist.all_reduce(has_N, dist.ReduceOp.MAX)
-    for parameter, some in zip(parameters, has_N.tolist(), strict=True):
-        if some:
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(grad)
-            parameter.grad = grad.div_(dist.get_world_size())

@@ -6,10 +6,9 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from locret_kit.evals.cells import mean_and_stderr
 from locret_kit.evals.engine.result_rows import read_rows
 from locret_kit.evals.report.paired import differences
-from locret_kit.evals.tables import Table
+from locret_kit.evals.tables import Table, mean_and_stderr
 
 FOLDER = "scripts/research/logs/papers"
 MARKERS = ("learned", "once")

@@ -26,8 +26,7 @@ import torch
 from locret_kit.backbones.load import load_backbone
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.evals.engine import bm25
-from locret_kit.evals.metrics.benchmarks import get_metric
-from locret_kit.evals.metrics.normalisation import library
+from locret_kit.evals.metrics import get_metric, library
 from locret_kit.evals.tasks import find_tasks
 from locret_kit.evals.tasks.task import Example
 from locret_kit.heads import RetainingHeads

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from locret_kit.cli.infer import main
-from locret_kit.evals.metrics.benchmarks import first_number
+from locret_kit.evals.metrics import first_number
 from locret_kit.samples.haystack import load_text
 from locret_kit.samples.needles import make_needle
 

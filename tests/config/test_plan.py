@@ -20,7 +20,7 @@ from locret_kit.planning.backbone_sizes import BackboneSizes, parameters_of, wit
 from locret_kit.planning.training_plan import TrainSetting, plan_training
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill
-from locret_kit.training.observer import Observer
+from locret_kit.training.module import Observer
 
 GIB = 2**30
 

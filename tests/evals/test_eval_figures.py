@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from locret_kit.evals.engine.result_rows import Row
-from locret_kit.evals.figures import FIGURES, draw, results, style
+from locret_kit.evals.figures import FIGURES, draw, results
 
 ROW = Row(
     task="R.PassKey", haystack="jargon", length=4096, budget=512, policy="locret", heads="h", sample=0, score=1.0, depth=0.25,
@@ -49,7 +49,7 @@ def test_score_against_memory_shows_the_means():
 
 
 def test_lines_differ_without_colour():
-    assert len({(str(style.line(i)["linestyle"]), style.line(i)["marker"]) for i in range(40)}) == 40
+    assert len({(str(results.line(i)["linestyle"]), results.line(i)["marker"]) for i in range(40)}) == 40
 
 
 @pytest.mark.parametrize("policies", [2, 8, 40])

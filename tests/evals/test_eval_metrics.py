@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from locret_kit.evals.metrics import normalisation, text_distance
-from locret_kit.evals.metrics.benchmarks import METRICS, get_metric
+from locret_kit.evals import metrics
+from locret_kit.evals.metrics import METRICS, get_metric
 
 CASES = [
     ("first_number", " 12345. Remember it", "12345", 1),
@@ -122,7 +122,7 @@ def test_jieba_reads_no_cache_that_another_user_left(monkeypatch, tmp_path):
     monkeypatch.setattr(jieba, "lcut", jieba.dt.lcut)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "jieba.cache").write_bytes(b"left by somebody else")
-    normalisation._private_folder.cache_clear()
+    metrics._private_folder.cache_clear()
     assert get_metric("qa_f1_jieba")("我来到北京", ["北京。"], {})["f1"] > 0
     folder = Path(jieba.dt.tmp_dir)
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o077 == 0
@@ -148,7 +148,7 @@ def test_f1_is_the_overlap_of_bags(output, answer):
             same += 1
     precision, recall = same / max(1, len(output)), same / len(answer)
     wanted = 2 * precision * recall / (precision + recall) if same else 0
-    assert math.isclose(normalisation.f1(output, answer), wanted)
+    assert math.isclose(metrics.f1(output, answer), wanted)
 
 
 def test_bleu_and_meteor_are_the_libraries():
@@ -160,9 +160,9 @@ def test_bleu_and_meteor_are_the_libraries():
     assert math.isclose(figures["bleu"], sacrebleu.sentence_bleu(one, [two]).score / 100)
     named = [name for name in figures if name.startswith("meteor")]
     assert len(named) == 1
-    stem = text_distance.meteor(one, two)[named[0]]
+    stem = metrics.meteor(one, two)[named[0]]
     if named == ["meteor_stem"]:
-        assert math.isclose(stem, meteor_score([two.split()], one.split(), wordnet=text_distance.NoSynonyms()))
+        assert math.isclose(stem, meteor_score([two.split()], one.split(), wordnet=metrics.NoSynonyms()))
     assert 0 < stem < 1 and figures["same"] == 0
 
 
@@ -174,7 +174,7 @@ def test_several_references_count_the_best():
 def test_unknown_metric_and_missing_library(monkeypatch):
     with pytest.raises(ValueError, match=r"metric='rogue' is unknown. Did you mean 'rouge'"):
         get_metric("rogue")
-    monkeypatch.setattr(normalisation, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
+    monkeypatch.setattr(metrics, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
     with pytest.raises(ImportError, match=r"needs sacrebleu: in the clone, pip install -e '.\[eval\]'"):
         get_metric("reconstruction")("x", "y", {})
 

@@ -32,9 +32,9 @@ from locret_kit.cache.fork import CannotFork
 from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.cli.eval import main, run_of
 from locret_kit.config.eval_options import load_eval_config
-from locret_kit.evals.engine import runner, shared_beginning
+from locret_kit.evals.engine import measure, runner
+from locret_kit.evals.engine.measure import SharedBeginning, shared_lengths
 from locret_kit.evals.engine.result_rows import KEY, read_rows
-from locret_kit.evals.engine.shared_beginning import SharedBeginning, shared_lengths
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.runtime import decoders
 from locret_kit.text.template import protected_spans
@@ -71,8 +71,8 @@ def read_all(prompts: Sequence[array], shared: Sequence[int]) -> int:
     """Tokens that are read of beginnings; every prompt goes on from its own."""
     Tokens.total = 0
     with (
-        mock.patch.object(shared_beginning, "attach", lambda model: nullcontext()),
-        mock.patch.object(shared_beginning, "prefill", lambda model, ids, cache: cache.read(ids)),
+        mock.patch.object(measure, "attach", lambda model: nullcontext()),
+        mock.patch.object(measure, "prefill", lambda model, ids, cache: cache.read(ids)),
     ):
         document = SharedBeginning(None, lambda tokens: Tokens(), max(map(len, prompts)))
         for ids, length in zip(prompts, shared, strict=True):
@@ -312,7 +312,7 @@ def test_a_fork_that_is_refused_is_a_fresh_run(heads, tmp_path, monkeypatch):
         refused.append(prompt_length)
         raise CannotFork("a fresh run would have evicted otherwise")
 
-    monkeypatch.setattr(shared_beginning.BoundedCache, "fork", fork)
+    monkeypatch.setattr(measure.BoundedCache, "fork", fork)
     out = tmp_path / "run"
     assert main(words(heads, out, policies="[locret]", tasks="[passkey]", samples=3)) == 0
     rows = read_rows(out)
@@ -323,7 +323,7 @@ def test_any_other_error_of_a_fork_is_not_taken_for_a_refusal(heads, tmp_path, m
     def fork(cache, prompt_length=None):
         raise ValueError("a bug")
 
-    monkeypatch.setattr(shared_beginning.BoundedCache, "fork", fork)
+    monkeypatch.setattr(measure.BoundedCache, "fork", fork)
     out = tmp_path / "run"
     assert main(words(heads, out, policies="[locret]", tasks="[passkey]", samples=3)) == 1
     assert {row.error for row in read_rows(out)} >= {"ValueError: a bug"}
@@ -352,8 +352,8 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
     """While a prompt goes on from a shared beginning, or from then on, the model finds no room to decode."""
     forward, fork, fresh = (
         LlamaForCausalLM.forward,
-        shared_beginning.BoundedCache.fork,
-        shared_beginning.BoundedCache.__init__,
+        measure.BoundedCache.fork,
+        measure.BoundedCache.__init__,
     )
     forks, freed, left = [], [], []
 
@@ -374,8 +374,8 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
 
     monkeypatch.setattr(decoders, "cpu_decoder", lambda *given: "the model decodes")
     monkeypatch.setattr(LlamaForCausalLM, "forward", no_room)
-    monkeypatch.setattr(shared_beginning.BoundedCache, "fork", forks_are_known)
-    monkeypatch.setattr(shared_beginning.BoundedCache, "__init__", made_anew)
+    monkeypatch.setattr(measure.BoundedCache, "fork", forks_are_known)
+    monkeypatch.setattr(measure.BoundedCache, "__init__", made_anew)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(forks)))
     out = tmp_path / "run"
     assert main(words(heads, out, policies="[locret]", tasks="[passkey]")) == always

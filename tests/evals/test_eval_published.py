@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pytest
 
-from locret_kit.evals.metrics.benchmarks import get_metric
+from locret_kit.evals.metrics import get_metric
 from locret_kit.evals.tasks.document_tasks import entries
 
 CLASSES = {

@@ -26,10 +26,9 @@ from locret_kit.cli.eval import main
 from locret_kit.cli.eval_setup import load_parts
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.config.schema import split_list
-from locret_kit.evals.cells import summarize
 from locret_kit.evals.engine import measure
 from locret_kit.evals.engine.result_rows import KEY, Row, Shard, read_rows
-from locret_kit.evals.tables import cells_table
+from locret_kit.evals.tables import cells_table, summarize
 from locret_kit.evals.tasks import _text, texts
 from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.provenance import weights_hash

@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from scripts_loaded import load_script
 
 from locret_kit.cli.eval import main
-from locret_kit.evals.cells import Cell, mean_and_stderr, summarize, wilson
 from locret_kit.evals.engine.result_rows import Row, read_rows
 from locret_kit.evals.report.summary import overview, score_table, score_tables, to_markdown, write_summary
-from locret_kit.evals.tables import Table, cells_table
-from locret_kit.evals.task_groups import GROUPS, MEANS
+from locret_kit.evals.tables import Cell, Table, cells_table, mean_and_stderr, summarize, wilson
 from locret_kit.evals.tasks import known_tasks, row_names
+from locret_kit.evals.tasks.document_tasks import averages
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = Row(task="R.PassKey", haystack="jargon", length=4096, budget=512, policy="locret", heads="h", sample=0, score=1.0)
@@ -190,7 +189,7 @@ def test_the_table_of_all_tasks_and_the_page_mark_them_too():
 
 def test_a_paper_s_average_stands_where_all_its_tasks_do():
     """Each task counts the same, however many examples it has; no mean without one of them."""
-    names = GROUPS["locret-leval"]
+    names = averages()["locret-leval"]
     rows = [
         replace(ROW, task=name, haystack="-", policy=policy, heads="-", sample=i, score=float(t == 0), scores={})
         for t, name in enumerate(names)
@@ -203,7 +202,7 @@ def test_a_paper_s_average_stands_where_all_its_tasks_do():
     assert [line.split(" | ")[-1] for line in lines] == ["0.17 ± 0.00 (n=13) |", "- |"]
     texts = {
         name: ("-",) if name.endswith(("line", "multikey_uuid", "cwe", "fwe")) else ("a", "b")
-        for name in MEANS["ruler"]
+        for name in row_names("ruler")
     }
     rows = [
         replace(ROW, task=name, haystack=text, policy="p", heads="-", score=float(text == "a"), scores={})
@@ -213,15 +212,15 @@ def test_a_paper_s_average_stands_where_all_its_tasks_do():
     every = overview(rows)
     means = dict(zip(every.head, map(str, every.lines[0]), strict=True))
     assert [means[f"mean of ruler, haystack: {text}"] for text in "ab"] == ["0.60 (n=10)", "0.00 (n=10)"]
-    assert {name.partition(".")[0] for names in GROUPS.values() for name in names} <= {
+    assert {name.partition(".")[0] for names in averages().values() for name in names} <= {
         "infinitebench",
         "leval",
         "longbench",
     }
-    assert set().union(*GROUPS.values()) <= set(known_tasks())
-    assert sorted(MEANS["ruler"]) == sorted(row_names("ruler"))
+    assert set().union(*averages().values()) <= set(known_tasks())
     assert [
-        len(GROUPS[name]) for name in ("locret-infinitebench", "locret-leval", "adakv-longbench", "kvcrush-longbench")
+        len(averages()[name])
+        for name in ("locret-infinitebench", "locret-leval", "adakv-longbench", "kvcrush-longbench")
     ] == [9, 6, 16, 15]
 
 

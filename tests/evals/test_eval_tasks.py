@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text import tiny_tokenizer
 
-from locret_kit.evals.metrics.benchmarks import get_metric
+from locret_kit.evals.metrics import get_metric
 from locret_kit.evals.tasks import (
     ALIASES,
     HAYSTACK_TASKS,
@@ -29,9 +29,8 @@ from locret_kit.evals.tasks import (
     ruler,
 )
 from locret_kit.evals.tasks.retrieval import find
-from locret_kit.evals.tasks.ruler import insert
+from locret_kit.evals.tasks.ruler import ADJECTIVES, NOUNS, distinct, insert, singles
 from locret_kit.evals.tasks.task import count_ids, spread_depth
-from locret_kit.evals.tasks.words import ADJECTIVES, NOUNS, distinct, singles
 from locret_kit.samples.haystack import load_text
 from locret_kit.text.template import render_prompt
 
@@ -278,7 +277,7 @@ def digests() -> list[str]:
 def test_the_same_bytes_in_another_process():
     """Also under another hash seed."""
     root = Path(__file__).resolve().parents[2]
-    paths = [str(path) for path in (root, root / "kernels", root / "tests" / "support")]
+    paths = [str(path) for path in (root, root / "kernels", root / "tests" / "support", Path(__file__).parent)]
     code = "import sys; sys.path[:0] = sys.argv[1:]; import test_eval_tasks; print(*test_eval_tasks.digests())"
     done = subprocess.run(
         [sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True,

@@ -9,10 +9,9 @@ from tiny_text import tiny_tokenizer
 from locret_kit.evals.tasks import find_tasks
 from locret_kit.evals.tasks.task import Example
 from locret_kit.samples import overlap
-from locret_kit.samples.facts import FACTS, HELD_FACTS
 from locret_kit.samples.haystack import load_text
 from locret_kit.samples.needles import WORDINGS
-from locret_kit.samples.wording import HELD_PROMPTS, PROMPTS
+from locret_kit.samples.synthetic import FACTS, HELD_FACTS, WORDS
 
 
 def test_questions_about_a_document_begin_alike(tmp_path):
@@ -33,7 +32,10 @@ def test_questions_about_a_document_begin_alike(tmp_path):
 
 
 def test_wordings_are_not_those_of_training():
-    trained = [part for fact in (*FACTS, *HELD_FACTS) for part in fact[1:]] + [*PROMPTS, *HELD_PROMPTS]
+    trained = [part for fact in (*FACTS, *HELD_FACTS) for part in fact[1:]] + [
+        *WORDS["prompts"],
+        *WORDS["held_prompts"],
+    ]
     known = overlap.union([overlap.grams(text) for text in trained])
     for words in WORDINGS[1:]:
         assert not overlap.among(overlap.grams(words.needle), known).any()

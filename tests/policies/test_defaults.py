@@ -8,9 +8,8 @@ from tiny_models import tiny_model
 
 from locret_kit.backbones import demo
 from locret_kit.backbones.spec import spec_of
-from locret_kit.checkpoint import read_checkpoint
 from locret_kit.cli import loading
-from locret_kit.heads import HeadsConfig, RetainingHeads, state_of
+from locret_kit.heads import HeadsConfig, RetainingHeads, read_checkpoint, state_of
 from locret_kit.planning import text_budget
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.registry import UNTRAINED

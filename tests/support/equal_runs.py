@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from locret_kit import RetainingHeads
-from locret_kit.training.scalars import read_curves
+from locret_kit.training.fit import read_curves
 
 
 def same_run(a: Path, b: Path) -> None:

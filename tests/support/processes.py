@@ -13,8 +13,8 @@ from forked import ranks, start, status_of
 
 from locret_kit import RetainingHeads
 from locret_kit.cli.train import main
-from locret_kit.training import callbacks
-from locret_kit.training.scalars import read_curves
+from locret_kit.training import frozen_training
+from locret_kit.training.fit import read_curves
 
 TAGS = ("loss", "recall", "train/regression", "val/loss", "val/recall")
 
@@ -33,7 +33,7 @@ def train(settings: Sequence[str], backbone: Path, out: Path, world: int, *more:
 @contextmanager
 def killed_after(step: int) -> Iterator[None]:
     """Every process ends with status 9 once the state of a step is saved."""
-    save = callbacks.SaveEvery.on_train_batch_start
+    save = frozen_training.SaveEvery.on_train_batch_start
 
     def save_and_die(self, trainer, pl_module, *rest):
         save(self, trainer, pl_module, *rest)
@@ -42,7 +42,7 @@ def killed_after(step: int) -> Iterator[None]:
             os._exit(9)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(callbacks.SaveEvery, "on_train_batch_start", save_and_die)
+        patch.setattr(frozen_training.SaveEvery, "on_train_batch_start", save_and_die)
         with pytest.raises(AssertionError, match=r"^\[9"):
             yield
 

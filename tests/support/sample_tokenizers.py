@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from locret_kit.samples import wording
+from locret_kit.samples.synthetic import WORDS
 
 CHAT = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n"
@@ -29,7 +29,9 @@ PARAGRAPH = (
 
 HAYSTACK = "\n".join(
     f"Line {i} tells of {n} and the {w}. They met at {p}, and it rained."
-    for i, (n, w, p) in enumerate(list(itertools.product(wording.NAMES, wording.THINGS, wording.PLACES))[:9000:13])
+    for i, (n, w, p) in enumerate(
+        list(itertools.product(*(WORDS[kind] for kind in ("names", "things", "places"))))[:9000:13]
+    )
 )
 
 

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from tiny_tokenizer import save_tiny_backbone
 from transformers import AutoConfig
 
-from locret_kit import HeadsConfig, RetainingHeads, checkpoint, files
+from locret_kit import HeadsConfig, RetainingHeads, files
 from locret_kit.backbones.spec import AttentionLayer, BackboneSpec, spec_of
-from locret_kit.heads import state_of
+from locret_kit.heads import PUBLISHED, state_of
 
 SPEC = BackboneSpec("llama", tuple(AttentionLayer(4, 2, 8, 8, index=i) for i in range(2)), "silu")
 CONFIG = HeadsConfig.for_backbone(SPEC, "some/backbone", 16, target="log_prob", inference={"budget": 64})
@@ -312,7 +312,7 @@ def test_published_heads_are_known_by_name(tmp_path, monkeypatch):
     spec = spec_of(AutoConfig.from_pretrained(backbone))
     heads = RetainingHeads(HeadsConfig.for_backbone(spec, "x", 8))
     torch.save(state_of(heads, torch.float32), tmp_path / "heads.bin")
-    monkeypatch.setitem(checkpoint.PUBLISHED, "lab/heads", (str(backbone), {"budget": 60, "chunk": 30}))
+    monkeypatch.setitem(PUBLISHED, "lab/heads", (str(backbone), {"budget": 60, "chunk": 30}))
     monkeypatch.setattr(
         "locret_kit.hub.pull", lambda repo, choose, **hub: [tmp_path / choose(["a.md", "heads.bin"])[0]]
     )
@@ -321,7 +321,7 @@ def test_published_heads_are_known_by_name(tmp_path, monkeypatch):
     assert (loaded.config.backbone, loaded.config.inference) == (str(backbone), {"budget": 60, "chunk": 30})
     with pytest.raises(ValueError, match="name it"):
         RetainingHeads.from_pretrained("lab/unknown")
-    for name, settings in checkpoint.PUBLISHED.values():
+    for name, settings in PUBLISHED.values():
         HeadsConfig(name, "llama", 1, 1, 1, 8, "silu", 8, inference=settings)
 
 

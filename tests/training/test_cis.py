@@ -17,7 +17,7 @@ from locret_kit.backbones.probe import describe
 from locret_kit.backbones.rope import rotate
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cis import FLOOR, SmoothL1, cis_loss, cis_target, top_recall
-from locret_kit.training.observer import Observer
+from locret_kit.training.module import Observer
 
 
 def brute_target(q, k, positions, scaling, kind, floor):

@@ -16,8 +16,8 @@ from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit.cli.train import main
-from locret_kit.training.scalars import read_curves
-from locret_kit.training.zero import import_deepspeed
+from locret_kit.training.fit import read_curves
+from locret_kit.training.strategy import import_deepspeed
 
 SETTINGS = [
     "recipe=tiny",

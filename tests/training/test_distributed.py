@@ -18,7 +18,7 @@ from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.samples.sample import Sample
 from locret_kit.training.data import Share
-from locret_kit.training.scalars import read_curves
+from locret_kit.training.fit import read_curves
 from locret_kit.training.strategy import finish_gradients, make_strategy
 
 SETTINGS = [

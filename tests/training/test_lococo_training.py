@@ -20,8 +20,8 @@ from locret_kit.cli.infer import main as infer
 from locret_kit.cli.train import main as train
 from locret_kit.config.recipes import load_config
 from locret_kit.policies.methods.lococo import load_pool, save_pool
+from locret_kit.training.fit import read_curves
 from locret_kit.training.pool import PoolTraining
-from locret_kit.training.scalars import read_curves
 
 
 def training(*more: str) -> PoolTraining:

@@ -19,9 +19,8 @@ from tiny_tokenizer import save_tiny_backbone
 from locret_kit.cli.train import main
 from locret_kit.files import locked
 from locret_kit.training import fit, module
-from locret_kit.training.fit import newest_state
+from locret_kit.training.fit import newest_state, read_curves
 from locret_kit.training.module import HeadTraining
-from locret_kit.training.scalars import read_curves
 
 SETTINGS = ["recipe=tiny", "data.max_tokens=512", "trainer.accelerator=cpu", "data.val_samples=2"]
 

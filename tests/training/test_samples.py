@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_tokenizers import BARE, CHAT, HAYSTACK, PARAGRAPH, TOK, TRIM, make_tokenizer
 
-from locret_kit.samples import facts, haystack, needles, synthetic, wording
+from locret_kit.samples import haystack, needles, synthetic
 from locret_kit.samples.records import read_records, to_messages
 from locret_kit.samples.sample import Sample, encode_chat
 from locret_kit.text.template import render_prompt
@@ -420,11 +420,11 @@ def test_synthetic_answers_are_in_the_text():
     seen = set()
     for seed in range(400):
         rng = random.Random(str(seed))
-        fact = facts.make_fact(rng)
+        fact = synthetic.make_fact(rng)
         assert fact.value in fact.statement and "{" not in fact.statement + fact.question + fact.prefix
         seen.add(fact.statement[:8])
-    assert len(facts.FACTS) >= 40 and len(wording.PROMPTS) >= 20 and len(seen) > 60
-    assert all(prompt.count("{c}") == 1 and "{q}" in prompt for prompt in wording.PROMPTS)
+    assert len(synthetic.FACTS) >= 40 and len(synthetic.WORDS["prompts"]) >= 20 and len(seen) > 60
+    assert all(prompt.count("{c}") == 1 and "{q}" in prompt for prompt in synthetic.WORDS["prompts"])
 
 
 def test_copy_question_over_real_text():

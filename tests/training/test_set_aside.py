@@ -26,16 +26,20 @@ from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config
 from locret_kit.config.train_config import DataConfig
 from locret_kit.samples import records as records_module
-from locret_kit.samples.facts import FACTS, HELD_FACTS, make_fact
 from locret_kit.samples.haystack import load_text
 from locret_kit.samples.records import read_records, to_messages
 from locret_kit.samples.sample import Sample, encode_chat
-from locret_kit.samples.wording import HELD_PROMPTS, HELD_QUOTES, HELD_SENTENCES, PROMPTS, QUOTES, SENTENCES
-from locret_kit.training import callbacks, sources
-from locret_kit.training.data import SampleModule, Samples, Share, divided
+from locret_kit.samples.synthetic import (
+    FACTS,
+    HELD_FACTS,
+    WORDS,
+    make_fact,
+)
+from locret_kit.training import data as data_module
+from locret_kit.training.data import SampleModule, Samples, Share, divided, split_text
+from locret_kit.training.fit import read_curves
+from locret_kit.training.frozen_training import KeepBest
 from locret_kit.training.module import HeadTraining
-from locret_kit.training.scalars import read_curves
-from locret_kit.training.sources import split_text
 
 TOKENIZER = tiny_tokenizer()
 
@@ -88,7 +92,7 @@ def test_synthetic_training_shares_no_13_words_with_validation(seed):
 
 def test_wordings_of_validation_are_its_own():
     for mine, theirs in (
-        (FACTS, HELD_FACTS), (PROMPTS, HELD_PROMPTS), (SENTENCES, HELD_SENTENCES), (QUOTES, HELD_QUOTES),
+        (FACTS, HELD_FACTS), *((WORDS[name], WORDS[f"held_{name}"]) for name in ("prompts", "sentences", "quotes")),
     ):  # fmt: skip
         assert len(set(mine)) == len(mine) and not set(mine) & set(theirs)
     for i in (1, 2, 3):
@@ -99,7 +103,7 @@ def test_wordings_of_validation_are_its_own():
         assert fact.value in fact.statement and "{" not in fact.statement + fact.question + fact.prefix
         seen.add(fact.prefix.split()[-1])
     assert len(seen) > 10
-    assert all(prompt.count("{c}") == 1 and "{q}" in prompt for prompt in HELD_PROMPTS)
+    assert all(prompt.count("{c}") == 1 and "{q}" in prompt for prompt in WORDS["held_prompts"])
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
@@ -241,9 +245,9 @@ def streamed(monkeypatch):
             read.append(row)
             yield row
 
-    monkeypatch.setattr(sources, "read_records", counted)
-    monkeypatch.setattr(sources, "BLOCK", 8)
-    monkeypatch.setattr(sources, "WHOLE", 0)
+    monkeypatch.setattr(data_module, "read_records", counted)
+    monkeypatch.setattr(data_module, "BLOCK", 8)
+    monkeypatch.setattr(data_module, "WHOLE", 0)
     monkeypatch.setattr(records_module, "WHOLE", 0)
     monkeypatch.setattr(records_module, "PIECE", 300)
     return read
@@ -361,7 +365,7 @@ def test_a_run_killed_inside_an_epoch_goes_on_to_the_same_heads(backbone, tmp_pa
     """7 records an epoch, 2 a step: it dies after 5 samples were trained on, and 6 were to be."""
     if kind == "streamed":
         request.getfixturevalue("streamed")
-        monkeypatch.setattr(sources, "BLOCK", 2)
+        monkeypatch.setattr(data_module, "BLOCK", 2)
     source = jsonl(tmp_path / "records.jsonl", [record(n) for n in range(10)])
     more = ["optim.steps=8", "optim.accumulate=2", "trainer.save_every=1", "trainer.val_every=4", "resume=auto"]
     whole, part, log = tmp_path / "whole", tmp_path / "part", tmp_path / "log"
@@ -407,7 +411,7 @@ def test_the_best_heads_are_those_of_the_highest_recall_on_what_was_set_aside(ba
     (best,) = (tmp_path / "run" / "best").iterdir()
     curve = read_curves(tmp_path / "run")["val/recall"]
     highest = max(curve.values())
-    assert callbacks.KeepBest.NAME.match(best.name)[1] == f"{highest:.4f}" and len(set(curve.values())) > 1
+    assert KeepBest.NAME.match(best.name)[1] == f"{highest:.4f}" and len(set(curve.values())) > 1
     model, _ = load_backbone(str(backbone), dtype="float32", device="cpu")
     module = HeadTraining(model, cfg)
     module.heads.load_state_dict(RetainingHeads.from_pretrained(str(best)).state_dict())

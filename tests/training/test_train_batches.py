@@ -17,8 +17,8 @@ from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config
 from locret_kit.samples.sample import Sample
 from locret_kit.training.data import Share
+from locret_kit.training.fit import read_curves
 from locret_kit.training.module import HeadTraining
-from locret_kit.training.scalars import read_curves
 
 LENGTHS = (90, 41, 57)  # LongRoPE's long factors start at 64
 SETTINGS = [

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from safetensors.torch import load_file, save_file
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -29,9 +30,9 @@ from locret_kit.samples.records import to_messages
 from locret_kit.samples.sample import encode_chat
 from locret_kit.samples.synthetic import synthetic_sample
 from locret_kit.training import fit
-from locret_kit.training.board import cis_figure, marked_text, most_kept, pixels
+from locret_kit.training.board import cis_figure, marked_text, most_kept
 from locret_kit.training.data import Samples
-from locret_kit.training.scalars import read_curves
+from locret_kit.training.fit import read_curves
 
 SETTINGS = ["recipe=tiny", "data.max_tokens=512", "trainer.accelerator=cpu", "data.val_samples=2"]
 
@@ -218,7 +219,7 @@ def test_a_data_set_of_unknown_records_is_not_read_to_its_end(monkeypatch):
             read.append(i)
             yield {"text": "no question"}
 
-    monkeypatch.setattr("locret_kit.training.sources.read_records", endless)
+    monkeypatch.setattr("locret_kit.training.data.read_records", endless)
     with pytest.raises(ValueError, match=r"'a/b' has no usable record among \d+ drawn; .*\['text'\]; known schemas: "):
         samples_of(Path("a/b"))
     assert len(read) <= 1000
@@ -263,7 +264,7 @@ def test_what_was_refused_is_not_tokenised_again(tmp_path, monkeypatch):
         tried.append(messages[-1]["content"])
         return encode_chat(tokenizer, messages, **more)
 
-    monkeypatch.setattr("locret_kit.training.sources.encode_chat", encode)
+    monkeypatch.setattr("locret_kit.training.data.encode_chat", encode)
     samples = samples_of(jsonl(tmp_path / "mixed.jsonl", [BAD[3][0], *GOOD]))
     assert all(samples[i] for i in range(40)) and sum(content == BAD[3][0]["output"] for content in tried) == 1
 
@@ -328,8 +329,10 @@ def test_the_picture_has_predictions_above_truth_and_bins_keep_the_highest():
     assert "Predicted" in above.get_title() and "True" in below.get_title()
     assert below.get_xlabel() == "token of the prompt" and "rank" in legend.get_ylabel()
     assert figure.get_suptitle() == "After 7 steps"
-    seen = pixels(figure)
-    assert seen.shape == (640, 1000, 3) and seen.dtype == np.uint8 and len(np.unique(seen.reshape(-1, 3), axis=0)) > 50
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    seen = np.asarray(canvas.buffer_rgba())
+    assert seen.shape == (640, 1000, 4) and len(np.unique(seen.reshape(-1, 4), axis=0)) > 50
     many = cis_figure(truth.repeat(40, 1), truth.repeat(40, 1), layers=list(range(80)), title="")
     assert 1 < len(many.axes[0].get_yticks()) <= 16
 

@@ -18,7 +18,7 @@ import numpy as np
 from ...samples.haystack import starts
 from ...text.spans import Span, encode
 from ...text.template import render_prompt
-from ..metrics.normalisation import library
+from ..metrics import library
 from ..tasks.task import Example
 from .run_spec import BM25
 

@@ -50,6 +50,7 @@ class LocretLM(TemplateLM):
         self.setup, self.variant = setup, variant
         self.model, self.tokenizer = setup.model, setup.tokenizer
         self.accelerator: Accelerator | None = None
+        self._device = self.model.device
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             from accelerate import Accelerator, InitProcessGroupKwargs
 
@@ -71,10 +72,6 @@ class LocretLM(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         return self.tokenizer.name_or_path.replace("/", "__")
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.accelerator is None else self.accelerator.gather(tensor)
@@ -128,7 +125,8 @@ class LocretLM(TemplateLM):
         for request in self._shown(requests, "rolling loglikelihood requests", disable_tqdm):
             (text,) = request.args
             ids = [self.prefix_token_id, *self.tok_encode(text, add_special_tokens=False)]
-            nll, _ = nll_reading(self.model, self._cache(len(ids)), ids, 1) if len(ids) > 1 else (0.0, 0.0)
+            cache = cache_for(self.setup, self.variant, len(ids))
+            nll, _ = nll_reading(self.model, cache, ids, 1) if len(ids) > 1 else (0.0, 0.0)
             results.append(-nll * (len(ids) - 1))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, results[-1])
         return results
@@ -147,11 +145,8 @@ class LocretLM(TemplateLM):
 
     # ---- over the cache ----------------------------------------------------------------------------------------------
 
-    def _cache(self, prompt_length: int) -> BoundedCache:
-        return cache_for(self.setup, self.variant, prompt_length)
-
     def _read(self, context: Sequence[int]) -> tuple[BoundedCache, torch.Tensor]:
-        cache = self._cache(len(context))
+        cache = cache_for(self.setup, self.variant, len(context))
         with attach(self.model):
             return cache, prefill(self.model, context, cache)
 
@@ -161,8 +156,8 @@ class LocretLM(TemplateLM):
         sampling, until = sampling_of(settings), [mark for mark in settings["until"] if mark]
         ids = self.tok_encode(context)
         answer = Answer(
-            self.model, self.tokenizer, ids, self._cache(len(ids)), max_new_tokens=settings["max_gen_toks"],
-            sampling=sampling, seed=self.setup.seed + number,
+            self.model, self.tokenizer, ids, cache_for(self.setup, self.variant, len(ids)),
+            max_new_tokens=settings["max_gen_toks"], sampling=sampling, seed=self.setup.seed + number,
         )  # fmt: skip
         text = ""
         for piece in answer:

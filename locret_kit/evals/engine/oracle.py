@@ -172,11 +172,8 @@ def compress(cache: BoundedCache, scores_LBHS: Tensor, keep: int, joint: bool) -
         none = torch.zeros_like(pool, dtype=torch.bool)
         stay_BHS = (rank_of(pool, none, ~none) < (H * mean if joint else mean)).view(B, H, S)
         if joint:
-            ragged, keys, values = (
-                BoundedLayer(RaggedRows(rows.capacity), Plain()),
-                rows.slots("keys"),
-                rows.slots("values"),
-            )
+            ragged = BoundedLayer(RaggedRows(rows.capacity), Plain())
+            keys, values = rows.slots("keys"), rows.slots("values")
             ragged.lazy_initialization(keys, values)
             ragged.append(keys, values, rows.slots("scores"))
             cache.layers[i] = rows = ragged

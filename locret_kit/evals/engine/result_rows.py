@@ -27,11 +27,8 @@ from .run_spec import ORACLES, UNTRAINED
 
 KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
 """Fields that tell examples apart; no two rows of a run have the same."""
-RUN = tuple(item.name for item in fields(RunSettings))
-"""The settings of the run in a row."""
-SETTINGS = (
-    "model", "heads_hash", "adapter", "dtype", *(name for name in RUN if name != "backend"), "ending", "metric"
-)  # fmt: skip
+_RUN = tuple(item.name for item in fields(RunSettings) if item.name != "backend")
+SETTINGS = ("model", "heads_hash", "adapter", "dtype", *_RUN, "ending", "metric")
 """Fields that must not differ among the examples of one cell of a table."""
 SCHEDULED = ("chunk", "stabilizers", "local_len")
 """Those of them that say nothing of full attention, of a one-shot cache, whose chunk is its prompt, and of a budget that is a
@@ -82,7 +79,7 @@ class Row(RunSettings):
     cut: int = 0
     """Tokens removed from the document's middle so that the prompt has at most `length`."""
     prefix_shared: int = 0
-    """First tokens of the prompt that were read once for several prompts (`shared_beginning`), whichever were still to be
+    """First tokens of the prompt that were read once for several prompts (`measure.SharedBeginning`), whichever were still to be
     answered."""
     prefill_s: float = 0.0
     """Wall-clock seconds of the prefill. Those of a shared beginning were taken once and count in every row that shares it,

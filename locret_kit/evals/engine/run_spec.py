@@ -81,7 +81,7 @@ class Run:
     keep: int = 0
     """Examples of a task, the first ones, of which the tokens in the cache after the prompt are stored."""
     share_prefix: bool = True
-    """Read what prompts about one document have in common once, see `shared_beginning`."""
+    """Read what prompts about one document have in common once, see `measure.SharedBeginning`."""
     rank: int = 0
     world_size: int = 1
 

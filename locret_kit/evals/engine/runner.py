@@ -21,13 +21,12 @@ from ...documents.text_record import hash_ids
 from ...planning.memory import OutOfMemory
 from ...samples.haystack import TooShort
 from ...validation import made
-from ..metrics.benchmarks import get_metric
+from ..metrics import get_metric
 from ..tasks.task import NEEDS_REFERENCE, Example
 from . import bm25, oracle
-from .measure import Fields, NotStored, cache_for, measure_row
+from .measure import Fields, NotStored, SharedBeginning, cache_for, measure_row, shared_lengths
 from .result_rows import KEY, Key, Row, Shard, read_rows
 from .run_spec import BM25, Run, Variant, is_oracle, reads_alone
-from .shared_beginning import SharedBeginning, shared_lengths
 
 Rows = dict[Key, Row]
 """Rows by key."""

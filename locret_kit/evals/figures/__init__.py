@@ -22,7 +22,7 @@ def draw(name: str, rows: Sequence[Row], folder: Path) -> list[Path]:
         ValueError: nothing to draw; says what is missing. OSError: a file cannot be written. ImportError: matplotlib is missing.
     """
     try:
-        from . import results, style
+        from . import results
     except ModuleNotFoundError as error:
         raise ImportError(f"{error}: {install_line('eval')}") from error
-    return style.draw(getattr(results, name.replace("-", "_")), rows, folder, name)
+    return results.draw(getattr(results, name.replace("-", "_")), rows, folder, name)

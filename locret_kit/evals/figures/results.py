@@ -1,18 +1,83 @@
-"""Figures of a run's rows: score against memory, and the needle grid."""
+"""Figures of a run's rows: score against memory, and the needle grid. Their lines differ in dash and marker as in colour."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..cells import mean_and_stderr, size
+from ...files import write_beside
 from ..engine.result_rows import Row
+from ..tables import LIKELIHOOD, grouped, mean_and_stderr, size
 from ..tasks.task import asked_depth
-from .style import MAP, line, panels, score_axis, shared_legend
+
+S = TypeVar("S")
+COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2, 2, 2)))
+MARKERS = "osD^vPX*<>h"
+LEGEND_ROW = 0.17
+"""Height of a line of a legend, inches."""
+MAP = "cividis"
+"""Brightness rises along it, so it reads in grey."""
+RC: Any = {
+    "font.size": 9, "axes.titlesize": 9, "axes.grid": True, "grid.alpha": 0.3, "grid.linewidth": 0.5,
+    "axes.spines.top": False, "axes.spines.right": False, "legend.fontsize": 8, "legend.frameon": False,
+    "lines.linewidth": 1.4, "lines.markersize": 4.5, "text.parse_math": False, "figure.dpi": 100,
+}  # fmt: skip
+
+
+def line(i: int) -> dict[str, Any]:
+    """Colour, dash and marker of the ``i``-th line; the first 56 differ in colour and dash, any 8 in dash alone."""
+    looks = {"color": COLORS, "linestyle": DASHES, "marker": MARKERS}
+    return {name: choices[i % len(choices)] for name, choices in looks.items()}
+
+
+def panels(count: int, title: str, width: float = 3.6) -> tuple[Figure, list[Axes]]:
+    """A titled figure of ``count`` panels, three a row; ``width`` of each in inches."""
+    columns = min(3, count)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(max(4.2, columns * width), rows * 2.9 + 0.7), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    figure.suptitle(title, fontsize=mpl.rcParams["font.size"] + 2)
+    for unused in axes[count:]:
+        unused.remove()
+    return figure, axes[:count]
+
+
+def shared_legend(figure: Figure) -> None:
+    """One legend below the panels, each name once; the figure grows by its height."""
+    handles: dict[str, Artist] = {}
+    for axis in figure.axes:
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    longest = max(len(name) for name in handles)
+    columns = max(1, min(4, len(handles), int(figure.get_figwidth() * 13 // (longest + 10))))
+    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * math.ceil(len(handles) / columns))
+    figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=columns, handlelength=3.6)
+
+
+def draw(function: Callable[[S], Figure], source: S, folder: Path, name: str) -> list[Path]:
+    """Write ``name.png`` and ``name.svg`` of what a function draws; the same source gives the same bytes.
+
+    Raises:
+        OSError: names the file and the reason.
+    """
+    png, svg = folder / f"{name}.png", folder / f"{name}.svg"
+    with mpl.rc_context({**RC, "svg.hashsalt": name}):
+        figure = function(source)
+        write_beside(png, lambda beside: figure.savefig(beside, format="png", dpi=150))
+        write_beside(svg, lambda beside: figure.savefig(beside, format="svg", metadata={"Date": None}))
+    return [png, svg]
+
 
 DEPTHS = 10
 """Rows of a needle grid whose depths are all different."""
@@ -42,9 +107,10 @@ def score_memory(rows: Sequence[Row]) -> Figure:
         axis.set_title(f"{over(task, haystack)}, {size(length)} tokens")
         axis.set_xlabel("peak memory (MiB)" if on_gpu else "cache buffers (MiB)")
         axis.set_xlim(left=0)
-        score_axis(
-            axis, next(row.metric for lines_ in lines.values() for members in lines_.values() for row in members)
-        )
+        metric = next(row.metric for budgets in lines.values() for members in budgets.values() for row in members)
+        axis.set_ylabel("nats a token (lower is better)" if metric in LIKELIHOOD else f"{metric} (0 to 1)")
+        if metric not in LIKELIHOOD:
+            axis.set_ylim(-0.03, 1.06)
     shared_legend(figure)
     return figure
 
@@ -57,9 +123,7 @@ def needle_grid(rows: Sequence[Row]) -> Figure:
     ]
     if not scored:
         raise ValueError("no row has a needle's depth and a score: run tasks=[grid] or another needle task")
-    groups: dict[tuple, list[Row]] = defaultdict(list)
-    for row in scored:
-        groups[row.task, row.haystack, row.label, row.budget].append(row)
+    groups = grouped(scored, lambda row: (row.task, row.haystack, row.label, row.budget))
     max_lengths = max(len({row.length for row in members}) for members in groups.values())
     depths = sorted({row.depth for row in scored if row.depth is not None})
     edges = depths if len(depths) <= DEPTHS + 2 else list(np.arange(DEPTHS) / DEPTHS)

@@ -1,7 +1,8 @@
-"""The report: one HTML file of a run that needs no network, no server and no other file.
+"""Pages of one HTML file that needs no network, no server and no other file: the report of a run, and a text shaded by what was
+kept of it.
 
-Tables that sort, figures and the run's settings. The template escapes all text and figures are images, so that nothing of a run
-can become markup or a script.
+The report has tables that sort, figures and the run's settings. The templates escape all text and figures are images, so that
+nothing of a run can become markup or a script.
 """
 
 from __future__ import annotations
@@ -13,13 +14,33 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+from jinja2 import Environment, PackageLoader
+
 from ...files import write_beside
-from ..cells import summarize
 from ..engine.result_rows import SETTINGS, Row, read_config, read_rows
 from ..figures import FIGURES, draw
-from ..tables import Figure, Table, cells_table
-from .heat import environment
+from ..tables import Figure, Table, cells_table, summarize
 from .summary import overview, score_tables
+
+
+def environment() -> Environment:
+    """The templates of this folder; they escape all text."""
+    return Environment(loader=PackageLoader(__package__, ""), autoescape=True)
+
+
+def kept_page(title: str, lead: str, texts: Sequence[str], positions: Sequence[Sequence[np.ndarray]], seen: int) -> str:
+    """A page of one text, page by page, shaded by the layers and heads that hold each token; it needs no other file.
+
+    Args:
+        texts: of the tokens. positions: held by each layer and key/value head, ascending. seen: tokens that were read into the
+            cache; those after them are read with each question.
+    """
+    gaps = [[np.diff(row, prepend=0).tolist() for row in heads] for heads in positions]
+    data = json.dumps({"texts": list(texts), "kept": gaps, "seen": seen}, ensure_ascii=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")  # in a script element, which nothing in it can end
+    return environment().get_template("kept.html").render(title=title, lead=lead, data=data)
+
 
 PAGE = "report.html"
 

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...naming import nearest
-from ..cells import LIKELIHOOD, mean_and_stderr, size
 from ..engine.result_rows import Row
-from ..tables import Table
+from ..tables import LIKELIHOOD, Table, mean_and_stderr, size
 
 Key = tuple[str, str, int, int | float, str, str]
 

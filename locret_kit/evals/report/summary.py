@@ -10,10 +10,10 @@ from itertools import product
 from pathlib import Path
 
 from ...files import locked, write_text
-from ..cells import LIKELIHOOD, Cell, policy_order, size, summarize
 from ..engine.result_rows import Row, read_rows
-from ..tables import Figure, Table, cells_table
-from ..task_groups import MEANS
+from ..tables import LIKELIHOOD, Cell, Figure, Table, cells_table, grouped, policy_order, size, summarize
+from ..tasks import groups
+from ..tasks.document_tasks import averages
 
 UNIT = "mean ± standard error"
 """Unit of a table's figures."""
@@ -43,11 +43,8 @@ def usual_dtype(cells: Iterable[Cell]) -> str:
 def overview(rows: Iterable[Row]) -> Table | None:
     """One table of all tasks, or nothing where there is but one figure: a line per length, budget and policy, a column per
     task and figure; texts that were compared have both ROUGE-L and BLEU."""
-    by_task: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        by_task[row.task, row.haystack].append(row)
     columns: dict[str, list[Cell]] = {}
-    for (task, haystack), members in by_task.items():
+    for (task, haystack), members in grouped(rows, lambda row: (row.task, row.haystack)).items():
         for name in next((_figures(row) for row in members if row.score is not None), ["-"]):
             head = f"{_over(task, haystack)} ({'nll, lower is better' if name in LIKELIHOOD else name})"
             columns[head] = summarize(_by_figure(row, name) for row in members)
@@ -77,7 +74,7 @@ def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
         if cell.mean is not None:  # a task's main figure comes first
             at[cell.length, cell.budget, cell.label].setdefault((cell.task, cell.haystack), cell)
     columns: dict[str, list[Cell]] = defaultdict(list)
-    for group, names in MEANS.items():
+    for group, names in {**averages(), "ruler": groups()["ruler"]}.items():
         texts = {text for known in at.values() for name, text in known if name in names} - {"-"} or {"-"}
         for text, known in product(sorted(texts), at.values()):
             # Of a task that makes its own text there is one cell for all haystacks.
@@ -114,10 +111,7 @@ def _over(task: str, haystack: str) -> str:
 
 def score_tables(cells: Iterable[Cell]) -> list[Table]:
     """A table for each task and haystack: a line per policy, a column per length and budget."""
-    tables: dict[tuple[str, str], list[Cell]] = defaultdict(list)
-    for cell in cells:
-        tables[cell.task, cell.haystack].append(cell)
-    return [score_table(members) for members in tables.values()]
+    return [score_table(members) for members in grouped(cells, lambda cell: (cell.task, cell.haystack)).values()]
 
 
 def to_markdown(cells: Iterable[Cell]) -> str:

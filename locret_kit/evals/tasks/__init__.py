@@ -10,17 +10,14 @@ from pathlib import Path
 
 from ...naming import nearest
 from ...samples.haystack import load_text
-from ..task_groups import GROUPS as PAPERS
-from .document_tasks import BENCHMARKS, document_task, entries
-from .needle_tasks import needle_task
-from .questions import questions_task
-from .record_tasks import is_file_of_records, records_task
+from .document_tasks import BENCHMARKS, averages, document_task, entries, is_file_of_records, read_table, records_task
+from .needle_tasks import needle_task, questions_task
 from .retrieval import kv_task, math_find_task
 from .ruler import NIAHS, common_words_task, frequent_words_task, niah_task, variable_tracking_task
 from .task import Example, Task
 from .texts import QUESTIONS, agreement_of, fidelity_of, fidelity_task, perplexity_task, reconstruction_task
 
-__all__ = ["Example", "Task", "GROUPS", "find_tasks", "haystack_name", "known_tasks", "row_names"]
+__all__ = ["Example", "Task", "find_tasks", "groups", "haystack_name", "known_tasks", "row_names"]
 
 ALIASES = {"passkey": "R.PassKey", "number": "R.Number", "kv": "R.KV", "math_find": "Math.Find"}
 HaystackTask = Callable[[str, "str | None"], Task]
@@ -52,31 +49,7 @@ STANDALONE_TASKS: dict[str, Callable[[], Task]] = {
     "ruler.fwe": frequent_words_task,
 }
 """Synthetic tasks that make all of their text."""
-DESCRIPTIONS = {
-    "R.PassKey": "five digits, hidden in the text",
-    "R.Number": "ten digits with repetitions, hidden in the text",
-    "grid": "R.PassKey at eleven depths, 0, 0.1, ... 1, one after the other",
-    "paraphrase": "five digits, hidden in the text and asked for in other words than it says them",
-    "ruler.niah_single": "a number, by its key, the one needle of the text",
-    "ruler.niah_single_uuid": "a UUID, by its key, the one needle of the text",
-    "ruler.niah_multikey": "a number, by its key, among four such needles",
-    "ruler.niah_multivalue": "the four numbers of one key",
-    "ruler.niah_multiquery": "the numbers of four keys",
-    "ruler.vt": "the variables that were assigned a value, along a chain of assignments",
-    "questions": "five digits; four questions about each text, asked of one cache",
-    "R.KV": "the value of a key in a JSON object of UUIDs",
-    "Math.Find": "the largest, the smallest or the median of a list of numbers, or the like",
-    "ruler.niah_multikey_line": "a number, by its key; the whole text is needles",
-    "ruler.niah_multikey_uuid": "a UUID, by its UUID; the whole text is needles",
-    "ruler.cwe": "the ten words that stand in a list most often",
-    "ruler.fwe": "the three most frequent words of a made-up text",
-    "fidelity.summary": "a summary in three sentences; scored against full attention's",
-    "fidelity.reconstruct": "the text, word for word; scored against full attention's and the text",
-    "fidelity.continue": "the text's continuation; scored against full attention's",
-    "perplexity": "the likelihood of the text's next tokens, one at a time",
-    "perplexity_prefill": "the likelihood of the prompt's second half, while it is read",
-    "reconstruction": "the tokens after a quotation of the text",
-}
+DESCRIPTIONS: dict[str, str] = read_table("synthetic")
 """The question of each synthetic task, in a few words."""
 AGAINST_FULL: dict[str, Callable[[Task], Task]] = {"fidelity": fidelity_of, "agreement": agreement_of}
 """Makers of the task 'PREFIX:NAME'."""
@@ -88,15 +61,11 @@ def known_tasks() -> list[str]:
 
 
 @lru_cache(maxsize=1)
-def _groups() -> dict[str, list[str]]:
+def groups() -> dict[str, list[str]]:
+    """Tasks of the names that stand for all tasks of a benchmark, or for those of a paper's average."""
     names = [*HAYSTACK_TASKS, *STANDALONE_TASKS]
     documents = {table: [n for n in entries() if n.startswith(start)] for table, start in BENCHMARKS.items() if start}
-    papers = {group: list(members) for group, members in PAPERS.items()}
-    return {"ruler": [name for name in names if name.startswith("ruler.")], **documents, **papers}
-
-
-GROUPS = ("ruler", *(table for table, start in BENCHMARKS.items() if start), *PAPERS)
-"""Names that stand for all tasks of a benchmark, or for those of a paper's average."""
+    return {"ruler": [name for name in names if name.startswith("ruler.")], **documents, **averages()}
 
 
 def row_names(name: str) -> list[str]:
@@ -108,7 +77,7 @@ def row_names(name: str) -> list[str]:
     prefix, colon, plain = name.rpartition(":")
     if is_file_of_records(plain):
         return [prefix + colon + haystack_name(plain)]
-    return [prefix + colon + ALIASES.get(member, member) for member in _groups().get(plain, [plain])]
+    return [prefix + colon + ALIASES.get(member, member) for member in groups().get(plain, [plain])]
 
 
 def haystack_name(haystack: str) -> str:
@@ -179,7 +148,7 @@ def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples:
         return [_over(REAL_TEXT_TASKS[name], haystack) for haystack in real or [DEFAULT_REAL_TEXT]]
     if is_file_of_records(name):
         return [records_task(name, samples, metric)]
-    known = [*known_tasks(), *GROUPS]
+    known = [*known_tasks(), *groups()]
     raise ValueError(f"task={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}")
 
 
@@ -190,6 +159,4 @@ def _over(make: Callable[[str, str], Task], haystack: str) -> Task:
     return replace(make(haystack_name(haystack), text), text_hash=digest[:16])
 
 
-@lru_cache(maxsize=8)
-def _text(haystack: str) -> str:
-    return load_text(haystack)
+_text = lru_cache(maxsize=8)(load_text)

@@ -21,10 +21,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from ...naming import first_line
-from ...samples.records import SUFFIXES, read_records
+import yaml
+
+from ...naming import blaming, first_line
+from ...samples.records import SUFFIXES, read_records, to_messages
 from ...text.spans import Span, encode
-from ..metrics import Answer, Extra
+from ..metrics import Answer, Extra, get_metric
 from .task import Example, Task, count_ids, wrap
 
 BENCHMARKS = {"infinitebench": "infinitebench.", "leval": "leval.", "longbench": "longbench.", "short": ""}
@@ -35,7 +37,6 @@ Numbered = tuple[int, Record]
 """A record with its document's number."""
 PromptOf = Callable[[str], tuple[str, bool]]
 """Gives the prompt of a text, and whether the tokenizer adds its special tokens to it."""
-TRUNCATE = ("middle", "end", "start", "never")
 
 
 @dataclass(frozen=True)
@@ -63,18 +64,31 @@ class TaskEntry:
     leave_out: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
 
+def read_table(name: str) -> dict[str, Any]:
+    """A YAML file of this folder."""
+    return yaml.safe_load(resources.files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+@lru_cache(maxsize=1)
+def _tables() -> dict[str, dict[str, Any]]:
+    return {start: read_table(name) for name, start in BENCHMARKS.items()}
+
+
 @lru_cache(maxsize=1)
 def entries() -> dict[str, TaskEntry]:
     """Every task of every table, by its full name."""
-    import yaml
-
     by_name = {}
-    for table, start in BENCHMARKS.items():
-        loaded = yaml.safe_load(resources.files(__package__).joinpath(f"{table}.yaml").read_text(encoding="utf-8"))
-        for name, values in loaded["tasks"].items():
-            merged = {"file": name, **loaded["defaults"], **values}
+    for start, table in _tables().items():
+        for name, values in table["tasks"].items():
+            merged = {"file": name, **table["defaults"], **values}
             by_name[start + name] = TaskEntry(name=start + name, **merged)
     return by_name
+
+
+def averages() -> dict[str, list[str]]:
+    """Tasks over which papers give averages, by the name of the average."""
+    listed = [(start, *item) for start, table in _tables().items() for item in table.get("averages", {}).items()]
+    return {name: [start + task for task in tasks] for start, name, tasks in listed}
 
 
 def document_task(name: str, data: Sequence[str], samples: int) -> Task:
@@ -85,7 +99,9 @@ def document_task(name: str, data: Sequence[str], samples: int) -> Task:
         ValueError: a record lacks a field that the prompt, the answer or the metric names.
     """
     entry = entries()[name]
-    return task_of(entry, _examples(entry, _records(entry, data)), samples, _shots(entry, data))
+    first = islice(_records(entry, data, split="train"), entry.shots) if entry.shots else ()
+    shots = "".join(entry.shot.format(**record) for record in first)
+    return task_of(entry, _examples(entry, _records(entry, data)), samples, shots)
 
 
 def task_of(entry: TaskEntry, records: Iterable[Numbered], samples: int, shots: str = "") -> Task:
@@ -182,13 +198,6 @@ def _examples(entry: TaskEntry, records: Iterator[Record]) -> Iterator[Numbered]
         for number, (record, count) in enumerate(zip(everything, counts, strict=True)):
             if n < count:
                 yield number, {**record, **{one: record[many][n] for one, many in entry.each.items()}}
-
-
-def _shots(entry: TaskEntry, data: Sequence[str]) -> str:
-    if not entry.shots:
-        return ""
-    records = islice(_records(entry, data, split="train"), entry.shots)
-    return "".join(entry.shot.format(**record) for record in records)
 
 
 # ---- prompts -------------------------------------------------------------------------------------------------------
@@ -289,3 +298,40 @@ def _split_for_likelihood(entry: TaskEntry, text: str, request: Example) -> Exam
     return replace(
         request, prompt=text[:at], continuation=text[at : offsets[min(before + behind, len(offsets)) - 1][1]]
     )
+
+
+def is_file_of_records(name: str) -> bool:
+    """Whether a task's name is meant as a file."""
+    return name.endswith(SUFFIXES)
+
+
+def records_task(path: str, samples: int, metric: str = "contains") -> Task:
+    """The task of a file's first ``samples`` questions, named as the file is. A prompt is all that comes before the last
+    answer, through the chat template where there is one, and loses its middle where it is too long; the metric takes the best of
+    the accepted answers (a list ``answers`` has several). A record's list ``instructions`` are as many questions.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, or a record is of no known schema; names the record. A metric that is unknown, or needs
+            more than accepted answers.
+    """
+    score = get_metric(metric)
+    with blaming(f"metric={metric} needs more than a list of accepted answers", KeyError, ValueError):
+        if next(iter(score("1", ["1"], {}).values())) < 0.99:
+            raise ValueError("an answer that is in it is wrong")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"task={path}: there is no such file")
+    name = Path(path).name
+    entry = TaskEntry(name, "{prompt}", metric, file=name, hub={}, answer="answer")
+    return task_of(entry, enumerate(_questions(path)), samples)
+
+
+def _questions(path: str) -> Iterator[dict[str, object]]:
+    for number, record in enumerate(read_records(path)):
+        asked = record.get("instructions")
+        for index in range(len(asked) if isinstance(asked, list) and asked else 1):
+            with blaming(f"{path}: record {number}", ValueError):
+                *before, last = to_messages(record, index=index)
+            several = record.get("answers")
+            accepted = several if isinstance(several, list) and several else [last["content"]]
+            yield {"prompt": "\n\n".join(turn["content"] for turn in before), "answer": accepted}

@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ..metrics import Answer
-from .fitting import fit
-from .task import Example, Task, span_of, spread_depth, wrap
+from .task import Example, Task, count_ids, span_of, spread_depth, too_short, wrap
+
+TOLERANCE = 0.01
+TRIES = 400
+
 
 LIST_MAX = 99
 FINDS = (
@@ -40,17 +43,52 @@ class Draft:
     """The part of the text that is asked about; '' where it does not say."""
 
 
+def fit(request: Example, chat: bool, name: str, build: Callable[[random.Random, int], Draft], least: int) -> Draft:
+    """``build(rng, n)`` for an ``n`` whose prompt has the length asked for, or at most 1% fewer tokens.
+
+    One item may be longer than 1%. Then other random items are tried (the generator's seed gets a further number) until
+    the total fits; which one is found depends on the arguments alone.
+
+    Args:
+        build: makes a candidate with ``n`` items; more items make a longer prompt. least: the smallest ``n`` that makes sense.
+
+    Raises:
+        TooShort: the fixed parts are longer than the length. ValueError: no candidate is near enough.
+    """
+    length, seed = request.length, f"{name}:{request.length}:{request.sample}:{request.seed}"
+
+    def measured(salt: int, n: int) -> tuple[Draft, int]:
+        draft = build(random.Random(f"{seed}|{salt}"), n)
+        return draft, count_ids(request.tokenizer, *wrap(request, draft.text, draft.prefix, chat=chat))
+
+    smallest = measured(0, least)[1]
+    if smallest > length:
+        raise too_short(length, smallest)
+    tolerance = max(1, int(TOLERANCE * length))
+    n, per_item = least, max(1.0, (measured(0, 2 * least + 8)[1] - smallest) / (least + 8))
+    n = max(least, least + int((length - smallest) / per_item))
+    for salt in range(TRIES):
+        low, high = least, None
+        for _ in range(24):
+            candidate, size = measured(salt, n)
+            if length - tolerance <= size <= length:
+                return candidate
+            low, high = (n, high) if size <= length else (low, n)
+            step = int((length - size) / per_item)
+            guess = n + (step or (1 if size <= length else -1))
+            if high is not None:
+                if high - low <= 1:
+                    break
+                guess = min(guess, high - 1)
+            n = max(guess, low + 1 if size <= length else low)
+        n = low
+    raise ValueError(f"length={length} is too small to be met within 1% by this task's items")
+
+
 def synthetic(request: Example, name: str, build: Callable[[random.Random, int], Draft], *, least: int = 1) -> Example:
     """The example whose draft ``build(rng, n)`` fits the length asked for."""
     chat = request.wants_chat(False)
-    draft = fit(
-        build,
-        lambda draft: wrap(request, draft.text, draft.prefix, chat=chat),
-        tokenizer=request.tokenizer,
-        length=request.length,
-        seed=f"{name}:{request.length}:{request.sample}:{request.seed}",
-        least=least,
-    )
+    draft = fit(request, chat, name, build, least)
     prompt, special = wrap(request, draft.text, draft.prefix, chat=chat)
     text = span_of(prompt, draft.context) if draft.context else None
     return replace(request, prompt=prompt, answer=draft.answer, special=special, depth=draft.depth, text=text)

@@ -16,9 +16,36 @@ from dataclasses import dataclass
 
 from ...samples.haystack import next_start, ring, starts
 from ...samples.needles import NOISE
+from .document_tasks import read_table
 from .retrieval import Draft, random_uuid, synthetic
 from .task import Example, Task, spread_depth
-from .words import ADJECTIVES, NOUNS, distinct
+
+_WORDS = read_table("words")
+ADJECTIVES, NOUNS, VERBS = (tuple(_WORDS[name].split()) for name in ("adjectives", "nouns", "verbs"))
+
+
+def singles() -> list[str]:
+    """All words, each once, in a fixed order."""
+    return list(dict.fromkeys((*NOUNS, *ADJECTIVES, *VERBS)))
+
+
+def distinct(rng: random.Random, n: int) -> list[str]:
+    """``n`` different words in random order; where there are not enough, words run together ("rivergate").
+
+    Raises:
+        ValueError: more words are asked for than pairs of nouns give.
+    """
+    words = singles()
+    if n <= len(words):
+        return rng.sample(words, n)
+    known = set(words)
+    pairs = [pair for a in NOUNS for b in NOUNS if (pair := a + b) not in known]
+    if n - len(words) > len(set(pairs)):
+        raise ValueError(f"n={n} must be at most {len(words) + len(set(pairs))} different words")
+    chosen = words + rng.sample(sorted(set(pairs)), n - len(words))
+    rng.shuffle(chosen)
+    return chosen
+
 
 SENTENCES = tuple(sentence.rstrip(".") + "." for sentence in NOISE.strip().split(". "))
 DEPTHS = 40

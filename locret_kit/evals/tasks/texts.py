@@ -115,8 +115,9 @@ def perplexity_task(name: str, haystack: str, text: str) -> Task:
         piece = _piece(request, haystack, text, room + behind)
         if not behind:
             return replace(request, prompt=piece)
-        head = _first_tokens(request, piece, room)
-        return replace(request, prompt=head, continuation=piece[len(head) :])
+        offsets = encode(request.tokenizer, piece)[1]
+        border = offsets[min(room, len(offsets) - 1)][0]  # which both parts share
+        return replace(request, prompt=piece[:border], continuation=piece[border:])
 
     kind = "nll_prefill" if name == "perplexity_prefill" else "nll"
     return Task(name, make, "nll", CONTINUATION, haystack, kind=kind)
@@ -144,9 +145,3 @@ def _piece(request: Example, haystack: str, text: str, n_tokens: int) -> str:
         raise ValueError(f"length={request.length} is too short for this task")
     rng = random.Random(f"text:{haystack}:{request.sample}:{request.seed}")
     return take(text, next_start(text, rng.randrange(len(text))), request.tokenizer, n_tokens)
-
-
-def _first_tokens(request: Example, piece: str, n_tokens: int) -> str:
-    """The piece's first tokens, up to a border that both parts share."""
-    offsets = encode(request.tokenizer, piece)[1]
-    return piece[: offsets[min(n_tokens, len(offsets) - 1)][0]]
