@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Every check: style, types, tests. Arguments go to pytest.
-# Usage: scripts/test.sh [--fast] [ARGUMENTS]
+# Usage: scripts/test.sh [--fast | --all] [ARGUMENTS]
 # --fast runs a sample of the tests (tests/conftest.py says which): three minutes on two cores, without the demo backbone, a
-# browser or a terminal.
+# browser or a terminal. --all runs every size of a grid, where one stands for the others, and more examples of hypothesis.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

@@ -9,7 +9,7 @@ import policy_oracle as oracle
 import pytest
 import torch
 from doubled_caches import doubled, tokens
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pairwise import pairs
 from policy_oracle import OracleLayer, Rule, Setting
@@ -169,7 +169,6 @@ def test_full_policy_grows_past_its_budget():
 
 
 @given(n=st.integers(1, 60), budget=st.integers(1, 20), chunk=st.integers(1, 30), local=st.integers(0, 19))
-@settings(max_examples=80)
 def test_schedule_never_leaves_the_buffers(n, budget, chunk, local):
     schedule = Schedule(budget, chunk, 0, min(local, budget - 1), n)
     seen = rows = 0

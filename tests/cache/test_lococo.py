@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from policy_runs import backbone, make, recorded, tokens
 from tiny_models import tiny_model
@@ -23,7 +23,6 @@ from locret_kit.policies.methods.lococo import (
     save_pool,
 )
 
-MANY = settings(max_examples=60)
 BASES = [
     "h2o",
     "locret",
@@ -109,7 +108,6 @@ def heads_of_slots(draw):
 
 
 @given(heads_of_slots())
-@MANY
 def test_one_head_is_the_definition(case):
     keys, values, pool, stay, conv = case
     got = fold_convolved(conv, *map(torch.from_numpy, (keys, values, pool, stay)))

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from live_bytes import LiveBytes
 from policy_runs import LENGTH, backbone, make, recorded
@@ -22,7 +22,6 @@ from locret_kit.policies.merging import fold_nearest, nearest_kept
 
 METRICS = ("cosine", "l2")
 
-MANY = settings(max_examples=80)
 MERGING = [
     "merge-locret", "merge-locret(metric=l2,weight=count)", "merge", "merge(base=sirllm)", "merge(base=tova,metric=l2)",
     "merge(base=snapkv(6,3))", "merge(base=ada-locret)", "merge(base=ada-snapkv(6,3,alpha=1.0))", "merge(base=keydiff)",
@@ -70,7 +69,6 @@ def heads_of_slots(draw):
 
 
 @given(case=heads_of_slots(), metric=st.sampled_from(METRICS))
-@MANY
 def test_one_head_is_the_definition(case, metric):
     keys, values, log_weight, stay = case
     got = fold_nearest(*map(torch.from_numpy, case), metric)
@@ -87,7 +85,6 @@ def test_one_head_is_the_definition(case, metric):
 
 
 @given(case=heads_of_slots(), metric=st.sampled_from(METRICS), shift=st.sampled_from([-500.0, 300.0]))
-@MANY
 def test_weights_are_conserved_in_any_unit(case, metric, shift):
     """Also where their exponentials are no numbers."""
     keys, values, log_weight, stay = map(torch.from_numpy, case)
@@ -105,7 +102,6 @@ def test_weights_are_conserved_in_any_unit(case, metric, shift):
 
 
 @given(case=heads_of_slots(), metric=st.sampled_from(METRICS), tile=st.integers(1, 40))
-@MANY
 def test_tiles_do_not_matter(case, metric, tile):
     keys, _, _, stay = map(torch.from_numpy, case)
     if stay.any():
@@ -113,7 +109,6 @@ def test_tiles_do_not_matter(case, metric, tile):
 
 
 @given(metric=st.sampled_from(METRICS), seed=st.integers(0, 500))
-@MANY
 def test_a_tie_of_whole_numbers_is_exact(metric, seed):
     """Whole numbers in the plane have many equal distances."""
     rng = np.random.default_rng(seed)

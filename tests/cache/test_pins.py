@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from policy_runs import EVICTING, LENGTH, backbone, held, make, tokens, turn
 from slot_layers import SELECTIONS, layers_of_slots, slots_of
@@ -26,7 +26,6 @@ from locret_kit.policies.rounding import WHOLE, raised, rounded
 from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-MANY = settings(max_examples=200)
 PINS = ((0, 3), (19, 22), (40, 41), (70, 72))
 """Nine tokens: the first ones, some on both sides of a chunk's end, one alone, two of the last chunk."""
 QUANTISED = [name for name in EVICTING if not ((policy := parse_policy(name)).merge or policy.ragged)]
@@ -122,7 +121,6 @@ class Greedy(Uniform):
     layers_of_slots(), st.sampled_from(SELECTIONS), st.sampled_from([Uniform(), Adaptive(0.5), Adaptive(1.0), Greedy()]),
     st.sampled_from([0.0, 0.2, 1.0]), st.sampled_from([0.0, 0.5]),
 )  # fmt: skip
-@MANY
 def test_choice_by_definition(case, selection, allocation, pinned_share, scope_share):
     """Pinned slots stay, and the selection chooses among the others as if its head held no more than those."""
     scores, _, valid, keep = case
@@ -148,7 +146,6 @@ def test_choice_by_definition(case, selection, allocation, pinned_share, scope_s
 
 
 @given(st.data(), st.integers(1, 7), st.sampled_from([1, 2_000_003]))
-@MANY
 def test_budgets_are_raised(data, heads, unit):
     """As by integers of any size: the larger ``unit`` stands for many heads of a million slots."""
     rows, number = [], st.integers(0, 9).map(lambda n: n * unit + n % 4)

@@ -14,7 +14,7 @@ import numpy as np
 import policy_oracle as oracle
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from policy_oracle import OracleLayer, Rule, Setting
 from tiny_heads import tiny_heads
@@ -366,7 +366,6 @@ def small_cases(draw) -> tuple[Setting, list[int]]:
 
 
 @given(case=small_cases(), policy=st.sampled_from(list(POLICIES)), seed=st.integers(0, 9))
-@settings(max_examples=120)
 def test_random_small_cases(case, policy, seed):
     """Pieces of any size, budgets below a window, no known end: the same slots."""
     setting, pieces = case
@@ -398,7 +397,6 @@ def test_ties_go_to_the_newer_slot(policy):
     beta=st.floats(1, 60),
     longest=st.none() | st.integers(1, 700),
 )
-@settings(max_examples=300)
 def test_pyramid_budgets(budget, layers, share, beta, longest):
     window = int(share * budget)
     budgets = Pyramid(beta).layer_budgets(budget, layers, window, longest)
@@ -417,7 +415,6 @@ def test_pyramid_budgets(budget, layers, share, beta, longest):
     alpha=st.floats(0, 1),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=300)
 def test_adaptive_budgets(H, S, share, window, alpha, seed):
     """Exact sums, the safeguard's floor, the definition's integers, and theorem 4: pooled choice retains no less weight."""
     keep = max(1, int(share * S))

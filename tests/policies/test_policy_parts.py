@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from slot_layers import SELECTIONS, layers_of_slots, slots_of
 
@@ -18,13 +18,10 @@ from locret_kit.policies.methods.streaming import Recency
 from locret_kit.policies.registry import policies
 from locret_kit.policies.rounding import WHOLE, rounded, rounded_on_device
 
-MANY = settings(max_examples=200)
-
 # ---- allocation -----------------------------------------------------------------------------------------------------------
 
 
 @given(shares=st.lists(st.fractions(0, 50), min_size=1, max_size=12), extra=st.integers(0, 5))
-@MANY
 def test_rounded_stays_near(shares, extra):
     total = int(sum(shares))
     got = rounded(shares, total)
@@ -36,7 +33,6 @@ def test_rounded_stays_near(shares, extra):
 
 
 @given(data=st.data(), heads=st.integers(1, 9), alpha=st.floats(0, 1), keep=st.integers(0, 12))
-@MANY
 def test_rounded_on_the_device(data, heads, alpha, keep):
     """The same integers as ``rounded`` gives, whatever was given away and however little room there is."""
     part, rows = round(alpha * WHOLE), []
@@ -55,7 +51,6 @@ def test_rounded_on_the_device(data, heads, alpha, keep):
 
 
 @given(case=layers_of_slots(), alpha=st.floats(0, 1))
-@MANY
 def test_every_head_keeps_the_same_share_of_its_attention(case, alpha):
     """No head's last kept slot stands behind a larger share than any head's first dropped one."""
     scores, protected, valid, keep = case
@@ -109,7 +104,6 @@ def test_importance_is_compared_across_heads_in_its_own_unit():
     case=layers_of_slots(),
     selection=st.sampled_from(SELECTIONS),
 )
-@MANY
 def test_selections_fill_every_budget(case, selection):
     scores, protected, valid, keep = case
     budgets = Adaptive(0.7).head_budgets(scores, protected, valid, keep)

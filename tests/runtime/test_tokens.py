@@ -81,13 +81,11 @@ WORDS = st.sampled_from(
 
 
 @given(st.lists(WORDS, max_size=60), st.lists(st.integers(1, 500), min_size=1, max_size=4), st.integers(600, 1500))
-@settings(max_examples=60)
 def test_any_text_any_pieces(words, sizes, block):
     check(tiny_tokenizer(), "".join(words) * 3, sizes, block)
 
 
 @given(st.lists(WORDS, max_size=40), st.lists(WORDS, max_size=5), st.lists(WORDS, max_size=5))
-@settings(max_examples=60)
 def test_what_was_settled_is_what_one_call_reads(words, more, question):
     """Tokens up to the last words are final: whatever follows, one call on the whole text reads them alike."""
     tokenizer = tiny_tokenizer()
