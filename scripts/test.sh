@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Every check: style, types, tests. Arguments go to pytest.
-# Usage: scripts/test.sh [--fast] [--changed [COMMIT]] [ARGUMENTS]
+# Usage: scripts/test.sh [--fast | --all | --changed [COMMIT]] [ARGUMENTS]
 # --changed runs the test files that reach what differs from a commit (HEAD: what is not committed yet): imports say which.
 # --fast runs a sample of the tests (tests/conftest.py says which): three minutes on two cores, without the demo backbone, a
-# browser or a terminal.
+# browser or a terminal. --all runs every size of a grid, where one stands for the others, and more examples of hypothesis.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

@@ -16,8 +16,6 @@ from hypothesis import settings
 from import_graph import changed_since, tests_that_reach
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal: a shell's background job ignores it
-settings.register_profile("locret", deadline=None, derandomize=True)  # the same examples on every machine, however slow
-settings.load_profile("locret")
 
 
 WHOLE = (
@@ -37,16 +35,31 @@ SAMPLED = (
 )  # fmt: skip
 """Files of whose tests ``--fast`` runs ``SETS`` sets of parameters; of the oracle's (the first), as many of each policy."""
 SETS = 2
+GRIDS = (
+    "test_policies_oracle", "test_pins", "test_bounded_cache", "test_batch", "test_decoding", "test_attention", "test_lococo",
+    "test_sparse_prefill", "test_float8", "test_answering", "test_interrupts", "test_kernels_attend", "test_kernels_attention",
+    "test_kernels_fused", "test_kernels_rows", "test_kernels_select", "test_kernels_sparse", "test_backend_contract",
+    "test_cpu_backend", "test_products", "test_fake_cuda", "test_key_scores", "test_families", "test_architectures",
+    "test_rope_scalings",
+)  # fmt: skip
+"""Files of whose tests ``GRID`` sets of parameters run, or one for each policy; with ``--all`` every one, and more examples of
+hypothesis."""
+GRID = 6
 
 
 def pytest_addoption(parser):
     parser.addoption("--fast", action="store_true", help="run a sample of the tests")
+    parser.addoption("--all", action="store_true", help="run every set of parameters, and more examples of hypothesis")
     parser.addoption("--changed", nargs="?", const="HEAD", help="run the files that reach what differs from a commit")
 
 
 def pytest_configure(config):
     commit = config.getoption("--changed")
     config.reaching = None if commit is None else tests_that_reach(changed_since(commit))
+    examples = 100 if config.getoption("--all") else 25
+    # The same examples on every machine, however slow.
+    settings.register_profile("locret", deadline=None, derandomize=True, max_examples=examples)
+    settings.load_profile("locret")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -57,11 +70,12 @@ def pytest_ignore_collect(collection_path, config):
     return True if left_out or (config.reaching is not None and collection_path not in config.reaching) else None
 
 
+@pytest.hookimpl(trylast=True)  # of what -k and -m leave
 def pytest_collection_modifyitems(config, items):
-    """With ``--fast`` a sample. The longest first, so that no process waits for them at the end: those that run the demo
-    backbone."""
-    if config.getoption("--fast"):
-        chosen = sample(items)
+    """With ``--fast`` a sample, else without ``--all`` some of each grid. The longest first, so that no process waits for them
+    at the end: those that run the demo backbone."""
+    if not config.getoption("--all"):
+        chosen = sample(items) if config.getoption("--fast") else one_size(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     items.sort(key=lambda item: item.get_closest_marker("backbone") is None)
@@ -80,13 +94,34 @@ def sample(items):
         if file in WHOLE or name in WHOLE:
             chosen.add(item)
         elif file in SAMPLED:
-            policy = item.callspec.params.get("policy") if file == SAMPLED[0] and hasattr(item, "callspec") else None
-            sets[name, policy].append(item)
+            sets[name, policy_of(item) if file == SAMPLED[0] else None].append(item)
     if wrong := [name for name in WHOLE if name.partition("::")[0] in names and name not in names]:
         raise pytest.UsageError(f"--fast: there is no {', '.join(wrong)}")
     for found in sets.values():
-        chosen.update(sorted(found, key=lambda item: sha256(item.nodeid.encode()).digest())[:SETS])
+        chosen.update(by_lot(found, SETS))
     return chosen
+
+
+def one_size(items):
+    """All tests but those of ``GRIDS``, and of each of these some."""
+    chosen, sets = set(), defaultdict(list)
+    for item in items:
+        if item.path.stem in GRIDS:
+            sets[item.path, item.originalname, policy_of(item)].append(item)
+        else:
+            chosen.add(item)
+    for (_, _, policy), found in sets.items():
+        chosen.update(by_lot(found, GRID if policy is None else 1))
+    return chosen
+
+
+def policy_of(item):
+    return item.callspec.params.get("policy") if hasattr(item, "callspec") else None
+
+
+def by_lot(found, count):
+    """The same on every machine."""
+    return sorted(found, key=lambda item: sha256(item.nodeid.encode()).digest())[:count]
 
 
 @pytest.fixture

@@ -113,36 +113,3 @@ def test_without_it_the_kits_own_kernel_runs_and_that_is_said_once(probed, monke
         assert operator(META, torch.bfloat16, 96, "triton") == "sdpa"
     (record,) = caplog.records
     assert str(error) in record.message and "heads of 96 in torch.bfloat16 on meta" in record.message
-
-
-@pytest.mark.parametrize(
-    ("major", "package", "active", "fails", "made"),
-    [
-        (9, "flash_attn_interface", None, False, ["FA3"]),
-        (10, "flash_attn", None, False, ["FA4"]),
-        (9, "flash_attn_interface", None, True, ["FA3", "restored"]),
-        (9, "flash_attn_interface", "FA4", False, []),
-        (9, "flash_attn", None, False, []),
-        (8, "flash_attn_interface", None, False, []),
-        (9, "", None, False, []),
-    ],
-)
-def test_a_newer_implementation_is_made_active_where_its_package_is(monkeypatch, major, package, active, fails, made):
-    """On the card that it is for, and taken back where it does not run; the user's own choice stays."""
-    found: list[str] = []
-
-    def probe(*given):
-        if fails:
-            raise RuntimeError("no kernel image")
-
-    monkeypatch.setattr(attend, "find_spec", lambda name: object() if name == package else None)
-    monkeypatch.setattr(attend, "_flash", probe)
-    monkeypatch.setattr(torch, "zeros", lambda *size, **rest: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", found.append, raising=False)
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active, raising=False)
-    monkeypatch.setattr(
-        torch.nn.attention, "restore_flash_attention_impl", lambda: found.append("restored"), raising=False
-    )
-    attend.activate_newer.__wrapped__(torch.device("cuda"), torch.bfloat16, 96)
-    assert found == made

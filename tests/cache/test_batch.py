@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pairwise import one_of
-from policy_runs import POLICIES, backbone, distinct_tokens, heads_of, held, make, tokens
+from policy_runs import POLICIES, backbone, distinct_tokens, held, make, tokens
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -89,27 +89,6 @@ def test_few_bits_and_sampling_are_each_texts_own(policy):
     }
     for number, (ids, request) in enumerate(zip(texts, requests, strict=True)):
         assert found[id(request)] == alone(policy, ids, sampling=sampling, seed=number, kv_bits=4)[0]
-
-
-def test_heads_score_the_new_tokens_of_all_texts_in_one_call():
-    """Where texts have several policies, each is scored by itself."""
-
-    def calls(*policies: str) -> list[int]:
-        batch = Batch(backbone(), frozenset())
-        texts = [
-            batch.add(Request(tokens(20 + n, seed=n), 30), Kept(policy, tokens(20 + n, seed=n), backend="reference"))
-            for n, policy in enumerate(policies)
-        ]
-        while any(text.reading for text in texts):
-            batch.step()
-        seen: list[int] = []
-        hook = heads_of("llama")[1].register_forward_hook(lambda head, given, scores: seen.append(scores.shape[2]))
-        batch.step()
-        hook.remove()
-        return seen
-
-    assert calls("locret", "locret", "locret") == [3]
-    assert calls("locret", "h2o", "locret") == [1, 1]
 
 
 def test_texts_come_go_and_fail_alone():

@@ -6,19 +6,15 @@ import pytest
 import torch
 from interpreted import KERNELS, REFERENCES, close, poisoned
 from kernel_runs import model  # noqa: F401  (a fixture)
-from planned import setting_of
 from tiny_models import tiny_model
 
 from locret_kernels.ragged_decode import Float8Rows, Rotation, Spans
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.releases import CACHE
-from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.storage.float8 import LARGEST, MARGIN, Float8
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.planning import inference_plan as p
-from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.graph_decoder import GraphDecoder
 from locret_kit.runtime.session import prefill
 
@@ -70,18 +66,6 @@ def test_decoding_over_every_code(functions, size, turned):
         weights = (q[0, 2 * h : 2 * h + 2].double() @ k.T * 2.0**-7).softmax(-1)
         torch.testing.assert_close(mine.out_BQD[0, 2 * h : 2 * h + 2].double(), weights @ v, rtol=1e-4, atol=1e-3)
         close(mine.received_BHS[0, h, :n], weights.mean(0).float())
-
-
-def test_scales_that_do_not_fit_are_refused():
-    q, codes, spans = (
-        torch.zeros(1, 2, 64),
-        torch.zeros(3, 64, dtype=torch.uint8),
-        Spans(torch.zeros(1, 2), torch.ones(1, 2), 1),
-    )
-    with pytest.raises(ValueError, match=r"scales \(3,\) must be float32, one for each of 2 heads"):
-        KERNELS["ragged_decode"](q, Float8Rows(codes, codes, torch.ones(3), torch.ones(3)), spans, 1.0)
-    with pytest.raises(ValueError, match="or keys and values torch.uint8 with their scales"):
-        KERNELS["ragged_decode"](q, (codes, codes), spans, 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -155,17 +139,6 @@ def test_pieces_files_and_other_texts(tmp_path):
     with attach(backbone), torch.no_grad():
         prefill(backbone, IDS, whole)
     assert whole.clipped == sum(int(rows.codec.clipped.sum()) for rows in whole.bounded)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("policy", ["streaming", "roco", "full"])
-def test_bytes_of_a_cache(family, policy):
-    backbone = tiny_model(family)
-    kept = BoundedCache(64, policy, chunk=48, prompt_length=150, stabilizers=8, local_len=8, kv_bits=8)
-    with attach(backbone):
-        prefill(backbone, [1 + i % 90 for i in range(150)], kept)
-    setting = setting_of(150, 64, 48, "float32", policy=parse_policy(policy), kv_bits=8, stabilizers=8, local_len=8)
-    assert p.cache_bytes(spec_of(backbone.config), setting) == kept.nbytes
 
 
 def test_what_is_refused():

@@ -126,13 +126,3 @@ def test_a_deep_copy_goes_on_by_itself_and_shares_what_is_big(policy, kv_bits):
     assert twin.context.model is cache.context.model and twin.heads is cache.heads
     with pytest.raises(TypeError, match="not pickled: fork"):
         pickle.dumps(cache)
-
-
-@pytest.mark.parametrize("policy", ["score=entropy", "rereading-locret(tokens=12,window=4,kernel=3,first=2)", "h2o"])
-def test_a_cache_that_was_reset_reads_another_text_like_a_new_one(policy):
-    model, used, new = backbone(), make(policy), make(policy)
-    with attach(model), torch.no_grad():
-        prefill(model, tokens(seed=5), used)
-        used.reset(used.schedule.prompt_length)
-        assert torch.equal(logits_after(model, used, tokens()), logits_after(model, new, tokens()))
-    assert held(used) == held(new) and used.counters.evictions == new.counters.evictions

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from policy_runs import backbone, held, make, recorded, run, tokens
-from safetensors.torch import load_file
+from policy_runs import backbone, make, recorded, tokens
 from tiny_models import tiny_model
 
-from locret_kit import attach
 from locret_kit.backbones.spec import spec_of
-from locret_kit.files import HASH, read_json, write_folder
-from locret_kit.policies.grammar import parse_policy, spell
 from locret_kit.policies.methods.lococo import (
     ConvPool,
     PoolConfig,
@@ -29,9 +22,7 @@ from locret_kit.policies.methods.lococo import (
     load_pool,
     save_pool,
 )
-from locret_kit.runtime.session import prefill
 
-MANY = settings(max_examples=60)
 BASES = [
     "h2o",
     "locret",
@@ -117,7 +108,6 @@ def heads_of_slots(draw):
 
 
 @given(heads_of_slots())
-@MANY
 def test_one_head_is_the_definition(case):
     keys, values, pool, stay, conv = case
     got = fold_convolved(conv, *map(torch.from_numpy, (keys, values, pool, stay)))
@@ -128,43 +118,16 @@ def test_one_head_is_the_definition(case):
         np.testing.assert_allclose(got.values_RD[i], want[s][1], rtol=1e-9, atol=1e-9)
 
 
-@given(heads_of_slots())
-@MANY
-def test_weights_are_convex(case):
-    keys, values, pool, stay, conv = case
-    taking = pool | ~stay
-    if pool.any():
-        x = torch.from_numpy(np.concatenate((keys, values), 1)[taking])
-        weights = conv(x, torch.from_numpy(np.flatnonzero(pool[taking])))
-        assert weights.shape == (pool.sum(), taking.sum()) and (weights >= 0).all()
-        torch.testing.assert_close(weights.sum(-1), torch.ones(len(weights), dtype=torch.float64))
-
-
-def test_an_open_gate_without_weights_is_the_mean_and_a_shut_one_changes_nothing():
-    conv, (keys, values) = convolution(3, 2, 5, scale=0.0), torch.randn(2, 9, 3).double()
-    conv.conv.bias.zero_()
-    pool, stay = torch.arange(9) < 2, torch.arange(9) < 4
-    taking = pool | ~stay
-    conv.gate.fill_(math.inf)
-    got = fold_convolved(conv, keys, values, pool, stay)
-    torch.testing.assert_close(got.keys_RD, keys[taking].mean(0).expand(2, -1))
-    conv.gate.fill_(-math.inf)
-    got = fold_convolved(conv, keys, values, pool, stay)
-    assert torch.equal(got.keys_RD, keys[pool]) and torch.equal(got.values_RD, values[pool])
-
-
 # ---- runs -------------------------------------------------------------------------------------------------------------
 
 
-def saved(folder: Path, gate: float | None = None, slots: int = 5, family: str = "llama") -> str:
-    """A pool with weights that matter, or with its gates shut."""
+def saved(folder: Path, family: str = "llama") -> str:
+    """A pool with weights that matter."""
     torch.manual_seed(7)
-    pool = ConvPool(PoolConfig.for_backbone(spec_of(tiny_model(family).config), "tiny", slots, kernel=5))
+    pool = ConvPool(PoolConfig.for_backbone(spec_of(tiny_model(family).config), "tiny", 5, kernel=5))
     with torch.no_grad():
         for layer in pool.layers:
             layer.conv.weight.mul_(3)
-            if gate == 0:
-                layer.gate.fill_(-math.inf)
     save_pool(pool, folder, torch.float32)
     return str(folder)
 
@@ -213,41 +176,6 @@ def test_a_run_is_the_definition(base, positions, pool):
     assert merged > 40
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_a_shut_gate_is_plain_eviction(base, tmp_path):
-    model, shut = backbone(), saved(tmp_path, 0)
-    caches = [make(text) for text in (base, f"{base} merge=lococo({shut})")]
-    with attach(model), torch.no_grad():
-        logits = [prefill(model, tokens(), cache) for cache in caches]
-    assert held(caches[0]) == held(caches[1]) and caches[0].counters.evictions > 1
-    torch.testing.assert_close(*logits, rtol=1e-6, atol=1e-6)
-
-
-@given(
-    base=st.sampled_from(BASES), budget=st.integers(12, 30), slots=st.sampled_from([1, 5, 40]),
-    chunk=st.sampled_from([3, 7, 64]),
-)  # fmt: skip
-@settings(max_examples=12, phases=[Phase.generate])  # each takes two runs
-def test_budgets_hold_and_nothing_is_remembered(tmp_path_factory, base, budget, slots, chunk):
-    """Pools larger than the budget too: a pool has no more slots than stay."""
-    folder = tmp_path_factory.getbasetemp() / f"pool-{slots}"
-    if not folder.exists():
-        saved(folder, slots=slots)
-    plain, pooled = (
-        run(text, tokens(60), budget=budget, length=60, chunk=chunk)
-        for text in (base, f"{base} merge=lococo({folder})")
-    )
-    for most, layer in zip(pooled.context.budgets, held(pooled), strict=True):
-        assert sum(map(len, layer)) <= 2 * (most + 4)
-    assert pooled.kept_rows == plain.kept_rows and pooled.nbytes == plain.nbytes
-
-
-def test_one_shot(pool):
-    cache = run(f"h2o merge=lococo({pool})", tokens(50), length=50, one_shot=True)
-    assert cache.counters.evictions == 1
-    assert deepcopy(cache).context.stages[0].merger is cache.policy.merge  # a copy has no weights of its own
-
-
 # ---- files and the grammar ----------------------------------------------------------------------------------------------
 
 
@@ -261,69 +189,7 @@ def test_a_saved_pool_comes_back(pool, tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 
 
-def spoil_config(**changes):
-    def spoil(folder: Path) -> None:
-        raw = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**raw, **changes}))
-
-    return spoil
-
-
-def spoil_weights(change):
-    def spoil(folder: Path) -> None:
-        state = load_file(folder / "model.safetensors")
-        change(state)
-        write_folder(folder, {k: v for k, v in read_json(folder / "config.json").items() if k != HASH}, state)
-
-    return spoil
-
-
-SPOILT = [
-    (lambda f: (f / "model.safetensors").unlink(), "holds no pool: it needs config.json and model.safetensors"),
-    (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
-    (lambda f: (f / "config.json").write_text("[]"), "is not a configuration of pool"),
-    (spoil_config(format="locret_kit.heads.v1"), "says format='locret_kit.heads.v1'"),
-    (spoil_config(stride=2), "unknown field 'stride'"),
-    (spoil_config(kernel=4), "kernel=4 must be odd"),
-    (spoil_config(slots="many"), "slots=many must be an integer"),
-    (spoil_config(slots=6), "does not fit tiny: size mismatch for layers.0.conv.weight"),
-    (spoil_config(n_layers=2), "Unexpected key(s)"),
-    (spoil_weights(lambda state: state.pop("layers.1.gate")), "Missing key(s) in state_dict: \"layers.1.gate\""),
-    (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:900]), "is truncated"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("spoil", "said"), SPOILT, ids=[said for _, said in SPOILT])
-def test_loading_is_strict(spoil, said, tmp_path):
-    saved(tmp_path)
-    spoil(tmp_path)
-    with pytest.raises((ValueError, FileNotFoundError)) as caught:
-        load_pool(tmp_path)
-    assert said in str(caught.value)
-
-
 def test_another_backbone_is_an_error_that_says_what_differs(tmp_path):
     other = saved(tmp_path, family="llama-mha")
     with pytest.raises(ValueError, match="this pool is for tiny: n_kv_heads: the pool has 6, the backbone has 2"):
         make(f"h2o merge=lococo({other})").bind(backbone())
-
-
-def test_the_grammar(pool):
-    composed = parse_policy(f"score=cis scope=stabilizers merge=lococo(pool={pool})")
-    changed = parse_policy(f"locret merge=lococo({pool})")
-    assert changed.merge == composed.merge and spell(changed.merge) == f"lococo(pool={pool})"
-    assert changed == replace(parse_policy("locret"), name=changed.name, merge=changed.merge)
-    assert parse_policy("h2o(window=0.25) allocation=adaptive(0.2)").allocation.alpha == 0.2
-    both = parse_policy("merge(base=h2o) scope=sinks(2)+window(3)")
-    assert len(both.scopes) == 2 and both.merge is not None
-    for text, said in (
-        ("h2o merge=lococo", "merge=lococo: parameter 'pool' is missing"),
-        ("h2o merge=lococo(no/such)", "pool='no/such' holds no pool"),
-        ("h2o merg=nearest", "Did you mean 'merge'?"),
-        ("full merge=nearest", "full evicts nothing, so of its parts only sparse can be changed"),
-        ("h2o2 merge=nearest", "policy='h2o2' is unknown. Did you mean 'h2o'?"),
-        ("merge=nearest", "names no score"),
-    ):
-        with pytest.raises((ValueError, FileNotFoundError)) as caught:
-            parse_policy(text)
-        assert said in str(caught.value), text

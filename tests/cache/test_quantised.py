@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 from few_bits import rotated
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_runs import LENGTH, POLICIES, backbone, held, make, tokens, turn
-from tiny_models import tiny_model
+from policy_runs import POLICIES, backbone, held, make, tokens, turn
 
-from locret_kit import BoundedCache, attach
+from locret_kit import attach
 from locret_kit.backbones.releases import CACHE
-from locret_kit.cache.storage.codec import Plain
-from locret_kit.cache.storage.groups import pairs_of, rank_alike, regroup, table_size
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.packing import decode, encode, levels, pack, unpack
 from locret_kit.cache.storage.quantised import GroupedBits
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.cache.storage.scratch import Scratch
-from locret_kit.cache.storage.transfer import copy_rows
 from locret_kit.config.command_line import given_by
 from locret_kit.config.infer_options import INFER
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.report import Report
 from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -65,78 +58,6 @@ def test_numbers_come_back_within_half_a_step(numbers, bits, scale):
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------
-
-
-@SOME
-@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 6), st.floats(0, 1))
-def test_rows_go_to_the_fewest_of_the_sparsest_groups(seed, size, groups, density):
-    draw = torch.Generator().manual_seed(seed)
-    capacity = groups * size
-    group = torch.arange(groups).repeat_interleave(size)[torch.randperm(capacity, generator=draw)]
-    lost = torch.rand(capacity, generator=draw) > density
-    held_rows = group[~lost].tolist()
-    entering = int(torch.randint(0, capacity - len(held_rows) + 1, (), generator=draw))
-    row_group = torch.tensor(held_rows + [-1] * entering, dtype=torch.int64)
-    leaving = row_group < 0
-    rows = (torch.randn(len(row_group), 3, generator=draw), row_group, leaving)
-    target, made = (x[0, 0] for x in regroup(*(x[None, None] for x in rows), groups, size))
-
-    taken = {g for g in range(groups) if made[g]}
-    counts = [held_rows.count(g) for g in range(groups)]
-    moved = [i for i, g in enumerate(row_group.tolist()) if g in taken or g < 0]
-    assert [i for i in range(len(row_group)) if target[i] >= 0] == moved
-    assert all(int(target[i]) in taken for i in moved)
-    assert all(sum(int(target[i]) == g for i in moved) <= size for g in taken)
-    if not entering:
-        assert not taken
-        return
-    sparsest = sorted(counts)
-    fewest = next(p for p in range(1, groups + 1) if sum(sparsest[:p]) + entering <= p * size)
-    assert sorted(counts[g] for g in taken) == sparsest[:fewest]
-
-
-@SOME
-@given(st.integers(0, 10**6), st.integers(1, 40))
-def test_rows_are_ranked_along_the_direction_of_their_widest_channel(seed, n):
-    draw = torch.Generator().manual_seed(seed)
-    keys = torch.randn(2, 2, n, 5, generator=draw, dtype=torch.float64) * torch.tensor([1, 4, 2, 0.5, 1])
-    chosen = torch.rand(2, 2, n, generator=draw) < 0.7
-    rank = rank_alike(keys, chosen)
-    for b, h in product(range(2), range(2)):
-        rows = [i for i in range(n) if chosen[b, h, i]]
-        mean = [sum(float(keys[b, h, i, d]) for i in rows) / max(1, len(rows)) for d in range(5)]
-        y = {i: [float(keys[b, h, i, d]) - mean[d] for d in range(5)] for i in rows}
-        widest = max(range(5), key=lambda d: sum(x[d] ** 2 for x in y.values()))
-        along = [sum(x[d] * x[widest] for x in y.values()) for d in range(5)]
-        wanted = sorted(rows, key=lambda i: sum(a * x for a, x in zip(along, y[i], strict=True)))
-        assert [int(rank[b, h, i]) for i in wanted] == list(range(len(rows)))
-
-
-@SOME
-@given(st.integers(0, 10**6), st.integers(3, 6), st.integers(1, 30), st.floats(0, 1), st.integers(1, 3))
-def test_rows_that_stand_out_are_in_pairs(seed, size, capacity, density, pairs):
-    """By the definition: of the rows that leave or are in a group of at most two, those that are furthest from the mean, by
-    standard deviations."""
-    draw = torch.Generator().manual_seed(seed)
-    full = table_size(capacity, 0.0, size) - pairs_of(capacity)
-    group = [i // size if float(torch.rand((), generator=draw)) < density else -1 for i in range(capacity)]
-    keys, row_group = torch.randn(capacity, 3, generator=draw), torch.tensor(group)
-    rows = (keys, row_group, row_group < 0)
-    target, made = (x[0, 0] for x in regroup(*(x[None, None] for x in rows), full + pairs, size, pairs))
-    after = [int(t) if t >= 0 else g for t, g in zip(target, group, strict=True)]
-    assert all(g >= 0 for g in after) and all(after.count(g) <= size for g in set(after))
-    assert all(bool(made[g]) for g, t in zip(after, target, strict=True) if t >= 0)
-    if -1 not in group:
-        return
-    loose = [i for i, g in enumerate(group) if g < 0 or group.count(g) <= 2]
-    y = keys - keys.mean(0)
-    far = (y.square() / y.square().mean(0).clamp(min=1e-12)).sum(1).tolist()
-    paired = sorted(loose, key=lambda i: -far[i])[: 2 * pairs]
-    moved = [i for i in paired if target[i] >= 0]
-    assert all(
-        after.count(after[i]) <= 2 and all(j in paired for j, g in enumerate(after) if g == after[i]) for i in moved
-    )
-    assert all(i in moved for i in paired if group[i] < 0)
 
 
 # ---- a layer ----------------------------------------------------------------------------------------------------
@@ -213,46 +134,6 @@ def test_survivors_stay_within_half_a_step_a_merge(dtype, seed, bits, steps):
     assert merged <= 2 * entered + 4 * steps * B * H
 
 
-@BITS
-def test_a_long_text_requantises_little(bits):
-    """Evictions at random over 60 blocks: what is quantised again stays below twice what enters."""
-    draw = torch.Generator().manual_seed(bits)
-    layer = layer_of(bits, 96, group=8, residual=8)
-    rewritten = quantised = 0
-    for _ in range(60):
-        k = rows_drawn(draw, 32, 1, 1)
-        before = layer.codec.group[:, :, : layer.rows].clone() if layer.is_initialized else None
-        feed(layer, k, k, settle=False)
-        if layer.rows > 64:
-            stay = torch.rand(1, 1, layer.rows, generator=draw).argsort(-1).argsort(-1) < 64
-            tables = layer.codec.key_step.clone(), layer.codec.key_zero.clone()
-            old = torch.cat([before, before.new_full((1, 1, 32), -1)], 2)[stay].long()
-            layer.keep(stay, 64)
-            changed = (layer.codec.key_step != tables[0]).any(-1) | (layer.codec.key_zero != tables[1]).any(-1)
-            new = layer.codec.group[0, 0, :64].long()
-            rewritten += int(((old >= 0) & changed[0, 0][new.clamp(min=0)]).sum())
-            quantised += int(((old < 0) & (new >= 0)).sum())
-        else:
-            layer.codec.finish_block()
-    assert 0 < rewritten < 2 * quantised + 8 * 60 and quantised > 500
-
-
-@pytest.mark.parametrize(("bits", "share"), [(4, 0.39), (2, 0.26)])
-def test_buffers_are_smaller_by_the_bits(bits, share):
-    k = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
-    plain, layer = (BoundedLayer(EqualRows(4096), codec) for codec in (Plain(), GroupedBits(bits, Scratch())))
-    for each in (plain, layer):
-        each.update(k, k)
-    for codes, raw in ((layer.codec.key_codes, plain.codec.keys), (layer.codec.value_codes, plain.codec.values)):
-        assert codes.nbytes * 16 == raw.nbytes * bits
-    beside = plain.positions.nbytes + plain.scores.nbytes
-    groups, heads, rows, halves = 4096 * 3 // 2 // 32 + 4096 // 16 // 2, 4, 4096, 2 * 2
-    table, value_levels, tail = heads * groups * 64 * halves, heads * rows * 2 * halves, heads * 63 * 64 * 2 * 2
-    expected = heads * rows * (2 * 64 * bits // 8 + 2) + table + value_levels + tail
-    assert layer.nbytes - beside == expected
-    assert layer.nbytes - beside < share * (plain.nbytes - beside)
-
-
 def test_rows_that_are_alike_share_their_steps():
     """Rows of two kinds in turn: a group that has both would have steps of a fifteenth of what parts them."""
     draw = torch.Generator().manual_seed(3)
@@ -299,21 +180,6 @@ def test_a_large_channel_of_values_is_spread():
     missed = (layer.slots("values") - v)[:, :, :56]
     coarse = (v.amax() - v.amin()) / 15 / 12**0.5
     assert float(missed.square().mean().sqrt()) < 0.5 * float(coarse)
-
-
-def test_copies_and_reset():
-    draw = torch.Generator().manual_seed(5)
-    layer, copy = layer_of(4), layer_of(4)
-    k, v = rows_drawn(draw, 21), rows_drawn(draw, 21)
-    feed(layer, k, v)
-    read = [layer.slots(name).clone() for name in ("keys", "values")]
-    copy_rows(copy, layer)
-    assert copy.codec.scratch is not layer.codec.scratch
-    feed(layer, k[:, :, :9], v[:, :, :9])
-    assert all(torch.equal(copy.slots(name), x) for name, x in zip(("keys", "values"), read, strict=True))
-    copy.reset()
-    feed(copy, k[:, :, :2], v[:, :, :2])
-    assert torch.equal(copy.slots("keys"), k[:, :, :2]) and copy.rows == 2
 
 
 def test_growing_changes_nothing():
@@ -374,47 +240,6 @@ def test_logits_stay_near(policy, bits):
         plain, stored = (prefill(model, tokens(260), cache) for cache in caches)
     assert held(caches[0]) == held(caches[1])
     assert float((stored - plain).norm() / plain.norm()) < (0.15 if bits == 4 else 0.8)
-
-
-def test_attention_reads_the_rows_as_they_are_read_back():
-    """One decoding step from a quantised cache equals the same step from a plain one that holds the rows read back."""
-    model = backbone()
-    with attach(model), torch.no_grad():
-        plain, stored = (make("streaming", 100, length=260, chunk=50, kv_bits=bits) for bits in (None, 4))
-        for cache in (plain, stored):
-            prefill(model, tokens(260), cache)
-        for there, here in zip(plain.bounded, stored.bounded, strict=True):
-            for name in ("keys", "values"):
-                there.slots(name).copy_(here.slots(name))
-        step = [model(input_ids=torch.tensor([[7]]), **{CACHE: cache}).logits for cache in (plain, stored)]
-    torch.testing.assert_close(*step, rtol=1e-9, atol=1e-9)
-
-
-def test_layers_with_a_window_keep_their_dtype():
-    model = tiny_model("gemma3")
-    cache = BoundedCache(60, "streaming", chunk=20, prompt_length=LENGTH, kv_bits=4)
-    with attach(model), torch.no_grad():
-        prefill(model, tokens(), cache)
-    kinds = {(layer.window is None, isinstance(layer.codec, GroupedBits)) for layer in cache.bounded}
-    assert kinds == {(True, True), (False, False)}
-
-
-def test_the_report_counts_bits_and_every_buffer():
-    model = backbone()
-    cache = make("h2o", 60, length=150, chunk=40, kv_bits=4)
-    with attach(model), torch.no_grad():
-        prefill(model, tokens(150), cache)
-    tensors = {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for holder in (*cache.bounded, *(rows.codec for rows in cache.bounded), cache.scratch)
-        for x in vars(holder).values() if isinstance(x, torch.Tensor)
-    }  # fmt: skip
-    assert cache.nbytes == sum(tensors.values())
-    report = Report.of(
-        model, cache, prompt_tokens=150, new_tokens=0, prefill_s=1.0, decode_s=0.0, kept_rows=cache.kept_rows
-    )
-    assert report.settings.kv_bits == 4 and report.cache_bytes == cache.nbytes
-    assert "MiB of buffers (4 bits)" in report.lines()[1]
 
 
 def test_what_does_not_go_is_said():

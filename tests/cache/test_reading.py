@@ -7,15 +7,12 @@ import torch
 from bounded_masks import IDS, bounded, mask_by_definition
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.bounded import BoundedCache
-from locret_kit.policies.grammar import parse_policy, parts_of
 from locret_kit.policies.prefill_mask import Sliding
-from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -80,55 +77,6 @@ def test_slots_out_of_sight_gain_no_attention():
     assert (gained[..., :2] > 0).all() and (gained[..., 18:] > 0).all() and not gained[..., 2:18].any()
     everything = cache.bounded[0].slots("stats")[cache.context.statistics.index("sum")].sum(-1) - before.sum(-1)[0]
     torch.testing.assert_close(everything, torch.full_like(everything, 8.0))  # a row of attention sums to 1
-
-
-def test_nothing_is_hidden_where_nothing_was_evicted():
-    model = tiny_model("llama").double()
-    with torch.no_grad():
-        wanted = model(input_ids=IDS).logits
-    found = read(model, bounded("recency prefill_mask=sliding(4,1)", budget=67, positions="original"))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
-
-
-def test_windowed_locret_is_locret_while_its_window_holds_the_budget():
-    model = tiny_model("llama").double()
-    heads = tiny_heads(model, 8)
-    runs = {name: bounded(name, heads=heads) for name in ("locret", "windowed-locret(24)", "windowed-locret(6)")}
-    logits = {name: read(model, cache) for name, cache in runs.items()}
-    assert torch.equal(logits["locret"], logits["windowed-locret(24)"])
-    assert not torch.allclose(logits["locret"], logits["windowed-locret(6)"])
-
-
-def test_a_forked_document_goes_on_as_a_fresh_one():
-    model = tiny_model("llama").double()
-    fresh, begun = (bounded("random prefill_mask=sliding(5,2)") for _ in range(2))
-    with attach(model), torch.no_grad():
-        wanted = prefill(model, IDS[0].tolist(), fresh)
-        model(input_ids=IDS[:, :48], **{CACHE: begun})
-        forked = begun.fork(67)
-        found = model(input_ids=IDS[:, 48:], **{CACHE: forked}, logits_to_keep=1).logits[0, -1]
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=0, atol=1e-9)
-
-
-def test_it_is_a_part_like_the_others():
-    policy = parse_policy("locret prefill_mask=sliding(newest=64)")
-    assert policy.prefill_mask == Sliding(64, 8)
-    assert parts_of(policy)["prefill_mask"] == "sliding(newest=64,sinks=8)"
-    assert parts_of(parse_policy("windowed-locret"))["scope"] == "stabilizers(most=1024)"
-    assert "prefill_mask" not in parts_of(parse_policy("locret"))
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("locret prefill_mask=sliding(newest=-1)", "newest=-1 must be at least 0"),
-        ("locret prefill_mask=slyding", "Did you mean 'sliding'"),
-        ("locret prefil_mask=sliding", "Did you mean 'prefill_mask'"),
-    ],
-)
-def test_errors_name_what_is_wrong(text, told):
-    with pytest.raises(ValueError, match=told):
-        parse_policy(text)
 
 
 def test_where_the_prompt_ends_must_be_known():

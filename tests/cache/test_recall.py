@@ -17,11 +17,10 @@ from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.planning.inference_plan import Setting, cache_bytes, store_bytes
 from locret_kit.policies.base import PolicyWarning
-from locret_kit.policies.grammar import composed_of, parse_policy
+from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill
 from locret_kit.settings import RunSettings
 
-ALL = "recall=blocks(size=4,take=99,local=0)"
 BASES = ["locret", "h2o", "ada-locret"]
 
 
@@ -40,11 +39,6 @@ def test_what_was_evicted_is_read_as_if_it_had_stayed(positions: str, apart: int
     policy = f"locret recall=blocks(size=4,take=99,local=0,apart={apart})"
     wanted = logits("full", positions=positions)
     torch.testing.assert_close(logits(policy, positions=positions), wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_every_policy_brings_all_of_it_back(base: str) -> None:
-    torch.testing.assert_close(logits(f"{base} {ALL}"), logits("full"), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -121,21 +115,6 @@ def test_named_policies() -> None:
         warnings.simplefilter("error")
         published.layer_budgets(4224, 2, 512, 0)
         scaled.layer_budgets(24, 2, 512, 0)
-
-
-def test_sizes_are_those_of_the_budget() -> None:
-    """In the store and where it is looked up: as though they had been given."""
-    cache, model = make("scaled-infllm"), backbone()
-    given = make(composed_of(parse_policy("scaled-infllm").at(24)))
-    with attach(model), torch.no_grad():
-        assert torch.equal(prefill(model, tokens(), cache), prefill(model, tokens(), given))
-    assert cache.context.policy.recall == parse_policy("scaled-infllm").at(24).recall
-    store = cache.bounded[0].store
-    assert store is not None and store.size == 10 and cache.context.recalls.blocks > 0
-    larger = cache.with_budget(48)  # goes on with the blocks that there are
-    assert larger.context.policy.recall == cache.context.policy.recall == parse_policy(larger.policy.name).recall
-    with attach(model), torch.no_grad():
-        assert model(torch.tensor([[7]]), **{CACHE: larger}).logits.isfinite().all()
 
 
 def test_the_plan_is_the_buffers() -> None:

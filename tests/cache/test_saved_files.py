@@ -210,24 +210,6 @@ def test_a_model_without_its_weights_is_refused(tmp_path):
         Document.load(tmp_path / "text.locret", model, tiny_tokenizer())
 
 
-@pytest.mark.parametrize("kv_bits", [None, 4])
-@pytest.mark.parametrize("policy", ["full", "h2o"])
-def test_a_cache_of_a_prompt_of_unknown_length_is_saved_too(policy, kv_bits, tmp_path):
-    model = parts()[0]
-    ids = torch.randint(2, 400, (1, 300), generator=torch.Generator().manual_seed(0))
-    cache = BoundedCache(64, policy, chunk=32, kv_bits=kv_bits)
-    with attach(model), torch.no_grad():
-        model(input_ids=ids[:, :280], **{CACHE: cache})
-        if policy == "full" and kv_bits:
-            with pytest.raises(ValueError, match="policy='full' in 4 bits is saved with a prompt_length= alone"):
-                save_cache(cache, tmp_path / "cache.locret")
-            return
-        save_cache(cache, tmp_path / "cache.locret")
-        loaded = load_cache(tmp_path / "cache.locret", model)
-        outs = [model(input_ids=ids[:, 280:], **{CACHE: one}).logits for one in (cache, loaded)]
-    assert torch.equal(*outs) and kept(cache) == kept(loaded)
-
-
 @pytest.mark.parametrize(("policy", "kv_bits"), [("full", 4), ("streaming", None)])
 def test_a_cache_is_saved_after_an_answer_and_after_a_reset(policy, kv_bits, tmp_path):
     """Also where the answer's rows have outgrown the prompt's room."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from interpreted import KERNELS, REFERENCES, close, common, poisoned
 from pairwise import pairs
 
-from locret_kernels.attend.reference import attend_and_count
 from locret_kernels.column_stats import STATISTICS
 from locret_kernels.ragged_decode import Rotation, Spans
 from locret_kit.cis import cis_target
@@ -59,31 +56,6 @@ def test_column_stats(group, T, S, D):
         close(getattr(mine, name), getattr(theirs, name))
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(("T", "S"), [(1, 9), (70, 135), (64, 64)])
-def test_attention_that_counts_its_weights(group, T, S):
-    """Each weight is computed once, for the output and for the statistics of a group and of its heads."""
-    Q, H = GROUPS[group]
-    q, k = queries_and_keys(Q, H, T, S, 8, B=2, dtype=torch.float64)
-    v = random(2, H, S, 6, seed=3, dtype=torch.float64)
-    out, counted = attend_and_count(q, k, v, 0.2, want=STATISTICS, by_head=True)
-    p = attention(q, k, 0.2)[0]
-    torch.testing.assert_close(out, (p @ v[:, :, None]).flatten(1, 2))
-    seen = torch.arange(S - T + 1, S + 1)[:, None]
-    for a, mine in zip([p.mean(2), *p.unbind(2)], counted, strict=True):
-        oracle = {
-            "sum": a.sum(2),
-            "square": a.square().sum(2),
-            "above": (a > 1.00001 / seen).sum(2),
-            "last": a[:, :, -1],
-        }
-        for name, expected in oracle.items():
-            close(getattr(mine, name), expected.float())
-    alone, (sums,) = attend_and_count(q, k, v, 0.2, want=frozenset({"sum"}))
-    assert torch.equal(alone, out)
-    close(sums.sum, p.mean(2).sum(2).float())
-
-
 @pytest.mark.parametrize("name", sorted(STATISTICS))
 def test_only_what_is_wanted(name):
     q, k = queries_and_keys(4, 2, 5, 9, 64)
@@ -101,30 +73,6 @@ def test_window_attention(W, S):
         mine = KERNELS["window_attention"](q, k, 0.2)
     close(mine, REFERENCES["window_attention"](q, k, 0.2))
     close(mine, attention(q, k, 0.2)[0].mean(2).sum(2).float())
-
-
-def test_rows_of_a_larger_buffer():
-    """Keys are the filled part of a preallocated buffer; queries are transposed, as transformers hands them over."""
-    buffer = torch.full((1, 2, 50, 64), float("nan"))
-    q, k = queries_and_keys(4, 2, 5, 33, 64)
-    buffer[:, :, :33] = k
-    q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    lse = REFERENCES["log_sum_exp"](q, k, 0.2)
-    mine = KERNELS["column_stats"](q, buffer[:, :, :33], 0.2, lse, want=frozenset({"sum"})).sum
-    close(mine, REFERENCES["column_stats"](q, k, 0.2, lse, want=frozenset({"sum"})).sum)
-
-
-@settings(max_examples=12)
-@given(
-    T=st.integers(1, 40), older=st.integers(0, 90), D=st.sampled_from([64, 96]), group=st.sampled_from(sorted(GROUPS))
-)
-def test_a_querys_attention_sums_to_one(T, older, D, group):
-    Q, H = GROUPS[group]
-    q, k = queries_and_keys(Q, H, T, T + older, D)
-    lse = KERNELS["log_sum_exp"](q, k, 0.1)
-    stats = KERNELS["column_stats"](q, k, 0.1, lse, want=frozenset({"sum", "last"}))
-    close(stats.sum.sum(-1), torch.full((1, H), float(T)), torch.bfloat16)
-    close(stats.last.sum(-1), torch.ones(1, H), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -195,13 +143,6 @@ def test_a_query_that_sees_no_slot(functions):
     out = functions["column_max"](q, k, torch.tensor([-1, 3]), 0.2, log_prob=True)
     close(out, REFERENCES["column_max"](q[:, :, 1:], k, torch.tensor([3]), 0.2, log_prob=True))
     assert out[..., :4].isfinite().all() and (out[..., 4:] == float("-inf")).all()
-
-
-@pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
-def test_no_query(functions):
-    q, k = queries_and_keys(2, 1, 0, 9, 64)
-    with pytest.raises(ValueError, match="q: 0 answer queries must be at least 1"):
-        functions["column_max"](q, k, torch.zeros(0, dtype=torch.int64), 0.2)
 
 
 # ---- decoding ------------------------------------------------------------------------------------------------------

@@ -59,8 +59,3 @@ def test_fixed_shapes(model, policy, positions):
     (mine, own), (exact, others) = out
     torch.testing.assert_close(mine, exact, rtol=1e-3, atol=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(own, others, strict=True))
-
-
-def test_a_backend_that_is_not_there(model):
-    with pytest.raises(ValueError, match="backend=cuda must be one of: reference, triton"):
-        run(model, "h2o", None, "cuda")

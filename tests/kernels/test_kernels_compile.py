@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreted import KERNELS, common
+from interpreted import common
 from scripts_loaded import load_script
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks"
@@ -117,49 +117,3 @@ def test_what_the_check_finds(change, message):
     row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0, "4x1", 2, 2)
     assert check.problems([row], [row]) == []
     assert any(message in line for line in check.problems([replace(row, **change)], [row]))
-
-
-def test_what_a_compiler_may_choose():
-    row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0, "4x1", 2, 2)
-    assert check.problems([replace(row, registers=132, shared_bytes=30_000)], [row]) == []
-
-
-def test_rows_of_another_triton_are_not_compared():
-    row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0, "4x1", 2, 2)
-    other = replace(row, triton="0.0", registers=10)
-    assert check.problems([row], [other]) == []
-    assert check.problems([replace(row, stack_bytes=8)], [other]) != []
-    assert check.problems([row], [other, replace(row, registers=100)]) != []
-
-
-def test_rows_survive_the_disk(tmp_path):
-    row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0, "4x1", 2, 2)
-    check.write(tmp_path / "t.csv", [row])
-    assert check.read(tmp_path / "t.csv") == [row]
-
-
-def test_only_rows_of_this_triton_are_replaced(tmp_path):
-    row = check.Row("column_max", "BLOCK_S=64", 89, 128, "bf16", 40_000, 120, 0, "4x1", 2, 2)
-    other = replace(row, triton="0.0")
-    with (tmp_path / "t.csv").open("w") as file:
-        file.write(",".join(vars(other)) + "\n" + ",".join(map(str, vars(other).values())) + "\n")
-    for registers in (120, 100):
-        check.write(tmp_path / "t.csv", [replace(row, registers=registers)])
-    assert check.read(tmp_path / "t.csv") == [other, replace(row, registers=100)]
-
-
-def test_barriers_of_the_innermost_loop():
-    """Of two loops in one, the inner one counts; what comes before and after, and the jump to itself at the end, do not."""
-    lines = ["BAR.SYNC 0x0", "MOV R1, R2", "LDG R1, [R2]", "BAR.SYNC.DEFER_BLOCKING 0x0", "@P0 BRA 0x20", "BAR.SYNC 0x0",
-             "@!P1 BRA 0x10", "BAR.SYNC 0x0", "BRA 0x80"]  # fmt: skip
-    sass = "".join(f"        /*{16 * i:04x}*/   {line} ;   /* 0x0 */\n" for i, line in enumerate(lines))
-    assert check.barriers(sass) == 1
-    assert check.barriers(sass.replace("@P0 BRA 0x20", "MOV R1, R2")) == 2
-
-
-def test_blocks_per_multiprocessor():
-    """By shared memory, registers in units of 256 a warp, threads, and the card's own limit."""
-    launch = check.Launch(KERNELS["rms_norm"], (), {}, num_warps=8, num_stages=1)
-    assert launch.blocks(89, 49_152, 64) == 2 and launch.blocks(90, 49_152, 64) == 4
-    assert launch.blocks(80, 0, 255) == 1 and launch.blocks(80, 0, 128) == 2 and launch.blocks(80, 0, 33) == 6
-    assert launch.blocks(89, 0, 16) == 6 and launch._replace(num_warps=1).blocks(89, 0, 16) == 24

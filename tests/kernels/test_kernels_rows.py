@@ -43,13 +43,6 @@ def test_compact_rows(functions, S, K, D):
 # ---- the dispatcher ----------------------------------------------------------------------------------------------------
 
 
-def test_unknown_names():
-    with pytest.raises(ValueError, match="backend='cuda' must be one of: reference, triton"):
-        backend.function("column_max", "cuda")
-    with pytest.raises(ValueError, match="function='softmax' must be one of: attend, attend_and_count, column_max"):
-        backend.function("softmax", "reference")
-
-
 def test_a_backend_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "locret_kernels.column_max.triton")

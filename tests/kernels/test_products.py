@@ -173,17 +173,7 @@ def test_other_processors_are_compiled(processor, form):
     compiler = shutil.which("g++")
     assert compiler is not None
     folder = Path(cpp.__file__).parent
-    command = [
-        compiler,
-        "-std=c++17",
-        f"-march={processor}",
-        f"-DFORMAT={form}",
-        "-fopenmp",
-        "-fsyntax-only",
-        "-Wno-unknown-pragmas",
-        f"-I{folder}",
-    ]
-    done = subprocess.run(
-        [*command, str(Path(cpu.__file__).with_name("cpu.cpp"))], capture_output=True, text=True, check=False
-    )
+    options = f"-std=c++17 -march={processor} -DFORMAT={form} -fopenmp -fsyntax-only -Wno-unknown-pragmas".split()
+    source = str(Path(cpu.__file__).with_name("cpu.cpp"))
+    done = subprocess.run([compiler, *options, f"-I{folder}", source], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -21,10 +21,9 @@ from locret_kit.backbones.rope import Rope, rotate
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.evals.engine import oracle as kvzip
 from locret_kit.policies.base import Entry, Slots, rank_of
-from locret_kit.policies.methods import compactor
-from locret_kit.policies.methods.compactor import Compactor, block_attention, gaussian_sketch, leverage_scores, z_score
-from locret_kit.policies.methods.expected_attention import ExpectedAttention, add_moments
-from locret_kit.policies.methods.keydiff import KeyDiff, key_difference
+from locret_kit.policies.methods.compactor import Compactor, gaussian_sketch
+from locret_kit.policies.methods.expected_attention import ExpectedAttention
+from locret_kit.policies.methods.keydiff import KeyDiff
 from locret_kit.policies.methods.knorm import KNorm
 from locret_kit.policies.methods.lagkv import LagKV
 from locret_kit.runtime.session import generate
@@ -300,43 +299,6 @@ def test_padding_on_the_left_changes_nothing(part):
     torch.testing.assert_close(part.score_slots(padded.slots(10, pad=7))[..., 7:], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda p: type(p).__name__)
-def test_items_of_a_batch_do_not_meet(part):
-    """Scores of two texts together keep the order that each has alone."""
-    q, k, v = random_qkv(4, 2, 40, B=2)
-    both = one_shot(part, q, k, v, 10)
-    for b in range(2):
-        alone = one_shot(part, q[b : b + 1], k[b : b + 1], v[b : b + 1], 10)[0]
-        free = alone < alone.max()
-        torch.testing.assert_close(both[b][free], alone[free], rtol=1e-4, atol=1e-5)
-
-
-def test_lagkv_scores_a_slot_once_and_ranks_every_partition_alike():
-    q, k, v = random_qkv(2, 2, 80)
-    layer, known = Layer(LagKV(sinks=4, lag=8), q, k, v), {}
-    for _ in range(5):
-        layer.feed(16)
-        held, scores = layer.cut(60)
-        for h in range(2):
-            for position, score in zip(held[0, h].tolist(), scores[0, h].tolist(), strict=True):
-                assert known.setdefault((h, position), score) == score or known[h, position] == 1
-                known[h, position] = score
-    for h in range(2):
-        for p in range(7):  # 9 complete partitions of 80 tokens; the last and its remainder stay at 1
-            assert sorted(known[h, 4 + 8 * p + i] for i in range(8)) == [i / 8 for i in range(8)]
-        assert [known[h, t] for t in (*range(4), *range(68, 80))] == [2] * 4 + [1] * 12
-
-
-def test_lagkv_reads_what_is_left_of_a_cut_reference():
-    """A budget below one partition: no reference slot may be left, and nothing breaks."""
-    q, k, v = random_qkv(2, 2, 60)
-    layer = Layer(LagKV(sinks=0, lag=8), q, k, v)
-    for _ in range(10):
-        layer.feed(6)
-        _, scores = layer.cut(3)
-        assert bool(((scores >= 0) & (scores <= 1)).all())
-
-
 def test_a_constant_reference_channel_counts_as_nothing():
     q, k, v = random_qkv(1, 1, 24)
     k[..., 8:, 0] = 3.0
@@ -381,126 +343,7 @@ def block_rows(q_GTD, k_TD, v_TD):
     return (weights * v_TD.norm(dim=-1)).tolist()
 
 
-def test_compactor_state_does_not_grow_with_the_text(monkeypatch):
-    """And its sketch, which the host draws and copies to the device, is drawn once."""
-    q, k, v = random_qkv(2, 1, 400)
-    drawn, draw = [], compactor.gaussian_sketch
-    monkeypatch.setattr(compactor, "gaussian_sketch", lambda *size: drawn.append(size) or draw(*size))
-    layer, sizes = Layer(Compactor(block=8, sketch=4, first=2, last=1), q, k, v), set()
-    for _ in range(20):
-        layer.feed(20)
-        layer.cut(10)
-        sizes.add(sum(x.numel() for x in layer.state.values()))
-    assert len(sizes) == len(drawn) == 1
-
-
 # ---- properties ------------------------------------------------------------------------------------------------------------
-
-
-@given(seed=st.integers(0, 999), slots=st.integers(2, 30))
-@settings(max_examples=50)
-def test_keydiff_properties(seed, slots):
-    k = random_qkv(2, 2, slots, seed)[1]
-    scores = key_difference(k)
-    order = torch.randperm(slots, generator=torch.Generator().manual_seed(seed))
-    torch.testing.assert_close(key_difference(k[:, :, order]), scores[..., order])
-    lengths = torch.rand(1, 2, slots, 1, dtype=torch.float64) + 0.1
-    torch.testing.assert_close(key_difference(k * lengths), scores)  # a key's length says nothing
-    unit = torch.nn.functional.normalize(k, dim=-1)
-    likeness = (unit @ unit.mT).sum(-1)  # cosine with every key: the objective that the paper's anchor stands for
-    torch.testing.assert_close(scores * unit.sum(2).norm(dim=-1, keepdim=True), -likeness)
-
-
-@given(seed=st.integers(0, 999))
-@settings(max_examples=30)
-def test_lagkv_ignores_scale_and_offset_of_a_channel_and_order_in_a_partition(seed):
-    q, k, v = random_qkv(2, 2, 30, seed)
-    part, keep = LagKV(sinks=2, lag=7), 9
-    plain = Layer(part, q, k, v, rope=None)
-    plain.feed(30)
-    scores = part.score_slots(plain.slots(keep))
-    g = torch.Generator().manual_seed(seed)
-    scale, offset = (torch.rand(1, 2, 1, D, generator=g, dtype=torch.float64) + 0.1 for _ in range(2))
-    order = torch.cat((torch.arange(2), torch.cat([2 + 7 * p + torch.randperm(7, generator=g) for p in range(4)])))
-    moved = Layer(part, q, (k * scale + offset)[:, :, order], (v * scale - offset)[:, :, order], rope=None)
-    moved.feed(30)
-    torch.testing.assert_close(part.score_slots(moved.slots(keep)), scores[..., order])
-
-
-@given(seed=st.integers(0, 999), cuts=st.lists(st.integers(0, 40), max_size=5))
-@settings(max_examples=50)
-def test_moments_do_not_depend_on_how_queries_arrive(seed, cuts):
-    q, memory = random_qkv(3, 1, 40, seed)[0], {}
-    for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), 40], strict=True):
-        add_moments(memory, q[:, :, a:b])
-    for h in range(3):
-        np.testing.assert_allclose(memory["mean"][0, h], q[0, h].mean(0), atol=1e-12)
-        covariance = np.cov(q[0, h].T.numpy(), bias=True)
-        np.testing.assert_allclose(memory["scatter"][0, h] / memory["count"][0], covariance, atol=1e-12)
-
-
-def test_expected_attention_of_constant_queries_is_the_attention_of_the_next_token():
-    q, k, v = random_qkv(4, 2, 20)
-    q = q[:, :, :1].expand(-1, -1, 20, -1)
-    scores = one_shot(ExpectedAttention(sinks=0, future=1, value_norm=False), q, k, v, 5)
-    cos, sin = ROPE.tables(torch.tensor([20]), q.dtype)
-    logits = rotate(q[:, :, :1], cos, sin) @ turned(k).repeat_interleave(2, 1).mT * D**-0.5
-    expected = logits.softmax(-1)[:, :, 0].view(1, 2, 2, 20).mean(2)
-    torch.testing.assert_close(scores, expected.float())
-
-
-def test_expected_attention_follows_long_range_decay_of_position():
-    """The distance to the next token counts, so another ``next_position`` gives other scores."""
-    q, k, v = random_qkv(4, 2, 20)
-    layer = Layer(ExpectedAttention(future=2), q, k, v)
-    layer.feed(20)
-    near, far, both = (
-        layer.part.score_slots(layer.slots(5, next_position=torch.tensor([p]))) for p in ([20, 20], [45, 45], [20, 45])
-    )
-    assert not torch.allclose(near[..., 4:], far[..., 4:], rtol=1e-2)
-    torch.testing.assert_close(both[..., 4:], torch.stack((near[:, 0], far[:, 1]), 1)[..., 4:])  # a head has its own
-
-
-@given(seed=st.integers(0, 999))
-@settings(max_examples=50)
-def test_leverage_properties(seed):
-    k = random_qkv(2, 2, 30, seed)[1]
-    every, exact = torch.ones(1, 2, 30).bool(), gaussian_sketch(2, D, D, 0)
-    scores = leverage_scores(k, every, exact, ridge=1e-12)
-    assert bool(((scores >= 0) & (scores <= 1 + 1e-9)).all())
-    torch.testing.assert_close(scores.sum(-1), torch.full((1, 2), float(D), dtype=torch.float64))
-    g = torch.Generator().manual_seed(seed)
-    mix = torch.linalg.qr(torch.randn(D, D, generator=g, dtype=torch.float64))[0] * torch.linspace(0.5, 2, D)
-    torch.testing.assert_close(leverage_scores(k @ mix + 5, every, exact, ridge=1e-12), scores, rtol=1e-5, atol=1e-7)
-    order = torch.randperm(30, generator=g)
-    sketch = gaussian_sketch(2, D, 4, seed)
-    torch.testing.assert_close(
-        leverage_scores(k[:, :, order], every, sketch), leverage_scores(k, every, sketch)[..., order]
-    )
-
-
-def test_a_sketch_repeats_and_differs_by_seed_and_head():
-    one, other = gaussian_sketch(2, D, 4, 7), gaussian_sketch(2, D, 4, 8)
-    assert one.equal(gaussian_sketch(2, D, 4, 7)) and not one.equal(other) and not one[0].equal(one[1])
-    assert gaussian_sketch(2, D, D + 3, 7)[1].equal(torch.eye(D))
-
-
-@given(seed=st.integers(0, 999), tokens=st.integers(1, 20))
-@settings(max_examples=50)
-def test_block_attention_hands_out_one_per_query_and_knows_no_order(seed, tokens):
-    q, k, _ = random_qkv(4, 2, tokens, seed)
-    received = block_attention(q, k)
-    torch.testing.assert_close(received.sum(-1), torch.full((1, 2), float(tokens), dtype=torch.float64))
-    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
-    torch.testing.assert_close(block_attention(q[:, :, order], k[:, :, order]), received[..., order])
-
-
-def test_z_score_has_mean_zero_and_deviation_one_over_all_heads():
-    x, among = torch.randn(2, 3, 20, dtype=torch.float64), torch.rand(2, 3, 20) > 0.3
-    scored = z_score(x, among)
-    for b in range(2):
-        values = scored[b][among[b]]
-        assert float(values.mean()) == pytest.approx(0, abs=1e-12) and float(values.std()) == pytest.approx(1)
 
 
 def test_a_text_of_equal_keys_and_values_scores_without_error():
@@ -561,37 +404,7 @@ def test_a_bounded_run_keeps_what_the_scores_say(expression, run):
     assert len(events) > (run != "one-shot")
 
 
-@pytest.mark.parametrize("expression", EXPRESSIONS)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window"])
-@pytest.mark.parametrize("allocation", ["", " allocation=adaptive"])
-def test_a_models_run_does_not_depend_on_how_it_is_fed(expression, family, allocation):
-    model = tiny_model(family).double()
-    ids = torch.randint(3, 97, (1, 90), generator=torch.Generator().manual_seed(4))
-    kept, nbytes = [], []
-    for piece in (90, 16, 7):
-        cache = BoundedCache(24, expression + allocation, prompt_length=90, chunk=16, local_len=6)
-        read_in(model, cache, ids, piece)
-        kept.append([[h.tolist() for b in cache.kept_positions(i) for h in b] for i in range(len(cache.layers))])
-        nbytes.append(cache.nbytes)
-    assert kept[0] == kept[1] == kept[2] and max(nbytes) == min(nbytes)
-
-
 # ---- errors ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: LagKV(lag=0), "lag=0 must be at least 1"),
-        (lambda: LagKV(sinks=-1), "sinks=-1 must be at least 0"),
-        (lambda: ExpectedAttention(future=0), "future=0 must be at least 1"),
-        (lambda: Compactor(block=0), "block=0 must be at least 1"),
-        (lambda: Compactor(blend=-0.5), "blend=-0.5 must be at least 0"),
-    ],
-)
-def test_a_parameter_out_of_range_says_its_bound(make, said):
-    with pytest.raises(ValueError, match=said):
-        make()
 
 
 # ---- kvzip: the unbounded oracle ---------------------------------------------------------------------------------------------
@@ -635,16 +448,6 @@ def words(tokens, seed=0):
 def requests(context):
     """Of 20 tokens each, so that a context of 50 takes three."""
     return list(kvzip.requests(partial(TOKENIZER.encode, add_special_tokens=False), context, chunk=20))
-
-
-def test_kvzip_asks_for_every_token_of_the_context_once():
-    context = list(range(100, 150))
-    asked = requests(context)
-    assert [(start, stop) for start, stop, _ in asked] == [(0, 20), (20, 40), (40, 50)]
-    assert TOKENIZER.decode(asked[0][2][:-20]) == "\n\nRepeat the previous context exactly.\n"
-    assert all(ids[start - stop :] == context[start:stop] for start, stop, ids in asked)
-    quoted = TOKENIZER.encode(" with ")[-1:] + context[12:20] + TOKENIZER.encode("\n") + context[20:21]
-    assert str(quoted)[1:-1] in str(asked[1][2])
 
 
 @pytest.mark.parametrize("positions", ["original", "compact"])

@@ -130,26 +130,13 @@ def test_a_broken_file_is_one_line_that_names_it(tables, tmp_path, text, said):
     assert "\n" not in str(caught.value)
 
 
-def test_a_plugin_that_is_not_there():
-    for text, said in (
-        ("nowhere/at_all.py", "FileNotFoundError"),
-        ("no_such_module", "No module named 'no_such_module'"),
-    ):
-        with pytest.raises(ValueError, match=f"plugin='{text}': .*{said}"):
-            registry.load_plugin(text)
-
-
 def test_the_command_runs_it(tables, tmp_path, monkeypatch, capsys):
     """``locret-infer --plugin my_vatp.py --policy my-vatp``, and its error for a file that is not there."""
     model, path = str(save_tiny_backbone(tmp_path / "backbone")), written(tmp_path, "my-vatp")
     command = [
         "--model",
         model,
-        "--budget",
-        "32",
-        "--policy",
-        "my-vatp(power=2)",
-        "--report",
+        *["--budget", "32", "--policy", "my-vatp(power=2)", "--report"],
         str(tmp_path / "report.json"),
     ]
     for plugin, status in ((path, 0), (path + "x.py", 1)):
@@ -226,29 +213,6 @@ def test_a_package_brings_policies_by_an_entry_point(tables, tmp_path, monkeypat
 # ---- parameters that cannot be met ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("expected-attention(epsilon=nan)", "epsilon=nan must be finite"),
-        ("expected-attention(epsilon=inf)", "epsilon=inf must be finite"),
-        ("compactor(blend=nan)", "blend=nan must be finite"),
-        ("compactor(blend=-inf)", "blend=-inf must be finite"),
-        (
-            "locret(sinks=99999999999999999999)",
-            "sinks=99999999999999999999 must be a number of tokens (an integer, at least 0)",
-        ),
-        ("locret(sinks=4294967296)", "sinks=4294967296 must be a number of tokens (an integer, at least 0)"),
-        ("snapkv(kernel=9999999999999999999999)", "kernel=9999999999999999999999 must be odd"),
-        ("snapkv(window=1.0)", "window=1.0 must be"),
-        ("windowed-locret(newest=1.0)", "newest=1.0 must be"),
-    ],
-)
-def test_numbers_that_are_none(text, said):
-    with pytest.raises(ValueError) as caught:
-        parse_policy(text)
-    assert said in str(caught.value)
-
-
 @pytest.mark.parametrize("depth", [17, 3000, 20000])
 def test_deep_nesting_is_refused_at_once(depth):
     start = time.perf_counter()
@@ -264,18 +228,12 @@ def test_deep_nesting_is_refused_at_once(depth):
     ("policy", "budget", "said"),
     [
         ("streaming(sinks=1000)", 128, "Sinks(n=1000) asks for 1000 slots"),
-        ("h2o(window=1000)", 128, "Window(size=1000) asks for 1000 slots"),
-        ("roco(window=1000)", 128, "asks for 1000 slots"),
         ("snapkv", 24, "Window(size=32) asks for 32 slots"),
         ("nacl(ratio=0.9)", 128, None),  # proxies are protected in half of what is not drawn
         ("nacl(ratio=0.9,protected=40)", 128, "asks for 40 slots, of which Sampled("),
         ("kvcrush(ratio=0.75)", 128, None),  # h2o's window is half of what representatives leave
         ("kvcrush(base=snapkv,ratio=0.9)", 128, "Window(size=32) asks for 32 slots, of which Representatives("),
         ("kvcrush(level=page)", 100, "has no room for a page: 0.25 of the budget is below 32 tokens"),
-        ("streaming(sinks=8)", 128, None),
-        ("h2o(window=1.0)", 128, None),
-        ("kvcrush", 128, None),
-        ("locret(sinks=4)", 128, None),
         ("nacl", 512, None),
     ],
 )

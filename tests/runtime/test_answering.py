@@ -8,17 +8,13 @@ from itertools import product
 import pytest
 import torch
 from bounded_masks import IDS, bounded, mask_by_definition
-from hypothesis import given
-from hypothesis import strategies as st
-from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
-from locret_kit.policies.grammar import parse_policy, parts_of
-from locret_kit.policies.passages import Passages
+from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -162,26 +158,6 @@ def test_layers_with_a_window_read_the_passages_too():
     torch.testing.assert_close(found, wanted.float(), rtol=0, atol=1e-6)
 
 
-@given(
-    st.lists(st.sampled_from([0.0, 0.125, 0.25, 0.75, 1.0]), min_size=1, max_size=60),
-    st.integers(1, 60),
-    st.integers(0, 6),
-    st.integers(0, 40),
-    st.integers(0, 8),
-    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
-)
-def test_passages_are_the_best_neighbourhoods(score, size, half, first, around, least):
-    size, kernel, smooth = min(size, len(score)), 2 * half + 1, 2 * around + 1
-    found = Passages(size, 4, kernel, first, smooth, False, least).choose(torch.tensor(score), size).tolist()
-    assert found == best(score, size, kernel, min(first, size // 2), smooth, least)
-
-
-@given(st.integers(1, 400), st.integers(1, 200), st.integers(1, 80))
-def test_passages_and_tail_fit_the_budget(tokens, budget, tail):
-    tail = min(tail, budget - 1) or 1
-    assert 1 <= Passages(tokens).size(budget, tail) <= max(1, budget - tail)
-
-
 def test_a_prompt_that_fits_is_read_once():
     model, calls = tiny_model("llama").double(), []
     with attach(model), torch.no_grad():
@@ -190,23 +166,6 @@ def test_a_prompt_that_fits_is_read_once():
         wanted = model(input_ids=IDS).logits[0, -1]
     assert calls == sorted(set(calls)) and not cache.reread_positions
     torch.testing.assert_close(found, wanted.float(), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("base", "rest"),
-    [
-        ("locret", "window=32,kernel=33,first=32,smooth=1,each=False,least=0.0"),
-        ("lookahead-locret", "window=12,kernel=33,first=32,smooth=13,each=True,least=0.4"),
-    ],
-)
-def test_the_named_policies_are_others_and_a_second_reading(base, rest):
-    part = f"passages(tokens=256,{rest})"
-    assert parts_of(parse_policy(f"rereading-{base}(tokens=256)")) == {**parts_of(parse_policy(base)), "reread": part}
-    model = tiny_model("llama").double()
-    heads = tiny_heads(model, 8)
-    cache = bounded(f"rereading-{base}(tokens=7)", heads=heads)
-    read(model, cache)
-    assert cache.kept_rows == [12] * len(cache.bounded)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "ada-snapkv(6,3)", "lagkv", "sirllm"])
@@ -235,10 +194,6 @@ def test_errors_name_what_is_wrong():
             bounded("h2o reread=passages", local_len=local_len)
     with pytest.raises(ValueError, match=r"reread=passages: kernel=4 must be odd and at least 1"):
         parse_policy("h2o reread=passages(kernel=4)")
-    with pytest.raises(ValueError, match=r"reread=passages: first=-1 must be at least 0"):
-        parse_policy("h2o reread=passages(first=-1)")
-    with pytest.raises(ValueError, match=r"reread='pasages' is unknown. Did you mean 'passages'"):
-        parse_policy("h2o reread=pasages")
     model = tiny_model("llama")
     with attach(model), torch.no_grad(), pytest.raises(RuntimeError, match=r"use locret_kit.runtime.session.generate"):
         model.generate(IDS, **{CACHE: bounded("h2o reread=passages")}, max_new_tokens=3, do_sample=False)
@@ -264,21 +219,3 @@ def test_a_cache_is_saved_between_the_two_readings(tmp_path):
         prefill(model, IDS[0].tolist(), cache, stop)
     save_cache(cache, tmp_path / "cache.locret")
     assert torch.equal(read(model, load_cache(tmp_path / "cache.locret", model)), read(model, whole))
-
-
-def test_pins_after_the_second_reading_count_what_is_there():
-    cache = bounded("h2o reread=passages(6,4,3,0)", 16, stabilizers=14)
-    read(tiny_model("llama"), cache)
-    pinned = sum(position < 50 for position in cache.reread_positions)
-    with pytest.raises(ValueError, match=f"pins={pinned} tokens must be at most 1"):
-        cache.pin(0, 50)
-
-
-def test_a_cache_that_was_reset_reads_a_text_twice_again():
-    model = tiny_model("llama")
-    policy = "random reread=passages(9,4,3,2)"
-    used, fresh = bounded(policy), bounded(policy)
-    first = read(model, used)
-    used.reset(used.schedule.prompt_length)
-    assert torch.equal(read(model, used), read(model, fresh)) and torch.equal(first, read(model, bounded(policy)))
-    assert used.reread_positions == fresh.reread_positions and used.reread_positions

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from locret_kit.cli.plan import resolve, shipped_configs
 from locret_kit.config import recipes
-from locret_kit.config.recipes import choose_for_device, known_recipes, read_recipe
+from locret_kit.config.recipes import choose_for_device
 from locret_kit.planning import text_budget
 from locret_kit.planning.backbone_sizes import BackboneSizes, head_parameters
 from locret_kit.planning.chosen_step import LONGEST, SHARE, WIDTHS, choose_step, choose_width
@@ -30,10 +29,6 @@ def test_the_width_is_the_largest_within_its_share(name):
     width = choose_width(own)
     assert head_parameters(own.spec, width) <= SHARE * own.parameters
     assert width == WIDTHS[-1] or head_parameters(own.spec, 2 * width) > SHARE * own.parameters
-
-
-def test_the_demo_and_the_paper_get_their_own_widths():
-    assert choose_width(backbone("smollm2-135m")) == 256 and choose_width(backbone("llama3.1-8b")) == 1024
 
 
 @pytest.mark.parametrize("memory", [17, 20, 24, 80])
@@ -84,29 +79,3 @@ def test_it_says_what_it_chose(monkeypatch, capsys, tmp_path):
     )
     assert choose_for_device(values | {"data.max_tokens": 512}, ["data.batch"]) == {"data.batch": 2}
     assert "chose data.batch=2;" in capsys.readouterr().err
-
-
-def test_on_a_card(monkeypatch, capsys, tmp_path):
-    config, _ = resolve("llama3.1-8b")
-    config.save_pretrained(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 4090")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=24 * GIB))
-    values = {"recipe": "auto", "backbone.model": str(tmp_path), "optim.accumulate": 2}
-    assert choose_for_device(values, ["heads.d_hidden", "data.max_tokens"]) == {
-        "heads.d_hidden": 1024,
-        "data.max_tokens": 10240,
-    }
-    assert "8.03e9 parameters, bfloat16) on RTX 4090 (24.00 GiB): chose heads.d_hidden=1024 " in capsys.readouterr().err
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=12 * GIB))
-    with pytest.raises(DoesNotFit, match=r"above the 11.00 GiB of the device: choose backbone.weight_bits=4"):
-        choose_for_device(values, ["data.max_tokens"])
-    assert choose_for_device(values | {"backbone.weight_bits": 4}, ["data.max_tokens"])["data.max_tokens"] >= 1024
-
-
-def test_three_models_leave_it_to_the_device():
-    made = [name for name in known_recipes() if read_recipe(name).choose and name != "auto"]
-    assert len(made) == 3
-    for name in made:
-        recipe, auto = read_recipe(name), read_recipe("auto")
-        assert recipe.values == auto.values | {"backbone.model": recipe.values["backbone.model"]}

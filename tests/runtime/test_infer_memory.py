@@ -10,8 +10,6 @@ from planned import setting_of
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache
-from locret_kit.cli import plan as plan_cli
-from locret_kit.planning import fitting_settings
 from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.planning.inference_plan import plan_inference
 from locret_kit.planning.memory import OutOfMemory, allocator_figures, explain_oom
@@ -25,26 +23,6 @@ SAID = (
     "allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large "
     "try setting expandable segments."
 )
-
-
-# ---- the cap -----------------------------------------------------------------------------------------------------
-
-
-# ---- planning ------------------------------------------------------------------------------------------------------
-
-
-def test_three_kinds_of_setting_are_offered():
-    """Smaller chunk, smaller budget, fewer bits: one of each where each helps."""
-    one = BackboneSizes.of(plan_cli.resolve("phi3-mini")[0])
-    setting = setting_of(131072, 6000, 3072)
-    near = fitting_settings.nearest_fitting(one, setting, int(10.5 * GIB))
-    changed = [(s.chunk != 3072, s.budget != 6000, s.run.kv_bits is not None) for s in near]
-    assert changed == [(True, False, False), (False, True, False), (False, False, True)]
-    assert [
-        s.dtype for s in fitting_settings.nearest_fitting(one, setting_of(131072, 6000, 3072, "float32"), 12 * GIB)
-    ] == ["bfloat16"]
-    whole = fitting_settings.nearest_fitting(one, setting_of(8192, 6000, 3072, one_shot=True), int(11.3 * GIB))
-    assert whole and all(plan_inference(one, s).peak <= 11.3 * GIB for s in whole)
 
 
 # ---- running out all the same ----------------------------------------------------------------------------------------

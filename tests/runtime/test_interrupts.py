@@ -169,21 +169,6 @@ def test_an_interrupted_cache_is_refused(layer):
 
 
 @torch.no_grad()
-def test_logits_of_threads_do_not_mix():
-    """A policy that reads logits cuts a forward into blocks, whose hidden states are this forward's alone."""
-    model, ids = tiny_model("llama"), tokens(60)
-    wanted = (1, 60, model.config.vocab_size)
-
-    def read(_):
-        with torch.no_grad():
-            return model(input_ids=ids, **{CACHE: BoundedCache(16, "sirllm", chunk=8)}).logits
-
-    with attach(model), ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(read, range(9)))
-    assert all(logits.shape == wanted and torch.equal(logits, found[0]) for logits in found)
-
-
-@torch.no_grad()
 def test_attaching_does_not_disturb_a_thread_without_a_cache():
     model, ids = tiny_model("llama"), tokens(60)
     wanted = model(input_ids=ids).logits
@@ -223,35 +208,6 @@ def test_a_model_that_is_attached_once_answers_many_threads():
     wanted = [answer(policy) for policy in policies]
     with attach(model), ThreadPoolExecutor(3) as pool:
         assert list(pool.map(answer, policies)) == wanted
-
-
-@torch.no_grad()
-def test_a_streamer_that_raises_leaves_the_model_clean():
-    model, ids = tiny_model("llama"), tokens(20)
-    once = dict(max_new_tokens=4, min_new_tokens=4, do_sample=False)
-
-    class Broken:
-        def put(self, value):
-            if value.numel() == 1:
-                raise ArithmeticError("closed")
-
-        def end(self):
-            pass
-
-    with attach(model):
-        wanted = model.generate(ids, **{CACHE: BoundedCache(64, "streaming", chunk=8)}, **once)
-        cache = BoundedCache(64, "streaming", chunk=8)
-        with pytest.raises(ArithmeticError, match="closed"):
-            model.generate(ids, **{CACHE: cache}, streamer=Broken(), **once)
-        assert active_handler() is None
-        for chunked, words in (
-            ({}, "position_ids=0 to 19"),
-            ({"prefill_chunk_size": 7}, "no new tokens: this cache has seen 20"),
-        ):
-            with pytest.raises(ValueError, match=words):
-                model.generate(ids, **{CACHE: cache}, **once, **chunked)
-        cache.reset()
-        assert torch.equal(model.generate(ids, **{CACHE: cache}, **once), wanted)
 
 
 # ---- another text in the same cache ------------------------------------------------------------------------------
@@ -298,19 +254,6 @@ def test_reset_alone_forgets_the_length(policy):
     assert shared.schedule.prompt_length == 40
 
 
-def test_reset_keeps_the_buffers_where_their_size_stays():
-    model, cache = tiny_model("llama"), BoundedCache(16, "h2o", chunk=8, prompt_length=40)
-    with attach(model), torch.no_grad():
-        prefill(model, tokens(40)[0].tolist(), cache)
-        buffers = [rows.codec.keys.data_ptr() for rows in cache.bounded]
-        cache.reset(prompt_length=60)
-        prefill(model, tokens(60)[0].tolist(), cache)
-    assert [rows.codec.keys.data_ptr() for rows in cache.bounded] == buffers
-    with pytest.raises(ValueError, match="prompt_length=0 must be at least 1"):
-        cache.reset(prompt_length=0)
-    assert cache.schedule.prompt_length == 60 and cache.get_seq_length() == 60
-
-
 def test_a_length_that_is_refused_leaves_the_cache_as_it_was():
     """Pins for which a share of the prompt has no room are found late, after the settings are made."""
     model, ids = tiny_model("llama"), tokens(60)
@@ -336,12 +279,3 @@ def test_a_prompt_of_another_length_is_refused():
             session.generate(model, TOKENIZER, ids, cache, max_new_tokens=2)
     with attach(model), pytest.raises(ValueError, match="prompt_length=30 of the cache"):
         prefill(model, ids, BoundedCache(16, "h2o", chunk=8, prompt_length=30))
-
-
-@torch.no_grad()
-def test_a_cache_says_what_it_holds():
-    model, cache = tiny_model("llama"), BoundedCache(16, "h2o", chunk=8)
-    assert repr(cache) == "BoundedCache(budget=16, policy='h2o', seen=0 tokens, rows=none yet, 0.0 MiB)"
-    with attach(model):
-        model(input_ids=tokens(30), **{CACHE: cache})
-    assert "seen=30 tokens, rows=22, 0." in repr(cache)

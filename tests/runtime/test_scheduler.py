@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from locret_kit.runtime.scheduler import LONG, PATIENCE, PromptScheduler
@@ -70,7 +70,6 @@ prompts = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 60), prompts), min_size=1, max_size=25), st.sampled_from([64, 100, 512]))
 def test_between_entry_and_first_token_three_chunks_of_others_are_read_at_most(arriving, piece):
     chunk = 64

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_text import PROSE, tiny_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from locret_kit.files import read_utf8
 from locret_kit.runtime.kept_text import token_texts
-from locret_kit.runtime.tokens import BYTES, CONTEXT, IdStream, TextStream, TooManyTokens, stream_ids, token_bytes
+from locret_kit.runtime.tokens import BYTES, IdStream, TextStream, TooManyTokens, stream_ids, token_bytes
 
 BACKBONE = Path(__file__).resolve().parents[2] / "checkpoints" / "SmolLM2-135M-Instruct"
 CODE = "def f(x, y=None):\n    # a comment\n    return {'a': [x ** 2 for _ in range(10)]}\n\n\n\tif x:\n\t\tpass\n"
@@ -81,23 +81,11 @@ WORDS = st.sampled_from(
 
 
 @given(st.lists(WORDS, max_size=60), st.lists(st.integers(1, 500), min_size=1, max_size=4), st.integers(600, 1500))
-@settings(max_examples=60)
 def test_any_text_any_pieces(words, sizes, block):
     check(tiny_tokenizer(), "".join(words) * 3, sizes, block)
 
 
-@lru_cache(maxsize=1)
-def uncut_tokenizer():
-    """Its tokens are within words, as those of Llama 2, but nothing cuts words apart before they are merged."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Metaspace()
-    bpe.train_from_iterator([PROSE] * 3, trainers.BpeTrainer(vocab_size=300, show_progress=False))
-    bpe.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
-
-
 @given(st.lists(WORDS, max_size=40), st.lists(WORDS, max_size=5), st.lists(WORDS, max_size=5))
-@settings(max_examples=60)
 def test_what_was_settled_is_what_one_call_reads(words, more, question):
     """Tokens up to the last words are final: whatever follows, one call on the whole text reads them alike."""
     tokenizer = tiny_tokenizer()
@@ -113,13 +101,6 @@ def test_what_was_settled_is_what_one_call_reads(words, more, question):
     assert stream.finish(after).tolist() == tokenizer(text + "".join(more) + after, verbose=False).input_ids
 
 
-def test_more_waits_where_nothing_cuts_words_apart():
-    stream = IdStream(uncut_tokenizer())
-    stream.feed(PROSE * 6)
-    stream.settle()
-    assert len(stream.text) - stream.done >= CONTEXT
-
-
 def test_a_text_with_too_many_tokens_is_not_read_to_its_end():
     tokenizer, text = tiny_tokenizer(), PROSE * 12
     want = tokenizer(text, verbose=False).input_ids
@@ -133,17 +114,6 @@ def test_a_text_with_too_many_tokens_is_not_read_to_its_end():
             begun.append(piece)
             stream.feed(piece)
     assert len(begun) < 20
-
-
-def test_special_tokens_come_once():
-    check(tiny_tokenizer(bos=True), PROSE * 10, [100], 600, special=True)
-    assert stream_ids(tiny_tokenizer(bos=True), [PROSE], special=True)[0] == tiny_tokenizer().bos_token_id
-    assert stream_ids(tiny_tokenizer(bos=True), [PROSE])[0] != tiny_tokenizer().bos_token_id
-    check(tiny_tokenizer(), PROSE * 10, [100], 600, special=True)
-
-
-def test_chat_marks_in_the_text_are_read_as_the_tokenizer_reads_them():
-    check(tiny_tokenizer(), ("<|im_start|>user\n" + PROSE * 3 + "<|im_end|>\n") * 6, [61], 600)
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------------
@@ -258,16 +228,6 @@ def test_long_text_in_bytes_comes_as_it_is_written(kind, text):
     ids = [names[letters[byte]] if shift is None else byte + shift for byte in text.encode()]
     pieces = streamed(tokenizer, ids)
     assert "".join(pieces) == text and (max(map(len, pieces)) < 60 or "\ufffd" in text)
-
-
-@pytest.mark.parametrize("tokens", ["words", "broken", "special"])
-@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
-def test_a_token_costs_the_same_after_however_many(kind, tokens, monkeypatch):
-    tokenizer, given, decode = decoding_tokenizer(kind), [], decoding_tokenizer(kind).decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids, **more: given.append(len(ids)) or decode(ids, **more))
-    token = {"words": len(tokenizer) - 5, "broken": 200, "special": tokenizer.bos_token_id}[tokens]
-    streamed(tokenizer, [token] * 2000)
-    assert max(given) <= 2 * (32 + 4 + 4)
 
 
 @settings(max_examples=30)
