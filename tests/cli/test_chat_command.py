@@ -76,33 +76,30 @@ def test_the_last_line_may_lack_its_end_and_a_mark_may_come_first(piped, backbon
     assert piped("")[:2] == (0, "")
 
 
+SAID = {
+    b"/sav": "unknown command '/sav'. Did you mean '/save'?",
+    b"/undo": "there is no turn to undo",
+    b"/undo now": "/undo takes no words, not 'now'",
+    b"/read nowhere.txt": "file='nowhere.txt' does not exist",
+    b"/read": "/read needs a file",
+    b"/budget 9": "/budget is no command any more: start locret-chat with --budget",
+    b"/kept": "/kept is no command any more: /save BOOK.locret, and locret-kept",
+    b"caf\xe9": "line 8 of stdin is not UTF-8: byte 3",
+    b"/stats": "/stats is no command any more: /save BOOK.locret, and locret-info",
+    b"/save x.txt": "/save needs a file that ends in .locret or .md",
+    b"/save x.locret": "there is no document to save",
+    b"/save x.md": "nothing was said yet",
+    b"/retry": "nothing was asked yet",
+    b"/pin": "nothing was said yet that could be pinned",
+}
+"""Lines of a talk in which nothing was said yet, and what is said to them."""
+
+
 def test_an_error_is_one_line_and_the_talk_goes_on(piped, backbone):
-    lines = [b"/sav", b"/undo", b"/undo now", b"/read nowhere.txt", b"/read", b"/budget 9", b"/kept", b"caf\xe9"]
-    lines += [b"/stats", b"/save x.txt", b"/save x.locret", b"/save x.md", b"/retry", b"/pin"]
-    status, out, err = piped(b"\n".join([*lines, b"What is it?"]))
+    status, out, err = piped(b"\n".join([*SAID, b"What is it?"]))
     assert (status, out) == (1, answers(chat(backbone), "What is it?"))
     said = [line.removeprefix("locret-chat: ") for line in err.splitlines() if line.startswith("locret-chat: ")]
-    for line, begin in zip(
-        said,
-        [
-            "unknown command '/sav'. Did you mean '/save'?",
-            "there is no turn to undo",
-            "/undo takes no words, not 'now'",
-            "file='nowhere.txt' does not exist",
-            "/read needs a file",
-            "/budget is no command any more: start locret-chat with --budget",
-            "/kept is no command any more: /save BOOK.locret, and locret-kept",
-            "line 8 of stdin is not UTF-8: byte 3",
-            "/stats is no command any more: /save BOOK.locret, and locret-info",
-            "/save needs a file that ends in .locret or .md",
-            "there is no document to save",
-            "nothing was said yet",
-            "nothing was asked yet",
-            "nothing was said yet that could be pinned",
-        ],
-        strict=True,
-    ):
-        assert line.startswith(begin)
+    assert all(line.startswith(begin) for line, begin in zip(said, SAID.values(), strict=True)), said
 
 
 def test_a_document_is_read_asked_shown_and_saved(piped, backbone, tmp_path):
@@ -127,16 +124,10 @@ def test_a_document_is_read_asked_shown_and_saved(piped, backbone, tmp_path):
 
 
 def test_undo_and_retry(piped, tmp_path):
-    lines = [
-        "What is it?",
-        "Who came in?",
-        "/retry",
-        f"/save {tmp_path / 'a.md'}",
-        "/undo",
-        f"/save {tmp_path / 'b.md'}",
-    ]
+    files = [tmp_path / name for name in ("a.md", "b.md")]
+    lines = ["What is it?", "Who came in?", "/retry", f"/save {files[0]}", "/undo", f"/save {files[1]}"]
     status, out, err = piped("\n".join([*lines, "/retry"]), "--temperature", "1.0", "--seed", "3")
-    before, after = ((tmp_path / name).read_text() for name in ("a.md", "b.md"))
+    before, after = (file.read_text() for file in files)
     first, second, third, fourth = out.splitlines()
     assert status == 0 and len({second, third, fourth}) > 1
     turns = [f"## User\n\n{q}\n\n## Assistant\n\n{a.strip()}\n" for q, a in zip(lines, (first, third), strict=False)]
@@ -149,15 +140,10 @@ def test_retry_after_an_undone_turn_asks_again(piped):
     assert status == 0 and third == second
 
 
-def test_text_is_pinned(piped):
-    lines = ["The pass key is 12345, remember it.", "/pin key is 12345", "/pin never said", "And now?"]
-    _, _, err = piped("\n".join(lines), policy="streaming")
-    assert "locret-chat: 'never said' does not occur in the conversation" in err and "pinned: " in err
-
-
 def test_the_last_token_of_a_cut_answer_is_pinned_before_it_is_read(piped, backbone):
     last = answers(chat(backbone), "What is it?").strip()[-1]
-    _, _, err = piped(f"What is it?\n/pin {last}\n")
+    _, _, err = piped(f"What is it?\n/pin never said\n/pin {last}\n")
+    assert "locret-chat: 'never said' does not occur in the conversation" in err
     assert err.splitlines()[-1].startswith("pinned: 1 tokens")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from locret_kit.backbones import tested
-from locret_kit.cli import ask, chat, eval, infer, info, kept, plan, publish, read, train
+from locret_kit.cli import chat, eval, plan, publish, train
 from locret_kit.cli.command import command
 from locret_kit.hub import OneRetryLine
 
@@ -74,67 +73,43 @@ def test_a_newer_library_is_named_and_so_is_the_release_that_works(capsys, monke
 
 def test_ctrl_c_says_what_there_is_to_say(capsys):
     assert ended(capsys, KeyboardInterrupt()) == (130, "\nlocret-x: stopped\n")
-    assert ended(capsys, KeyboardInterrupt(), stopped="stopped; again goes on") == (
-        130,
-        "\nlocret-x: stopped; again goes on\n",
-    )
+    again = "stopped; again goes on"
+    assert ended(capsys, KeyboardInterrupt(), stopped=again) == (130, f"\nlocret-x: {again}\n")
     assert ended(capsys, KeyboardInterrupt(), stopped="") == (130, "")
 
 
-def test_status_and_signature_are_those_of_the_command():
-    @command("locret-x")
-    def main(argv: list[str] | None = None, *, status: int = 3) -> int:
-        """Its words."""
-        return status
-
-    assert (main(), main([], status=0)) == (3, 0)
-    assert main.__doc__ == "Its words." and list(inspect.signature(main).parameters) == ["argv", "status"]
+CODE = """
+import sys
+from locret_kit.cli.command import command
+@command("locret-x")
+def main():
+    {}
+    return 0
+sys.exit(main())
+"""
 
 
 @pytest.mark.parametrize("length", [1, 10**6])
 def test_a_reader_that_left_is_one_line(length):
     """A short output is written when the command ends, a long one while it runs."""
-    code = f"""
-import sys
-from locret_kit.cli.command import command
-@command("locret-x")
-def main():
-    sys.stdin.read()
-    print("x" * {length})
-    return 0
-sys.exit(main())
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=HERE
-    ) as run:
+    words = [sys.executable, "-c", CODE.format(f"sys.stdin.read(); print('x' * {length})")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, env=HERE) as run:
         run.stdout.close()
         run.stdin.close()
         err = run.stderr.read().decode()
     assert (run.returncode, err) == (1, "locret-x: stdout was closed before the output ended\n")
 
 
-@pytest.mark.parametrize(("closed", "said"), [("<&-", "0\n"), (">&-", ""), ("2>&-", "0\n")])
+@pytest.mark.parametrize(("closed", "said"), [("<&-", "0\n"), (">&-", ""), ("2>&-", "0\n"), ("", "caf\\xe9\n")])
 def test_a_stream_that_was_closed_reads_and_writes_nothing(closed, said):
-    code = """
-import sys
-from locret_kit.cli.command import command
-@command("locret-x")
-def main():
-    print(len(sys.stdin.read()))
-    print("words", file=sys.stderr)
-    return 0
-sys.exit(main())
-"""
-    line = f"{sys.executable} -c '{code}' < /dev/null {closed}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=HERE)
+    """And what the terminal's encoding lacks is escaped."""
+    does = 'print("words", file=sys.stderr); print(len(sys.stdin.read()))' if closed else 'print("caf\\u00e9")'
+    line = f"{sys.executable} -c '{CODE.format(does)}' < /dev/null {closed}"
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, env={**HERE, "PYTHONIOENCODING": "ascii"}
+    )
     assert (done.returncode, done.stdout) == (0, said), done.stderr
-
-
-def test_what_the_terminals_encoding_lacks_is_escaped():
-    code = "from locret_kit.cli.command import command\n@command('locret-x')\ndef main():\n print('caf\u00e9')\n return 0\nmain()"
-    env = {**HERE, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert (done.stdout, done.stderr) == ("caf\\xe9\n", "")
 
 
 @pytest.mark.parametrize(
@@ -142,12 +117,7 @@ def test_what_the_terminals_encoding_lacks_is_escaped():
     [
         (train.main, "locret-train", ["recipe=nowhere"]),
         (plan.main, "locret-plan", ["--model", "nowhere", "--gpu-memory", "24GiB"]),
-        (infer.main, "locret-infer", ["--ckpt", "nowhere.pt", "--quiet"]),
         (eval.main, "locret-eval", ["task=[passkey]"]),
-        (read.main, "locret-read", ["--out", "x.locret", "--ckpt", "nowhere.pt"]),
-        (info.main, "locret-info", ["nowhere.locret"]),
-        (kept.main, "locret-kept", ["nowhere.locret"]),
-        (ask.main, "locret-ask", ["nowhere.locret", "Who?"]),
         (chat.main, "locret-chat", ["nowhere.locret"]),
         (publish.main, "locret-publish", ["nowhere", "me/x", "--dry-run"]),
     ],

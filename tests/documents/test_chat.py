@@ -9,85 +9,55 @@ import pytest
 import torch
 from read_texts import SETTINGS, kept, parts, read, text_of
 
-from locret_kit import Chat, attach
+from locret_kit import Chat
 from locret_kit.runtime.session import Sampling
 from locret_kit.settings import RunSettings
 from locret_kit.text.template import render_turn
-
-
-def replayed(chat: Chat) -> torch.Tensor:
-    """Logits after the conversation of a cache that evicts nothing: the model's own, over all its tokens."""
-    model, _, _ = parts()
-    return model(input_ids=torch.tensor([list(chat.ids)])).logits[0, -1]
 
 
 @torch.no_grad()
 def test_a_conversation_in_a_large_cache_is_the_models_own():
     model, tokenizer, _ = parts()
     chat = Chat(model, tokenizer, settings=4096, policy="h2o", max_new_tokens=5)
-    said = [("What is it?", "".join(chat.say("What is it?"))), ("Who came in?", "".join(chat.say("Who came in?")))]
-    messages = [
-        {"role": role, "content": words}
-        for turn in said
-        for role, words in zip(("user", "assistant"), turn, strict=True)
-    ]
-    text = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+    said = []
+    for question in ("What is it?", "Who came in?"):
+        said += [{"role": "user", "content": question}, {"role": "assistant", "content": "".join(chat.say(question))}]
+    text = tokenizer.apply_chat_template(said[:-1], tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(chat.ids[: chat.turns[1].end]).startswith(text[:40])
     # every answer is greedy under the model itself, over the conversation so far
     for turn in chat.turns:
         answer = tokenizer(turn.answer, add_special_tokens=False).input_ids or []
         assert turn.end - turn.start > len(answer)
-    ids = list(chat.ids)
-    for at in range(chat.turns[0].end - 4, chat.turns[0].end):
-        assert int(model(input_ids=torch.tensor([ids[:at]])).logits[0, -1].argmax()) == ids[at]
-    for at in range(len(ids) - 4, len(ids)):
+    ids, ends = list(chat.ids), [turn.end for turn in chat.turns]
+    for at in (at for end in ends for at in range(end - 4, end)):
         assert int(model(input_ids=torch.tensor([ids[:at]])).logits[0, -1].argmax()) == ids[at]
 
 
-@pytest.mark.parametrize("policy", ["locret", "ada-locret", "h2o", "sirllm"])
-def test_turns_have_room_of_their_own(policy):
-    document = read("llama", policy, text_of(260), **SETTINGS)
+@pytest.mark.parametrize(
+    ("policy", "stabilizers", "history"),
+    [
+        *((policy, 4, 100) for policy in ("locret", "ada-locret", "h2o", "sirllm", "pyramidkv(6,3)")),
+        *((policy, 40, 30) for policy in ("locret", "ada-locret", "h2o")),
+    ],
+)
+def test_turns_have_room_of_their_own(policy, stabilizers, history):
+    """Also beside a document whose stabilizers are more than the turns' slots, as Locret's published ones are (2500 of 6000, and
+    1024 slots for the turns), and in layers of different budgets, of which the smallest decides about nothing of the document."""
+    document = read("llama", policy, text_of(260), **{**SETTINGS, "stabilizers": stabilizers})
     before = kept(document.cache)
-    chat = document.chat(history=100, max_new_tokens=4)
+    chat = document.chat(history, max_new_tokens=4)
     first = "".join(chat.say("What is it?"))
-    assert first == str(document.ask("What is it?", max_new_tokens=4))
-    held = [set(head) for layer in kept(chat.cache) for head in [layer] for head in head]
-    sizes = []
-    for number in range(9):
-        list(chat.say(f"And what about boat number {number}, which came in when the harbour was quiet?"))
+    layered = "pyramid" in policy
+    assert layered or first == str(document.ask("What is it?", max_new_tokens=4))
+    held, sizes = heads_of(chat), []
+    for number in range(12):
+        list(chat.say(f"And what about boat number {number}, which came in?"))
         sizes.append(chat.cache.nbytes)
-        assert max(rows for rows in chat.cache.kept_rows) <= 48 + 100 + 64
+        assert layered or max(chat.cache.kept_rows) <= 48 + history + 64
     assert len(set(sizes)) == 1 and chat.cache.counters.evictions > document.cache.counters.evictions
-    now = [set(head) for layer in kept(chat.cache) for head in [layer] for head in head]
     text = range(document.tokens)
-    assert all({at for at in a if at in text} <= b for a, b in zip(held, now, strict=True))
+    assert layered or all({at for at in a if at in text} <= b for a, b in zip(held, heads_of(chat), strict=True))
     assert kept(document.cache) == before
-
-
-@pytest.mark.parametrize("policy", ["locret", "ada-locret", "h2o"])
-def test_turns_have_room_beside_a_document_whose_stabilizers_are_more_than_the_turns_slots(policy):
-    """As Locret's published ones are: 2500 of 6000, and 1024 slots for the turns."""
-    document = read("llama", policy, text_of(260), **{**SETTINGS, "stabilizers": 40})
-    chat = document.chat(history=30, max_new_tokens=4)
-    first = "".join(chat.say("What is it?"))
-    assert first == str(document.ask("What is it?", max_new_tokens=4))
-    held = [set(head) for layer in kept(chat.cache) for head in layer]
-    for number in range(12):
-        list(chat.say(f"And what about boat number {number}, which came in?"))
-    assert len(chat.turns) == 13 and chat.cache.counters.evictions > document.cache.counters.evictions
-    text = range(document.tokens)
-    now = [set(head) for layer in kept(chat.cache) for head in layer]
-    assert all({at for at in a if at in text} <= b for a, b in zip(held, now, strict=True))
-
-
-def test_layers_of_different_budgets_have_room_for_turns():
-    """The layer with the largest budget holds most of the document, the one with the smallest decides about nothing of it."""
-    document = read("llama", "pyramidkv(6,3)", text_of(260), **SETTINGS)
-    assert len(set(document.cache.context.budgets)) > 1
-    chat = document.chat(history=100, max_new_tokens=4)
-    for number in range(12):
-        list(chat.say(f"And what about boat number {number}, which came in?"))
-    assert len(chat.turns) == 12 and chat.cache.counters.evictions > document.cache.counters.evictions
 
 
 def test_undo_and_retry():
@@ -132,27 +102,19 @@ def interrupt(monkeypatch, pieces: Iterator[str]) -> None:
             list(pieces)
 
 
-def test_a_turn_that_fails_leaves_nothing_behind(monkeypatch):
-    document = read("llama", "locret", text_of(260), **SETTINGS)
-    chat = document.chat(max_new_tokens=4)
-    list(chat.say("What is it?"))
-    ids, positions = list(chat.ids), kept(chat.cache)
-    interrupt(monkeypatch, chat.say("Who came in?"))
-    assert list(chat.ids) == ids and kept(chat.cache) == positions and not chat.cache.unfinished
-    assert "".join(chat.say("Who came in?")) == "".join(chat.retry())
-
-
-def test_a_retry_that_fails_leaves_the_old_answer(monkeypatch):
+def test_a_turn_or_a_retry_that_fails_leaves_nothing_behind(monkeypatch):
     document = read("llama", "locret", text_of(260), **SETTINGS)
     chat = document.chat(max_new_tokens=4)
     list(chat.say("What is it?"))
     before = list(chat.ids), kept(chat.cache)
+    interrupt(monkeypatch, chat.say("Who came in?"))
+    assert (list(chat.ids), kept(chat.cache)) == before and not chat.cache.unfinished
     answer = "".join(chat.say("Who came in?"))
-    ids, positions = list(chat.ids), kept(chat.cache)
+    after = list(chat.ids), kept(chat.cache)
     interrupt(monkeypatch, chat.retry())
-    assert list(chat.ids) == ids and kept(chat.cache) == positions and chat.turns[-1].answer == answer
+    assert (list(chat.ids), kept(chat.cache)) == after and chat.turns[-1].answer == answer
     chat.retry().close()  # nobody asked for a word of it
-    assert list(chat.ids) == ids and "".join(chat.retry()) == answer
+    assert list(chat.ids) == after[0] and "".join(chat.retry()) == answer
     chat.undo()
     assert (list(chat.ids), kept(chat.cache)) == before
     with pytest.raises(ValueError, match="only the last turn can be undone"):
@@ -269,10 +231,3 @@ def test_a_documents_first_turn_protects_what_a_question_does(protect):
     chat, answer = document.chat(max_new_tokens=4), document.ask("What is it?", max_new_tokens=4)
     assert "".join(chat.say("What is it?")) == str(answer)
     assert set(answer.cache.pins) - {(0, document.tokens)} and chat.cache.pins[-1] == answer.cache.pins[-1]
-
-
-def test_the_turn_of_a_template():
-    _, tokenizer, _ = parts()
-    assert render_turn(tokenizer, "Who?") == "<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
-    with attach(parts()[0]):
-        pass  # nobody has left the model attached

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -44,12 +44,9 @@ def generate_ids(model, tokenizer, ids, cache) -> str:
 
 def same(answer, expected) -> bool:
     (tokens, positions, cache), said, mine = expected, str(answer), answer.cache
-    equal = all(
-        torch.equal(a.slots(name), b.slots(name))
-        for a, b in zip(mine.bounded, cache.bounded, strict=True)
-        for name in ("keys", "values", "scores")
-        if a.rows
-    )
+    names = ("keys", "values", "scores")
+    layers = [(a, b) for a, b in zip(mine.bounded, cache.bounded, strict=True) if a.rows]
+    equal = all(torch.equal(a.slots(name), b.slots(name)) for a, b in layers for name in names)
     return said == tokens and kept(mine) == positions and equal
 
 
@@ -112,15 +109,17 @@ def test_protected_markers_are_pinned_as_in_a_fresh_run(policy, tmp_path):
         assert answer.cache.pins == cache.pins and kept(answer.cache) == kept(cache) and len(cache.pins) == 2
 
 
-@pytest.mark.parametrize("bits", [4, 2])
-@pytest.mark.parametrize("policy", ["locret", "sirllm", "h2o"])
-def test_answers_equal_fresh_runs_in_few_bits(policy, bits, tmp_path):
-    check_equal(tmp_path, "gemma3", policy, **SETTINGS, kv_bits=bits)
-
-
-@pytest.mark.parametrize("policy", ["snapkv(6,3)", "h2o", "ada-snapkv(6,3)"])
-def test_a_one_shot_document_evicts_with_the_question(policy, tmp_path):
-    check_equal(tmp_path, "llama", policy, 420, budget=48, one_shot=True)
+@pytest.mark.parametrize(
+    ("family", "policy", "words", "settings"),
+    [
+        *(("gemma3", *one) for one in product(["locret", "sirllm", "h2o"], [160], [{"kv_bits": 4}, {"kv_bits": 2}])),
+        *(("llama", one, 420, {"one_shot": True}) for one in ("snapkv(6,3)", "h2o", "ada-snapkv(6,3)")),
+    ],
+)
+def test_answers_equal_fresh_runs_in_few_bits_and_in_one_shot(family, policy, words, settings, tmp_path):
+    """A one-shot document evicts with the question."""
+    given = {"budget": 48} if "one_shot" in settings else SETTINGS
+    check_equal(tmp_path, family, policy, words, **given, **settings)
 
 
 @pytest.mark.parametrize("policy", ["nacl(proxies=0.1)", "pyramidkv(6,3,beta=3)"])
@@ -219,34 +218,17 @@ def test_a_share_is_one_of_the_document(tmp_path):
     assert Document.load(tmp_path / "text.locret", model, tokenizer).share == 0.1
 
 
-def test_threads_ask_one_document():
+def test_threads_ask_one_document_and_answers_are_written_by_turns():
     model = parts("llama")[0]
     document = read("llama", "locret", text_of(240), **SETTINGS, kv_bits=4)
     alone = [str(document.ask(question, max_new_tokens=6)) for question in QUESTIONS]
-    found: dict[int, str] = {}
-
-    def ask(number: int) -> None:
-        found[number] = str(document.ask(QUESTIONS[number % 2], max_new_tokens=6))
-
-    with attach(model):
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [found[number] for number in range(6)] == alone * 3
-
-
-def test_two_answers_are_written_by_turns():
-    document = read("llama", "locret", text_of(240), **SETTINGS)
-    alone = [str(document.ask(question, max_new_tokens=6)) for question in QUESTIONS]
+    with attach(model), ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda question: str(document.ask(question, max_new_tokens=6)), QUESTIONS * 3))
+    assert found == alone * 3
     first, second = (document.ask(question, max_new_tokens=6) for question in QUESTIONS)
-    pieces: tuple[list[str], list[str]] = ([], [])
-    for a, b in zip(first, second, strict=False):
-        pieces[0].append(a)
-        pieces[1].append(b)
-    assert [str(first), str(second)] == alone
-    assert parts("llama")[0].config._attn_implementation != "locret"  # nobody writes any more
+    pieces = ["".join(said) for said in zip(*zip(first, second, strict=False), strict=True)]
+    assert [str(first), str(second)] == alone and all(a.startswith(b) for a, b in zip(alone, pieces, strict=True))
+    assert model.config._attn_implementation != "locret"  # nobody writes any more
 
 
 def test_a_short_text_is_read_with_each_question(tmp_path):

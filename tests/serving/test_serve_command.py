@@ -12,16 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
-import torch
+from tiny_heads import save_tiny_heads
 from tiny_tokenizer import TEXT, save_tiny_backbone
 
 from locret_kit import BoundedCache
 from locret_kit.backbones.load import load_backbone
-from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.serve import main
-from locret_kit.heads import HeadsConfig, RetainingHeads
+from locret_kit.heads import RetainingHeads
 from locret_kit.policies.registry import UNTRAINED
 from locret_kit.runtime.session import generate
 from locret_kit.settings import RunSettings
@@ -59,10 +57,7 @@ def files(tmp_path_factory) -> Path:
     """Heads and the backbone that they name."""
     folder = tmp_path_factory.mktemp("serve")
     save_tiny_backbone(folder / "backbone", initializer_range=0.3)
-    model, _ = load_backbone(str(folder / "backbone"), dtype="float32", device="cpu")
-    torch.manual_seed(1)
-    config = HeadsConfig.for_backbone(spec_of(model.config), str(folder / "backbone"), 16)
-    RetainingHeads(config).save_pretrained(str(folder / "heads"))
+    save_tiny_heads(folder, 16, backbone=folder / "backbone", inference={})
     (folder / "keys.txt").write_text(f"{KEY}\n")
     return folder
 
@@ -118,24 +113,8 @@ def test_curl(keyed, files):
     assert found["usage"]["locret"]["evictions"] > 0
 
 
-def test_openais_client(keyed, files):
-    with openai.OpenAI(base_url=f"{keyed}/v1", api_key=KEY, max_retries=0) as client:
-        [model] = client.models.list().data
-        assert model.id == "heads"
-        ask = dict(model=model.id, messages=MESSAGES, temperature=0, max_completion_tokens=16)
-        with client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}) as events:
-            seen = list(events)
-        text = "".join(event.choices[0].delta.content or "" for event in seen if event.choices)
-        assert text == client.chat.completions.create(**ask).choices[0].message.content == alone(files, MESSAGES, 16)
-        assert seen[-1].usage.completion_tokens == 16
-        with pytest.raises(openai.BadRequestError, match="functions is not supported"):
-            client.chat.completions.create(**ask, functions=[{"name": "f", "parameters": {}}])
-    with openai.OpenAI(base_url=f"{keyed}/v1", api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
-        client.models.list()
-
-
 def test_open_webui(unlocked, files):
-    """The requests of a chat there: models, the answer, the chat's title, and the next turn."""
+    """The requests of a chat there: models, the answer, and the next turn."""
     headers = {
         "content-type": "application/json", "authorization": "Bearer sk-none", "http-referer": "https://openwebui.com/",
         "x-title": "Open WebUI", "x-openwebui-user-name": "Anna", "x-openwebui-chat-id": "c1",
@@ -156,13 +135,9 @@ def test_open_webui(unlocked, files):
     said = "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
     assert said == alone(files, MESSAGES, 12, heads=False) and events[-1]["usage"]["completion_tokens"] == 12
     assert [choice["finish_reason"] for event in events for choice in event["choices"]][-1] == "length"
-    title = {"model": model["id"], "messages": MESSAGES[1:], "stream": False, "max_completion_tokens": 20}
-    found = httpx.post(f"{unlocked}/v1/chat/completions", json=title, headers=headers, timeout=60).json()
-    assert found["choices"][0]["message"]["role"] == "assistant" and found["usage"]["completion_tokens"] > 0
-    body["messages"] = [*MESSAGES, {"role": "assistant", "content": said}, {"role": "user", "content": "And when?"}]
-    body["stream"] = False
+    body |= {"messages": [*MESSAGES, {"role": "assistant", "content": said}, *MESSAGES[1:]], "stream": False}
     turn = httpx.post(f"{unlocked}/v1/chat/completions", json=body, headers=headers, timeout=60).json()
-    assert turn["choices"][0]["finish_reason"] == "length"
+    assert turn["choices"][0]["finish_reason"] == "length" and turn["usage"]["completion_tokens"] == 12
 
 
 def test_a_proxy_passes_its_public_name(unlocked, keyed):
@@ -220,6 +195,8 @@ def test_errors_are_one_line(files, tmp_path, capsys):
             ([*heads, "--api-key-file", str(tmp_path / "no.txt")], 1, "cannot be read"),
             ([*heads, "--allowed-hosts", "a.org,http://b.org"], 1, "allowed_hosts='http://b.org' must be a name or an address"),
             ([*heads, "--policies", "h3o"], 1, "h2o"),
+            (["--model", "nowhere", "--policies", "full"], 1, "policy='full' evicts nothing"),
+            (["--model", "nowhere", "--policy", "full"], 1, "policy='full' evicts nothing"),
             ([*heads, "--sessions", "0"], 1, "sessions=0"),
             ([*heads, "--sesions", "2"], 2, "Did you mean 'sessions'?"),
         ]  # fmt: skip

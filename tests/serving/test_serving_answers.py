@@ -11,40 +11,20 @@ import httpx
 import openai
 import pytest
 import torch
-from http_bodies import bearer, expected, user
+from http_bodies import chat, deleted, expected, uploaded, user
 from read_texts import parts, text_of
-from served import KEYS, LIMITS, SETTINGS, ask, running_engine, serving
+from served import LIMITS, SETTINGS, ask, running_engine, serving
 
 from locret_kit import BoundedCache, Document
 from locret_kit.backbones.spec import spec_of
-from locret_kit.cli.serve import main
 from locret_kit.planning.inference_plan import Setting
 from locret_kit.planning.serving import Caches
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.scheduler import PATIENCE
 from locret_kit.runtime.session import Answer, Sampling, generate
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.header_timeout import HeaderTimeout
 from locret_kit.serving.request import ServerRequest
 from locret_kit.settings import RunSettings
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with running_engine() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def url(engine):
-    with serving(engine) as address:
-        yield address
-
-
-@pytest.fixture
-def client(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0) as made:
-        yield made
 
 
 def random_ids(length: int, seed: int) -> array[int]:
@@ -57,9 +37,7 @@ def random_ids(length: int, seed: int) -> array[int]:
 def test_a_stop_text_ends_an_answer_and_its_conversation_goes_on(engine):
     cancelled, ids = engine.counters.cancelled, random_ids(150, 1)
     request = ask(engine, "anna", ids, tokens=16, stop_at=lambda tokens: 2 if len(tokens) == 5 else None)
-    assert (
-        request.sequence.finish_reason == "stop" and len(request.sequence.tokens) == 5
-    )  # nothing was written after it
+    assert (request.sequence.finish_reason, len(request.sequence.tokens)) == ("stop", 5)  # nothing was written after it
     longer = ids + array("i", request.sequence.tokens[:2]) + random_ids(20, 2)  # the last three are the stop text
     again = ask(engine, "anna", longer)
     assert again.cached_tokens == len(ids) + 2 and engine.counters.cancelled == cancelled
@@ -91,11 +69,8 @@ def test_stop_texts_over_http_are_not_cancelled(client, engine):
         answer = client.chat.completions.create(
             model="tiny", messages=messages, temperature=0, max_tokens=16, stop=whole[4:6], stream=stream
         )
-        said = (
-            "".join(one.choices[0].delta.content or "" for one in answer)
-            if stream
-            else answer.choices[0].message.content
-        )
+        events = answer if stream else [answer]
+        said = "".join((one.choices[0].delta if stream else one.choices[0].message).content or "" for one in events)
         assert said == whole[: whole.index(whole[4:6])]
     assert engine.counters.cancelled == before
 
@@ -103,15 +78,12 @@ def test_stop_texts_over_http_are_not_cancelled(client, engine):
 def test_a_token_of_a_long_answer_costs_what_one_of_a_short_answer_does(engine, monkeypatch):
     given, decode = [], engine.tokenizer.decode
     monkeypatch.setattr(engine.tokenizer, "decode", lambda ids, **more: given.append(len(ids)) or decode(ids, **more))
-    asked = {"messages": user("A story."), "max_tokens": 200, "temperature": 1.5, "seed": 3}
+    asked = {"max_tokens": 200, "temperature": 1.5, "seed": 3}
     plain = "ab" * 80
     with serving(engine, replace(LIMITS, answer_tokens=200)) as address:
         for more in ({}, {"stop": [plain]}, {"stream": True, "logprobs": True, "stop": [plain]}):
-            body = {**asked, **more, "logit_bias": {str(engine.tokenizer.eos_token_id): -100}}
-            assert (
-                httpx.post(f"{address}/v1/chat/completions", json=body, headers=bearer(), timeout=100).status_code
-                == 200
-            )
+            biased = {**asked, **more, "logit_bias": {str(engine.tokenizer.eos_token_id): -100}}
+            assert chat(address, user("A story."), **biased).status_code == 200
     cache = BoundedCache(SETTINGS, parse_policy("streaming"), prompt_length=4)
     assert str(Answer(engine.model, engine.tokenizer, [5, 6, 7, 8], cache, max_new_tokens=200, sampling=Sampling(1.5)))
     assert len(given) > 400 and max(given) <= 80
@@ -143,9 +115,8 @@ def test_logprobs_are_those_of_the_model(engine, temperature):
 
 
 def test_logprobs_of_chat_completions(client):
-    asked = dict(
-        model="tiny", messages=user("Who came in?"), max_tokens=8, temperature=0, logprobs=True, top_logprobs=3
-    )
+    asked = dict(model="tiny", messages=user("Who came in?"), max_tokens=8, temperature=0, logprobs=True)
+    asked["top_logprobs"] = 3
     whole = client.chat.completions.create(**asked)
     entries = whole.choices[0].logprobs.content
     assert len(entries) == whole.usage.completion_tokens == 8
@@ -162,7 +133,7 @@ def test_logprobs_of_chat_completions(client):
             client.chat.completions.create(model="tiny", messages=user("x"), extra_body=body)
 
 
-def test_a_token_that_cannot_be_has_a_number_that_json_has(client, engine, monkeypatch):
+def test_a_token_that_cannot_be_has_a_number_that_json_has(url, engine, monkeypatch):
     forward = engine._batch._forward
 
     def seven_tokens_alone(*given):
@@ -170,19 +141,15 @@ def test_a_token_that_cannot_be_has_a_number_that_json_has(client, engine, monke
         return logits.masked_fill(torch.arange(logits.shape[-1]) > 6, float("-inf"))
 
     monkeypatch.setattr(engine._batch, "_forward", seven_tokens_alone)
-    whole = client.chat.completions.create(
-        model="tiny", messages=user("x"), max_tokens=1, temperature=0, logprobs=True, top_logprobs=20
-    )
-    values = [top.logprob for top in whole.choices[0].logprobs.content[0].top_logprobs]
+    whole = chat(url, user("x"), max_tokens=1, logprobs=True, top_logprobs=20).json()
+    values = [top["logprob"] for top in whole["choices"][0]["logprobs"]["content"][0]["top_logprobs"]]
     assert len(values) == 20 and values[7:] == [-9999.0] * 13 and values[6] > -100
 
 
-def test_the_bytes_of_logprobs_make_the_text_also_of_parts_of_characters(client):
-    answer = client.chat.completions.create(
-        model="tiny", messages=user("Who came in?"), max_tokens=60, temperature=2, seed=1, logprobs=True
-    ).choices[0]
-    found = [bytes(one.bytes) for one in answer.logprobs.content]
-    assert b"".join(found).decode(errors="replace") == answer.message.content
+def test_the_bytes_of_logprobs_make_the_text_also_of_parts_of_characters(url):
+    answer = chat(url, user("Who came in?"), max_tokens=60, temperature=2, seed=1, logprobs=True).json()["choices"][0]
+    found = [bytes(one["bytes"]) for one in answer["logprobs"]["content"]]
+    assert b"".join(found).decode(errors="replace") == answer["message"]["content"]
     assert any(len(one) == 1 and one[0] >= 0x80 for one in found)  # half a character
 
 
@@ -245,38 +212,21 @@ def test_a_beginning_that_cannot_be_begun_ends_one_request(engine, monkeypatch):
     prompts = [start + random_ids(20, seed) for seed in (12, 13, 14)]
     with pytest.raises(AssertionError, match="no room"):
         ask(engine, "anna", prompts[0], shared_tokens=200)
-    assert [ask(engine, "anna", ids, shared_tokens=200).cached_tokens for ids in prompts[1:]] == [
-        0,
-        200 - SETTINGS.local_len,
-    ]
+    cached = [ask(engine, "anna", ids, shared_tokens=200).cached_tokens for ids in prompts[1:]]
+    assert cached == [0, 200 - SETTINGS.local_len]
 
 
-def test_system_prompts_over_http(client):
-    system = {"role": "system", "content": text_of(120, 3)}
-    answers = [
-        client.chat.completions.create(
-            model="tiny", messages=[system, *user(text_of(30, seed))], temperature=0, max_tokens=6
-        )
-        for seed in range(3)
-    ]
-    assert [answer.choices[0].message.content for answer in answers] == [
-        expected([system, *user(text_of(30, seed))], max_new_tokens=6) for seed in range(3)
-    ]
-    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+def test_system_prompts_over_http(url):
+    system, cached = {"role": "system", "content": text_of(120, 3)}, []
+    for seed in range(3):
+        messages = [system, *user(text_of(30, seed))]
+        answer = chat(url, messages, max_tokens=6).json()
+        assert answer["choices"][0]["message"]["content"] == expected(messages, max_new_tokens=6)
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached[0] == 0 and cached[1] == cached[2] > 100
 
 
 # ---- saved caches ------------------------------------------------------------------------------------------------------
-
-
-def uploaded(url: str, name: str, data: bytes) -> dict:
-    made = httpx.post(f"{url}/v1/documents", files={"file": (name, data)}, headers=bearer()).json()
-    for _ in range(400):
-        shown = httpx.get(f"{url}/v1/documents/{made['id']}", headers=bearer()).json()
-        if shown["status"] != "reading":
-            return shown
-        time.sleep(0.02)
-    raise AssertionError(shown)
 
 
 def test_a_saved_cache_is_a_document(url, client, tmp_path):
@@ -288,7 +238,7 @@ def test_a_saved_cache_is_a_document(url, client, tmp_path):
     asked = dict(model="tiny", messages=user("Who came in?"), temperature=0, max_tokens=8)
     answer = client.chat.completions.create(**asked, extra_body={"document_id": shown["id"]})
     assert answer.choices[0].message.content == expected(user(f"{text}\n\nWho came in?"))
-    httpx.delete(f"{url}/v1/documents/{shown['id']}", headers=bearer())
+    assert deleted(url, shown)
 
 
 def test_saved_caches_that_do_not_fit_are_refused_with_their_sentence(url, tmp_path):
@@ -305,7 +255,7 @@ def test_saved_caches_that_do_not_fit_are_refused_with_their_sentence(url, tmp_p
         flipped = data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
         shown = uploaded(url, "a.locret", flipped if "damaged" in words else data)
         assert shown["status"] == "failed" and words in shown["error"] and shown["error"].startswith("a.locret")
-        httpx.delete(f"{url}/v1/documents/{shown['id']}", headers=bearer())
+        assert deleted(url, shown)
 
 
 # ---- bounds ------------------------------------------------------------------------------------------------------------
@@ -327,39 +277,6 @@ def test_the_plan_says_the_bytes_that_are_allocated():
     assert planned.bytes == sum(cache.nbytes for cache in (*caches, document.cache))
     assert str(planned).endswith(f"{planned.bytes} bytes")
     engine.stop()
-
-
-def test_a_policy_without_a_bound_is_refused(capsys):
-    for words in (["--policies", "full"], ["--policy", "full"]):
-        assert main(["--model", "nowhere", *words]) == 1
-        assert "policy='full' evicts nothing" in capsys.readouterr().err
-
-
-def test_at_most_three_chunks_of_others_are_read_before_a_first_token():
-    model, tokenizer, heads = parts("llama")
-    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=6, queue=40, piece=64)
-    batch, others, most = engine._batch, {}, []
-    forward = batch._forward
-
-    def noting(caches, pieces):
-        reading = {id(text.cache): len(ids) for text in batch.running for cache, ids in zip(caches, pieces, strict=True)
-                   if text.cache is cache and text.reading}  # fmt: skip
-        for text in batch.running:
-            if text.reading:
-                others[id(text)] = others.get(id(text), 0) + sum(reading.values()) - reading.get(id(text.cache), 0)
-        most.append(sum(reading.values()))
-        return forward(caches, pieces)
-
-    batch._forward = noting
-    lengths = [500, 20, 33, 300, 64, 10, 10, 450, 128, 40, 25, 300]
-    requests = [ServerRequest(random_ids(n, n), 6, owner="anna") for n in lengths]
-    engine.submit(*requests)
-    while any(request.sequence is None or request.sequence.finish_reason is None for request in requests):
-        time.sleep(0.01)
-    engine.stop()
-    chunk = SETTINGS.chunk
-    assert len(others) == len(requests) and max(others.values()) <= PATIENCE * chunk and max(most) <= PATIENCE * chunk
-    assert [request.sequence.finish_reason for request in requests] == ["length"] * len(requests)
 
 
 def test_headers_must_come_in_time(url, monkeypatch):

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from http_bodies import user
 from read_texts import text_of
-from served import KEYS, running_engine, serving
+from served import KEYS, serving
 
 from locret_kit.serving.hosts import name_of
 
@@ -29,12 +29,6 @@ OWN = [
     {"sec-fetch-site": "same-origin", "origin": "https://behind.a.proxy"},
 ]  # fmt: skip
 FORM = {"file": ("a.txt", text_of(40).encode())}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator:
-    with running_engine() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,13 @@ import anthropic
 import httpx
 import openai
 import pytest
-from http_bodies import bearer, expected, user
+from http_bodies import bearer, chat, expected, user
 from pydantic import BaseModel
-from served import KEYS, LIMITS, running_engine, serving
+from served import KEYS, LIMITS, serving
 from tiny_text import tiny_tokenizer
 
-from locret_kit.serving.answer_items import AnswerItems
 from locret_kit.serving.anthropic_routes import MessagesBody
 from locret_kit.serving.bodies import ChatBody
-from locret_kit.serving.errors import Refused
 from locret_kit.serving.responses_routes import ResponsesBody
 
 PARAMETERS = {
@@ -39,12 +37,6 @@ class Harbour(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def engine():
-    with running_engine() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def url(engine):
     limits = replace(LIMITS, answer_tokens=200)
     with serving(engine, limits, silence=0.2, defaults={"temperature": 0.0}) as address:
@@ -55,20 +47,6 @@ def url(engine):
 def claude(url):
     with anthropic.Anthropic(base_url=url, api_key=KEYS[0], max_retries=0) as made:
         yield made
-
-
-@pytest.fixture
-def client(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0) as made:
-        yield made
-
-
-def chat(url: str, messages: list, **fields: object) -> dict:
-    """What chat completions say to the same."""
-    body = {"messages": messages, "max_tokens": 8, **fields}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 CONVERSATION = [
@@ -149,13 +127,8 @@ def test_a_message(claude, url):
     asked = dict(model="any", max_tokens=8, messages=user("Who came in?"))
     answer = claude.messages.create(**asked)
     assert [block.text for block in answer.content] == [expected(user("Who came in?"))]
-    assert (answer.type, answer.role, answer.model, answer.stop_reason) == (
-        "message",
-        "assistant",
-        "tiny",
-        "max_tokens",
-    )
-    usage = chat(url, user("Who came in?"))["usage"]
+    assert (answer.role, answer.model, answer.stop_reason) == ("assistant", "tiny", "max_tokens")
+    usage = chat(url, user("Who came in?")).json()["usage"]
     told = answer.usage
     assert told.input_tokens + told.cache_read_input_tokens == usage["prompt_tokens"] and told.output_tokens == 8
     assert (
@@ -184,7 +157,7 @@ def test_a_conversation_with_tools_is_the_same_prompt(claude, url):
         {"role": "user", "content": [result, {"type": "text", "text": "And now?", "cache_control": {"type": "ephemeral"}}]},
     ]  # fmt: skip
     asked = dict(model="any", system=[{"type": "text", "text": "Be brief."}], messages=messages, tools=[ANTHROPIC_TOOL])
-    want = chat(url, CONVERSATION, tools=[CHAT_TOOL])
+    want = chat(url, CONVERSATION, tools=[CHAT_TOOL]).json()
     answer = claude.messages.create(**asked, max_tokens=8, tool_choice={"type": "auto"})
     assert answer.content[0].text == want["choices"][0]["message"]["content"]
     assert claude.messages.count_tokens(**asked).input_tokens == want["usage"]["prompt_tokens"]
@@ -221,29 +194,21 @@ def test_threads_are_refused_in_the_words_at_which_clients_send_whole_conversati
 
 
 def test_a_schema_of_older_clients(url):
-    schema = {
-        "type": "object",
-        "properties": {"deep": {"type": "boolean"}},
-        "required": ["deep"],
-        "additionalProperties": False,
-    }
-    body = {"max_tokens": 64, "messages": user("Tell."), "output_format": {"type": "json_schema", "schema": schema}}
+    form = {"type": "json_schema", "schema": Harbour.model_json_schema()}
+    body = {"max_tokens": 64, "messages": user("Tell."), "output_format": form}
     answer = httpx.post(f"{url}/v1/messages", json=body, headers=bearer(), timeout=60).json()
-    assert isinstance(json.loads(answer["content"][0]["text"])["deep"], bool)
+    assert Harbour.model_validate_json(answer["content"][0]["text"])
 
 
 @pytest.mark.parametrize(
     ("fields", "status", "kind", "words"),
     [
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
-        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"temperature": 1.5}, 400, "invalid_request_error", "temperature=1.5 must be at most 1"),
         ({"messages": user("word " * 9000)}, 400, "invalid_request_error", "prompt is too long"),
         ({"messages": [1]}, 400, "invalid_request_error", "messages: "),
-        ({"messages": "a"}, 400, "invalid_request_error", "messages"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "invalid_request_error", "tools.0"),
         ({"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool", "name": "x"}}, 400, "invalid_request_error", "of tools"),
-        ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers"),
         ({"output_config": {"format": {"type": "json_schema"}}}, 400, "invalid_request_error", "output_config.format: json"),
         ({"document_id": "doc_x"}, 404, "not_found_error", "doc_x"),
         ({"messages": user("x" * 300_000)}, 413, "request_too_large", "at most 200000 bytes"),
@@ -270,7 +235,7 @@ def test_a_response(client, url):
     whole = client.responses.create(**asked)
     assert whole.output_text == expected(user("Who came in?")) and whole.model == "tiny"
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    usage = chat(url, user("Who came in?"))["usage"]
+    usage = chat(url, user("Who came in?")).json()["usage"]
     assert (whole.usage.input_tokens, whole.usage.output_tokens) == (usage["prompt_tokens"], 8)
     events = list(client.responses.create(**asked, stream=True))
     kinds = [event.type.removeprefix("response.") for event in events]
@@ -297,7 +262,7 @@ def test_items_are_the_same_prompt(client, url):
     ]  # fmt: skip
     asked = dict(model="any", instructions="Be brief.", input=items, tools=[RESPONSES_TOOL], max_output_tokens=8)
     answer = client.responses.create(**asked, store=True, metadata={"a": "b"}, reasoning={"effort": "low"})
-    want = chat(url, CONVERSATION, tools=[CHAT_TOOL])
+    want = chat(url, CONVERSATION, tools=[CHAT_TOOL]).json()
     assert answer.output_text == want["choices"][0]["message"]["content"]
     assert answer.usage.input_tokens == want["usage"]["prompt_tokens"]
     assert answer.instructions == "Be brief." and answer.metadata == {"a": "b"} and answer.tools[0].name == "depth"
@@ -322,16 +287,6 @@ def test_an_item_is_named_instead_of_sent_again(client, url, stream):
                 second({**reference, "id": name}, by)
 
 
-def test_items_are_forgotten_in_their_order(monkeypatch):
-    monkeypatch.setattr("locret_kit.serving.answer_items.MAX_CHARACTERS", 100)
-    items, reference = AnswerItems(), {"type": "item_reference", "id": "1"}
-    for number in range(4):
-        items.add("anna", [{"id": str(number), "text": "x" * 20}])
-    assert items.resolved("anna", [{**reference, "id": "3"}]) == [{"id": "3", "text": "x" * 20}]
-    with pytest.raises(Refused, match="not any more"):
-        items.resolved("anna", [{**reference, "id": "0"}])
-
-
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "depth"}])
 def test_a_call_in_a_response(client, choice):
     asked = dict(model="any", input="How deep?", tools=[RESPONSES_TOOL], tool_choice=choice, max_output_tokens=200)
@@ -354,29 +309,6 @@ def test_a_response_by_a_schema(client):
         assert stream.get_final_response().output_parsed == answer.output_parsed
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id is not supported: nothing is stored here"),
-        ({"conversation": "c"}, "conversation is not supported"),
-        ({"background": True}, "background is not supported"),
-        ({"include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
-        ({"input": [{"type": "computer_call", "id": "x"}]}, "input.0: type 'computer_call'"),
-        ({"input": [1]}, "input.0"),
-        ({"input": []}, "input: "),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "must be text"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0"),
-        ({"tool_choice": "required"}, "needs tools"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format: json_schema needs a schema"),
-        ({"max_output_tokens": 0}, "max_output_tokens=0 must be at least 1"),
-    ],
-)
-def test_what_a_response_cannot_be(client, fields, words):
-    with pytest.raises(openai.BadRequestError) as error:
-        client.responses.create(**{"model": "any", "input": "a", "max_output_tokens": 4, **fields})
-    assert words in error.value.body["message"]
-
-
 # ---- both ------------------------------------------------------------------------------------------------------------------
 
 
@@ -395,9 +327,8 @@ def test_no_silence_and_an_engine_that_fails(engine, monkeypatch, url, path, fie
     monkeypatch.setattr(engine._batch, "step", fails)
     seen = b""
     try:
-        with httpx.stream(
-            "POST", f"{url}/v1/{path}", json={**fields, "stream": stream}, headers=bearer(), timeout=20
-        ) as one:
+        body = {**fields, "stream": stream}
+        with httpx.stream("POST", f"{url}/v1/{path}", json=body, headers=bearer(), timeout=20) as one:
             for piece in one.iter_raw():
                 seen += piece
                 if seen.count(b": waiting" if stream else b"\n") >= 2:

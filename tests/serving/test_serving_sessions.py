@@ -9,8 +9,6 @@ import os
 import re
 import resource
 import signal
-import threading
-import time
 from array import array
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ import httpx
 import pytest
 import torch
 from forked import start, status_of
+from http_bodies import bearer, chat, until
 from read_texts import parts, text_of
 from served import KEYS, LIMITS, SETTINGS, ask, serve_until_killed, serving
 
@@ -26,10 +25,8 @@ from locret_kit.documents.document import Document
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.freed_memory import _trim
-from locret_kit.serving.request import PrefixKey, ServerRequest
-from locret_kit.serving.sessions import Sessions
 from locret_kit.serving.state import Server, UploadedDocument
-from locret_kit.serving.store import File, Store, owner_of
+from locret_kit.serving.store import Store, owner_of
 from locret_kit.settings import RunSettings
 
 ANNA, BERT = (owner_of(key, b"salt") for key in KEYS)
@@ -46,6 +43,11 @@ def engine_with(folder: Path | None, sessions: int = 8, most: int = 1 << 30, set
         yield engine
     finally:
         engine.stop()
+
+
+def saved(engine: Engine) -> None:
+    """Wait until what is to be saved is."""
+    engine._parked._saver.submit(int).result()
 
 
 def prompt(length: int, seed: int) -> array[int]:
@@ -95,10 +97,8 @@ def test_nobody_goes_on_from_the_session_of_another(tmp_path, undisturbed):
     with engine_with(tmp_path, sessions=1) as engine:
         said = talk(engine, 2, 1)
         assert len(engine.store.sessions(ANNA)) >= 1 and engine.store.sessions(BERT) == []
-        assert [ask(engine, owner, next_turn(said, 0)).cached_tokens for owner in (BERT, ANNA)] == [
-            0,
-            undisturbed[3][1],
-        ]
+        cached = [ask(engine, owner, next_turn(said, 0)).cached_tokens for owner in (BERT, ANNA)]
+        assert cached == [0, undisturbed[3][1]]
     assert {path.parent.name for path in tmp_path.rglob("session_*")} == {ANNA, BERT}
 
 
@@ -126,9 +126,7 @@ def test_damaged_files_and_those_of_other_settings(tmp_path, caplog, undisturbed
     caplog.clear()
     with caplog.at_level(logging.WARNING), engine_with(tmp_path) as engine:
         again = [ask(engine, ANNA, next_turn(said, number)) for number in range(2)]
-        right = [
-            (request.sequence.tokens, request.cached_tokens) == undisturbed[3 + n] for n, request in enumerate(again)
-        ]
+        right = [(one.sequence.tokens, one.cached_tokens) == undisturbed[3 + n] for n, one in enumerate(again)]
         assert sorted(right) == [False, True] and again[right.index(False)].cached_tokens == 0
         assert not one.exists()
     (line,) = [record.getMessage() for record in caplog.records]
@@ -158,10 +156,10 @@ def test_a_file_that_went_on_meanwhile_stays(tmp_path):
     with engine_with(tmp_path) as engine:
         store, text = engine.store, prompt(60, 0)
         said = ask(engine, ANNA, text).sequence.tokens
-        engine._parked._saver.submit(int).result()
+        saved(engine)
         (before,) = store.sessions(ANNA)
         ask(engine, ANNA, text + array("i", said) + prompt(30, 5))
-        engine._parked._saver.submit(int).result()
+        saved(engine)
         assert store.load(before, engine.spec) is None
         (after,) = store.sessions(ANNA)
         assert after.name == before.name and after.tokens > before.tokens
@@ -172,36 +170,30 @@ def failing(*given: object, **more: object) -> None:
     raise OSError(errno.EROFS, "Read-only file system")
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("no memory")])
-def test_a_session_that_cannot_be_read_now_is_read_anew_and_its_file_stays(tmp_path, monkeypatch, undisturbed, error):
-    def failing(path: Path) -> None:
-        raise error
-
-    with engine_with(tmp_path, sessions=1) as engine:
-        said = talk(engine, 2, 1)
-        engine._parked._saver.submit(int).result()
-        files = {*tmp_path.rglob("*.locret")}
-        with monkeypatch.context() as patch:
-            patch.setattr("locret_kit.serving.store.read", failing)
-            again = ask(engine, ANNA, next_turn(said, 0))
-        assert again.cached_tokens == 0
-        engine._parked._saver.submit(int).result()
-        assert files < {*tmp_path.rglob("*.locret")}
-        assert ask(engine, ANNA, next_turn(said, 1)).cached_tokens == undisturbed[4][1]
-
-
-def test_a_session_without_memory_for_it_stays_on_disk(tmp_path, monkeypatch, undisturbed):
-    def full(*given):
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("serving.store.read", OSError(errno.EMFILE, "Too many open files")),
+        ("serving.store.read", RuntimeError("no memory")),
+        ("cache.storage.rows.BoundedLayer.planned_bytes", None),  # more bytes than there are
+    ],
+)
+def test_a_session_that_cannot_be_read_now_is_read_anew_and_its_file_stays(
+    tmp_path, monkeypatch, undisturbed, place, error
+):
+    def failing(*given: object) -> int:
+        if error is not None:
+            raise error
         return 1 << 60
 
     with engine_with(tmp_path, sessions=1) as engine:
         said = talk(engine, 2, 1)
-        engine._parked._saver.submit(int).result()
+        saved(engine)
         files = {*tmp_path.rglob("*.locret")}
         with monkeypatch.context() as patch:
-            patch.setattr("locret_kit.cache.storage.rows.BoundedLayer.planned_bytes", full)
+            patch.setattr(f"locret_kit.{place}", failing)
             assert ask(engine, ANNA, next_turn(said, 0)).cached_tokens == 0
-        engine._parked._saver.submit(int).result()
+        saved(engine)
         assert files < {*tmp_path.rglob("*.locret")}
         assert ask(engine, ANNA, next_turn(said, 1)).cached_tokens == undisturbed[4][1]
 
@@ -213,7 +205,7 @@ def test_a_document_that_cannot_be_read_now_stays(tmp_path, monkeypatch):
     with engine_with(tmp_path) as engine:
         server = Server(engine, "tiny", KEYS, salt=engine.store.salt)
         engine.save_document(name, next(iter(server.owners.values())), document)
-        engine._parked._saver.submit(int).result()
+        saved(engine)
         for place, attribute, value in (
             (engine, "load_document", failing),
             (tokenizer, "chat_template", "{{ messages[0]['content'] }}"),
@@ -221,7 +213,7 @@ def test_a_document_that_cannot_be_read_now_stays(tmp_path, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(place, attribute, value)
                 server.restore(engine)
-            engine._parked._saver.submit(int).result()
+            saved(engine)
             assert not server.documents
         server.restore(engine)
         assert server.documents[name].shown()["status"] == "ready"
@@ -250,12 +242,12 @@ def test_files_of_a_later_version_wait_for_it(tmp_path, caplog, monkeypatch, und
 def test_the_folder_has_a_bound(tmp_path):
     with engine_with(tmp_path / "all", sessions=1) as engine:
         talk(engine, 3, 1)
-        engine._parked._saver.submit(int).result()
+        saved(engine)
         whole = engine.store.bytes
     most = whole - 1
     with engine_with(tmp_path / "few", sessions=1, most=most) as engine:
         talk(engine, 3, 1)
-        engine._parked._saver.submit(int).result()
+        saved(engine)
         held = engine.store.sessions(ANNA)
         assert [key.tokens for key in held] == [153, 243]  # the one used least is gone
         assert engine.store.bytes == sum(path.stat().st_size for path in tmp_path.glob("few/*/*.locret")) <= most
@@ -267,16 +259,16 @@ def test_a_full_disk_is_said_once_and_the_server_goes_on(tmp_path, caplog, undis
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
         try:
             said = talk(engine, turns=1)
-            engine._parked._saver.submit(int).result()
+            saved(engine)
             failing, failures = engine.store.failing, engine.store.failures
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert said == undisturbed[:3] and failing is not None and failures == 3
         with serving(engine) as url:
-            figures = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {KEYS[0]}"}).text
+            figures = httpx.get(f"{url}/metrics", headers=bearer()).text
             assert "locret_session_disk_failing 1.0" in figures and "locret_save_failures_total 3.0" in figures
         ask(engine, ANNA, prompt(50, 3))
-        engine._parked._saver.submit(int).result()
+        saved(engine)
         assert engine.store.failing is None and len(engine.store.sessions(ANNA)) == 1
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2 and "cannot write" in lines[0] and lines[1] == "sessions are saved again"
@@ -315,10 +307,7 @@ def test_a_server_that_is_killed_loses_one_turn_at_most(tmp_path):
     log.touch()
     child = start(lambda: serve_until_killed(tmp_path / "saved"), log)
     try:
-        while not (said := re.search(r"http://\S+\n", log.read_text())):
-            assert os.waitpid(child, os.WNOHANG) == (0, 0), log.read_text()
-            time.sleep(0.02)
-        url = said[0].strip()
+        url = until(lambda: re.search(r"http://\S+\n", log.read_text()))[0].strip()
         first = talk_over_http(url, 2, [], saved=0)
         late = talk_over_http(url, 1, [], seed=5, saved=2)
         late += talk_over_http(url, 1, late, seed=5)  # nobody waits for its file
@@ -333,10 +322,6 @@ def test_a_server_that_is_killed_loses_one_turn_at_most(tmp_path):
     assert [*first, *again] == whole and whole[2][1] > whole[1][1] > 0
 
 
-def bearer() -> dict[str, str]:
-    return {"authorization": f"Bearer {KEYS[0]}"}
-
-
 def talk_over_http(url: str, turns: int, before: list, seed: int = 0, saved: int | None = None) -> list:
     """Turns of a conversation, each a text and how many tokens were not read again; after ``saved`` files each is saved."""
     messages = []
@@ -345,66 +330,19 @@ def talk_over_http(url: str, turns: int, before: list, seed: int = 0, saved: int
     made = []
     for turn in range(len(before), len(before) + turns):
         messages.append({"role": "user", "content": text_of(25, seed + turn)})
-        body = {"messages": messages, "temperature": 0, "max_tokens": 1}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60).json()
+        answer = chat(url, messages, max_tokens=1).json()
         said = answer["choices"][0]["message"]["content"]
         made.append((said, answer["usage"]["prompt_tokens_details"]["cached_tokens"]))
         messages.append({"role": "assistant", "content": said})
-        for _ in range(400 if saved is not None else 0):
-            figures = httpx.get(f"{url}/metrics", headers=bearer()).text
-            if f"locret_saved_files_total {saved + len(made)}.0" in figures:
-                break
-            time.sleep(0.02)
-        else:
-            assert saved is None
+        if saved is not None:
+            figure = f"locret_saved_files_total {saved + len(made)}.0"
+            until(lambda: figure in httpx.get(f"{url}/metrics", headers=bearer()).text)  # noqa: B023
     return made
-
-
-def test_files_are_looked_through_again_when_they_have_changed(tmp_path, monkeypatch):
-    """The engine asks at every step, for every request that waits."""
-    store, ids = Store(tmp_path, 1 << 20), array("i", range(20))
-    sessions, request = Sessions(None, store, threading.Condition()), ServerRequest(ids, 4, owner="anna")
-    looks, listed = [], store.sessions
-    monkeypatch.setattr(store, "sessions", lambda owner: looks.append(owner) or listed(owner))
-    keys = [PrefixKey.of(f"session_{tokens}", "anna", "", ids[:tokens]) for tokens in (8, 12)]
-    assert [sessions.find_file(request) for _ in range(3)] == [None] * 3
-    for key in keys:
-        store._add(key.name, File(tmp_path / "anna" / key.name, 1, key))
-        assert [sessions.find_file(request) for _ in range(3)] == [key] * 3
-    store.remove(keys[1].name)
-    assert [sessions.find_file(request) for _ in range(3)] == [keys[0]] * 3
-    assert looks == ["anna"] * 4
-    sessions.close()
-
-
-def test_documents_come_while_others_are_listed():
-    """Lists are made by other threads than the one that takes uploads."""
-    server = Server(None, "tiny")
-
-    class Slow(UploadedDocument):
-        @property
-        def owner(self) -> str:
-            server.documents[f"doc_{len(server.documents)}"] = UploadedDocument(
-                "doc", "bert", "book", 1
-            )  # while it is looked at
-            return "anna"
-
-        @owner.setter
-        def owner(self, value: str) -> None:
-            pass
-
-    server.documents["doc_a"] = Slow("doc_a", "anna", "book", 1)
-    assert [shown["id"] for shown in server.listed("anna")] == ["doc_a"] and len(server.documents) == 2
-    server.stop()
-    assert all(held.deleted for held in server.documents.values())
 
 
 def test_freed_memory_goes_back():
     """Holes between what is held, as ended caches leave them, are no longer resident."""
     trim = _trim()
-    if trim is None:
-        assert not hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
-        return
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     blocks = [libc.malloc(100_000) for _ in range(1000)]  # below the size that the system has pages of its own for

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -119,19 +118,6 @@ class Tab:
         """Files into a file input, as a person chooses them."""
         found = self.call("Runtime.evaluate", expression=f"document.querySelector({json.dumps(selector)})")["result"]
         self.call("DOM.setFileInputFiles", files=[str(file) for file in files], objectId=found["objectId"])
-
-    def look(self, path: Path, *, width: int = 1200, height: int = 800, dark: bool = False) -> None:
-        """A picture of the page."""
-        self.size(width, height, dark=dark)
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
-
-    def size(self, width: int, height: int, *, dark: bool = False) -> None:
-        """The size of the window, and the colours that its owner prefers."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
 
 
 @contextmanager

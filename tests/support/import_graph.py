@@ -92,6 +92,7 @@ def tests_that_reach(changed: Iterable[str]) -> set[Path]:
         test
         for test in tests
         if test in places
+        or test.parent / "conftest.py" in places
         or reached_names(test, "") & hit
         or (outside and test.parent.name == "site")
         or any(place.name in test.read_text(encoding="utf-8") for place in outside)

@@ -60,7 +60,13 @@ def serving(
     engine: Engine | None, limits: Limits = LIMITS, keys: tuple[str, ...] = KEYS, address: str = "127.0.0.1", **given: object
 ) -> Iterator[str]:  # fmt: skip
     """The address of a server, which is still loading without an engine; an engine goes on when it ends."""
-    server = Server(engine, "tiny", keys, ("h2o",), limits, **given)
+    with listening(Server(engine, "tiny", keys, ("h2o",), limits, **given), address) as url:
+        yield url
+
+
+@contextmanager
+def listening(server: Server, address: str = "127.0.0.1") -> Iterator[str]:
+    """The address of a server; its engine goes on when it ends."""
     with socket.socket() as listener:
         listener.bind((address, 0))
         runner = uvicorn.Server(

@@ -52,11 +52,6 @@ class Tmux:
         """What the window shows and showed, without blanks at the ends of lines and below."""
         return self._tmux("capture-pane", "-p", "-J", "-S", "-", "-t", "test").rstrip()
 
-    @property
-    def colors(self) -> str:
-        """The screen with its escape sequences."""
-        return self._tmux("capture-pane", "-p", "-e", "-S", "-", "-t", "test")
-
     def until(self, shows: str | Callable[[str], bool]) -> str:
         """The screen, as soon as it shows a text or fulfils a condition."""
         end = time.monotonic() + WAIT_S

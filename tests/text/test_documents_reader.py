@@ -21,13 +21,13 @@ from zipfile import ZIP_BZIP2
 import pytest
 from bs4 import BeautifulSoup
 from made_documents import OFFICE, REMOTE, at, docx, docx_files, drawn, epub, epub_files, html, pdf, zipped
-from tiny_tokenizer import save_tiny_backbone
 
-from locret_kit.cli import command, infer
+from locret_kit.cli import command
 from locret_kit.cli.terminal import text_of
 from locret_kit.text.reader import read_document, read_stream
 from locret_kit.text.right_to_left import reading_order
 
+ROOT = Path(__file__).resolve().parents[2]
 LINE = "a cache keeps the well-known rows of long texts (some say 'prompts'), snake_case and *stars* too; 42% of 7,000"
 WORDS = LINE.split()
 
@@ -86,8 +86,7 @@ def test_words_that_a_line_of_a_pdf_breaks():
 
 
 def test_an_encrypted_pdf_that_opens_without_a_password():
-    pages = [prose(1, 4), prose(2, 4)]
-    assert read(pdf(pages, password=""), "a.pdf").split() == " ".join(line for page in pages for line in page).split()
+    assert read(pdf([["some words"]], password=""), "a.pdf") == "some words"
 
 
 def test_a_line_from_right_to_left_is_read_however_it_is_drawn():
@@ -100,11 +99,8 @@ def test_a_line_from_right_to_left_is_read_however_it_is_drawn():
     places = [50 + sum(widths.get(one, 5.56) for one in seen[:n]) for n in range(len(seen))]
     letters = [at(x, 700, one.replace("(", r"\(").replace(")", r"\)")) for x, one in zip(places, seen, strict=True)]
     hebrew = {code: chr(0x05D0 + code - 97) for code in range(97, 123)}
-    for drawing in (
-        at(50, 700, seen.replace("(", r"\(").replace(")", r"\)")),
-        "".join(letters),
-        "".join(letters[::-1]),
-    ):
+    whole = at(50, 700, seen.replace("(", r"\(").replace(")", r"\)"))
+    for drawing in (whole, "".join(letters), "".join(letters[::-1])):
         data = drawn(drawing, font="/Encoding /WinAnsiEncoding /ToUnicode 6 0 R", objects=tables)
         assert read(data, "a.pdf") == said.translate(hebrew)
 
@@ -148,18 +144,13 @@ def test_a_page_of_the_web(encoding):
 
 def test_a_page_of_the_web_may_leave_out_end_tags():
     """As HTML allows it: the same text as with them, however many there are. And no words of two lines are one."""
-    for start, end in (
-        ("<p>One<p>Two", "<p>One</p><p>Two</p>"),
-        ("<ul><li>One<li>Two", "<ul><li>One</li><li>Two</li>"),
-    ):
+    for start, end in (("<p>One<p>Two", "<p>One</p><p>Two</p>"), ("<li>One<li>Two", "<li>One</li><li>Two</li>")):
         assert read(start.encode() * 999, "a.html") == read(end.encode() * 999, "a.html")
     table = "<table><tr><th>A<th>B<tr><td>1<td><ul><li>2<li>3</ul></table><dl><dt>T<dd>D<dt>U</dl>"
     whole = re.sub("<(t[hd]|li|d[td])>(.|<ul>.*</ul>)(?=<)", r"<\1>\2</\1>", table.replace("<tr><td>", "</tr><tr><td>"))
     assert whole.count("</") > 9 and read(table.encode(), "a.html") == read(whole.encode(), "a.html")
-    html = (
-        b"<script>'<li>'</script><details><summary>Why?</summary>So.</details><nav>Top</nav><select><option>A<option>B"
-    )
-    assert read(html, "a.html").split() == ["Why?", "So.", "Top", "A", "B"]
+    boxes = b"<script>'<li>'</script><details><summary>Why?</summary>So.</details><select><option>A<option>B"
+    assert read(boxes, "a.html").split() == ["Why?", "So.", "A", "B"]
 
 
 def test_a_page_of_the_web_that_is_nested_deeply():
@@ -171,11 +162,7 @@ def test_the_content_says_the_format_where_the_name_does_not(make, suffix, tmp_p
     data = make(["some words"])
     assert read(data, "stdin") == read(data, f"a{suffix}")
     (tmp_path / f"a{suffix}").write_bytes(data)
-    assert (
-        read_document(tmp_path / f"a{suffix}")
-        == read_document(str(tmp_path / f"a{suffix}"))
-        == read(data, f"a{suffix}")
-    )
+    assert read_document(str(tmp_path / f"a{suffix}")) == read(data, f"a{suffix}")
 
 
 # refusals
@@ -196,32 +183,14 @@ def test_what_is_no_file(tmp_path):
         read_document(tmp_path / "none.pdf")
 
 
-def test_extensions():
-    for name, data, words in [
-        ("a.doc", b"\xd0\xcf\x11\xe0" + bytes(99), "save it as .docx"), ("a.rtf", b"{\\rtf1 x}", "save it as .docx"),
-        ("a.pptx", zipped({"ppt/slides/slide1.xml": "<x/>"}), "save it as PDF"),
-        ("a.xlsx", zipped({"xl/workbook.xml": "<x/>"}), "save it as PDF"),
-        ("a.odt", zipped({"mimetype": "x", "content.xml": "<x/>"}), "save it as .docx or PDF"),
-        ("a.png", b"\x89PNG\r\n\x1a\n", "run OCR first"), ("a.bin", b"a\xff", "not UTF-8"),
-    ]:  # fmt: skip
-        assert words in refusal(data, name), name
-
-
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.html", "a.pdf", "a.docx", "a.epub", "stdin"])
 def test_empty_documents(name):
     assert refusal(b"", name) == " is empty"
 
 
-@pytest.mark.parametrize(
-    ("data", "name"),
-    [
-        (b" \n\t", "a.txt"),
-        (b"<p> <script>x</script></p>", "a.html"),
-        (zipped({**docx_files([]), "word/document.xml": "<a/>"}), "a.docx"),
-    ],
-)
-def test_blank_documents(data, name):
-    assert refusal(data, name).startswith((" has no text", " is damaged"))
+def test_blank_documents():
+    for data, name in ((b" \n\t", "a.txt"), (b"<p> <script>x</script></p>", "a.html")):
+        assert refusal(data, name).startswith(" has no text")
 
 
 def test_a_document_without_text_says_what_was_left_out():
@@ -231,33 +200,27 @@ def test_a_document_without_text_says_what_was_left_out():
     assert refusal(zipped(files), "a.docx") == " has no text; 1 header left out"
 
 
-def test_not_utf8():
-    assert (
-        refusal("café au lait".encode("latin-1"), "a.txt")
-        == ": the text is not UTF-8: byte 3 is 0xe9; if it is text, save it as UTF-8"
-    )
-    assert refusal("café".encode("utf-16"), "a.txt") == " is text in UTF-16: save it as UTF-8"
-
-
-def test_a_scanned_pdf():
-    assert (
-        refusal(pdf([[], [], []], image=True), "a.pdf")
-        == " has no text on its 3 pages: run OCR first, such as ocrmypdf"
-    )
-
-
-def test_an_encrypted_pdf():
-    said = " is encrypted: save it without a password, such as with qpdf --decrypt"
-    assert refusal(pdf([["hidden"]], password="secret"), "a.pdf") == said
+def test_what_another_program_must_do_first():
+    for data, name, said in [
+        ("café au lait".encode("latin-1"), "a.txt", ": the text is not UTF-8: byte 3 is 0xe9; if it is text, save it as UTF-8"),
+        ("café".encode("utf-16"), "a.txt", " is text in UTF-16: save it as UTF-8"),
+        (b"a\xff", "a.bin", ": the text is not UTF-8: byte 1 is 0xff; if it is text, save it as UTF-8"),
+        (pdf([[], [], []], image=True), "a.pdf", " has no text on its 3 pages: run OCR first, such as ocrmypdf"),
+        (pdf([["hidden"]], password="secret"), "a.pdf",
+         " is encrypted: save it without a password, such as with qpdf --decrypt"),
+    ]:  # fmt: skip
+        assert refusal(data, name) == said
+    assert "run OCR first" in refusal(b"\x89PNG\r\n\x1a\n", "a.png")
 
 
 def test_encrypted_archives():
-    locked = epub_files(["words"]) | {
-        "META-INF/encryption.xml": "<x Algorithm='http://www.w3.org/2001/04/xmlenc#aes128-cbc'/>"
-    }
-    assert refusal(zipped(locked), "a.epub") == " is encrypted: only a copy without protection can be read"
-    fonts = epub_files(["words"]) | {"META-INF/encryption.xml": "<x Algorithm='http://www.idpf.org/2008/embedding'/>"}
-    assert "words" in read(zipped(fonts), "a.epub")
+    for algorithm, opens in (("2001/04/xmlenc#aes128-cbc", False), ("2008/embedding", True)):
+        locked = f"<x Algorithm='http://www.{'idpf' if opens else 'w3'}.org/{algorithm}'/>"
+        data = zipped(epub_files(["words"]) | {"META-INF/encryption.xml": locked})
+        if opens:  # fonts alone
+            assert "words" in read(data, "a.epub")
+        else:
+            assert refusal(data, "a.epub") == " is encrypted: only a copy without protection can be read"
     data = bytearray(docx(["words"]))
     data[data.index(b"PK\x01\x02") + 8] |= 1
     assert refusal(bytes(data), "a.docx") == " is encrypted: only a copy without protection can be read"
@@ -370,11 +333,7 @@ def test_no_warning_and_no_log_line_comes_out(caplog, capfd):
 def test_the_extra_is_named(monkeypatch, tmp_path, capsys):
     (tmp_path / "a.docx").write_bytes(MADE[".docx"])
     monkeypatch.setitem(sys.modules, "mammoth", None)
-    line = next(
-        line.split("=", 1)[1]
-        for line in (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text().splitlines()
-        if line.startswith("documents =")
-    )
+    line = re.search(r"^documents =(.*)", (ROOT / "pyproject.toml").read_text(), re.M)[1]
     listed = re.findall(r'"([^"]+)"', line)
     monkeypatch.setattr(command, "requires", lambda _: [f'{name}; extra == "documents"' for name in listed])
     for name in ("mammoth", "markdownify", "markitdown", "pypdfium2"):
@@ -386,20 +345,6 @@ def test_the_extra_is_named(monkeypatch, tmp_path, capsys):
 
     assert main() == 1
     assert capsys.readouterr().err.rstrip().endswith(": in the clone, pip install -e '.[documents]'")
-
-
-def test_infer_reads_documents(tmp_path):
-    backbone = save_tiny_backbone(tmp_path / "backbone")
-    words = f"--model {backbone} --policy snapkv --budget 48 --max-new-tokens 3 --report {tmp_path}/report.json".split()
-    for suffix, data in MADE.items():
-        (tmp_path / f"a{suffix}").write_bytes(data)
-        (tmp_path / "a.txt").write_text(read(data, f"a{suffix}"))
-        said = []
-        for name in (f"a{suffix}", "a.txt"):
-            assert infer.main([*words, str(tmp_path / name)]) == 0
-            report = json.loads((tmp_path / "report.json").read_text())
-            said.append((report["prompt_tokens"], report["answer"]))
-        assert said[0] == said[1]
 
 
 def test_a_pdf_from_stdin_or_without_an_ending_is_converted(monkeypatch, tmp_path):
@@ -441,17 +386,6 @@ def test_what_is_utf8_is_text_whatever_its_name(name, tmp_path):
     assert "".join(text_of(str(tmp_path / name))) == read_document(tmp_path / name) == "a\nb"
 
 
-def test_a_word_file_whose_picture_is_gone_is_read():
-    files = docx_files(["Some words."])
-    relations = (
-        str(files["word/_rels/document.xml.rels"]).replace(' TargetMode="External"', "").replace(REMOTE, "media/a.png")
-    )
-    drawing = str(files["word/document.xml"]).replace("r:link", "r:embed")
-    data = zipped(files | {"word/_rels/document.xml.rels": relations, "word/document.xml": drawing})
-    text, lost = losses_of(data, "a.docx")
-    assert "Some words." in text and lost == ["a.docx: 1 picture that it names not in the file"]
-
-
 def test_base64_in_a_text_is_told(tmp_path, capsys):
     picture = base64.encodebytes(random.Random(1).randbytes(3000)).decode()
     notebook = json.dumps({"image/png": picture})
@@ -462,73 +396,3 @@ def test_base64_in_a_text_is_told(tmp_path, capsys):
         (tmp_path / "a.eml").write_text(text)
         assert "".join(text_of(str(tmp_path / "a.eml"))) == text
         assert ("base64" in capsys.readouterr().err) == told
-
-
-def test_pages_without_text_are_counted():
-    pages = [["words of a page"], [], ["- 7 -"], ["iv"], ["more words"]]
-    text, lost = losses_of(pdf(pages), "a.pdf")
-    assert "words of a page" in text and len(lost) == 1
-    assert lost[0].startswith("a.pdf: 3 of 5 pages have no text but numbers: run OCR")
-    assert losses_of(pdf([["words"], ["others"]]), "a.pdf")[1] == []
-
-
-SPINES = {
-    "prefix": lambda opf: re.sub(r"<(/?)(\w)", r"<\1o:\2", opf).replace("<o:package", '<o:package xmlns:o="u"'),
-    "case": lambda opf: opf.replace('href="c0', 'href="C0').replace('href="', 'href="./x/../'),
-    "percent": lambda opf: opf.replace('href="c', 'href="%63'),
-    "fragment": lambda opf: opf.replace('.xhtml"', '.xhtml#top"'),
-}
-
-
-def opf_of(files: dict) -> str:
-    return next(name for name in files if name.endswith(".opf"))
-
-
-def test_a_missing_chapter_and_one_of_pictures_are_told():
-    files = epub_files(["ALPHA", "BETA", "OMEGA"])
-    chapters = sorted(name for name in files if name.endswith("html"))
-    assert len(chapters) == 3
-    del files[chapters[1]]
-    files[chapters[2]] = "<html><body><img src='a.png'/></body></html>"
-    text, lost = losses_of(zipped(files), "a.epub")
-    assert "ALPHA" in text and lost == [
-        "a.epub: 1 of 3 chapters of the spine are not in the file", "a.epub: 1 of 3 chapters are pictures without text"
-    ]  # fmt: skip
-    assert losses_of(epub(["ALPHA", "OMEGA"]), "a.epub")[1] == []
-
-
-@pytest.mark.parametrize("way", SPINES)
-def test_chapters_are_found_however_they_are_written(way):
-    files = epub_files(["ALPHA", "OMEGA"])
-    name = opf_of(files)
-    changed = SPINES[way](str(files[name]))
-    text, lost = losses_of(zipped(files | {name: changed}), "a.epub")
-    assert text.index("ALPHA") < text.index("OMEGA") and lost == []
-
-
-def test_what_a_word_file_moves_breaks_and_leaves_out():
-    files = docx_files(["ALPHA"])
-    space = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
-    run = "<w:r><w:t>%s</w:t></w:r>"
-    moved = f'<w:p><w:moveTo w:id="1" w:author="a">{run % "MOVED"}</w:moveTo></w:p>'
-    gone = f'<w:p><w:moveFrom w:id="2" w:author="a">{run % "MOVED"}</w:moveFrom></w:p>'
-    broken = '<w:p><w:r><w:t>z</w:t><w:cr/><w:t>q</w:t><w:br w:type="page"/><w:t>r</w:t></w:r></w:p>'
-    shape = 'xmlns:wps="http://schemas.microsoft.com/office/word/2010/wordprocessingShape"'
-    inner = f"<w:txbxContent><w:p>{run % 'BOXED'}</w:p></w:txbxContent>"
-    box = f"<w:p><w:r><w:drawing><wps:txbx {shape}>{inner}</wps:txbx></w:drawing></w:r></w:p>"
-    document = str(files["word/document.xml"]).replace("</w:body>", moved + gone + broken + box + "</w:body>")
-    comments = f'<w:comments {space}><w:comment w:id="1"><w:p>{run % "NOTE"}</w:p></w:comment></w:comments>'
-    more = {
-        "word/document.xml": document, "word/comments.xml": comments,
-        "word/header1.xml": f"<w:hdr {space}><w:p>{run % 'HEAD'}</w:p></w:hdr>",
-        "word/header2.xml": f"<w:hdr {space}><w:p/></w:hdr>",
-    }  # fmt: skip
-    text, lost = losses_of(zipped(files | more), "a.docx")
-    assert text.count("MOVED") == 1 and re.search(r"z\s+q\s+r", text) and "ALPHA" in text
-    assert text.count("BOXED") == 1 and sorted(lost) == [
-        "a.docx: 1 comment left out", "a.docx: 1 header left out"
-    ]  # fmt: skip
-    old = document.replace(box, f"<w:p><w:r><w:pict>{inner}</w:pict></w:r></w:p>")
-    text, lost = losses_of(zipped(files | {"word/document.xml": old}), "a.docx")
-    assert "BOXED" in text and lost == []
-    assert losses_of(docx(["ALPHA"]), "a.docx")[1] == []
