@@ -180,14 +180,6 @@ def test_a_server_is_planned(capsys):
     assert "not even sessions=1 fits beside" in capsys.readouterr().err
 
 
-def test_heads_of_a_recipe_count_in_its_form(capsys):
-    """With sinks, each query and key/value head has ``d_hidden`` columns."""
-    for words in (["smollm2-135m-fast-kvzip"], ["smollm2-135m-fast-kvzip", "--d-hidden", str(16 * (9 + 3))]):
-        assert cli.main(["--model", *words, "--gpu-memory", "24GiB", "--context", "8192"]) == 0
-    one, other = capsys.readouterr().out.split("smollm2-135m-fast-kvzip:")[1:]
-    assert one == other and "heads" in one
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
