@@ -251,7 +251,7 @@ def digests() -> list[str]:
 def test_the_same_bytes_in_another_process():
     """Also under another hash seed."""
     root = Path(__file__).resolve().parents[2]
-    paths = [str(path) for path in (root, root / "kernels", root / "tests" / "support")]
+    paths = [str(path) for path in (root, root / "kernels", root / "tests" / "support", Path(__file__).parent)]
     code = "import sys; sys.path[:0] = sys.argv[1:]; import test_eval_tasks; print(*test_eval_tasks.digests())"
     done = subprocess.run(
         [sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True,
