@@ -14,7 +14,6 @@ from browser import BROWSER, BROWSERS
 
 from locret_kit.cli.eval import main
 from locret_kit.evals.engine.result_rows import Row
-from locret_kit.evals.report import html_report
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
@@ -76,11 +75,6 @@ def test_the_page_asks_for_nothing_and_nothing_of_a_run_becomes_markup(report):
 def test_tables_sort_by_numbers_and_the_settings_are_there(report):
     assert re.search(r'<td class="n" data-value="0.75">0\.75', report) and "config.json" in report
     assert "1 failed" in report and "version of torch" in report
-
-
-def test_the_settings_of_the_rows_are_those_that_a_cell_shares(run):
-    rows = [replace(row, kv_bits=4) for row in html_report.read_rows(run)]
-    assert ("kv_bits", "4") in html_report.settings(run, rows)[0].lines
 
 
 @pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} to look with")
