@@ -8,8 +8,7 @@ import warnings
 
 import pytest
 import torch
-from strangers import fingerprint, stranger, tokens
-from tiny_heads import tiny_heads
+from strangers import fingerprint, tokens
 from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -171,13 +170,6 @@ def test_a_cache_of_another_model_is_refused():
         large(input_ids=tokens(6), **{CACHE: cache})
 
 
-def test_heads_of_another_model_are_refused():
-    heads = tiny_heads(tiny_model("llama"), 32)
-    model = tiny_model("llama-mqa")
-    with attach(model), pytest.raises(ValueError, match="n_kv_heads: heads have 2, the backbone has 1"):
-        model(input_ids=tokens(6), **{CACHE: BoundedCache(8, "locret", heads)})
-
-
 @torch.no_grad()
 def test_one_text_in_order_and_once():
     """What a bounded cache would read otherwise than the caller means is an error, not another text."""
@@ -252,43 +244,6 @@ def test_what_a_bounded_cache_does_not_give_is_said():
 
 
 # ---- rotations that are not known ------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def test_streaming_works_in_original_positions_whatever_the_rotation():
-    """GPT-J takes its sines and cosines out of a table of its own."""
-    model, ids = stranger("gptj"), tokens(50)
-    want = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
-    cache = BoundedCache(60, "streaming", chunk=16, prompt_length=50)
-    with attach(model):
-        got = model.generate(
-            ids, **{CACHE: cache}, max_new_tokens=6, min_new_tokens=6, do_sample=False, prefill_chunk_size=11
-        )
-        assert torch.equal(got, want)
-        assert cache.settings.positions == "original"
-        short = BoundedCache(20, "streaming", chunk=8, prompt_length=50)
-        prefill(model, ids[0].tolist(), short)
-    assert short.kept_rows == [20] * 3
-    assert short.kept_positions(1)[0, 0].tolist() == [0, 1, 2, 3, *range(34, 50)]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(policy="locret"),
-        dict(policy="streaming", positions="compact"),
-        dict(policy="compactor"),
-        dict(policy="expected-attention"),
-    ],
-)
-def test_an_unknown_rotation_is_refused_where_it_must_be_known(settings):
-    model = stranger("gptj")
-    heads = tiny_heads(model, 32) if settings["policy"] == "locret" else None
-    with (
-        attach(model),
-        pytest.raises(UnsupportedArchitecture, match="'h.0.attn' rotates queries and keys in a way"),
-    ):
-        model(input_ids=tokens(5), **{CACHE: BoundedCache(8, heads=heads, **settings)})
 
 
 @torch.no_grad()

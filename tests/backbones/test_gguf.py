@@ -21,6 +21,7 @@ from tiny_gguf import (
 from tiny_tokenizer import TEMPLATE, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from locret_kit.backbones.demo import unpack
 from locret_kit.backbones.gguf import gguf_place, packed_modules
 from locret_kit.backbones.gguf.gguf_file import open_gguf
 from locret_kit.backbones.gguf.gguf_tokenizer import tokenizer_of
@@ -171,23 +172,8 @@ def test_commands_take_it(file, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("The harbour was quiet. " * 9)
     given = ["--model", str(file), "--policy", "streaming", "--dtype", "float32"]
-    assert (
-        infer(
-            [
-                str(text),
-                *given,
-                "--budget",
-                "24",
-                "--chunk",
-                "8",
-                "--max-new-tokens",
-                "2",
-                "--report",
-                str(tmp_path / "report.json"),
-            ]
-        )
-        == 0
-    )
+    flags = ["--budget", "24", "--chunk", "8", "--max-new-tokens", "2", "--report"]
+    assert infer([str(text), *given, *flags, str(tmp_path / "report.json")]) == 0
     assert json.loads((tmp_path / "report.json").read_text())["dtype"] == "float32, Q8_0 weights"
     assert plan([*given, "--gpu-memory", "8GiB", "--context", "300", "--budget", "64", "--chunk", "16"]) == 0
     assert "float32, Q8_0 weights" in capsys.readouterr().out
@@ -196,12 +182,8 @@ def test_commands_take_it(file, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            dict(adapter="some/lora"),
-            "adapter='some/lora' does not act on the packed weights.*merge it into the float model",
-        ),
+        (dict(adapter="some/lora"), "adapter='some/lora' does not act.*merge it into the float model"),
         (dict(weight_bits=4), "weight_bits=4 does not act on the packed weights"),
-        (dict(device_map="auto"), "device_map='auto' does not act"),
     ],
 )
 def test_what_floats_alone_allow_is_refused(changes, message, file):
@@ -228,21 +210,14 @@ def written(data: bytes, after: str, number: int, at: int = 4, size: int = 4) ->
         (lambda data: b"GGML" + data[4:], "is no GGUF file"),
         (lambda data: data[:8] + b"\xff" * 8 + data[16:], "18446744073709551615 fields or tensors must be at most 65536"),
         (lambda data: written(data, "tokenizer.ggml.tokens", 2**40, 8, 8), "is damaged: .* bytes from .* on go beyond"),
-        (lambda data: written(data, "general.name", 2**63, 4, 8), "is damaged: .* bytes from .* on go beyond"),
-        (lambda data: written(data, "blk.1.attn_q.weight", 2**31, 0), "blk.1.attn_q.weight has 2147483648 dimensions"),
         (lambda data: written(data, "blk.1.attn_q.weight", 2**40 + 2, 24, 8), "offset=1099511627778 must be a multiple of"),
         (lambda data: written(data, "blk.1.attn_q.weight", 2**40, 24, 8), "is cut off"),
         (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_k.weight"), "a tensor is there twice"),
         (lambda data: written(data, "llama.block_count", 2**31), "block_count=2147483648 must be a whole number from 1 to 6"),
-        (lambda data: written(data, "llama.attention.head_count", 0), "attention.head_count=0 must be a whole number from 1 to"),
-        (lambda data: written(data, "llama.attention.key_length", 2**20), "attention.key_length=1048576 must be a whole number"),
         (lambda data: written(data, "llama.rope.freq_base", 0x7F800000), "rope.freq_base=inf must be a finite number above 0"),
         (lambda data: data[:-1000], "is cut off"),
-        (lambda data: data[:3000], "is damaged"),
         (lambda data: data.replace(b"llama", b"mamba"), "architecture='mamba' of a GGUF file is not mapped; there are: llama"),
-        (lambda data: data.replace(b"llama.block_count", b"llama.blocks_many"), "block_count is missing"),
         (lambda data: data.replace(b"llama.vocab_size", b"llama.other_size"), "other_size=.* is not known of llama"),
-        (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_r.weight"), "blk.1.attn_r.weight is not known"),
         (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.9.attn_q.weight"), "blk.9.attn_q.weight is not known"),
         (lambda data: data.replace(b"blk.1.attn_output.weight", b"rope_factors_long.weight"), "long.weight'. cannot be restored"),
         (lambda data: data.replace(b"gpt-2", b"weird"), "tokenizer.ggml.pre='weird' is not known"),
@@ -285,18 +260,13 @@ def test_parts_are_the_model_of_one_file_whichever_is_named(split, tmp_path):
     ("change", "message"),
     [
         (lambda a, b, c: b.unlink(), "beside it these are missing: m-00002-of-00003.gguf"),
-        (lambda a, b, c: a.unlink(), "beside it these are missing: m-00001-of-00003.gguf"),
         (lambda a, b, c: c.rename(c.with_name("third.gguf")), "third.gguf is one of 3 parts: it must be named so"),
         (lambda a, b, c: b.write_bytes(c.read_bytes()), "a part of another model: split.no=2 must be 1"),
-        (lambda a, b, c: b.write_bytes(written(b.read_bytes(), "split.count", 4, size=2)), "model: split.count=4 must be 3"),
-        (lambda a, b, c: b.write_bytes(written(b.read_bytes(), "split.no", 7, size=2)), "another model: split.no=7 must be 1"),
         (lambda a, b, c: b.write_bytes(written(c.read_bytes(), "split.no", 1, size=2)), ".weight is in another part, too"),
-        (lambda a, b, c: b.write_bytes(a.with_name("whole.gguf").read_bytes()), "another model: split.no=None must be 1"),
         (
             lambda a, b, c: [p.write_bytes(written(p.read_bytes(), "split.tensors.count", 90)) for p in (a, b, c)],
             r"its parts hold \d+ tensors, split.tensors.count=90",
         ),
-        (lambda a, b, c: b.write_bytes(written(b.read_bytes(), "split.tensors.count", 90)), "split.tensors.count=90 must be"),
         (lambda a, b, c: b.write_bytes(b.read_bytes()[:-1000]), "m-00002-of-00003.gguf is cut off"),
     ],
 )  # fmt: skip
@@ -342,3 +312,21 @@ def test_names_of_the_hub(monkeypatch):
     hub(*parts, "tiny-q8_0.gguf")
     with pytest.raises(ValueError, match="names 2 files of lab/Tiny"):
         gguf_place.pull_gguf("lab/Tiny:Q8_0")
+
+
+@pytest.mark.parametrize("form", ["F32", "Q4_1"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+def test_a_folder_holds_the_weights_and_the_tokens(family, form, tmp_path, capsys):
+    tokenizer, model = tiny_tokenizer(), tiny_source(family)
+    write_gguf(tmp_path / "tiny.gguf", model, form)
+    unpack(tmp_path / "tiny.gguf", tmp_path / "made", "any/tiny")
+    assert capsys.readouterr().err.splitlines() == ["unpacking tiny.gguf"], "and no bar"
+    made, split = load_backbone(str(tmp_path / "made"), dtype="bfloat16", device="cpu")
+    wanted = model.bfloat16().state_dict()
+    assert made.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in made.state_dict().items())
+    text = "The pass key is 4711.\n\nRemember it; 3 of 12."
+    assert split.get_vocab().items() >= tokenizer.get_vocab().items() and split.eos_token == tokenizer.eos_token
+    assert split.decode(split(text).input_ids) == text
+    assert made.config.dtype == torch.bfloat16 and made.config.eos_token_id == tokenizer.eos_token_id
+    assert not hasattr(made.config, "gguf")

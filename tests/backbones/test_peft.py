@@ -17,7 +17,6 @@ from locret_kit.backbones.load import choose_adapter, load_backbone
 from locret_kit.cli import infer
 from locret_kit.cli.train import main as train
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = "The harbour was quiet when the boats came in. The pass key is 12345. " * 20
 
 
@@ -84,20 +83,6 @@ def test_heads_are_trained_on_the_adapted_backbone_and_remember_it(backbone, lor
     assert status == 0 and other != own
 
 
-def test_an_adapter_that_is_gone_is_one_line(backbone, tmp_path, capsys, monkeypatch):
-    lora = make_lora(backbone, tmp_path / "lora")
-    assert fit(backbone, tmp_path / "run", f"backbone.adapter={lora}") == 0
-    lora.rename(tmp_path / "moved")
-    capsys.readouterr()
-    status, out, err = answer(capsys, monkeypatch, "--ckpt", str(tmp_path / "run" / "heads"))
-    assert (status, out) == (1, "")
-    assert err.splitlines()[-1] == f"locret-infer: adapter={str(lora)!r}: no such folder"
-    status, _, err = answer(
-        capsys, monkeypatch, "--ckpt", str(tmp_path / "run/heads"), "--adapter", str(tmp_path / "moved")
-    )
-    assert status == 0, err
-
-
 def test_what_does_not_fit_is_one_line(backbone, lora, tmp_path):
     wide = save_tiny_backbone(tmp_path / "wide", hidden_size=64)
     with pytest.raises(
@@ -107,6 +92,8 @@ def test_what_does_not_fit_is_one_line(backbone, lora, tmp_path):
     deep = save_tiny_backbone(tmp_path / "deep", num_hidden_layers=4)
     with pytest.raises(ValueError, match="cannot be put on LlamaForCausalLM: .*missing adapter keys"):
         load_backbone(str(deep), adapter=str(lora))
+    with pytest.raises((ValueError, OSError), match=r"adapter='.*gone': no such folder"):
+        load_backbone(str(backbone), adapter=str(tmp_path / "gone"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="cannot be put on"):
         load_backbone(str(backbone), adapter=str(tmp_path / "empty"))

@@ -32,7 +32,3 @@ def test_without_a_measurement(monkeypatch):
     assert str(precision.choose_precision(CPU, config)) == "float32: this processor widens bfloat16 to it"
     assert precision.choose_precision(torch.device("cuda"), config).dtype == torch.bfloat16
     assert pick_dtype("float16", CPU, config) == torch.float16
-
-
-def test_both_types_are_timed():
-    assert all(0 < each < 1 for each in precision.seconds(64, 48))

@@ -7,12 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, cpu_offload, dispatch_model
-from peft import (
-    LoraConfig,
-    PrefixTuningConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from policy_runs import tokens
 from tiny_models import tiny_model
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
@@ -22,13 +17,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import pipeline
 
 from locret_kit import BoundedCache, Chat, Document, attach, load_cache, save_cache
-from locret_kit.backbones.decoder_attention import Described
 from locret_kit.backbones.identity import identity_of
 from locret_kit.backbones.intercept import attached
 from locret_kit.backbones.load import load_backbone
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.releases import CACHE
-from locret_kit.backbones.wrapped import unwrapped
 from locret_kit.config.recipes import load_config
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.batch import Batch, Request, run
@@ -58,19 +51,9 @@ def compiled_in_place(model):
     return model
 
 
-def compiled_forward(model):
-    model.forward = torch.compile(model.forward, backend="eager")
-    return model
-
-
 def compiled_layers(model):
     for i, layer in enumerate(model.model.layers):
         model.model.layers[i] = torch.compile(layer, backend="eager")
-    return model
-
-
-def compiled_decoder(model):
-    model.model = torch.compile(model.model, backend="eager")
     return model
 
 
@@ -91,8 +74,7 @@ def dispatched(model):
 
 
 WRAPPERS = {
-    "compiled": compiled, "compiled in place": compiled_in_place, "compiled forward": compiled_forward,
-    "compiled layers": compiled_layers, "compiled decoder": compiled_decoder,
+    "compiled": compiled, "compiled in place": compiled_in_place, "compiled layers": compiled_layers,
     "lora": lora, "tuner": lambda model: lora(model).base_model, "compiled lora": lambda model: compiled(lora(model)),
     "DataParallel": DataParallel, "DistributedDataParallel": parallel, "compiled parallel": lambda x: compiled(parallel(x)),
     "parallel lora": lambda model: DistributedDataParallel(lora(model)),
@@ -170,15 +152,6 @@ def test_documents_servers_and_training(wrap, tmp_path):
         assert engine.model is model
         assert HeadTraining(one, load_config(["recipe=tiny", "backbone.model=some/model"])).backbone is model
     assert said[0] == said[1]
-
-
-def test_a_stand_in_is_taken_as_it_is():
-    class Standin(nn.Module, Described):
-        pass
-
-    standin = Standin()
-    standin.description = describe(tiny_model("llama"))
-    assert unwrapped(standin) is standin and describe(standin) is standin.description
 
 
 def prompts(model):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ from locret_kit.config.command_line import given_by
 from locret_kit.config.recipes import TRAIN, known_recipes, load_config, read_recipe, with_recipe
 from locret_kit.config.schema import build, options_of
 from locret_kit.config.train_config import TrainConfig
-from locret_kit.validation import choices, metadata_of, parts
+from locret_kit.validation import metadata_of, parts
 
 ROOT = Path(__file__).resolve().parents[2]
 ANY_MODEL = {"auto", "paper", "small", "tiny"}
@@ -48,15 +45,6 @@ def test_the_papers_numbers():
         assert config.loss.smoothing == pytest.approx(32 * 0.0025)
 
 
-def test_the_comparison_differs_only_in_target_loss_and_policy():
-    ours, paper = load_config(["recipe=smollm2-135m"]), load_config(["recipe=smollm2-135m-paper"])
-    same = ("backbone", "heads", "data", "optim", "trainer", "seed")
-    assert all(getattr(ours, name) == getattr(paper, name) for name in same)
-    assert replace(ours.infer, policy=None) == paper.infer
-    assert (ours.target.kind, paper.target.kind) == ("log_prob", "logit")
-    assert (ours.loss.top_weight, paper.loss.top_weight) == (20.0, 1.0)
-
-
 def test_overrides():
     config = load_config(
         [*TINY, "optim.lr=1e-4", "data.sources=[synthetic,a.jsonl]", "data.weights=[2, 1]", "out=x/${recipe}"]
@@ -73,30 +61,15 @@ def test_strings_are_taken_as_they_are():
     assert (config.backbone.revision, config.backbone.adapter, config.out) == ("12e4", None, "a=b")
 
 
-def test_order_does_not_matter():
-    arguments = [*TINY, "optim.steps=7", "infer.budget=256", "out=here"]
-    assert load_config(arguments) == load_config(arguments[::-1])
-
-
-def test_recipe_from_a_path(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("backbone: {model: some/model}\noptim: {steps: 5}\n")
-    config = load_config([f"recipe={path}"])
-    assert (config.recipe, config.optim.steps, config.optim.lr) == ("mine", 5, 5e-4)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("optim: {step: 5}", "unknown key 'optim.step' in recipe 'mine'. Did you mean 'optim.steps'?"),
-        ("optim: {steps: many}", "optim.steps=many in recipe 'mine' must be an integer"),
         ("recipe: other", "recipe in recipe 'mine' must not be set there: it is the recipe's own name"),
         ("base: papper", "recipe=papper is unknown; known: "),
         ("base: [paper]", "base=['paper'] in recipe 'mine' must be a recipe's name"),
         ("choose: [heads.init]", "choose=['heads.init'] in recipe 'mine' must be a list of some of: heads.d_hidden, "),
-        ("choose: heads.d_hidden", "choose=heads.d_hidden in recipe 'mine' must be a list of some of: "),
         ("- a\n- b", "must hold sections of key: value"),
-        ("a: [", "is not valid YAML"),
     ],
 )
 def test_errors_in_a_recipe(tmp_path, text, message):
@@ -112,13 +85,6 @@ def test_a_recipe_begins_with_its_base(tmp_path):
     assert config.loss.smoothing == 0.08, "of the paper, two files below"
     (tmp_path / "low.yaml").write_text(f"base: {tmp_path}/high.yaml")
     _fails([f"recipe={tmp_path / 'high.yaml'}"], "leads back to itself: ")
-
-
-def test_a_recipe_of_a_model_is_a_few_lines():
-    for path in (ROOT / "recipes").glob("*.yaml"):
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-        if path.stem not in ANY_MODEL and not path.stem.startswith("lococo"):
-            assert lines[0].startswith("base: ") and len(lines) <= 8, path.stem
 
 
 def test_a_model_without_a_recipe():
@@ -152,23 +118,14 @@ def test_what_is_given_by_a_recipe_is_not_chosen():
         ([], "recipe=NAME is missing, or model=NAME for recipe=auto; known recipes: auto, gemma3-270m, "),
         ([*TINY, "model=b"], "backbone.model is given twice: backbone.model=some/model and backbone.model=b"),
         (["recipe=phi3mini"], "recipe=phi3mini is unknown; known: "),
-        (["recipe=phi3mini"], "Did you mean 'phi3-mini'?"),
         (["recipe=nowhere.yaml"], "recipe=nowhere.yaml cannot be read: No such file"),
         (["recipe=tiny"], "recipe=tiny names no model: add backbone.model=NAME"),
         ([*TINY, "optim.lrr=1"], "unknown key 'optim.lrr'. Did you mean 'optim.lr'?"),
-        ([*TINY, "lr=1"], "unknown key 'lr'. Did you mean 'optim.lr'?"),
-        ([*TINY, "optimizer.lr=1"], "unknown key 'optimizer.lr'. Did you mean 'optim.lr'?"),
-        ([*TINY, "optim.speed=1"], "unknown key 'optim.speed'. Fields of optim: optim.lr, "),
         ([*TINY, "optim=1"], "optim is a section; its fields: optim.lr, "),
         ([*TINY, "tiny"], "argument 'tiny' must be --key value or key=value, such as "),
-        ([*TINY, "--seed"], "--seed needs a value"),
         ([*TINY, "seed=1", "seed=2"], "seed is given twice: seed=1 and seed=2"),
-        ([*TINY, "optim.steps=many"], "optim.steps=many must be an integer"),
-        ([*TINY, "optim.steps=1.5"], "optim.steps=1.5 must be an integer"),
-        ([*TINY, "optim.steps=true"], "optim.steps=True must be an integer"),
         ([*TINY, "optim.lr=fast"], "optim.lr=fast must be a number"),
         ([*TINY, "data.weights=[a]"], "data.weights=['a'] must be a list of numbers, such as [1,2], each above 0"),
-        ([*TINY, "data.weights=[1"], "data.weights=['[1'] must be a list of numbers"),
         ([*TINY, "out=${nowhere}"], "nowhere"),
     ],
 )
@@ -179,17 +136,11 @@ def test_errors_on_the_command_line(arguments, message):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("optim.lr=0", "optim.lr=0 must be above 0"),
         ("optim.lr=nan", "optim.lr=nan must be a number, above 0"),
-        ("optim.steps=0", "optim.steps=0 must be at least 1"),
-        ("loss.top_weight=0.5", "loss.top_weight=0.5 must be at least 1"),
         ("target.kind=logits", "target.kind=logits must be one of: logit, log_prob. Did you mean 'logit'?"),
-        ("backbone.dtype=fp8", "backbone.dtype=fp8 must be one of: auto, float32, bfloat16, float16"),
-        ("infer.positions=clipt", "positions='clipt' must be compact, original, clipped or clipped(SPAN)"),
         ("data.sources=[]", "data.sources=[] must be not empty"),
         ("data.weights=[1,2]", "data.weights=[1.0, 2.0] must be 1 positive numbers, one for each of data.sources"),
         ("infer.stabilizers=128", "infer.stabilizers=128 must be below infer.budget=128"),
-        ("infer.local_len=200", "infer.local_len=200 must be below infer.budget=128"),
         ("resume=nowhere.ckpt", "resume=nowhere.ckpt must be 'auto', 'never' or the path of a checkpoint"),
     ],
 )
@@ -201,23 +152,6 @@ def test_every_number_has_a_bound():
     for name, option in options_of(TrainConfig).items():
         if {int, float} & set(parts(option.annotation)):
             assert any(metadata_of(option.annotation)), name
-
-
-def test_choices_are_those_of_the_parts():
-    from locret_kit.backbones.load import DTYPES
-    from locret_kit.cis import TARGETS
-
-    known = options_of(TrainConfig)
-    assert choices(known["target.kind"].annotation) == list(TARGETS)
-    assert set(choices(known["backbone.dtype"].annotation)) == {"auto", *DTYPES}
-
-
-def test_import_is_light():
-    code = (
-        "import sys; import locret_kit.config.recipes; print({'torch', 'lightning', 'transformers'} & set(sys.modules))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "set()"
 
 
 def _fails(arguments: list[str], message: str) -> None:

@@ -56,21 +56,6 @@ def test_parameters_of_tiny_models(family):
     assert parameters_of(without_weights(model.config)) == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "published"),  # half the bytes that the published safetensors indices name as total_size
-    [
-        ("phi3-mini", 3_821_079_552),
-        ("llama3.1-8b", 8_030_261_248),
-        ("qwen2.5-7b", 7_615_616_512),
-        ("qwen3-8b", 8_190_735_360),
-        ("mistral-7b", 7_248_023_552),
-        ("gemma3-270m", 268_098_176),
-    ],
-)
-def test_published_parameter_counts(name, published):
-    assert backbone(name).parameters == published
-
-
 def test_published_sizes():
     """Locret, section 1 (a 128K cache of Phi-3-mini: more than 50 GB) and the published heads' 606 MB."""
     phi = backbone("phi3-mini")
@@ -98,11 +83,12 @@ def test_cache_bytes_are_those_of_the_cache(family):
 
 
 SIZED = ["h2o", "roco", "scissorhands", "tova", "snapkv", "pyramidkv", "nacl", "kvcrush", "full"]
-SIZED += ["ada-snapkv", "ada-pyramid", "score=aas allocation=adaptive", "h2o reread=passages(6,5,3)"]
+SIZED += ["h2o reread=passages(6,5,3)"]
+RAGGED = ["ada-snapkv", "ada-pyramid", "score=aas allocation=adaptive"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("policy", [*SIZED, "merge"])
+@pytest.mark.parametrize("policy", [*SIZED, *RAGGED, "merge"])
 def test_cache_bytes_of_policies(policy, family):
     assert allocated(policy, family, None) == fit_plan(policy, family, None)
 
@@ -153,15 +139,10 @@ def fit_plan(policy: str, family: str, bits: int | None) -> int:
 @pytest.mark.parametrize(
     ("name", "budget", "chunk", "context", "bits"),
     [
-        ("phi3-mini", 6000, 3072, 13000, None),
         ("phi3-mini", 6000, 3072, 13000, 4),
-        ("llama3.1-8b", 16384, 1024, 18500, None),
         ("llama3.1-8b", 16384, 4096, 21000, 2),
-        ("llama3.1-8b", 2048, 4096, 9000, None),
         ("llama3.1-8b", 2048, 12000, 20000, None),  # MLPs in slices
         ("qwen2.5-7b", 8000, 1024, 10000, None),
-        ("qwen3-8b", 2048, 4096, 9000, None),
-        ("mistral-7b", 4096, 512, 6000, None),
         ("gemma3-270m", 1024, 512, 3000, None),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections import Counter
 
 import pytest
@@ -12,7 +11,6 @@ from tiny_text import tiny_tokenizer
 
 from locret_kit.evals.engine import bm25
 from locret_kit.evals.tasks import Example, find_tasks
-from locret_kit.samples.needles import TASKS
 from locret_kit.text.spans import encode
 
 TEXTS = [
@@ -66,18 +64,3 @@ def test_a_short_prompt_is_passages_in_order_and_the_question(task, chat):
     if example.text is not None:
         with pytest.raises(ValueError, match="budget=3 must be at least"):
             bm25.shortened(tokenizer, example, 3)
-
-
-def test_a_paraphrase_asks_in_other_words():
-    task = TASKS["paraphrase"]
-    said, asked = (
-        {word[:4] for word in re.findall(r"\w\w+", text.lower()) if word not in STOP}
-        for text in (task.needle, f"{task.question} {task.prefix}")
-    )
-    assert said and asked and not said & asked
-
-
-def test_a_missing_library_is_said_before_anything_is_run(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(ImportError, match=r"needs bm25s: in the clone, pip install -e '.\[eval\]'"):
-        bm25.check(["answer"])

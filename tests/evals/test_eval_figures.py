@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from locret_kit.evals.engine.result_rows import Row
 from locret_kit.evals.figures import FIGURES, draw, results
@@ -48,22 +46,6 @@ def test_score_against_memory_shows_the_means():
     assert on_gpu.axes[0].get_xlabel() == "peak memory (MiB)", "on a CPU it is the process's"
 
 
-def test_lines_differ_without_colour():
-    assert len({(str(results.line(i)["linestyle"]), results.line(i)["marker"]) for i in range(40)}) == 40
-
-
-@pytest.mark.parametrize("policies", [2, 8, 40])
-def test_a_legend_of_any_length_stands_below_the_panels(policies):
-    """It takes nothing of their height."""
-    figure = results.score_memory([replace(row, policy=f"policy-{i}") for row in rows()[:2] for i in range(policies)])
-    figure.draw_without_rendering()
-    boxes = [axis.get_tightbbox() for axis in figure.axes]
-    (legend,) = figure.legends
-    assert legend.get_window_extent().y1 <= min(box.y0 for box in boxes)
-    assert legend.get_window_extent().y0 >= 0
-    assert all(axis.get_window_extent().height >= 1.5 * figure.dpi for axis in figure.axes)
-
-
 def test_the_grid_has_a_row_for_each_depth_asked_for():
     """Where the needle really stands differs by length; that once gave every prompt a row of its own."""
     moved = [
@@ -81,19 +63,3 @@ def test_a_panel_of_the_grid_has_its_own_lengths_alone():
     two = [replace(ROW, length=length, budget=budget) for length, budget in ((4096, 256), (16384, 512))]
     shown = [axis for axis in results.needle_grid(two).axes if axis.get_title()]
     assert [[label.get_text() for label in axis.get_xticklabels()] for axis in shown] == [["4K"], ["16K"]]
-
-
-def test_four_needles_of_a_text_stand_at_their_own_depths():
-    rows = [replace(ROW, task="questions", sample=i, depth=(i + 0.5) / 4, score=i / 4) for i in range(4)]
-    axis = results.needle_grid(rows).axes[0]
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["12", "38", "62", "88"]
-    assert axis.images[0].get_array()[:, 0].tolist() == [0, 0.25, 0.5, 0.75]
-
-
-@given(st.lists(st.tuples(st.floats(0, 1), st.sampled_from([1, 2])), min_size=1, max_size=30))
-def test_the_grid_counts_every_row_once(found):
-    members = [replace(ROW, depth=depth, length=length, score=depth) for depth, length in found]
-    starts = np.arange(10) / 10
-    grid, count = results._grid(members, [1, 2], starts)
-    assert count.sum() == len(found)
-    assert np.isclose(np.nansum(grid * count), sum(depth for depth, _ in found))

@@ -71,16 +71,9 @@ def test_with_room_for_all_it_is_full_attention(backbone, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"policies": "[kvzip(joint=yes)]"}, "policy=kvzip(joint=yes) must be one of: kvzip, kvzip(joint=true)"),
         ({"budgets": "[12]"}, "policy=kvzip, budget=12: must be above 12: local_len=8 and 4 sinks"),
         ({"kv_bits": 4}, "policy=kvzip stores what it keeps as it is, in one form: leave kv_bits out"),
-        ({"one_shot": "true"}, "leave one_shot out"),
         ({"tasks": "[perplexity_prefill]"}, "take tasks=[perplexity] instead of perplexity_prefill"),
-        ({"policies": "[kvzipp]"}, "is unknown"),
-        (
-            {"tasks": "[perplexity_prefill]", "policies": "[bm25]"},
-            "take tasks=[perplexity] instead of perplexity_prefill",
-        ),
     ],
 )
 def test_what_it_cannot_do_is_said_before_anything_is_run(backbone, tmp_path, capsys, more, said):

@@ -14,7 +14,6 @@ from browser import BROWSER, BROWSERS
 
 from locret_kit.cli.eval import main
 from locret_kit.evals.engine.result_rows import Row
-from locret_kit.evals.report import html_report
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
@@ -78,36 +77,6 @@ def test_tables_sort_by_numbers_and_the_settings_are_there(report):
     assert "1 failed" in report and "version of torch" in report
 
 
-def test_the_settings_of_the_rows_are_those_that_a_cell_shares(run):
-    rows = [replace(row, kv_bits=4) for row in html_report.read_rows(run)]
-    assert ("kv_bits", "4") in html_report.settings(run, rows)[0].lines
-
-
-def test_marks_of_a_table_are_explained_in_its_caption(run):
-    rows = [
-        replace(html_report.read_rows(run)[1], policy=p, sample=i, error=None, score=1.0)
-        for p in "ab"
-        for i in range(3)
-    ]
-    html = html_report.page(run, [*rows, replace(rows[0], policy="<c>")])
-    assert (
-        "; † on other texts than most of its column)</caption>" in html and '<td class="policy">&lt;c&gt;</td>' in html
-    )
-
-
-def test_the_page_opens_with_all_tasks(run):
-    base = html_report.read_rows(run)[0]
-    rows = [replace(base, task=task, policy=policy, budget=512 * (policy != "full"), heads="-", score=score, sample=n)
-            for n in range(10)
-            for task in ("one", "two") for policy, score in (("full", 1.0), ("a", 0.5), ("b", 0.25))]  # fmt: skip
-    html = html_report.page(run, rows)
-    assert re.search(r"<caption>(.*?) \(", html)[1] == "All tasks"
-    assert (
-        html.count("<b>0.50") == 4 and "<b>1.00" not in html and "<b>0.25" not in html
-    )  # two tasks, in two tables each
-    assert html.count('class="reference"') == 3
-
-
 @pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} to look with")
 def test_in_a_browser(report, tmp_path):
     """Sort the column of means of the table of all cells both ways."""
@@ -133,15 +102,9 @@ def test_errors_say_what_is_missing_and_what_does_it_instead(run, tmp_path, caps
     for words, said in (
         (["report", f"out={tmp_path}"], "holds no rows"),
         (["figure", "score-memry", f"out={run}"], "Did you mean 'score-memory'"),
-        (["figure", "score-memory", f"out={run}", "budgets=[7]", "policies=[x]"], "no such rows"),
         (["figure", "score-memory"], "out=... is missing"),
-        (["figure", "score-memory", f"out={run}", "width=3.3"], "summary.csv"),
         (["table", f"out={run}", "format=latex"], "summary.csv has every number"),
-        (["kept", f"out={run}"], "locret-kept"),
-        (["summary", f"out={run}"], "locret-eval report"),
         (["tasks=[passkey]", f"out={run}", "retry=errors"], "every rerun does examples again"),
-        (["tasks=[passkey]", f"out={run}", "wording=3"], "is a haystack or a file of questions"),
-        (["tasks=[passkey]", f"out={run}", "offset=128"], "chunk=256"),
     ):
         assert main(words) == 1
         assert said in capsys.readouterr().err

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import time
 import weakref
 from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, groupby, zip_longest
+from itertools import combinations
 from pathlib import Path
 from unittest import mock
 
@@ -34,7 +30,7 @@ from locret_kit.cli.eval import main, run_of
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.evals.engine import measure, runner
 from locret_kit.evals.engine.measure import SharedBeginning, shared_lengths
-from locret_kit.evals.engine.result_rows import KEY, read_rows
+from locret_kit.evals.engine.result_rows import read_rows
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.runtime import decoders
 from locret_kit.text.template import protected_spans
@@ -117,30 +113,6 @@ def in_order(*examples: tuple[array, float | None, int | None]) -> list[Example]
     return sorted(made, key=runner.neighbours)
 
 
-@st.composite
-def questions_about_documents(draw):
-    """Ids and document of several questions about each document, round by round."""
-    rounds = []
-    for document in range(draw(st.integers(1, 4))):
-        text = [document, *range(100, 100 + draw(st.integers(1, 20)))]
-        asked = draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=4), min_size=2, max_size=5))
-        rounds.append([(array("i", text + question), None, document) for question in asked])
-    return [one for some in zip_longest(*rounds) for one in some if one is not None]
-
-
-@given(questions_about_documents(), st.integers(1, 4), st.integers(0, 3))
-@settings(max_examples=200)
-def test_a_document_is_read_once_for_its_questions(examples, chunk, tail):
-    for _, group in groupby(in_order(*examples), lambda example: example.document):
-        prompts = [prompt.ids for prompt in group]
-        document = min(common(a, b) for a, b in combinations(prompts, 2))
-        shared = shared_lengths(prompts, Schedule(8, chunk, local_len=tail))
-        for ids, length in zip(
-            [*prompts[:-1], prompts[-2]], shared, strict=True
-        ):  # the last shares with the one before
-            assert length >= max(0, min(document, len(ids) - 1 - tail)) // chunk * chunk
-
-
 @given(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=2, max_size=8), st.integers(1, 4), st.integers(0, 3))
 @settings(max_examples=200)
 def test_a_haystack_is_read_once_up_to_each_depth(size, places, chunk, tail):
@@ -153,16 +125,6 @@ def test_a_haystack_is_read_once_up_to_each_depth(size, places, chunk, tail):
         pieces |= {tuple(a[: at + chunk]) for at in range(0, end, chunk)}
     shared = shared_lengths(prompts, Schedule(8, chunk, local_len=tail))
     assert read_all(prompts, shared) == chunk * len(pieces)
-
-
-def test_a_shared_beginning_ends_before_the_tail():
-    schedule = Schedule(48, 32, stabilizers=4, local_len=8, prompt_length=200)
-    for tokens, length in ((5, 0), (40, 0), (41, 32), (72, 32), (73, 64), (200, 160)):
-        ids = array("i", range(tokens))
-        assert shared_lengths([ids, ids], schedule) == [length, length]
-        assert shared_lengths([ids, array("i", range(300))], schedule) == [length, length]
-    once = Schedule(48, 200, prompt_length=200, one_shot=True)
-    assert shared_lengths([array("i", range(200))] * 2, once) == [0, 0]
 
 
 # ---- runs -------------------------------------------------------------------------------------------------------------
@@ -212,15 +174,6 @@ def test_rows_are_those_of_prompts_read_alone(alone, heads, tmp_path):
     assert all(row.prefix_shared < row.tokens and row.prefill_s > 0 for row in read_rows(out))
 
 
-def test_quantised_and_frequent_evictions_are_shared_too(heads, tmp_path):
-    outs = [tmp_path / name for name in ("shared", "alone")]
-    more = {"policies": "[full,h2o,locret]", "kv_bits": 4, "decode_every": 2, "tasks": "[passkey]", "samples": 3}
-    for out, share in zip(outs, ("true", "false"), strict=True):
-        assert main(words(heads, out, share_prefix=share, **more)) == 0
-    assert figures(outs[0]) == figures(outs[1])
-    assert max(row.prefix_shared for row in read_rows(outs[0])) > 0
-
-
 def test_protected_text_is_kept_shared_or_not(heads, tmp_path):
     outs = [tmp_path / name for name in ("shared", "alone")]
     more = {
@@ -243,22 +196,6 @@ def test_protected_text_is_kept_shared_or_not(heads, tmp_path):
     assert main(words(heads, tmp_path / "oracle", policies="[kvzip]", protect="first")) == 1
 
 
-def test_killed_in_the_middle_of_a_shared_group(alone, heads, tmp_path):
-    out = tmp_path / "run"
-    shard = out / "rows.0.jsonl"
-    for wanted in (3, 22):
-        child = forked.start(lambda: main(words(heads, out)), tmp_path / "log")
-        while not shard.exists() or shard.read_bytes().count(b"\n") < wanted:
-            time.sleep(0.002)
-            assert os.waitpid(child, os.WNOHANG) == (0, 0), (tmp_path / "log").read_text()
-        os.kill(child, signal.SIGKILL)
-        assert forked.status_of(child) == -signal.SIGKILL
-    assert main(words(heads, out)) == 0
-    keys = [tuple(json.loads(line)[name] for name in KEY) for line in shard.read_text().splitlines()]
-    assert len(keys) == len(set(keys)) == 2 * 4 * len(POLICIES)
-    assert figures(out) == figures(alone) and scores(out) == scores(alone)
-
-
 def test_processes_take_stretches_of_neighbours(alone, heads, tmp_path):
     out = tmp_path / "run"
     assert forked.ranks(lambda: main(words(heads, out)), 2, tmp_path / "log") == [0, 0], (tmp_path / "log").read_text()
@@ -267,18 +204,6 @@ def test_processes_take_stretches_of_neighbours(alone, heads, tmp_path):
     by_rank = [{row.sample for row in rows if row.rank == rank} for rank in range(2)]
     assert sorted(by_rank, key=min) == [{0, 2}, {1, 3}]  # depths 1/2 and 3/4 in one, 1/4 and 1/8 in the other
     assert all(max(row.prefix_shared for row in rows if row.rank == rank) > 0 for rank in range(2))
-
-
-def test_every_prompt_belongs_to_one_process(heads, tmp_path):
-    plan = run_of(load_eval_config(words(heads, tmp_path / "run", samples=7, haystacks="[repeated,pydoc]")))
-    assert sorted(len(batch) for batch in plan.batches()) == [1] * 14 + [7] * 2
-    for number, batch in enumerate(plan.batches()):
-        for world in (1, 2, 3, 8):
-            parts = [
-                runner.own_part(replace(plan, rank=rank, world_size=world), number, len(batch)) for rank in range(world)
-            ]
-            assert sorted(i for part in parts for i in range(part.start, part.stop)) == list(range(len(batch)))
-            assert max(part.stop - part.start for part in parts) <= -(-len(batch) // world)
 
 
 def documents(kind: str) -> Task:
@@ -329,27 +254,10 @@ def test_any_other_error_of_a_fork_is_not_taken_for_a_refusal(heads, tmp_path, m
     assert {row.error for row in read_rows(out)} >= {"ValueError: a bug"}
 
 
-def test_without_memory_for_shared_beginnings_prompts_are_read_alone(alone, heads, tmp_path, monkeypatch):
-    fork, dropped = SharedBeginning.fork, []
-
-    def no_room(self, ids, shared, pins):
-        if shared:
-            dropped.append(shared)
-            raise torch.OutOfMemoryError("no room")
-        return fork(self, ids, shared, pins)
-
-    monkeypatch.setattr(SharedBeginning, "fork", no_room)
-    out = tmp_path / "run"
-    assert main(words(heads, out, policies="[locret,random]", tasks="[passkey]")) == 0
-    wanted = figures(alone)
-    assert dropped and all(wanted[key] == found for key, found in figures(out).items())
-
-
-@pytest.mark.parametrize("always", [False, True])
 def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_alone(
-    alone, heads, tmp_path, monkeypatch, always
+    alone, heads, tmp_path, monkeypatch
 ):
-    """While a prompt goes on from a shared beginning, or from then on, the model finds no room to decode."""
+    """While a prompt goes on from a shared beginning, the model finds no room to decode."""
     forward, fork, fresh = (
         LlamaForCausalLM.forward,
         measure.BoundedCache.fork,
@@ -367,8 +275,7 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
         fresh(cache, *given, **rest)
 
     def no_room(model, input_ids=None, **rest):
-        shared = any(one() is cache_among((), rest) for one in forks)
-        if input_ids.shape[1] == 1 and (shared or (always and freed)):
+        if input_ids.shape[1] == 1 and any(one() is cache_among((), rest) for one in forks):
             raise torch.OutOfMemoryError("no room")
         return forward(model, input_ids=input_ids, **rest)
 
@@ -378,27 +285,7 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
     monkeypatch.setattr(measure.BoundedCache, "__init__", made_anew)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(forks)))
     out = tmp_path / "run"
-    assert main(words(heads, out, policies="[locret]", tasks="[passkey]")) == always
+    assert main(words(heads, out, policies="[locret]", tasks="[passkey]")) == 0
     assert freed and left and not any(left)  # neither a cache nor what had failed is held meanwhile
-    found, wanted = figures(out), figures(alone)
-    assert always == any(row["error"] == "OutOfMemory: no room" for row in found.values())
-    assert always or all(wanted[key] == row for key, row in found.items())
-
-
-def test_a_prompt_that_cannot_be_made_does_not_stop_the_others(heads, tmp_path):
-    def make(request) -> Example:
-        if request.sample == 1:
-            raise ValueError("no such text")
-        return documents("answer").make(request)
-
-    plan = run_of(load_eval_config(words(heads, tmp_path / "run", samples=4, policies="[locret,random]")))
-    task = replace(documents("answer"), make=make)
-    assert runner.answer(replace(plan, tasks=[task])) == 2
-    rows = read_rows(tmp_path / "run")
-    assert len(rows) == 8 and {row.sample for row in rows if row.error} == {1}
-    assert {row.error for row in rows} == {None, "ValueError: no such text"}
-
-
-def test_the_switch_is_true_or_false(heads, tmp_path, capsys):
-    assert main(words(heads, tmp_path / "run", share_prefix="no")) == 1
-    assert "share_prefix=no must be true or false" in capsys.readouterr().err
+    wanted = figures(alone)
+    assert all(wanted[key] == row for key, row in figures(out).items())

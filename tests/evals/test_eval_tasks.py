@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import itertools
 import json
 import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -26,12 +26,14 @@ from locret_kit.evals.tasks import (
     Example,
     find_tasks,
     known_tasks,
-    ruler,
 )
 from locret_kit.evals.tasks.retrieval import find
-from locret_kit.evals.tasks.ruler import ADJECTIVES, NOUNS, distinct, insert, singles
-from locret_kit.evals.tasks.task import count_ids, spread_depth
+from locret_kit.evals.tasks.ruler import insert
+from locret_kit.evals.tasks.task import Example, count_ids, spread_depth
+from locret_kit.samples import overlap
 from locret_kit.samples.haystack import load_text
+from locret_kit.samples.needles import WORDINGS
+from locret_kit.samples.synthetic import FACTS, HELD_FACTS, HELD_PROMPTS, PROMPTS, synthetic_sample
 from locret_kit.text.template import render_prompt
 
 SYNTHETIC = [*HAYSTACK_TASKS, *STANDALONE_TASKS]
@@ -134,13 +136,6 @@ def test_ruler_needles_are_all_there_and_only_the_asked_ones_are_answers(name, h
         assert scored == {"recall": 1.0}
 
 
-def test_single_needles_stand_where_they_are_asked_to():
-    for sample in range(6):
-        _, made = example("ruler.niah_single", sample, "pydoc", 2048)
-        at = made.prompt.index("One of the special magic") / len(made.prompt)
-        assert abs(made.depth - spread_depth(sample)) < 0.06 and abs(at - made.depth) < 0.15
-
-
 def test_key_value_pairs():
     for sample in range(4):
         task, made = example("kv", sample)
@@ -190,19 +185,6 @@ def test_variable_chain():
         assert task.count(f"= {value}.") == 1
 
 
-def test_the_shown_chain_has_a_value_of_its_own(monkeypatch):
-    drawn = itertools.cycle(["12345", "54321"])
-
-    class Unlucky(ruler._Draw):
-        def __init__(self, rng) -> None:
-            super().__init__(rng)
-            self._make["values"] = lambda: next(drawn)
-
-    monkeypatch.setattr(ruler, "_Draw", Unlucky)
-    _, made = example("ruler.vt")
-    assert made.prompt.count("= 12345.") == made.prompt.count("= 54321.") == 1
-
-
 def test_common_and_frequent_words():
     _, made = example("ruler.cwe")
     task = made.prompt[made.prompt.rindex("Below is a numbered list") :]
@@ -244,17 +226,6 @@ def test_reconstruction_quotes_the_words_in_front_of_the_passage(chat):
         example("reconstruction", length=200)
 
 
-def test_a_reconstruction_is_never_longer_than_asked_for(monkeypatch):
-    """Where each length of the article has another quotation, so that no length settles."""
-    quotes = itertools.cycle(["few words", "many words " * 20])
-    monkeypatch.setattr("locret_kit.evals.tasks.texts._passage", lambda request, piece: (next(quotes), "passage", 0.5))
-    _, made = example("reconstruction", chat="never")
-    assert 900 <= count_ids(tiny_tokenizer(), made.prompt, made.special) <= 1024
-    quotes = iter(["many words " * 8 * n for n in range(1, 9)])
-    with pytest.raises(ValueError, match="length=1024 cannot be met by a quotation of sample 0"):
-        example("reconstruction", chat="never")
-
-
 def test_perplexity_continues_the_prompt():
     _, made = example("perplexity")
     assert made.continuation and count_ids(tiny_tokenizer(), made.continuation, False) >= 100
@@ -268,9 +239,10 @@ def test_another_seed_gives_other_bytes_and_the_same_seed_the_same():
 
 
 def digests() -> list[str]:
-    """Digests of a prompt of each of several tasks."""
+    """Digests of a prompt of each of several tasks, and of a sample to train on."""
     tasks = find_tasks(["passkey", "kv", "ruler.niah_multiquery", "ruler.fwe", "ruler.vt"], haystacks=["pydoc"])
     made = [task.make(Example(task, tiny_tokenizer(), 2048, 3)).prompt for task in tasks]
+    made.append(repr(synthetic_sample(tiny_tokenizer(), [load_text("pydoc")], 900, 3, 4)))
     return [hashlib.sha256(prompt.encode()).hexdigest() for prompt in made]
 
 
@@ -306,15 +278,6 @@ def test_depths_spread_evenly_whatever_their_number():
         )
 
 
-def test_words_are_distinct_and_enough():
-    import random
-
-    assert len(set(singles())) == len(singles()) and len(ADJECTIVES) * len(NOUNS) > 50_000
-    assert all(re.fullmatch("[a-z]+", word) for word in singles())
-    many = distinct(random.Random(0), 20_000)
-    assert len(set(many)) == 20_000
-
-
 def test_errors_name_what_is_wrong():
     with pytest.raises(ValueError, match=r"task='paskey' is unknown. Did you mean 'passkey'"):
         find_tasks(["paskey"])
@@ -324,21 +287,6 @@ def test_errors_name_what_is_wrong():
         example("ruler.niah_single", length=64)
     with pytest.raises(ValueError, match="fidelity:perplexity"):
         find_tasks(["fidelity:perplexity"], haystacks=["pydoc"])
-    with pytest.raises(ValueError, match="agreement:perplexity"):
-        find_tasks(["agreement:perplexity"], haystacks=["pydoc"])
-    with pytest.raises(ValueError, match=r"'agrement' is unknown. Did you mean 'agreement'"):
-        find_tasks(["agrement:passkey"])
-
-
-def test_real_text_is_read_where_none_is_named():
-    tasks = find_tasks(["passkey", "perplexity", "reconstruction"])
-    assert [(task.name, task.haystack) for task in tasks] == [
-        ("R.PassKey", "repeated"), ("perplexity", "pydoc"), ("reconstruction", "pydoc"),
-    ]  # fmt: skip
-    tasks = find_tasks(["passkey", "perplexity"], haystacks=["repeated", "pydoc"])
-    assert [task.haystack for task in tasks] == ["repeated", "pydoc", "pydoc"]
-    assert [bool(task.text_hash) for task in tasks] == [False, True, True] and tasks[1].text_hash == tasks[2].text_hash
-    assert find_tasks(["fidelity:ruler.vt"], haystacks=["pydoc"])[0].text_hash == tasks[1].text_hash
 
 
 def test_where_a_haystack_lies_does_not_matter(tmp_path):
@@ -378,3 +326,29 @@ def test_a_haystack_that_cannot_be_read_is_refused(tmp_path, name, data, said):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=said):
         find_tasks(["passkey"], haystacks=[str(tmp_path / name)])
+
+
+def test_questions_about_a_document_begin_alike(tmp_path):
+    (tmp_path / "text.txt").write_text(load_text("pydoc")[:60_000])
+    (task,) = find_tasks(["questions"], haystacks=[str(tmp_path)])
+    made = [task.make(Example(task, tiny_tokenizer(), 1500, i)) for i in range(5)]
+    first, other = made[:4], made[4]
+    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*(one.prompt for one in first), strict=False))
+    document = "".join(letters[0] for letters in same)
+    assert len({one.answer for one in first}) == 4 and not document.startswith(other.prompt[:200])
+    for i, one in enumerate(first):
+        said, question = next(
+            (w.needle.format(key=one.answer), w.question) for w in WORDINGS if w.question in one.prompt
+        )
+        assert document.count(said) == 1 and one.prompt.count(question) == 1
+        assert abs(document.index(said) / len(document) - (i + 0.5) / 4) < 0.1
+        assert len(tiny_tokenizer()(one.prompt).input_ids) <= 1500
+
+
+def test_wordings_are_not_those_of_training():
+    trained = [part for fact in (*FACTS, *HELD_FACTS) for part in fact[1:]] + [*PROMPTS, *HELD_PROMPTS]
+    known = overlap.union([overlap.grams(text) for text in trained])
+    for words in WORDINGS[1:]:
+        assert not overlap.among(overlap.grams(words.needle), known).any()
+        assert words.question not in {fact[2] for fact in FACTS}
+    assert len(WORDINGS) == 10 and len({words.question for words in WORDINGS}) == 10

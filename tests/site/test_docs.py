@@ -13,30 +13,26 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
+from checkout import BACKBONE, forget_plugins, made_checkout
 from made_documents import pdf
 from scripts_loaded import load_script
 from tiny_gguf import write_gguf
-from tiny_tokenizer import TEXT, save_tiny_backbone
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_tokenizer import TEXT
+from transformers import AutoModelForCausalLM
 
-from locret_kit.backbones.spec import spec_of
 from locret_kit.evals.tasks import DESCRIPTIONS, HAYSTACK_TASKS, REAL_TEXT_TASKS, STANDALONE_TASKS
-from locret_kit.heads import HeadsConfig, RetainingHeads
-from locret_kit.policies import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PLUGIN = ROOT / "examples" / "value_attention.py"
 REFERENCE = load_script("scripts/make_reference.py")
-BACKBONE, HEADS = "checkpoints/SmolLM2-135M-Instruct", "checkpoints/smollm2-135m-locret"
 LONG = {
     "LOCRET_EXTRAS=": "installs",
     "python scripts/make_long_text.py": "scripts/demo.sh has it; tests/site/test_readme_pasted.py",
     "curl ": "needs the server of the block before; tests/serving/test_serving.py asks it the same",
     "locret-serve ": "serves until it is stopped; tests/serving/test_serving.py",
     "locret-train ": "tests/training/test_training.py trains",
-    "locret-eval ": "tests/evals/test_eval_runner.py, tests/evals/test_lm_eval.py; those of results take hours",
+    "locret-eval ": "tests/evals/test_eval_runner.py, tests/evals/test_eval_fidelity.py; those of results take hours",
     "locret-plan ": "tests/config/test_plan.py runs the same",
     "python examples/": "tests/site/test_examples.py",
     "for ": "a shell loop over a command that is run above",
@@ -60,16 +56,8 @@ PAGES = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder that looks like a checkout, with a tiny random backbone and heads by the names of those that ship."""
-    folder = tmp_path_factory.mktemp("site")
-    for name in ("examples", "scripts", "recipes"):
-        (folder / name).symlink_to(ROOT / name)
-    backbone = save_tiny_backbone(folder / BACKBONE, max_position_embeddings=8192)
-    inference = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
-    torch.manual_seed(1)
-    config = HeadsConfig.for_backbone(spec_of(AutoConfig.from_pretrained(backbone)), BACKBONE, 8, inference=inference)
-    RetainingHeads(config).save_pretrained(str(folder / HEADS))
-    write_gguf(folder / f"{BACKBONE}.Q4_1.gguf", AutoModelForCausalLM.from_pretrained(backbone), "F16")
+    folder = made_checkout(tmp_path_factory.mktemp("site"), "examples", "scripts", "recipes")
+    write_gguf(folder / f"{BACKBONE}.Q4_1.gguf", AutoModelForCausalLM.from_pretrained(folder / BACKBONE), "F16")
     for name in ("long.txt", "book.txt", "appendix.txt"):
         (folder / name).write_text(TEXT * 8)
     (folder / "manual.pdf").write_bytes(pdf([TEXT.split(". ")] * 2))
@@ -80,10 +68,7 @@ def place(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     """Forget after a test what a plugin registers."""
-    registry.policies()
-    for name in ("_policies", "_owners"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
-    monkeypatch.setattr(registry, "_parts", {kind: dict(table) for kind, table in registry._parts.items()})
+    forget_plugins(monkeypatch)
     yield
     sys.modules.pop(str(PLUGIN), None)
 

@@ -10,21 +10,14 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-import torch
-import yaml
+from checkout import BACKBONE, forget_plugins, made_checkout
 from scripts_loaded import load_script
-from tiny_heads import INFERENCE
-from tiny_tokenizer import TEXT, save_tiny_backbone
-from transformers import AutoConfig
+from tiny_tokenizer import TEXT
 
 from locret_kit import Document
-from locret_kit.backbones.spec import spec_of
-from locret_kit.heads import HeadsConfig, RetainingHeads
-from locret_kit.policies import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
-BACKBONE, HEADS = "checkpoints/SmolLM2-135M-Instruct", "checkpoints/smollm2-135m-locret"
 SMALL = {
     "read_a_book": {"TOKENS": 400, "BUDGET": 64, "ANSWER": 4},
     "new_policy": {"TOKENS": 300, "BUDGET": 64, "SAMPLES": 1, "OTHERS": ["streaming"]},
@@ -36,41 +29,20 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder that looks like a checkout, with a tiny random backbone and heads by the names of those that ship."""
-    folder = tmp_path_factory.mktemp("examples")
-    (folder / "recipes").symlink_to(ROOT / "recipes")
-    backbone = save_tiny_backbone(folder / BACKBONE, max_position_embeddings=8192)
-    torch.manual_seed(1)
-    config = HeadsConfig.for_backbone(spec_of(AutoConfig.from_pretrained(backbone)), BACKBONE, 8, inference=INFERENCE)
-    RetainingHeads(config).save_pretrained(str(folder / HEADS))
-    return folder
+    return made_checkout(tmp_path_factory.mktemp("examples"), "recipes")
 
 
 @pytest.fixture(autouse=True)
 def there(place, monkeypatch) -> None:
     """Run in that folder, and forget after a test what a notebook registers."""
     monkeypatch.chdir(place)
-    registry.policies()
-    for name in ("_policies", "_owners"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
-    monkeypatch.setattr(registry, "_parts", {kind: dict(table) for kind, table in registry._parts.items()})
+    forget_plugins(monkeypatch)
 
 
 def test_every_notebook_runs_and_is_in_the_documentation():
     assert [path.stem for path in NOTEBOOKS] == sorted(SMALL)
     page = (ROOT / "docs" / "tutorials" / "notebooks.md").read_text(encoding="utf-8")
     assert set(re.findall(r"examples/notebooks/(\w+)\.ipynb", page)) == set(SMALL)
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_holds_no_outputs(path):
-    book = json.loads(path.read_text(encoding="utf-8"))
-    ids = [cell["id"] for cell in book["cells"]]
-    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5) and len(set(ids)) == len(ids)
-    for cell in book["cells"]:
-        assert cell["cell_type"] in ("code", "markdown")
-        if cell["cell_type"] == "code":
-            assert cell["outputs"] == [] and cell["execution_count"] is None
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -106,13 +78,6 @@ def test_the_page_of_the_space_shades_what_the_document_holds():
     assert shown == tokenizer.decode(list(book.ids)[: len(counts)]).replace("<", "&lt;").replace(">", "&gt;")
     assert app.read_and_ask("", "What?", 64, "locret")[0] == "Give a text and a question."
     assert "<b>" not in app.shaded(["<b>"], np.array([1.0])) and "0.75" in app.shaded(["x"], np.array([1.0]))
-
-
-def test_the_header_of_the_space():
-    _, header, text = (ROOT / "examples" / "space" / "README.md").read_text(encoding="utf-8").split("---\n", 2)
-    given = yaml.safe_load(header)
-    assert given["sdk"] == "gradio" and (ROOT / "examples" / "space" / given["app_file"]).is_file()
-    assert len(given["short_description"]) <= 60 and "examples/space/app.py" in text
 
 
 def test_the_pipeline_s_answer_is_that_of_generate(monkeypatch, capsys):

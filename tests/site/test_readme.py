@@ -66,28 +66,6 @@ def test_every_policy_and_no_other_has_a_line():
     assert rows == {name: named.keeps for name, named in registry.policies().items()}
 
 
-TERMS = (
-    "slot", "head", "chunk", "eviction|evict", "budget", "policy|policies", "key/value|KV cache", "prefill", "RoPE", "row",
-    "layer",
-    "stabilizer", "ckpt|checkpoint", "bfloat16|float32", "window", "full attention", "pass key", "needle", "backbone", "token",
-    "graph", "sink", "quantis", "perplexity", "decoding", "frozen", "fork", "embedding", "decoder", "dtype", "seed", "recall",
-)  # fmt: skip
-"""Terms of art, each with its forms."""
-
-
-def test_what_a_newcomer_must_know():
-    """Words of the page; and from its top until the first answer, terms and options of the prose, and commands of each way."""
-    assert len(TEXT.split()) <= 700
-    start = TEXT[TEXT.index("## Start") : TEXT.index("## What it does")]
-    first = TEXT[: TEXT.index(start) + start.rindex("```")]
-    ways = [re.findall(r"^(?!#)\S.*$", block, re.M) for block in re.findall(r"```bash\n(.*?)```", start, re.S)]
-    prose = re.sub(r"```.*?```", "", first, flags=re.S)
-    terms = [term for term in TERMS if re.search(rf"\b(?:{term})s?\b", prose, re.I)]
-    options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", first))
-    assert len(terms) <= 8 and len(options) <= 4 and max(map(len, ways)) <= 2, (terms, options, ways)
-    assert ways[0][0].startswith("bash scripts/demo.sh") and ways[0][1].startswith("bash scripts/test.sh")
-
-
 def test_what_there_is_is_counted():
     assert re.findall(r"(\d+) (?:recipes|policies)", TEXT) == [
         str(len(recipes.known_recipes())), str(len(registry.policies())),

@@ -28,7 +28,7 @@ KINDS = {
     "shared keys": "gemma4_text shared", "gated delta rule": "qwen3_next", "short convolutions": "lfm2",
     "Mamba 2": "falcon_h1", "layers without positions": "smollm3 no positions",
 }  # fmt: skip
-STEPS, BUDGET, NEW = 30, 48, 6
+STEPS, BUDGET, NEW = 20, 48, 6
 SETTINGS = RunSettings(budget=BUDGET, chunk=32, stabilizers=4, local_len=8)
 
 

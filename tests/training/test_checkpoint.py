@@ -12,7 +12,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -57,11 +56,6 @@ def test_round_trip(tmp_path, dtype, name):
     assert [p.name for p in tmp_path.rglob(".*")] == []
 
 
-def test_a_bare_safetensors_file_reads_the_configuration_beside_it(tmp_path):
-    make().save_pretrained(tmp_path / "h", torch.float32)
-    assert equal(RetainingHeads.from_pretrained(tmp_path / "h" / "model.safetensors"), make())
-
-
 @pytest.mark.parametrize("name", ["heads.pt", "model.safetensors"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
 def test_truncated(tmp_path, name, share):
@@ -99,8 +93,6 @@ def test_a_malicious_pickle_does_not_run(tmp_path, raw):
 
 @pytest.mark.parametrize("kind", [".pt", ""])
 def test_every_wrong_head_is_named(tmp_path, kind):
-    from safetensors.torch import save_file
-
     state = state_of(make(), torch.float32)
     del state["model.layers.0.self_attn.fc2.weight"]
     state["model.layers.7.self_attn.fc1.weight"] = torch.zeros(1)
@@ -127,32 +119,14 @@ def test_every_wrong_head_is_named(tmp_path, kind):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"weights": torch.zeros(2)}, "not a heads checkpoint"),
         ([1, 2], "not a heads checkpoint"),
         ({"config": {**CONFIG.to_dict(), "colour": 1}, "state": {}}, "unknown field .colour."),
         ({"config": {"backbone": "x"}, "state": {}}, "missing"),
         ({"config": {**CONFIG.to_dict(), "activation": "wiggle"}, "state": state_of(make(), torch.float32)}, "wiggle"),
-        ({"config": {**CONFIG.to_dict(), "n_layers": "two"}, "state": {}}, "heads.pt"),
         ({"config": CONFIG.to_dict(), "state": {"model.layers.0.self_attn.fc1.weight": "text"}}, "heads.pt"),
-        ({"config": CONFIG.to_dict(), "state": [1]}, "heads.pt"),
         ({"config": {**CONFIG.to_dict(), "n_layers": 10**9}, "state": {}}, "n_layers=1000000000"),
         ({"config": {**CONFIG.to_dict(), "d_hidden": 10**12}, "state": state_of(make(), torch.float32)}, "expected"),
-        ({"config": {**CONFIG.to_dict(), "backbone": 7}, "state": {}}, "backbone=7 must be a text"),
-        ({"config": {**CONFIG.to_dict(), "inference": "abc"}, "state": {}}, "inference=abc must be settings by name"),
-        (
-            {"config": {**CONFIG.to_dict(), "inference": {"budget": "x"}}, "state": {}},
-            "inference.budget=x must be at least 1 slot",
-        ),
         ({"config": {**CONFIG.to_dict(), "inference": {"budget": 0}}, "state": {}}, "at least 1"),
-        (
-            {"config": {**CONFIG.to_dict(), "inference": {"positions": 3}}, "state": {}},
-            "inference.positions=3 must be a text",
-        ),
-        (
-            {"config": {**CONFIG.to_dict(), "target": "logprob"}, "state": {}},
-            "target=logprob must be one of: logit, log_prob. Did you mean 'log_prob'",
-        ),
-        ({"config": {**CONFIG.to_dict(), "target": None}, "state": {}}, "target=None must be one of"),
     ],
 )
 def test_a_file_of_something_else(tmp_path, content, words):
@@ -163,7 +137,7 @@ def test_a_file_of_something_else(tmp_path, content, words):
 
 def test_a_broken_configuration_names_its_file(tmp_path):
     make().save_pretrained(tmp_path / "h")
-    for text in ("{", "[]", '"x"'):
+    for text in ("{", "[]", "[" * 200_000, '{"format": "other"}'):
         (tmp_path / "h" / "config.json").write_text(text)
         with pytest.raises(ValueError, match=r"config\.json"):
             RetainingHeads.from_pretrained(tmp_path / "h")
@@ -196,42 +170,18 @@ def full_disk(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def half(old):
-    def write(state, path, *args, **kwargs):
-        Path(path).write_bytes(b"half")
-        full_disk()
-
-    return write
-
-
 @pytest.mark.parametrize("name", ["heads", "heads.pt"])
-@pytest.mark.parametrize("where", ["write", "replace", "fsync"])
+@pytest.mark.parametrize("where", ["replace", "fsync"])
 def test_a_full_disk_leaves_the_previous_file(tmp_path, monkeypatch, name, where):
-    import safetensors.torch
-
     target = tmp_path / name
     make(0).save_pretrained(target, torch.float32)
     before = sorted(p.name for p in tmp_path.rglob("*"))
-    if where == "write":
-        monkeypatch.setattr(torch, "save", half(torch.save))
-        monkeypatch.setattr(safetensors.torch, "save_file", half(None))
-    else:
-        monkeypatch.setattr(os, where, full_disk)
+    monkeypatch.setattr(os, where, full_disk)
     with pytest.raises(OSError, match=r"cannot write .*MiB free\): No space left on device"):
         make(1).save_pretrained(target, torch.float32)
     monkeypatch.undo()
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
     assert equal(RetainingHeads.from_pretrained(target), make(0))
-
-
-def test_a_full_disk_at_the_configuration_leaves_the_previous_pair(tmp_path, monkeypatch):
-    """Weights of one width beside the configuration of another would be unreadable."""
-    make(0).save_pretrained(tmp_path / "h", torch.float32)
-    monkeypatch.setattr(Path, "write_text", full_disk)
-    with pytest.raises(OSError, match="cannot write"):
-        make(1, replace(CONFIG, d_hidden=32)).save_pretrained(tmp_path / "h", torch.float32)
-    monkeypatch.undo()
-    assert equal(RetainingHeads.from_pretrained(tmp_path / "h"), make(0))
 
 
 @pytest.mark.parametrize("name", ["heads", "heads.pt"])
@@ -254,40 +204,6 @@ def test_a_real_write_error_is_one_clear_line(tmp_path, name):
     assert log.read_text().startswith(f"cannot write {target.parent}") and log.read_text().count("\n") == 1
     assert sorted(p.name for p in target.parent.rglob("*")) == before
     assert equal(RetainingHeads.from_pretrained(target), make(0))
-
-
-# ---- the Hub, unreachable ---------------------------------------------------------------------------------------
-
-
-class TransportError(Exception):
-    """Like the HTTP client's own errors, which are no ``OSError``."""
-
-
-@pytest.mark.parametrize(
-    "error", [ConnectionError("offline mode is enabled\nsecond line"), TransportError("refused"), ConnectionError("")]
-)
-def test_an_unreachable_hub_is_one_line(monkeypatch, error):
-    from huggingface_hub import HfApi
-
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(HfApi, "model_info", fail)
-    with pytest.raises(FileNotFoundError) as caught:
-        RetainingHeads.from_pretrained("someone/heads")
-    assert str(caught.value).startswith("ckpt='someone/heads': not a local file, and the Hub says:")
-    assert "\n" not in str(caught.value)
-
-
-def test_heads_are_saved_without_loss_unless_a_type_is_named(tmp_path):
-    heads = make()
-    heads.save_pretrained(str(tmp_path / "exact"))
-    assert equal(RetainingHeads.from_pretrained(tmp_path / "exact"), heads)
-    rounded = RetainingHeads.from_pretrained(tmp_path / "exact").to(torch.bfloat16).float()
-    rounded.save_pretrained(str(tmp_path / "small"))
-    assert equal(RetainingHeads.from_pretrained(tmp_path / "small"), rounded)
-    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("exact", "small")]
-    assert sizes[1] < 0.6 * sizes[0]
 
 
 def test_a_bare_file_of_weights_takes_its_sizes_from_the_backbone_that_is_named(tmp_path):
@@ -401,8 +317,6 @@ def test_modes_follow_the_umask(tmp_path, mask, mode):
     ("change", "words"),
     [
         (lambda w: w.to(torch.int8), "torch.int8, expected floating point"),
-        (lambda w: w > 0, "torch.bool, expected floating point"),
-        (lambda w: w.to(torch.complex64), "torch.complex64, expected floating point"),
         (lambda w: torch.full_like(w, 3e38), "scores would overflow"),
     ],
 )
@@ -413,26 +327,3 @@ def test_weights_that_cannot_score_are_refused(tmp_path, change, words):
     with pytest.raises(ValueError, match=words) as caught:
         RetainingHeads.from_pretrained(tmp_path / "heads.pt")
     assert name in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"format": "other"}, "format='other' must be 'locret_kit.heads.v1'"),
-        ({"inference": {"budgets": 64}}, "inference.budgets is unknown"),
-        ({"inference": {"budget": 0}}, "inference.budget=0 must be"),
-    ],
-)
-def test_a_configuration_of_another_kind_is_refused(tmp_path, change, words):
-    make().save_pretrained(tmp_path / "h")
-    path = tmp_path / "h" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(ValueError, match=words) as caught:
-        RetainingHeads.from_pretrained(tmp_path / "h")
-    assert str(path) in str(caught.value)
-
-
-def test_deeply_nested_json_is_one_line(tmp_path):
-    (tmp_path / "config.json").write_text("[" * 200_000)
-    with pytest.raises(ValueError, match=r"config\.json is n.* (JSON|deeply)"):
-        files.read_json(tmp_path / "config.json")

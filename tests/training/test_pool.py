@@ -9,7 +9,7 @@ import torch
 from pairwise import pairs
 from tiny_models import tiny_model
 
-from locret_kernels.ragged_decode import Float8Rows, Rotation, Spans, cpu, reference
+from locret_kernels.ragged_decode import Rotation, Spans, cpu, reference
 from locret_kit import BoundedCache
 from locret_kit.cache.step import read_tokens
 from locret_kit.cache.storage.codec import Plain
@@ -100,18 +100,6 @@ def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, po
                 torch.testing.assert_close(mine.slots(name), theirs.slots(name))
 
 
-def test_texts_of_other_kinds_are_read_alone():
-    model = tiny_model("llama")
-    caches = [
-        BoundedCache(16, "h2o", chunk=8, stabilizers=2, positions="clipped(8)"),
-        BoundedCache(16, "ada-snapkv", chunk=8, stabilizers=2),
-        BoundedCache(16, "merge", chunk=8, stabilizers=2),
-    ]
-    for cache in caches:
-        cache.bind(model)
-        assert kind(cache.context) is None
-
-
 def test_a_page_holds_all_that_its_rows_need():
     """Bytes by hand: 2 heads of 10 rows with keys, values, position, score, 3 statistics; 4 query heads' newest 2 queries."""
     shape = PageShape(2, 4, 8, 10, torch.float32, statistics=3, recent=2)
@@ -159,10 +147,3 @@ def test_the_compiled_decoding_is_its_definition(dtype, D, turned):
     assert not mine.out_BQD[0, 3:].any()  # a head without rows
     with pytest.raises(TypeError, match="keys is .* side by side"):
         cpu.ragged_decode(q, (keys.T.contiguous().T, values), *arguments[2:])
-
-
-def test_rows_in_8_bits_are_the_definitions():
-    codes, scales = torch.randint(0, 100, (40, 16), dtype=torch.uint8), torch.ones(2)
-    spans = Spans(torch.tensor([[0, 20]]), torch.tensor([[20, 20]]), 20)
-    arguments = (torch.randn(1, 4, 16), Float8Rows(codes, codes, scales, scales), spans, 0.1)
-    assert torch.equal(cpu.ragged_decode(*arguments).out_BQD, reference.ragged_decode(*arguments).out_BQD)

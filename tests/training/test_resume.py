@@ -181,25 +181,6 @@ def test_a_second_signal_stops_at_once_and_leaves_the_checkpoint(backbone, tmp_p
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["step=2.ckpt"]
 
 
-def test_a_full_disk_keeps_the_previous_checkpoint(backbone, tmp_path, monkeypatch, capsys):
-    real, calls = torch.save, []
-
-    def full(obj, path):
-        calls.append(path)
-        if len(calls) == 2:
-            Path(path).write_bytes(b"half")
-            raise OSError(28, "No space left on device")
-        return real(obj, path)
-
-    monkeypatch.setattr(fit.torch, "save", full)
-    assert main(arguments(backbone, tmp_path, "optim.steps=6", "trainer.save_every=2")) == 1
-    assert "No space left" in capsys.readouterr().err
-    monkeypatch.undo()
-    kept = list((tmp_path / "state").iterdir())
-    assert [path.name for path in kept] == ["step=2.ckpt"]
-    assert torch.load(kept[0], weights_only=True)["global_step"] == 2
-
-
 # ---- what is said before a step is made -----------------------------------------------------------------------------------
 
 

@@ -3,10 +3,7 @@
 import gzip
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
 from hashlib import sha256
 
 import pytest
@@ -17,9 +14,6 @@ from sample_tokenizers import BARE, CHAT, HAYSTACK, PARAGRAPH, TOK, TRIM, make_t
 from locret_kit.samples import haystack, needles, synthetic
 from locret_kit.samples.records import read_records, to_messages
 from locret_kit.samples.sample import Sample, encode_chat
-from locret_kit.text.template import render_prompt
-
-# a text with many different lines
 
 
 def chat(*contents):
@@ -39,12 +33,8 @@ def test_spans_of_every_turn_with_end_token():
     assert TOK.decode(sample.ids[: sample.prompt_len]).endswith("why<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize("answer", ["assistant", "<|im_start|>", "user\nwhy", "Be kind.", "\n", "é", "日本語", "a b"])
+@pytest.mark.parametrize("answer", ["assistant", "<|im_start|>", "user\nwhy"])
 def test_answers_that_look_like_something_else(answer):
-    if not answer.strip():
-        with pytest.raises(ValueError, match=r"messages\[1\]\['content'\]='\\n' is an empty answer"):
-            encode_chat(TOK, chat("why", answer))
-        return
     sample = encode_chat(TOK, chat(f"why {answer}", answer, answer, answer))
     assert spans(TOK, sample) == [f"{answer}<|im_end|>"] * 2
 
@@ -125,22 +115,13 @@ def test_truncation_that_would_cut_answers():
 def test_chat_errors():
     with pytest.raises(ValueError, match=r"messages\[0\]\['content'\]=None must be a string"):
         encode_chat(TOK, [{"role": "user", "content": None}])
-    with pytest.raises(ValueError, match=r"shows messages\[0\] \(user\) 0 times"):
-        encode_chat(make_tokenizer("{% for m in messages %}x{% endfor %}"), chat("q", "a"))
+    with pytest.raises(ValueError, match=r"messages\[1\]\['content'\]='\\n' is an empty answer"):
+        encode_chat(TOK, chat("why", "\n"))
     with pytest.raises(ValueError, match="the chat template refuses the conversation: roles must alternate"):
         encode_chat(make_tokenizer("{{ raise_exception('roles must alternate') }}"), chat("q", "a"))
     with pytest.raises(ValueError, match="ordered, disjoint spans"):
         Sample((1, 2, 3), ((1, 4),))
     assert Sample((1, 2, 3), ()).prompt_len == 3
-
-
-def test_render_prompt():
-    document, question = "Some text.\nMore LOCRETMARK0X.", "What?"
-    before, after = render_prompt(TOK, document, question)
-    expected = [{"role": "user", "content": f"{document}\n\n{question}"}]
-    assert before + document + after == TOK.apply_chat_template(expected, tokenize=False, add_generation_prompt=True)
-    assert render_prompt(TOK, document, question, chat=False) == ("", "\n\nWhat?")
-    assert render_prompt(BARE, document, question) == ("", "\n\nWhat?\n")
 
 
 # --- records
@@ -169,17 +150,11 @@ def test_schema_errors():
     assert all(name in str(error.value) for name in ("LongAlpaca", "LongAlign", "anti-haystack", "L-Eval", "from"))
     with pytest.raises(ValueError, match="turn 0 needs a 'role' of"):
         to_messages({"messages": [{"role": "wizard", "content": "x"}]})
-    with pytest.raises(ValueError, match=r"turn 0 needs a 'from' of .*\['gpt'\]"):
-        to_messages({"conversations": [{"from": ["gpt"], "value": "x"}]})
     for record in ({"messages": chat("q")}, {"conversations": []}):
         with pytest.raises(ValueError, match="no assistant turn"):
             to_messages(record)
     with pytest.raises(ValueError, match="must be as many"):
         to_messages({"input": "d", "instructions": ["p"], "outputs": []})
-    with pytest.raises(ValueError, match=r"outputs\[1\]=None must be a string"):
-        to_messages({"input": "d", "instructions": ["p", "q"], "outputs": ["a", None]}, index=1)
-    with pytest.raises(ValueError, match="output=3 must be a string"):
-        to_messages({"instruction": "q", "output": 3})
 
 
 def test_read_files(tmp_path):
@@ -226,9 +201,6 @@ def test_read_errors(tmp_path):
     bad.write_text('{"a": 1}\n\n{"a": \n')
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 3 is not JSON"):
         list(read_records(bad))
-    bad.write_text('{"a": 1}\n[2]\n')
-    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2: a record must be a JSON object, not list"):
-        list(read_records(bad))
     (tmp_path / "bad.json").write_text('{"a": 1,\n "b": }')
     with pytest.raises(ValueError, match=r"bad\.json is not JSON: .*line 2"):
         list(read_records(tmp_path / "bad.json"))
@@ -243,12 +215,6 @@ def test_read_errors(tmp_path):
         list(read_records(tmp_path / "cut.parquet"))
     with pytest.raises(FileNotFoundError, match="missing.jsonl does not exist"):
         read_records(tmp_path / "missing.jsonl")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="has no .json, .jsonl, .parquet file"):
-        read_records(tmp_path / "empty")
-    (tmp_path / "x.csv").write_text("a")
-    with pytest.raises(ValueError, match="must end in one of"):
-        read_records(tmp_path / "x.csv")
 
 
 def test_hub_is_streamed(monkeypatch):
@@ -305,14 +271,9 @@ def test_load_text(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCRET_JARGON", str(tmp_path / "none.txt"))
     with pytest.raises(FileNotFoundError, match="apt-get install jargon-text"):
         haystack.load_text("jargon")
-    with pytest.raises(FileNotFoundError, match="must be 'pydoc', 'jargon' or an existing"):
-        haystack.load_text(tmp_path / "none.txt")
     (tmp_path / "b.jsonl").write_text('{"output": "one"}\n')
     with pytest.raises(ValueError, match=r"b.jsonl, record 0: must have a string `input`, has \['output'\]"):
         haystack.load_text(tmp_path / "b.jsonl")
-    (tmp_path / "c.txt").write_text(" ")
-    with pytest.raises(ValueError, match="has no text"):
-        haystack.load_text(tmp_path / "c.txt")
 
 
 @settings(max_examples=40)
@@ -355,46 +316,6 @@ def test_needle(task, n_tokens, depth, seed, haystack, ending):
     assert abs(needle.depth - depth) <= max(0.02, 30 / (n_tokens - 150))  # half a sentence
 
 
-def test_needle_wording():
-    needle = needles.make_needle("passkey", TOK, n_tokens=1500, depth=0, seed=1)
-    assert needle.prompt.startswith(
-        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-        "I will quiz you about the important information there.\n\n"
-        f"The pass key is {needle.answer}. Remember it. {needle.answer} is the pass key.\n"
-        "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\nThe grass"
-    )
-    assert needle.prompt.endswith("\n\nWhat is the pass key?\n\nThe pass key is") and needle.depth == 0
-    last = needles.make_needle("R.Number", TOK, n_tokens=1500, depth=1, seed=1)
-    assert last.depth == 1 and "memorize" not in last.prompt
-    assert last.document.endswith(f"{last.answer} is the sequence of digits.")
-
-
-def drawn() -> str:
-    """Digest of a needle and of a synthetic sample."""
-    needle = needles.make_needle("R.Number", TOK, n_tokens=900, depth=0.3, seed="s", haystack=HAYSTACK)
-    sample = synthetic.synthetic_sample(TOK, [HAYSTACK], 900, 3, 4)
-    return sha256((needle.prompt + repr(sample)).encode()).hexdigest()
-
-
-def test_needle_does_not_depend_on_the_process():
-    """Nor on its hash seed, which is another one here."""
-    code, paths = "import test_samples; print(test_samples.drawn())", [os.path.dirname(__file__), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(paths)},
-    )  # fmt: skip
-    assert done.stdout.strip() == drawn()
-
-
-def test_needle_errors():
-    with pytest.raises(ValueError, match="task='R.KV' must be one of R.PassKey, R.Number"):
-        needles.make_needle("R.KV", TOK, n_tokens=900, depth=0.5, seed=0)
-    with pytest.raises(ValueError, match=r"depth=1.5 must be within \[0, 1\]"):
-        needles.make_needle("passkey", TOK, n_tokens=900, depth=1.5, seed=0)
-    with pytest.raises(ValueError, match=r"n_tokens=20 must be above \d+"):
-        needles.make_needle("passkey", TOK, n_tokens=20, depth=0.5, seed=0)
-
-
 # --- synthetic
 
 
@@ -414,39 +335,3 @@ def test_synthetic_samples(n_tokens, repetitive, monkeypatch):
         # the last word of the answer is in the text
         assert answer.split()[-1].rstrip(".") in prompt
     assert 8 < chats < 32
-
-
-def test_synthetic_answers_are_in_the_text():
-    seen = set()
-    for seed in range(400):
-        rng = random.Random(str(seed))
-        fact = synthetic.make_fact(rng)
-        assert fact.value in fact.statement and "{" not in fact.statement + fact.question + fact.prefix
-        seen.add(fact.statement[:8])
-    assert len(synthetic.FACTS) >= 40 and len(synthetic.WORDS["prompts"]) >= 20 and len(seen) > 60
-    assert all(prompt.count("{c}") == 1 and "{q}" in prompt for prompt in synthetic.WORDS["prompts"])
-
-
-def test_copy_question_over_real_text():
-    lead, following = synthetic._passage(HAYSTACK, random.Random(0))
-    flat = " ".join(HAYSTACK.split())
-    assert flat.count(lead) == 1 and f"{lead} {following}" in flat and 20 <= len(following.split()) <= 40
-    assert synthetic._passage("The same. " * 500, random.Random(0)) is None
-
-
-def test_synthetic_errors():
-    with pytest.raises(ValueError, match="texts must not be empty"):
-        synthetic.synthetic_sample(TOK, [], 500, 0, 0)
-    with pytest.raises(ValueError, match="n_tokens=60 is too small"):
-        synthetic.synthetic_sample(TOK, [PARAGRAPH], 60, 0, 0)
-
-
-def test_light_import():
-    code = (
-        "import sys, locret_kit.samples.synthetic, locret_kit.samples.needles; "
-        "print([m for m in ('torch', 'transformers', 'datasets', 'pyarrow') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=__file__.rsplit("/tests/", 1)[0]
-    )
-    assert done.stdout.strip() == "[]"

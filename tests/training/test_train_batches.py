@@ -1,32 +1,30 @@
-"""Padded batches, loader workers, accumulation and precisions: none of them changes what a step learns."""
+"""Padded batches, loader workers, accumulation, precisions and a backbone that is spread over devices: none of them changes what
+a step learns.
+
+Without a GPU, layers on the disk stand for what does not fit: accelerate brings them in, layer by layer, as from the CPU.
+"""
 
 from __future__ import annotations
 
 import random
-from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
 from tiny_tokenizer import save_tiny_backbone
-from torch.utils.data import DataLoader
 
+from locret_kit import RetainingHeads
 from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.load import load_backbone
 from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config
 from locret_kit.samples.sample import Sample
-from locret_kit.training.data import Share
 from locret_kit.training.fit import read_curves
 from locret_kit.training.module import HeadTraining
 
 LENGTHS = (90, 41, 57)  # LongRoPE's long factors start at 64
-SETTINGS = [
-    "recipe=tiny",
-    "data.max_tokens=384",
-    "data.val_samples=1",
-    "trainer.accelerator=cpu",
-]
+SETTINGS = ["recipe=tiny", "data.max_tokens=384", "data.val_samples=1", "trainer.accelerator=cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +93,6 @@ def test_batches_and_workers_make_the_same_curve(backbone, tmp_path):
         assert list(plain[tag].values()) == pytest.approx(list(quick[tag].values()), rel=1e-5)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_workers_take_steps_in_turn(workers):
-    pool = samples(tuple(range(30, 90)))
-    share = Share(pool, start=3, rank=1, world=2, per_step=4, batch=2)
-    got = list(islice(DataLoader(share, batch_size=None, num_workers=workers), 5))
-    assert got == list(islice(share, 5))
-
-
 def test_accumulated_samples_count_as_their_mean(backbone, tmp_path):
     """AdamW's first moment after one step is a tenth of the step's gradient."""
     more = ["optim.lr=1e-20", "optim.clip_value=0", "trainer.save_every=1"]
@@ -120,11 +110,64 @@ def test_accumulated_samples_count_as_their_mean(backbone, tmp_path):
         assert mean.any() and torch.allclose(mean, (first + second) / 2, rtol=1e-3, atol=1e-5 * float(mean.abs().max()))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.02), ("float16", 0.005)])
-def test_a_backbone_of_half_precision_follows_the_curve(backbone, tmp_path, dtype, tolerance):
+def test_a_backbone_of_half_precision_follows_the_curve(backbone, tmp_path):
     """The heads stay in float32, so nothing has to be scaled against underflow."""
-    exact = train(backbone, tmp_path / "exact", "optim.steps=4", "backbone.dtype=float32")
-    half = train(backbone, tmp_path / "half", "optim.steps=4", f"backbone.dtype={dtype}")
-    assert exact["loss"] != half["loss"]
-    for tag in ("loss", "val/loss"):
-        assert list(half[tag].values()) == pytest.approx(list(exact[tag].values()), rel=tolerance)
+    exact, *halves = (
+        train(backbone, tmp_path / dtype, "optim.steps=4", f"backbone.dtype={dtype}")
+        for dtype in ("float32", "bfloat16", "float16")
+    )
+    for half, tolerance in zip(halves, (0.02, 0.005), strict=True):
+        assert exact["loss"] != half["loss"]
+        for tag in ("loss", "val/loss"):
+            assert list(half[tag].values()) == pytest.approx(list(exact[tag].values()), rel=tolerance)
+
+
+TINY = ["recipe=tiny", "backbone.model=some/model"]
+SPREAD = {
+    "model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
+    "model.layers.2": "disk", "model.norm": "disk", "lm_head": "disk",
+}  # fmt: skip
+
+
+def gradients(backbone: Path, device_map) -> list[torch.Tensor]:
+    model, _ = load_backbone(str(backbone), dtype="float32", device="cpu", device_map=device_map)
+    assert any(weight.is_meta for weight in model.parameters()) == (device_map is not None)
+    torch.manual_seed(0)
+    module = HeadTraining(model, load_config(TINY))
+    sample = Sample(tuple(range(5, 65)), ((50, 60),))
+    with attach(model) as module._attachment:
+        module.observe([sample], lambda loss: loss.backward())
+    return [weight.grad for weight in module.heads.parameters()]
+
+
+def test_layers_that_are_brought_in_give_the_same_gradients(backbone):
+    for mine, theirs in zip(gradients(backbone, SPREAD), gradients(backbone, None), strict=True):
+        assert mine.any() and torch.equal(mine, theirs)
+
+
+def test_a_training_with_a_map(backbone, tmp_path):
+    for name, more in (("one", []), ("spread", ["backbone.device_map=auto", "backbone.gpu_memory=1GiB"])):
+        settings = ["recipe=tiny", f"backbone.model={backbone}", f"out={tmp_path / name}", "trainer.accelerator=cpu"]
+        assert main([*settings, "data.max_tokens=384", "optim.steps=2", "heads.dtype_saved=float32", *more]) == 0
+    mine, theirs = (RetainingHeads.from_pretrained(str(tmp_path / name / "heads")) for name in ("one", "spread"))
+    assert all(torch.equal(x, y) for x, y in zip(mine.parameters(), theirs.parameters(), strict=True))
+
+
+def test_an_adapter_cannot_be_merged_into_weights_that_are_elsewhere(backbone):
+    with pytest.raises(ValueError, match=r"adapter='some/lora' cannot be merged into weights that device_map="):
+        load_backbone(str(backbone), dtype="float32", device="cpu", device_map=SPREAD, adapter="some/lora")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["backbone.device_map=auto", "trainer.strategy=ddp"], "backbone.device_map=auto spreads one process's backbone, "),
+        (["backbone.gpu_memory=18GiB"], "backbone.gpu_memory=18GiB needs a backbone.device_map, such as auto"),
+        (["trainer.strategy=deepspeed"], "trainer.strategy=deepspeed must be one of: auto, ddp, fsdp, deepspeed_stage_2, "),
+        (["data.batch=2"], "optim.accumulate=1 must be a multiple of data.batch=2"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_go_together(more, said):
+    with pytest.raises(ValueError) as caught:
+        load_config([*TINY, *more])
+    assert said in str(caught.value) and "\n" not in str(caught.value)

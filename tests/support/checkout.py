@@ -1,0 +1,37 @@
+"""A folder that looks like a checkout, with a tiny random backbone and heads by the names of those that ship."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_heads import INFERENCE
+from tiny_tokenizer import save_tiny_backbone
+from transformers import AutoConfig
+
+from locret_kit import HeadsConfig, RetainingHeads
+from locret_kit.backbones.spec import spec_of
+from locret_kit.policies import registry
+
+ROOT = Path(__file__).resolve().parents[2]
+BACKBONE, HEADS = "checkpoints/SmolLM2-135M-Instruct", "checkpoints/smollm2-135m-locret"
+
+
+def made_checkout(folder: Path, *linked: str) -> Path:
+    """With the real folders that are named."""
+    for name in linked:
+        (folder / name).symlink_to(ROOT / name)
+    backbone = save_tiny_backbone(folder / BACKBONE, max_position_embeddings=8192)
+    torch.manual_seed(1)
+    config = HeadsConfig.for_backbone(spec_of(AutoConfig.from_pretrained(backbone)), BACKBONE, 8, inference=INFERENCE)
+    RetainingHeads(config).save_pretrained(folder / HEADS)
+    return folder
+
+
+def forget_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the registry be after a test what it was before."""
+    registry.policies()
+    for name in ("_policies", "_owners"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    monkeypatch.setattr(registry, "_parts", {kind: dict(table) for kind, table in registry._parts.items()})
