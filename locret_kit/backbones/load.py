@@ -17,11 +17,10 @@ from transformers.utils import logging
 
 from ..naming import first_line
 from . import demo
-from .gguf.gguf_config import config_of
+from .gguf.gguf_config import config_of, tokenizer_of
 from .gguf.gguf_file import GgufFile, open_gguf
 from .gguf.gguf_model import model_of
 from .gguf.gguf_place import is_gguf, model_name, pull_gguf
-from .gguf.gguf_tokenizer import tokenizer_of
 from .precision import choose_precision
 from .spec import check_config
 from .tested import warn_of_newer

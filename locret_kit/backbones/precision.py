@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from transformers.configuration_utils import PreTrainedConfig
 
-from .widened import lacks_bfloat16
+from .patches import lacks_bfloat16
 
 TOKENS = 512
 """Rows of the product that is timed: a chunk of a prompt."""

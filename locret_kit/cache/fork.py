@@ -8,7 +8,7 @@ from functools import cache, partial
 from ..backbones.decoder_attention import same_rotation
 from .context import Context
 from .geometry.schedule import Schedule
-from .storage.packing import BITS
+from .storage.bits import BITS
 
 
 class CannotFork(ValueError):

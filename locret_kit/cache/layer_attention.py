@@ -17,7 +17,7 @@ from ..policies.base import PrefillMask
 from .attend import attend_heads
 from .context import Context
 from .decoding import RowRotation, VarlenRows, decode_rows
-from .storage.ragged import RaggedRows
+from .storage.layouts import RaggedRows
 from .storage.rows import BoundedLayer, EqualLengthHeads
 
 

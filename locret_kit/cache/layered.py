@@ -6,9 +6,8 @@ from torch import LongTensor, Tensor
 
 from ..backbones.intercept import active_handler
 from ..backbones.states import StatefulCache
-from .storage.float8 import Float8
+from .storage.codec import Float8, Scratch
 from .storage.rows import BoundedLayer
-from .storage.scratch import Scratch
 
 
 class LayeredCache(StatefulCache):

@@ -7,15 +7,11 @@ from ..policies.policy import Policy
 from .context import Context
 from .storage.bits import FLOAT8
 from .storage.blocks import BlockStore
-from .storage.codec import Codec, Plain
+from .storage.codec import Codec, Float8, Plain, Scratch
 from .storage.compiled import CompiledBits
-from .storage.float8 import Float8
-from .storage.groups import SPARE
-from .storage.layouts import EqualRows
-from .storage.quantised import GroupedBits
-from .storage.ragged import RaggedRows
+from .storage.layouts import EqualRows, RaggedRows
+from .storage.quantised import SPARE, GroupedBits
 from .storage.rows import BoundedLayer
-from .storage.scratch import Scratch
 
 
 def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:

@@ -27,7 +27,7 @@ from .make import make_layers
 from .pins import check_room, first_pins, pins_of, without
 from .reread import Kept, choose_passages, in_prompt, in_rows, prompt_positions
 from .stages import stages_of
-from .storage.transfer import copy_rows
+from .storage.rows import copy_rows
 from .terms import Terms
 
 if TYPE_CHECKING:

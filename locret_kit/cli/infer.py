@@ -153,7 +153,7 @@ def about(
 def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
     """The origin of a report. The heads are read anew for their hash, since the run has cast them."""
     from ..heads import RetainingHeads
-    from ..runtime.provenance import provenance, weights_hash
+    from ..runtime.report import provenance, weights_hash
 
     heads = RetainingHeads.from_pretrained(chosen.ckpt, backbone=chosen.backbone) if chosen.ckpt else None
     hashed = weights_hash(heads) if heads is not None else ""

@@ -32,8 +32,7 @@ from ..cache.view import entry_scores
 from ..heads import RetainingHeads
 from ..policies.base import Score
 from ..policies.methods.locret import Cis
-from .cpu_groups import FullTail, quantise
-from .cpu_lane import Lane, PositionTables
+from .cpu_lane import FullTail, Lane, PositionTables, quantise
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from ..backbones.weight_bits import weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..cache.context import Pins
 from ..cache.step import Fixed, evict_if_due, make_room
-from ..cache.storage.packing import BITS
+from ..cache.storage.bits import BITS
 from ..cache.storage.rows import COUNTS
 from ..naming import first_line
 

@@ -24,7 +24,7 @@ from training_plans import LARGER, measured
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones import slices, weight_bits
+from locret_kit.backbones import patches, weight_bits
 from locret_kit.backbones.load import load_backbone
 from locret_kit.backbones.spec import decoder_of
 from locret_kit.cli.infer import main as infer
@@ -163,7 +163,7 @@ def test_mlps_in_slices(place, bits, monkeypatch):
     model, _ = load_backbone(str(place), device="cpu", dtype="float32", weight_bits=bits)
     logits = []
     for length in (7, 10**6):
-        monkeypatch.setattr(slices, "SLICE", length)
+        monkeypatch.setattr(patches, "SLICE", length)
         with attach(model):
             logits.append(prefill(model, range(2, 92), BoundedCache(24, "streaming", chunk=30, prompt_length=90)))
     torch.testing.assert_close(*logits, atol=2e-2, rtol=2e-2)

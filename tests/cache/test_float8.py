@@ -14,7 +14,7 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
-from locret_kit.cache.storage.float8 import LARGEST, MARGIN, Float8
+from locret_kit.cache.storage.codec import LARGEST, MARGIN, Float8
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.planning import inference_plan as p

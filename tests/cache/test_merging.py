@@ -21,7 +21,7 @@ from locret_kit.cache.storage.bits import check_storage
 from locret_kit.cli.infer import main
 from locret_kit.evals.engine.run_spec import check_policies
 from locret_kit.policies.grammar import describe_policies, parse_policy
-from locret_kit.policies.merging import Nearest, fold_nearest, nearest_kept
+from locret_kit.policies.methods.locret import Nearest, fold_nearest, nearest_kept
 from locret_kit.runtime.session import prefill
 
 METRICS = ("cosine", "l2")

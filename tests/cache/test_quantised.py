@@ -14,14 +14,11 @@ from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.releases import CACHE
-from locret_kit.cache.storage.codec import Plain
-from locret_kit.cache.storage.groups import pairs_of, rank_alike, regroup, table_size
+from locret_kit.cache.storage.bits import decode, encode, levels, pack, unpack
+from locret_kit.cache.storage.codec import Plain, Scratch
 from locret_kit.cache.storage.layouts import EqualRows
-from locret_kit.cache.storage.packing import decode, encode, levels, pack, unpack
-from locret_kit.cache.storage.quantised import GroupedBits
-from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.cache.storage.scratch import Scratch
-from locret_kit.cache.storage.transfer import copy_rows
+from locret_kit.cache.storage.quantised import GroupedBits, pairs_of, rank_alike, regroup, table_size
+from locret_kit.cache.storage.rows import BoundedLayer, copy_rows
 from locret_kit.config.command_line import given_by
 from locret_kit.config.infer_options import INFER
 from locret_kit.policies.grammar import parse_policy

@@ -14,7 +14,7 @@ from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.policies.grammar import parse_policy, parts_of
-from locret_kit.policies.prefill_mask import Sliding
+from locret_kit.policies.methods.locret import Sliding
 from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")

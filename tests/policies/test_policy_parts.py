@@ -19,8 +19,8 @@ from locret_kit.policies.methods.kvcrush import Representatives
 from locret_kit.policies.methods.locret import Cis
 from locret_kit.policies.methods.nacl import Sampled
 from locret_kit.policies.methods.streaming import Recency
+from locret_kit.policies.policy import WHOLE, rounded, rounded_on_device
 from locret_kit.policies.registry import policies
-from locret_kit.policies.rounding import WHOLE, rounded, rounded_on_device
 
 MANY = settings(max_examples=200)
 

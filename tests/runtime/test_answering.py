@@ -18,7 +18,7 @@ from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.policies.grammar import parse_policy, parts_of
-from locret_kit.policies.passages import Passages
+from locret_kit.policies.methods.locret import Passages
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")

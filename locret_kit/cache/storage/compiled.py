@@ -11,8 +11,7 @@ from locret_kernels import cpp
 from locret_kernels.hadamard import hadamard
 from locret_kernels.quantise import cpu as quantiser
 
-from .groups import pairs_of
-from .quantised import GroupedBits
+from .quantised import GroupedBits, pairs_of
 
 
 def fits(codec: GroupedBits) -> bool:
