@@ -383,7 +383,7 @@ def python() -> str:
 def files() -> str:
     """Files that the kit writes and reads."""
     from locret_kit.cache import file as cache_file
-    from locret_kit.cache.file import Saved
+    from locret_kit.cache.saved import Saved
     from locret_kit.checkpoint import FORMAT
     from locret_kit.documents.text_record import TextRecord
     from locret_kit.evals.engine import result_rows

@@ -12,24 +12,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO, cast
 
-import torch
-from annotated_types import Interval
 from safetensors import SafetensorError, safe_open
 
 from ..files import parse_json, write_beside
-from ..naming import blaming, first_line
-from ..settings import Count, Resolved
-from ..validation import check, made, shown
+from ..naming import first_line
+from ..validation import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
-
 
 VERSION = 1
 RECORD = "locret_kit"
@@ -172,72 +166,3 @@ def digest(record: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:
         if tensor.numel():
             made.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return made.hexdigest()
-
-
-# ---- the record of a saved cache ------------------------------------------------------------------------------------
-
-
-CREATED = "%Y-%m-%dT%H:%M:%SZ"
-MOST_PINS = 1024
-"""Ranges of pinned positions in a file: each costs a pass over the rows."""
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """The record of a saved cache, beside its tensors.
-
-    Raises:
-        ValueError: a field of another type or out of its bound; it is named.
-    """
-
-    version: int
-    kit: str
-    created: str
-    """Date and time, UTC."""
-    model: dict[str, object]
-    """See ``backbones.identity``."""
-    heads: str | None
-    """Fingerprint of the retaining heads."""
-    policy: str
-    parts: dict[str, str]
-    """The policy in full, every parameter written out."""
-    pool: str | None
-    """Fingerprint of the weights with which a policy merges."""
-    settings: dict[str, object]
-    ropes: list[dict[str, object]] | None
-    """See ``rotations``."""
-    dtype: str
-    batch: Annotated[int, Interval(ge=1, le=1)]
-    """A cache takes one text."""
-    prompt_length: Count | None
-    counters: dict[str, int | float | str]
-    layers: list[dict[str, int | float]]
-    """Counts of each layer."""
-    pins: list[list[Count]]
-    """Positions that are never evicted: pairs of start and end, ascending, with a gap between any two."""
-    document: dict[str, object] | None
-    """What was read, see ``documents``."""
-
-    def __post_init__(self) -> None:
-        # Anybody may have written the file: every field is checked before one is used.
-        check(self)
-        with blaming("created", ValueError):
-            time.strptime(self.created, CREATED)
-        if len(self.pins) > MOST_PINS or any(len(pin) != 2 for pin in self.pins):
-            raise ValueError(f"pins: {len(self.pins)} ranges must be pairs of start and end, at most {MOST_PINS}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={shown(self.dtype)} must be one of: {', '.join(DTYPES)}")
-
-    @classmethod
-    def of(cls, record: Record, where: object) -> Saved:
-        """The record of a file. Raises ValueError that begins with ``where``."""
-        with blaming(f"{where}", ValueError, TypeError):
-            return made(cls, record, "field", whole=True)
-
-    @property
-    def resolved(self) -> Resolved:
-        """The run settings; the backend is chosen anew."""
-        own = {name: value for name, value in self.settings.items() if name != "store_bits"}
-        with blaming("settings", ValueError):
-            return replace(made(Resolved, own, whole=True), backend=None)

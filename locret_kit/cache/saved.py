@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
+from annotated_types import Interval
 from torch import Tensor, nn
 
 from locret_kernels.provenance import versions
@@ -26,11 +27,11 @@ from ..naming import blaming, first_line
 from ..policies.grammar import parse_policy, parts_of
 from ..policies.policy import Policy
 from ..policies.registry import parts_named
-from ..settings import INT32_MAX
+from ..settings import INT32_MAX, Count, Resolved
 from ..validation import check, made, shown
 from .bounded import BoundedCache
 from .context import CacheCounters, Context
-from .file import CREATED, DTYPES, MOST_PINS, Record, Saved, read, write
+from .file import Record, read, write
 from .geometry.schedule import Schedule
 from .storage.rows import STATE, BoundedLayer, export_rows, exported_shapes, restore_rows, set_counts
 
@@ -38,6 +39,75 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..heads import RetainingHeads
+
+
+CREATED = "%Y-%m-%dT%H:%M:%SZ"
+MOST_PINS = 1024
+"""Ranges of pinned positions in a file: each costs a pass over the rows."""
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The record of a saved cache, beside its tensors.
+
+    Raises:
+        ValueError: a field of another type or out of its bound; it is named.
+    """
+
+    version: int
+    kit: str
+    created: str
+    """Date and time, UTC."""
+    model: dict[str, object]
+    """See ``backbones.identity``."""
+    heads: str | None
+    """Fingerprint of the retaining heads."""
+    policy: str
+    parts: dict[str, str]
+    """The policy in full, every parameter written out."""
+    pool: str | None
+    """Fingerprint of the weights with which a policy merges."""
+    settings: dict[str, object]
+    ropes: list[dict[str, object]] | None
+    """See ``rotations``."""
+    dtype: str
+    batch: Annotated[int, Interval(ge=1, le=1)]
+    """A cache takes one text."""
+    prompt_length: Count | None
+    counters: dict[str, int | float | str]
+    layers: list[dict[str, int | float]]
+    """Counts of each layer."""
+    pins: list[list[Count]]
+    """Positions that are never evicted: pairs of start and end, ascending, with a gap between any two."""
+    document: dict[str, object] | None
+    """What was read, see ``documents``."""
+
+    def __post_init__(self) -> None:
+        # Anybody may have written the file: every field is checked before one is used.
+        check(self)
+        with blaming("created", ValueError):
+            time.strptime(self.created, CREATED)
+        if len(self.pins) > MOST_PINS or any(len(pin) != 2 for pin in self.pins):
+            raise ValueError(f"pins: {len(self.pins)} ranges must be pairs of start and end, at most {MOST_PINS}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={shown(self.dtype)} must be one of: {', '.join(DTYPES)}")
+
+    @classmethod
+    def of(cls, record: Record, where: object) -> Saved:
+        """The record of a file. Raises ValueError that begins with ``where``."""
+        with blaming(f"{where}", ValueError, TypeError):
+            return made(cls, record, "field", whole=True)
+
+    @property
+    def resolved(self) -> Resolved:
+        """The run settings; the backend is chosen anew."""
+        own = {name: value for name, value in self.settings.items() if name != "store_bits"}
+        with blaming("settings", ValueError):
+            return replace(made(Resolved, own, whole=True), backend=None)
+
+
+# ---- a bound cache as a file ----
 
 
 # ---- a cache filled with the tensors of a file, whose digest is right -----------------------------------------------

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from ..backbones.identity import first_difference, tokenizer_identity
-from ..cache.file import Record, Saved, read_record
-from ..cache.saved import restore
+from ..cache.file import Record, read_record
+from ..cache.saved import Saved, restore
 from ..naming import blaming
 from ..settings import Count, Share
 from ..validation import check, made, shown

@@ -23,8 +23,8 @@ from pathlib import Path
 from threading import Lock
 
 from ..cache.bounded import BoundedCache
-from ..cache.file import CREATED, LaterVersion, Saved, read, read_record, write
-from ..cache.saved import APART, Origin, export, restore
+from ..cache.file import LaterVersion, read, read_record, write
+from ..cache.saved import APART, CREATED, Origin, Saved, export, restore
 from ..cache.storage.rows import export_rows
 from ..documents.document import Document
 from ..files import locked, write_beside
