@@ -24,13 +24,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import Unpack
 
-from .attention_methods import Method, meet_attention
 from .decoder_attention import AttentionCall, Calls, DecoderAttention, rotaries_of, unrotate
 from .handler import Handler, LayerOperations
 from .llama import DecoderOutput, DecoderStack, Forward
 from .patches import fuse_layers, give_rows, skip_rotations, slice_mlps, widen
 from .probe import describe
-from .recording import CallArguments, softmax_of, unknown_argument
+from .recording import CallArguments, Method, meet_attention, softmax_of, unknown_argument
 from .releases import cache_among
 from .spec import decoder_of, text_config
 from .undo import Undo, replace_forward

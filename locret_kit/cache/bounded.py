@@ -30,12 +30,11 @@ from ..settings import INT32_MAX, RunSettings
 from .arguments import checked_arguments
 from .context import CacheCounters, Context, Pins, Stage
 from .fork import check_budget, check_lengths, check_past, check_queries
-from .layer_attention import Fixed, attend_again
 from .make import make_layers
 from .pins import check_room, first_pins, pins_of, without
 from .reread import Kept, choose_passages, in_prompt, in_rows, prompt_positions
 from .stages import stages_of
-from .step import evict_if_due, read_block, read_tokens
+from .step import Fixed, attend_again, evict_if_due, read_block, read_tokens
 from .storage.codec import Float8, Scratch
 from .storage.rows import BoundedLayer, copy_rows
 from .terms import Terms

@@ -17,8 +17,8 @@ from ..backbones.probe import describe
 from ..backbones.rope import Rope
 from ..backbones.rotations import FARTHEST
 from ..backbones.spec import BackboneSpec, text_config
+from ..policies.base import Slots
 from ..policies.policy import Policy
-from ..policies.slots import Slots
 from ..settings import Resolved
 from .backend import BACKENDS, Backend, backend_for
 from .geometry.rotation import Positions, RotationTables

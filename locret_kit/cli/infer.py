@@ -92,8 +92,7 @@ def of_text(
     args: InferOptions, text: Iterable[str], questions: Sequence[str | None], sampling: Sampling, say: Say
 ) -> Ready:
     """Answers about a text; it is read once for all of them where they are then the same."""
-    from ..backbones.load import load_tokenizer, pick_device
-    from ..backbones.precision import choose_precision
+    from ..backbones.load import choose_precision, load_tokenizer, pick_device
     from ..documents.document import Document
     from ..runtime.session import Answer
 

@@ -82,8 +82,7 @@ def run(args: PlanOptions) -> int:
         largest_sample,
         require_fit,
     )
-    from ..planning.inference_plan import full_cache_bytes
-    from ..planning.serving import Caches, decoding_bytes
+    from ..planning.inference_plan import Caches, decoding_bytes, full_cache_bytes
     from ..planning.training_plan import TrainSetting, plan_training
     from ..policies.grammar import parse_policy
     from ..sizes import parse_bytes, show

@@ -11,6 +11,7 @@ tokens (``weight_bits.scratch_bytes``). Library workspaces and the CUDA context 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
@@ -285,3 +286,69 @@ def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
         phases=transient,
         host=store_bytes(spec, setting),
     )
+
+
+# ---- memory of a server's caches ------------------------------------------------------------------------------------
+
+# How many there are at most, and the bytes of each.
+
+
+def refuse_unbounded(*policies: Policy) -> None:
+    """Raise ValueError for a policy that evicts nothing."""
+    for policy in policies:
+        if policy.keeps_everything:
+            raise ValueError(f"policy={policy.name!r} evicts nothing, so no number bounds a server's memory with it")
+
+
+@dataclass(frozen=True)
+class Caches:
+    """The caches of a server.
+
+    Attributes:
+        each: bytes of one, that of the policy that needs most.
+    """
+
+    each: int
+    sessions: int
+    documents: int
+    beginnings: int
+    stored: int = 0
+    """Bytes of one's store in the host's memory, where evicted slots may come back."""
+
+    @classmethod
+    def of(
+        cls, spec: BackboneSpec, setting: Setting, policies: Sequence[Policy], sessions: int, documents: int, beginnings: int
+    ) -> Caches:  # fmt: skip
+        """The caches of a server with such settings.
+
+        Raises:
+            ValueError: a policy that evicts nothing, so that no number bounds its memory.
+        """
+        refuse_unbounded(*policies)
+        settings = [replace(setting, policy=policy) for policy in policies]
+        each = max(cache_bytes(spec, one) for one in settings)
+        stored = max(store_bytes(spec, one) for one in settings)
+        return cls(each, sessions, documents, beginnings, stored)
+
+    @property
+    def count(self) -> int:
+        return self.sessions + self.documents + self.beginnings
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all caches on the device."""
+        return self.count * self.each
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sessions} sessions, {self.documents} documents and {self.beginnings} equal beginnings: "
+            f"{self.count} caches of {show(self.each)}, {self.bytes} bytes"
+            + (f", and {show(self.count * self.stored)} of host memory for what they evict" if self.stored else "")
+        )
+
+
+def decoding_bytes(backbone: BackboneSizes, setting: Setting, sessions: int) -> int:
+    """Bytes that so many answers, decoded together, need beside those of a chunk: the hidden states of a token and its logits,
+    in the model's dtype and in float32 with their probabilities."""
+    item = ITEM_BYTES[setting.dtype]
+    return sessions * (3 * backbone.hidden * item + backbone.vocab * (item + 4 + 4))

@@ -24,8 +24,7 @@ from ..cache.bounded import BoundedCache
 from .cpu_decoder import cpu_decoder
 from .decoders import Decoder, Decoding, DynamicDecoder, logits_after
 from .sampling import stop_ids
-from .scheduler import PromptScheduler
-from .sequence import Request, Sequence
+from .sequence import PromptScheduler, Request, Sequence
 
 R = TypeVar("R", bound=Request)
 Piece = tuple[Sequence, list[int]]

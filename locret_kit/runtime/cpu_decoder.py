@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from locret_kernels import cpp
 from locret_kernels.decoder_step import cpu as decoder_step
-from locret_kernels.decoder_step.halves import Halves
+from locret_kernels.decoder_step.cpu import Halves
 
 from ..backbones.dense import PRODUCTS, Dense, NotDense, Product, check_dense, dense
 from ..backbones.spec import text_config

@@ -165,10 +165,10 @@ def test_a_token_reads_no_row_back(policy):
 
 def test_the_watch_sees_an_error():
     """The comparison is not empty: a thousandth on one layer's output, or a statistic that is not added, is found."""
-    from locret_kit.cache import decoding, layer_attention
+    from locret_kit.cache import decoding, step
 
     wrong = {
-        "decode_rows": (layer_attention, "decode_rows", lambda *a: decoding.decode_rows(*a) * 1.001),
+        "decode_rows": (step, "decode_rows", lambda *a: decoding.decode_rows(*a) * 1.001),
         "_accumulate_statistics": (decoding, "_accumulate_statistics", lambda *a: None),
     }
     for module, name, broken in wrong.values():

@@ -18,10 +18,9 @@ from served import KEYS, LIMITS, SETTINGS, ask, running_engine, serving
 from locret_kit import BoundedCache, Document
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cli.serve import main
-from locret_kit.planning.inference_plan import Setting
-from locret_kit.planning.serving import Caches
+from locret_kit.planning.inference_plan import Caches, Setting
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.scheduler import PATIENCE
+from locret_kit.runtime.sequence import PATIENCE
 from locret_kit.runtime.session import Answer, Sampling, generate
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.header_timeout import HeaderTimeout
