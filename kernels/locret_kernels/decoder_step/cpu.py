@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import cpp
 from ..product import cpu as product
-from ..product.formats import format_of
+from ..product.reference import format_of
 
 LAYOUT = cpp.HEADERS / "layout.h"
 FORMAT, LINEAR, PACKED, ROWS = (cpp.Struct(LAYOUT, name) for name in ("Format", "Linear", "Packed", "Rows"))
