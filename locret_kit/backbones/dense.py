@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 from locret_kernels.fused import rms_norm
 
 from .gguf.gguf_model import PackedEmbedding, PackedLinear, packed_product, unpacked_rows
-from .llama import Layer, is_rms_norm, is_silu
 from .patches import is_own_hook
 from .probe import describe
 from .rope import rotate
-from .spec import decoder_of
+from .spec import Layer, decoder_of, is_rms_norm, is_silu
 from .undo import has_own_forward
 
 PACKED = (PackedEmbedding, PackedLinear)

@@ -26,12 +26,11 @@ from typing_extensions import Unpack
 
 from .decoder_attention import AttentionCall, Calls, DecoderAttention, rotaries_of, unrotate
 from .handler import Handler, LayerOperations
-from .llama import DecoderOutput, DecoderStack, Forward
 from .patches import fuse_layers, give_rows, skip_rotations, slice_mlps, widen
 from .probe import describe
 from .recording import CallArguments, Method, meet_attention, softmax_of, unknown_argument
 from .releases import cache_among
-from .spec import decoder_of, text_config
+from .spec import DecoderOutput, DecoderStack, Forward, decoder_of, text_config
 from .undo import Undo, replace_forward
 from .wrapped import run_eagerly, unwrapped
 

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from locret_kernels.fused import rms_norm, swiglu
 
 from .handler import Choice, LayerOperations
-from .llama import DecoderStack, GatedMlp, Layer, RmsNorm, is_gated, is_rms_norm, is_silu
-from .spec import decoder_of
+from .spec import DecoderStack, GatedMlp, Layer, RmsNorm, decoder_of, is_gated, is_rms_norm, is_silu
 from .undo import Undo, has_own_forward, replace_forward
 
 # ---- a backbone's elementwise work in fewer launches ----------------------------------------------------------------

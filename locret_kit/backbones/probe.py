@@ -30,7 +30,6 @@ from .decoder_attention import (
     unrotate,
 )
 from .handler import LayerOperations
-from .llama import DecoderStack
 from .patches import REFERENCE, fuse_layers, skip_rotations
 from .recording import NOW, IndexedCache, RecordedCall, RecordedRun, close, observed, run_recorded, storage_of
 from .releases import ASKED_FOR_STATES, CACHE, holds_states, layer_kinds
@@ -39,6 +38,7 @@ from .rotations import FARTHEST, rotations_of, window_of
 from .spec import (
     AttentionLayer,
     BackboneSpec,
+    DecoderStack,
     StateSize,
     UnsupportedArchitecture,
     activation_of,

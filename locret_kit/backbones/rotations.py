@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .decoder_attention import DecoderAttention, Rotation, frequencies_of, rotaries_of, scaling_of, unrotate
-from .llama import DecoderStack
 from .recording import NOW, RecordedCall, RecordedRun, close, run_recorded, storage_of
 from .rope import Rope, rotate
-from .spec import UnsupportedArchitecture
+from .spec import DecoderStack, UnsupportedArchitecture
 from .undo import Undo
 
 

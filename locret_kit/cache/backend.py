@@ -86,7 +86,7 @@ class Backend:
         return False
 
     def packs(self, dtype: torch.dtype) -> bool:
-        """Whether rows of this type are brought into few bits by compiled calls (``storage.compiled``)."""
+        """Whether rows of this type are brought into few bits by compiled calls (``storage.quantised``)."""
         return False
 
     def rotated(self, q_BQTD: Tensor, k_BHSD: Tensor, rotation: ChunkRotation | None) -> tuple[Tensor, Tensor]:

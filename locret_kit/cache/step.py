@@ -18,9 +18,8 @@ from locret_kernels.backend import function
 
 from ..backbones.handler import Softmax
 from ..policies.base import PrefillMask
-from .attend import attend_heads
+from .attend import RowRotation, VarlenRows, attend_heads, decode_rows
 from .context import Context
-from .decoding import RowRotation, VarlenRows, decode_rows
 from .storage.layouts import EqualRows, RaggedRows
 from .storage.rows import BoundedLayer, EqualLengthHeads
 from .view import entry_scores, slots_of

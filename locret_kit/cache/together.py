@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..backbones.rope import Rope
+from .attend import RowRotation, VarlenRows, decode_rows
 from .context import Context
-from .decoding import RowRotation, VarlenRows, decode_rows
 from .geometry.rotation import RotationTables
 from .step import evict_if_due, make_room
 from .storage.row_pool import RowPool

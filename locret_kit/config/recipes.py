@@ -79,8 +79,15 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
 
     from ..backbones.load import load_config, pick_device, pick_dtype
     from ..planning.backbone_sizes import BackboneSizes
-    from ..planning.fitting_settings import LONGEST, LONGEST_ON_CPU, RESERVE, choose_step, choose_width
-    from ..planning.training_plan import TrainSetting, plan_training
+    from ..planning.fitting_settings import (
+        LONGEST,
+        LONGEST_ON_CPU,
+        RESERVE,
+        TrainSetting,
+        choose_step,
+        choose_width,
+        plan_training,
+    )
     from ..sizes import show
 
     cfg = build(TrainConfig, values)

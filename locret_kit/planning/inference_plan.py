@@ -22,8 +22,8 @@ from annotated_types import Ge
 from ..backbones.gguf.gguf_model import AT_ONCE, UNPACKED
 from ..backbones.spec import BackboneSpec
 from ..backbones.weight_bits import check_weight_bits, suffix
+from ..cache.context import layer_rows
 from ..cache.geometry.schedule import PIECE, Schedule
-from ..cache.make import layer_rows
 from ..cache.stages import TILE
 from ..cache.storage.bits import BITS, FLOAT8, check_storage
 from ..cache.storage.codec import Scratch

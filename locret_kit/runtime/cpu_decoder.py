@@ -26,8 +26,7 @@ from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.step import evict_if_due, make_room
 from ..cache.storage.codec import Plain
-from ..cache.storage.compiled import fits
-from ..cache.storage.quantised import GroupedBits
+from ..cache.storage.quantised import GroupedBits, fits
 from ..cache.view import entry_scores
 from ..heads import RetainingHeads
 from ..policies.base import Score

@@ -19,8 +19,7 @@ from locret_kernels.ragged_decode import PackedRows
 from ..backbones.rope import Rope
 from ..cache.bounded import BoundedCache
 from ..cache.context import Context
-from ..cache.storage.compiled import describe
-from ..cache.storage.quantised import GroupedBits
+from ..cache.storage.quantised import GroupedBits, describe
 
 # ---- rows in few bits as ``locret_kernels.decoder_step`` reads them, and the quantising of full groups in all layers at once
 

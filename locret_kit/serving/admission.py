@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..cache.bounded import BoundedCache
-from ..cache.fork import CannotFork
+from ..cache.bounded import BoundedCache, CannotFork
 from ..runtime.batch import Batch, Sequence
 from ..runtime.sequence import PromptScheduler
 from .counters import Counters

@@ -20,10 +20,9 @@ from ..backbones.probe import assumed
 from ..backbones.rope import Rope
 from ..backbones.spec import BackboneSpec, spec_of
 from ..cache.bounded import BoundedCache
-from ..cache.context import CacheCounters, Context
+from ..cache.context import CacheCounters, Context, make_layers
 from ..cache.geometry.rotation import RotationTables
 from ..cache.geometry.schedule import Schedule
-from ..cache.make import make_layers
 from ..cache.pins import first_pins
 from ..cache.step import read_tokens
 from ..cache.storage.codec import Scratch

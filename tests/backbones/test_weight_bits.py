@@ -31,7 +31,7 @@ from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
 from locret_kit.planning import inference_plan as p
 from locret_kit.planning.backbone_sizes import BackboneSizes
-from locret_kit.planning.training_plan import TrainSetting, plan_training
+from locret_kit.planning.fitting_settings import TrainSetting, plan_training
 from locret_kit.runtime.session import prefill
 
 CPU = torch.device("cpu")

@@ -165,11 +165,11 @@ def test_a_token_reads_no_row_back(policy):
 
 def test_the_watch_sees_an_error():
     """The comparison is not empty: a thousandth on one layer's output, or a statistic that is not added, is found."""
-    from locret_kit.cache import decoding, step
+    from locret_kit.cache import attend, step
 
     wrong = {
-        "decode_rows": (step, "decode_rows", lambda *a: decoding.decode_rows(*a) * 1.001),
-        "_accumulate_statistics": (decoding, "_accumulate_statistics", lambda *a: None),
+        "decode_rows": (step, "decode_rows", lambda *a: attend.decode_rows(*a) * 1.001),
+        "_accumulate_statistics": (attend, "_accumulate_statistics", lambda *a: None),
     }
     for module, name, broken in wrong.values():
         with mock.patch.object(module, name, broken), pytest.raises(AssertionError):

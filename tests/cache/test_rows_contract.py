@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from locret_kit.cache.decoding import decode_rows
+from locret_kit.cache.attend import decode_rows
 from locret_kit.cache.storage.codec import Codec, Float8, Plain, Scratch
-from locret_kit.cache.storage.compiled import CompiledBits
 from locret_kit.cache.storage.layouts import EqualRows, Layout, RaggedRows
-from locret_kit.cache.storage.quantised import GroupedBits
+from locret_kit.cache.storage.quantised import CompiledBits, GroupedBits
 from locret_kit.cache.storage.rows import BoundedLayer, export_rows, exported_shapes, restore_rows
 
 H, D, Q, ROOM = 3, 16, 6, 60

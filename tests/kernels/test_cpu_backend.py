@@ -23,9 +23,8 @@ from locret_kit.backbones.rope import Rope
 from locret_kit.backbones.undo import Undo
 from locret_kit.cache.backend import CpuBackend, runs_on_cpu
 from locret_kit.cache.storage.codec import Scratch
-from locret_kit.cache.storage.compiled import CompiledBits
 from locret_kit.cache.storage.layouts import EqualRows
-from locret_kit.cache.storage.quantised import GroupedBits
+from locret_kit.cache.storage.quantised import CompiledBits, GroupedBits
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.runtime import session
 

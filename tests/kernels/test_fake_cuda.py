@@ -11,7 +11,7 @@ from pretended import CUDA, card, moved
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from locret_kernels.hadamard import hadamard
+from locret_kernels.ragged_decode.reference import hadamard
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.releases import CACHE

@@ -13,8 +13,16 @@ from locret_kit.config import recipes
 from locret_kit.config.recipes import choose_for_device, known_recipes, read_recipe
 from locret_kit.planning import text_budget
 from locret_kit.planning.backbone_sizes import BackboneSizes, head_parameters
-from locret_kit.planning.fitting_settings import LONGEST, SHARE, WIDTHS, DoesNotFit, choose_step, choose_width
-from locret_kit.planning.training_plan import TrainSetting, plan_training
+from locret_kit.planning.fitting_settings import (
+    LONGEST,
+    SHARE,
+    WIDTHS,
+    DoesNotFit,
+    TrainSetting,
+    choose_step,
+    choose_width,
+    plan_training,
+)
 
 GIB = 2**30
 

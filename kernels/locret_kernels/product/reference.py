@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
 # ---- formats: ggml's quantised blocks, as a GGUF file holds them ----------------------------------------------------
 
-# A row of numbers is a row of blocks. A block holds an integer code of each of its numbers, and steps and lowest numbers of groups
-# of them. Source: ``ggml-common.h`` and ``ggml-quants.c`` of ggml.
+# A row of numbers is a row of blocks. A block holds an integer code of each of its numbers, and steps and lowest numbers of
+# groups of them. Source: ``ggml-common.h`` and ``ggml-quants.c`` of ggml.
 
 
 @dataclass(frozen=True)

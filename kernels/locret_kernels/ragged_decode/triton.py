@@ -19,8 +19,7 @@ from torch import Tensor
 from .. import common
 from ..checks import check_some, check_tables
 from ..common import LN2, LOG2E, check, dot_rows, head_blocks, load_rows, merge_splits, split_rows
-from ..hadamard import hadamard
-from .reference import Decoded, Float8Rows, FullRows, PackedRows, Rotation, Spans
+from .reference import Decoded, Float8Rows, FullRows, PackedRows, Rotation, Spans, hadamard
 
 
 @triton.jit

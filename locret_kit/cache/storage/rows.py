@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ...backbones.handler import Softmax
 from ...settings import INT32_MAX
-from ..decoding import VarlenRows
+from ..attend import VarlenRows
 from .blocks import BlockStore
 from .codec import Codec, Column
 from .layouts import ALL, Index, Layout, Shapes

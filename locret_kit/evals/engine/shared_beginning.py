@@ -13,8 +13,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from ...backbones.intercept import attach
-from ...cache.bounded import BoundedCache
-from ...cache.fork import CannotFork
+from ...cache.bounded import BoundedCache, CannotFork
 from ...cache.geometry.schedule import Schedule
 from ...runtime.session import prefill
 
