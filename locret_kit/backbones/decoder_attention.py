@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .rope import Rope
 from .spec import BackboneSpec, UnsupportedArchitecture, decoder_of, text_config
-from .undo import Undo, replace_forward
+from .wrapped import Undo, replace_forward
 
 Turn = Tensor | tuple[Tensor, Tensor]
 """Answer of a rotary module: cos and sin, or numbers of the complex plane."""

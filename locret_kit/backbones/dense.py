@@ -17,7 +17,7 @@ from .patches import is_own_hook
 from .probe import describe
 from .rope import rotate
 from .spec import Layer, decoder_of, is_rms_norm, is_silu
-from .undo import has_own_forward
+from .wrapped import has_own_forward
 
 PACKED = (PackedEmbedding, PackedLinear)
 """Modules beside PyTorch's and transformers' whose weights are known."""

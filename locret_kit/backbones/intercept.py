@@ -31,8 +31,7 @@ from .probe import describe
 from .recording import CallArguments, Method, meet_attention, softmax_of, unknown_argument
 from .releases import cache_among
 from .spec import DecoderOutput, DecoderStack, Forward, decoder_of, text_config
-from .undo import Undo, replace_forward
-from .wrapped import run_eagerly, unwrapped
+from .wrapped import Undo, replace_forward, run_eagerly, unwrapped
 
 # ---- a forward cut into blocks, after each of which its handler reads the final hidden states -----------------------
 

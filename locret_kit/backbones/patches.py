@@ -19,7 +19,7 @@ from locret_kernels.fused import rms_norm, swiglu
 
 from .handler import Choice, LayerOperations
 from .spec import DecoderStack, GatedMlp, Layer, RmsNorm, decoder_of, is_gated, is_rms_norm, is_silu
-from .undo import Undo, has_own_forward, replace_forward
+from .wrapped import Undo, has_own_forward, replace_forward
 
 # ---- a backbone's elementwise work in fewer launches ----------------------------------------------------------------
 

@@ -47,8 +47,7 @@ from .spec import (
     text_config,
 )
 from .states import States
-from .undo import Undo
-from .wrapped import unwrapped
+from .wrapped import Undo, unwrapped
 
 # ---- shortcuts that a decoder allows --------------------------------------------------------------------------------
 

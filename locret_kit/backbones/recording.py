@@ -23,8 +23,7 @@ from locret_kernels.attend.reference import attend_and_count
 from .handler import Softmax
 from .releases import CACHE
 from .spec import UnsupportedArchitecture
-from .undo import Undo
-from .wrapped import run_eagerly
+from .wrapped import Undo, run_eagerly
 
 # ---- how a decoder's attention is asked for ---------------------------------------------------------------------------
 

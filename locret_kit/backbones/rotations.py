@@ -13,7 +13,7 @@ from .decoder_attention import DecoderAttention, Rotation, frequencies_of, rotar
 from .recording import NOW, RecordedCall, RecordedRun, close, run_recorded, storage_of
 from .rope import Rope, rotate
 from .spec import DecoderStack, UnsupportedArchitecture
-from .undo import Undo
+from .wrapped import Undo
 
 
 def rotations_of(

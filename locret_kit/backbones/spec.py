@@ -16,8 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..naming import nearest
 from .releases import layer_kinds
-from .undo import has_own_forward
-from .wrapped import unwrapped
+from .wrapped import has_own_forward, unwrapped
 
 # ---- modules of a decoder of Llama's form, with the members that are read by name -----------------------------------
 

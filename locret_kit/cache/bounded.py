@@ -32,15 +32,23 @@ from ..settings import INT32_MAX, RunSettings
 from .arguments import checked_arguments
 from .context import CacheCounters, Context, Pins, Stage, make_layers
 from .geometry.schedule import Schedule
-from .pins import check_room, first_pins, pins_of, without
-from .reread import Kept, choose_passages, in_prompt, in_rows, prompt_positions
 from .stages import stages_of
 from .step import Fixed, attend_again, evict_if_due, read_block, read_tokens
-from .storage.bits import BITS
-from .storage.codec import Float8, Scratch
+from .storage.codec import BITS, Float8, Scratch
 from .storage.rows import BoundedLayer, copy_rows
 from .terms import Terms
-from .view import score_by_logits
+from .view import (
+    Kept,
+    check_room,
+    choose_passages,
+    first_pins,
+    in_prompt,
+    in_rows,
+    pins_of,
+    prompt_positions,
+    score_by_logits,
+    without,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,13 +104,6 @@ def check_budget(old: Context, new: Context) -> None:
         )
 
 
-def check_queries(old: Sequence[int], new: Sequence[int], seen: int) -> None:
-    """Raise CannotFork where a prompt of another length keeps another number of its newest queries, per layer."""
-    # A prompt that keeps more queries would have kept some that are gone.
-    if seen and old != new:
-        raise CannotFork(f"{max(old)} queries are kept here, and {max(new)} in a prompt of that length")
-
-
 # ---- face of the bounded cache to transformers ----
 
 
@@ -139,7 +140,7 @@ class BoundedCache(StatefulCache, Handler):
     """
 
     fixed: Callable[[int], Fixed] | None = None
-    """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.graph_decoder``)."""
+    """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.decoders``)."""
 
     def __init__(
         self,
@@ -288,7 +289,10 @@ class BoundedCache(StatefulCache, Handler):
         check_lengths(s, new.schedule, seen)
         new.bind(self._context.model)
         check_past(self._context, new.context, self._context.spec.windows, seen)
-        check_queries([rows.recent for rows in self.bounded], [rows.recent for rows in new.bounded], seen)
+        # A prompt that keeps more queries would have kept some that are gone.
+        kept, wanted = ([rows.recent for rows in cache.bounded] for cache in (self, new))
+        if seen and kept != wanted:
+            raise CannotFork(f"{max(kept)} queries are kept here, and {max(wanted)} in a prompt of that length")
         new._take_over(self)
         new._set_pins(self.pins)
         return new

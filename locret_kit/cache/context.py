@@ -23,9 +23,8 @@ from ..settings import Resolved
 from .backend import BACKENDS, Backend, backend_for
 from .geometry.rotation import Positions, RotationTables
 from .geometry.schedule import Schedule
-from .storage.bits import FLOAT8
 from .storage.blocks import BlockStore
-from .storage.codec import Codec, Float8, Plain, Scratch
+from .storage.codec import FLOAT8, Codec, Float8, Plain, Scratch
 from .storage.layouts import EqualRows, RaggedRows
 from .storage.quantised import SPARE, CompiledBits, GroupedBits
 from .storage.rows import BoundedLayer

@@ -122,7 +122,7 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
 
 def machine_memory() -> int:
     """Bytes of the memory of the machine, or of this container."""
-    from ..planning.text_budget import container_limit
+    from ..planning.fitting_settings import container_limit
 
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(whole, container_limit() or whole)

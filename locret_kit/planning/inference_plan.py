@@ -25,8 +25,7 @@ from ..backbones.weight_bits import check_weight_bits, suffix
 from ..cache.context import layer_rows
 from ..cache.geometry.schedule import PIECE, Schedule
 from ..cache.stages import TILE
-from ..cache.storage.bits import BITS, FLOAT8, check_storage
-from ..cache.storage.codec import Scratch
+from ..cache.storage.codec import BITS, FLOAT8, Scratch, check_storage
 from ..policies.base import Recall
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy

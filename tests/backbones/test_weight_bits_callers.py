@@ -15,7 +15,7 @@ from locret_kit.cli.eval import main as evaluate
 from locret_kit.cli.train import main as train
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.config.recipes import load_config
-from locret_kit.runtime.graph_decoder import GraphDecoder
+from locret_kit.runtime.decoders import GraphDecoder
 from locret_kit.runtime.session import prefill
 
 

@@ -19,7 +19,7 @@ from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.planning import inference_plan as p
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.graph_decoder import GraphDecoder
+from locret_kit.runtime.decoders import GraphDecoder
 from locret_kit.runtime.session import prefill
 
 BOTH = pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])

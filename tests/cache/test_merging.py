@@ -17,7 +17,7 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones.handler import Softmax
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import UnsupportedArchitecture
-from locret_kit.cache.storage.bits import check_storage
+from locret_kit.cache.storage.codec import check_storage
 from locret_kit.cli.infer import main
 from locret_kit.evals.engine.run_spec import check_policies
 from locret_kit.policies.grammar import describe_policies, parse_policy

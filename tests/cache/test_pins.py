@@ -19,7 +19,7 @@ from locret_kit import attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.cache import context, step
 from locret_kit.cache.backend import BACKENDS
-from locret_kit.cache.pins import pins_of, without
+from locret_kit.cache.view import pins_of, without
 from locret_kit.policies.allocation import Adaptive
 from locret_kit.policies.base import Scope, Score, Uniform, rank_of
 from locret_kit.policies.grammar import parse_policy

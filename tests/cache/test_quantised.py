@@ -14,8 +14,7 @@ from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.releases import CACHE
-from locret_kit.cache.storage.bits import decode, encode, levels, pack, unpack
-from locret_kit.cache.storage.codec import Plain, Scratch
+from locret_kit.cache.storage.codec import Plain, Scratch, decode, encode, levels, pack, unpack
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.quantised import GroupedBits, pairs_of, rank_alike, regroup, table_size
 from locret_kit.cache.storage.rows import BoundedLayer, copy_rows

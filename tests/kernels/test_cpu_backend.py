@@ -20,7 +20,7 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones import patches
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.rope import Rope
-from locret_kit.backbones.undo import Undo
+from locret_kit.backbones.wrapped import Undo
 from locret_kit.cache.backend import CpuBackend, runs_on_cpu
 from locret_kit.cache.storage.codec import Scratch
 from locret_kit.cache.storage.layouts import EqualRows

@@ -12,8 +12,7 @@ from pairwise import pairs
 
 from locret_kernels.column_stats import STATISTICS
 from locret_kernels.ragged_decode import PackedRows, Rotation, Spans
-from locret_kit.cache.storage.bits import unpack
-from locret_kit.cache.storage.codec import Scratch
+from locret_kit.cache.storage.codec import Scratch, unpack
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.quantised import GroupedBits
 from locret_kit.cache.storage.rows import BoundedLayer

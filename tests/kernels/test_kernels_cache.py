@@ -16,7 +16,7 @@ from kernel_runs import (
 
 from locret_kit import BoundedCache, attach
 from locret_kit.cache import attend
-from locret_kit.runtime.graph_decoder import GraphDecoder
+from locret_kit.runtime.decoders import GraphDecoder
 from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")

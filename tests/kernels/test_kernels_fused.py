@@ -17,7 +17,7 @@ from locret_kit.backbones.handler import LayerOperations
 from locret_kit.backbones.intercept import operations
 from locret_kit.backbones.patches import ROTATION, fuse_layers
 from locret_kit.backbones.releases import CACHE
-from locret_kit.backbones.undo import Undo
+from locret_kit.backbones.wrapped import Undo
 from locret_kit.heads import _side_by_side
 
 pytestmark = pytest.mark.usefixtures("poisoned")

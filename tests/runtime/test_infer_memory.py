@@ -13,8 +13,8 @@ from locret_kit import BoundedCache
 from locret_kit.cli import plan as plan_cli
 from locret_kit.planning import fitting_settings
 from locret_kit.planning.backbone_sizes import BackboneSizes
+from locret_kit.planning.fitting_settings import OutOfMemory, allocator_figures, explain_oom
 from locret_kit.planning.inference_plan import plan_inference
-from locret_kit.planning.memory import OutOfMemory, allocator_figures, explain_oom
 from locret_kit.runtime.session import generate
 
 GIB = 2**30

@@ -36,8 +36,7 @@ from locret_kernels.ragged_decode import PackedRows
 from locret_kernels.ragged_decode.reference import hadamard
 
 from ...settings import INT32_MAX
-from .bits import check_head_size, decode, encode, levels, pack, unpack, value_group
-from .codec import Codec, Column, Scratch
+from .codec import Codec, Column, Scratch, check_head_size, decode, encode, levels, pack, unpack, value_group
 from .layouts import EqualRows, Index, Layout, Shapes
 
 # ---- grouping of rows whose keys are quantised together -------------------------------------------------------------
