@@ -33,7 +33,7 @@ from locret_kit.backbones.releases import forward
 from locret_kit.backbones.spec import decoder_of, spec_of
 from locret_kit.cli.plan import resolve
 from locret_kit.planning.inference_plan import Setting
-from locret_kit.runtime.graph_decoder import GraphDecoder
+from locret_kit.runtime.decoders import GraphDecoder
 from locret_kit.settings import RunSettings
 
 ALLOCATES = {

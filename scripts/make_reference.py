@@ -383,7 +383,7 @@ def python() -> str:
 def files() -> str:
     """Files that the kit writes and reads."""
     from locret_kit.cache import file as cache_file
-    from locret_kit.cache.saved_record import Saved
+    from locret_kit.cache.saved import Saved
     from locret_kit.documents.text_record import TextRecord
     from locret_kit.evals.engine import result_rows
     from locret_kit.heads import FORMAT, HeadsConfig
@@ -461,7 +461,7 @@ SOURCES = {
     "locret_kit/config/eval_options.py": "commands/locret-eval.md", "recipes": "recipes.md",
     "locret_kit/config/infer_options.py": "files.md#prompts-of-a-batch", "locret_kit/serving/metrics.py": "metrics.md",
     "locret_kit/documents/document.py": "python.md#document", "locret_kit/evals/tasks/__init__.py": "tasks.md",
-    "locret_kit/policies/methods": "policies.md", "locret_kit/policies/slots.py": "python.md#entry",
+    "locret_kit/policies/methods": "policies.md", "locret_kit/policies/base.py": "python.md#entry",
 }  # fmt: skip
 """Code that the committed pages link to, and the page of ``reference/`` to which such a link leads on the site."""
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .rope import Rope
 from .spec import BackboneSpec, UnsupportedArchitecture, decoder_of, text_config
-from .undo import Undo, replace_forward
+from .wrapped import Undo, replace_forward
 
 Turn = Tensor | tuple[Tensor, Tensor]
 """Answer of a rotary module: cos and sin, or numbers of the complex plane."""
@@ -118,9 +118,9 @@ class DecoderAttention:
     answers_in_halves: bool = field(default=False, compare=False)
     """Whether rotary modules answer cos and sin ``[B, T, R]`` of every channel that they turn, as Llama's."""
     skips_rotation: bool = field(default=False, compare=False)
-    """Whether the rotation may be left out rather than made one by zero (see ``fused``)."""
+    """Whether the rotation may be left out rather than made one by zero (see ``patches``)."""
     fuses_layers: bool = field(default=False, compare=False)
-    """Whether a layer is Llama's: its residuals, norms and MLP can be computed by ``fused``."""
+    """Whether a layer is Llama's: its residuals, norms and MLP can be computed by ``patches``."""
     scales_queries: bool = field(default=False, compare=False)
     """Whether queries of such layers are scaled by their positions, beside the rotation (Ministral 3)."""
 

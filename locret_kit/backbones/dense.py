@@ -12,13 +12,12 @@ from transformers import PreTrainedModel
 
 from locret_kernels.fused import rms_norm
 
-from .gguf.packed_modules import PackedEmbedding, PackedLinear, packed_product, unpacked_rows
-from .last_layer import is_own_hook
-from .llama import Layer, is_rms_norm, is_silu
+from .gguf.gguf_model import PackedEmbedding, PackedLinear, packed_product, unpacked_rows
+from .patches import is_own_hook
 from .probe import describe
 from .rope import rotate
-from .spec import decoder_of
-from .undo import has_own_forward
+from .spec import Layer, decoder_of, is_rms_norm, is_silu
+from .wrapped import has_own_forward
 
 PACKED = (PackedEmbedding, PackedLinear)
 """Modules beside PyTorch's and transformers' whose weights are known."""

@@ -3,7 +3,7 @@
 ``attach(model)`` routes every attention call of ``model`` to a handler (see ``handler``), while one is set, and lets everything
 else pass to the backbone's own attention. A forward's handler is the cache that it is given, or the one of ``handled_by``. It is
 told layers as ``BackboneSpec`` numbers them, and queries and keys with their channels in the order that ``rope`` rotates.
-Meanwhile MLPs work in slices (``slices``), and elementwise work is the handler's where it has operations for it (``fused``).
+Meanwhile MLPs work in slices, and elementwise work is the handler's where it has operations for it (``patches``).
 """
 
 from __future__ import annotations
@@ -24,21 +24,46 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import Unpack
 
-from .attention_methods import Method, meet_attention
-from .blocks_of_forward import read_blocks
 from .decoder_attention import AttentionCall, Calls, DecoderAttention, rotaries_of, unrotate
-from .fused import fuse_layers, skip_rotations
 from .handler import Handler, LayerOperations
-from .last_layer import give_rows
-from .llama import DecoderOutput, DecoderStack, Forward
+from .patches import fuse_layers, give_rows, skip_rotations, slice_mlps, widen
 from .probe import describe
-from .recording import CallArguments, softmax_of, unknown_argument
+from .recording import CallArguments, Method, meet_attention, softmax_of, unknown_argument
 from .releases import cache_among
-from .slices import slice_mlps
-from .spec import decoder_of, text_config
-from .undo import Undo, replace_forward
-from .widened import widen
-from .wrapped import run_eagerly, unwrapped
+from .spec import DecoderOutput, DecoderStack, Forward, decoder_of, text_config
+from .wrapped import Undo, replace_forward, run_eagerly, unwrapped
+
+# ---- a forward cut into blocks, after each of which its handler reads the final hidden states -----------------------
+
+
+def read_blocks(handler: Handler, run: Forward, forward: Forward, **kwargs: Any) -> DecoderOutput:
+    """One forward, cut into the handler's blocks; after each of them it reads the final hidden states."""
+    ids = kwargs.get("input_ids")
+    tokens = (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
+    start, outputs = 0, list[DecoderOutput]()
+    for length in handler.blocks(tokens):
+        new = slice(start, start + length)
+        piece = {name: _of_tokens(value, new, tokens) for name, value in kwargs.items() if name != "attention_mask"}
+        outputs.append(run(handler, forward, **piece))
+        handler.read(outputs[-1].last_hidden_state, None if ids is None else ids[:, new])
+        start += length
+    if len(outputs) > 1:
+        outputs[-1].last_hidden_state = torch.cat([output.last_hidden_state for output in outputs], dim=1)
+    return outputs[-1]
+
+
+def _of_tokens(value: object, new: slice, tokens: int) -> object:
+    """Part of a forward's argument that belongs to some of its tokens."""
+    if isinstance(value, Tensor) and value.dim() > 1:
+        if value.shape[1] == tokens:
+            return value[:, new]
+        if value.shape[-1] == tokens:
+            return value[..., new]
+    return value
+
+
+# ---- the one place where a backbone's attention is met ----
+
 
 NAME = "locret"
 

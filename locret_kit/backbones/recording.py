@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import eager_mask
@@ -18,12 +20,72 @@ from typing_extensions import Unpack
 
 from locret_kernels.attend.reference import attend_and_count
 
-from .attention_methods import Method, is_softmax, meet_attention
 from .handler import Softmax
 from .releases import CACHE
 from .spec import UnsupportedArchitecture
-from .undo import Undo
-from .wrapped import run_eagerly
+from .wrapped import Undo, run_eagerly
+
+# ---- how a decoder's attention is asked for ---------------------------------------------------------------------------
+
+# By name in transformers' interface, or as a method of its modules, ``_attn(query, key, value, mask)``, where it is not behind
+# that: GPT-J, CodeGen, GPT-NeoX-Japanese.
+
+
+Method = Callable[..., tuple[Tensor, Tensor | None]]
+"""A module's own, or what answers for it. Queries, keys, values and output are ``[B, heads, T, D]``; a mask comes last."""
+
+
+def meet_attention(undo: Undo, decoder: PreTrainedModel, config: PreTrainedConfig, name: str, answer: Method) -> None:
+    """Let a decoder ask the attention ``name``, or ``answer`` as in ``_answer_methods``, until ``undo``.
+
+    Raises:
+        UnsupportedArchitecture: it has another kind of attention.
+    """
+    undo.add(partial(decoder.set_attn_implementation, config._attn_implementation))
+    decoder.set_attn_implementation(name)
+    if config._attn_implementation != name:
+        return _answer_methods(undo, decoder, config, name, answer)
+    configs = (getattr(module, "config", None) for module in decoder.modules())
+    for own in filter(None, configs):  # a layer that was copied has one of its own
+        if own._attn_implementation != name:
+            undo.add(partial(setattr, own, "_attn_implementation", own._attn_implementation))
+            own._attn_implementation = name
+
+
+def _answer_methods(undo: Undo, decoder: nn.Module, config: PreTrainedConfig, name: str, answer: Method) -> None:
+    """Let a decoder make masks as the attention ``name`` has them, and ask ``answer(module, its own method, q, k, v, mask)`` for
+    attention, until ``undo``.
+
+    Raises:
+        UnsupportedArchitecture: no module has such a method.
+    """
+    modules = [module for module in decoder.modules() if _is_method(getattr(type(module), "_attn", None))]
+    if not modules:
+        raise UnsupportedArchitecture("its attention is not behind transformers' interface")
+    undo.add(partial(setattr, config, "_attn_implementation", config._attn_implementation))
+    config._attn_implementation = name
+    for module in modules:
+        undo.add(partial(vars(module).pop, "_attn", None))
+        vars(module)["_attn"] = partial(answer, module, module._attn)
+
+
+def _is_method(method: object) -> bool:
+    return callable(method) and [*signature(method).parameters][1:] == ["query", "key", "value", "attention_mask"]
+
+
+def is_softmax(own: Method, q_BHTD: Tensor, rows: int) -> bool:
+    """Whether a method is softmax attention of these queries over all of ``rows`` keys, scaled by the root of their size."""
+    draw, (_, H, _, D) = torch.Generator("cpu").manual_seed(0), q_BHTD.shape
+    keys, values = (
+        torch.randn(1, H, rows, D, generator=draw, dtype=torch.float32, device="cpu").to(q_BHTD) for _ in "kv"
+    )
+    newest = q_BHTD[:1, :, -1:]
+    want, got = scaled_dot_product_attention(newest, keys, values), own(newest, keys, values, None)[0]
+    return torch.allclose(got, want, rtol=0, atol=0.02 * float(want.abs().max()))
+
+
+# ---- recorded forwards ----
+
 
 NAME = "locret_probe"
 LONG = 4096

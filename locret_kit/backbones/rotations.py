@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .decoder_attention import DecoderAttention, Rotation, frequencies_of, rotaries_of, scaling_of, unrotate
-from .llama import DecoderStack
-from .recording import RecordedCall, RecordedRun, close, run_recorded
+from .recording import NOW, RecordedCall, RecordedRun, close, run_recorded, storage_of
 from .rope import Rope, rotate
-from .spec import UnsupportedArchitecture
-from .undo import Undo
+from .spec import DecoderStack, UnsupportedArchitecture
+from .wrapped import Undo
 
 
 def rotations_of(
@@ -106,3 +105,44 @@ def _turns_by_itself(call: RecordedCall) -> bool:
     q_TE = call.q[0].transpose(0, 1).flatten(1).float()
     norms_T = q_TE.norm(dim=-1)
     return close(norms_T, norms_T[:1].expand_as(norms_T)) and not close(q_TE, q_TE[:1].expand_as(q_TE))
+
+
+# ---- windows of attention, read off the mask that a layer is given --------------------------------------------------
+
+
+FARTHEST = 1 << 20
+"""Position, at most, whose visible tokens say how long a window is."""
+
+
+def window_of(call: RecordedCall, config: PreTrainedConfig, where: str) -> tuple[int | None, bool]:
+    """Tokens that a layer's query sees by the mask that it is given, and whether they are a chunk's."""
+    if call.mask is None:
+        return None, False
+    if not isinstance(call.mask, Tensor):
+        raise UnsupportedArchitecture(f"{where} is given a mask of the type {type(call.mask).__name__}")
+    sees = NOW.masks.get(storage_of(call.mask))
+    if sees is None:
+        raise UnsupportedArchitecture(f"{where} is given a mask of the model's own")
+    zero = torch.zeros((), dtype=torch.long, device="cpu" if call.mask.is_meta else call.mask.device)
+
+    def start(query: int) -> int:
+        """The first token that a query sees. It must see all from there on."""
+        at = torch.arange(query + 2, device=zero.device)
+        seen = torch.as_tensor(sees(zero, zero, zero + query, at), device=zero.device).expand(len(at))
+        first = int(seen.long().argmax())
+        if bool(seen[query + 1]) or not bool(seen[first : query + 1].all()):
+            raise UnsupportedArchitecture(f"{where} sees tokens that are no stretch up to its own")
+        return first
+
+    last = min(getattr(config, "max_position_embeddings", None) or FARTHEST, FARTHEST) - 1
+    # A window as long as the trained context (Phi-3-mini-128K: 262,144) never hides a token: full attention.
+    if (at := start(last)) == 0:
+        return None, False
+    if all(start(last - n) == at - n for n in (1, 2, 5) if at >= n):
+        return last - at + 1, False
+    end = next((n for n in range(1, 4) if start(last - n) != at), 0)
+    first = at if not end else start(last - 4)  # the query was within a few tokens of a chunk's beginning
+    size = first - start(first - 1)
+    if any(start(query) != query - query % size for query in (last, first, first - 1, first + size // 2)):
+        raise UnsupportedArchitecture(f"{where} sees tokens that are neither a window nor a chunk")
+    return size, True

@@ -2,21 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..naming import nearest
-from .llama import DecoderStack
 from .releases import layer_kinds
-from .wrapped import unwrapped
+from .wrapped import has_own_forward, unwrapped
+
+# ---- modules of a decoder of Llama's form, with the members that are read by name -----------------------------------
+
+# Modules of another form lack some of them.
+
+
+class RmsNorm(nn.Module):
+    """A norm that scales by its weight what was rounded before."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+
+class GatedMlp(nn.Module):
+    """An MLP whose two inward products are apart, or in one matrix as Phi-3's."""
+
+    gate_up_proj: nn.Module
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+
+class Attention(nn.Module):
+    """Attention with its four products."""
+
+    config: PreTrainedConfig
+    head_dim: int
+    scaling: float
+
+
+class Layer(nn.Module):
+    """Attention and an MLP, each with a norm before it and a residual around both."""
+
+    input_layernorm: nn.Module
+    self_attn: Attention
+    post_attention_layernorm: nn.Module
+    mlp: GatedMlp
+
+
+class DecoderStack(PreTrainedModel):
+    """A stack of layers, without a head of the language model."""
+
+    layers: Sequence[Layer]
+    rotary_emb: nn.Module
+
+
+class DecoderOutput(Protocol):
+    """Output of a forward of the stack."""
+
+    last_hidden_state: Tensor
+
+
+Forward = Callable[..., DecoderOutput]
+"""The stack's own, or what stands in its place."""
+
+
+def is_rms_norm(module: Any) -> TypeGuard[RmsNorm]:
+    """Whether a module is a norm as Llama's."""
+    name = type(module).__name__
+    return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and _is_untouched(module)
+
+
+def _is_untouched(module: Any) -> bool:
+    """Whether nobody has given a module hooks or another forward."""
+    return has_own_forward(module) and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+def is_gated(mlp: nn.Module) -> TypeGuard[GatedMlp]:
+    """Whether a module is an MLP as Llama's, or as Phi-3's."""
+    inward = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
+    products = [getattr(mlp, name, None) for name in (*inward, "down_proj")]
+    return all(isinstance(product, nn.Module) for product in products)
+
+
+def is_silu(mlp: nn.Module) -> bool:
+    """Whether the activation between an MLP's products is SiLU."""
+    named = (getattr(mlp, name, None) for name in ("act_fn", "activation_fn", "act"))
+    return any(type(one).__name__ in ("SiLU", "SiLUActivation") and _is_untouched(one) for one in named)
+
+
+# ---- dimensions of a backbone, as heads, caches and plans need them, and where its decoder stands ----
 
 
 class UnsupportedArchitecture(ValueError):
@@ -219,3 +300,48 @@ def decoder_of(model: PreTrainedModel) -> DecoderStack:
     ):  # a language model with its own head inside (Llama 4)
         decoder = decoder.model
     return decoder._modules.get("_orig_mod", decoder)
+
+
+# ---- logits that a language model makes of final hidden states, with all that it does beside its output layer -------
+
+# A scale (Granite, Cohere), a cap (Gemma 2).
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class _FinalStates(MoeModelOutputWithPast):
+    """Output of a decoder: its final hidden states. All else is None, as where a forward was not asked for it."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def own_logits(model: PreTrainedModel, hidden_BTE: Tensor, ids_BT: Tensor) -> Tensor:
+    """Logits ``[B, T, V]``, by the model's own forward around its decoder.
+
+    Args:
+        hidden_BTE: what the decoder gave. ids_BT: any tokens, as many.
+    """
+    decoder = decoder_of(model)
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    # Copies of the modules on the way, since other threads may run the model meanwhile.
+    outermost = _shallow(model)
+    copied: nn.Module = outermost
+    for name in path.split("."):
+        inner = copied._modules[name] = _shallow(cast(nn.Module, copied._modules[name]))
+        copied = inner
+    vars(copied)["forward"] = lambda *args, **kwargs: _FinalStates(last_hidden_state=hidden_BTE)
+    logits: Tensor = type(outermost).forward(outermost, input_ids=ids_BT, use_cache=False, return_dict=True).logits
+    return logits
+
+
+def _shallow(module: M) -> M:
+    """A module with the same parameters and modules, of which one can be replaced. Its forward is its class's: one that somebody
+    put there calls the module itself."""
+    new = object.__new__(type(module))
+    vars(new).update(vars(module))
+    vars(new)["_modules"] = dict(module._modules)
+    vars(new).pop("forward", None)
+    return new

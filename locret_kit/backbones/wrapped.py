@@ -2,13 +2,73 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from .undo import Undo
+# ---- changes of a model that can be taken back, whatever interrupts them --------------------------------------------
+
+
+class Undo:
+    """Steps that restore a model. Each is added *before* the change that it takes back, and may run more than once: so an
+    interrupt (Ctrl-C) between any two instructions loses none."""
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], None]] = []
+
+    def __bool__(self) -> bool:
+        """Whether anything is left to restore."""
+        return bool(self._steps)
+
+    def add(self, step: Callable[[], None]) -> None:
+        """Run ``step`` before the steps that are here already."""
+        self._steps.append(step)
+
+    def run(self) -> None:
+        """Run every step, the newest first. An interrupted step runs again; what was raised is raised after the last one."""
+        raised: BaseException | None = None
+        while self._steps:
+            try:
+                self._steps[-1]()
+                self._steps.pop()
+            except Exception as error:  # a step that fails would fail again
+                self._steps.pop()
+                raised = raised or error
+            except BaseException as error:
+                raised = raised or error
+        if raised is not None:
+            raise raised
+
+
+def replace_forward(undo: Undo, module: nn.Module, forward: Callable[..., object]) -> None:
+    """Let ``module`` run ``forward(its own forward, *args, **kwargs)`` until ``undo``."""
+    shadowed = vars(module).get("forward")  # accelerate puts its own there
+
+    def restore() -> None:
+        if shadowed is None:
+            vars(module).pop("forward", None)
+        else:
+            module.forward = shadowed
+
+    undo.add(restore)
+    module.forward = wraps(module.forward)(partial(forward, module.forward))
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a module's forward is its class's, but for what ``replace_forward`` has put before it, and that one is written
+    beside the class, not put there by a program that patches classes."""
+    forward, own = vars(module).get("forward"), type(module).forward
+    home = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    while getattr(getattr(forward, "func", None), "__module__", "").startswith(__package__):
+        forward = forward.__wrapped__  # type: ignore[union-attr]
+    return own.__module__ == home.__module__ and (forward is None or getattr(forward, "__func__", None) is own)
+
+
+# ---- models that another library wraps ----
+
 
 LIBRARIES = ("torch", "peft", "deepspeed", "lightning", "pytorch_lightning")
 INNER = ("_orig_mod", "module", "base_model", "model", "_forward_module")

@@ -20,8 +20,8 @@ from locret_kernels.fused import cpu as fused_on_cpu
 from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.handler import LayerOperations, Linear, Softmax
+from ..backbones.patches import product
 from ..backbones.rope import rotate_lean
-from ..backbones.widened import product
 from .attend import attend_general, attend_rows, attend_rows_lse, varlen_operator
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Backend:
         return False
 
     def packs(self, dtype: torch.dtype) -> bool:
-        """Whether rows of this type are brought into few bits by compiled calls (``storage.compiled``)."""
+        """Whether rows of this type are brought into few bits by compiled calls (``storage.quantised``)."""
         return False
 
     def rotated(self, q_BQTD: Tensor, k_BHSD: Tensor, rotation: ChunkRotation | None) -> tuple[Tensor, Tensor]:

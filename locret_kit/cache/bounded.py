@@ -8,24 +8,106 @@ The model may be fed in pieces of any size: evictions happen at boundaries that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import LongTensor, Tensor
+from typing_extensions import Self
 
+from ..backbones.decoder_attention import same_rotation
 from ..backbones.handler import Arguments, Handler, LayerOperations, Softmax
+from ..backbones.intercept import active_handler
+from ..backbones.probe import describe
+from ..backbones.states import StatefulCache, States
+from ..backbones.wrapped import unwrapped
+from ..heads import RetainingHeads
+from ..policies.grammar import composed_of
+from ..policies.policy import Policy
+from ..settings import INT32_MAX, RunSettings
 from .arguments import checked_arguments
-from .layer_attention import Fixed, attend_again
-from .step import evict_if_due, read_block, read_tokens
-from .text_cache import TextCache
-from .view import score_by_logits
+from .context import CacheCounters, Context, Pins, Stage, make_layers
+from .geometry.schedule import Schedule
+from .stages import stages_of
+from .step import Fixed, attend_again, evict_if_due, read_block, read_tokens
+from .storage.codec import BITS, Float8, Scratch
+from .storage.rows import BoundedLayer, copy_rows
+from .terms import Terms
+from .view import (
+    Kept,
+    check_room,
+    choose_passages,
+    first_pins,
+    in_prompt,
+    in_rows,
+    pins_of,
+    prompt_positions,
+    score_by_logits,
+    without,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class BoundedCache(TextCache, Handler):
+# ---- conditions under which a copy of a cache may go on with another prompt of the same beginning -------------------
+
+
+class CannotFork(ValueError):
+    """A copy would not hold what a fresh run of that prompt holds."""
+
+
+def check_lengths(old: Schedule, new: Schedule, seen: int) -> None:
+    """Raise CannotFork where ``seen`` tokens reach into the new prompt's tail, or past the old prompt."""
+    if new.body is not None and seen > new.body:
+        raise CannotFork(
+            f"prompt_length={new.prompt_length}: {seen} tokens are read already, more than the {new.body} before its tail"
+        )
+    # Decoded tokens are no part of another prompt.
+    if old.decoding(seen):
+        raise CannotFork("this cache has decoded already: fork it before")
+
+
+def check_past(old: Context, new: Context, windows: Sequence[int | None], seen: int) -> None:
+    """Raise CannotFork where a run of ``new`` would not hold what ``old`` holds after ``seen`` tokens."""
+    if not same_rotation(old.ropes or [], new.ropes or []):
+        raise CannotFork("a prompt of that length is rotated by other frequencies (LongRoPE)")
+    if new.policy.keeps_everything:
+        return
+    if old.settings.kv_bits in BITS and new.schedule.capacity < old.schedule.capacity:
+        raise CannotFork(
+            f"prompt_length={new.schedule.prompt_length}: rows in {old.settings.kv_bits} bits need the room of the longer prompt"
+        )
+    # Integers alone: the evictions of both runs so far, simulated once for layers of equal budgets.
+    earlier, later = cache(partial(old.schedule.evictions, seen)), cache(partial(new.schedule.evictions, seen))
+    for i, (mine, theirs, window) in enumerate(zip(old.budgets, new.budgets, windows, strict=True)):
+        before, after = earlier(mine), later(theirs)
+        if window is None and before != after:
+            raise CannotFork(
+                f"prompt_length={new.schedule.prompt_length}: after {seen} tokens a fresh run would have evicted "
+                f"{len(after)} times, this cache {len(before)} times or otherwise"
+            )
+        if mine != theirs:
+            raise CannotFork(f"layer {i} has a budget of {mine} here and of {theirs} in a prompt of that length")
+
+
+def check_budget(old: Context, new: Context) -> None:
+    """Raise CannotFork where rows that ``old`` has read would be rotated otherwise with the budget of ``new``."""
+    if not same_rotation(old.ropes or [], new.ropes or []):
+        raise CannotFork(
+            f"budget={new.settings.budget}: so many slots are rotated by other frequencies (LongRoPE) than the "
+            f"{old.settings.budget} with which the text was read: read it with more, or take fewer for the turns (history)"
+        )
+
+
+# ---- face of the bounded cache to transformers ----
+
+
+class BoundedCache(StatefulCache, Handler):
     """A key/value cache of fixed size for ``model.generate`` and for the kit's own prefill.
 
     Args:
@@ -47,6 +129,8 @@ class BoundedCache(TextCache, Handler):
         settings: resolved for this prompt; positions and backend too once a model is bound.
         context: constants of the bound cache.
         counters: work done on this text.
+        scratch: the buffers through which rows in few bits are read.
+        unfinished: whether a forward has begun that not every layer has finished.
         pins: ranges of positions of the text whose tokens are never evicted, ascending; see `pin`.
         reread_positions: positions in the prompt of the tokens that are read in its place, the tail's included; empty
             where the prompt is read once, or not yet for the second time.
@@ -56,7 +140,276 @@ class BoundedCache(TextCache, Handler):
     """
 
     fixed: Callable[[int], Fixed] | None = None
-    """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.graph_decoder``)."""
+    """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.decoders``)."""
+
+    def __init__(
+        self,
+        settings: RunSettings | int | float | None = None,
+        policy: str | Policy | None = None,
+        heads: RetainingHeads | str | Path | None = None,
+        *,
+        prompt_length: int | None = None,
+        stages: Sequence[Stage] = (),
+        **given: object,
+    ) -> None:
+        super().__init__(layers=[])
+        self.scratch = Scratch()
+        self.unfinished = False
+        self.terms = Terms.of(settings, policy, heads, given)
+        self.policy, self.heads = self.terms.policy, self.terms.heads
+        self.settings, self.schedule = self.terms.at(prompt_length)
+        self.pins: Pins = first_pins(self.settings)
+        self.counters = CacheCounters()
+        self._stages = tuple(stages)
+        self._context: Context | None = None
+        self.last_hidden: Tensor | None = None
+        self.reread_positions: list[int] = []
+
+    # ---- binding to a model -------------------------------------------------------------------------------------
+
+    def bind(self, model: PreTrainedModel) -> None:
+        """Size the layers for ``model`` at the first forward; later calls only check that the model is the same.
+
+        Raises:
+            ValueError: the rows are of another model, or an interrupt left them half written.
+        """
+        self.refuse_interrupted()
+        model = unwrapped(model)
+        if self._context is None:
+            context = Context.of(model, self.policy, self.schedule, self.heads, self.settings, self.counters)
+            check_room(context, self.pins)
+            self._context = replace(context, pins=self.pins, stages=(*stages_of(context.policy), *self._stages))
+            self.settings = context.settings
+            self.layers.extend(make_layers(self._context, self.scratch))
+            self.states = States.of(model, context.spec)
+        elif self._context.model is not model and self._context.spec != describe(model).spec:
+            raise ValueError("this cache already holds rows of another model")
+
+    @property
+    def context(self) -> Context:
+        """Constants of the bound cache.
+
+        Raises:
+            RuntimeError: no model is bound yet.
+        """
+        if self._context is None:
+            raise RuntimeError("this cache has met no model yet: bind(model) it, or run a forward")
+        return self._context
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend, once bound."""
+        return self.context.backend.name
+
+    @property
+    def run(self) -> RunSettings:
+        """Settings for another cache like this one: as resolved here, but for the backend, which is chosen anew."""
+        return replace(self.settings.run, backend=self.terms.settings.backend)
+
+    # ---- pinned text -----------------------------------------------------------------------------------------------
+
+    def pin(self, start: int, end: int) -> None:
+        """Never evict the tokens at positions ``[start, end)`` of the text, read already or yet to come; what of them was
+        evicted stays gone. They are part of the budget, and rank above all that the policy protects. Where slots are merged
+        they take nothing over. Forks and copies inherit them, `reset` forgets all but the first tokens of ``protect``.
+
+        Raises:
+            ValueError: not 0 <= start < end; more tokens are pinned than some layer has room for beside its
+                stabilizers, the prompt's tail and one slot more. Before the first forward, `bind` raises that.
+        """
+        if not 0 <= start < end:
+            raise ValueError(f"pin({start}, {end}): start must be at least 0, and end above it")
+        self.pin_all([(start, end)])
+
+    def pin_all(self, ranges: Iterable[Sequence[int]]) -> None:
+        """``pin`` of several ranges at once."""
+        self._set_pins(pins_of((*self.pins, *((start, end) for start, end in ranges))))
+
+    def unpin(self, start: int, end: int) -> None:
+        """Let the policy decide again about the tokens at positions ``[start, end)``, pinned or not."""
+        self._set_pins(without(self.pins, start, end))
+
+    def _set_pins(self, pins: Pins) -> None:
+        if self._context is not None:
+            at = in_rows(pins, self.reread_positions, self.schedule.prompt_length or 0)
+            # Before a second reading all pins count, whatever rows there are: its passages must hold them.
+            check_room(self._context, at, () if self.needs_reread else self.bounded)
+            self._context = replace(self._context, pins=at)
+        self.pins = pins
+
+    # ---- two readings of the prompt's tail -------------------------------------------------------------------------
+
+    @property
+    def needs_reread(self) -> bool:
+        """Whether the prompt's tail is yet to be read for the second time."""
+        s = self.schedule
+        asked = self.policy.reread is not None and any(self.context.budgets)  # windows alone hold no index to the text
+        return asked and not self.reread_positions and (s.prompt_length or 0) > s.budget
+
+    def start_reread(self) -> None:
+        """Call it after a piece of the prompt: where more is to be read than was left, ``get_seq_length`` then says so."""
+        total, reread = self.get_seq_length(), self.policy.reread
+        if reread is not None and total == self.schedule.prompt_length and self.needs_reread:
+            self.reread_positions = choose_passages(self.context, reread, self.bounded, total)
+            self._set_pins(self.pins)
+            self.last_hidden = None
+
+    def prompt_positions(self, start: int, end: int) -> Sequence[int]:
+        """Positions in the prompt of the tokens that are fed as its tokens ``start`` to ``end``."""
+        return prompt_positions(self.reread_positions, self.schedule.prompt_length or 0, start, end)
+
+    # ---- copies and other texts ------------------------------------------------------------------------------------
+
+    def fork(self, prompt_length: int | None = None, *, local_len: int | None = None) -> Self:
+        """An independent copy that goes on with another prompt of the same beginning: a document read once and asked
+        several questions. Heads, policy and model are shared, the buffers are copied.
+
+        Going on equals a fresh run of the new prompt: bit for bit where the fork was made at a multiple of ``chunk``.
+
+        Args:
+            prompt_length: tokens of the new prompt, those read so far included; None leaves it unknown.
+            local_len: of the new prompt; this cache's by default.
+
+        Raises:
+            ValueError: what was read reaches into the new prompt's tail, a fresh run of the new prompt would have evicted
+                otherwise so far, or this cache was interrupted.
+        """
+        self.refuse_interrupted()
+        s, seen = self.schedule, self.get_seq_length()
+        # A share of the prompt is a share of the new one.
+        settings = replace(self.run, budget=self.settings.share or s.budget)
+        if local_len is not None:
+            settings = replace(settings, local_len=local_len)
+        if prompt_length is None:
+            settings = replace(settings, decode_every=None)
+        new = type(self)(settings, self.policy, self.heads, prompt_length=prompt_length, stages=self._stages)
+        if self._context is None:
+            new.pins = self.pins
+            return new
+        check_lengths(s, new.schedule, seen)
+        new.bind(self._context.model)
+        check_past(self._context, new.context, self._context.spec.windows, seen)
+        # A prompt that keeps more queries would have kept some that are gone.
+        kept, wanted = ([rows.recent for rows in cache.bounded] for cache in (self, new))
+        if seen and kept != wanted:
+            raise CannotFork(f"{max(kept)} queries are kept here, and {max(wanted)} in a prompt of that length")
+        new._take_over(self)
+        new._set_pins(self.pins)
+        return new
+
+    def with_budget(self, budget: int, *, stabilizers: int | None = None) -> Self:
+        """An independent copy that holds the same rows and goes on with another budget, larger than what it holds: later
+        turns of a conversation get room of their own. ``stabilizers``: another number of them, too.
+
+        Raises:
+            ValueError: a budget of which places are rotated by other frequencies than those of the rows, or this cache was
+                interrupted.
+        """
+        self.refuse_interrupted()
+        settings, policy = replace(self.run, budget=budget), self.policy.at(self.schedule.budget)
+        if stabilizers is not None:
+            settings = replace(settings, stabilizers=stabilizers)
+        if policy != self.policy:  # blocks that are stored keep their size
+            policy = replace(policy, name=composed_of(policy))
+        new = type(self)(settings, policy, self.heads, prompt_length=self.schedule.prompt_length, stages=self._stages)
+        new.bind(self.context.model)
+        check_budget(self.context, new.context)
+        new.reread_positions = list(self.reread_positions)
+        new._take_over(self)
+        new._set_pins(self.pins)
+        return new
+
+    def _take_over(self, other: BoundedCache) -> None:
+        """Become a copy of another cache's rows."""
+        for mine, theirs in zip(self.bounded, other.bounded, strict=True):
+            copy_rows(mine, theirs)
+        self.states = None if other.states is None else other.states.copy()
+        # Their numbers and not the objects, which the context holds too.
+        vars(self.counters).update(vars(other.counters))
+        vars(self.context.recalls).update(vars(other.context.recalls))
+        self.last_hidden = None if other.last_hidden is None else other.last_hidden.clone()
+
+    def take_back(self, tokens: int) -> bool:
+        """Forget the newest ``tokens`` tokens after the prompt, as though they had never been read. False, and nothing has
+        changed, where that cannot be: they were scored by attention or evicted something, or heads differ in length."""
+        reaches_prompt = self.get_seq_length() - tokens < (self.schedule.prompt_length or INT32_MAX)
+        if reaches_prompt or self.states is not None or self.context.evicts_after_forward:
+            return False
+        # All layers or none: a forward refuses layers that have seen different numbers of tokens.
+        if not all(rows.can_take_back(tokens) for rows in self.bounded):
+            return False
+        for rows in self.bounded:
+            rows.take_back(tokens)
+        return True
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """As ``fork``, for the same prompt: heads, policy and model are shared, all else is copied."""
+        shared = (self.heads, self.policy, self.policy.merge, self._context and self._context.model)
+        memo.update({id(one): one for one in shared})
+        memo[id(self)] = new = object.__new__(type(self))
+        vars(new).update(deepcopy(vars(self), memo))
+        return new
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError("a BoundedCache holds its model and is not pickled: fork() and copy.deepcopy() copy its rows")
+
+    def reset(self, prompt_length: int | None = None) -> None:
+        """Forget the text: what is read next is another one, as by a new cache, in the same buffers.
+
+        Args:
+            prompt_length: tokens of the next prompt; None where they are unknown, as in a cache that is made without.
+                Buffers whose size depends on it are made anew.
+
+        Raises:
+            ValueError: a length with which the settings cannot be met; the cache is then as it was.
+        """
+        if prompt_length != self.schedule.prompt_length:
+            self._resize(prompt_length)
+        super().reset()
+        if self.states is not None:
+            self.states.reset()
+        self.counters.clear()
+        if self._context is not None:
+            self._context.recalls.clear()
+        self.last_hidden, self.reread_positions, self.unfinished = None, [], False
+        self._set_pins(first_pins(self.settings))
+
+    def _resize(self, prompt_length: int | None) -> None:
+        """Settings, context and layers for a prompt of another length; buffers whose size stays are the same."""
+        # Into another object first: what cannot be met leaves this one as it was.
+        settings, schedule = self.terms.at(prompt_length)
+        new = object.__new__(type(self))
+        vars(new).update(vars(self) | {"settings": settings, "schedule": schedule, "pins": first_pins(settings)})
+        if self._context is not None:
+            vars(new).update(_context=None, layers=[], unfinished=False)
+            new.bind(self._context.model)
+            pairs = zip(self.bounded, new.bounded, strict=True)
+            new.layers = [
+                was if (was.capacity, was.recent) == (now.capacity, now.recent) else now for was, now in pairs
+            ]
+        vars(self).update(vars(new))
+
+    def __repr__(self) -> str:
+        """Budget, policy, tokens seen, rows per head and the size of the buffers."""
+        rows = sorted({layer.rows for layer in self.bounded})
+        return (
+            f"BoundedCache(budget={self.settings.budget}, policy={self.policy.name!r}, seen={self.get_seq_length()} tokens, "
+            f"rows={'-'.join(str(n) for n in (rows[:1] + rows[1:][-1:])) or 'none yet'}, {self.nbytes / 2**20:.1f} MiB)"
+        )
+
+    def kept_positions(self, layer: int) -> Kept:
+        """Positions (int32, ascending) of the tokens that layer holds now: ``[B, H, rows]``, or where heads differ a list
+        of lists; ``kept_positions(layer)[b][h]`` is a head's either way. ``[1, H, 0]`` before the first token.
+
+        Raises:
+            RuntimeError: no model is bound yet.
+        """
+        heads, rows = self.context.spec.layers[layer].n_kv_heads, self.bounded[layer]
+        none = torch.empty(1, heads, 0, dtype=torch.int32, device=self.context.model.device)
+        kept = rows.kept() if rows.is_initialized else none
+        return in_prompt(self.reread_positions, self.schedule.prompt_length or 0, kept)
+
+    # ---- a forward --------------------------------------------------------------------------------------------------
 
     @property
     def wants_unrotated(self) -> bool:  # type: ignore[override]
@@ -135,3 +488,79 @@ class BoundedCache(TextCache, Handler):
         for layer, rows in enumerate(self.bounded):
             evict_if_due(ctx, layer, rows)
         self.unfinished = False
+
+    # ---- all layers together, as transformers and reports ask -------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        """False, since Phi-3's ``prepare_inputs_for_generation`` goes on without a cache that is true where a text outgrows the
+        first factors of LongRoPE; here they are chosen once, and stay."""
+        return False
+
+    def refuse_interrupted(self) -> None:
+        """Raise ValueError where a forward ended in the middle: layers have seen different numbers of tokens then."""
+        seen = sorted({rows.seen for rows in self.bounded})
+        if self.unfinished or len(seen) > 1:
+            raise ValueError(
+                f"this cache was interrupted inside a forward, after {seen[0]} to {seen[-1]} tokens: reset() it and read again"
+            )
+
+    def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
+        """Check that every layer has seen the forward's tokens. Raises ValueError where one has not."""
+        # A backbone that computes some attention by itself leaves a layer behind.
+        seen = {rows.seen for rows in self.bounded}
+        if self.unfinished or len(seen) > 1:
+            raise ValueError(
+                f"layers have seen {min(seen)} to {max(seen)} tokens of this text: some attention did not reach the cache"
+            )
+
+    @property
+    def bounded(self) -> list[BoundedLayer]:
+        """The layers, by their type."""
+        return self.layers  # type: ignore[return-value]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Hand keys and values through; ``attend`` stores them."""
+        # A backbone's attention calls this first. Where no handler takes over, every row would be lost.
+        if active_handler() is not self:
+            raise RuntimeError(
+                "a BoundedCache was given to a model that is not attached: use `with attach(model): ...`"
+            )
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, by every layer alike; the backbone's layers are numbered otherwise than the rows."""
+        return self.bounded[0].get_seq_length() if self.layers else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.bounded[0].get_mask_sizes(query_length) if self.layers else (int(query_length), 0)
+
+    def reorder_cache(self, beam_idx: LongTensor) -> None:
+        raise ValueError("a BoundedCache takes one text: beams are texts of a BatchCache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise ValueError("a BoundedCache takes one text: several are those of a BatchCache")
+
+    @property
+    def kept_rows(self) -> list[int]:
+        """Rows a head holds now (on average where heads differ), per layer."""
+        return [layer.rows for layer in self.bounded]
+
+    @property
+    def clipped(self) -> int:
+        """Numbers of keys and values beyond the range of 8 bits (``kv_bits=8``). The host waits for the device."""
+        return sum(
+            int(rows.codec.clipped.sum()) for rows in self.bounded if isinstance(rows.codec, Float8) and rows.seen
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers on the device."""
+        states = 0 if self.states is None else self.states.nbytes
+        return sum(layer.nbytes for layer in self.bounded) + self.scratch.nbytes + states
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of the stores in the host's memory, where evicted slots may come back."""
+        return sum(layer.store.host_bytes for layer in self.bounded if layer.store is not None)

@@ -15,22 +15,74 @@ from locret_kernels.sparse_attend import Blocks
 from ..backbones.decoder_attention import DecoderAttention, same_rotation
 from ..backbones.probe import describe
 from ..backbones.rope import Rope
-from ..backbones.spec import BackboneSpec, text_config
-from ..backbones.windows import FARTHEST
+from ..backbones.rotations import FARTHEST
+from ..backbones.spec import AttentionLayer, BackboneSpec, text_config
+from ..policies.base import Slots
 from ..policies.policy import Policy
-from ..policies.slots import Slots
 from ..settings import Resolved
 from .backend import BACKENDS, Backend, backend_for
-from .geometry.positions import Positions
-from .geometry.rotation import RotationTables
+from .geometry.rotation import Positions, RotationTables
 from .geometry.schedule import Schedule
+from .storage.blocks import BlockStore
+from .storage.codec import FLOAT8, Codec, Float8, Plain, Scratch
+from .storage.layouts import EqualRows, RaggedRows
+from .storage.quantised import SPARE, CompiledBits, GroupedBits
 from .storage.rows import BoundedLayer
-from .votes import RecallCounters, Votes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..heads import RetainingHeads
+
+
+# ---- what recall remembers beside the stores ------------------------------------------------------------------------
+
+# Its work on a text, and what the layers of a forward gave to blocks.
+
+
+@dataclass
+class RecallCounters:
+    """Work of recall on one text. Seconds are host time."""
+
+    lookups: int = 0
+    """Of all layers."""
+    blocks: int = 0
+    """Blocks of a head that came back."""
+    hits: int = 0
+    """Those of them that were on the device already."""
+    loaded_bytes: int = 0
+    stored_slots: int = 0
+    recall_s: float = 0.0
+
+    def clear(self) -> None:
+        """Back to zero, for another text."""
+        vars(self).update(vars(RecallCounters()))
+
+
+class Votes:
+    """What the layers of one forward gave to the blocks: the most of any layer so far, for each piece of the forward."""
+
+    def __init__(self) -> None:
+        self._most: dict[tuple[int, int], Tensor] = {}
+
+    def clear(self) -> None:
+        """Forget those of the last forward."""
+        self._most.clear()
+
+    def raised(self, start: int, tokens: int, worth_B1N: Tensor) -> Tensor:
+        """The most that a layer up to this one gave to each block, for ``tokens`` tokens from ``start`` on."""
+        before = self._most.get((start, tokens))
+        if before is not None:
+            few, many = sorted(
+                (before, worth_B1N), key=lambda x: x.shape[-1]
+            )  # blocks that only some layers have stored
+            worth_B1N = torch.cat((torch.maximum(few, many[..., : few.shape[-1]]), many[..., few.shape[-1] :]), -1)
+        # Later layers see what earlier ones gave, in one forward alone: it is cleared at its beginning.
+        self._most[start, tokens] = worth_B1N
+        return worth_B1N
+
+
+# ---- constants of a bound cache ----
 
 
 Pins = tuple[tuple[int, int], ...]
@@ -287,3 +339,58 @@ def layer_budgets(policy: Policy, schedule: Schedule, windows: Sequence[int | No
     s, full = schedule, sum(window is None for window in windows)
     shares = iter(policy.layer_budgets(s.budget, full, s.chunk, s.stabilizers, s.tail, s.prompt_length))
     return [next(shares) if window is None else 0 for window in windows]
+
+
+# ---- layers of a bound cache ----------------------------------------------------------------------------------------
+
+# Where and how the rows of each are stored, and how many.
+
+
+def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
+    """Rows of every layer; those in few bits are read through ``scratch``."""
+    policy, s, compiled = ctx.policy, ctx.schedule, ctx.backend.packs(ctx.model.dtype)
+    layers = []
+    for layer, budget in zip(ctx.spec.layers, ctx.budgets, strict=True):
+        capacity = s.prompt_length or 0 if policy.keeps_everything else budget + s.chunk
+        rows = layer_rows(policy, layer, capacity, s.chunk, ctx.settings.kv_bits, scratch, compiled=compiled)
+        if policy.recall is not None and layer.window is None:
+            # Blocks for the whole prompt, where its length is known: the store then never grows.
+            room = -(-(s.prompt_length or 0) // policy.recall.size)
+            views = policy.recall.count(layer.n_heads // layer.n_kv_heads)
+            rows.store = BlockStore(policy.recall.size, policy.recall.representatives, views, room)
+        rows.backend, rows.grows = ctx.backend.name, policy.keeps_everything
+        layers.append(rows)
+    return layers
+
+
+def layer_rows(
+    policy: Policy,
+    layer: AttentionLayer,
+    capacity: int,
+    chunk: int,
+    bits: int | None,
+    scratch: Scratch,
+    *,
+    compiled: bool = False,
+) -> BoundedLayer:
+    """Rows of one layer: ``capacity`` of them a head, with keys and values in ``bits`` bits; of one with a window those that it
+    can still see beside a chunk, as they came. ``compiled``: read and quantised by compiled calls."""
+    if layer.window is not None:
+        # A chunk forgets everything at its end; before a sliding block stands the window of its first token.
+        capacity = layer.window if layer.chunked else layer.window - 1 + chunk
+        return BoundedLayer(EqualRows(capacity), Plain(), layer.window, chunked=layer.chunked)
+    codec: Codec = Plain()
+    if bits == FLOAT8:
+        codec = Float8()
+    elif bits is not None:
+        # Under full attention no group ever gets sparse, so the table needs no spare ones.
+        kind = CompiledBits if compiled else GroupedBits
+        codec = kind(bits, scratch, spare=0.0 if policy.keeps_everything else SPARE)
+    statistics = recent = 0
+    if not policy.keeps_everything:
+        # Those of the group first, then of each of its query heads where the policy asks for them.
+        group = layer.n_heads // layer.n_kv_heads if policy.by_query_head else 0
+        statistics, recent = len(policy.statistics - {"count"}) * (1 + group), policy.recent(chunk)
+    layout = RaggedRows if policy.ragged else EqualRows
+    merges = policy.merge is not None and policy.merge.remembers
+    return BoundedLayer(layout(capacity), codec, None, statistics, recent, merges=merges)

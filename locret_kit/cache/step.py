@@ -1,21 +1,168 @@
 """One step of a layer: new tokens become rows, attend to what they see, and the policy evicts where the schedule says.
 
-Dynamic decoding and decoding with fixed shapes (``runtime.graph_decoder``) take the same step. In the second the text's length,
+Dynamic decoding and decoding with fixed shapes (``runtime.decoders``) take the same step. In the second the text's length,
 the row of the new token and the lengths of heads are numbers on the device (``Fixed``), and nothing is read back.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from locret_kernels.attend import ChunkRotation
+from locret_kernels.backend import function
+
+from ..backbones.handler import Softmax
+from ..policies.base import PrefillMask
+from .attend import RowRotation, VarlenRows, attend_heads, decode_rows
 from .context import Context
-from .layer_attention import Fixed, attend_newest, attend_token
-from .storage.layouts import EqualRows
-from .storage.rows import BoundedLayer
+from .storage.layouts import EqualRows, RaggedRows
+from .storage.rows import BoundedLayer, EqualLengthHeads
 from .view import entry_scores, slots_of
+
+# ---- attention of new tokens, which are rows already, over the rows of their layer ----------------------------------
+
+# A chunk in a call for each length of heads, one token in a call for all.
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Where one token stands whose step has fixed shapes: numbers on the device."""
+
+    seen: Tensor
+    """Tokens before it (integer without axes)."""
+    position: Tensor
+    """The same in the type of stored positions (int32)."""
+    row_1: Tensor
+    """Row ``[1]`` that it becomes in every head."""
+    flat: VarlenRows
+    """Rows that it sees, its own included."""
+
+
+def attend_token(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed: Fixed | None = None) -> Tensor:
+    """Attention ``[B, Q, 1, D]`` of one token over all heads in one call, of rows that lie end to end."""
+    flat = rows.flat().newest(rows.window) if fixed is None else fixed.flat
+    turn = None
+    if (rope := ctx.read_rope(layer, rows)) is not None:
+        span = ctx.positions.span or 0
+        now = None if not span else torch.tensor(rows.seen, device=q.device) if fixed is None else fixed.seen + 1
+        tables = (ctx.tables.upto(one, max(span, flat.longest), q) for one in (rope, rope.of_queries))
+        turn = RowRotation(*next(tables), *next(tables), span, now)
+    statistics = ctx.statistics if rows.window is None else ()
+    return decode_rows(q, flat, rows.scaling, ctx.backend.name, statistics, turn, ctx.group)
+
+
+def attend_again(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
+    """Attention ``[B, Q, T, D]`` of the newest tokens in a later layer, over rows that hold them already. Rows gain no statistics
+    of it: some backbones ask it for a piece's last token alone."""
+    if (rope := ctx.write_rope(layer, rows)) is not None:
+        T = q.shape[2]
+        q = ctx.backend.rotate(q, *ctx.tables.between(rope.of_queries, rows.seen - T, T, q))
+    return attend_newest(replace(ctx, statistics=()), layer, rows, q)
+
+
+def attend_newest(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
+    """Attention ``[B, Q, T, D]`` of the newest tokens, which are rows already. One token takes a call for all heads; a block
+    takes one per part, heads of equal length, or one for heads of different lengths where PyTorch has it."""
+    masked = prefill_mask(ctx, rows) is not None
+    if q.shape[2] == 1 and rows.reads_flat and not masked:
+        return attend_token(ctx, layer, rows, q)
+    narrows = any(stage.narrows(rows, q.shape[2]) for stage in ctx.stages)
+    plain = not rows.statistics and not narrows and not masked and rows.softmax.is_plain
+    if plain and isinstance(rows.layout, RaggedRows) and ctx.backend.attends_ragged(q):
+        return _attend_ragged(ctx, layer, rows, rows.layout, q)
+    out, G = [], q.shape[1] // rows.layout.H
+    for part in rows.parts():
+        queries = slice(part.heads.start * G, part.heads.stop * G)  # [b, h * G, T, D]
+        out.append(_attend_part(ctx, layer, rows, part, q[:, queries], rows.softmax.of(queries)))
+    return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+
+
+def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedRows, q: Tensor) -> Tensor:
+    """``attend_newest`` of a block over all heads of a layer at once."""
+    keys, values = (rows.codec.read(name, (slice(0, len(rows.positions)),)) for name in ("keys", "values"))
+    starts_P, lengths_P, rope = layout.starts, layout.lengths, ctx.read_rope(layer, rows)
+    if rope is not None:
+        (B, Q, T, _), N, H = q.shape, len(keys), layout.H
+        # Rank of each row in its head; that of its last row where it is free, so that tables reach there.
+        row_N = torch.arange(N, device=q.device)
+        head_N = torch.searchsorted(starts_P, row_N, right=True) - 1
+        place_N = torch.minimum(row_N - starts_P[head_N], lengths_P[head_N] - 1)
+        place_PT = lengths_P[:, None] - T + torch.arange(T, device=q.device)
+        size = max(layout.longest, ctx.positions.span or 0)
+        if not ctx.positions.by_rank:
+            place_PT = ctx.positions.place(place_PT, rows.positions[starts_P[:, None] + place_PT], rows.seen)
+            place_N = ctx.positions.place(place_N, rows.positions, rows.seen).clamp(0, size - 1)
+        (cos, sin), turned = ctx.tables.upto(rope, size, q), function("rotate_rows", ctx.backend.name)
+        keys = turned(keys[None, None], cos, sin, place_N.int()[None, None])[0, 0]
+        cos, sin = ctx.tables.upto(rope.of_queries, size, q)
+        q = turned(q, cos, sin, place_PT.int().view(B, H, T).repeat_interleave(Q // H, 1))
+    return attend_heads(q, keys, values, starts_P, lengths_P, layout.longest, rows.scaling)
+
+
+def _attend_part(
+    ctx: Context, layer: int, rows: BoundedLayer, part: EqualLengthHeads, q: Tensor, softmax: Softmax
+) -> Tensor:
+    """Attention of heads of equal length; their slots gain its statistics. Rows are read in place, unless the policy's
+    prefill mask hides some of them."""
+    T, seen, rotation = q.shape[2], None, None
+    if (mask := prefill_mask(ctx, rows)) is not None:
+        seen = mask.visible(part.keys.shape[2], rows.since_eviction)
+    keys, values = _picked(part.keys, seen), _picked(part.values, seen)
+    if (rope := ctx.read_rope(layer, rows)) is not None:
+        n = keys.shape[2]
+        if ctx.positions.by_rank:
+            keys_at, queries_at = (ctx.tables.first(one, n, q, rows.layout.ragged) for one in (rope, rope.of_queries))
+            newest = queries_at[0][-T:], queries_at[1][-T:]
+        else:
+            rank_S = torch.arange(n, device=q.device)
+            at = ctx.positions.place(rank_S, _picked(part.positions, seen), rows.seen)
+            keys_at = ctx.tables.at(rope, at, ctx.positions.span, q)
+            # The newest tokens are placed alike in heads of equal length.
+            newest = ctx.tables.at(rope.of_queries, at[0, 0, -T:], max(ctx.positions.span or 0, n), q)
+        rotation = ChunkRotation(*keys_at, *newest)
+    for stage in ctx.stages:
+        if stage.narrows(rows, T):
+            (q, keys), rotation = ctx.backend.rotated(q, keys, rotation), None
+            blocks = stage.blocks(ctx, layer, part.heads, q, keys, rows.scaling)
+            if blocks is not None:
+                return ctx.backend.attend_blocks(q, keys, values, rows.scaling, blocks)
+    want = frozenset(ctx.statistics if len(part.stats) else ())
+    out, counted = ctx.backend.attend(
+        q, keys, values, softmax, window=rows.window, want=want, by_head=ctx.group > 0, rotation=rotation
+    )
+    if want:  # each row's statistic [b, h, S] sums over the group and the block's queries
+        for made, stats in zip(counted, part.stats.unflatten(0, (1 + ctx.group, -1)), strict=True):
+            for stat, name in zip(stats, ctx.statistics, strict=True):
+                _add_picked(stat, getattr(made, name), seen)
+    return out
+
+
+def prefill_mask(ctx: Context, rows: BoundedLayer) -> PrefillMask | None:
+    """The policy's prefill mask, where it holds for the tokens that this layer took last."""
+    holds = rows.window is None and rows.evictions and rows.seen <= (ctx.schedule.body or 0)
+    return ctx.policy.prefill_mask if holds else None
+
+
+def _picked(rows: Tensor, seen: Sequence[slice] | None) -> Tensor:
+    """The rows ``[b, h, S, ...]`` that are seen, concatenated."""
+    return rows if seen is None else torch.cat([rows[:, :, piece] for piece in seen], dim=2)
+
+
+def _add_picked(stat_bhS: Tensor, made: Tensor, seen: Sequence[slice] | None) -> None:
+    """Add statistics of the rows that are seen to those of all rows, in place."""
+    start = 0
+    for piece in seen or (slice(None),):
+        target = stat_bhS[..., piece]
+        target += made[..., start : start + target.shape[-1]]
+        start += target.shape[-1]
+
+
+# ---- one step of a layer ----
 
 
 def read_tokens(

@@ -11,8 +11,8 @@ from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
 from ..settings import Resolved, RunSettings
 from .geometry.schedule import Schedule
-from .reread import check_reread
-from .storage.bits import check_storage
+from .storage.codec import check_storage
+from .view import check_reread
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def load_parts(config: EvalConfig) -> EvalParts:
 
     from ..evals.engine.run_spec import RANDOM_HEADS, UNTRAINED
     from ..heads import RetainingHeads
-    from ..runtime.provenance import weights_hash
+    from ..runtime.report import weights_hash
 
     if not config.ckpt and not config.model:
         raise ValueError("give ckpt=PATH (heads, which name their backbone) or model=NAME")

@@ -92,8 +92,7 @@ def of_text(
     args: InferOptions, text: Iterable[str], questions: Sequence[str | None], sampling: Sampling, say: Say
 ) -> Ready:
     """Answers about a text; it is read once for all of them where they are then the same."""
-    from ..backbones.load import load_tokenizer, pick_device
-    from ..backbones.precision import choose_precision
+    from ..backbones.load import choose_precision, load_tokenizer, pick_device
     from ..documents.document import Document
     from ..runtime.session import Answer
 
@@ -153,7 +152,7 @@ def about(
 def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
     """The origin of a report. The heads are read anew for their hash, since the run has cast them."""
     from ..heads import RetainingHeads
-    from ..runtime.provenance import provenance, weights_hash
+    from ..runtime.report import provenance, weights_hash
 
     heads = RetainingHeads.from_pretrained(chosen.ckpt, backbone=chosen.backbone) if chosen.ckpt else None
     hashed = weights_hash(heads) if heads is not None else ""

@@ -87,7 +87,7 @@ class Chosen:
             asked: whether the prompt is a user's one message in the chat template.
         """
         from ..cache.bounded import BoundedCache
-        from ..planning.memory import explain_oom
+        from ..planning.fitting_settings import explain_oom
         from ..text.template import protected_spans
 
         cache = BoundedCache(run, self.policy, self.heads, prompt_length=len(ids))
@@ -112,7 +112,7 @@ def choose(
     """
     from ..backbones import demo
     from ..backbones.load import choose_adapter, other_backbone
-    from ..cache.storage.bits import check_storage
+    from ..cache.storage.codec import check_storage
     from ..heads import RetainingHeads
     from ..policies.grammar import parse_policy
     from ..policies.registry import UNTRAINED
@@ -171,7 +171,7 @@ def with_text_budget(
 ) -> RunSettings:
     """The settings, with a budget for the text's tokens where nobody gave one, which ``say`` is told in a line; ``turns`` slots
     come beside it."""
-    from ..planning.text_budget import budget_of_text
+    from ..planning.fitting_settings import budget_of_text
 
     if run.budget is not None or chosen.policy.keeps_everything:
         return run

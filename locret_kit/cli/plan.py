@@ -76,15 +76,15 @@ def run(args: PlanOptions) -> int:
     from ..planning.backbone_sizes import BackboneSizes
     from ..planning.fitting_settings import (
         DoesNotFit,
+        TrainSetting,
         largest,
         largest_budget,
         largest_chunk,
         largest_sample,
+        plan_training,
         require_fit,
     )
-    from ..planning.inference_plan import full_cache_bytes
-    from ..planning.serving import Caches, decoding_bytes
-    from ..planning.training_plan import TrainSetting, plan_training
+    from ..planning.inference_plan import Caches, decoding_bytes, full_cache_bytes
     from ..policies.grammar import parse_policy
     from ..sizes import parse_bytes, show
 

@@ -114,8 +114,7 @@ def run(args: ServeOptions) -> int:
 def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loading: LoadingApp) -> str:
     """Make the server, put it where requests find it, load the model; what is ready. Raises ValueError, OSError."""
     from ..backbones.probe import describe
-    from ..planning.inference_plan import Setting
-    from ..planning.serving import Caches, refuse_unbounded
+    from ..planning.inference_plan import Caches, Setting, refuse_unbounded
     from ..policies.grammar import parse_policy
     from ..serving.app import make_app
     from ..serving.engine import Engine

@@ -45,9 +45,7 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
     speak (a pool, a sharded or a spread backbone): PyTorch's first line."""
     from ..backbones.load import pick_device, pick_dtype
     from ..planning.backbone_sizes import BackboneSizes
-    from ..planning.fitting_settings import largest_sample
-    from ..planning.memory import allocator_figures, shortage
-    from ..planning.training_plan import TrainSetting, plan_training
+    from ..planning.fitting_settings import TrainSetting, allocator_figures, largest_sample, plan_training, shortage
     from .plan import resolve
 
     figures = allocator_figures(said)

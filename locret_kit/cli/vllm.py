@@ -86,8 +86,7 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
-    from ..backbones.load import load_config, pick_device
-    from ..backbones.precision import choose_precision
+    from ..backbones.load import choose_precision, load_config, pick_device
     from ..backbones.spec import spec_of
     from ..vllm.refusals import refuse
     from ..vllm.request_pages import Pages, pages_of

@@ -79,9 +79,15 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
 
     from ..backbones.load import load_config, pick_device, pick_dtype
     from ..planning.backbone_sizes import BackboneSizes
-    from ..planning.chosen_step import LONGEST, LONGEST_ON_CPU, choose_step, choose_width
-    from ..planning.fitting_settings import RESERVE
-    from ..planning.training_plan import TrainSetting, plan_training
+    from ..planning.fitting_settings import (
+        LONGEST,
+        LONGEST_ON_CPU,
+        RESERVE,
+        TrainSetting,
+        choose_step,
+        choose_width,
+        plan_training,
+    )
     from ..sizes import show
 
     cfg = build(TrainConfig, values)
@@ -116,7 +122,7 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
 
 def machine_memory() -> int:
     """Bytes of the memory of the machine, or of this container."""
-    from ..planning.text_budget import container_limit
+    from ..planning.fitting_settings import container_limit
 
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(whole, container_limit() or whole)

@@ -18,9 +18,8 @@ import torch
 
 from ..backbones.identity import tokenizer_identity
 from ..backbones.intercept import attached
-from ..cache.bounded import BoundedCache
+from ..cache.bounded import BoundedCache, CannotFork
 from ..cache.file import check_there, read
-from ..cache.fork import CannotFork
 from ..cache.saved import save_cache
 from ..cache.terms import Terms
 from ..heads import RetainingHeads, loaded

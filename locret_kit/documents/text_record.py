@@ -14,8 +14,7 @@ import torch
 
 from ..backbones.identity import first_difference, tokenizer_identity
 from ..cache.file import Record, read_record
-from ..cache.saved import restore
-from ..cache.saved_record import Saved
+from ..cache.saved import Saved, restore
 from ..naming import blaming
 from ..settings import Count, Share
 from ..validation import check, made, shown

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from ..backbones.patches import SLICE
 from ..backbones.probe import outlined
-from ..backbones.slices import SLICE
 from ..backbones.spec import BackboneSpec, UnsupportedArchitecture, field_of
 from ..backbones.weight_bits import scratch_bytes, stored_bytes
 

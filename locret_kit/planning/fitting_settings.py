@@ -2,16 +2,103 @@
 
 from __future__ import annotations
 
+import os
+import re
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from ..backbones.weight_bits import WEIGHT_BITS
-from ..cache.storage.packing import BITS
-from ..sizes import show
-from .backbone_sizes import ITEM_BYTES, BackboneSizes
-from .inference_plan import Plan, Setting, plan_inference
-from .training_plan import TrainSetting, plan_training
+import torch
+from annotated_types import Ge
+
+from ..backbones.probe import describe
+from ..backbones.spec import text_config
+from ..backbones.weight_bits import WEIGHT_BITS, check_weight_bits, weight_bits_of
+from ..cache.bounded import BoundedCache
+from ..cache.storage.codec import BITS
+from ..policies.policy import Policy
+from ..settings import RunSettings
+from ..sizes import UNITS, show
+from ..validation import check, checked
+from .backbone_sizes import ITEM_BYTES, BackboneSizes, Dtype, head_parameters
+from .inference_plan import Plan, Setting, cache_bytes, plan_inference
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedModel
+
+
+# ---- memory of a training step, predicted from a transformers configuration alone -----------------------------------
+
+
+Positive = Annotated[int, Ge(1)]
+
+
+@dataclass(frozen=True)
+class TrainSetting:
+    """One training step on one device that holds everything: samples of ``tokens``, ``answer`` of them the answer."""
+
+    tokens: Positive
+    answer: Positive = 64
+    batch: Positive = 1
+    """Samples of one forward (``data.batch``), padded to the longest."""
+    dtype: str = "bfloat16"
+    """Type of the backbone; heads, their gradients and AdamW's two moments are float32."""
+    d_hidden: Positive = 1024
+    block: Positive = 64
+    """Answer queries that the target reads at a time (`column_max`)."""
+    weight_bits: int | None = None
+    """Bits of a weight in the backbone's layers; None is ``dtype``."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.answer >= self.tokens:
+            raise ValueError(f"answer={self.answer} must be below tokens={self.tokens}")
+        check_weight_bits(self.weight_bits)
+        checked("dtype", Dtype, self.dtype)
+
+    def __str__(self) -> str:
+        samples = f"{self.batch} samples of " if self.batch > 1 else ""
+        return f"{samples}{self.tokens} tokens, {self.answer} of them the answer"
+
+
+def plan_training(backbone: BackboneSizes, setting: TrainSetting) -> Plan:
+    """Memory of one step: a forward of the frozen backbone in which one head of one sample at a time holds a graph.
+
+    ``tests/training/test_plan_train.py`` measures whole steps on a CPU in float32: the prediction is within 2% of the peak. A
+    CPU's matrix products take scratch in bfloat16, of up to twice their output, which is not counted.
+    """
+    spec, item, T, B = backbone.spec, ITEM_BYTES[setting.dtype], setting.tokens, setting.batch
+    prompt, heads = T - setting.answer, head_parameters(spec, setting.d_hidden)
+    trained = heads // spec.n_layers * spec.windows.count(None)  # heads of windowed layers get no gradient
+    q, k = T * spec.n_heads * spec.head_dim, T * spec.n_kv_heads * spec.head_dim
+    always = backbone.stream(B * T) + 2 * spec.head_dim * T * len(set(spec.windows))  # and what the backbone rotates by
+    layer = always + B * ((q + 2 * k) + (q + k) + (q + k if backbone.fused else 0))  # before and after RoPE
+    logits = spec.n_heads * min(setting.block, setting.answer) * T  # of a block; beside them the last one's, or a copy
+    inputs = spec.qkv_dim * (4 if item == 4 else item + 4)  # of a token: as they are, and in the heads' float32
+    phases = {
+        "rotate": (layer + 3 * q) * item,
+        "target": layer * item + 4 * (2 * logits + k),
+        "head": layer * item + prompt * max(2 * item * spec.qkv_dim, inputs + 2 * 4 * setting.d_hidden),
+        "mlp": always * item + backbone.mlp(B * T, item, setting.weight_bits),
+    }
+    if setting.weight_bits is not None:
+        phases["project"] = backbone.projection(B * T, item, setting.weight_bits, always, layer + B * q)
+    if B > 1:
+        phases["attend"] = (layer + B * (q + k) + B * q) * item  # what was rotated alone, together, and the output
+    return Plan(
+        weights=backbone.weights(item, setting.weight_bits),
+        heads=4 * (heads + 3 * trained),
+        cache=0,
+        phases=phases | {"optimiser": 4 * trained},
+    )
+
+
+# ---- settings that fit a number of bytes ----
+
 
 STEP = 64
 """Budgets and chunks that are proposed are multiples of this."""
@@ -129,3 +216,213 @@ def require_fit(backbone: BackboneSizes, setting: Setting, cap: int) -> Plan:
     if setting.policy.keeps_everything:
         least += f", and policy={setting.policy.name!r} evicts nothing"
     raise DoesNotFit(f"{said}. No setting fits: {least}")
+
+
+# ---- width of the heads, length of the samples and batch of a training, chosen for a model and the memory of a device
+
+
+WIDTHS = (64, 128, 256, 512, 1024)
+"""The largest is the paper's for models of 4 and 8 billion parameters."""
+SHARE = 0.06
+"""Largest part of the model's parameters that heads take: the demo's take 0.055."""
+LONGEST, LONGEST_ON_CPU = 10240, 2048
+"""Tokens of a sample: the paper's, and the demo's, whose steps take seconds on a CPU."""
+SHORTEST = 256
+"""Samples that are chosen are a multiple of this."""
+
+
+def choose_width(backbone: BackboneSizes) -> int:
+    """The largest of ``WIDTHS`` with which the heads take ``SHARE`` of the parameters; the smallest where none does."""
+    fitting = [width for width in WIDTHS if head_parameters(backbone.spec, width) <= SHARE * backbone.parameters]
+    return max(fitting, default=WIDTHS[0])
+
+
+def choose_step(
+    backbone: BackboneSizes,
+    setting: TrainSetting,
+    cap: int,
+    *,
+    tokens: int | None,
+    batch: int | None,
+    max_tokens: int,
+    samples: int,
+) -> TrainSetting:
+    """The step with the longest samples that ``cap`` bytes hold, and then the most of them in one forward.
+
+    Args:
+        setting: dtype, width and weight bits. tokens, batch: where they are given. max_tokens: of a sample.
+        samples: of an optimiser step, which the batch divides.
+
+    Raises:
+        DoesNotFit: a sample of ``SHORTEST`` tokens, or the one that is given, is above the cap.
+    """
+    own = replace(setting, batch=batch or 1)
+    length = tokens or largest_sample(backbone, own, cap, max_tokens) // SHORTEST * SHORTEST
+    own = replace(own, tokens=max(length, SHORTEST))
+    if (peak := plan_training(backbone, own).peak) > cap:
+        weights = plan_training(backbone, own).weights
+        raise DoesNotFit(
+            f"a training step of {own} needs {show(peak)}, {show(weights)} of them weights, above the {show(cap)} of the device: "
+            "choose backbone.weight_bits=4, a smaller model or a larger card"
+        )
+    if batch is None:
+        batches = [n for n in range(1, samples + 1) if samples % n == 0]
+        fitting = [n for n in batches if plan_training(backbone, replace(own, batch=n)).peak <= cap]
+        own = replace(own, batch=max(fitting))
+    return own
+
+
+# ---- what to say when a run's memory runs out -----------------------------------------------------------------------
+
+
+SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
+
+
+class OutOfMemory(RuntimeError):
+    """The device ran out of memory; the message says what was asked, what was free, and settings that fit."""
+
+
+@dataclass(frozen=True)
+class explain_oom:
+    """A block in which an out-of-memory error of a run becomes an ``OutOfMemory`` that says what would fit. A class, since from
+    Python 3.12 on a generator's context that raises leaves a cycle, which holds what ran out of memory."""
+
+    model: PreTrainedModel
+    cache: BoundedCache
+    tokens: int
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise OutOfMemory(_advice(str(error), self.model, self.cache, self.tokens)) from error
+        if isinstance(error, RuntimeError) and (
+            asked := re.search(r"tried to allocate (\d+) bytes", str(error))
+        ):  # a CPU's
+            said = (
+                f"out of memory: {show(int(asked[1]))} were asked for at once, with budget={self.cache.schedule.budget}"
+            )
+            raise OutOfMemory(f"{said}: a smaller one takes less") from error
+
+
+def _advice(said: str, model: PreTrainedModel, cache: BoundedCache, tokens: int) -> str:
+    """One line from PyTorch's message and the run's own setting."""
+    figures = allocator_figures(said)
+    config = text_config(model)
+    if figures is None:
+        return said.splitlines()[0]
+    setting = Setting(
+        tokens, cache.settings, dtype=str(model.dtype).removeprefix("torch."),
+        d_hidden=cache.heads.config.d_hidden if cache.heads is not None else 0, policy=cache.policy,
+        weight_bits=weight_bits_of(model),
+    )  # fmt: skip
+    backbone = BackboneSizes.of(config)
+    words, room = shortage(figures, plan_inference(backbone, setting).peak)
+    near = listed(backbone, nearest_fitting(backbone, setting, room))
+    fitting = f"These fit: {near}" if near else "No setting of this policy fits"
+    return f"{words}, with {setting} at context {tokens}. {fitting}"
+
+
+def shortage(figures: tuple[int, int, int], planned: int) -> tuple[str, int]:
+    """Words for an allocation that failed, and the bytes that a plan may take instead of the ``planned`` ones."""
+    asked, free, in_use = figures
+    words = (
+        f"out of memory: {show(asked)} were asked for and {show(free)} were free beside the {show(in_use)} of this run"
+    )
+    room = in_use + free  # or the plan was too low by as much as was asked
+    return words, room if planned > room else planned - asked
+
+
+def allocator_figures(said: str) -> tuple[int, int, int] | None:
+    """``(asked, free, held)`` in bytes from PyTorch's out-of-memory message; None where it says something else. Free is what
+    the run could still have had: of the device, or below its own cap, with what the allocator had in reserve."""
+
+    def size(pattern: str) -> int | None:
+        match = re.search(pattern, said)
+        return None if match is None else int(float(match[1]) * UNITS[match[2].replace("bytes", "B")])
+
+    asked, free = size(f"Tried to allocate {SIZE}"), size(f"of which {SIZE} is free")
+    in_use, spare = size(f"{SIZE} is allocated by PyTorch"), size(f"{SIZE} is reserved by PyTorch but unallocated")
+    if asked is None or free is None or in_use is None or spare is None:
+        return None
+    allowed = size(f"{SIZE} allowed")
+    free += spare
+    return asked, free if allowed is None else min(free, max(0, allowed - in_use)), in_use
+
+
+# ---- the budget of a text for which nobody named one ----------------------------------------------------------------
+
+# A quarter of it, within what window and memory allow.
+
+
+PER_SLOT = 4
+"""Tokens of the text per slot. ``docs/results`` has what a quarter finds, and what less does."""
+FREE_SHARE = 2
+"""Keys and values may take one part in so many of the free memory."""
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+def budget_of_text(
+    model: PreTrainedModel,
+    policy: Policy,
+    run: RunSettings,
+    published: Mapping[str, object],
+    tokens: int,
+    turns: int = 0,
+) -> tuple[int, str]:
+    """Slots for a text of so many tokens, and one line that says why.
+
+    A quarter of the text, and never less than without a text: the heads' published budget, or ``settings.BUDGET``. Above
+    that, no more than compact positions have room for in the backbone's window, nor than half of the free memory holds. A
+    conversation's ``turns`` have slots beside it.
+    """
+    least = run.resolved(published, tokens)
+    assert isinstance(least.budget, int)
+    limits = {"a quarter of them": tokens // PER_SLOT}
+    window = getattr(text_config(model), "max_position_embeddings", None)
+    if window is not None and least.positions in (None, "compact"):
+        limits[f"as many as the model's window of {window} takes beside a chunk"] = window - least.chunk - turns
+    free = free_memory(model.device)
+    if free is not None and tokens // PER_SLOT > least.budget:
+        spec, dtype = describe(model).spec, str(model.dtype).removeprefix("torch.")
+
+        def fits(more: int) -> bool:
+            setting = Setting(tokens, least, dtype=dtype, policy=policy).with_run(budget=least.budget + STEP * more)
+            return cache_bytes(spec, setting) <= free // FREE_SHARE
+
+        more = largest(fits, tokens // PER_SLOT // STEP)
+        limits[f"as many as half of the free {free / 2**30:.1f} GiB holds"] = least.budget + STEP * more
+    reason, budget = min(limits.items(), key=lambda item: item[1])
+    if budget <= least.budget:
+        reason, budget = "the least that a text gets", least.budget
+    return budget, f"budget: {budget} slots for {tokens} tokens, {reason}; --budget N takes another"
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that a device has free: of a CUDA device, or of this machine and container; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = dict(line.split(":") for line in MEMINFO.read_text(encoding="ascii").splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 2**10
+    except (OSError, KeyError, ValueError):
+        pages = "SC_PHYS_PAGES" if "SC_PHYS_PAGES" in os.sysconf_names else None
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") // 2 if pages else None
+    if (limit := container_limit()) is None:
+        return free
+    try:
+        used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+        used -= int(stat.get("inactive_file", 0))  # the cache of files gives way
+    except (OSError, ValueError):  # a container that says its bound alone
+        used = 0
+    return min(free, limit - used)
+
+
+def container_limit() -> int | None:
+    """Bytes that this container may take; None where nothing bounds them."""
+    try:
+        return int((CGROUP / "memory.max").read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return None

@@ -11,6 +11,7 @@ tokens (``weight_bits.scratch_bytes``). Library workspaces and the CUDA context 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
@@ -18,22 +19,66 @@ from typing import Annotated
 import torch
 from annotated_types import Ge
 
-from ..backbones.gguf.packed_modules import AT_ONCE, UNPACKED
+from ..backbones.gguf.gguf_model import AT_ONCE, UNPACKED
 from ..backbones.spec import BackboneSpec
 from ..backbones.weight_bits import check_weight_bits, suffix
+from ..cache.context import layer_rows
 from ..cache.geometry.schedule import PIECE, Schedule
-from ..cache.make import layer_rows
-from ..cache.storage.bits import FLOAT8, check_storage
-from ..cache.storage.packing import BITS
-from ..cache.storage.scratch import Scratch
+from ..cache.stages import TILE
+from ..cache.storage.codec import BITS, FLOAT8, Scratch, check_storage
 from ..policies.base import Recall
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
 from ..settings import INT32_MAX, Resolved, RunSettings
 from ..sizes import show
 from ..validation import checked, made
-from . import recall_memory
 from .backbone_sizes import ITEM_BYTES, BackboneSizes, Dtype, head_parameters
+
+# ---- memory of recall -----------------------------------------------------------------------------------------------
+
+# What is stored on the host, and on the device what finds it and what comes back.
+
+
+def stored_blocks(recall: Recall, context: int) -> int:
+    """Blocks of a head for a text of so many tokens."""
+    return -(-context // recall.size)
+
+
+def stored_bytes(spec: BackboneSpec, recall: Recall, context: int, item: int) -> int:
+    """Bytes of the store of all layers without a window: room for every token of the text."""
+    a_block = spec.n_kv_heads * recall.size * 2 * spec.head_dim * item
+    return spec.windows.count(None) * a_block * stored_blocks(recall, context)
+
+
+def recall_bytes(spec: BackboneSpec, recall: Recall, context: int, item: int) -> int:
+    """Bytes of all layers on the device: representatives with their worth, which rows are stored, and the slots that come back
+    with their positions."""
+    blocks, D = stored_blocks(recall, context), spec.head_dim
+    keys = recall.representatives * recall.count(spec.n_heads // spec.n_kv_heads)
+    index = blocks * (keys * (D * item + 4) + recall.size)
+    back = min(recall.take, blocks) * (recall.size * (2 * D * item + 8 + 1) + 8)
+    return spec.windows.count(None) * spec.n_kv_heads * (index + back)
+
+
+def recall_phases(
+    spec: BackboneSpec, recall: Recall, context: int, rows: int, tokens: int, item: int
+) -> dict[str, int]:
+    """Bytes at the widest moments, with so many ``rows`` a head and ``tokens`` of a block; an upper bound."""
+    H, Q, D, wide = spec.n_kv_heads, spec.n_heads, spec.head_dim, max(item, 4)
+    seen = rows + recall.take * recall.size
+    keys = rows + recall.representatives * recall.count(Q // H) * stored_blocks(recall, context)
+    copies = (
+        H * seen * 2 * D * (item + wide) + H * seen * D * 4 * item
+    )  # side by side, exact, and rotated with their tables
+    tile = min(tokens, TILE) * Q
+    return {
+        "look up": H * keys * D * (item + wide) + tile * keys * 3 * wide,
+        "attend to recalled": copies + tile * seen * 4 * wide + 2 * tokens * Q * D * wide,
+    }
+
+
+# ---- memory of a run, predicted from a transformers configuration alone ----
+
 
 ROTATION_COPIES = 4
 """Copies alive while ``rope.rotate`` turns a tensor: the halves swapped, both products, their sum."""
@@ -167,7 +212,7 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
     stored += sum(size.nbytes(dtype) for size in spec.state_sizes)
     recalled = 0
     if setting.recall is not None:
-        recalled = recall_memory.device_bytes(spec, setting.recall, setting.context, ITEM_BYTES[setting.dtype])
+        recalled = recall_bytes(spec, setting.recall, setting.context, ITEM_BYTES[setting.dtype])
     return stored + scratch + recalled
 
 
@@ -175,7 +220,7 @@ def store_bytes(spec: BackboneSpec, setting: Setting) -> int:
     """Bytes in the host's memory of what was evicted and may come back."""
     if setting.recall is None:
         return 0
-    return recall_memory.host_bytes(spec, setting.recall, setting.context, ITEM_BYTES[setting.dtype])
+    return stored_bytes(spec, setting.recall, setting.context, ITEM_BYTES[setting.dtype])
 
 
 def full_cache_bytes(spec: BackboneSpec, context: int, dtype: str = "bfloat16") -> int:
@@ -229,7 +274,7 @@ def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
         choice = spec.n_heads * S * (12 * min(64, T) + 10 * -(-T // 64))
         transient["choose rows"] = layer * item + 4 * rows + choice
     if setting.recall is not None:
-        recalled = recall_memory.phases(spec, setting.recall, setting.context, S, T, item)
+        recalled = recall_phases(spec, setting.recall, setting.context, S, T, item)
         transient |= {name: layer * item + nbytes for name, nbytes in recalled.items()}
     if policy.keeps_everything:  # decoding doubles the room, a layer at a time
         transient["grow"] = always * item + cache + cache // spec.n_layers
@@ -240,3 +285,69 @@ def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
         phases=transient,
         host=store_bytes(spec, setting),
     )
+
+
+# ---- memory of a server's caches ------------------------------------------------------------------------------------
+
+# How many there are at most, and the bytes of each.
+
+
+def refuse_unbounded(*policies: Policy) -> None:
+    """Raise ValueError for a policy that evicts nothing."""
+    for policy in policies:
+        if policy.keeps_everything:
+            raise ValueError(f"policy={policy.name!r} evicts nothing, so no number bounds a server's memory with it")
+
+
+@dataclass(frozen=True)
+class Caches:
+    """The caches of a server.
+
+    Attributes:
+        each: bytes of one, that of the policy that needs most.
+    """
+
+    each: int
+    sessions: int
+    documents: int
+    beginnings: int
+    stored: int = 0
+    """Bytes of one's store in the host's memory, where evicted slots may come back."""
+
+    @classmethod
+    def of(
+        cls, spec: BackboneSpec, setting: Setting, policies: Sequence[Policy], sessions: int, documents: int, beginnings: int
+    ) -> Caches:  # fmt: skip
+        """The caches of a server with such settings.
+
+        Raises:
+            ValueError: a policy that evicts nothing, so that no number bounds its memory.
+        """
+        refuse_unbounded(*policies)
+        settings = [replace(setting, policy=policy) for policy in policies]
+        each = max(cache_bytes(spec, one) for one in settings)
+        stored = max(store_bytes(spec, one) for one in settings)
+        return cls(each, sessions, documents, beginnings, stored)
+
+    @property
+    def count(self) -> int:
+        return self.sessions + self.documents + self.beginnings
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all caches on the device."""
+        return self.count * self.each
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sessions} sessions, {self.documents} documents and {self.beginnings} equal beginnings: "
+            f"{self.count} caches of {show(self.each)}, {self.bytes} bytes"
+            + (f", and {show(self.count * self.stored)} of host memory for what they evict" if self.stored else "")
+        )
+
+
+def decoding_bytes(backbone: BackboneSizes, setting: Setting, sessions: int) -> int:
+    """Bytes that so many answers, decoded together, need beside those of a chunk: the hidden states of a token and its logits,
+    in the model's dtype and in float32 with their probabilities."""
+    item = ITEM_BYTES[setting.dtype]
+    return sessions * (3 * backbone.hidden * item + backbone.vocab * (item + 4 + 4))

@@ -10,10 +10,9 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from .base import Score, Slots, Uniform, rank_of
-from .parameters import Ratio
+from .base import Ratio, Score, Slots, Uniform, rank_of
+from .policy import WHOLE, rounded, rounded_on_device
 from .registry import part
-from .rounding import WHOLE, rounded, rounded_on_device
 
 
 @part("allocation", "pyramid")

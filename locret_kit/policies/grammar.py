@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
+from itertools import accumulate
 from math import isfinite
 from textwrap import wrap
 from typing import TypeVar, cast
@@ -32,11 +33,9 @@ def parse_policy(text: str) -> Policy:
     Raises:
         ValueError: unknown name, part or parameter, or a value out of bounds; names it, and suggests the nearest.
     """
-    text, depth = text.strip(), 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if depth > DEPTH:
-            raise ValueError(f"policy={text[:40]!r}...: parentheses are nested more than {DEPTH} deep")
+    text = text.strip()
+    if max(accumulate((letter == "(") - (letter == ")") for letter in text), default=0) > DEPTH:
+        raise ValueError(f"policy={text[:40]!r}...: parentheses are nested more than {DEPTH} deep")
     items = split_outside(text, " ")
     if items and items[0].split("(")[0] == UNBOUNDED:
         raise ValueError(f"policy={text!r} reads the whole prompt into an unbounded cache first: {ORACLE}")

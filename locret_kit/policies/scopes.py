@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import Scope, Slots, resolve_count, wanted_count
-from .parameters import Size
+from .base import Scope, Size, Slots, resolve_count, wanted_count
 from .registry import part
 
 

@@ -24,8 +24,7 @@ from ..cache.bounded import BoundedCache
 from .cpu_decoder import cpu_decoder
 from .decoders import Decoder, Decoding, DynamicDecoder, logits_after
 from .sampling import stop_ids
-from .scheduler import PromptScheduler
-from .sequence import Request, Sequence
+from .sequence import PromptScheduler, Request, Sequence
 
 R = TypeVar("R", bound=Request)
 Piece = tuple[Sequence, list[int]]
@@ -125,7 +124,8 @@ class Batch:
             if pieces[0][0].reading and pieces[0][0].request.prompt_logprobs:
                 logits_BV = self._forward_noted(*pieces[0])
             elif decoder is None:
-                logits_BV = self._forward(caches, [ids for _, ids in pieces])
+                ids = torch.tensor([[token for _, piece in pieces for token in piece]], device=self.model.device)
+                logits_BV = logits_after(self.model, caches, ids, [len(piece) for _, piece in pieces]).float()
             else:
                 logits_BV = decoder(caches, [token for _, (token,) in pieces])
         except Exception as error:
@@ -177,13 +177,8 @@ class Batch:
             room -= sequence.step
             yield sequence
 
-    def _forward(self, caches: list[BoundedCache], pieces: list[list[int]]) -> Tensor:
-        """Logits ``[sequences, V]`` after the last new token of each."""
-        ids = torch.tensor([[token for piece in pieces for token in piece]], device=self.model.device)
-        return logits_after(self.model, caches, ids, [len(piece) for piece in pieces]).float()
-
     def _forward_noted(self, sequence: Sequence, piece: list[int]) -> Tensor:
-        """``_forward`` of one sequence, which notes the logits of every token."""
+        """Logits ``[1, V]`` after the last new token of one sequence, which notes those of every token."""
         assert sequence.cache is not None
         ids = torch.tensor([piece], device=self.model.device)
         logits_TV = forward(self.model, ids, sequence.cache)[0].float()

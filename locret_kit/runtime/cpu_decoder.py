@@ -19,21 +19,19 @@ from transformers import PreTrainedModel
 
 from locret_kernels import cpp
 from locret_kernels.decoder_step import cpu as decoder_step
-from locret_kernels.decoder_step.halves import Halves
+from locret_kernels.decoder_step.cpu import Halves
 
 from ..backbones.dense import PRODUCTS, Dense, NotDense, Product, check_dense, dense
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.step import evict_if_due, make_room
 from ..cache.storage.codec import Plain
-from ..cache.storage.compiled import fits
-from ..cache.storage.quantised import GroupedBits
+from ..cache.storage.quantised import GroupedBits, fits
 from ..cache.view import entry_scores
 from ..heads import RetainingHeads
 from ..policies.base import Score
 from ..policies.methods.locret import Cis
-from .cpu_groups import FullTail, quantise
-from .cpu_lane import Lane, PositionTables
+from .cpu_lane import FullTail, Lane, PositionTables, quantise
 
 logger = logging.getLogger(__name__)
 

@@ -3,20 +3,300 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from ..backbones.releases import forward
+from ..backbones.weight_bits import weight_bits_of
 from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
+from ..cache.context import Pins
 from ..cache.lanes import Packed
+from ..cache.step import Fixed, evict_if_due, make_room
+from ..cache.storage.codec import BITS
+from ..cache.storage.rows import COUNTS
+from ..naming import first_line
 from .cpu_decoder import cpu_decoder
-from .graph_decoder import GraphDecoder
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+# ---- decoding with fixed shapes -------------------------------------------------------------------------------------
+
+# A step whose kernels, sizes and addresses never change, so that a CUDA graph can replay it.
+#
+# A step appends one token to every layer and attends to its rows. How many rows there are, and where in the text the token
+# stands, are numbers on the device: rows are written at an index, and attention masks by length. When a layer is full is
+# known to the host, since every head of a layer holds as many rows: a step that evicts is a graph of its own.
+# Host-side counts follow every step, so decoding may change to the dynamic form and back after any token.
+
+
+WARM = 2
+"""Steps before the first capture: kernels are compiled and workspaces allocated in them."""
+MOST_GRAPHS = 4
+"""Captured forms of a step; a form beyond them runs without a graph."""
+SYNCING_OPS = frozenset(
+    {
+        "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",
+        "masked_select", "bincount", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+    }
+)  # fmt: skip
+"""Operators whose result, or its shape, the host waits for; inference mode shows the composed ones as they are called."""
+
+
+def _reason_against(model: PreTrainedModel, cache: BoundedCache) -> str | None:
+    """Why this cache cannot be decoded with fixed shapes; None where it can, as far as settings tell."""
+    policy = cache.policy
+    if (unlike := cache.context.description.unlike_llama) is not None:
+        return f"the backbone is not of the form that graphs take: {unlike}"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return "the backbone lies on several devices"
+    if weight_bits_of(model) == 8:
+        return "weights of 8 bits, whose products make the host look for large activations"
+    if cache.settings.kv_bits in BITS:
+        return f"kv_bits={cache.settings.kv_bits}: rows are quantised when the host says"
+    for flag, why in (
+        (policy.ragged, "heads of different lengths, which the host lays out"),
+        (policy.keeps_everything, "buffers that grow"),
+        (policy.needs_logits, "scores from the backbone's logits"),
+        (policy.merge is not None, "merging, head by head"),
+        (policy.recall is not None, "blocks that come back from the host"),
+    ):
+        if flag:
+            return f"policy={policy.name!r} has {why}"
+    if any(rows.state for rows in cache.bounded):
+        return f"the score of policy={policy.name!r} keeps tensors of its own between tokens"
+    return None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A layer that is cut before or after a token: every number of the host on which its kernels depend."""
+
+    layer: int
+    rows: int
+    since_eviction: int
+    """Tokens since the layer's last eviction; 0 for a layer with a window, where nothing asks."""
+    pins: Pins = ()
+
+
+Cuts = tuple[Cut, ...]
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures on a device: PyTorch's own is one for all devices, on that of the first capture. cuBLAS keeps a
+    workspace for every stream, so there is one only."""
+    return torch.cuda.Stream(device)
+
+
+class SyncDetector(TorchDispatchMode):
+    """Collects the names of operators that make the host wait for the device, or that copy between the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name in SYNCING_OPS or _shape_is_read(name, args, kwargs):
+            self.found.add(name)
+        if len({x.device.type for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)}) > 1:
+            self.found.add(f"{name} between host and device")
+        return out
+
+
+def _shape_is_read(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Whether an operator that mostly runs ahead has arguments for which the host must know numbers on the device."""
+    if name in ("index", "index_put", "index_put_"):
+        return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]))
+    if name == "repeat_interleave":
+        return any(isinstance(x, Tensor) for x in args[-1:]) and kwargs.get("output_size") is None
+    return name == "where" and len(args) == 1
+
+
+class GraphDecoder:
+    """``decoder([cache], [token])`` gives the logits ``[1, V]`` after a token of its one text, as the dynamic forward does.
+
+    On CUDA a form of the step that has run before is captured, then replayed; elsewhere the very same function runs as it
+    is. ``reason`` says why nothing (more) is captured, once that is known; the caller then decodes dynamically.
+
+    Args:
+        model: attached, and bound to the cache.
+        cache: after its prompt. Before it ``takes`` may be asked, and no token comes.
+    """
+
+    name = "graph"
+
+    def __init__(self, model: PreTrainedModel, cache: BoundedCache) -> None:
+        self.model, self.cache = model, cache
+        self.reason = _reason_against(model, cache)
+        self.captures = model.device.type == "cuda"
+        self.cuts_captured = True
+        """Whether evictions are inside the graphs: unless the policy's make the host wait."""
+        self.evictions = cache.counters.evictions
+        """Of the layer that had most, before the first token."""
+        self.graphs: dict[tuple[Cuts, Cuts], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.changes: dict[tuple[Cuts, Cuts], list[int]] = {}
+        """Counts on the host that a step of a graph adds to."""
+        self.ran: dict[tuple[Cuts, Cuts], int] = {}
+        self._held: list[list[tuple[Tensor, Tensor]]] = []
+        """Tables of rotation that graphs read: a dynamic forward in between would free them."""
+        if self.reason is not None or not cache.get_seq_length():
+            return
+        with torch.inference_mode(False):
+            self.ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+            self.seen = torch.full((), cache.get_seq_length(), dtype=torch.int64, device=model.device)
+            self.length_L = torch.tensor(cache.kept_rows, device=model.device)
+            self.flats = [rows.flat() for rows in cache.bounded]
+
+    def takes(self, cache: BoundedCache) -> str | None:
+        """Reason why the cache is not decoded so (any more); None where it is, as far as known."""
+        return self.reason
+
+    def ready(self, cache: BoundedCache) -> bool:
+        """Whether the next token can come here."""
+        return self.reason is None
+
+    # ---- a token -------------------------------------------------------------------------------------------------
+
+    def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
+        (token,) = tokens
+        self.ids.fill_(token)
+        form = self._cuts()
+        if self.cuts_captured or form == ((), ()):
+            return self._run(*form).clone()
+        before, after = form
+        self._make_room(before)
+        logits = self._run((), ()).clone()
+        self._evict(after)
+        return logits
+
+    def _cuts(self) -> tuple[Cuts, Cuts]:
+        """Layers that must be cut to make room for a token, and those that are due after it."""
+        before, after, schedule, pins = [], [], self.cache.schedule, self.cache.context.pins
+        for layer, rows in enumerate(self.cache.bounded):
+            held, fresh, budget = rows.rows, rows.since_eviction, self.cache.context.budgets[layer]
+            if held == rows.capacity:
+                before.append(Cut(layer, held, fresh if rows.window is None else 0, pins))
+                held, fresh = budget if rows.window is None else rows.window - 1, 0
+            if rows.window is None and schedule.keep_at(rows.seen + 1, held + 1, budget) is not None:
+                after.append(Cut(layer, held + 1, fresh + 1, pins))
+        return tuple(before), tuple(after)
+
+    def _run(self, before: Cuts, after: Cuts) -> Tensor:
+        """One form of the step: as it is at first, then captured, then replayed."""
+        form = before, after
+        if form in self.graphs:
+            graph, logits = self.graphs[form]
+            graph.replay()
+            self._set_counts([n + more for n, more in zip(self._counts(), self.changes[form], strict=True)])
+            return logits
+        ran = self.ran[form] = self.ran.get(form, 0) + 1
+        warm = sum(self.ran.values()) > WARM
+        if self.captures and self.reason is None and warm and ran > 1 and len(self.graphs) < MOST_GRAPHS:
+            counts = self._counts()
+            try:
+                self.graphs[form] = self._captured(before, after)
+            except RuntimeError as error:  # nothing of it has run: the token is still to come
+                self.reason = f"its capture failed: {first_line(error)}"
+            else:
+                self.changes[form] = [new - old for new, old in zip(self._counts(), counts, strict=True)]
+                self._held.append(self.cache.context.tables.made())
+            finally:
+                self._set_counts(counts)
+            if form in self.graphs:
+                return self._run(before, after)
+        with SyncDetector() as reads:
+            logits = self._step(before, after)
+        self._judge(reads.found, bool(before or after))
+        return logits
+
+    def _captured(self, before: Cuts, after: Cuts) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """A graph of the step, which does not run yet, and where its logits will be."""
+        graph, device = torch.cuda.CUDAGraph(), self.model.device
+        pool = next((first.pool() for first, _ in self.graphs.values()), None)
+        side = capture_stream(device)
+        capture = partial(torch.cuda.graph, graph, pool=pool, stream=side, capture_error_mode="thread_local")
+        # A capture that fails leaves PyTorch on its stream: the outer block brings back the one before.
+        before_it = torch.cuda.stream(torch.cuda.current_stream(device))
+        with torch.cuda.device(device), before_it, capture():
+            logits = self._step(before, after)
+        return graph, logits
+
+    def _judge(self, found: set[str], cut: bool) -> None:
+        """Decide about graphs after a step that read from the device; the very first one prepares what later ones need not."""
+        if not found or sum(self.ran.values()) < WARM:
+            return
+        if cut and self.cuts_captured:
+            self.cuts_captured = False
+            return
+        self.reason = f"a token of policy={self.cache.policy.name!r} makes the host wait ({', '.join(sorted(found))})"
+
+    # ---- what is captured: no number of the host may matter on the device -------------------------------------------
+
+    def _step(self, before: Cuts, after: Cuts) -> Tensor:
+        self._make_room(before)
+        # Once for all layers: the rows of every head, the new token's included, and its own rank.
+        last_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape).contiguous()
+        self.cache.fixed = partial(self._fixed, self.seen.int(), last_LBH + 1, last_LBH)
+        try:
+            logits_BTV = forward(self.model, self.ids, self.cache, logits_to_keep=1)
+        finally:
+            self.cache.fixed = None
+        self.seen += 1
+        self.length_L += 1
+        self._evict(after)
+        return logits_BTV[:, -1].float()
+
+    def _fixed(self, position: Tensor, lengths_LBH: Tensor, last_LBH: Tensor, layer: int) -> Fixed:
+        """Where a layer's new token stands, and the rows that it sees: as many as the device says."""
+        flat, rows = self.flats[layer], self.cache.bounded[layer]
+        starts_BH, lengths_BH, last_BH = flat.starts_BH, lengths_LBH[layer], last_LBH[layer]
+        if rows.window is not None:
+            seen_BH = lengths_BH.clamp(max=rows.window)
+            starts_BH, lengths_BH, last_BH = starts_BH + (lengths_BH - seen_BH), seen_BH, seen_BH - 1
+        seen = replace(flat, starts_BH=starts_BH, lengths_BH=lengths_BH, last_BH=last_BH, longest=rows.capacity)
+        return Fixed(self.seen, position, self.length_L[layer : layer + 1], seen)
+
+    def _make_room(self, cuts: Cuts) -> None:
+        for cut in cuts:
+            rows = self.cache.bounded[cut.layer]
+            make_room(self.cache.context, cut.layer, rows, 1, self.seen)
+            self.length_L[cut.layer].fill_(rows.rows)
+
+    def _evict(self, cuts: Cuts) -> None:
+        for cut in cuts:
+            rows = self.cache.bounded[cut.layer]
+            evict_if_due(self.cache.context, cut.layer, rows, self.seen)
+            self.length_L[cut.layer].fill_(rows.rows)
+
+    # ---- the host's counts, which a replayed graph does not touch ----------------------------------------------------
+
+    def _counts(self) -> list[int]:
+        counts = [getattr(rows, name) for rows in self.cache.bounded for name in COUNTS]
+        return [*counts, self.cache.counters.evicted_rows]
+
+    def _set_counts(self, counts: list[int]) -> None:
+        numbers, bounded = iter(counts), self.cache.bounded
+        for rows in bounded:
+            for name in COUNTS:
+                setattr(rows, name, next(numbers))
+        counters = self.cache.counters
+        counters.evicted_rows = next(numbers)
+        counters.evictions = max(self.evictions, *(rows.evictions for rows in bounded))
+
+
+# ---- who makes the next token of a text ----
 
 
 class Decoder(Protocol):

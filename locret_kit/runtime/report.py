@@ -2,19 +2,68 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from locret_kernels import provenance as origin
 from locret_kernels.provenance import peak_memory
 
 from ..backbones.weight_bits import precision_of
 from ..settings import Resolved
-from .provenance import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..cache.bounded import BoundedCache
+    from ..heads import RetainingHeads
+
+
+# ---- origin of a report or a row ------------------------------------------------------------------------------------
+
+# The backbone, the heads with a hash of their weights, the kit with its commit.
+
+
+def provenance(
+    model: str, heads: str | None, heads_hash: str, adapter: str | None, backend: str | None
+) -> dict[str, object]:
+    """Origin that a report or a row states.
+
+    Args:
+        model: the backbone as it was named. heads: the checkpoint as it was named; None without heads.
+        heads_hash: `weights_hash`, '' without heads. backend: of the kernels, a cache's once a model has run over it.
+    """
+    return {
+        "model": model, "heads": heads or "-", "heads_hash": heads_hash, "adapter": adapter, "backend": backend or "",
+        "versions": versions(),
+    }  # fmt: skip
+
+
+def weights_hash(heads: RetainingHeads) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of the weights, as float32 in their published order and by name.
+
+    Heads that were cast to a coarser dtype have another hash: take it as they are loaded.
+    """
+    from ..heads import state_of
+
+    digest = hashlib.sha256()
+    for name, weight in state_of(heads, torch.float32).items():
+        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+        digest.update(weight.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Versions of python, torch, transformers and locret_kit; of a checkout also its commit."""
+    versions = {"python": platform.python_version(), **origin.versions("torch", "transformers", "locret_kit")}
+    here = origin.commit(origin.ROOT)
+    return {**versions, "commit": here} if here else versions
+
+
+# ---- cost of a run ----
 
 
 @dataclass(frozen=True)
@@ -49,7 +98,7 @@ class Report:
     host_bytes: int = 0
     """Bytes of what was evicted and is stored in the host's memory."""
     recall: dict[str, float] | None = None
-    """Counters of what came back, see ``cache.stages.bring_back``; None where nothing can."""
+    """Counters of what came back, see ``cache.stages``; None where nothing can."""
     read_before: int = 0
     """Tokens of the prompt that the cache held when it began, such as a document's."""
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..backbones.intercept import attached
 from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
-from ..planning.memory import explain_oom
+from ..planning.fitting_settings import explain_oom
 from .decoders import Decoding, logits_after
 from .report import Report
 from .sampling import Chooser, Sampling, stop_ids

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..cache.bounded import BoundedCache
-from ..cache.fork import CannotFork
+from ..cache.bounded import BoundedCache, CannotFork
 from ..runtime.batch import Batch, Sequence
-from ..runtime.scheduler import PromptScheduler
+from ..runtime.sequence import PromptScheduler
 from .counters import Counters
 from .request import ServerRequest
 from .session_spec import SessionSpec

@@ -3,7 +3,7 @@
 Every session has one cache of fixed size, so what fits is counted before the start: at most ``sessions`` caches exist, those
 of requests that run and those that wait for the next turn of their conversation together. A prompt that begins with all that
 a waiting cache has read goes on from it, in memory or from its file. Requests that wait are admitted in the order in which
-they came, a short one before a long one where that keeps the bound of ``runtime.scheduler``.
+they came, a short one before a long one where that keeps the bound of ``runtime.sequence``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..naming import blaming
 from ..policies.policy import Policy
 from ..runtime.batch import Batch, Sequence
 from ..runtime.sampling import stop_ids
-from ..runtime.scheduler import PromptScheduler
+from ..runtime.sequence import PromptScheduler
 from ..settings import RunSettings
 from .admission import Admission
 from .counters import Counters

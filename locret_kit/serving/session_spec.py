@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from ..backbones.identity import NAMES, first_difference
 from ..cache.bounded import BoundedCache
-from ..cache.saved import Origin
-from ..cache.saved_record import Saved
+from ..cache.saved import Origin, Saved
 from ..heads import RetainingHeads
 from ..policies.grammar import parts_of
 from ..policies.policy import Policy

@@ -24,9 +24,8 @@ from threading import Lock
 
 from ..cache.bounded import BoundedCache
 from ..cache.file import LaterVersion, read, read_record, write
-from ..cache.saved import APART, Origin, export, restore
-from ..cache.saved_record import CREATED, Saved
-from ..cache.storage.transfer import export_rows
+from ..cache.saved import APART, CREATED, Origin, Saved, export, restore
+from ..cache.storage.rows import export_rows
 from ..documents.document import Document
 from ..files import locked, write_beside
 from ..naming import first_line

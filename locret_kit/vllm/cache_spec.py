@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 
-from ..cache.storage.row_pool import PageShape
+from ..cache.together import PageShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from ..cache.bounded import BoundedCache
+from ..cache.bounded import BoundedCache, CannotFork, check_lengths, check_past
 from ..cache.context import Context
 from ..cache.file import read
-from ..cache.fork import CannotFork, check_lengths, check_past
-from ..cache.saved import APART, Origin, restore
-from ..cache.saved_record import Saved
+from ..cache.saved import APART, Origin, Saved, restore
 from ..documents.document import IDS
 from ..naming import blaming
 from ..policies.grammar import parts_of

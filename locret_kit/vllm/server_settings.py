@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from ..cache.geometry.schedule import Schedule
-from ..cache.pins import count, first_pins
+from ..cache.view import count, first_pins
 from ..heads import RetainingHeads, loaded
 from ..naming import nearest
 from ..policies.grammar import parse_policy

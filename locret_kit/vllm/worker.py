@@ -20,18 +20,14 @@ from ..backbones.probe import assumed
 from ..backbones.rope import Rope
 from ..backbones.spec import BackboneSpec, spec_of
 from ..cache.bounded import BoundedCache
-from ..cache.context import CacheCounters, Context
+from ..cache.context import CacheCounters, Context, make_layers
 from ..cache.geometry.rotation import RotationTables
 from ..cache.geometry.schedule import Schedule
-from ..cache.make import make_layers
-from ..cache.pins import first_pins
 from ..cache.step import read_tokens
-from ..cache.storage.row_pool import PageShape, RowPool
-from ..cache.storage.rows import BoundedLayer
-from ..cache.storage.scratch import Scratch
-from ..cache.storage.transfer import export_rows, restore_rows
-from ..cache.together import Step, decode_together, kind
-from ..cache.view import score_alike, shared_scores
+from ..cache.storage.codec import Scratch
+from ..cache.storage.rows import BoundedLayer, export_rows, restore_rows
+from ..cache.together import PageShape, RowPool, Step, decode_together, kind
+from ..cache.view import first_pins, score_alike, shared_scores
 from .ranks import Ranks, config_of_rank, heads_of_rank
 from .request_pages import page_shape
 from .server_settings import ServerSettings

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..backbones.load import load_config
-from ..backbones.widened import lacks_bfloat16
+from ..backbones.patches import lacks_bfloat16
 from .ranks import Ranks
 from .refusals import refuse_engine
 from .server_settings import ServerSettings, VllmSettings

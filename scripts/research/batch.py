@@ -30,7 +30,7 @@ from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.backbones.load import load_backbone, resolve_model
 from locret_kit.files import write_text
 from locret_kit.runtime.batch import Batch, Request
-from locret_kit.runtime.provenance import versions
+from locret_kit.runtime.report import versions
 from locret_kit.runtime.session import Sampling, decode, prefill
 from locret_kit.samples.haystack import load_text
 

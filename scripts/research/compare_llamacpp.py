@@ -33,7 +33,7 @@ from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.backbones.load import load_backbone, load_tokenizer, resolve_model
 from locret_kit.files import write_text
 from locret_kit.runtime.cpu_decoder import cpu_decoder
-from locret_kit.runtime.provenance import versions
+from locret_kit.runtime.report import versions
 from locret_kit.runtime.session import Sampling, decode, prefill
 from locret_kit.samples.haystack import load_text
 from locret_kit.settings import RunSettings

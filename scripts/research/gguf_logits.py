@@ -26,11 +26,11 @@ from compare_llamacpp import put
 from torch import Tensor
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.gguf import packed_modules
+from locret_kit.backbones.gguf import gguf_model
 from locret_kit.backbones.load import load_backbone, load_tokenizer
 from locret_kit.backbones.releases import CACHE
 from locret_kit.runtime.cpu_decoder import CpuDecoder
-from locret_kit.runtime.provenance import versions
+from locret_kit.runtime.report import versions
 from locret_kit.samples.haystack import load_text
 
 
@@ -78,7 +78,7 @@ def main() -> None:
     exact, rows = of_prompt(model, ids), []
     for path in args.gguf:
         packed, _ = load_backbone(path, dtype="float32", device="cpu")
-        with patch.object(packed_modules, "multiplies_integers", lambda form: False):
+        with patch.object(gguf_model, "multiplies_integers", lambda form: False):
             own = of_prompt(packed, ids)
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             theirs = torch.from_numpy(process.submit(of_llama, path, ids).result())

@@ -9,8 +9,7 @@ from policy_runs import backbone, held, make, tokens
 from locret_kit import attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.runtime.cpu_decoder import CpuDecoder
-from locret_kit.runtime.decoders import Decoding, DynamicDecoder
-from locret_kit.runtime.graph_decoder import GraphDecoder
+from locret_kit.runtime.decoders import Decoding, DynamicDecoder, GraphDecoder
 from locret_kit.runtime.session import prefill
 
 STEPS = 12

@@ -22,10 +22,10 @@ from tiny_tokenizer import TEMPLATE, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from locret_kit.backbones.demo import unpack
-from locret_kit.backbones.gguf import gguf_place, packed_modules
+from locret_kit.backbones.gguf import gguf_model, gguf_place
+from locret_kit.backbones.gguf.gguf_config import tokenizer_of
 from locret_kit.backbones.gguf.gguf_file import open_gguf
-from locret_kit.backbones.gguf.gguf_tokenizer import tokenizer_of
-from locret_kit.backbones.gguf.packed_modules import PackedLinear
+from locret_kit.backbones.gguf.gguf_model import PackedLinear
 from locret_kit.backbones.identity import first_difference, identity_of, tokenizer_identity
 from locret_kit.backbones.load import load_backbone, load_config, load_tokenizer, other_backbone
 from locret_kit.cli.infer import main as infer
@@ -40,7 +40,7 @@ def same_logits(path, model) -> None:
     loaded, _ = load_backbone(str(path), device="cpu", dtype="float32")
     with torch.inference_mode():
         wanted, integers = (one(input_ids=IDS).logits for one in (model, loaded))
-        with mock.patch.object(packed_modules, "multiplies_integers", lambda form: False):
+        with mock.patch.object(gguf_model, "multiplies_integers", lambda form: False):
             own = loaded(input_ids=IDS).logits
     assert (own - wanted).abs().max() < 1e-4 * wanted.abs().max()
     assert (integers - wanted).square().mean().sqrt() < 0.1 * wanted.square().mean().sqrt()

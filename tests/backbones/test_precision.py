@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from locret_kit.backbones import precision
+from locret_kit.backbones import load as precision
 from locret_kit.backbones.load import pick_dtype
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from tiny_models import FAMILIES, tiny_model
 from torch import nn
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones import slices
+from locret_kit.backbones import patches
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import decoder_of
 from locret_kit.runtime.session import prefill
@@ -19,8 +19,8 @@ from locret_kit.runtime.session import prefill
 @pytest.fixture(autouse=True)
 def short(monkeypatch) -> int:
     """Slices of 7 rows, which divide no length below."""
-    monkeypatch.setattr(slices, "SLICE", 7)
-    return slices.SLICE
+    monkeypatch.setattr(patches, "SLICE", 7)
+    return patches.SLICE
 
 
 def last_product(model) -> nn.Module:
@@ -55,7 +55,7 @@ def test_a_prompt_through_a_bounded_cache(monkeypatch):
     model, ids = tiny_model("qwen2").double(), tokens(90)[0].tolist()
     kept = {}
     for length in (7, 10**6):
-        monkeypatch.setattr(slices, "SLICE", length)
+        monkeypatch.setattr(patches, "SLICE", length)
         cache = BoundedCache(24, "h2o", chunk=16, prompt_length=90)
         with attach(model):
             logits = prefill(model, ids, cache)

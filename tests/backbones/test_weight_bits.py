@@ -35,8 +35,8 @@ from locret_kit.config.eval_options import load_eval_config
 from locret_kit.config.recipes import load_config
 from locret_kit.planning import inference_plan as p
 from locret_kit.planning.backbone_sizes import BackboneSizes
-from locret_kit.planning.training_plan import TrainSetting, plan_training
-from locret_kit.runtime.graph_decoder import GraphDecoder
+from locret_kit.planning.fitting_settings import TrainSetting, plan_training
+from locret_kit.runtime.decoders import GraphDecoder
 from locret_kit.runtime.session import prefill
 
 CPU = torch.device("cpu")

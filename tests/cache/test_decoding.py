@@ -18,8 +18,8 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.rope import rotate
 from locret_kit.cache.step import read_block
+from locret_kit.cache.storage.codec import Scratch
 from locret_kit.cache.storage.quantised import GroupedBits
-from locret_kit.cache.storage.scratch import Scratch
 from locret_kit.cache.view import _keys
 from locret_kit.runtime.session import prefill
 

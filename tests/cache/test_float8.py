@@ -12,10 +12,10 @@ from locret_kernels.ragged_decode import Float8Rows, Rotation, Spans
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.saved import load_cache, save_cache
-from locret_kit.cache.storage.float8 import LARGEST, MARGIN, Float8
+from locret_kit.cache.storage.codec import LARGEST, MARGIN, Float8
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.runtime.graph_decoder import GraphDecoder
+from locret_kit.runtime.decoders import GraphDecoder
 from locret_kit.runtime.session import prefill
 
 BOTH = pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])

@@ -12,7 +12,7 @@ from policy_runs import POLICIES, backbone, held, make, tokens, turn
 
 from locret_kit import attach
 from locret_kit.backbones.releases import CACHE
-from locret_kit.cache.fork import CannotFork
+from locret_kit.cache.bounded import CannotFork
 from locret_kit.runtime.session import prefill
 
 

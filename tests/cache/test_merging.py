@@ -18,7 +18,7 @@ from locret_kit.backbones.handler import Softmax
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import UnsupportedArchitecture
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.policies.merging import fold_nearest, nearest_kept
+from locret_kit.policies.methods.locret import fold_nearest, nearest_kept
 
 METRICS = ("cosine", "l2")
 

@@ -21,8 +21,7 @@ from locret_kit.cache.backend import BACKENDS
 from locret_kit.policies.allocation import Adaptive
 from locret_kit.policies.base import Scope, Score, Uniform, rank_of
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.policies.policy import Policy
-from locret_kit.policies.rounding import WHOLE, raised, rounded
+from locret_kit.policies.policy import WHOLE, Policy, raised, rounded
 from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")

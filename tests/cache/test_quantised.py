@@ -11,11 +11,10 @@ from policy_runs import POLICIES, backbone, held, make, tokens, turn
 
 from locret_kit import attach
 from locret_kit.backbones.releases import CACHE
+from locret_kit.cache.storage.codec import Scratch, decode, encode, levels, pack, unpack
 from locret_kit.cache.storage.layouts import EqualRows
-from locret_kit.cache.storage.packing import decode, encode, levels, pack, unpack
 from locret_kit.cache.storage.quantised import GroupedBits
 from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.cache.storage.scratch import Scratch
 from locret_kit.config.command_line import given_by
 from locret_kit.config.infer_options import INFER
 from locret_kit.policies.grammar import parse_policy

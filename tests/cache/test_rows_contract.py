@@ -9,16 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from locret_kit.cache.decoding import decode_rows
-from locret_kit.cache.storage.codec import Codec, Plain
-from locret_kit.cache.storage.compiled import CompiledBits
-from locret_kit.cache.storage.float8 import Float8
-from locret_kit.cache.storage.layouts import EqualRows, Layout
-from locret_kit.cache.storage.quantised import GroupedBits
-from locret_kit.cache.storage.ragged import RaggedRows
-from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.cache.storage.scratch import Scratch
-from locret_kit.cache.storage.transfer import export_rows, exported_shapes, restore_rows
+from locret_kit.cache.attend import decode_rows
+from locret_kit.cache.storage.codec import Codec, Float8, Plain, Scratch
+from locret_kit.cache.storage.layouts import EqualRows, Layout, RaggedRows
+from locret_kit.cache.storage.quantised import CompiledBits, GroupedBits
+from locret_kit.cache.storage.rows import BoundedLayer, export_rows, exported_shapes, restore_rows
 
 H, D, Q, ROOM = 3, 16, 6, 60
 CODECS: dict[str, tuple[Callable[[], Codec], float]] = {

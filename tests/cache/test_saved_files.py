@@ -23,8 +23,7 @@ from tiny_tokenizer import tiny_tokenizer
 from locret_kit import BoundedCache, Document, attach, files
 from locret_kit.backbones.releases import CACHE
 from locret_kit.cache import file
-from locret_kit.cache.saved import load_cache, save_cache
-from locret_kit.cache.saved_record import DTYPES
+from locret_kit.cache.saved import DTYPES, load_cache, save_cache
 from locret_kit.files import write_text
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling, decode, prefill

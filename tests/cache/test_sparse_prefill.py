@@ -15,7 +15,7 @@ from locret_kit import attach
 from locret_kit.backbones.handler import Handler
 from locret_kit.backbones.spec import text_config
 from locret_kit.cache.saved import load_cache, save_cache
-from locret_kit.cache.stages.sparse_prefill import pairs_of
+from locret_kit.cache.stages import pairs_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.methods.minference import VerticalSlash
 from locret_kit.policies.methods.xattention import Antidiagonal

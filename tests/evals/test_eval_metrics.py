@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from locret_kit.evals import metrics
-from locret_kit.evals.metrics import get_metric, text_distance
+from locret_kit.evals.metrics import NoSynonyms, get_metric
 
 CASES = [
     ("first_number", " 12345. Remember it", "12345", 1),
@@ -149,7 +149,7 @@ def test_bleu_and_meteor_are_the_libraries():
     one, two = "the quick brown fox jumps over it", "the quick brown dogs jumped over it"
     figures = get_metric("distance")(one, two, {})
     assert math.isclose(figures["bleu"], sacrebleu.sentence_bleu(one, [two]).score / 100)
-    stem = meteor_score([two.split()], one.split(), wordnet=text_distance.NoSynonyms())
+    stem = meteor_score([two.split()], one.split(), wordnet=NoSynonyms())
     assert figures.get("meteor_stem", stem) == pytest.approx(stem) and 0 < stem < 1 and figures["same"] == 0
 
 

@@ -24,7 +24,7 @@ from tiny_tokenizer import TEXT, tiny_tokenizer
 from transformers import LlamaForCausalLM
 
 from locret_kit.backbones.releases import cache_among
-from locret_kit.cache.fork import CannotFork
+from locret_kit.cache.bounded import CannotFork
 from locret_kit.cache.geometry.schedule import Schedule
 from locret_kit.cli.eval import main, run_of
 from locret_kit.config.eval_options import load_eval_config

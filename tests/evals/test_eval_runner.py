@@ -26,7 +26,7 @@ from locret_kit.evals.engine.result_rows import KEY, Row, Shard, read_rows
 from locret_kit.evals.tables import cells_table, summarize
 from locret_kit.evals.tasks import _text
 from locret_kit.heads import RetainingHeads
-from locret_kit.runtime.provenance import weights_hash
+from locret_kit.runtime.report import weights_hash
 from locret_kit.samples.haystack import load_text
 
 

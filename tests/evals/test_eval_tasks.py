@@ -33,7 +33,7 @@ from locret_kit.evals.tasks.task import Example, count_ids, spread_depth
 from locret_kit.samples import overlap
 from locret_kit.samples.haystack import load_text
 from locret_kit.samples.needles import WORDINGS
-from locret_kit.samples.synthetic import FACTS, HELD_FACTS, HELD_PROMPTS, PROMPTS, synthetic_sample
+from locret_kit.samples.synthetic import FACTS, HELD_FACTS, WORDS, synthetic_sample
 from locret_kit.text.template import render_prompt
 
 SYNTHETIC = [*HAYSTACK_TASKS, *STANDALONE_TASKS]
@@ -346,7 +346,10 @@ def test_questions_about_a_document_begin_alike(tmp_path):
 
 
 def test_wordings_are_not_those_of_training():
-    trained = [part for fact in (*FACTS, *HELD_FACTS) for part in fact[1:]] + [*PROMPTS, *HELD_PROMPTS]
+    trained = [part for fact in (*FACTS, *HELD_FACTS) for part in fact[1:]] + [
+        *WORDS["prompts"],
+        *WORDS["held_prompts"],
+    ]
     known = overlap.union([overlap.grams(text) for text in trained])
     for words in WORDINGS[1:]:
         assert not overlap.among(overlap.grams(words.needle), known).any()

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from locret_kernels import cpp
-from locret_kernels.cpp import place
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SOURCE = 'extern "C" int answer() {{ return {}; }}\n'
@@ -28,14 +27,14 @@ def built(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
 
     def answer() -> int:
-        place.folder.cache_clear()
-        place._private.cache_clear()
+        cpp.folder.cache_clear()
+        cpp._private.cache_clear()
         cpp.announce.cache_clear()
         return cpp.load(source).answer()
 
     yield answer
-    place.folder.cache_clear()
-    place._private.cache_clear()
+    cpp.folder.cache_clear()
+    cpp._private.cache_clear()
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def planted(built, kept, tmp_path, monkeypatch) -> Path:
     [library] = (tmp_path / "other" / "locret_kit").iterdir()
     source = tmp_path / "planted.cpp"
     source.write_text(SOURCE.format(666))
-    place.made(kept)
+    cpp.made(kept)
     subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(kept / library.name)], check=True)
     (kept / library.name).chmod(0o700)
     return kept / library.name
@@ -120,7 +119,7 @@ def test_a_folder_of_others_is_not_used(built, kept, planted, monkeypatch, caplo
         and "\n" not in line
         and said == SAID
     )
-    private = place.folder()
+    private = cpp.folder()
     assert private != kept and mode(private) == 0o700
     assert [path.name for path in private.iterdir()] == [planted.name]
 
@@ -135,7 +134,7 @@ def test_below_a_sticky_folder_it_is_used(built, kept, caplog):
 def test_links_above_it_are_followed_once(built, kept, tmp_path, caplog):
     (tmp_path / "disk").mkdir()
     (tmp_path / "home").symlink_to(tmp_path / "disk")
-    assert built() == 42 and place.folder() == tmp_path / "disk" / "cache" / "locret_kit" and caplog.messages == SAID
+    assert built() == 42 and cpp.folder() == tmp_path / "disk" / "cache" / "locret_kit" and caplog.messages == SAID
 
 
 FILES = {
@@ -170,4 +169,4 @@ def test_a_user_without_a_home(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert place.preferred() == tmp_path / f"locret_kit-{os.geteuid()}"
+    assert cpp.preferred() == tmp_path / f"locret_kit-{os.geteuid()}"

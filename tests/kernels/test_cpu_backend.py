@@ -17,16 +17,15 @@ from locret_kernels.ragged_decode import Rotation, Spans, ragged_decode
 from locret_kernels.ragged_decode import cpu as decode_cpu
 from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones import widened
+from locret_kit.backbones import patches
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.rope import Rope
-from locret_kit.backbones.undo import Undo
+from locret_kit.backbones.wrapped import Undo
 from locret_kit.cache.backend import CpuBackend, runs_on_cpu
-from locret_kit.cache.storage.compiled import CompiledBits
+from locret_kit.cache.storage.codec import Scratch
 from locret_kit.cache.storage.layouts import EqualRows
-from locret_kit.cache.storage.quantised import GroupedBits
+from locret_kit.cache.storage.quantised import CompiledBits, GroupedBits
 from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.cache.storage.scratch import Scratch
 from locret_kit.runtime import session
 
 WANT = frozenset({"sum", "square", "above"})
@@ -253,14 +252,14 @@ def test_without_a_compiler_prompts_are_read_all_the_same(monkeypatch, caplog):
 
 def test_products_of_bfloat16_are_rounded_once(monkeypatch):
     """By weights that are widened in several parts; the model is as it was after it."""
-    monkeypatch.setattr(widened, "lacks_bfloat16", lambda: True)
-    monkeypatch.setattr(widened, "AT_ONCE", 1000)
+    monkeypatch.setattr(patches, "lacks_bfloat16", lambda: True)
+    monkeypatch.setattr(patches, "AT_ONCE", 1000)
     model, x = tiny_model("llama", attention_bias=True).bfloat16(), random(1, 64, 48).bfloat16()
     linear = model.model.layers[0].self_attn.q_proj
     linear.bias.normal_(generator=torch.Generator().manual_seed(0))
     own = linear(x)
     undo = Undo()
-    widened.widen(undo, model, lambda x, *others: CpuBackend().operations(x))
+    patches.widen(undo, model, lambda x, *others: CpuBackend().operations(x))
     mine, few = linear(x), linear(x[:, :9])
     undo.run()
     exact = x.double() @ linear.weight.double().T + linear.bias.double()

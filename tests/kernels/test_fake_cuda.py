@@ -16,7 +16,7 @@ from locret_kit.backbones.probe import describe
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.methods.h2o import Aas
-from locret_kit.runtime.graph_decoder import GraphDecoder
+from locret_kit.runtime.decoders import GraphDecoder
 from locret_kit.runtime.session import prefill
 
 LENGTH, CHUNK = 57, 13

@@ -9,11 +9,10 @@ from interpreted import KERNELS, REFERENCES, close, poisoned
 from pairwise import pairs
 
 from locret_kernels.ragged_decode import PackedRows, Rotation, Spans
+from locret_kit.cache.storage.codec import Scratch, unpack
 from locret_kit.cache.storage.layouts import EqualRows
-from locret_kit.cache.storage.packing import unpack
 from locret_kit.cache.storage.quantised import GroupedBits
 from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.cache.storage.scratch import Scratch
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

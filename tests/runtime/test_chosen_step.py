@@ -10,11 +10,18 @@ import torch
 from locret_kit.cli.plan import resolve, shipped_configs
 from locret_kit.config import recipes
 from locret_kit.config.recipes import choose_for_device
-from locret_kit.planning import text_budget
+from locret_kit.planning import fitting_settings
 from locret_kit.planning.backbone_sizes import BackboneSizes, head_parameters
-from locret_kit.planning.chosen_step import LONGEST, SHARE, WIDTHS, choose_step, choose_width
-from locret_kit.planning.fitting_settings import DoesNotFit
-from locret_kit.planning.training_plan import TrainSetting, plan_training
+from locret_kit.planning.fitting_settings import (
+    LONGEST,
+    SHARE,
+    WIDTHS,
+    DoesNotFit,
+    TrainSetting,
+    choose_step,
+    choose_width,
+    plan_training,
+)
 
 GIB = 2**30
 
@@ -56,12 +63,12 @@ def test_a_number_that_is_given_stays():
 
 
 def test_a_container_s_bound_is_its_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(text_budget, "CGROUP", tmp_path)
+    monkeypatch.setattr(fitting_settings, "CGROUP", tmp_path)
     whole = recipes.machine_memory()
     for words, memory in (("max\n", whole), (f"{GIB // 4}\n", GIB // 4), (f"{2**60}\n", whole)):
         (tmp_path / "memory.max").write_text(words)
         assert recipes.machine_memory() == memory
-        assert 0 < (text_budget.free_memory(torch.device("cpu")) or 1) <= memory
+        assert 0 < (fitting_settings.free_memory(torch.device("cpu")) or 1) <= memory
 
 
 def test_it_says_what_it_chose(monkeypatch, capsys, tmp_path):

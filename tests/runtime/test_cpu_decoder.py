@@ -11,11 +11,10 @@ from policy_runs import LENGTH, SMALL, backbone, heads_of, held, make, tokens
 from tiny_models import tiny_model
 
 from locret_kernels.cases import packed_matrix
-from locret_kernels.decoder_step.cpu import load
-from locret_kernels.decoder_step.halves import Halves
+from locret_kernels.decoder_step.cpu import Halves, load
 from locret_kernels.product import FORMATS
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.gguf.packed_modules import PackedEmbedding, PackedLinear
+from locret_kit.backbones.gguf.gguf_model import PackedEmbedding, PackedLinear
 from locret_kit.backbones.releases import CACHE
 from locret_kit.runtime.batch import Batch, Request
 from locret_kit.runtime.cpu_decoder import CpuDecoder, _say_once, cpu_decoder

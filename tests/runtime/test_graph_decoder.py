@@ -16,8 +16,7 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.cache import context
 from locret_kit.cache.backend import BACKENDS
-from locret_kit.runtime import graph_decoder
-from locret_kit.runtime.graph_decoder import GraphDecoder, SyncDetector
+from locret_kit.runtime.decoders import GraphDecoder, SyncDetector
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 STEPS = 45
@@ -112,7 +111,7 @@ def test_an_eviction_that_reads_back_stays_outside():
 
 
 def test_a_score_that_reads_back_is_said(monkeypatch):
-    monkeypatch.setattr(graph_decoder, "_reason_against", lambda *_: None)  # settings would have said so
+    monkeypatch.setattr(decoders, "_reason_against", lambda *_: None)  # settings would have said so
     with attach(backbone()), torch.inference_mode():
         step = decoded(backbone(), make("compactor(block=8)"), tokens(), GraphDecoder, 3)[1]
         assert "makes the host wait" in (step.reason or "")
@@ -243,7 +242,7 @@ def test_a_capture_that_fails_gives_the_stream_back(monkeypatch):
             super().__init__(model, cache)
             self.captures = True
 
-    monkeypatch.setattr(graph_decoder, "capture_stream", lambda device: "side")
+    monkeypatch.setattr(decoders, "capture_stream", lambda device: "side")
     for name, stand_in in (
         ("CUDAGraph", object), ("graph", graph), ("stream", switched), ("device", lambda device: nullcontext()),
         ("current_stream", lambda device: streams[-1]),

@@ -11,8 +11,8 @@ import torch
 
 from locret_kernels.provenance import commit
 from locret_kit import HeadsConfig, RetainingHeads
-from locret_kit.runtime import provenance
-from locret_kit.runtime.provenance import weights_hash
+from locret_kit.runtime import report
+from locret_kit.runtime.report import weights_hash
 
 CONFIG = HeadsConfig("lab/tiny", "llama", 3, 4, 2, 8, "silu", 16)
 
@@ -73,12 +73,12 @@ def test_there_need_not_be_a_commit(monkeypatch, tmp_path):
 
     commit.cache_clear()
     (tmp_path / ".git").mkdir()
-    monkeypatch.setattr(provenance.origin, "ROOT", tmp_path)
+    monkeypatch.setattr(report.origin, "ROOT", tmp_path)
     monkeypatch.setattr(subprocess, "run", no_git)
-    assert provenance.versions().keys() == {"python", "torch", "transformers", "locret_kit"}
-    made = provenance.provenance("lab/tiny", None, "", None, None)
+    assert report.versions().keys() == {"python", "torch", "transformers", "locret_kit"}
+    made = report.provenance("lab/tiny", None, "", None, None)
     assert made == {
         "model": "lab/tiny", "heads": "-", "heads_hash": "", "adapter": None, "backend": "",
-        "versions": provenance.versions(),
+        "versions": report.versions(),
     }  # fmt: skip
     commit.cache_clear()

@@ -17,8 +17,7 @@ from served import LIMITS, SETTINGS, ask, running_engine, serving
 
 from locret_kit import BoundedCache, Document
 from locret_kit.backbones.spec import spec_of
-from locret_kit.planning.inference_plan import Setting
-from locret_kit.planning.serving import Caches
+from locret_kit.planning.inference_plan import Caches, Setting
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Answer, Sampling, generate
 from locret_kit.serving.engine import Engine

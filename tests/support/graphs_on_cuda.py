@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
-from locret_kit.runtime.graph_decoder import GraphDecoder
+from locret_kit.runtime.decoders import GraphDecoder
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 LENGTH, STEPS = 300, 60

@@ -14,9 +14,8 @@ from locret_kit import BoundedCache
 from locret_kit.cache.step import read_tokens
 from locret_kit.cache.storage.codec import Plain
 from locret_kit.cache.storage.layouts import EqualRows
-from locret_kit.cache.storage.row_pool import PageShape, RowPool
 from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.cache.together import Step, decode_together, kind
+from locret_kit.cache.together import PageShape, RowPool, Step, decode_together, kind
 from locret_kit.cache.view import score_alike, shared_scores
 
 BUDGETS = (24, 16, 20)

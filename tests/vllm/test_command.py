@@ -9,7 +9,7 @@ import tiny
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from locret_kit.backbones import precision
+from locret_kit.backbones import load as precision
 from locret_kit.cli.vllm import served_by, settle
 from locret_kit.config.command_line import read
 from locret_kit.config.vllm_options import VLLM

@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheLayout, create_kv_cache_views
 from vllm.v1.request import Request
 
-from locret_kit.cache.storage.row_pool import PageShape, RowPool
+from locret_kit.cache.together import PageShape, RowPool
 from locret_kit.vllm.cache_spec import BoundedSpec
 
 LAYERS, BLOCKS, LONGEST = 30, 10, 131072

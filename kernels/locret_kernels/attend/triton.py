@@ -20,9 +20,8 @@ from .. import common
 from ..checks import check_queries
 from ..column_stats.reference import ColumnStats
 from ..column_stats.triton import column_stats
-from ..common import LOG2E, check_heads, dot_rows, head_blocks, load_rows
+from ..common import LOG2E, check_heads, dot_rows, head_blocks, load_rows, merge_splits, split_rows
 from ..rotate.triton import rotate_rows
-from ..split_merge import merge_splits, split_rows
 from .reference import ChunkRotation
 
 

@@ -15,8 +15,7 @@ from triton import cdiv
 
 from .. import common
 from ..checks import check_queries
-from ..common import LOG2E, check, check_heads, dot_rows, head_blocks, load_rows
-from ..split_merge import split_rows
+from ..common import LOG2E, check, check_heads, dot_rows, head_blocks, load_rows, split_rows
 from .reference import MARGIN, STATISTICS, ColumnStats
 
 

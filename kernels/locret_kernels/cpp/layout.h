@@ -1,4 +1,4 @@
-// What the caller hands over. The callers read these structs from here (`structs.py`): fields are numbers of 64 bits, pointers and
+// What the caller hands over. The callers read these structs from here (`Struct`): fields are numbers of 64 bits, pointers and
 // other structs.
 
 #pragma once

@@ -1,5 +1,5 @@
 // Rows of one layer go from its tail into few bits and come back from them, on a CPU: what `locret_kit/cache/storage/quantised.py`
-// and `groups.py` define with tensors, for heads of equal length that each have a table of their own.
+// defines with tensors, for heads of equal length that each have a table of their own.
 //
 // Letters: H heads, S rows, X capacity, T rows of the tail, D channels, M groups of a table. Rounds where the definition rounds: no two
 // operations are joined into one (`-ffp-contract=off`). Sums are taken in another order.

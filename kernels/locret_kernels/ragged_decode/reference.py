@@ -1,15 +1,31 @@
-"""Decoding attention over flat rows, in full or in few bits: the definitions, in torch."""
+"""Hadamard rotation, under which values of few bits are stored: it spreads what stands out in one channel over many."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checks import check_some
-from ..hadamard import hadamard
+
+
+@cache
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """Sylvester's Hadamard matrix ``[size, size]`` (float32), orthonormal and its own inverse. Where ``size`` is no power of
+    two, blocks of the largest power that divides it stand on the diagonal."""
+    side = size & -size
+    with torch.inference_mode(False):  # the cached matrix may be used where gradients are needed
+        block = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+        pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=block.dtype, device="cpu")
+        while len(block) < side:
+            block = torch.kron(block, pair)
+        return torch.kron(torch.eye(size // side, dtype=block.dtype, device="cpu"), block / side**0.5).to(device)
+
+
+# ---- decoding attention over flat rows, in full or in few bits ----
 
 
 class Spans(NamedTuple):
@@ -54,7 +70,7 @@ class PackedRows(NamedTuple):
 
     A number is ``zero + code * step``; of the codes in a byte the first has the lowest bits. Keys have a step and a zero point
     per channel for a group of rows, values per row for a group of channels (KIVI, arXiv 2402.02750). Values are stored rotated
-    (``hadamard.py``). ``P`` counts the heads of all batches, ``B * H``.
+    (``hadamard``). ``P`` counts the heads of all batches, ``B * H``.
     """
 
     key_codes_NX: Tensor

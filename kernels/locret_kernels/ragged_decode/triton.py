@@ -18,10 +18,8 @@ from torch import Tensor
 
 from .. import common
 from ..checks import check_some, check_tables
-from ..common import LN2, LOG2E, check, dot_rows, head_blocks, load_rows
-from ..hadamard import hadamard
-from ..split_merge import merge_splits, split_rows
-from .reference import Decoded, Float8Rows, FullRows, PackedRows, Rotation, Spans
+from ..common import LN2, LOG2E, check, dot_rows, head_blocks, load_rows, merge_splits, split_rows
+from .reference import Decoded, Float8Rows, FullRows, PackedRows, Rotation, Spans, hadamard
 
 
 @triton.jit

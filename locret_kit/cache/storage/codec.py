@@ -1,4 +1,4 @@
-"""Codecs: how keys and values of a layer's rows are stored. ``Plain`` stores them as they come; see ``float8``, ``quantised``."""
+"""Codecs: how keys and values of a layer's rows are stored. ``Plain`` stores them as they come; see ``Float8``, ``quantised``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,113 @@ from torch import Tensor
 
 from locret_kernels.ragged_decode import Float8Rows, PackedRows
 
+from ...policies.policy import Policy
 from .layouts import Index, Layout, Shapes
+
+# ---- uniform quantisation to 4 or 2 bits with a step and a zero point a group, and codes packed into bytes ----------
+
+# ``x`` is stored as ``code = round((x - zero) / step)`` and read back as ``zero + code * step``. Steps and zero points are
+# float16; zero points are rounded down and steps where it matters up, so that every number comes back within half a
+# step. Numbers beyond float16's range (65,504) saturate.
+# Source: KIVI, arXiv 2402.02750, section 3; the rounding is ours.
+
+
+BITS = (4, 2)
+HALF_MAX = torch.finfo(torch.float16).max
+VALUE_GROUP = 32
+"""Channels of a rotated row that share a step and a zero point, at most."""
+ROUNDING = 2.0**-10
+"""Twice the largest relative error of rounding a normal number to float16."""
+SUBNORMAL = 2.0**-24
+"""The spacing of float16 near zero."""
+
+
+def value_group(size: int) -> int:
+    """Channels of a rotated row of ``size`` channels that share a step and a zero point."""
+    return max(n for n in range(1, VALUE_GROUP + 1) if size % n == 0)
+
+
+def levels(lo: Tensor, hi: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Step and zero point (float16, the shape of ``lo``) of groups whose smallest and largest number (float32) are given. Those
+    of limits that were read back from codes are the same again, so that quantising anew does not drift."""
+    most = 2**bits - 1
+    # Rounded down, never up: a zero point above the smallest number would clip it.
+    zero = lo.clamp(-HALF_MAX, HALF_MAX).half()
+    below = (lo - lo.abs() * ROUNDING - SUBNORMAL).clamp(-HALF_MAX, HALF_MAX).half()
+    zero = torch.where(zero.float() > lo, below, zero)
+    # From the stored zero point, not from lo; a step that float16 rounded too small is made one unit larger.
+    reach = hi - zero.float()
+    step = (reach / most).clamp(SUBNORMAL, HALF_MAX).half()
+    above = (reach / most * (1 + ROUNDING) + SUBNORMAL).clamp(max=HALF_MAX).half()
+    return torch.where(reach > (most + 0.5) * step.float(), above, step), zero
+
+
+def encode(x: Tensor, step: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Codes (uint8, the shape of ``x``) of float32 numbers; ``step`` and ``zero`` broadcast."""
+    return ((x - zero.float()) / step.float()).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
+
+
+def decode(codes: Tensor, step: Tensor, zero: Tensor) -> Tensor:
+    """Numbers (float32) of codes."""
+    return zero.float() + codes * step.float()
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Bytes ``[..., D * bits / 8]`` of codes ``[..., D]`` (uint8, below ``2^bits``); the first code has the lowest bits."""
+    per_byte = 8 // bits
+    # [..., D] -> [..., D / per_byte, per_byte], each code at its shift, summed to one byte
+    return (codes.unflatten(-1, (-1, per_byte)) << _shifts(codes, bits)).sum(-1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Codes ``[..., D]`` (uint8) of bytes ``[..., D * bits / 8]``."""
+    return ((packed[..., None] >> _shifts(packed, bits)) & (2**bits - 1)).flatten(-2)
+
+
+def _shifts(like: Tensor, bits: int) -> Tensor:
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=like.device)
+
+
+# ---- bits of a stored number ----------------------------------------------------------------------------------------
+
+# Which there are, and what goes with them.
+
+
+FLOAT8 = 8
+"""Bits that are no codes of groups but floating point: see ``codec.Float8``."""
+
+
+def check_bits(kv_bits: int | None) -> None:
+    """Raise ValueError unless ``kv_bits`` is 8, 4, 2 or None."""
+    if kv_bits is not None and kv_bits not in (FLOAT8, *BITS):
+        raise ValueError(
+            f"kv_bits={kv_bits} must be 8, 4 or 2; without it, keys and values are kept in the model's dtype"
+        )
+
+
+def check_storage(kv_bits: int | None, policy: Policy) -> None:
+    """Raise ValueError unless slots that ``policy`` keeps can be stored in ``kv_bits`` bits: a slot that was quantised is not
+    written again."""
+    check_bits(kv_bits)
+    if kv_bits is not None and policy.merge is not None:
+        raise ValueError(
+            f"kv_bits={kv_bits} stores a slot once; policy={policy.name!r} merges evicted slots into it: leave one out"
+        )
+    if kv_bits is not None and policy.ragged:
+        raise ValueError(
+            f"kv_bits={kv_bits} is for heads of one length; those of policy={policy.name!r} differ: take one whose heads are "
+            "equal, such as locret, snapkv or h2o"
+        )
+
+
+def check_head_size(bits: int, size: int) -> None:
+    """Raise ValueError where the codes of a head's numbers do not fill whole bytes."""
+    if size * bits % 8:
+        raise ValueError(f"kv_bits={bits} needs a head size that is a multiple of {8 // bits}, not {size}")
+
+
+# ---- codecs ----
+
 
 Column = tuple[torch.dtype, tuple[int, ...]]
 """Dtype of a buffer that has a row per slot, and the shape of one row."""
@@ -122,3 +228,125 @@ class Plain(Codec):
     def flat(self) -> tuple[Tensor, Tensor]:
         # [B, H, capacity, D], or [N, D] of ragged heads: end to end either way.
         return self.keys.flatten(0, -2), self.values.flatten(0, -2)
+
+
+# ---- buffers into which rows in few bits are read -------------------------------------------------------------------
+
+# One pair for all layers of a cache.
+
+
+class Scratch:
+    """Keys and values ``[B, H, rows, D]`` in the model's dtype of the one layer that is read now; all layers share it."""
+
+    def __init__(self) -> None:
+        self.owner: Codec | None = None
+        self.complete = True
+        """Whether it holds all values, and not the tail's alone."""
+        self.keys = self.values = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def lend(self, codec: Codec) -> None:
+        """Give the buffers to a layer, made anew where they do not fit it."""
+        rows = codec.layout
+        for name, size in (("keys", codec.key_size), ("values", codec.value_size)):
+            old, shape = getattr(self, name), (rows.B, rows.H, rows.capacity, size)
+            # Rows to spare do no harm: layers of several capacities share the largest buffer.
+            fits = (
+                old.dim() == 4
+                and old.shape[2] >= rows.capacity
+                and (*old.shape[:2], old.shape[3]) == (*shape[:2], size)
+            )
+            if not (fits and old.dtype == codec.dtype and old.device == rows.device):
+                with torch.inference_mode(False):
+                    setattr(self, name, torch.empty(shape, dtype=codec.dtype, device=rows.device))
+        self.owner = codec
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers."""
+        return int(self.keys.nbytes + self.values.nbytes)
+
+
+# ---- keys and values in floating point of 8 bits (E4M3) ----
+
+
+# ---- keys and values of rows in floating point of 8 bits ------------------------------------------------------------
+
+# E4M3: sign, 4 bits of exponent, 3 of mantissa; a scale for each head.
+#
+# A number is read back as ``code * scale``, within 1/16 of itself wherever it is above a 28,672nd of the largest, which is 448
+# times the scale. A head's scale is a power of two, so scaling rounds nothing, and is fixed by the first tokens of a text that
+# are read together: the largest number among them is ``MARGIN`` times below the largest code. A number beyond that is clipped,
+# and counted.
+#
+# A row is quantised as it enters and never again, so it moves as it is. A decoded token's attention reads the codes as they lie;
+# a chunk's reads all rows in the model's dtype, its own too as they are stored.
+
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+MARGIN = 4.0
+"""How far a number may be above the largest of the first tokens; one bit of 17 in the range of a code."""
+
+
+def scale_of(x_BHTD: Tensor) -> Tensor:
+    """Scale ``[B, H]`` (float32, a power of two) of heads with such numbers."""
+    most_BH = x_BHTD.abs().amax((2, 3)).float().clamp(min=2.0**-100)
+    exponent_BH = torch.frexp(most_BH * (MARGIN / LARGEST)).exponent
+    return ((exponent_BH + 127) << 23).view(torch.float32)  # 2 to that power, exactly
+
+
+class Float8(Codec):
+    """Keys and values in 8 bits."""
+
+    keys: Tensor
+    """Codes as uint8, which every operation can move, and so are the values'."""
+    values: Tensor
+    key_scale: Tensor
+    """``[B, H]`` float32, and so is the values'."""
+    value_scale: Tensor
+    clipped: Tensor
+    """``[2]`` int64: numbers of keys and of values that were beyond the largest code."""
+
+    def columns(self) -> dict[str, Column]:
+        return {"keys": (torch.uint8, (self.key_size,)), "values": (torch.uint8, (self.value_size,))}
+
+    def tables(self) -> Shapes:
+        scale = torch.float32, (self.layout.B, self.layout.H)
+        return {"key_scale": scale, "value_scale": scale, "clipped": (torch.int64, (2,))}
+
+    def begin(self) -> None:
+        self.key_scale.fill_(1)
+        self.value_scale.fill_(1)
+        self.clipped.zero_()
+
+    def write(self, at: Index, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
+        for number, (codes, scale_BH, x) in enumerate(
+            ((self.keys, self.key_scale, k_BHTD), (self.values, self.value_scale, v_BHTD))
+        ):
+            # The first tokens fix a head's scale for good: rows are never written a second time.
+            if not self.layout.rows:
+                scale_BH[:] = scale_of(x)
+            y = x.float() / scale_BH[..., None, None]
+            self.clipped[number] += (y.abs() > LARGEST).sum()
+            codes[at] = y.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def read(self, name: str, at: Index) -> Tensor:
+        codes, scale_BH = (self.keys, self.key_scale) if name == "keys" else (self.values, self.value_scale)
+        scale_BH11 = scale_BH[..., None, None].to(self.dtype)
+        return codes[at].view(torch.float8_e4m3fn).to(self.dtype).mul_(scale_BH11)
+
+    def flat(self) -> Float8Rows:
+        keys, values = self.keys.flatten(0, -2), self.values.flatten(0, -2)
+        return Float8Rows(keys, values, self.key_scale.flatten(), self.value_scale.flatten())
+
+    def clear(self) -> None:
+        if hasattr(self, "clipped"):
+            self.clipped.zero_()
+
+    # ---- taken out and put back ------------------------------------------------------------------------------------
+
+    def export(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.tables()}
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        for name in self.tables():
+            getattr(self, name).copy_(tensors[name])

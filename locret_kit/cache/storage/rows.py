@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ...backbones.handler import Softmax
 from ...settings import INT32_MAX
-from ..decoding import VarlenRows
+from ..attend import VarlenRows
 from .blocks import BlockStore
 from .codec import Codec, Column
 from .layouts import ALL, Index, Layout, Shapes
@@ -338,3 +338,90 @@ class BoundedLayer(CacheLayerMixin):
         held = (x for holder in (self, self.layout, self.codec) for x in vars(holder).values())
         stored = self.store.device_bytes if self.store is not None else 0
         return stored + sum(int(x.nbytes) for x in (*held, *self.state.values()) if isinstance(x, Tensor))
+
+
+# ---- rows of a layer as tensors in logical order --------------------------------------------------------------------
+
+# Taken out, for a file or a copy, and put back into a layer of the same kind.
+
+
+STATE = "state."
+"""Prefix of the names under which a score's state is exported."""
+
+
+def export_rows(rows: BoundedLayer) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Everything that a layer needs to go on: counts, and tensors in logical order, wherever the rows lie. Nothing of the
+    free room is among them. Tensors may share memory with the buffers; there are none before the first token."""
+    counts = rows.counts()
+    if not rows.seen:
+        return counts, {}
+    # Every tensor of the score's state and every buffer, or the layer would go on otherwise.
+    every = rows.layout.every()
+    tensors = {name: getattr(rows.holder(name), name)[every] for name in rows.columns()}
+    if rows.statistics:
+        tensors["stats"] = torch.stack([stat[every] for stat in rows.stats])
+    if hasattr(rows, "queries"):
+        tensors["queries"] = rows.queries
+    tensors |= {STATE + name: value for name, value in rows.state.items()}
+    return counts, tensors | rows.layout.export() | rows.codec.export(tensors)
+
+
+def exported_shapes(rows: BoundedLayer, query_heads: int) -> Shapes:
+    """Dtype and shape of all that ``export_rows`` gives of a layer that has seen a token, but for the score's state. Needs its
+    counts and ``measure``."""
+    shape = rows.layout.shape(rows.rows)
+    shapes = {name: (dtype, (*shape, *row)) for name, (dtype, row) in rows.columns().items()}
+    if rows.statistics:
+        shapes["stats"] = torch.float32, (rows.statistics, *shape)
+    if rows.recent:
+        shapes["queries"] = rows.dtype, (rows.layout.B, query_heads, rows.recent, rows.codec.key_size)
+    return shapes | rows.layout.exported() | rows.codec.exported()
+
+
+def set_counts(rows: BoundedLayer, counts: Mapping[str, float]) -> None:
+    """Give a layer the counts that ``export_rows`` took out of one of the same kind."""
+    for name, value in counts.items():
+        setattr(rows.codec if name in rows.codec.COUNTS else rows, name, value)
+
+
+def restore_rows(
+    rows: BoundedLayer, counts: Mapping[str, float], tensors: Mapping[str, Tensor], k_BH0D: Tensor, v_BH0D: Tensor
+) -> None:
+    """Make a layer what ``export_rows`` took out of one of the same kind; nothing is shared. The room may be another one.
+
+    Args:
+        k_BH0D: empty keys, and so are the values: they tell batch, heads, channels, dtype and device.
+    """
+    # Counts first: by them the layout and the tail of the codec are laid out.
+    set_counts(rows, counts)
+    if not tensors:
+        return
+    # Under full attention a text may be longer than the room that was planned, and a table of key groups larger.
+    rows.measure(k_BH0D, v_BH0D)
+    rows.layout.capacity = max(rows.capacity, rows.rows, rows.codec.room(tensors))
+    rows.lazy_initialization(k_BH0D, v_BH0D)
+    rows.layout.fill(tensors)
+    every = rows.layout.every()
+    for name in rows.columns():
+        getattr(rows.holder(name), name)[every] = tensors[name].to(rows.device)
+    for number in range(rows.statistics):
+        rows.stats[number][every] = tensors["stats"][number].to(rows.device)
+    # Copies of its own, good outside of inference mode too: a score changes its state in place.
+    with torch.inference_mode(False):
+        own = {name: x.to(rows.device, copy=True) for name, x in tensors.items() if name.startswith(STATE)}
+        rows.state = {name.removeprefix(STATE): x for name, x in own.items()}
+        if "queries" in tensors:
+            rows.queries = tensors["queries"].to(rows.device, copy=True)
+    rows.codec.fill(tensors)
+
+
+def copy_rows(rows: BoundedLayer, other: BoundedLayer) -> None:
+    """Make a layer a copy of another one of the same kind; nothing that one of both writes is shared. The room may be another
+    one."""
+    if not other.is_initialized:
+        return
+    empty = torch.empty(other.layout.B, other.layout.H, 0, dtype=other.dtype, device=other.device)
+    k_BH0D, v_BH0D = (empty.new_empty(*empty.shape, size) for size in (other.codec.key_size, other.codec.value_size))
+    restore_rows(rows, *export_rows(other), k_BH0D, v_BH0D)
+    if rows.store is not None and other.store is not None:
+        rows.store.restore(other.store.export(), k_BH0D, v_BH0D)

@@ -25,7 +25,7 @@ from ...backbones.intercept import attach
 from ...backbones.rope import rotate
 from ...cache.bounded import BoundedCache
 from ...cache.storage.codec import Plain
-from ...cache.storage.ragged import RaggedRows
+from ...cache.storage.layouts import RaggedRows
 from ...cache.storage.rows import BoundedLayer
 from ...policies.base import TopK, rank_of
 from ...policies.methods.streaming import Recency

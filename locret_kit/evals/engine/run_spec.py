@@ -131,7 +131,7 @@ def is_oracle(policy: str) -> bool:
 def check_policies(policies: list[str], kv_bits: int | None) -> None:
     """Before a backbone is loaded: raise ValueError at an unknown policy, or at one whose slots cannot be stored in
     ``kv_bits`` bits."""
-    from ...cache.storage.bits import check_bits, check_storage
+    from ...cache.storage.codec import check_bits, check_storage
     from ...policies.grammar import parse_policy
 
     check_bits(kv_bits)

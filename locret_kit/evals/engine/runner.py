@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ...cache.geometry.schedule import Schedule
 from ...documents.text_record import hash_ids
-from ...planning.memory import OutOfMemory
+from ...planning.fitting_settings import OutOfMemory
 from ...samples.haystack import TooShort
 from ...validation import made
 from ..metrics import get_metric

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...backbones.rope import Rope, rotated_text
-from ..base import Entry, Score, Slots, wide
-from ..parameters import Count, Positive
+from ..base import Count, Entry, Positive, Score, Slots, wide
 from ..registry import part, register
 
 

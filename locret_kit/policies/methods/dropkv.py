@@ -5,8 +5,7 @@ from torch import Tensor
 
 from ...backbones.handler import Softmax
 from ..attention import Weight, of_recent_queries
-from ..base import Slots, wide
-from ..parameters import Positive
+from ..base import Positive, Slots, wide
 from ..registry import part, register
 from ..scopes import Window
 

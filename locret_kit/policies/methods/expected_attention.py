@@ -8,8 +8,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from ...backbones.rope import rotate
-from ..base import Entry, Score, Slots, wide
-from ..parameters import Count, Positive
+from ..base import Count, Entry, Positive, Score, Slots, wide
 from ..registry import part, register
 
 

@@ -15,8 +15,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..base import Found, Recall, Slots, wide
-from ..parameters import Positive
+from ..base import Found, Positive, Recall, Slots, wide
 from ..registry import part, register
 from ..scopes import Sinks
 from .streaming import Recency

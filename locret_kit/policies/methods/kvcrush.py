@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..base import Selection, Slots, best_of, share_of, wide
-from ..parameters import Positive, Ratio
+from ..base import Positive, Ratio, Selection, Slots, best_of, share_of, wide
 from ..registry import part, register
 from .random import hashed
 

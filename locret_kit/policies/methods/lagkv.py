@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..base import Entry, Score, Slots, wide
-from ..parameters import Count, Positive
+from ..base import Count, Entry, Positive, Score, Slots, wide
 from ..registry import part, register
 
 

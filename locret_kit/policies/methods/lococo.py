@@ -30,8 +30,7 @@ from torch.nn import functional as F
 from ...files import CONFIG, WEIGHTS, read_folder, read_folder_config, write_folder
 from ...naming import blaming
 from ...validation import made
-from ..base import Folded, Merge, Score, Slots, rank_of
-from ..parameters import Odd, Part, Positive
+from ..base import Folded, Merge, Odd, Part, Positive, Score, Slots, rank_of
 from ..registry import part
 
 if TYPE_CHECKING:

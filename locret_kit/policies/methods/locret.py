@@ -1,21 +1,219 @@
-"""Locret, arXiv 2410.01805: importance predicted by retaining heads, and the forms that it combines to."""
+"""Locret, arXiv 2410.01805: importance predicted by retaining heads, and the forms that it combines to with merging, two-pass
+reading and a prefill mask."""
 
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Interval
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...cis import mean_of_next
 from ..allocation import Adaptive, Pyramid
-from ..base import Entry, Score, Slots
-from ..merging import Nearest
-from ..parameters import Count
-from ..passages import Passages
-from ..prefill_mask import Sliding
+from ..attention import recent_attention
+from ..base import Count, Entry, Folded, Merge, Odd, Positive, PrefillMask, Ratio, Reread, Score, Slots
 from ..registry import Parts, part, register
 from ..scopes import Sinks, Stabilizers, Window
+
+if TYPE_CHECKING:
+    from ...backbones.spec import BackboneSpec
+
+
+# ---- merging --------------------------------------------------------------------------------------------------------
+
+# Evicted slots are folded into slots of the same head that stay.
+#
+# ``Nearest`` folds each into the slot that is nearest to it; ``Lococo`` (``methods/lococo.py``) folds all of them into the pool,
+# the slots of lowest score that stay, by a trained convolution.
+#
+# With ``Nearest``, a slot's key and value are the weighted means of those of the tokens folded into it. Keys are compared and
+# averaged **before RoPE**: what a kept slot stands for is content, and its position stays its own. Averages of keys rotated for
+# different positions would cancel in the fast dimensions. Values know no position and take the same weights.
+#
+# A token weighs what its score says of the attention it draws (``Score.log_weight``), or the same as every other token. What
+# a slot has taken over is remembered beside it, so a later fold is a mean over all tokens again and the weights of a head sum
+# to the same before and after. Position, entry score and running statistics of a slot stay those of its own token. Pinned
+# slots take nothing over: they are the text as it was read.
+#
+# To attention a merged slot is one key, not several: it draws what its mean key draws.
+# Source: the training-free baseline of attention pools, as Locret 4.4 combines eviction with LoCoCo (arXiv 2406.05317).
+#
+# A merger is told of a layer's slots once (``told [B, H, S]``) and then folds one head after the other; ``remembers`` says
+# whether a slot carries the weight that it took over.
+
+
+Metric = Literal["cosine", "l2"]
+TILE = 2**20
+"""Similarities of evicted and kept keys that exist at once."""
+
+
+def nearest_kept(keys_SD: Tensor, stay_S: Tensor, metric: Metric = "cosine", tile: int = TILE) -> Tensor:
+    """The kept slot ``[E]`` (int64) whose key is nearest to that of each evicted slot, in the order of the evicted; ties go
+    to the newer one. At least one slot stays; at most ``tile`` similarities exist at once, or one row of them."""
+    newest_first_K = stay_S.nonzero().flatten().flip(0)
+    leaving_ED, kept_KD = keys_SD[~stay_S], keys_SD[newest_first_K]
+    # A key's own length changes nothing about which of the others is nearest.
+    if metric == "cosine":
+        kept_KD, handicap_K = F.normalize(kept_KD, dim=-1), kept_KD.new_zeros(())
+    else:
+        handicap_K = kept_KD.square().sum(-1) / 2
+    pieces = leaving_ED.split(max(1, tile // len(kept_KD)))
+    return newest_first_K[torch.cat([(piece @ kept_KD.T - handicap_K).argmax(-1) for piece in pieces])]
+
+
+def fold_nearest(
+    keys_SD: Tensor, values_SD: Tensor, log_weight_S: Tensor, stay_S: Tensor, metric: Metric = "cosine"
+) -> Folded:
+    """Fold every evicted slot of one head into the nearest that stays, by weighted means.
+
+    Args:
+        keys_SD: before RoPE; float32 or float64.
+        values_SD: of the same dtype; the size of a value may differ from that of a key.
+        log_weight_S: finite logarithms of the slots' weights, in any common unit.
+        stay_S: bool. Where none stays there is nothing to fold into, and all are dropped.
+    """
+    if not stay_S.any() or stay_S.all():
+        none_R = stay_S.new_empty(0, dtype=torch.int64)
+        return Folded(none_R, keys_SD[none_R], values_SD[none_R], log_weight_S[none_R])
+    leaving_E = (~stay_S).nonzero().flatten()
+    slots_R, into_E = nearest_kept(keys_SD, stay_S, metric).unique(return_inverse=True)
+    own_R, other_E = log_weight_S[slots_R], log_weight_S[leaving_E]
+    top_R = own_R.scatter_reduce(0, into_E, other_E, "amax")  # weights are relative to the largest of a fold
+    own_R, other_E = (own_R - top_R).exp(), (other_E - top_R[into_E]).exp()
+    gained_R = torch.zeros_like(own_R).index_add(0, into_E, other_E)
+
+    def mean(x_SD: Tensor) -> Tensor:
+        total_RD = (own_R[:, None] * x_SD[slots_R]).index_add(0, into_E, other_E[:, None] * x_SD[leaving_E])
+        return total_RD / (own_R + gained_R)[:, None]
+
+    return Folded(slots_R, mean(keys_SD), mean(values_SD), top_R + gained_R.log())
+
+
+@part("merge", "nearest")
+class Nearest(Merge):
+    """Every evicted slot is folded into the kept slot of its head whose key, before RoPE, is nearest to its own."""
+
+    metric: Metric = "cosine"
+    """'cosine' or 'l2'."""
+    weight: Literal["score", "count"] = "score"
+    """'score' or 'count': whether a token weighs what its score says, or as much as every other."""
+
+    remembers: ClassVar[bool] = True
+
+    def bind(self, spec: BackboneSpec, device: torch.device) -> None:
+        """Any backbone will do."""
+
+    def told(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+        """Logarithm of what each slot's own token weighs ``[B, H, S]`` (float32), by the policy's score."""
+        if self.weight == "count":
+            return torch.zeros_like(scores_BHS, dtype=torch.float32)
+        return score.log_weight(scores_BHS).float()
+
+    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
+        """One head's slots that take others over."""
+        return fold_nearest(keys_SD, values_SD, told_S, stay_S, self.metric)
+
+
+# ---- two-pass reading -----------------------------------------------------------------------------------------------
+
+# The passages of the text that the kept slots point to are read again before the answer.
+
+
+@part("reread", "passages")
+class Passages(Reread):
+    """The tail of the prompt, which is held back, is read over every slot; then the cache is emptied, and the ``tokens`` of
+    the text that the tail asked for are read once more, and the tail after them: kept slots are an index to the text.
+
+    A token's score is its share of the attention of the newest ``window`` queries among the older slots of a head, with
+    ``each`` of any one of these queries, the most that any head of any layer gives it; then the mean over ``smooth``
+    neighbouring tokens, zero where none is, and the maximum over ``kernel`` of these. A single token that one head looks at
+    says little; a passage that heads look at token after token says more. Which query knows what is asked for depends on the
+    prompt: its last one after the answer's first words, that of the question's last word where a chat template's follow. With
+    ``least``, what scores less than so much of the best is not read again even where there is room: other passages distract
+    a small model. The ``first`` tokens (a
+    template's head, an instruction, the sinks of attention) do not count among the slots, and are read again in any case.
+    What is read again stands side by side, and nothing is evicted from it, so the answer does not come through a context with
+    gaps; what was not asked for is gone. A prompt that fits the budget is read once.
+
+    Source: to read again what attention points to, from token ids, is InfiniRetri's (arXiv 2502.12962; last layer,
+    sentences); from the slots that a policy keeps, and by the most of all heads, is this project's
+    (``checkpoints/smollm2-135m-locret/LOG.md``).
+    """
+
+    tokens: Positive = 512
+    """Tokens of the text that are read again, at most half of the smallest layer's budget."""
+    window: Positive = 32
+    """Queries; all of the tail's where it has fewer."""
+    kernel: Odd = 33
+    """Tokens; 1 does not pool."""
+    first: Count = 32
+    """Tokens, at most half of those that are read again."""
+    smooth: Odd = 1
+    """Tokens; 1 averages nothing."""
+    each: bool = False
+    """Whether each of the queries counts by itself, and not their sum."""
+    least: Ratio = 0.0
+    """Share of the best token's score."""
+
+    def size(self, budget: int, tail: int) -> int:
+        """Tokens that are read before the ``tail``, at least one."""
+        return max(1, min(self.tokens, budget // 2, budget - tail))
+
+    def collect(self, score_P: Tensor, slots: Slots, tail: int, size: int) -> None:
+        """Raise the scores of a text's tokens ``[P]``, in place, to what the heads of a layer give them; ``size`` of them are
+        to be read again."""
+        text_BHS = slots.valid & (slots.positions >= self._opening(size)) & (slots.positions < len(score_P))
+        at_BHS = slots.positions.long().masked_fill(~text_BHS, 0)
+        window = min(self.window, tail)
+        slots = replace(slots, queries=cache(slots.queries), keys=cache(slots.keys))  # rotated once for all queries
+        for newest, but in [(i + 1, i) for i in range(window)] if self.each else [(window, 0)]:
+            asked_BHS = recent_attention(slots, newest, but).masked_fill(~text_BHS, 0)
+            share_BHS = asked_BHS / asked_BHS.sum(-1, keepdim=True).clamp(min=torch.finfo(asked_BHS.dtype).tiny)
+            score_P.scatter_reduce_(0, at_BHS.flatten(), share_BHS.flatten().to(score_P.dtype), "amax")
+
+    def choose(self, score_P: Tensor, size: int) -> Tensor:
+        """The tokens, at most ``size``, ascending; of those that are worth the same the earlier ones."""
+        mean_P = F.avg_pool1d(score_P[None, None], self.smooth, stride=1, padding=self.smooth // 2)
+        pooled_P = F.max_pool1d(mean_P, self.kernel, stride=1, padding=self.kernel // 2)[0, 0]
+        opening = self._opening(size)
+        enough_P = pooled_P >= self.least * pooled_P[opening:].amax()
+        pooled_P[:opening], enough_P[:opening] = float("inf"), True
+        chosen = pooled_P.argsort(descending=True, stable=True)[:size]
+        return chosen[enough_P[chosen]].sort().values
+
+    def _opening(self, size: int) -> int:
+        return min(self.first, size // 2)
+
+
+# ---- slots that a token of the prompt attends to while the prompt is read -------------------------------------------
+
+# The prompt's tail and decoded tokens attend to all.
+
+
+@part("prefill_mask", "sliding")
+class Sliding(PrefillMask):
+    """Once slots have been evicted, a token sees the first ``sinks`` slots of its head, the ``newest`` ones that were kept at the
+    last eviction, and what has been read since. The other slots wait for the question.
+
+    A context with gaps is not what a backbone was trained on, and what it makes of new tokens there is worse, which shows
+    when they are asked for. Source: sinks and a window are StreamingLLM's, arXiv 2309.17453; keeping slots that the text
+    after them does not see is this project's (``checkpoints/smollm2-135m-locret/LOG.md``).
+    """
+
+    newest: Count = 1024
+    sinks: Count = 8
+
+    def visible(self, rows: int, fresh: int) -> tuple[slice, slice] | None:
+        """The rows that a token sees of a head's ``rows``, of which ``fresh`` entered since the last eviction; None for all."""
+        hidden_until = rows - fresh - self.newest
+        return (slice(0, self.sinks), slice(hidden_until, rows)) if hidden_until > self.sinks else None
+
+
+# ---- locret, arXiv 2410.01805 ----
 
 
 @part("score", "cis")

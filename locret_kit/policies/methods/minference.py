@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from locret_kernels.sparse_attend import Blocks
 
 from ...files import read_json
-from ..base import Sparse, wide
-from ..parameters import Count, Positive
+from ..base import Count, Positive, Sparse, wide
 from ..registry import part, register
 from .streaming import Recency
 

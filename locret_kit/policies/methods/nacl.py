@@ -10,8 +10,20 @@ from torch import Tensor
 
 from ...backbones.rope import rotated_text
 from ..attention import Weight, recent_attention
-from ..base import Entry, Scope, Selection, Slots, best_of, resolve_count, share_of, wanted_count
-from ..parameters import Count, PositiveSize, Ratio, Size
+from ..base import (
+    Count,
+    Entry,
+    PositiveSize,
+    Ratio,
+    Scope,
+    Selection,
+    Size,
+    Slots,
+    best_of,
+    resolve_count,
+    share_of,
+    wanted_count,
+)
 from ..registry import part, register
 from ..scopes import Sinks
 from .random import hashed

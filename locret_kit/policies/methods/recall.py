@@ -12,8 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..base import Found, Recall, wide
-from ..parameters import Count, Positive, Size
+from ..base import Count, Found, Positive, Recall, Size, wide
 from ..registry import part, register
 
 PIECE = 64

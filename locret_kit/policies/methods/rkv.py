@@ -6,8 +6,7 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from ..base import Score, Slots, wide
-from ..parameters import Odd, Positive
+from ..base import Odd, Positive, Score, Slots, wide
 from ..registry import part, register
 from ..scopes import Window
 from .snapkv import WindowAttention

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ..attention import Weight
-from ..base import Scope, Slots, best_of, resolve_count, wanted_count
-from ..parameters import Count, Size
+from ..base import Count, Scope, Size, Slots, best_of, resolve_count, wanted_count
 from ..registry import part, register
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...backbones.own_logits import own_logits
+from ...backbones.spec import own_logits
 from ..attention import Weight
 from ..registry import part, register
 from ..scopes import Sinks, Window

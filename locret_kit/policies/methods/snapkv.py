@@ -4,8 +4,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention import Weight, recent_attention
-from ..base import Slots
-from ..parameters import Odd, Positive
+from ..base import Odd, Positive, Slots
 from ..registry import Parts, part, register
 from ..scopes import Window
 

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from locret_kernels.sparse_attend import Blocks
 
-from ..base import Sparse, wide
-from ..parameters import Positive
+from ..base import Positive, Sparse, wide
 from ..registry import part, register
 from .streaming import Recency
 

@@ -1,10 +1,4 @@
-"""Recall: evicted slots go to the layer's store, and attention sees the best of its blocks beside the rows.
-
-Where a query stands to a block is not known before the block has come back, so queries and keys that are stored before RoPE
-are compared at one distance, ``LOOKUP`` tokens; those that are stored rotated are compared as they are.
-
-A query sees the blocks of its own text alone, and a token that is among the rows is not in its block, so nothing is seen twice.
-"""
+"""Stages of a policy: what its merging, its recall and its sparse prefill do in a layer's step and eviction."""
 
 from __future__ import annotations
 
@@ -16,13 +10,104 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from locret_kernels.column_stats.reference import MARGIN
+from locret_kernels.sparse_attend import Blocks
 
-from ...backbones.rope import Rope, rotate
-from ...policies.base import Found, Recall, Slots, resolve_count, wide
-from ...settings import FIRST
-from ..context import Context, Stage
-from ..storage.blocks import BlockStore, Recalled
-from ..storage.rows import BoundedLayer, EqualLengthHeads
+from ..backbones.rope import Rope, rotate
+from ..policies.base import Found, Merge, Recall, Slots, Sparse, resolve_count, wide
+from ..policies.policy import Policy
+from ..settings import FIRST
+from .context import Context, Stage
+from .storage.blocks import BlockStore, Recalled
+from .storage.rows import BoundedLayer, EqualLengthHeads
+from .view import turned_back
+
+# ---- merging --------------------------------------------------------------------------------------------------------
+
+# Evicted slots are folded into slots of the same head that stay.
+
+
+@dataclass(frozen=True)
+class MergeStage(Stage):
+    """Folds the slots that go into those that stay, in place and one head at a time: beside the buffers there are never more
+    than a head's rows in float32. Pinned slots are as they were read: no merger sees them."""
+
+    merger: Merge
+
+    def evicted(
+        self, ctx: Context, layer: int, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor
+    ) -> None:
+        merger = self.merger
+        raw = ctx.read_rope(layer, rows) is not None  # keys are stored before RoPE
+        rope = ctx.rope(layer)
+        facts_BHS = merger.told(ctx.policy.score, slots, scores_BHS, ctx.policy.protected(slots), stay_BHS)
+        _, H, S = stay_BHS.shape
+        for h in range(H):
+            keys, values, positions = (rows.head(name, h) for name in ("keys", "values", "positions"))
+            own = slice(S - len(keys), S)  # slots are padded on the left
+            facts_S, stay_S = facts_BHS[0, h, own], stay_BHS[0, h, own]
+            if merger.remembers:
+                facts_S = torch.logaddexp(facts_S, rows.head("absorbed", h))
+            exact = torch.promote_types(keys.dtype, torch.float32)
+            keys_SD = keys.to(exact) if raw else turned_back(rope, keys.to(exact), positions)
+            free_S = slice(None) if slots.pinned is None else ~slots.pinned[0, h, own]
+            new = merger.fold(layer, keys_SD[free_S], values.to(exact)[free_S], facts_S[free_S], stay_S[free_S])
+            at, folded = torch.arange(len(keys), device=keys.device)[free_S][new.slots_R], new.keys_RD
+            if not raw:
+                folded = rotate(folded, *rope.tables(positions[at], exact))
+            keys[at], values[at] = folded.to(keys.dtype), new.values_RD.to(values.dtype)
+            if merger.remembers and new.gained_R is not None:
+                absorbed = rows.head("absorbed", h)
+                absorbed[at] = torch.logaddexp(absorbed[at], new.gained_R)
+
+
+# ---- sparse prefill -------------------------------------------------------------------------------------------------
+
+# Attention of a chunk over the rows that the policy chooses, and how much of it that is.
+
+
+@dataclass(frozen=True)
+class SparseStage(Stage):
+    """Narrows the attention of a chunk to the blocks of rows that the policy chooses, and counts how much of it is computed."""
+
+    sparse: Sparse
+
+    def narrows(self, rows: BoundedLayer, tokens: int) -> bool:
+        return tokens > 1 and rows.window is None
+
+    def blocks(
+        self, ctx: Context, layer: int, heads: slice, q_BQTD: Tensor, k_BHSD: Tensor, scaling: float
+    ) -> Blocks | None:
+        began, G = time.perf_counter(), q_BQTD.shape[1] // k_BHSD.shape[1]
+        blocks = self.sparse.choose(layer, slice(heads.start * G, heads.stop * G), q_BQTD, k_BHSD, scaling)
+        computed, dense = pairs_of(blocks, q_BQTD.shape[2], k_BHSD.shape[2])
+        ctx.counters.computed_pairs += computed
+        ctx.counters.dense_pairs += dense
+        ctx.counters.select_s += time.perf_counter() - began
+        return None if computed == dense else blocks  # a short context, of which a pattern leaves nothing out
+
+
+def pairs_of(blocks: Blocks, tokens: int, rows: int) -> tuple[int, int]:
+    """Pairs of a query and a row that the blocks compute, and those of dense attention in blocks of as many queries: for each
+    query the rows up to the last of its block. The host waits for the device."""
+    B, Q, N, U = blocks.seen_BQNU.shape
+    device = blocks.seen_BQNU.device
+    start_N = blocks.queries * torch.arange(N, device=device)
+    queries_N = (tokens - start_N).clamp(max=blocks.queries)
+    until_N1 = (rows - tokens + start_N + queries_N)[:, None]
+    there_NU = (until_N1 - blocks.unit * torch.arange(U, device=device)).clamp(0, blocks.unit)
+    pairs_NU = queries_N[:, None] * there_NU
+    return int((blocks.seen_BQNU.sum((0, 1)) * pairs_NU).sum()), B * Q * int(pairs_NU.sum())
+
+
+# ---- recall ---------------------------------------------------------------------------------------------------------
+
+# Evicted slots go to the layer's store, and attention sees the best of its blocks beside the rows.
+#
+# Where a query stands to a block is not known before the block has come back, so queries and keys that are stored before RoPE
+# are compared at one distance, ``LOOKUP`` tokens; those that are stored rotated are compared as they are.
+#
+# A query sees the blocks of its own text alone, and a token that is among the rows is not in its block, so nothing is seen twice.
+
 
 LOOKUP = 512
 """Distance (tokens) at which queries meet keys that are stored before RoPE, where the part says none."""
@@ -226,3 +311,18 @@ def _count(ctx: Context, stats: Tensor, weights_bhGtS: Tensor, seen_bht: Tensor)
         }
         for stat, name in zip(own, ctx.statistics, strict=True):
             stat += made[name](a_bhtS)
+
+
+# ---- stages ----
+
+
+def stages_of(policy: Policy) -> tuple[Stage, ...]:
+    """The stages of a policy, in the order in which they see an eviction."""
+    stages: list[Stage] = []
+    if policy.merge is not None:
+        stages.append(MergeStage(policy.merge))
+    if policy.recall is not None:
+        stages.append(RecallStage(policy.recall))
+    if policy.sparse is not None:
+        stages.append(SparseStage(policy.sparse))
+    return tuple(stages)

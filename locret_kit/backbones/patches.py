@@ -1,0 +1,244 @@
+"""Changes of a backbone's modules while it is attached, and how each is taken back: elementwise work in fewer launches, no
+rotation by zero, MLPs in slices, products of bfloat16 on a CPU without it, hidden states of the last layer as rows."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import threading
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from locret_kernels.fused import rms_norm, swiglu
+
+from .handler import Choice, LayerOperations
+from .spec import DecoderStack, GatedMlp, Layer, RmsNorm, decoder_of, is_gated, is_rms_norm, is_silu
+from .wrapped import Undo, has_own_forward, replace_forward
+
+# ---- a backbone's elementwise work in fewer launches ----------------------------------------------------------------
+
+# Norms with the residual before them, gated activations, and no rotation by zero.
+# Only where the handler of a forward has operations for it; elsewhere, and once it is undone, every module is as it was.
+#
+# ``probe`` tries both on every decoder and compares: they are for those that give the same hidden states.
+
+
+REFERENCE = LayerOperations(rms_norm, swiglu, F.linear)
+
+
+def skip_rotations(undo: Undo, decoder: DecoderStack, choice: Choice) -> None:
+    """Let rotary modules answer None, and rotations pass queries and keys through then, where ``choice`` gives operations,
+    until ``undo``."""
+    attentions = (layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn"))
+    for module in {sys.modules[type(attention).__module__] for attention in attentions}:
+        _skip_identity(undo, module)
+    replace_forward(undo, decoder.rotary_emb, partial(_no_rotation, choice))
+
+
+def _no_rotation(choice: Choice, forward: Callable[..., object], x: Tensor, *args: object, **named: object) -> object:
+    return forward(x, *args, **named) if choice(x) is None else (None, None)
+
+
+def fuse_layers(undo: Undo, decoder: DecoderStack, choice: Choice) -> None:
+    """Let a decoder's elementwise work be done by the operations that ``choice`` gives, until ``undo``. Modules that are not of
+    the known kinds are left as they are, and so are those whose forward somebody has replaced, as accelerate does."""
+    for layer in decoder.layers:
+        if is_rms_norm(layer.post_attention_layernorm) and has_own_forward(layer):
+            replace_forward(undo, layer, partial(_layer, layer, choice))
+        if is_gated(layer.mlp) and has_own_forward(layer.mlp):
+            replace_forward(undo, layer.mlp, partial(_mlp, layer.mlp, choice))
+    for norm in filter(is_rms_norm, decoder.modules()):
+        replace_forward(undo, norm, partial(_norm, norm, choice))
+
+
+def _norm(norm: RmsNorm, choice: Choice, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+    operations = choice(x, norm.weight)
+    if operations is None or norm.weight.dtype != x.dtype:
+        return forward(x)
+    return operations.rms_norm(x, norm.weight, norm.variance_epsilon)[0]
+
+
+def _layer(
+    layer: Layer, choice: Choice, forward: Callable[..., Tensor], hidden_states: Tensor, **rest: object
+) -> Tensor:
+    """A decoder layer, whose first residual is added where its sum is normalised."""
+    after = layer.post_attention_layernorm
+    if not is_rms_norm(after) or layer.training or after.weight.dtype != hidden_states.dtype:
+        return forward(hidden_states, **rest)
+    if choice(hidden_states, after.weight) is None:
+        return forward(hidden_states, **rest)
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **rest)
+    operations = choice(attended) or REFERENCE  # a gradient may begin in the attention, as of a pool that is trained
+    normed, total = operations.rms_norm(attended, after.weight, after.variance_epsilon, hidden_states)
+    return total + layer.mlp(normed)
+
+
+def _mlp(mlp: GatedMlp, choice: Choice, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """A gated MLP, its two inward products apart or in one matrix."""
+    if choice(x) is None or not is_silu(mlp):
+        return forward(x)
+    gate, up = (
+        mlp.gate_up_proj(x).chunk(2, dim=-1) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj(x), mlp.up_proj(x))
+    )
+    operations = choice(gate, up) or REFERENCE  # a gradient may begin in the products before
+    out: Tensor = mlp.down_proj(operations.swiglu(gate, up))
+    return out
+
+
+# ---- rotation by zero --------------------------------------------------------------------------------------------------
+
+_LOCK = threading.Lock()
+_WRAPPED: dict[ModuleType, tuple[Callable[..., tuple[Tensor, Tensor]], set[Undo]]] = {}
+"""Modelling modules whose rotation is wrapped: their own rotation, and the attachments that use the wrapped one."""
+ROTATION = "apply_rotary_pos_emb"
+
+
+def _skip_identity(undo: Undo, module: ModuleType) -> None:
+    """Let a modelling module's rotation pass q and k through where it is given no cos, until ``undo``."""
+
+    def restore() -> None:
+        with _LOCK:
+            own, users = _WRAPPED.get(module, (None, set()))
+            users.discard(undo)
+            if own is not None and not users:
+                setattr(module, ROTATION, own)
+                del _WRAPPED[module]
+
+    undo.add(restore)
+    with _LOCK:
+        own, users = _WRAPPED.setdefault(module, (getattr(module, ROTATION), set()))
+        users.add(undo)
+        if getattr(module, ROTATION) is own:
+            setattr(module, ROTATION, _passing(own))
+
+
+def _passing(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    @wraps(rotate)
+    def passing(q: Tensor, k: Tensor, cos: Tensor | None, *rest: object, **named: object) -> tuple[Tensor, Tensor]:
+        return (q, k) if cos is None else rotate(q, k, cos, *rest, **named)
+
+    return passing
+
+
+# ---- MLPs in slices of rows --------------------------------------------------------------------------------------------
+
+# What is between an MLP's two matrix products is the widest thing in a layer, and no token of it needs another's. A slice is
+# large enough to lose nothing: with ``SLICE`` rows a matrix product does as many multiplications for each weight that it
+# reads, ten times what a card needs to be busy computing (an H100: about 300 operations in bfloat16 a byte). Chunks up to
+# that length, and decoding, run as ever.
+
+
+SLICE = 4096
+"""Rows (tokens of all samples) that an MLP sees at most at a time."""
+
+
+def slice_mlps(undo: Undo, model: PreTrainedModel) -> None:
+    """Let every gated MLP of a decoder see at most ``SLICE`` rows at a time until ``undo``."""
+    for mlp in filter(is_gated, decoder_of(model).modules()):
+        replace_forward(undo, mlp, partial(_sliced, mlp))
+
+
+def _sliced(mlp: nn.Module, forward: Callable[..., Tensor], x: Tensor, *args: object, **named: object) -> Tensor:
+    """``forward(x)``, ``x [..., features]``, in slices where that pays. Further arguments may be of each row: not sliced then."""
+    rows = x.numel() // x.shape[-1]
+    if rows <= SLICE or args or named or not _gains(mlp, x):
+        return forward(x, *args, **named)
+    x_NF = x.reshape(rows, -1)
+    out_NF = x_NF.new_empty(0)
+    for start in range(0, rows, SLICE):
+        part = forward(x_NF[start : start + SLICE])
+        if not start:
+            out_NF = part.new_empty(rows, part.shape[-1])
+        out_NF[start : start + SLICE] = part
+        del part  # or it would outlive the next slice's products
+    return out_NF.view(*x.shape[:-1], -1)
+
+
+def _gains(mlp: nn.Module, x: Tensor) -> bool:
+    """Not where a graph keeps everything between the products anyway, nor where weights come anew for every call: ZeRO-3
+    gathers them (each process must then call as often, whatever the length of its samples), accelerate moves in those that
+    do not lie where ``x`` does."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return False
+    return all(weight.device == x.device and not hasattr(weight, "ds_id") for weight in mlp.parameters())
+
+
+# ---- products in bfloat16 on a CPU without it ----------------------------------------------------------------------------
+
+# Of many rows: weights are widened to float32 for the product, which is rounded once. PyTorch's own takes several times as
+# long there, and sums in float32 too.
+
+
+FEWEST = 64
+"""Rows from which on widening weights takes less time than it saves."""
+AT_ONCE = 1 << 22
+"""Weights that are widened at a time."""
+
+
+@cache
+def lacks_bfloat16() -> bool:
+    """Whether this processor must widen numbers of bfloat16 to compute with them, as x86 without AVX512_BF16 and AMX."""
+    known = (getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return platform.machine() in ("x86_64", "AMD64") and not any(known)
+
+
+def widen(undo: Undo, model: PreTrainedModel, choice: Choice) -> None:
+    """Let the products of a decoder in bfloat16 be those that ``choice`` gives, until ``undo``, on a processor where its own are
+    slow."""
+    if model.dtype == torch.bfloat16 and lacks_bfloat16():
+        for linear in decoder_of(model).modules():
+            if type(linear) is not nn.Linear or not has_own_forward(linear):
+                continue
+            if type(linear.weight.data) is Tensor:  # no codes of another library
+                replace_forward(undo, linear, partial(_widened, linear, choice))
+
+
+def _widened(linear: nn.Linear, choice: Choice, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    operations = choice(x, linear.weight)
+    return forward(x) if operations is None else operations.linear(x, linear.weight, linear.bias)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``, by widened weights where that pays."""
+    alike = x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
+    graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if not alike or graph or x.numel() < FEWEST * x.shape[-1] or not lacks_bfloat16():
+        return F.linear(x, weight, bias)
+    wide, step = x.float(), max(1, AT_ONCE // weight.shape[1])
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    for start in range(0, len(weight), step):
+        some = slice(start, start + step)
+        out[..., some] = F.linear(wide, weight[some].float(), None if bias is None else bias[some].float())
+    return out
+
+
+# ---- hidden states of the last layer as rows of one matrix -----------------------------------------------------------------
+
+
+def _as_rows(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The hidden states as rows of one matrix. Of a block's last token alone, a slice, PyTorch makes a batch of matrices, and
+    in bfloat16 on a CPU copies the vocabulary's weights for it at every call."""
+    hidden, *rest = args
+    return hidden.reshape(-1, hidden.shape[-1]).contiguous().view(hidden.shape), *rest
+
+
+def is_own_hook(hook: Callable[..., object]) -> bool:
+    """Whether a module's hook is one that ``attach`` has put there."""
+    return hook is _as_rows
+
+
+def give_rows(undo: Undo, words: nn.Module) -> None:
+    """Let the last layer see its hidden states ``_as_rows`` until ``undo``."""
+
+    def restore() -> None:
+        for key in [key for key, hook in words._forward_pre_hooks.items() if is_own_hook(hook)]:
+            del words._forward_pre_hooks[key]
+
+    undo.add(restore)
+    words.register_forward_pre_hook(_as_rows)
