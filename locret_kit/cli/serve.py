@@ -20,7 +20,7 @@ from .loading import check_run, choose
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-    from ..serving.loading_app import LoadingApp
+    from ..serving.process import LoadingApp
 
 ORIGIN = re.compile(r"https?://[^/?#\s*]+|null")
 """An origin as browsers write it."""
@@ -67,10 +67,8 @@ def run(args: ServeOptions) -> int:
     """Listen, load, serve. Raises ValueError or OSError with a one-line message."""
     import uvicorn
 
-    from ..serving.header_timeout import HeaderTimeout
     from ..serving.hosts import ANY
-    from ..serving.loading_app import LoadingApp
-    from ..serving.stopping import Stoppable
+    from ..serving.process import HeaderTimeout, LoadingApp, Stoppable
 
     if isinstance(args.budget, float):
         raise ValueError(f"budget={args.budget}: a session's slots must be known before the start: give an integer")
@@ -119,7 +117,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     from ..policies.grammar import parse_policy
     from ..serving.app import make_app
     from ..serving.engine import Engine
-    from ..serving.freed_memory import give_back
+    from ..serving.process import give_back
     from ..serving.state import Limits, Server
     from ..serving.store import Store
     from ..sizes import parse_bytes

@@ -15,8 +15,8 @@ from ..runtime.batch import Batch, Sequence
 from ..runtime.scheduler import PromptScheduler
 from .counters import Counters
 from .request import ServerRequest
-from .session_spec import SessionSpec
 from .sessions import Sessions
+from .store import SessionSpec
 
 MIN_PREFIX = 32
 """Tokens of a shared prefix, at least: fewer are read as quickly as they are copied."""

@@ -18,11 +18,10 @@ from .anthropic_routes import add_anthropic
 from .completions import add_completions
 from .document_routes import add_documents
 from .errors import add_errors
-from .guard import Guard
+from .guard import Guard, NamedRequests
 from .information import add_information
 from .metrics import metrics_of
 from .page import add_page
-from .request_names import NamedRequests
 from .responses_routes import add_responses
 from .state import Server
 

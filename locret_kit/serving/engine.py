@@ -34,9 +34,8 @@ from ..settings import RunSettings
 from .admission import Admission
 from .counters import Counters
 from .request import Busy, ServerRequest, Stopping
-from .session_spec import SessionSpec
 from .sessions import Sessions
-from .store import Store
+from .store import SessionSpec, Store
 
 LOG = logging.getLogger("locret_kit.serving")
 

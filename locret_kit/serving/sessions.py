@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from ..cache.bounded import BoundedCache
 from .request import PrefixKey, ServerRequest
-from .session_spec import SessionSpec
-from .store import Store
+from .store import SessionSpec, Store
 
 LOG = logging.getLogger("locret_kit.serving")
 MAX_LOADS = 2

@@ -495,7 +495,7 @@ def pdf(size: int) -> bytes:
 def test_bombs_end_their_conversion_alone(url, engine, server, monkeypatch, name, make, mib, memory, words):
     data = make(mib << 20)
     assert len(data) < 2 << 20
-    monkeypatch.setattr("locret_kit.serving.uploads.convert", partial(convert, memory=memory << 20))
+    monkeypatch.setattr("locret_kit.serving.state.convert", partial(convert, memory=memory << 20))
     monkeypatch.setattr(server, "limits", replace(LIMITS, upload_bytes=2 << 20))
     held = uploaded(url, name, data)
     assert held["status"] == "failed" and words in held["error"], held

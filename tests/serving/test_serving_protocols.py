@@ -16,11 +16,11 @@ from pydantic import BaseModel
 from served import KEYS, LIMITS, running_engine, serving
 from tiny_text import tiny_tokenizer
 
-from locret_kit.serving.answer_items import AnswerItems
 from locret_kit.serving.anthropic_routes import MessagesBody
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.errors import Refused
 from locret_kit.serving.responses_routes import ResponsesBody
+from locret_kit.serving.state import AnswerItems
 
 PARAMETERS = {
     "type": "object", "properties": {"name": {"enum": ["north", "south"]}, "tide": {"type": "boolean"}},
@@ -323,7 +323,7 @@ def test_an_item_is_named_instead_of_sent_again(client, url, stream):
 
 
 def test_items_are_forgotten_in_their_order(monkeypatch):
-    monkeypatch.setattr("locret_kit.serving.answer_items.MAX_CHARACTERS", 100)
+    monkeypatch.setattr("locret_kit.serving.state.MAX_CHARACTERS", 100)
     items, reference = AnswerItems(), {"type": "item_reference", "id": "1"}
     for number in range(4):
         items.add("anna", [{"id": str(number), "text": "x" * 20}])

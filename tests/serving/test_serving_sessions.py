@@ -25,7 +25,7 @@ from served import KEYS, LIMITS, SETTINGS, ask, serve_until_killed, serving
 from locret_kit.documents.document import Document
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.freed_memory import _trim
+from locret_kit.serving.process import _trim
 from locret_kit.serving.request import PrefixKey, ServerRequest
 from locret_kit.serving.sessions import Sessions
 from locret_kit.serving.state import Server, UploadedDocument
