@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
+from ..cache.bounded import BoundedCache
 from ..config.infer_options import BatchPrompt, Generation, InferOptions, Name
 from ..naming import first_line
 from ..runtime.batch import run as answered
@@ -22,13 +24,6 @@ from ..validation import made
 from .batch_files import BatchFiles, open_answers
 from .loading import check_run, choose, idle_stabilizers, prompt_ids
 from .terminal import check_question
-
-if TYPE_CHECKING:
-    from array import array
-
-    from transformers import PreTrainedTokenizerBase
-
-    from ..cache.bounded import BoundedCache
 
 SHARED = (*(item.name for item in fields(Generation)), "seed")
 """Options that a line may have for itself."""

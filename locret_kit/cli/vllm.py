@@ -26,7 +26,7 @@ ONCE = 1 << 30
 
 def run(args: VllmOptions, theirs: list[str]) -> int:
     """Check everything, then serve until stopped. Raises ValueError or OSError with a one-line message."""
-    from ..vllm.release import check_version
+    from ..vllm.refusals import check_version
 
     check_version()
     prepare_environment()

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 
 from ..settings import RunSettings
-from .command_help import COMMON_OPTIONS
+from .command_line import COMMON_OPTIONS
 from .machine import Plugin
 from .schema import Command, Repeatable, options_of
 

@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.identity import tokenizer_identity
 from ..backbones.intercept import attached
@@ -24,6 +25,7 @@ from ..cache.fork import CannotFork
 from ..cache.saved import save_cache
 from ..cache.terms import Terms
 from ..heads import RetainingHeads, loaded
+from ..policies.policy import Policy
 from ..runtime.session import Answer, Sampling, prefill, ready
 from ..settings import RunSettings
 from ..text.spans import Span
@@ -31,11 +33,6 @@ from ..text.template import protected_spans
 from .conversation import Chat
 from .document_text import DocumentText
 from .text_record import IDS, TextRecord, hash_ids, restored
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..policies.policy import Policy
 
 Progress = Callable[[int, int], None]
 Reader = Callable[["PreTrainedModel", "array[int]", BoundedCache, Progress | None], None]

@@ -126,9 +126,8 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(StarletteHTTPException)
     async def refused(request: Request, error: StarletteHTTPException) -> JSONResponse:
-        if isinstance(
-            error.__cause__, OSError
-        ):  # FastAPI puts a form on disk, and takes all that stops it for a wrong one
+        # FastAPI puts a form on disk, and takes all that stops it for a wrong one.
+        if isinstance(error.__cause__, OSError):
             error = no_room(error.__cause__)
         path, said, cause = request.url.path, str(error.detail), error.__cause__
         param, code = (error.param, error.code) if isinstance(error, Refused) else (None, None)

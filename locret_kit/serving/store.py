@@ -339,9 +339,7 @@ class Store:
                 return None  # it went on since the key was looked up
             own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
             policy = spec.policies[0] if saved.policy == spec.policies[0].name else None
-            cache = restore(
-                saved, own, spec.model, spec.heads, policy, where=str(path), origin=self._origin
-            )  # fmt: skip
+            cache = restore(saved, own, spec.model, spec.heads, policy, where=str(path), origin=self._origin)
             if cache.get_seq_length() != key.tokens:
                 raise ValueError(f"{path}: its cache has read {cache.get_seq_length()} tokens, not {key.tokens}")
         except (FileNotFoundError, ValueError) as error:

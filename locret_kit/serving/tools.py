@@ -8,17 +8,15 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import regex
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from .constraint import AnswerForm
 from .messages import JsonObject, TemplateMessage, Tool
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 KINDS = {
     str: "string",

@@ -8,8 +8,9 @@ import unicodedata
 from urllib.parse import unquote
 from zipfile import ZipFile
 
-from .archive import stored
-from .losses import Refusal, told
+from defusedxml.ElementTree import fromstring
+
+from .losses import Refusal, stored, told
 from .web_page import decoded, markdown
 
 _PICTURE = re.compile(r"<(?:\w+:)?ima?ge?\b[^>]*?\s(?:\w+:)?(?:src|href)\s*=\s*[\"']([^\"'#]+)", re.IGNORECASE)
@@ -18,8 +19,6 @@ _PICTURE = re.compile(r"<(?:\w+:)?ima?ge?\b[^>]*?\s(?:\w+:)?(?:src|href)\s*=\s*[
 
 def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
     """The chapters of an EPUB in the order of its spine, after its title and authors; its losses are added to ``losses``."""
-    from defusedxml.ElementTree import fromstring
-
     with ZipFile(stored(data, name, limit)) as archive:
         entries = {_key(entry).casefold(): entry for entry in archive.namelist()}
         entries |= {_key(entry): entry for entry in archive.namelist()}  # two names may differ in their case alone

@@ -163,7 +163,7 @@ class Numbering:
             found = [] if there is None else there.findall(f"{W}lvl")
             starts = {}
             for one in [] if number not in self._nums else self._nums[number].findall(f"{W}lvlOverride"):
-                found += [level for level in one.findall(f"{W}lvl")]
+                found += one.findall(f"{W}lvl")
                 if (start := value(one, "startOverride")) is not None:
                     starts[integer(one.get(f"{W}ilvl", 0))] = integer(start)
             self._levels[number] = key, {integer(one.get(f"{W}ilvl", 0)): _level(one) for one in found}, starts
@@ -171,9 +171,7 @@ class Numbering:
 
 
 def _level(element: Element) -> _Level:
-    form = next(
-        (one for one in element.iter(f"{W}numFmt")), None
-    )  # in a choice of forms the first, which newer programs take
+    form = next(element.iter(f"{W}numFmt"), None)  # in a choice of forms the first, which newer programs take
     kind, pattern = ("decimal", "") if form is None else (form.get(VALUE, "decimal"), form.get(f"{W}format", ""))
     zeros = re.match(r"0*1\b", pattern)
     if kind == "custom" and zeros:

@@ -6,14 +6,15 @@ import codecs
 import re
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .losses import Refusal, missing, told
+from markdownify import MarkdownConverter  # first: by its name the extra is found
+
+# isort: split
+from bs4 import BeautifulSoup, CData, NavigableString, Tag
+
+from .losses import Refusal, marks, missing, told
 from .numbering import formed, integer
-from .raised import marks
-
-if TYPE_CHECKING:
-    from bs4 import BeautifulSoup, Tag
 
 OPTIONS: dict[str, Any] = {
     "heading_style": "ATX", "escape_asterisks": False, "escape_underscores": False, "escape_misc": False,
@@ -122,9 +123,6 @@ def _bytewise(encoding: str) -> bool:
 
 def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
     """A page as Markdown, its title, and its losses; ``sheets`` are the style sheets beside it."""
-    import markdownify  # noqa: F401  # the first import, by whose name the extra is found
-    from bs4 import BeautifulSoup, CData, NavigableString  # isort: skip
-
     page = BeautifulSoup(_prepared(html), "lxml")
     title = " ".join(page.title.get_text().split()) if page.title else ""
     sheets += "".join(sheet.get_text() for sheet in page("style"))
@@ -171,8 +169,6 @@ def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
 
 def _converter() -> Any:
     """markdownify's converter, with an item's own number where one is written in ``locret-label``."""
-    from markdownify import MarkdownConverter
-
     converter: Any = MarkdownConverter(**OPTIONS)
     plain = converter.convert_li
 
@@ -214,8 +210,6 @@ def _without_pictures(page: BeautifulSoup) -> tuple[int, int]:
 
 def _write_places(page: BeautifulSoup) -> None:
     """Write into the text what a page says by places: raised, lowered, fractions, roots."""
-    from bs4 import Tag
-
     for bracket in page("rp"):
         bracket.extract()
     for reading in page("rt"):

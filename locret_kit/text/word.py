@@ -7,18 +7,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from io import BytesIO
-from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 from zipfile import ZIP_STORED, ZipFile
 
-from .archive import stored
-from .losses import missing, told
+import mammoth
+from defusedxml.ElementTree import fromstring
+from mammoth.documents import Image
+
+from .losses import missing, stored, told
 from .numbering import VALUE, Numbering, Styles, W, formed, integer, on, value
 from .web_page import markdown
-
-if TYPE_CHECKING:
-    from mammoth.documents import Image
 
 STRICT = b"http://purl.oclc.org/ooxml/wordprocessingml/main"
 MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
@@ -51,9 +50,6 @@ ElementTree.register_namespace("w", W[1:-1])  # markitdown asks for tags by this
 
 def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
     """The text of a Word file as Markdown; its losses are added to ``losses``."""
-    import mammoth
-    from defusedxml.ElementTree import fromstring
-
     out, texts, files, linked, wild, hidden, flat = BytesIO(), [], 0, 0, 0, 0, 0
     with ZipFile(stored(data, name, limit)) as archive, ZipFile(out, "w", ZIP_STORED) as copy:
         entries = archive.namelist()

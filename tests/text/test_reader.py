@@ -11,10 +11,8 @@ import yaml
 from annotated_types import Ge
 
 from locret_kit.cli import eval, infer, plan, publish, train
-from locret_kit.config.chat_options import CHAT
-from locret_kit.config.command_help import full_help, short_help
-from locret_kit.config.command_line import given_by, read
-from locret_kit.config.document_options import ASK, INFO, KEPT, READ
+from locret_kit.config.command_line import full_help, given_by, read, short_help
+from locret_kit.config.document_options import ASK, CHAT, INFO, KEPT, READ
 from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE, TASKS
 from locret_kit.config.infer_options import INFER
 from locret_kit.config.plan_options import PLAN
