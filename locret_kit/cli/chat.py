@@ -172,7 +172,7 @@ class Talk:
         """Begin a conversation about a text."""
         from ..documents.document import Document
 
-        check_run(self.args.run, self.chosen.config)
+        check_run(self.args.run, self.chosen)
         began = time.perf_counter()
         whole, run = counted_text(
             text, self.args.run, self.chosen, self.model, self.tokenizer, self.screen.note, turns=self.args.history
@@ -241,7 +241,7 @@ def run(args: ChatOptions) -> int:
         model, tokenizer = document.model, document.tokenizer
     else:
         chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
-        check_run(args.run, chosen.config)
+        check_run(args.run, chosen)
         model, tokenizer = chosen.load(args)
     for line in chosen.warnings:
         screen.note(line)

@@ -14,26 +14,8 @@ from ..config.infer_options import INFER, InferOptions
 from ..config.schema import refuse
 from .batch_files import open_batch
 from .command import entry
-from .loading import (
-    Chosen,
-    before_reading,
-    beyond_window,
-    check_run,
-    choose,
-    idle_stabilizers,
-    not_shown,
-    prompt_ids,
-    with_text_budget,
-)
-from .terminal import (
-    check_question,
-    check_sampling,
-    check_target,
-    progress,
-    text_of,
-    title_of,
-    write_answer,
-)
+from .loading import Chosen, before_reading, beyond_window, check_run, choose, not_shown, prompt_ids
+from .terminal import check_question, check_sampling, check_target, progress, text_of, title_of, write_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -99,7 +81,7 @@ def of_text(
 
     pick_device(args.device)  # before a long text is tokenised
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits, asked=questions != [None])
-    check_run(args, chosen.config)
+    check_run(args, chosen)
     say(f"backbone: {chosen.backbone}")
     if len(questions) > 1:
         text = list(text)
@@ -111,10 +93,10 @@ def of_text(
     model, tokenizer = chosen.load(args)
     if args.dtype == "auto":
         say(f"precision: {choose_precision(model.device, model.config)}")
-    run = with_text_budget(run, chosen, model, len(longest), say)
+    run = chosen.with_text_budget(run, model, len(longest), say)
     for line in before_reading(run, chosen, longest, model) if not args.quiet else ():
         print(line, file=sys.stderr, flush=True)
-    warnings = [*chosen.warnings, idle_stabilizers(args, chosen.policy)]
+    warnings = [*chosen.warnings, chosen.idle_stabilizers(args)]
     shown = None if args.quiet else progress
 
     def alone(question: str | None, ids: array[int]) -> Answer:

@@ -22,7 +22,7 @@ from ..runtime.tokens import answer_text, stream_ids
 from ..text.template import has_template, render_messages
 from ..validation import made
 from .batch_files import BatchFiles, open_answers
-from .loading import check_run, choose, idle_stabilizers, prompt_ids
+from .loading import check_run, choose, prompt_ids
 from .terminal import check_question
 
 SHARED = (*(item.name for item in fields(Generation)), "seed")
@@ -43,13 +43,13 @@ def answer(args: InferOptions, batch: BatchFiles) -> int:
     left = [line for key, line in batch.lines.items() if key not in batch.done]
     Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
-    check_run(args, chosen.config)
+    check_run(args, chosen)
     if not left:
         print(f"{target} has an answer for each of the {total} prompts", file=sys.stderr)
         return 0
     model, tokenizer = chosen.load(args)
     warn = cache(partial(tqdm.write, file=sys.stderr))  # each once
-    for line in (*chosen.warnings, idle_stabilizers(args, chosen.policy)):
+    for line in (*chosen.warnings, chosen.idle_stabilizers(args)):
         if line:
             warn(line)
     errors: list[Name] = []

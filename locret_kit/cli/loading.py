@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -54,6 +54,11 @@ class Chosen:
         """The heads' configuration."""
         return self.heads.config if self.heads is not None else None
 
+    @property
+    def published(self) -> Mapping[str, object]:
+        """Settings that the heads were published with."""
+        return self.config.inference if self.config else {}
+
     def load(self, machine: Machine) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The backbone and its tokenizer.
 
@@ -71,6 +76,27 @@ class Chosen:
         if self.heads is not None:
             self.heads.check_backbone(describe(model).spec)
         return model, tokenizer
+
+    def idle_stabilizers(self, options: RunSettings) -> str | None:
+        """A warning where stabilizers are asked for and the policy has none."""
+        from ..policies.scopes import Stabilizers
+
+        protects = any(isinstance(scope, Stabilizers) for scope in self.policy.scopes)
+        said = f"warning: policy={self.policy.name} protects no stabilizers"
+        return None if protects or options.stabilizers is None else said
+
+    def with_text_budget(
+        self, run: RunSettings, model: PreTrainedModel, tokens: int, say: Callable[[str], None], turns: int = 0
+    ) -> RunSettings:
+        """The settings, with a budget for the text's tokens where nobody gave one, which ``say`` is told in a line; ``turns``
+        slots come beside it."""
+        from ..planning.text_budget import budget_of_text
+
+        if run.budget is not None or self.policy.keeps_everything:
+            return run
+        budget, line = budget_of_text(model, self.policy, run, self.published, tokens, turns)
+        say(line)
+        return replace(run, budget=budget)
 
     def cache(
         self,
@@ -154,7 +180,7 @@ def prompt_ids(
     return stream_ids(tokenizer, chain([before], text, [after]), special=not (chat and has_template(tokenizer)))
 
 
-def check_run(options: RunSettings, heads: HeadsConfig | None) -> None:
+def check_run(options: RunSettings, chosen: Chosen) -> None:
     """Raise ValueError for run settings that are out of bounds or could not act, before anything big is loaded."""
     from ..cache.geometry.schedule import Schedule
 
@@ -163,22 +189,7 @@ def check_run(options: RunSettings, heads: HeadsConfig | None) -> None:
         refuse(options, ("chunk", "stabilizers", "local_len"), why)
     elif not isinstance(options.budget, float):
         length = None if options.decode_every is None else 1
-        Schedule.of(options.resolved(heads.inference if heads else {}, length), length)
-
-
-def with_text_budget(
-    run: RunSettings, chosen: Chosen, model: PreTrainedModel, tokens: int, say: Callable[[str], None], turns: int = 0
-) -> RunSettings:
-    """The settings, with a budget for the text's tokens where nobody gave one, which ``say`` is told in a line; ``turns`` slots
-    come beside it."""
-    from ..planning.text_budget import budget_of_text
-
-    if run.budget is not None or chosen.policy.keeps_everything:
-        return run
-    published = chosen.config.inference if chosen.config else {}
-    budget, line = budget_of_text(model, chosen.policy, run, published, tokens, turns)
-    say(line)
-    return replace(run, budget=budget)
+        Schedule.of(options.resolved(chosen.published, length), length)
 
 
 def counted_text(
@@ -190,18 +201,10 @@ def counted_text(
     from ..documents.document_text import DocumentText
 
     whole = DocumentText.of(tokenizer, text, chat)
-    run = with_text_budget(run, chosen, model, whole.tokens, say, turns)
+    run = chosen.with_text_budget(run, model, whole.tokens, say, turns)
     for line in before_reading(run, chosen, whole.ids, model):
         say(line)
     return whole, run
-
-
-def idle_stabilizers(options: RunSettings, policy: Policy) -> str | None:
-    """A warning where stabilizers are asked for and the policy has none."""
-    from ..policies.scopes import Stabilizers
-
-    protects = any(isinstance(scope, Stabilizers) for scope in policy.scopes)
-    return None if protects or options.stabilizers is None else f"warning: policy={policy.name} protects no stabilizers"
 
 
 def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
@@ -214,7 +217,7 @@ def before_reading(options: RunSettings, chosen: Chosen, ids: Sequence[int], mod
     """Lines to be read before minutes of reading: slots that are too few for facts, and the time that a long text takes."""
     from ..planning.reading import reading_time, too_few
 
-    resolved, policy = options.resolved(chosen.config.inference if chosen.config else {}, len(ids)), chosen.policy
+    resolved, policy = options.resolved(chosen.published, len(ids)), chosen.policy
     few = None if policy.keeps_everything or policy.recall is not None else too_few(resolved.budget, len(ids))
     takes = None if options.one_shot else reading_time(model, ids, resolved.chunk)
     return [line for line in (few and f"warning: {few}", takes) if line]

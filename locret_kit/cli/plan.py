@@ -73,15 +73,8 @@ def shipped_configs() -> dict[str, dict[str, object]]:
 def run(args: PlanOptions) -> int:
     """Print the plan; 0 if it fits. Raises ValueError with what would."""
     from ..backbones.weight_bits import gguf_types, suffix
+    from ..planning import fitting_settings as fitting
     from ..planning.backbone_sizes import BackboneSizes
-    from ..planning.fitting_settings import (
-        DoesNotFit,
-        largest,
-        largest_budget,
-        largest_chunk,
-        largest_sample,
-        require_fit,
-    )
     from ..planning.inference_plan import full_cache_bytes
     from ..planning.serving import Caches, decoding_bytes
     from ..planning.training_plan import TrainSetting, plan_training
@@ -116,10 +109,10 @@ def run(args: PlanOptions) -> int:
         batch = _given(args.batch, recipe, "data.batch", 1)
         step = TrainSetting(args.train, batch=batch, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
         plan = plan_training(backbone, step)
-        longest = largest_sample(backbone, step, cap)
+        longest = fitting.largest_sample(backbone, step, cap)
         print("\n".join([*say, f"training, {step}", *plan.lines(), f"longest sample that fits: {longest} tokens"]))
         if plan.peak > cap:
-            raise DoesNotFit(f"{step} needs {show(plan.peak)}, above the cap; at most {longest} tokens fit")
+            raise fitting.DoesNotFit(f"{step} needs {show(plan.peak)}, above the cap; at most {longest} tokens fit")
         return 0
     if args.batch is not None:
         raise ValueError(f"batch={args.batch} is for a training step: give --train TOKENS too")
@@ -127,7 +120,7 @@ def run(args: PlanOptions) -> int:
     if args.engine == "vllm":
         print("\n".join([*say, *_vllm(args, config, backbone, setting, cap)]))
         return 0
-    plan = require_fit(backbone, setting, cap)
+    plan = fitting.require_fit(backbone, setting, cap)
     if (sessions := args.sessions) is not None:
         caches = Caches.of(backbone.spec, setting, [policy], sessions, args.documents, args.beginnings)
         peak = plan.peak + (caches.count - 1) * caches.each + decoding_bytes(backbone, setting, sessions)
@@ -135,12 +128,12 @@ def run(args: PlanOptions) -> int:
             "\n".join([*say, f"policy {args.policy}, {setting}", *plan.lines(), f"server: {caches}; peak {show(peak)}"])
         )
         if peak > cap:
-            max_sessions = largest(
+            max_sessions = fitting.largest(
                 lambda n: peak - (sessions - n) * (caches.each + decoding_bytes(backbone, setting, 1)) <= cap,
                 sessions,
             )
             advice = f"sessions={max_sessions} fits" if max_sessions else "not even sessions=1 fits beside the others"
-            raise DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; {advice}")
+            raise fitting.DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; {advice}")
         return 0
     full = full_cache_bytes(backbone.spec, args.context, args.dtype)
     say += [
@@ -152,13 +145,13 @@ def run(args: PlanOptions) -> int:
         say.append("the budget holds the whole context: nothing is evicted")
     elif not setting.policy.keeps_everything:
         say.append(
-            f"at chunk {setting.chunk} the largest budget that fits is {largest_budget(backbone, setting, cap)}; "
-            f"at budget {setting.budget} the largest chunk is {largest_chunk(backbone, setting, cap)}"
+            f"at chunk {setting.chunk} the largest budget that fits is {fitting.largest_budget(backbone, setting, cap)}; "
+            f"at budget {setting.budget} the largest chunk is {fitting.largest_chunk(backbone, setting, cap)}"
         )
     if setting.width and types is None:
         step = TrainSetting(TrainSetting.answer + 1, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
         say.append(
-            f"training these heads: the longest sample that fits is {largest_sample(backbone, step, cap)} tokens"
+            f"training these heads: the longest sample that fits is {fitting.largest_sample(backbone, step, cap)} tokens"
         )
     print("\n".join(say))
     return 0

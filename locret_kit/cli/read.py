@@ -14,15 +14,7 @@ from ..config.document_options import READ, ReadOptions
 from ..config.schema import refuse
 from ..settings import RunSettings
 from .command import entry
-from .loading import (
-    beyond_window,
-    check_run,
-    choose,
-    counted_text,
-    idle_stabilizers,
-    not_shown,
-    open_document,
-)
+from .loading import beyond_window, check_run, choose, counted_text, not_shown, open_document
 from .terminal import check_saved, check_target, progress, text_of, title_of
 
 if TYPE_CHECKING:
@@ -70,7 +62,7 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     from ..documents.document import Document
 
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
-    check_run(args.run, chosen.config)
+    check_run(args.run, chosen)
     model, tokenizer = chosen.load(args)
     began = time.perf_counter()
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
@@ -81,7 +73,7 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     )  # fmt: skip
     seconds = time.perf_counter() - began
     unseen = not_shown(args.protect, document.protected(document.prompt("?")))
-    idle = idle_stabilizers(args, chosen.policy)
+    idle = chosen.idle_stabilizers(args)
     for line in (*chosen.warnings, idle, unseen, beyond_window(model, document.cache)):
         if line:
             print(line, file=sys.stderr)

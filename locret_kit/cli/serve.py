@@ -125,7 +125,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     policies = [parse_policy(name) for name in args.policies]
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
     refuse_unbounded(chosen.policy, *policies)
-    check_run(args, chosen.config)
+    check_run(args, chosen)
     name = args.model_name or Path(args.ckpt or chosen.backbone).name
     limits = Limits(args.max_prompt_tokens, args.max_answer_tokens, documents=args.documents)
     store = None
@@ -137,7 +137,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     loading.put(make_app(server), server.stop)
     model, tokenizer = chosen.load(args)
     server.defaults = sampling_defaults(args, model.generation_config)
-    settings = args.run.resolved(chosen.config.inference if chosen.config else {}, None).run
+    settings = args.run.resolved(chosen.published, None).run
     engine = Engine(
         model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions,
         store=store, policies=policies, beginnings=args.beginnings,

@@ -60,7 +60,7 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
         raise ValueError(
             f"model={chosen.backbone!r} is a GGUF file, which locret-serve runs: for vLLM name the float model"
         )
-    check_run(args, chosen.config)
+    check_run(args, chosen)
     for line in chosen.warnings:
         print(line, file=sys.stderr)
     section = VllmSettings(

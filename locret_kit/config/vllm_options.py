@@ -10,9 +10,8 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 
 from ..settings import RunSettings
-from .command_line import COMMON_OPTIONS
 from .machine import Plugin
-from .schema import Command, Repeatable, options_of
+from .schema import COMMON_OPTIONS, Command, Repeatable, options_of
 
 USAGE = """usage: locret-vllm [--key value | key=value ...] [options of vllm serve ...]
 

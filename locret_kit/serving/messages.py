@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Literal, TypedDict
 
-from pydantic import (
-    BaseModel,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Field, ValidationError, WrapValidator, field_validator, model_validator
 
 JsonObject = dict[str, object]
 """An object of a body, as JSON has it."""
@@ -27,7 +20,7 @@ TEXTS = ("text", "input_text", "output_text", "refusal")
 def form(words: str) -> WrapValidator:
     """Words for all that a field may be, in place of pydantic's for one of several types."""
 
-    def checked(value: object, check: ValidatorFunctionWrapHandler) -> object:
+    def checked(value: object, check: Callable[[object], object]) -> object:
         try:
             return check(value)
         except ValidationError:
