@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,9 +36,9 @@ def run(args: InferOptions) -> int:
     sampling = check_sampling(args)
     reports: list[dict[str, object]] = []
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
-    ready = of_text(args, text, questions, sampling, say)
-    for question, answer in zip(questions, ready.answers, strict=True):
-        for line in (*ready.warnings, beyond_window(ready.model, answer.cache)) if not reports else ():
+    chosen, model, answers, warnings = of_text(args, text, questions, sampling, say)
+    for question, answer in zip(questions, answers, strict=True):
+        for line in (*warnings, beyond_window(model, answer.cache)) if not reports else ():
             if line:
                 print(line, file=sys.stderr)
         write_answer(answer, question if len(questions) > 1 else None, first=not reports)
@@ -53,27 +52,16 @@ def run(args: InferOptions) -> int:
     if args.report:
         from ..files import write_json
 
-        answers = reports[0] if len(reports) == 1 else {"answers": reports}
-        write_json(Path(args.report).resolve(), {**origin_of(ready.chosen, reports[0]["backend"]), **answers})
+        found = reports[0] if len(reports) == 1 else {"answers": reports}
+        write_json(Path(args.report).resolve(), {**origin_of(chosen, reports[0]["backend"]), **found})
     return 0
-
-
-@dataclass(frozen=True)
-class Ready:
-    """Everything is loaded."""
-
-    chosen: Chosen
-    model: PreTrainedModel
-    answers: Iterator[Answer]
-    """Each is begun when it is asked for."""
-    warnings: list[str | None]
-    """To be read when the first answer is begun."""
 
 
 def of_text(
     args: InferOptions, text: Iterable[str], questions: Sequence[str | None], sampling: Sampling, say: Say
-) -> Ready:
-    """Answers about a text; it is read once for all of them where they are then the same."""
+) -> tuple[Chosen, PreTrainedModel, Iterator[Answer], list[str | None]]:
+    """What was chosen, the backbone, answers about a text, and warnings to be read when the first answer is begun. Each answer is
+    begun when it is asked for; the text is read once for all of them where they are then the same."""
     from ..backbones.load import load_tokenizer, pick_device
     from ..backbones.precision import choose_precision
     from ..documents.document import Document
@@ -108,13 +96,13 @@ def of_text(
         )  # fmt: skip
 
     if len(questions) == 1 or not reads_once(args, chosen, tokenizer):
-        return Ready(chosen, model, map(alone, questions, prompts), warnings)
+        return chosen, model, map(alone, questions, prompts), warnings
     document = Document.read(
         model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat, title=title_of(args.file),
         progress=shown and shown(),
     )  # fmt: skip
     warnings.append(not_shown(args.protect, document.protected(document.prompt("?"))))
-    return Ready(chosen, model, about(document, args, questions, sampling), warnings)
+    return chosen, model, about(document, args, questions, sampling), warnings
 
 
 def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenizerBase) -> bool:

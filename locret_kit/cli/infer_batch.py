@@ -39,8 +39,8 @@ class Line(Request):
 
 def answer(args: InferOptions, batch: BatchFiles) -> int:
     """Load, and answer what has no answer yet; the exit status. Raises ValueError or OSError with a one-line message."""
-    target, total = batch.target, len(batch.lines)
-    left = [line for key, line in batch.lines.items() if key not in batch.done]
+    target, lines, done = batch
+    left, total = [line for key, line in lines.items() if key not in done], len(lines)
     Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
     check_run(args, chosen)

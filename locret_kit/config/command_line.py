@@ -66,7 +66,7 @@ def given_by(command: Command[T], argv: list[str]) -> dict[str, object]:
             raise ValueError(f"{name} is empty: give it a value, or leave it out")
         values[name] = checked(name, annotation, typed(annotation, words[0]))
     if file := values.pop("config", None):
-        below = values_of(command.schema, read_yaml(Path(str(file)), f"config={file}"), f" in config={file}")
+        below = values_of(command, read_yaml(Path(str(file)), f"config={file}"), f" in config={file}")
         values = below | values
     return values
 

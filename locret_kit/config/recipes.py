@@ -14,7 +14,7 @@ from ..naming import nearest
 from .command_line import given_by
 from .schema import Command, UsageError, Values, build, refuse_gone
 from .train_config import TrainConfig
-from .yaml_values import flattened, read_yaml, values_of
+from .yaml_values import read_yaml, values_of
 
 _TRIED = """gates trains=end_to_end data.queries data.replay_chunk heads.form target.window target.values target.queries
 target.kind=log_mass recipe=smollm2-135m-end-to-end recipe=smollm2-135m-fast-kvzip recipe=smollm2-135m-indexmem
@@ -199,15 +199,13 @@ def read_recipe(recipe: str, below: tuple[str, ...] = ()) -> Recipe:
     if "recipe" in tree:
         raise ValueError(f"recipe{where} must not be set there: it is the recipe's own name")
     base, choose = tree.pop("base", None), tree.pop("choose", None)
-    for name, value in flattened(tree).items():
-        refuse_gone(RETIRED, name, value, where)
     if not isinstance(base, str | None):
         raise ValueError(f"base={base!r}{where} must be a recipe's name")
     if choose is not None and not (isinstance(choose, list) and set(map(str, choose)) <= set(CHOSEN)):
         raise ValueError(f"choose={choose}{where} must be a list of some of: {', '.join(CHOSEN)}")
     low = Recipe(path.stem, {}) if base is None else read_recipe(base, (*below, recipe))
     return Recipe(
-        path.stem, low.values | values_of(TrainConfig, tree, where), low.choose if choose is None else tuple(choose)
+        path.stem, low.values | values_of(TRAIN, tree, where), low.choose if choose is None else tuple(choose)
     )
 
 

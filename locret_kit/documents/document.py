@@ -101,8 +101,7 @@ class Document:
             ValueError: no text, a setting out of bounds, a slow tokenizer.
             OSError: the file cannot be read.
         """
-        if isinstance(text, Path):
-            title = title or text.name
+        title = title or (text.name if isinstance(text, Path) else "")
         whole = text if isinstance(text, DocumentText) else DocumentText.of(tokenizer, text, chat)
         heads = loaded(heads)
         terms = Terms.of(settings, policy, heads, given)
@@ -297,8 +296,7 @@ class Document:
         ids, text = self.text.forgotten()
         cache = self._fork(len(ids) + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
         if len(ids) > cache.get_seq_length():
-            with attached(self.model):
-                prefill(self.model, ids, cache)
+            read_alone(self.model, ids, cache, None)
         return Document(self.model, text, cache, title=self.title, share=self.share)
 
     @classmethod

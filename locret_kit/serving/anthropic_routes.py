@@ -40,10 +40,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 class CountBody(ChatBody):
     """``POST /v1/messages/count_tokens``."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _translate(cls, body: object) -> object:
-        return chat_fields(body) if isinstance(body, dict) else body
+    _translate = model_validator(mode="before")(lambda body: chat_fields(body) if isinstance(body, dict) else body)
 
 
 class MessagesBody(CountBody):

@@ -11,6 +11,7 @@ from array import array
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
+import numpy as np
 from fastapi import FastAPI, HTTPException, Query, Request, UploadFile
 from fastapi.responses import JSONResponse, Response
 from transformers import PreTrainedModel
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from ..cache.bounded import BoundedCache
 from ..documents.document import Document, Progress
 from ..documents.document_text import DocumentText
+from ..documents.kept_positions import kept_of
 from ..naming import blaming, first_line
 from ..planning.reading import too_few
 from ..runtime.tokens import TooManyTokens
@@ -25,7 +27,6 @@ from ..settings import INT32_MAX
 from ..text.convert import Unwanted
 from .engine import Engine
 from .errors import Refused, no_room
-from .page import kept_page
 from .state import Server, UploadedDocument
 
 LOG = logging.getLogger("locret_kit.serving")
@@ -33,6 +34,8 @@ FAILED = 16
 """Uploads of an owner that failed and are still listed, at most."""
 SAVED = (".locret", ".safetensors")
 """Ends of the names of saved caches."""
+STRETCHES = 200
+"""Parts of a text in its overview, at most."""
 
 
 def add_documents(app: FastAPI, server: Server) -> None:
@@ -157,3 +160,25 @@ async def read_document(server: Server, engine: Engine, upload: UploadedDocument
     if upload.deleted:
         server.documents.pop(upload.id, None)
         engine.forget(upload.id)
+
+
+def kept_page(document: Document, start: int, limit: int) -> dict[str, object]:
+    """Up to ``limit`` tokens of a document from ``start`` on, and what is kept of them.
+
+    ``shares`` are of the key/value heads that hold a token, None where it is read with each question; ``overview`` has the
+    average share of each of up to 200 equal stretches of what was read.
+
+    Raises:
+        ValueError: the document was loaded from a file without its text.
+    """
+    kept = kept_of(document)
+    counts, heads = kept.heads()
+    heads = heads if kept.seen else 0  # of a short text nothing is read ahead
+    share_T = counts / max(1, heads)
+    end = min(start + limit, len(kept.ids))
+    shares: list[float | None] = [*share_T[start:end].tolist()]
+    return {
+        "total_tokens": len(kept.ids), "seen": kept.seen, "heads": heads, "held": int((counts > 0).sum()), "start": start,
+        "texts": kept.texts(document.tokenizer, start, end), "shares": shares + [None] * (end - start - len(shares)),
+        "overview": [float(part.mean()) for part in np.array_split(share_T, min(STRETCHES, kept.seen))] if heads else [],
+    }  # fmt: skip

@@ -81,10 +81,7 @@ class Message(BaseModel):
             raise ValueError(f"a message of role {str(message['role'])[:40]!r} needs a content")
         return message
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _text(cls, content: object) -> str:
-        return text_of(content)
+    _text = field_validator("content", mode="before")(text_of)
 
     def rendered(self) -> TemplateMessage:
         """As chat templates have it."""

@@ -48,10 +48,7 @@ ECHOED: dict[str, object] = {
 class ResponsesBody(ChatBody):
     """``POST /v1/responses``."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _translate(cls, body: object) -> object:
-        return chat_fields(body) if isinstance(body, dict) else body
+    _translate = model_validator(mode="before")(lambda body: chat_fields(body) if isinstance(body, dict) else body)
 
 
 def chat_fields(body: JsonObject) -> JsonObject:

@@ -1,4 +1,4 @@
-"""Items of answers by their ids: a request may name one (OpenAI's ``item_reference``) instead of sending it again."""
+"""State that requests share: the engine, the keys, items of answers, and the documents of their owners."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ MAX_CHARACTERS = 4 << 20
 
 
 class AnswerItems:
-    """Items in memory, apart for each owner."""
+    """Items of answers by their ids, in memory and apart for each owner: a request may name one instead of sending it again
+    (OpenAI's ``item_reference``)."""
 
     def __init__(self) -> None:
         self._owners: defaultdict[str, OrderedDict[str, str]] = defaultdict(OrderedDict)
@@ -91,7 +92,10 @@ class Turns:
 
 @dataclass
 class Conversions:
-    """Two places: a file that takes longer than ``SHORT`` in the first begins again in the second."""
+    """Uploads as text, so that no file keeps others waiting: short conversions before long ones, owners by turns.
+
+    A file that takes longer than ``SHORT`` in the first of two places begins again in the second.
+    """
 
     short: Turns = field(default_factory=Turns)
     long: Turns = field(default_factory=Turns)

@@ -1,4 +1,9 @@
-"""The settings of a server's sessions, and the saved caches that one of them could hold."""
+"""Sessions and documents on disk, so that they leave memory for others and outlive the process; and which of them fit.
+
+In the folder a folder per owner of sessions, named by a salted hash of the API key and for this user alone (mode 0700), with a
+file per session and document in the format of saved caches, written beside and renamed. A session's file holds no token
+ids: a hash says whether a prompt begins with what it has read. Files beyond a size are removed, the least used first.
+"""
 
 from __future__ import annotations
 

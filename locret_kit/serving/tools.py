@@ -1,4 +1,9 @@
-"""Arguments of tools that models write without quotes, as values of their schemas' types."""
+"""Calls of tools: how a chat template writes them, and how they are read in an answer.
+
+A template that knows ``tools`` is given them. For any other the conversation is rewritten: the tools stand in the system prompt,
+and calls and results in the messages, in the form of Qwen and Hermes. Arguments that models write without quotes become values
+of their schemas' types.
+"""
 
 from __future__ import annotations
 

@@ -60,12 +60,9 @@ class Styles:
     def __init__(self, root: Element | None) -> None:
         styles = [] if root is None else root.findall(f"{W}style")
         self._by_id = {style.get(f"{W}styleId"): style for style in styles}
-        kinds = [
-            style
-            for style in styles
-            if style.get(f"{W}default") in ("1", "true") and style.get(f"{W}type") == "paragraph"
-        ]
-        self.default = kinds[0].get(f"{W}styleId") if kinds else None
+        kinds = [style for style in styles if style.get(f"{W}type") == "paragraph"]
+        default = (style.get(f"{W}styleId") for style in kinds if style.get(f"{W}default") in ("1", "true"))
+        self.default = next(default, None)
 
     def chain(self, name: str | None) -> list[Element]:
         """A style, and then what it is based on."""

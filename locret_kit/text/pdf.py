@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pypdfium2.raw as pdfium
 from pypdfium2 import PdfDocument, PdfiumError, PdfPage
@@ -230,29 +230,22 @@ SHAPES, LOOKED_AT = 3, 5000
 def pictures_of(page: PdfPage) -> tuple[int, bool]:
     """The number of pictures on a page, and whether it has a drawing: lines that slant, curves, or bars of several lengths."""
     pictures = slanted = 0
+    filled, stroke = ctypes.c_int(), ctypes.c_int()
     bars: dict[tuple[str, int], set[int]] = defaultdict(set)
     width, height = page.get_size()
-    for number, one in enumerate(
-        page.get_objects(filter=(pdfium.FPDF_PAGEOBJ_IMAGE, pdfium.FPDF_PAGEOBJ_PATH), max_depth=5)
-    ):
+    kinds = (pdfium.FPDF_PAGEOBJ_IMAGE, pdfium.FPDF_PAGEOBJ_PATH)
+    for one in islice(page.get_objects(filter=kinds, max_depth=5), LOOKED_AT + 2):
         left, bottom, right, top = one.get_bounds()
         wide, high = right - left, top - bottom
         if one.type == pdfium.FPDF_PAGEOBJ_IMAGE:
             pictures += min(wide, high) >= LEAST and wide * high < WHOLE * width * height
         elif min(wide, high) > 2 and wide * high < WHOLE * width * height and slanted < SHAPES:
             slanted += _slants(one.raw)
-            if _is_filled(one.raw):
+            pdfium.FPDFPath_GetDrawMode(one.raw, filled, stroke)
+            if filled.value:
                 bars["up", round(bottom)].add(round(high))
                 bars["right", round(left)].add(round(wide))
-        if number > LOOKED_AT:
-            break
     return pictures, slanted >= SHAPES or any(len(lengths) >= SHAPES for lengths in bars.values())
-
-
-def _is_filled(path: object) -> bool:
-    mode, stroke = ctypes.c_int(), ctypes.c_int()
-    pdfium.FPDFPath_GetDrawMode(path, mode, stroke)
-    return bool(mode.value)
 
 
 def _slants(path: object) -> bool:
@@ -263,13 +256,8 @@ def _slants(path: object) -> bool:
         x, y = ctypes.c_float(), ctypes.c_float()
         pdfium.FPDFPathSegment_GetPoint(segment, x, y)
         kind = pdfium.FPDFPathSegment_GetType(segment)
-        if kind == pdfium.FPDF_SEGMENT_BEZIERTO:
-            return True
-        if (
-            kind == pdfium.FPDF_SEGMENT_LINETO
-            and before
-            and min(abs(x.value - before[0]), abs(y.value - before[1])) > 1
-        ):
+        slants = before is not None and min(abs(x.value - before[0]), abs(y.value - before[1])) > 1
+        if kind == pdfium.FPDF_SEGMENT_BEZIERTO or (kind == pdfium.FPDF_SEGMENT_LINETO and slants):
             return True
         before = x.value, y.value
     return False

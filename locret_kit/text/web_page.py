@@ -6,7 +6,6 @@ import codecs
 import re
 from contextlib import suppress
 from itertools import islice
-from typing import Any
 
 from markdownify import MarkdownConverter  # first: by its name the extra is found
 
@@ -16,10 +15,6 @@ from bs4 import BeautifulSoup, CData, NavigableString, Tag
 from .losses import Refusal, marks, missing, told
 from .numbering import formed, integer
 
-OPTIONS: dict[str, Any] = {
-    "heading_style": "ATX", "escape_asterisks": False, "escape_underscores": False, "escape_misc": False,
-}  # fmt: skip
-"""Options of the converter: characters stay as they are."""
 _SAME = {
     "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030",
     "shift_jis": "cp932", "euc_kr": "cp949", "utf-16": "utf-8", "utf-16-le": "utf-8", "utf-16-be": "utf-8",
@@ -104,21 +99,13 @@ def decoded(data: bytes) -> tuple[str, str, int, bool]:
     except (LookupError, ValueError):  # unknown, or a codec of something else than text
         found, label = "utf-8", None
     encoding = _SAME.get(found, found)
-    if _bytewise(encoding):
-        try:
+    with suppress(
+        UnicodeDecodeError
+    ):  # where each byte is a character, text of another encoding decodes without an error
+        if len(b"\xe9\xe8".decode(encoding)) == 2:
             return data.decode("utf-8"), "utf-8", 0, True
-        except UnicodeDecodeError:
-            pass
     text = data.decode(encoding, "replace")
     return text, encoding, text.count("\ufffd") - data.count(b"\xef\xbf\xbd"), label is not None
-
-
-def _bytewise(encoding: str) -> bool:
-    """Whether each byte is a character: then text of another encoding decodes without an error."""
-    try:
-        return len(b"\xe9\xe8".decode(encoding)) == 2
-    except UnicodeDecodeError:
-        return False
 
 
 def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
@@ -153,7 +140,9 @@ def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
         box.replace_with("[x] " if box.has_attr("checked") else "[ ] ")
     shown = page.body or page
     try:
-        text = _converter().convert_soup(shown).strip()
+        # Characters stay as they are.
+        converter = _Converter(heading_style="ATX", escape_asterisks=False, escape_underscores=False, escape_misc=False)
+        text = converter.convert_soup(shown).strip()
     except RecursionError:
         text = shown.get_text("\n", strip=True)
     passages, typed = (missing(((one, [one]) for one in many if one.strip()), text) for many in (strings, fields))
@@ -167,17 +156,12 @@ def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
     return text, title, losses
 
 
-def _converter() -> Any:
+class _Converter(MarkdownConverter):
     """markdownify's converter, with an item's own number where one is written in ``locret-label``."""
-    converter: Any = MarkdownConverter(**OPTIONS)
-    plain = converter.convert_li
 
-    def item(el: Tag, text: str, parent_tags: set[str]) -> str:
-        said, label = plain(el, text, parent_tags), el.get("locret-label")
+    def convert_li(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        said, label = super().convert_li(el, text, parent_tags), el.get("locret-label")
         return re.sub(r"^\S+", lambda _: str(label), said, count=1) if label and said.strip() else said
-
-    converter.convert_li = item
-    return converter
 
 
 def _respell(element: Tag) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from copy import deepcopy
 from io import BytesIO
 from xml.etree import ElementTree
@@ -70,9 +70,8 @@ def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
                 numbering = Numbering(lists, styles)
                 hidden += _prepare(root, styles, numbering)
                 relations = re.sub(r"([^/]+)$", r"_rels/\1.rels", entry)
-                known = (
-                    {one.get("Id") for one in fromstring(archive.read(relations))} if relations in entries else set()
-                )
+                related = fromstring(archive.read(relations)) if relations in entries else ()
+                known = {one.get("Id") for one in related}
                 for one in root.iter():  # the converter would refuse a document whose references lead nowhere
                     for key in [key for key in one.attrib if key.startswith(RELATED) and one.attrib[key] not in known]:
                         del one.attrib[key]
@@ -166,7 +165,9 @@ def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
                     choice.remove(old)
                 one.tag = f"{SAME}Fallback"  # the only form that is read
     for box in [one for one in root.iter() if _name(one) == "txbx"]:
-        chain = list(_above(box, parents))
+        chain = [box]  # and what holds it, from the inside out
+        while chain[-1] in parents:
+            chain.append(parents[chain[-1]])
         paragraphs = [one for one in chain if one.tag == f"{W}p"]
         if not paragraphs or any(_name(one) == "Choice" for one in chain):  # it is there once more, for older programs
             continue
@@ -185,12 +186,9 @@ def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
         numbering.flat += not latex
         words = " ".join(one.text or "" for one in equation.iter(f"{MATH}t"))
         ElementTree.SubElement(run, f"{W}t", {BLANK: "preserve"}).text = latex or f" {words} "
-        block = _name(above) == "oMathPara"
         above[list(above).index(equation)] = run
-        if block:
-            above.tag = f"{W}ins"
-            if parents[above].tag != f"{W}p":
-                above.tag = f"{W}p"
+        if _name(above) == "oMathPara":
+            above.tag = W + ("ins" if parents[above].tag == f"{W}p" else "p")
     hidden = _prepare_runs(root, styles, numbering)
     _number(root, numbering)
     return hidden
@@ -264,14 +262,6 @@ def _number(root: Element, numbering: Numbering) -> None:
         run = Element(f"{W}r")
         ElementTree.SubElement(run, f"{W}t", {BLANK: "preserve"}).text = label
         start.insert(start.find(f"{W}pPr") is not None, run)
-
-
-def _above(element: Element, parents: dict[Element, Element]) -> Iterator[Element]:
-    """The elements that hold one, from the inside out."""
-    above = parents.get(element)
-    while above is not None:
-        yield above
-        above = parents.get(above)
 
 
 def _latex(equation: Element) -> str:
