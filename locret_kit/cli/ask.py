@@ -21,9 +21,7 @@ def run(args: AskOptions) -> int:
     questions = questions_of(args)
     check_saved(args.book)
     sampling = check_sampling(args)
-    document, chosen = open_document(
-        args.book, args, args.ckpt, args.model, args.adapter, args.policy, force=args.force
-    )
+    document, chosen = open_document(args.book, args, args.force)
     if not args.quiet:
         for line in (*chosen.warnings, *repeated(document)):
             if line:

@@ -237,7 +237,7 @@ def run(args: ChatOptions) -> int:
     screen, document = Screen(args.history_file), None
     screen.greet("loading the model ...")
     if saved:
-        document, chosen = open_document(str(file), args, args.ckpt, args.model, args.adapter, args.policy)
+        document, chosen = open_document(str(file), args)
         model, tokenizer = document.model, document.tokenizer
     else:
         chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)

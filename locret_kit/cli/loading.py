@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from ..config.document_options import AskOptions, ChatOptions, ReadOptions
 from ..config.machine import Dtype, Machine
 from ..config.schema import refuse
 from ..settings import RunSettings, read_protect
@@ -237,17 +238,10 @@ def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
 
 
 def open_document(
-    path: str,
-    machine: Machine,
-    ckpt: str | None = None,
-    model: str | None = None,
-    adapter: str | None = None,
-    policy: str | None = None,
-    *,
-    force: bool = False,
+    path: str, args: AskOptions | ChatOptions | ReadOptions, force: bool = False
 ) -> tuple[Document, Chosen]:
     """The document in a file, with backbone and heads by the names that the file has for them unless others are given, in
-    the file's precision unless ``machine`` says otherwise.
+    the file's precision unless ``args`` say otherwise.
 
     Raises:
         OSError: there is no such file. ValueError: it is damaged, what it names cannot be found, or the first difference to
@@ -257,21 +251,24 @@ def open_document(
     from ..documents.text_record import describe
 
     saved, about = describe(path)
-    ckpt = ckpt or (about.names.get("heads") if saved.heads else None)
+    ckpt, model = (
+        args.ckpt or (about.names.get("heads") if saved.heads else None),
+        args.model or about.names.get("model"),
+    )
     if saved.heads and not ckpt:
         raise ValueError(f"{path} was read with retaining heads that it does not name: give --ckpt")
-    if not (model or about.names.get("model")):
+    if not model:
         raise ValueError(f"{path} does not name its backbone: give --model")
     try:
-        chosen = choose(ckpt, model or about.names["model"], adapter or about.names.get("adapter"), policy)
-        bits = machine.weight_bits or next((bits for bits in (8, 4) if saved.model.get("weight_bits") == bits), None)
-        dtype = cast(Dtype, saved.dtype) if machine.dtype == "auto" else machine.dtype
-        loaded, tokenizer = chosen.load(replace(machine, dtype=dtype, weight_bits=bits))
+        chosen = choose(ckpt, model, args.adapter or about.names.get("adapter"), args.policy)
+        bits = args.weight_bits or next((bits for bits in (8, 4) if saved.model.get("weight_bits") == bits), None)
+        dtype = cast(Dtype, saved.dtype) if args.dtype == "auto" else args.dtype
+        loaded, tokenizer = chosen.load(replace(args, dtype=dtype, weight_bits=bits))
     except FileNotFoundError as error:
         theirs = ", ".join(f"{what} {name!r}" for what, name in about.names.items())
         raise FileNotFoundError(
             f"{error}. {path} was read with {theirs}: --model and --ckpt say where they are"
         ) from error
     needed = chosen.heads if saved.heads else None
-    document = Document.load(path, loaded, tokenizer, needed, policy, force=force)
+    document = Document.load(path, loaded, tokenizer, needed, args.policy, force=force)
     return document, replace(chosen, policy=document.cache.policy)

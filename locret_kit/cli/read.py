@@ -82,7 +82,7 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
 
 def append(args: ReadOptions, text: Iterable[str]) -> Done:
     """The document in the file, with the text at its end."""
-    document, chosen = open_document(args.out, args, args.ckpt, args.model, args.adapter)
+    document, chosen = open_document(args.out, args)
     before, began = document.cache.get_seq_length(), time.perf_counter()
     document.append(text, None if args.quiet else progress("read"))
     return document, chosen.names, document.cache.get_seq_length() - before, time.perf_counter() - began

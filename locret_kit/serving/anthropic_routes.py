@@ -15,11 +15,10 @@ from pydantic import Field, model_validator
 from ..naming import first_line
 from .answers import AnswerStream
 from .bodies import ChatBody, Tokens
-from .completions import begin
+from .completions import Streamed, Whole, begin, named_event, usage
 from .errors import ANTHROPIC, Failed, Refused, error_of, status_of
 from .information import MAX_TOKENS
 from .messages import JsonObject, without_nulls
-from .replies import Streamed, Whole, named_event, usage
 from .request import Stopping
 from .state import Server
 from .tools import Call

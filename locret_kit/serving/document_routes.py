@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import time
@@ -27,9 +26,9 @@ from ..settings import INT32_MAX
 from ..text.convert import Unwanted
 from .engine import Engine
 from .errors import Refused, no_room
+from .request import LOG
 from .state import Server, UploadedDocument
 
-LOG = logging.getLogger("locret_kit.serving")
 FAILED = 16
 """Uploads of an owner that failed and are still listed, at most."""
 SAVED = (".locret", ".safetensors")

@@ -8,7 +8,6 @@ they came, a short one before a long one where that keeps the bound of ``runtime
 
 from __future__ import annotations
 
-import logging
 import threading
 from array import array
 from collections import abc
@@ -33,11 +32,9 @@ from ..runtime.scheduler import PromptScheduler
 from ..settings import RunSettings
 from .admission import Admission
 from .counters import Counters
-from .request import Busy, ServerRequest, Stopping
+from .request import LOG, Busy, ServerRequest, Stopping
 from .sessions import Sessions
 from .store import SessionSpec, Store
-
-LOG = logging.getLogger("locret_kit.serving")
 
 
 class Engine:

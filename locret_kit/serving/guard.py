@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from urllib.parse import quote
@@ -13,9 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Refused, problem
 from .hosts import refusal
+from .request import LOG
 from .state import Server
 
-LOG = logging.getLogger("locret_kit.serving")
 GONE = 499
 """Status in the log where the client went before there was one."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from collections.abc import Callable, Iterable
@@ -15,6 +16,8 @@ from ..documents.text_record import hash_ids
 from ..policies.policy import Policy
 from ..runtime.sequence import Request, Sequence
 from ..settings import RunSettings
+
+LOG = logging.getLogger("locret_kit.serving")
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from pydantic import model_validator
 from ..naming import first_line
 from .answers import AnswerStream
 from .bodies import ChatBody
-from .completions import begin
+from .completions import Streamed, Whole, begin, named_event, usage
 from .errors import Failed, checked
 from .messages import JsonObject, without_nulls
-from .replies import Streamed, Whole, named_event, usage
 from .request import Stopping
 from .state import Server
 from .tools import Call

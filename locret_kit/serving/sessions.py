@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 from array import array
@@ -13,10 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..cache.bounded import BoundedCache
-from .request import PrefixKey, ServerRequest
+from .request import LOG, PrefixKey, ServerRequest
 from .store import SessionSpec, Store
 
-LOG = logging.getLogger("locret_kit.serving")
 MAX_LOADS = 2
 """Files that are tried for a request, at most: one that was written meanwhile is worth a second try."""
 

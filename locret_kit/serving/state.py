@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import hmac
 import json
-import logging
 import secrets
 import time
 from collections import OrderedDict, defaultdict
@@ -26,6 +25,7 @@ from ..text.convert import Late, convert
 from ..text.reader import CONVERTED, may_be_text, read_stream
 from .engine import Engine
 from .errors import Refused
+from .request import LOG
 from .store import owner_of
 
 MAX_CHARACTERS = 4 << 20
@@ -124,9 +124,6 @@ class Conversions:
         for line in lines:
             lost(line)
         return text
-
-
-LOG = logging.getLogger("locret_kit.serving")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ ids: a hash says whether a prompt begins with what it has read. Files beyond a s
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 import secrets
@@ -38,7 +37,7 @@ from ..naming import first_line
 from ..policies.grammar import parts_of
 from ..policies.policy import Policy
 from ..settings import RunSettings
-from .request import PrefixKey
+from .request import LOG, PrefixKey
 
 
 class SessionSpec:
@@ -102,7 +101,6 @@ def settings_of(
     return BoundedCache(settings, policy, needed, prompt_length=prompt_length).settings.portable
 
 
-LOG = logging.getLogger("locret_kit.serving")
 SUFFIX, SALT = ".locret", "salt"
 SESSION = re.compile(r"session_[0-9a-f]{32}")
 DOCUMENT = re.compile(r"doc_[0-9a-f]{32}")

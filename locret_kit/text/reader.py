@@ -172,7 +172,7 @@ def _convert(data: bytes, name: str, kind: str, limit: int, losses: list[str]) -
 
             text = pdf_text(data, name, losses)
         elif kind == ".epub":
-            from .epub import book_text
+            from .web_page import book_text
 
             text = book_text(data, name, limit, losses)
         elif kind == ".docx":

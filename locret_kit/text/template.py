@@ -14,9 +14,8 @@ from typing import cast
 
 from ..settings import read_protect
 from .spans import Span, encode, token_span
-from .traced import FIRST, OWN, Traced, compiled, traced
+from .traced import FIRST, LARGEST, OWN, Traced, compiled, limited_steps, traced
 from .untrusted import controls, defused
-from .work_limit import LARGEST, limited_steps
 
 Objects = Sequence[Mapping[str, object]]
 """Messages, or tools, as chat templates have them."""
