@@ -13,10 +13,6 @@ from ..config.schema import refuse
 from ..files import locked, parse_json, write_text
 from .terminal import check_target
 
-IDLE = ("file", "question", "report")
-"""Options of one text."""
-
-
 BatchFiles = tuple[Path, dict[str, tuple[Name, object]], set[str]]
 """The file of answers; each prompt's id and its line's value, or the ValueError that says why there is none, by the id's key; and
 the keys of those that have an answer."""
@@ -25,7 +21,7 @@ the keys of those that have an answer."""
 @contextmanager
 def open_batch(args: InferOptions) -> Iterator[BatchFiles]:
     """The files, for this process alone. Raises ValueError or OSError with a one-line message."""
-    refuse(args, IDLE, "with --batch, whose lines say what is asked")
+    refuse(args, ("file", "question", "report"), "with --batch, whose lines say what is asked")
     if not args.out:
         raise ValueError("--batch needs a file for the answers: give -o answers.jsonl")
     batch, target = Path(str(args.batch)), Path(args.out)

@@ -76,10 +76,8 @@ class Talk:
         self.document, self._asked, self._turns = document, "", 0
         if args.system:
             self.screen.note("the system prompt is left out: a document's conversation has the template's")
-        self.screen.note(
-            f"{document.title or 'untitled'}: {document.tokens} tokens, {cache.settings.budget} slots, "
-            f"{cache.nbytes / 2**20:.1f} MiB"
-        )
+        sizes = f"{document.tokens} tokens, {cache.settings.budget} slots, {cache.nbytes / 2**20:.1f} MiB"
+        self.screen.note(f"{document.title or 'untitled'}: {sizes}")
 
     def hold(self) -> None:
         """Answer messages until the last one, or /quit."""
@@ -93,9 +91,8 @@ class Talk:
             except BrokenPipeError:
                 raise
             except (ValueError, OSError, ImportError, RuntimeError) as error:
-                self.screen.complain(
-                    first_line(error) + (install_hint(error) if isinstance(error, ImportError) else "")
-                )
+                hint = install_hint(error) if isinstance(error, ImportError) else ""
+                self.screen.complain(first_line(error) + hint)
 
     def take(self, message: str) -> bool:
         """Answer a message, or do what a command says; False after /quit.

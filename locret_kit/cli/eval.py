@@ -90,10 +90,8 @@ def run(argv: list[str]) -> int:
             print(f"locret-eval: the page is {write_page(made.out)}", file=sys.stderr)
     print(f"locret-eval: rows and summary are in {made.out}", file=sys.stderr)
     if failed:
-        print(
-            f"locret-eval: {failed} examples ended with an error, see {made.out}/rows.*.jsonl; the same command does them again",
-            file=sys.stderr,
-        )
+        where = f"see {made.out}/rows.*.jsonl; the same command does them again"
+        print(f"locret-eval: {failed} examples ended with an error, {where}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -122,15 +120,17 @@ def chosen_rows(config: options.RowsConfig) -> list[Row]:
     """
     haystacks = {haystack_name(haystack) for haystack in config.haystacks}
     tasks = {name for task in config.tasks for name in row_names(task)}
-    rows = [
-        row
-        for row in read_rows(config.out)
-        if (not tasks or row.task in tasks)
-        and (not haystacks or row.haystack in haystacks)
-        and (not config.policies or row.policy in config.policies)
-        and (not config.budgets or row.budget in (0, *config.budgets))
-        and (not config.lengths or row.length in config.lengths)
-    ]
+    budgets = [0, *config.budgets] if config.budgets else []
+    wanted = {
+        "task": tasks,
+        "haystack": haystacks,
+        "policy": config.policies,
+        "budget": budgets,
+        "length": config.lengths,
+    }
+    rows = [*read_rows(config.out)]
+    for name, some in wanted.items():
+        rows = [row for row in rows if not some or getattr(row, name) in some]
     if not rows:
         raise ValueError(f"out={config.out} holds no such rows")
     return rows

@@ -95,13 +95,10 @@ def load_setup(config: EvalConfig, parts: EvalParts) -> Setup:
     Raises:
         ValueError, OSError: see `load_backbone`; ValueError also for heads of another backbone.
     """
-    model, tokenizer = load_backbone(
-        parts.model,
-        dtype=config.dtype,
-        device=_device(config.device),
-        adapter=parts.adapter,
-        weight_bits=config.weight_bits,
-    )
+    device, bits, adapter = config.device, config.weight_bits, parts.adapter
+    if device in (None, "auto", "cuda") and torch.cuda.is_available():  # a device of its own for each local process
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
+    model, tokenizer = load_backbone(parts.model, dtype=config.dtype, device=device, adapter=adapter, weight_bits=bits)
     config.set_template(tokenizer)
     for one in parts.heads.values():
         one.check_backbone(describe(model).spec)
@@ -131,14 +128,6 @@ def settings_of(
             values = " and ".join(sorted(map(str, several)))
             raise ValueError(f"policy={variant.policy}: the checkpoints have {name}={values}: give {name}=...")
     return settings
-
-
-def _device(device: str | None) -> str | None:
-    """Each local process takes a CUDA device of its own, where there are several and none is named."""
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if device in (None, "auto", "cuda") and torch.cuda.is_available():
-        return f"cuda:{local % torch.cuda.device_count()}"
-    return device
 
 
 def run_of(config: EvalConfig, parts: EvalParts | None = None) -> Run:

@@ -19,7 +19,6 @@ from .terminal import check_question, check_sampling, check_target, progress, te
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..documents.document import Document
     from ..runtime.session import Answer, Sampling
 
 Say = Callable[[str], None]
@@ -27,7 +26,9 @@ Say = Callable[[str], None]
 
 def run(args: InferOptions) -> int:
     """Load, read, answer. Raises ValueError or OSError with a one-line message."""
-    questions = questions_of(args)
+    for asked in args.question:
+        check_question(asked)
+    questions: list[str | None] = [*args.question] or [None]  # None: the text is continued
     if args.report:
         check_target(Path(args.report), "report", source=args.file)
     if questions == [None]:
@@ -102,7 +103,8 @@ def of_text(
         progress=shown and shown(),
     )  # fmt: skip
     warnings.append(not_shown(args.protect, document.protected(document.prompt("?"))))
-    return chosen, model, about(document, args, questions, sampling), warnings
+    ask = partial(document.ask, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed)
+    return chosen, model, map(ask, map(str, questions)), warnings
 
 
 def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -110,14 +112,6 @@ def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenize
     one chunk or the room hang on each prompt's length."""
     by_length = isinstance(args.budget, float) or args.one_shot or chosen.policy.keeps_everything
     return tokenizer.is_fast and not by_length
-
-
-def about(
-    document: Document, args: InferOptions, questions: Sequence[str | None], sampling: Sampling
-) -> Iterator[Answer]:
-    """Answers about a document."""
-    for question in questions:
-        yield document.ask(str(question), max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed)
 
 
 def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
@@ -128,13 +122,6 @@ def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
     heads = RetainingHeads.from_pretrained(chosen.ckpt, backbone=chosen.backbone) if chosen.ckpt else None
     hashed = weights_hash(heads) if heads is not None else ""
     return provenance(chosen.backbone, chosen.ckpt, hashed, chosen.adapter, str(backend or ""))
-
-
-def questions_of(args: InferOptions) -> list[str | None]:
-    """The questions, or None alone where the text is continued."""
-    for question in args.question:
-        check_question(question)
-    return [*args.question] or [None]
 
 
 def run_or_batch(args: InferOptions) -> int:

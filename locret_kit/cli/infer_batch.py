@@ -132,10 +132,6 @@ def said(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[str, ob
     """The record of a prompt whose answer has ended."""
     if sequence.error is not None:
         return {"error": first_line(sequence.error)}
-    return {
-        "answer": answer_text(tokenizer, sequence.tokens),
-        "finish_reason": sequence.finish_reason,
-        "prompt_tokens": len(sequence.request.ids),
-        "new_tokens": len(sequence.tokens),
-        "first_token_s": round(sequence.first_token_s or 0.0, 4),
-    }
+    answered = {"answer": answer_text(tokenizer, sequence.tokens), "finish_reason": sequence.finish_reason}
+    tokens = {"prompt_tokens": len(sequence.request.ids), "new_tokens": len(sequence.tokens)}
+    return {**answered, **tokens, "first_token_s": round(sequence.first_token_s or 0.0, 4)}

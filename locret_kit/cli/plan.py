@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.plan_options import PLAN, PlanOptions
+from ..config.recipes import known_recipes, read_recipe, recipes_folder
 from ..config.schema import Values
+from ..naming import nearest
+from ..sizes import parse_bytes, show
 from .command import entry
 
 if TYPE_CHECKING:
@@ -35,18 +38,14 @@ def resolve(name: str) -> tuple[PretrainedConfig, Values]:
     from transformers import AutoConfig
 
     from ..backbones.load import load_config, resolve_model
-    from ..config.recipes import known_recipes, read_recipe
-    from ..naming import nearest
 
-    recipe: Values = {}
+    stem, recipe = name, Values()
     if name in known_recipes() or name.endswith((".yaml", ".yml")):
         read = read_recipe(name)
         stem, recipe = read.name, read.values
         name = str(recipe.get("backbone.model") or "")
         if not name:
             raise ValueError(f"model={stem}: this recipe names no backbone; give a folder or a Hub id")
-    else:
-        stem = name
     shipped = shipped_configs()
     for key, raw in shipped.items():
         if key == stem or raw["_name_or_path"] == name:
@@ -64,8 +63,6 @@ def resolve(name: str) -> tuple[PretrainedConfig, Values]:
 
 def shipped_configs() -> dict[str, dict[str, object]]:
     """The configurations in ``recipes/configs``, by recipe; ``_name_or_path`` is the Hub id."""
-    from ..config.recipes import recipes_folder
-
     files = sorted((recipes_folder() / "configs").glob("*.json"))
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
 
@@ -79,7 +76,6 @@ def run(args: PlanOptions) -> int:
     from ..planning.serving import Caches, decoding_bytes
     from ..planning.training_plan import TrainSetting, plan_training
     from ..policies.grammar import parse_policy
-    from ..sizes import parse_bytes, show
 
     if args.ranks > 1 and args.engine != "vllm":
         raise ValueError(f"ranks={args.ranks} is for a plan of locret-vllm: give --engine vllm too")
@@ -99,10 +95,8 @@ def run(args: PlanOptions) -> int:
         f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}{suffix(bits, types)}; cap {show(cap)} "
         f"({args.gpu_memory} less {args.reserve} reserve)"
     ]
-    if backbone.spec.states and not backbone.spec.state_sizes:
-        say.append(
-            f"the states of {len(backbone.spec.states)} layers are not counted: a configuration does not say their size"
-        )
+    if (states := len(backbone.spec.states)) and not backbone.spec.state_sizes:
+        say.append(f"the states of {states} layers are not counted: a configuration does not say their size")
     if args.train is not None:
         if args.kv_bits is not None:
             raise ValueError(f"kv_bits={args.kv_bits} is for inference: a training step keeps no cache")
@@ -124,9 +118,8 @@ def run(args: PlanOptions) -> int:
     if (sessions := args.sessions) is not None:
         caches = Caches.of(backbone.spec, setting, [policy], sessions, args.documents, args.beginnings)
         peak = plan.peak + (caches.count - 1) * caches.each + decoding_bytes(backbone, setting, sessions)
-        print(
-            "\n".join([*say, f"policy {args.policy}, {setting}", *plan.lines(), f"server: {caches}; peak {show(peak)}"])
-        )
+        server = f"server: {caches}; peak {show(peak)}"
+        print("\n".join([*say, f"policy {args.policy}, {setting}", *plan.lines(), server]))
         if peak > cap:
             max_sessions = fitting.largest(
                 lambda n: peak - (sessions - n) * (caches.each + decoding_bytes(backbone, setting, 1)) <= cap,
@@ -150,9 +143,8 @@ def run(args: PlanOptions) -> int:
         )
     if setting.width and types is None:
         step = TrainSetting(TrainSetting.answer + 1, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
-        say.append(
-            f"training these heads: the longest sample that fits is {fitting.largest_sample(backbone, step, cap)} tokens"
-        )
+        longest = fitting.largest_sample(backbone, step, cap)
+        say.append(f"training these heads: the longest sample that fits is {longest} tokens")
     print("\n".join(say))
     return 0
 
@@ -169,7 +161,6 @@ def _vllm(
 
     from ..planning.fitting_settings import DoesNotFit
     from ..planning.inference_plan import plan_inference
-    from ..sizes import show
     from ..vllm.request_pages import Pages, pages_of
     from ..vllm.server_settings import check_policy, check_settings
 

@@ -45,11 +45,8 @@ def run(args: ReadOptions) -> int:
         slots = f"{min(rows)} to {max(rows)}" if min(rows) < max(rows) else f"{rows[0]}"
         rate = f" in {seconds:.1f} s ({read / seconds:.0f} tok/s)" if read else ""
         rest = document.tokens - document.cache.get_seq_length()
-        print(
-            f"{args.out}: {read} tokens read{rate}, {rest} more with each question; {slots} slots a head and layer, "
-            f"{target.stat().st_size / 2**20:.1f} MiB",
-            file=sys.stderr,
-        )
+        size = f"{slots} slots a head and layer, {target.stat().st_size / 2**20:.1f} MiB"
+        print(f"{args.out}: {read} tokens read{rate}, {rest} more with each question; {size}", file=sys.stderr)
     return 0
 
 

@@ -119,14 +119,11 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     width = cfg.heads.d_hidden if "heads.d_hidden" in values else choose_width(backbone)
     longest = LONGEST if on_card else LONGEST_ON_CPU
     longest = min(longest, getattr(config, "max_position_embeddings", longest))
+    setting = TrainSetting(longest, dtype=dtype, d_hidden=width, weight_bits=cfg.backbone.weight_bits)
+    tokens = cfg.data.max_tokens if "data.max_tokens" in values else None
+    batch, samples = cfg.data.batch if "data.batch" in values else None, cfg.optim.accumulate
     step = choose_step(
-        backbone,
-        TrainSetting(longest, dtype=dtype, d_hidden=width, weight_bits=cfg.backbone.weight_bits),
-        memory - RESERVE,
-        tokens=cfg.data.max_tokens if "data.max_tokens" in values else None,
-        batch=cfg.data.batch if "data.batch" in values else None,
-        max_tokens=longest,
-        samples=cfg.optim.accumulate,
+        backbone, setting, memory - RESERVE, tokens=tokens, batch=batch, max_tokens=longest, samples=samples
     )
     chosen: Values = dict(zip(CHOSEN, (width, step.tokens, step.batch), strict=True))
     words = " ".join(f"{name}={chosen[name]}" for name in names)
@@ -147,22 +144,12 @@ def machine_memory() -> int:
     return min(whole, container_limit() or whole)
 
 
+MAIN = "backbone.model out data.sources data.max_tokens heads.d_hidden optim.steps optim.lr trainer.devices resume"
 TRAIN = Command(
     "locret-train",
     TrainConfig,
     USAGE,
-    (
-        "recipe",
-        "backbone.model",
-        "out",
-        "data.sources",
-        "data.max_tokens",
-        "heads.d_hidden",
-        "optim.steps",
-        "optim.lr",
-        "trainer.devices",
-        "resume",
-    ),
+    ("recipe", *MAIN.split()),
     aliases={"model": "backbone.model"},
     gone=RETIRED,
     complete=partial(with_recipe, choose=choose_for_device),

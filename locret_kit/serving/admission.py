@@ -56,9 +56,8 @@ class Admission:
     @property
     def caches(self) -> int:
         """Caches of sessions that exist now, or that are being read from their files."""
-        loaded = sum(
-            request.purpose == "answer" and (request.loading or request.cache is not None) for request in self.queue
-        )
+        waiting = (request for request in self.queue if request.purpose == "answer")
+        loaded = sum(request.loading or request.cache is not None for request in waiting)
         return len(self._sessions) + loaded + sum(request.purpose == "answer" for request in self.active)
 
     @property

@@ -26,11 +26,7 @@ from .metrics import metrics_of
 from .responses_routes import add_responses
 from .state import Server
 
-FILES = {
-    "/": ("page.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-}
+FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
 """The page: three files that ask for nothing but this server."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -70,7 +66,7 @@ def make_app(server: Server) -> ASGIApp:
     for add in (add_completions, add_responses, add_anthropic, add_documents, add_information):
         add(app, server)
     add_errors(app)
-    for path, (name, kind) in FILES.items():  # without a key: what the page shows, it asks for with one
-        body = files(__package__).joinpath(name).read_bytes()
+    for path, kind in FILES.items():  # without a key: what the page shows, it asks for with one
+        body = files(__package__).joinpath(path[1:] or "page.html").read_bytes()
         app.router.routes.append(Route(path, Response(body, headers=HEADERS, media_type=kind), methods=["GET"]))
     return NamedRequests(app)

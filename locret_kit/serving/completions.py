@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypedDict
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -117,18 +116,9 @@ def delta(
     return {"index": index, "delta": {"role": "assistant", **said} if first else said, **end}
 
 
-class Usage(TypedDict):
-    """Tokens of a request, as OpenAI's protocol counts them; ``locret`` has the cache's own figures."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: dict[str, int]
-    locret: dict[str, int]
-
-
-def usage(answers: Sequence[AnswerStream], n: int) -> Usage:
-    """Tokens of a request with ``n`` answers to each prompt."""
+def usage(answers: Sequence[AnswerStream], n: int) -> dict[str, object]:
+    """Tokens of a request with ``n`` answers to each prompt, as OpenAI's protocol counts them; ``locret`` has the cache's own
+    figures."""
     requests = [answer.request for answer in answers]
     new = sum(len(one.sequence.tokens) for one in requests if one.sequence is not None)
     prompt = sum(len(one.ids) for one in requests[::n])

@@ -140,9 +140,7 @@ async def read_document(server: Server, engine: Engine, upload: UploadedDocument
             async with server.conversions.short.turn(upload.owner):
                 upload.document = await loop.run_in_executor(server.readers, engine.load_document, Path(name))
         else:
-            text = await server.conversions.text(
-                server.readers, data, upload.title, upload.owner, lambda: upload.deleted, upload.lost.append
-            )
+            text = await server.conversions.text(server.readers, data, upload)
             upload.document = await loop.run_in_executor(server.readers, read, text)
     except ImportError as error:  # its words name files of this machine
         upload.error = f"{upload.title}: the server lacks a library that this format needs, which its log names"

@@ -81,11 +81,8 @@ class Guard:
             await send(message)
 
         try:
-            if (
-                not self.server.keys
-                and scope["path"] != "/health"
-                and (why := refusal(scope, self.server.hosts, self.server.origins))
-            ):
+            keyless = not self.server.keys and scope["path"] != "/health"
+            if keyless and (why := refusal(scope, self.server.hosts, self.server.origins)):
                 raise Refused(403, why)
             if scope["path"].startswith(("/v1/", "/metrics", "/tokenize", "/detokenize")):
                 self.server.owner(Request(scope))

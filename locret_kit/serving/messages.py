@@ -44,9 +44,8 @@ def text_of(content: object) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in TEXTS:
-            raise ValueError(
-                f"parts must be text (of type {', '.join(TEXTS)}), not {str(kind or type(part).__name__)[:40]!r}"
-            )
+            given = str(kind or type(part).__name__)[:40]
+            raise ValueError(f"parts must be text (of type {', '.join(TEXTS)}), not {given!r}")
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise ValueError(f"a part of type {kind!r} needs a text")
@@ -107,11 +106,8 @@ def call_of(call: JsonObject) -> JsonObject:
     arguments = function.get("arguments") or "{}"
     with suppress(ValueError, RecursionError):
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return {
-        "type": "function",
-        "id": str(call.get("id", "")),
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    called = {"name": function["name"], "arguments": arguments}
+    return {"type": "function", "id": str(call.get("id", "")), "function": called}
 
 
 class Function(BaseModel):

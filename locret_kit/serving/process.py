@@ -9,19 +9,12 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-WORDS = "the model is being loaded"
-HEALTH: dict[str, object] = {"status": "loading"}
-ERROR: dict[str, object] = {
-    "error": {"message": WORDS, "type": "service_unavailable_error", "param": None, "code": None}
-}
+ERROR = {"message": "the model is being loaded", "type": "service_unavailable_error", "param": None, "code": None}
 
 
 class LoadingApp:
@@ -43,7 +36,7 @@ class LoadingApp:
         if self.app is not None:
             await self.app(scope, receive, send)
             return
-        body = json.dumps(HEALTH if scope["path"] == "/health" else ERROR).encode()
+        body = json.dumps({"status": "loading"} if scope["path"] == "/health" else {"error": ERROR}).encode()
         headers = [
             (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
             (b"retry-after", b"5"), (b"connection", b"close"),

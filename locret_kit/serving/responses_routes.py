@@ -165,14 +165,14 @@ def items_of(answer: AnswerStream, names: Sequence[str], parts: Sequence[str | C
 def end_of(answer: AnswerStream) -> dict[str, object]:
     """What is known at an answer's end."""
     tokens = usage([answer], 1)
-    cut = answer.reason == "length"
+    cut, cached = answer.reason == "length", answer.request.cached_tokens
     return {
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "usage": {
             "input_tokens": tokens["prompt_tokens"], "output_tokens": tokens["completion_tokens"],
             "total_tokens": tokens["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
-            "input_tokens_details": {**tokens["prompt_tokens_details"], "cache_write_tokens": 0}, "locret": tokens["locret"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0}, "locret": tokens["locret"],
         },
     }  # fmt: skip
 

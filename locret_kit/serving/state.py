@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -100,29 +100,19 @@ class Conversions:
     short: Turns = field(default_factory=Turns)
     long: Turns = field(default_factory=Turns)
 
-    async def text(
-        self,
-        pool: Executor,
-        data: bytes,
-        name: str,
-        owner: str,
-        unwanted: Callable[[], bool],
-        lost: Callable[[str], None],
-    ) -> str:
+    async def text(self, pool: Executor, data: bytes, upload: UploadedDocument) -> str:
         """The text of an upload as ``text.convert`` gives it. Plain text, which needs no parser, waits for nobody."""
-        loop = asyncio.get_running_loop()
+        loop, name, lines = asyncio.get_running_loop(), upload.title, list[str]()
         if not name.lower().endswith(CONVERTED) and may_be_text(data[:1024]):
-            return await loop.run_in_executor(pool, partial(read_stream, BytesIO(data), name, lost=lost))
-        lines: list[str] = []
-        made = partial(convert, data, name, unwanted=unwanted, lost=lines.append)
+            return await loop.run_in_executor(pool, partial(read_stream, BytesIO(data), name, lost=upload.lost.append))
+        made = partial(convert, data, name, unwanted=lambda: upload.deleted, lost=lines.append)
         try:
-            async with self.short.turn(owner):
+            async with self.short.turn(upload.owner):
                 text = await loop.run_in_executor(pool, partial(made, seconds=SHORT))
         except Late:
-            async with self.long.turn(owner):
+            async with self.long.turn(upload.owner):
                 text = await loop.run_in_executor(pool, partial(made, seconds=LONG))
-        for line in lines:
-            lost(line)
+        upload.lost += lines
         return text
 
 

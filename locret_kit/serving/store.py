@@ -282,10 +282,8 @@ class Store:
             record, tensors = export(cache, self._origin)
             write(path, {**record, "document": about}, tensors)
 
-        size = sum(
-            MARGIN // 8 + sum(tensor.nbytes for tensor in export_rows(rows)[1].values()) for rows in cache.bounded
-        )
-        size += cache.host_nbytes
+        layers = (export_rows(rows)[1].values() for rows in cache.bounded)
+        size = cache.host_nbytes + sum(MARGIN // 8 + sum(tensor.nbytes for tensor in layer) for layer in layers)
         self._write(key.name, key.owner, size, to, key)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:

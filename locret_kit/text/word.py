@@ -197,11 +197,9 @@ def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
 def _prepare_runs(root: Element, styles: Styles, numbering: Numbering) -> int:
     """Make runs say by themselves what their styles say: raised, lowered, struck out, hidden. The number of hidden ones."""
     hidden, before = 0, False
-    named = {
-        run: value(paragraph.find(f"{W}pPr"), "pStyle")
-        for paragraph in root.iter(f"{W}p")
-        for run in paragraph.iter(f"{W}r")
-    }
+    named: dict[Element, str | None] = {}
+    for paragraph in root.iter(f"{W}p"):
+        named |= dict.fromkeys(paragraph.iter(f"{W}r"), value(paragraph.find(f"{W}pPr"), "pStyle"))
     for run in root.iter(f"{W}r"):
         own = run.find(f"{W}rPr")
         given = [*styles.chain(value(own, "rStyle")), *styles.chain(named.get(run) or styles.default)]

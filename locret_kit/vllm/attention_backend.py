@@ -1,4 +1,6 @@
-"""vLLM's block of memory that is a request's page."""
+"""vLLM's attention backend: append, attend and evict within a layer's forward, over pages of constant size; and the choice
+between it and vLLM's own, for the engine that is being built.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
@@ -24,7 +26,7 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 
 from ..cache.storage.row_pool import PageShape
 from .worker import NOBODY, RequestTurn, StepBatch
-from .worker_state import worker_here
+from .worker_state import State, section_of, worker_here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,3 +142,20 @@ class BoundedImpl(AttentionImpl):
             self.number = extract_layer_index(layer.layer_name)
         self.worker.attend(self.number, query, key, value, kv_cache, attn_metadata, self.scale, output)
         return output
+
+
+def is_bounded() -> bool:
+    """Whether it is the engine for which ``Requests`` was made."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and State.section is not None and section_of(config) is State.section
+
+
+def __getattr__(name: str) -> type[AttentionBackend]:
+    """``OnCpu``: the attention of the engine that is being built. vLLM looks it up by this name."""
+    if name != "OnCpu":
+        raise AttributeError(name)
+    if is_bounded():
+        return BoundedBackend
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return CPUAttentionBackend

@@ -42,7 +42,7 @@ class Requests(LogitsProcessor):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.requests = begin(vllm_config, device).requests
         self.unchecked: VllmConfig | None = vllm_config
-        register_backend(AttentionBackendEnum.CPU_ATTN, "locret_kit.vllm.choice.OnCpu")
+        register_backend(AttentionBackendEnum.CPU_ATTN, "locret_kit.vllm.attention_backend.OnCpu")
         register_backend(AttentionBackendEnum.CUSTOM, "locret_kit.vllm.attention_backend.BoundedBackend")
         register_rotary()
 
