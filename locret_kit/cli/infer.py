@@ -26,8 +26,8 @@ Say = Callable[[str], None]
 
 def run(args: InferOptions) -> int:
     """Load, read, answer. Raises ValueError or OSError with a one-line message."""
-    for asked in args.question:
-        check_question(asked)
+    for one in args.question:
+        check_question(one)
     questions: list[str | None] = [*args.question] or [None]  # None: the text is continued
     if args.report:
         check_target(Path(args.report), "report", source=args.file)
