@@ -15,8 +15,6 @@ from ..config.schema import Command, T
 from ..evals.engine.result_rows import Row, read_config, read_rows
 from ..evals.report.paired import differences, to_markdown
 from ..evals.report.summary import every_table, write_summary
-from ..evals.tasks import ALIASES, DESCRIPTIONS, GROUPS, haystack_name, known_tasks, row_names
-from ..evals.tasks.document_tasks import entries
 from ..files import write_json
 from ..naming import install_line, nearest
 from .command import command
@@ -118,6 +116,8 @@ def chosen_rows(config: options.RowsConfig) -> list[Row]:
     Raises:
         ValueError: there are none.
     """
+    from ..evals.tasks import haystack_name, row_names
+
     haystacks = {haystack_name(haystack) for haystack in config.haystacks}
     tasks = {name for task in config.tasks for name in row_names(task)}
     budgets = [0, *config.budgets] if config.budgets else []
@@ -149,6 +149,9 @@ def _lm_eval(argv: list[str]) -> int:
 
 
 def _tasks(config: options.NoConfig) -> None:
+    from ..evals.tasks import ALIASES, DESCRIPTIONS, GROUPS, known_tasks
+    from ..evals.tasks.document_tasks import entries
+
     for name in known_tasks():
         entry = entries().get(name)
         says = f"documents of a benchmark, by {entry.metric}" if entry else DESCRIPTIONS[ALIASES.get(name, name)]
