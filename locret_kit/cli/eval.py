@@ -13,8 +13,6 @@ from ..config import eval_options as options
 from ..config.command_line import read
 from ..config.schema import Command, T
 from ..evals.engine.result_rows import Row, read_config, read_rows
-from ..evals.report.paired import differences, to_markdown
-from ..evals.report.summary import every_table, write_summary
 from ..files import write_json
 from ..naming import install_line, nearest
 from .command import command
@@ -67,6 +65,7 @@ def run(argv: list[str]) -> int:
     from ..evals.engine.run_spec import check_policies
     from ..evals.engine.runner import answer, check, left
     from ..evals.report.html_report import write_page
+    from ..evals.report.summary import write_summary
     from .eval_setup import load_parts, run_of
 
     draws = find_spec("matplotlib") is not None
@@ -95,12 +94,15 @@ def run(argv: list[str]) -> int:
 
 def _report(config: options.FolderConfig) -> None:
     from ..evals.report.html_report import write_page
+    from ..evals.report.summary import write_summary
 
     write_summary(config.folder)
     print(write_page(config.folder))
 
 
 def _table(config: options.RowsConfig) -> None:
+    from ..evals.report.summary import every_table
+
     print(every_table(chosen_rows(config)), end="")
 
 
@@ -137,6 +139,8 @@ def chosen_rows(config: options.RowsConfig) -> list[Row]:
 
 
 def _paired(config: options.PairedConfig) -> None:
+    from ..evals.report.paired import differences, to_markdown
+
     print(to_markdown(differences(chosen_rows(config), config.against, config.figure), config.against))
 
 
