@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from ..config import eval_options as options
 from ..config.command_line import read
 from ..config.schema import Command, T
-from ..evals.engine.result_rows import Row, read_config, read_rows
 from ..files import write_json
 from ..naming import install_line, nearest
 from .command import command
 
 if TYPE_CHECKING:
+    from ..evals.engine.result_rows import Row
     from .eval_setup import EvalParts
 
 CONFIG = "config.json"
@@ -30,6 +30,8 @@ def run_config(config: options.EvalConfig, parts: EvalParts) -> dict[str, object
     Raises:
         ValueError: the folder holds rows of another setting or other heads; names it.
     """
+    from ..evals.engine.result_rows import read_config
+
     out, path = Path(config.out), Path(config.out) / CONFIG
     if not (above := next(place for place in (out, *out.absolute().parents) if place.exists())).is_dir():
         raise ValueError(f"out={config.out}: {above} is no folder")
@@ -118,6 +120,7 @@ def chosen_rows(config: options.RowsConfig) -> list[Row]:
     Raises:
         ValueError: there are none.
     """
+    from ..evals.engine.result_rows import read_rows
     from ..evals.tasks import haystack_name, row_names
 
     haystacks = {haystack_name(haystack) for haystack in config.haystacks}
