@@ -3,7 +3,7 @@ that model in it is ``locret-eval lm_eval``."""
 
 from __future__ import annotations
 
-from .cli.eval import engine_for_harness
+from .cli.eval_setup import engine_for_harness
 from .evals.engine.harness import register
 
 Locret = register(engine_for_harness)

@@ -18,14 +18,12 @@ from mkdocs.structure.pages import Page
 
 from locret_kit.__main__ import COMMANDS as LISTED
 from locret_kit.config import recipes as recipe_files
-from locret_kit.config.chat_options import CHAT
-from locret_kit.config.command_help import COMMON_OPTIONS, groups_of
-from locret_kit.config.document_options import ASK, INFO, KEPT, READ
+from locret_kit.config.document_options import ASK, CHAT, INFO, KEPT, READ
 from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE
 from locret_kit.config.infer_options import INFER, BatchPrompt
 from locret_kit.config.plan_options import PLAN
 from locret_kit.config.publish_options import PUBLISH
-from locret_kit.config.schema import REQUIRED, Command, Repeatable, docstrings
+from locret_kit.config.schema import COMMON_OPTIONS, REQUIRED, Command, Repeatable, docstrings, groups_of
 from locret_kit.config.serve_options import SERVE
 from locret_kit.config.vllm_options import VLLM
 from locret_kit.settings import PUBLISHED, RunSettings

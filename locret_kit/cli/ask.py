@@ -21,11 +21,9 @@ def run(args: AskOptions) -> int:
     questions = questions_of(args)
     check_saved(args.book)
     sampling = check_sampling(args)
-    document, chosen = open_document(
-        args.book, args, args.ckpt, args.model, args.adapter, args.policy, force=args.force
-    )
+    document, chosen = open_document(args.book, args, args.force)
     if not args.quiet:
-        for line in (*chosen.warnings, *repeated(document)):
+        for line in (*chosen.warnings, repeated(document)):
             if line:
                 print(line, file=sys.stderr)
     document.prepare()
@@ -47,27 +45,16 @@ def run(args: AskOptions) -> int:
 def as_json(question: str, answer: Answer, cached: int, began: float) -> dict[str, object]:
     """An answer, read to its end, as a line of ``--json``. Seconds are wall clock since ``began``."""
     text = str(answer)
-    return {
-        "question": question,
-        "answer": text,
-        "finish_reason": answer.finish_reason,
-        "tokens": len(answer.tokens),
-        "first_token_s": round(answer.first_token_s, 4),
-        "total_s": round(time.perf_counter() - began, 4),
-        "cached_tokens": cached,
-        "prompt_tokens": len(answer.ids) - cached,
-    }
+    said = {"question": question, "answer": text, "finish_reason": answer.finish_reason, "tokens": len(answer.tokens)}
+    seconds = {"first_token_s": round(answer.first_token_s, 4), "total_s": round(time.perf_counter() - began, 4)}
+    return {**said, **seconds, "cached_tokens": cached, "prompt_tokens": len(answer.ids) - cached}
 
 
-def repeated(document: Document) -> list[str]:
+def repeated(document: Document) -> str | None:
     """Text that is read again with each question, where it is more than the text's open end."""
-    policy, seen = document.cache.policy, document.cache.get_seq_length()
-    if policy.reread is None:
-        return []
-    return [
-        f"policy={policy.name} reads passages again for each question; the first {seen} of {document.tokens} tokens are "
-        "in the cache"
-    ]
+    policy, seen = document.cache.policy, f"the first {document.cache.get_seq_length()} of {document.tokens} tokens"
+    said = f"policy={policy.name} reads passages again for each question; {seen} are in the cache"
+    return None if policy.reread is None else said
 
 
 def questions_of(args: AskOptions) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -14,32 +13,22 @@ from ..config.schema import refuse
 from ..files import locked, parse_json, write_text
 from .terminal import check_target
 
-IDLE = ("file", "question", "report")
-"""Options of one text."""
-
-
-@dataclass(frozen=True)
-class BatchFiles:
-    """Files that were looked at."""
-
-    target: Path
-    lines: dict[str, tuple[Name, object]]
-    """Each prompt's id and its line's value, or the ValueError that says why there is none, by the id's key."""
-    done: set[str]
-    """Keys of those that have an answer."""
+BatchFiles = tuple[Path, dict[str, tuple[Name, object]], set[str]]
+"""The file of answers; each prompt's id and its line's value, or the ValueError that says why there is none, by the id's key; and
+the keys of those that have an answer."""
 
 
 @contextmanager
 def open_batch(args: InferOptions) -> Iterator[BatchFiles]:
     """The files, for this process alone. Raises ValueError or OSError with a one-line message."""
-    refuse(args, IDLE, "with --batch, whose lines say what is asked")
+    refuse(args, ("file", "question", "report"), "with --batch, whose lines say what is asked")
     if not args.out:
         raise ValueError("--batch needs a file for the answers: give -o answers.jsonl")
     batch, target = Path(str(args.batch)), Path(args.out)
     check_target(target, "out", source=args.batch)
     busy = f"out={args.out!r} is being written by another process"
     with locked(target.with_name(f".{target.name}.lock"), busy):
-        yield BatchFiles(target, read_prompts(batch), keep_answers(target))
+        yield target, read_prompts(batch), keep_answers(target)
 
 
 def read_prompts(batch: Path) -> dict[str, tuple[Name, object]]:

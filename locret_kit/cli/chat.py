@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.chat_options import CHAT, ChatOptions
+from ..config.document_options import CHAT, ChatOptions
 from ..naming import first_line, nearest
 from .command import entry, install_hint
 from .loading import Chosen, check_run, choose, counted_text, open_document
@@ -76,10 +76,8 @@ class Talk:
         self.document, self._asked, self._turns = document, "", 0
         if args.system:
             self.screen.note("the system prompt is left out: a document's conversation has the template's")
-        self.screen.note(
-            f"{document.title or 'untitled'}: {document.tokens} tokens, {cache.settings.budget} slots, "
-            f"{cache.nbytes / 2**20:.1f} MiB"
-        )
+        sizes = f"{document.tokens} tokens, {cache.settings.budget} slots, {cache.nbytes / 2**20:.1f} MiB"
+        self.screen.note(f"{document.title or 'untitled'}: {sizes}")
 
     def hold(self) -> None:
         """Answer messages until the last one, or /quit."""
@@ -93,9 +91,8 @@ class Talk:
             except BrokenPipeError:
                 raise
             except (ValueError, OSError, ImportError, RuntimeError) as error:
-                self.screen.complain(
-                    first_line(error) + (install_hint(error) if isinstance(error, ImportError) else "")
-                )
+                hint = install_hint(error) if isinstance(error, ImportError) else ""
+                self.screen.complain(first_line(error) + hint)
 
     def take(self, message: str) -> bool:
         """Answer a message, or do what a command says; False after /quit.
@@ -172,7 +169,7 @@ class Talk:
         """Begin a conversation about a text."""
         from ..documents.document import Document
 
-        check_run(self.args.run, self.chosen.config)
+        check_run(self.args.run, self.chosen)
         began = time.perf_counter()
         whole, run = counted_text(
             text, self.args.run, self.chosen, self.model, self.tokenizer, self.screen.note, turns=self.args.history
@@ -237,11 +234,11 @@ def run(args: ChatOptions) -> int:
     screen, document = Screen(args.history_file), None
     screen.greet("loading the model ...")
     if saved:
-        document, chosen = open_document(str(file), args, args.ckpt, args.model, args.adapter, args.policy)
+        document, chosen = open_document(str(file), args)
         model, tokenizer = document.model, document.tokenizer
     else:
         chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
-        check_run(args.run, chosen.config)
+        check_run(args.run, chosen)
         model, tokenizer = chosen.load(args)
     for line in chosen.warnings:
         screen.note(line)

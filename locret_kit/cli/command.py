@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires
 from typing import ParamSpec
 
@@ -37,14 +38,11 @@ def open_streams() -> None:
 def install_hint(error: ImportError) -> str:
     """A hint how to install a missing module that one of the package's extras brings; '' for others."""
     missing = (error.name or "").split(".")[0]
-    try:
-        wanted = requires("locret-kit") or []
-    except PackageNotFoundError:  # run from a checkout
-        return ""
-    for requirement in wanted:
-        match = re.match(r"([\w-]+)[^;]*; extra == .(\w+)", requirement)
-        if match and match[1].replace("-", "_") == missing:
-            return f": {install_line(match[2])}"
+    with suppress(PackageNotFoundError):  # run from a checkout
+        for requirement in requires("locret-kit") or []:
+            match = re.match(r"([\w-]+)[^;]*; extra == .(\w+)", requirement)
+            if match and match[1].replace("-", "_") == missing:
+                return f": {install_line(match[2])}"
     return ""
 
 
@@ -116,15 +114,10 @@ def entry(
         if isinstance(args, Plugin):
             args.load_plugin()
         if isinstance(args, Backbone) and args.list_policies:
-            return print_policies()
+            from ..policies.grammar import describe_policies
+
+            print("\n".join(describe_policies()))
+            return 0
         return run(args)
 
     return main
-
-
-def print_policies() -> int:
-    """Print what ``--list-policies`` asks for; the exit status."""
-    from ..policies.grammar import describe_policies
-
-    print("\n".join(describe_policies()))
-    return 0

@@ -2,56 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..config import eval_options as options
 from ..config.command_line import read
-from ..config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE, TASKS, load_eval_config
 from ..config.schema import Command, T
+from ..files import write_json
 from ..naming import install_line, nearest
 from .command import command
 
 if TYPE_CHECKING:
-    from ..config.eval_options import EvalConfig, FigureConfig, FolderConfig, NoConfig, PairedConfig, RowsConfig
     from ..evals.engine.result_rows import Row
-    from ..evals.engine.run_spec import Run, Setup, Variant
     from .eval_setup import EvalParts
 
 CONFIG = "config.json"
 
 
-def run_of(config: EvalConfig, parts: EvalParts | None = None) -> Run:
-    """Load tasks, backbone and heads; ``parts``: those of `load_parts` where they are loaded already."""
-    from ..evals.engine.run_spec import Run, variants
-    from ..evals.tasks import find_tasks
-    from .eval_setup import load_parts, load_setup
-
-    tasks = find_tasks(
-        config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples, metric=config.metric
-    )
-    parts = parts or load_parts(config)
-    return Run(
-        setup=load_setup(config, parts), tasks=tasks, variants=variants(config.policies, config.budgets, parts.trained),
-        lengths=config.lengths, samples=config.samples, out=Path(config.out), keep=config.keep,
-        share_prefix=config.share_prefix, rank=int(os.environ.get("RANK", 0)),
-        world_size=int(os.environ.get("WORLD_SIZE", 1)),
-    )  # fmt: skip
-
-
-def run_config(config: EvalConfig, parts: EvalParts) -> dict[str, object]:
+def run_config(config: options.EvalConfig, parts: EvalParts) -> dict[str, object]:
     """Settings that the folder's rows share, and the heads that there are rows of, for its ``config.json``. Rows of other
     settings, or of other heads by the same name, are an error. Other checkpoints may come in later.
 
     Raises:
         ValueError: the folder holds rows of another setting or other heads; names it.
     """
-    from dataclasses import asdict, fields
-
-    from ..config.eval_options import FROZEN_KEYS
     from ..evals.engine.result_rows import read_config
 
     out, path = Path(config.out), Path(config.out) / CONFIG
@@ -63,7 +41,7 @@ def run_config(config: EvalConfig, parts: EvalParts) -> dict[str, object]:
     if path.exists() and any(file.stat().st_size for file in out.glob("rows.*.jsonl")):
         before = read_config(out)
         defaults = {item.name: item.default for item in fields(config)}
-        for key in FROZEN_KEYS:
+        for key in options.FROZEN_KEYS:
             then = before.get(key, defaults[key])
             if then != now[key]:
                 raise ValueError(
@@ -83,15 +61,14 @@ def run_config(config: EvalConfig, parts: EvalParts) -> dict[str, object]:
 
 def run(argv: list[str]) -> int:
     """Evaluate, then write the summary; of a finished run also figures and page. Exit status 1 where an example failed."""
-    config = read(EVAL, argv)
+    config = read(options.EVAL, argv)
     if config is None:
         return 0
     from ..evals.engine.run_spec import check_policies
     from ..evals.engine.runner import answer, check, left
     from ..evals.report.html_report import write_page
     from ..evals.report.summary import write_summary
-    from ..files import write_json
-    from .eval_setup import load_parts
+    from .eval_setup import load_parts, run_of
 
     draws = find_spec("matplotlib") is not None
     if not draws:
@@ -112,14 +89,12 @@ def run(argv: list[str]) -> int:
             print(f"locret-eval: the page is {write_page(made.out)}", file=sys.stderr)
     print(f"locret-eval: rows and summary are in {made.out}", file=sys.stderr)
     if failed:
-        print(
-            f"locret-eval: {failed} examples ended with an error, see {made.out}/rows.*.jsonl; the same command does them again",
-            file=sys.stderr,
-        )
+        where = f"see {made.out}/rows.*.jsonl; the same command does them again"
+        print(f"locret-eval: {failed} examples ended with an error, {where}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _report(config: FolderConfig) -> None:
+def _report(config: options.FolderConfig) -> None:
     from ..evals.report.html_report import write_page
     from ..evals.report.summary import write_summary
 
@@ -127,19 +102,19 @@ def _report(config: FolderConfig) -> None:
     print(write_page(config.folder))
 
 
-def _table(config: RowsConfig) -> None:
+def _table(config: options.RowsConfig) -> None:
     from ..evals.report.summary import every_table
 
     print(every_table(chosen_rows(config)), end="")
 
 
-def _figure(config: FigureConfig) -> None:
+def _figure(config: options.FigureConfig) -> None:
     from ..evals.figures import draw
 
     print("\n".join(map(str, draw(config.name, chosen_rows(config), Path(config.out) / "figures"))))
 
 
-def chosen_rows(config: RowsConfig) -> list[Row]:
+def chosen_rows(config: options.RowsConfig) -> list[Row]:
     """The rows of a folder that the configuration asks for.
 
     Raises:
@@ -150,21 +125,23 @@ def chosen_rows(config: RowsConfig) -> list[Row]:
 
     haystacks = {haystack_name(haystack) for haystack in config.haystacks}
     tasks = {name for task in config.tasks for name in row_names(task)}
-    rows = [
-        row
-        for row in read_rows(config.out)
-        if (not tasks or row.task in tasks)
-        and (not haystacks or row.haystack in haystacks)
-        and (not config.policies or row.policy in config.policies)
-        and (not config.budgets or row.budget in (0, *config.budgets))
-        and (not config.lengths or row.length in config.lengths)
-    ]
+    budgets = [0, *config.budgets] if config.budgets else []
+    wanted = {
+        "task": tasks,
+        "haystack": haystacks,
+        "policy": config.policies,
+        "budget": budgets,
+        "length": config.lengths,
+    }
+    rows = [*read_rows(config.out)]
+    for name, some in wanted.items():
+        rows = [row for row in rows if not some or getattr(row, name) in some]
     if not rows:
         raise ValueError(f"out={config.out} holds no such rows")
     return rows
 
 
-def _paired(config: PairedConfig) -> None:
+def _paired(config: options.PairedConfig) -> None:
     from ..evals.report.paired import differences, to_markdown
 
     print(to_markdown(differences(chosen_rows(config), config.against, config.figure), config.against))
@@ -172,32 +149,13 @@ def _paired(config: PairedConfig) -> None:
 
 def _lm_eval(argv: list[str]) -> int:
     from ..evals.engine.harness import main as harness
+    from .eval_setup import engine_for_harness
 
     harness(argv, engine_for_harness)
     return 0
 
 
-def engine_for_harness(settings: dict[str, object]) -> tuple[Setup, Variant]:
-    """Backbone and variant of ``--model_args policy=...,budget=...`` and this command's keys."""
-    import torch
-
-    from ..evals.engine.run_spec import variants
-    from ..settings import read_protect
-    from .eval_setup import load_parts, load_setup
-
-    given = {name: value for name, value in settings.items() if value is not None}
-    policy, budget = given.pop("policy", "full"), given.pop("budget", 1024)
-    if not torch.cuda.is_available() and str(given.get("device", "")).startswith("cuda"):
-        del given["device"]  # the harness's own default
-    words = [f"{name}={value}" for name, value in given.items()]
-    config = load_eval_config(["tasks=lm_eval", "out=-", f"policies=[{policy}]", f"budgets=[{budget}]", *words])
-    if read_protect(config.protect) - {"first"}:
-        raise ValueError(f"protect={config.protect}: lm_eval makes the prompts, so only 'first' is known here")
-    parts = load_parts(config)
-    return load_setup(config, parts), variants(config.policies, config.budgets, parts.trained)[0]
-
-
-def _tasks(config: NoConfig) -> None:
+def _tasks(config: options.NoConfig) -> None:
     from ..evals.tasks import ALIASES, DESCRIPTIONS, groups, known_tasks
     from ..evals.tasks.document_tasks import entries
 
@@ -208,11 +166,11 @@ def _tasks(config: NoConfig) -> None:
     print(f"groups: {', '.join(groups())}; fidelity:NAME and agreement:NAME score a task against full attention")
 
 
-def _with(options: Command[T], show: Callable[[T], None]) -> Callable[[list[str]], int]:
-    """A subcommand that shows what its options ask for."""
+def _with(made_of: Command[T], show: Callable[[T], None]) -> Callable[[list[str]], int]:
+    """A subcommand that shows what its words ask for."""
 
     def run(argv: list[str]) -> int:
-        if config := read(options, argv):
+        if config := read(made_of, argv):
             show(config)
         return 0
 
@@ -220,8 +178,8 @@ def _with(options: Command[T], show: Callable[[T], None]) -> Callable[[list[str]
 
 
 COMMANDS = {
-    "report": _with(REPORT, _report), "table": _with(TABLE, _table), "figure": _with(FIGURE, _figure),
-    "paired": _with(PAIRED, _paired), "tasks": _with(TASKS, _tasks), "lm_eval": _lm_eval,
+    "report": _with(options.REPORT, _report), "table": _with(options.TABLE, _table), "figure": _with(options.FIGURE, _figure),
+    "paired": _with(options.PAIRED, _paired), "tasks": _with(options.TASKS, _tasks), "lm_eval": _lm_eval,
 }  # fmt: skip
 
 
@@ -237,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 after an error said in one line, or where an example failed; 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
-        print(EVAL.usage)
+        print(options.EVAL.usage)
         return 1
     if argv[0] in GONE:
         raise ValueError(f"{argv[0]} is no command any more: {GONE[argv[0]]}")

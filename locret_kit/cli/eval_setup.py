@@ -7,14 +7,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..settings import PUBLISHED, Resolved
+import torch
 
-if TYPE_CHECKING:
-    from ..config.eval_options import EvalConfig
-    from ..evals.engine.run_spec import Setup, Variant
-    from ..heads import RetainingHeads
+from ..backbones.load import choose_adapter, load_backbone
+from ..backbones.probe import describe
+from ..config.eval_options import EvalConfig, load_eval_config
+from ..evals.engine.run_spec import RANDOM_HEADS, UNTRAINED, Run, Setup, Variant, variants
+from ..evals.tasks import find_tasks
+from ..heads import RetainingHeads
+from ..runtime.report import weights_hash
+from ..settings import PUBLISHED, Resolved, read_protect
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,6 @@ class EvalParts:
     @property
     def trained(self) -> list[str]:
         """Names of the checkpoints."""
-        from ..evals.engine.run_spec import UNTRAINED
-
         return [name for name in self.heads if name != UNTRAINED]
 
     def facts(self) -> dict[str, dict[str, object]]:
@@ -49,12 +50,6 @@ def load_parts(config: EvalConfig) -> EvalParts:
     Raises:
         ValueError: neither heads nor a backbone, heads of different backbones or adapters, or two of one name.
     """
-    import torch
-
-    from ..evals.engine.run_spec import RANDOM_HEADS, UNTRAINED
-    from ..heads import RetainingHeads
-    from ..runtime.report import weights_hash
-
     if not config.ckpt and not config.model:
         raise ValueError("give ckpt=PATH (heads, which name their backbone) or model=NAME")
     heads = {Path(path).name: RetainingHeads.from_pretrained(path, backbone=config.model) for path in config.ckpt}
@@ -80,8 +75,6 @@ def _adapter(given: str | None, heads: Mapping[str, RetainingHeads]) -> str | No
     Raises:
         ValueError: none is given, and heads were trained with different ones.
     """
-    from ..backbones.load import choose_adapter
-
     recorded = [one.config.adapter for one in heads.values()]
     adapter, _ = choose_adapter(recorded[0] if recorded else None, given)
     for name, one in heads.items():
@@ -102,17 +95,10 @@ def load_setup(config: EvalConfig, parts: EvalParts) -> Setup:
     Raises:
         ValueError, OSError: see `load_backbone`; ValueError also for heads of another backbone.
     """
-    from ..backbones.load import load_backbone
-    from ..backbones.probe import describe
-    from ..evals.engine.run_spec import Setup
-
-    model, tokenizer = load_backbone(
-        parts.model,
-        dtype=config.dtype,
-        device=_device(config.device),
-        adapter=parts.adapter,
-        weight_bits=config.weight_bits,
-    )
+    device, bits, adapter = config.device, config.weight_bits, parts.adapter
+    if device in (None, "auto", "cuda") and torch.cuda.is_available():  # a device of its own for each local process
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
+    model, tokenizer = load_backbone(parts.model, dtype=config.dtype, device=device, adapter=adapter, weight_bits=bits)
     config.set_template(tokenizer)
     for one in parts.heads.values():
         one.check_backbone(describe(model).spec)
@@ -144,11 +130,29 @@ def settings_of(
     return settings
 
 
-def _device(device: str | None) -> str | None:
-    """Each local process takes a CUDA device of its own, where there are several and none is named."""
-    import torch
+def run_of(config: EvalConfig, parts: EvalParts | None = None) -> Run:
+    """Load tasks, backbone and heads; ``parts``: those of `load_parts` where they are loaded already."""
+    tasks = find_tasks(
+        config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples, metric=config.metric
+    )
+    parts = parts or load_parts(config)
+    return Run(
+        setup=load_setup(config, parts), tasks=tasks, variants=variants(config.policies, config.budgets, parts.trained),
+        lengths=config.lengths, samples=config.samples, out=Path(config.out), keep=config.keep,
+        share_prefix=config.share_prefix, rank=int(os.environ.get("RANK", 0)),
+        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+    )  # fmt: skip
 
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if device in (None, "auto", "cuda") and torch.cuda.is_available():
-        return f"cuda:{local % torch.cuda.device_count()}"
-    return device
+
+def engine_for_harness(settings: dict[str, object]) -> tuple[Setup, Variant]:
+    """Backbone and variant of ``--model_args policy=...,budget=...`` and this command's keys."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    policy, budget = given.pop("policy", "full"), given.pop("budget", 1024)
+    if not torch.cuda.is_available() and str(given.get("device", "")).startswith("cuda"):
+        del given["device"]  # the harness's own default
+    words = [f"{name}={value}" for name, value in given.items()]
+    config = load_eval_config(["tasks=lm_eval", "out=-", f"policies=[{policy}]", f"budgets=[{budget}]", *words])
+    if read_protect(config.protect) - {"first"}:
+        raise ValueError(f"protect={config.protect}: lm_eval makes the prompts, so only 'first' is known here")
+    parts = load_parts(config)
+    return load_setup(config, parts), variants(config.policies, config.budgets, parts.trained)[0]

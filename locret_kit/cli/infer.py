@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,31 +13,12 @@ from ..config.infer_options import INFER, InferOptions
 from ..config.schema import refuse
 from .batch_files import open_batch
 from .command import entry
-from .loading import (
-    Chosen,
-    before_reading,
-    beyond_window,
-    check_run,
-    choose,
-    idle_stabilizers,
-    not_shown,
-    prompt_ids,
-    with_text_budget,
-)
-from .terminal import (
-    check_question,
-    check_sampling,
-    check_target,
-    progress,
-    text_of,
-    title_of,
-    write_answer,
-)
+from .loading import Chosen, before_reading, beyond_window, check_run, choose, not_shown, prompt_ids
+from .terminal import check_question, check_sampling, check_target, progress, text_of, title_of, write_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..documents.document import Document
     from ..runtime.session import Answer, Sampling
 
 Say = Callable[[str], None]
@@ -46,7 +26,9 @@ Say = Callable[[str], None]
 
 def run(args: InferOptions) -> int:
     """Load, read, answer. Raises ValueError or OSError with a one-line message."""
-    questions = questions_of(args)
+    for one in args.question:
+        check_question(one)
+    questions: list[str | None] = [*args.question] or [None]  # None: the text is continued
     if args.report:
         check_target(Path(args.report), "report", source=args.file)
     if questions == [None]:
@@ -55,9 +37,9 @@ def run(args: InferOptions) -> int:
     sampling = check_sampling(args)
     reports: list[dict[str, object]] = []
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
-    ready = of_text(args, text, questions, sampling, say)
-    for question, answer in zip(questions, ready.answers, strict=True):
-        for line in (*ready.warnings, beyond_window(ready.model, answer.cache)) if not reports else ():
+    chosen, model, answers, warnings = of_text(args, text, questions, sampling, say)
+    for question, answer in zip(questions, answers, strict=True):
+        for line in (*warnings, beyond_window(model, answer.cache)) if not reports else ():
             if line:
                 print(line, file=sys.stderr)
         write_answer(answer, question if len(questions) > 1 else None, first=not reports)
@@ -71,34 +53,23 @@ def run(args: InferOptions) -> int:
     if args.report:
         from ..files import write_json
 
-        answers = reports[0] if len(reports) == 1 else {"answers": reports}
-        write_json(Path(args.report).resolve(), {**origin_of(ready.chosen, reports[0]["backend"]), **answers})
+        found = reports[0] if len(reports) == 1 else {"answers": reports}
+        write_json(Path(args.report).resolve(), {**origin_of(chosen, reports[0]["backend"]), **found})
     return 0
-
-
-@dataclass(frozen=True)
-class Ready:
-    """Everything is loaded."""
-
-    chosen: Chosen
-    model: PreTrainedModel
-    answers: Iterator[Answer]
-    """Each is begun when it is asked for."""
-    warnings: list[str | None]
-    """To be read when the first answer is begun."""
 
 
 def of_text(
     args: InferOptions, text: Iterable[str], questions: Sequence[str | None], sampling: Sampling, say: Say
-) -> Ready:
-    """Answers about a text; it is read once for all of them where they are then the same."""
+) -> tuple[Chosen, PreTrainedModel, Iterator[Answer], list[str | None]]:
+    """What was chosen, the backbone, answers about a text, and warnings to be read when the first answer is begun. Each answer is
+    begun when it is asked for; the text is read once for all of them where they are then the same."""
     from ..backbones.load import choose_precision, load_tokenizer, pick_device
     from ..documents.document import Document
     from ..runtime.session import Answer
 
     pick_device(args.device)  # before a long text is tokenised
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits, asked=questions != [None])
-    check_run(args, chosen.config)
+    check_run(args, chosen)
     say(f"backbone: {chosen.backbone}")
     if len(questions) > 1:
         text = list(text)
@@ -110,10 +81,10 @@ def of_text(
     model, tokenizer = chosen.load(args)
     if args.dtype == "auto":
         say(f"precision: {choose_precision(model.device, model.config)}")
-    run = with_text_budget(run, chosen, model, len(longest), say)
+    run = chosen.with_text_budget(run, model, len(longest), say)
     for line in before_reading(run, chosen, longest, model) if not args.quiet else ():
         print(line, file=sys.stderr, flush=True)
-    warnings = [*chosen.warnings, idle_stabilizers(args, chosen.policy)]
+    warnings = [*chosen.warnings, chosen.idle_stabilizers(args)]
     shown = None if args.quiet else progress
 
     def alone(question: str | None, ids: array[int]) -> Answer:
@@ -125,13 +96,14 @@ def of_text(
         )  # fmt: skip
 
     if len(questions) == 1 or not reads_once(args, chosen, tokenizer):
-        return Ready(chosen, model, map(alone, questions, prompts), warnings)
+        return chosen, model, map(alone, questions, prompts), warnings
     document = Document.read(
         model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat, title=title_of(args.file),
         progress=shown and shown(),
     )  # fmt: skip
     warnings.append(not_shown(args.protect, document.protected(document.prompt("?"))))
-    return Ready(chosen, model, about(document, args, questions, sampling), warnings)
+    ask = partial(document.ask, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed)
+    return chosen, model, map(ask, map(str, questions)), warnings
 
 
 def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -139,14 +111,6 @@ def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenize
     one chunk or the room hang on each prompt's length."""
     by_length = isinstance(args.budget, float) or args.one_shot or chosen.policy.keeps_everything
     return tokenizer.is_fast and not by_length
-
-
-def about(
-    document: Document, args: InferOptions, questions: Sequence[str | None], sampling: Sampling
-) -> Iterator[Answer]:
-    """Answers about a document."""
-    for question in questions:
-        yield document.ask(str(question), max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed)
 
 
 def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
@@ -157,13 +121,6 @@ def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
     heads = RetainingHeads.from_pretrained(chosen.ckpt, backbone=chosen.backbone) if chosen.ckpt else None
     hashed = weights_hash(heads) if heads is not None else ""
     return provenance(chosen.backbone, chosen.ckpt, hashed, chosen.adapter, str(backend or ""))
-
-
-def questions_of(args: InferOptions) -> list[str | None]:
-    """The questions, or None alone where the text is continued."""
-    for question in args.question:
-        check_question(question)
-    return [*args.question] or [None]
 
 
 def run_or_batch(args: InferOptions) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
+from ..cache.bounded import BoundedCache
 from ..config.infer_options import BatchPrompt, Generation, InferOptions, Name
 from ..naming import first_line
 from ..runtime.batch import run as answered
@@ -20,15 +22,8 @@ from ..runtime.tokens import answer_text, stream_ids
 from ..text.template import has_template, render_messages
 from ..validation import made
 from .batch_files import BatchFiles, open_answers
-from .loading import check_run, choose, idle_stabilizers, prompt_ids
+from .loading import check_run, choose, prompt_ids
 from .terminal import check_question
-
-if TYPE_CHECKING:
-    from array import array
-
-    from transformers import PreTrainedTokenizerBase
-
-    from ..cache.bounded import BoundedCache
 
 SHARED = (*(item.name for item in fields(Generation)), "seed")
 """Options that a line may have for itself."""
@@ -44,17 +39,17 @@ class Line(Request):
 
 def answer(args: InferOptions, batch: BatchFiles) -> int:
     """Load, and answer what has no answer yet; the exit status. Raises ValueError or OSError with a one-line message."""
-    target, total = batch.target, len(batch.lines)
-    left = [line for key, line in batch.lines.items() if key not in batch.done]
+    target, lines, done = batch
+    left, total = [line for key, line in lines.items() if key not in done], len(lines)
     Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
-    check_run(args, chosen.config)
+    check_run(args, chosen)
     if not left:
         print(f"{target} has an answer for each of the {total} prompts", file=sys.stderr)
         return 0
     model, tokenizer = chosen.load(args)
     warn = cache(partial(tqdm.write, file=sys.stderr))  # each once
-    for line in (*chosen.warnings, idle_stabilizers(args, chosen.policy)):
+    for line in (*chosen.warnings, chosen.idle_stabilizers(args)):
         if line:
             warn(line)
     errors: list[Name] = []
@@ -137,10 +132,6 @@ def said(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[str, ob
     """The record of a prompt whose answer has ended."""
     if sequence.error is not None:
         return {"error": first_line(sequence.error)}
-    return {
-        "answer": answer_text(tokenizer, sequence.tokens),
-        "finish_reason": sequence.finish_reason,
-        "prompt_tokens": len(sequence.request.ids),
-        "new_tokens": len(sequence.tokens),
-        "first_token_s": round(sequence.first_token_s or 0.0, 4),
-    }
+    answered = {"answer": answer_text(tokenizer, sequence.tokens), "finish_reason": sequence.finish_reason}
+    tokens = {"prompt_tokens": len(sequence.request.ids), "new_tokens": len(sequence.tokens)}
+    return {**answered, **tokens, "first_token_s": round(sequence.first_token_s or 0.0, 4)}

@@ -39,10 +39,8 @@ def rows(record: Fields, size: int) -> Iterator[tuple[str, object]]:
     states = [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
     rows = [count for layer in states if type(count := layer.get("rows")) is int]
     yield "title", text.get("title")
-    yield (
-        "tokens",
-        f"{number(text.get('tokens'))}, {number(states[0].get('seen') if states else None)} of them in the cache",
-    )
+    seen = number(states[0].get("seen") if states else None)
+    yield "tokens", f"{number(text.get('tokens'))}, {seen} of them in the cache"
     yield "text", "stored" if text.get("text") else "not stored" if text else "a cache without a document"
     yield "questions", "through the chat template" if text.get("chat") else "as they are"
     shape = f"{number(config.get('num_hidden_layers'))} layers"
@@ -62,10 +60,8 @@ def rows(record: Fields, size: int) -> Iterator[tuple[str, object]]:
         if name != "backend":
             yield f"  {name}", value
     low, high = min(rows, default=0), max(rows, default=0)
-    yield (
-        "slots",
-        f"{number(high)} a head and layer" if low == high else f"{number(low)} to {number(high)} a head, by layer",
-    )
+    slots = f"{number(high)} a head and layer" if low == high else f"{number(low)} to {number(high)} a head, by layer"
+    yield "slots", slots
     tokens, brings_back = text.get("tokens"), "recall" in part(record, "parts")
     yield "note", too_few(high, tokens) if type(tokens) is int and high > 0 and not brings_back else None
     yield "precision", record.get("dtype")

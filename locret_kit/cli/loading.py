@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from ..config.document_options import AskOptions, ChatOptions, ReadOptions
 from ..config.machine import Dtype, Machine
 from ..config.schema import refuse
 from ..settings import RunSettings, read_protect
@@ -54,6 +55,11 @@ class Chosen:
         """The heads' configuration."""
         return self.heads.config if self.heads is not None else None
 
+    @property
+    def published(self) -> Mapping[str, object]:
+        """Settings that the heads were published with."""
+        return self.config.inference if self.config else {}
+
     def load(self, machine: Machine) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The backbone and its tokenizer.
 
@@ -71,6 +77,27 @@ class Chosen:
         if self.heads is not None:
             self.heads.check_backbone(describe(model).spec)
         return model, tokenizer
+
+    def idle_stabilizers(self, options: RunSettings) -> str | None:
+        """A warning where stabilizers are asked for and the policy has none."""
+        from ..policies.scopes import Stabilizers
+
+        protects = any(isinstance(scope, Stabilizers) for scope in self.policy.scopes)
+        said = f"warning: policy={self.policy.name} protects no stabilizers"
+        return None if protects or options.stabilizers is None else said
+
+    def with_text_budget(
+        self, run: RunSettings, model: PreTrainedModel, tokens: int, say: Callable[[str], None], turns: int = 0
+    ) -> RunSettings:
+        """The settings, with a budget for the text's tokens where nobody gave one, which ``say`` is told in a line; ``turns``
+        slots come beside it."""
+        from ..planning.fitting_settings import budget_of_text
+
+        if run.budget is not None or self.policy.keeps_everything:
+            return run
+        budget, line = budget_of_text(model, self.policy, run, self.published, tokens, turns)
+        say(line)
+        return replace(run, budget=budget)
 
     def cache(
         self,
@@ -154,7 +181,7 @@ def prompt_ids(
     return stream_ids(tokenizer, chain([before], text, [after]), special=not (chat and has_template(tokenizer)))
 
 
-def check_run(options: RunSettings, heads: HeadsConfig | None) -> None:
+def check_run(options: RunSettings, chosen: Chosen) -> None:
     """Raise ValueError for run settings that are out of bounds or could not act, before anything big is loaded."""
     from ..cache.geometry.schedule import Schedule
 
@@ -163,22 +190,7 @@ def check_run(options: RunSettings, heads: HeadsConfig | None) -> None:
         refuse(options, ("chunk", "stabilizers", "local_len"), why)
     elif not isinstance(options.budget, float):
         length = None if options.decode_every is None else 1
-        Schedule.of(options.resolved(heads.inference if heads else {}, length), length)
-
-
-def with_text_budget(
-    run: RunSettings, chosen: Chosen, model: PreTrainedModel, tokens: int, say: Callable[[str], None], turns: int = 0
-) -> RunSettings:
-    """The settings, with a budget for the text's tokens where nobody gave one, which ``say`` is told in a line; ``turns`` slots
-    come beside it."""
-    from ..planning.fitting_settings import budget_of_text
-
-    if run.budget is not None or chosen.policy.keeps_everything:
-        return run
-    published = chosen.config.inference if chosen.config else {}
-    budget, line = budget_of_text(model, chosen.policy, run, published, tokens, turns)
-    say(line)
-    return replace(run, budget=budget)
+        Schedule.of(options.resolved(chosen.published, length), length)
 
 
 def counted_text(
@@ -190,18 +202,10 @@ def counted_text(
     from ..documents.document_text import DocumentText
 
     whole = DocumentText.of(tokenizer, text, chat)
-    run = with_text_budget(run, chosen, model, whole.tokens, say, turns)
+    run = chosen.with_text_budget(run, model, whole.tokens, say, turns)
     for line in before_reading(run, chosen, whole.ids, model):
         say(line)
     return whole, run
-
-
-def idle_stabilizers(options: RunSettings, policy: Policy) -> str | None:
-    """A warning where stabilizers are asked for and the policy has none."""
-    from ..policies.scopes import Stabilizers
-
-    protects = any(isinstance(scope, Stabilizers) for scope in policy.scopes)
-    return None if protects or options.stabilizers is None else f"warning: policy={policy.name} protects no stabilizers"
 
 
 def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
@@ -214,7 +218,7 @@ def before_reading(options: RunSettings, chosen: Chosen, ids: Sequence[int], mod
     """Lines to be read before minutes of reading: slots that are too few for facts, and the time that a long text takes."""
     from ..planning.reading import reading_time, too_few
 
-    resolved, policy = options.resolved(chosen.config.inference if chosen.config else {}, len(ids)), chosen.policy
+    resolved, policy = options.resolved(chosen.published, len(ids)), chosen.policy
     few = None if policy.keeps_everything or policy.recall is not None else too_few(resolved.budget, len(ids))
     takes = None if options.one_shot else reading_time(model, ids, resolved.chunk)
     return [line for line in (few and f"warning: {few}", takes) if line]
@@ -234,17 +238,10 @@ def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
 
 
 def open_document(
-    path: str,
-    machine: Machine,
-    ckpt: str | None = None,
-    model: str | None = None,
-    adapter: str | None = None,
-    policy: str | None = None,
-    *,
-    force: bool = False,
+    path: str, args: AskOptions | ChatOptions | ReadOptions, force: bool = False
 ) -> tuple[Document, Chosen]:
     """The document in a file, with backbone and heads by the names that the file has for them unless others are given, in
-    the file's precision unless ``machine`` says otherwise.
+    the file's precision unless ``args`` say otherwise.
 
     Raises:
         OSError: there is no such file. ValueError: it is damaged, what it names cannot be found, or the first difference to
@@ -254,21 +251,24 @@ def open_document(
     from ..documents.text_record import describe
 
     saved, about = describe(path)
-    ckpt = ckpt or (about.names.get("heads") if saved.heads else None)
+    ckpt, model = (
+        args.ckpt or (about.names.get("heads") if saved.heads else None),
+        args.model or about.names.get("model"),
+    )
     if saved.heads and not ckpt:
         raise ValueError(f"{path} was read with retaining heads that it does not name: give --ckpt")
-    if not (model or about.names.get("model")):
+    if not model:
         raise ValueError(f"{path} does not name its backbone: give --model")
     try:
-        chosen = choose(ckpt, model or about.names["model"], adapter or about.names.get("adapter"), policy)
-        bits = machine.weight_bits or next((bits for bits in (8, 4) if saved.model.get("weight_bits") == bits), None)
-        dtype = cast(Dtype, saved.dtype) if machine.dtype == "auto" else machine.dtype
-        loaded, tokenizer = chosen.load(replace(machine, dtype=dtype, weight_bits=bits))
+        chosen = choose(ckpt, model, args.adapter or about.names.get("adapter"), args.policy)
+        bits = args.weight_bits or next((bits for bits in (8, 4) if saved.model.get("weight_bits") == bits), None)
+        dtype = cast(Dtype, saved.dtype) if args.dtype == "auto" else args.dtype
+        loaded, tokenizer = chosen.load(replace(args, dtype=dtype, weight_bits=bits))
     except FileNotFoundError as error:
         theirs = ", ".join(f"{what} {name!r}" for what, name in about.names.items())
         raise FileNotFoundError(
             f"{error}. {path} was read with {theirs}: --model and --ckpt say where they are"
         ) from error
     needed = chosen.heads if saved.heads else None
-    document = Document.load(path, loaded, tokenizer, needed, policy, force=force)
+    document = Document.load(path, loaded, tokenizer, needed, args.policy, force=force)
     return document, replace(chosen, policy=document.cache.policy)

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.plan_options import PLAN, PlanOptions
+from ..config.recipes import known_recipes, read_recipe, recipes_folder
 from ..config.schema import Values
+from ..naming import nearest
+from ..sizes import parse_bytes, show
 from .command import entry
 
 if TYPE_CHECKING:
@@ -35,18 +38,14 @@ def resolve(name: str) -> tuple[PretrainedConfig, Values]:
     from transformers import AutoConfig
 
     from ..backbones.load import load_config, resolve_model
-    from ..config.recipes import known_recipes, read_recipe
-    from ..naming import nearest
 
-    recipe: Values = {}
+    stem, recipe = name, Values()
     if name in known_recipes() or name.endswith((".yaml", ".yml")):
         read = read_recipe(name)
         stem, recipe = read.name, read.values
         name = str(recipe.get("backbone.model") or "")
         if not name:
             raise ValueError(f"model={stem}: this recipe names no backbone; give a folder or a Hub id")
-    else:
-        stem = name
     shipped = shipped_configs()
     for key, raw in shipped.items():
         if key == stem or raw["_name_or_path"] == name:
@@ -64,8 +63,6 @@ def resolve(name: str) -> tuple[PretrainedConfig, Values]:
 
 def shipped_configs() -> dict[str, dict[str, object]]:
     """The configurations in ``recipes/configs``, by recipe; ``_name_or_path`` is the Hub id."""
-    from ..config.recipes import recipes_folder
-
     files = sorted((recipes_folder() / "configs").glob("*.json"))
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
 
@@ -73,20 +70,11 @@ def shipped_configs() -> dict[str, dict[str, object]]:
 def run(args: PlanOptions) -> int:
     """Print the plan; 0 if it fits. Raises ValueError with what would."""
     from ..backbones.weight_bits import gguf_types, suffix
+    from ..planning import fitting_settings as fitting
     from ..planning.backbone_sizes import BackboneSizes
-    from ..planning.fitting_settings import (
-        DoesNotFit,
-        TrainSetting,
-        largest,
-        largest_budget,
-        largest_chunk,
-        largest_sample,
-        plan_training,
-        require_fit,
-    )
+    from ..planning.fitting_settings import TrainSetting, plan_training
     from ..planning.inference_plan import Caches, decoding_bytes, full_cache_bytes
     from ..policies.grammar import parse_policy
-    from ..sizes import parse_bytes, show
 
     if args.ranks > 1 and args.engine != "vllm":
         raise ValueError(f"ranks={args.ranks} is for a plan of locret-vllm: give --engine vllm too")
@@ -106,20 +94,18 @@ def run(args: PlanOptions) -> int:
         f"{args.model}: {backbone.parameters / 1e9:.2f}e9 parameters, {args.dtype}{suffix(bits, types)}; cap {show(cap)} "
         f"({args.gpu_memory} less {args.reserve} reserve)"
     ]
-    if backbone.spec.states and not backbone.spec.state_sizes:
-        say.append(
-            f"the states of {len(backbone.spec.states)} layers are not counted: a configuration does not say their size"
-        )
+    if (states := len(backbone.spec.states)) and not backbone.spec.state_sizes:
+        say.append(f"the states of {states} layers are not counted: a configuration does not say their size")
     if args.train is not None:
         if args.kv_bits is not None:
             raise ValueError(f"kv_bits={args.kv_bits} is for inference: a training step keeps no cache")
         batch = _given(args.batch, recipe, "data.batch", 1)
         step = TrainSetting(args.train, batch=batch, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
         plan = plan_training(backbone, step)
-        longest = largest_sample(backbone, step, cap)
+        longest = fitting.largest_sample(backbone, step, cap)
         print("\n".join([*say, f"training, {step}", *plan.lines(), f"longest sample that fits: {longest} tokens"]))
         if plan.peak > cap:
-            raise DoesNotFit(f"{step} needs {show(plan.peak)}, above the cap; at most {longest} tokens fit")
+            raise fitting.DoesNotFit(f"{step} needs {show(plan.peak)}, above the cap; at most {longest} tokens fit")
         return 0
     if args.batch is not None:
         raise ValueError(f"batch={args.batch} is for a training step: give --train TOKENS too")
@@ -127,20 +113,19 @@ def run(args: PlanOptions) -> int:
     if args.engine == "vllm":
         print("\n".join([*say, *_vllm(args, config, backbone, setting, cap)]))
         return 0
-    plan = require_fit(backbone, setting, cap)
+    plan = fitting.require_fit(backbone, setting, cap)
     if (sessions := args.sessions) is not None:
         caches = Caches.of(backbone.spec, setting, [policy], sessions, args.documents, args.beginnings)
         peak = plan.peak + (caches.count - 1) * caches.each + decoding_bytes(backbone, setting, sessions)
-        print(
-            "\n".join([*say, f"policy {args.policy}, {setting}", *plan.lines(), f"server: {caches}; peak {show(peak)}"])
-        )
+        server = f"server: {caches}; peak {show(peak)}"
+        print("\n".join([*say, f"policy {args.policy}, {setting}", *plan.lines(), server]))
         if peak > cap:
-            max_sessions = largest(
+            max_sessions = fitting.largest(
                 lambda n: peak - (sessions - n) * (caches.each + decoding_bytes(backbone, setting, 1)) <= cap,
                 sessions,
             )
             advice = f"sessions={max_sessions} fits" if max_sessions else "not even sessions=1 fits beside the others"
-            raise DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; {advice}")
+            raise fitting.DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; {advice}")
         return 0
     full = full_cache_bytes(backbone.spec, args.context, args.dtype)
     say += [
@@ -152,14 +137,13 @@ def run(args: PlanOptions) -> int:
         say.append("the budget holds the whole context: nothing is evicted")
     elif not setting.policy.keeps_everything:
         say.append(
-            f"at chunk {setting.chunk} the largest budget that fits is {largest_budget(backbone, setting, cap)}; "
-            f"at budget {setting.budget} the largest chunk is {largest_chunk(backbone, setting, cap)}"
+            f"at chunk {setting.chunk} the largest budget that fits is {fitting.largest_budget(backbone, setting, cap)}; "
+            f"at budget {setting.budget} the largest chunk is {fitting.largest_chunk(backbone, setting, cap)}"
         )
     if setting.width and types is None:
         step = TrainSetting(TrainSetting.answer + 1, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
-        say.append(
-            f"training these heads: the longest sample that fits is {largest_sample(backbone, step, cap)} tokens"
-        )
+        longest = fitting.largest_sample(backbone, step, cap)
+        say.append(f"training these heads: the longest sample that fits is {longest} tokens")
     print("\n".join(say))
     return 0
 
@@ -176,7 +160,6 @@ def _vllm(
 
     from ..planning.fitting_settings import DoesNotFit
     from ..planning.inference_plan import plan_inference
-    from ..sizes import show
     from ..vllm.request_pages import Pages, pages_of
     from ..vllm.server_settings import check_policy, check_settings
 

@@ -14,15 +14,7 @@ from ..config.document_options import READ, ReadOptions
 from ..config.schema import refuse
 from ..settings import RunSettings
 from .command import entry
-from .loading import (
-    beyond_window,
-    check_run,
-    choose,
-    counted_text,
-    idle_stabilizers,
-    not_shown,
-    open_document,
-)
+from .loading import beyond_window, check_run, choose, counted_text, not_shown, open_document
 from .terminal import check_saved, check_target, progress, text_of, title_of
 
 if TYPE_CHECKING:
@@ -53,11 +45,8 @@ def run(args: ReadOptions) -> int:
         slots = f"{min(rows)} to {max(rows)}" if min(rows) < max(rows) else f"{rows[0]}"
         rate = f" in {seconds:.1f} s ({read / seconds:.0f} tok/s)" if read else ""
         rest = document.tokens - document.cache.get_seq_length()
-        print(
-            f"{args.out}: {read} tokens read{rate}, {rest} more with each question; {slots} slots a head and layer, "
-            f"{target.stat().st_size / 2**20:.1f} MiB",
-            file=sys.stderr,
-        )
+        size = f"{slots} slots a head and layer, {target.stat().st_size / 2**20:.1f} MiB"
+        print(f"{args.out}: {read} tokens read{rate}, {rest} more with each question; {size}", file=sys.stderr)
     return 0
 
 
@@ -70,7 +59,7 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     from ..documents.document import Document
 
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
-    check_run(args.run, chosen.config)
+    check_run(args.run, chosen)
     model, tokenizer = chosen.load(args)
     began = time.perf_counter()
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
@@ -81,7 +70,7 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     )  # fmt: skip
     seconds = time.perf_counter() - began
     unseen = not_shown(args.protect, document.protected(document.prompt("?")))
-    idle = idle_stabilizers(args, chosen.policy)
+    idle = chosen.idle_stabilizers(args)
     for line in (*chosen.warnings, idle, unseen, beyond_window(model, document.cache)):
         if line:
             print(line, file=sys.stderr)
@@ -90,7 +79,7 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
 
 def append(args: ReadOptions, text: Iterable[str]) -> Done:
     """The document in the file, with the text at its end."""
-    document, chosen = open_document(args.out, args, args.ckpt, args.model, args.adapter)
+    document, chosen = open_document(args.out, args)
     before, began = document.cache.get_seq_length(), time.perf_counter()
     document.append(text, None if args.quiet else progress("read"))
     return document, chosen.names, document.cache.get_seq_length() - before, time.perf_counter() - began

@@ -20,7 +20,7 @@ from .loading import check_run, choose
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-    from ..serving.loading_app import LoadingApp
+    from ..serving.process import LoadingApp
 
 ORIGIN = re.compile(r"https?://[^/?#\s*]+|null")
 """An origin as browsers write it."""
@@ -67,10 +67,8 @@ def run(args: ServeOptions) -> int:
     """Listen, load, serve. Raises ValueError or OSError with a one-line message."""
     import uvicorn
 
-    from ..serving.header_timeout import HeaderTimeout
     from ..serving.hosts import ANY
-    from ..serving.loading_app import LoadingApp
-    from ..serving.stopping import Stoppable
+    from ..serving.process import HeaderTimeout, LoadingApp, Stoppable
 
     if isinstance(args.budget, float):
         raise ValueError(f"budget={args.budget}: a session's slots must be known before the start: give an integer")
@@ -118,7 +116,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     from ..policies.grammar import parse_policy
     from ..serving.app import make_app
     from ..serving.engine import Engine
-    from ..serving.freed_memory import give_back
+    from ..serving.process import give_back
     from ..serving.state import Limits, Server
     from ..serving.store import Store
     from ..sizes import parse_bytes
@@ -126,7 +124,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     policies = [parse_policy(name) for name in args.policies]
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
     refuse_unbounded(chosen.policy, *policies)
-    check_run(args, chosen.config)
+    check_run(args, chosen)
     name = args.model_name or Path(args.ckpt or chosen.backbone).name
     limits = Limits(args.max_prompt_tokens, args.max_answer_tokens, documents=args.documents)
     store = None
@@ -138,7 +136,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     loading.put(make_app(server), server.stop)
     model, tokenizer = chosen.load(args)
     server.defaults = sampling_defaults(args, model.generation_config)
-    settings = args.run.resolved(chosen.config.inference if chosen.config else {}, None).run
+    settings = args.run.resolved(chosen.published, None).run
     engine = Engine(
         model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions,
         store=store, policies=policies, beginnings=args.beginnings,

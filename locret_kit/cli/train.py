@@ -55,14 +55,8 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
     config, _ = resolve(cfg.backbone.model)
     dtype = str(pick_dtype(cfg.backbone.dtype, pick_device(None), config)).removeprefix("torch.")
     tokens, backbone = cfg.data.max_tokens, BackboneSizes.of(config)
-    setting = TrainSetting(
-        tokens,
-        min(TrainSetting.answer, tokens - 1),
-        cfg.data.batch,
-        dtype,
-        cfg.heads.d_hidden,
-        weight_bits=cfg.backbone.weight_bits,
-    )
+    answer, bits = min(TrainSetting.answer, tokens - 1), cfg.backbone.weight_bits
+    setting = TrainSetting(tokens, answer, cfg.data.batch, dtype, cfg.heads.d_hidden, weight_bits=bits)
     words, room = shortage(figures, plan_training(backbone, setting).peak)
     longest = largest_sample(backbone, setting, room, max_value=tokens)
     advice = f"data.max_tokens={longest} fits" if longest else "no length of samples fits"

@@ -15,7 +15,6 @@ from .command import command
 from .loading import check_run, choose
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig
     from vllm.engine.protocol import EngineClient
 
     from ..vllm.server_settings import ServerSettings
@@ -26,10 +25,15 @@ ONCE = 1 << 30
 
 def run(args: VllmOptions, theirs: list[str]) -> int:
     """Check everything, then serve until stopped. Raises ValueError or OSError with a one-line message."""
-    from ..vllm.release import check_version
+    from ..vllm.refusals import check_version
 
     check_version()
-    prepare_environment()
+    from vllm.platforms import current_platform
+
+    # What is said already stays. On a CPU a request for logprobs would wait minutes for a compiler; on a card the newer runner
+    # has logits processors of another kind.
+    name, value = ("TORCH_COMPILE_DISABLE", "1") if current_platform.is_cpu() else ("VLLM_USE_V2_MODEL_RUNNER", "0")
+    os.environ.setdefault(name, value)
     server, model = served_by(args)
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -60,7 +64,7 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
         raise ValueError(
             f"model={chosen.backbone!r} is a GGUF file, which locret-serve runs: for vLLM name the float model"
         )
-    check_run(args, chosen.config)
+    check_run(args, chosen)
     for line in chosen.warnings:
         print(line, file=sys.stderr)
     section = VllmSettings(
@@ -70,25 +74,15 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     return ServerSettings(section), resolve_model(chosen.backbone)
 
 
-def prepare_environment() -> None:
-    """Say to vLLM's processes what a CPU needs; what is said already stays."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        # A request for logprobs would wait minutes for a compiler.
-        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    else:  # the newer runner has logits processors of another kind
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-
-
 def settle(options: Namespace, server: ServerSettings, sessions: int | None, theirs: list[str]) -> int:
     """Set in vLLM's options what must go together, and refuse what cannot; bytes of a request's pages."""
+    from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
     from ..backbones.load import choose_precision, load_config, pick_device
     from ..backbones.spec import spec_of
-    from ..vllm.refusals import refuse
+    from ..vllm.refusals import DOCUMENTS, refuse
     from ..vllm.request_pages import Pages, pages_of
     from ..vllm.worker_state import engine_options
 
@@ -113,7 +107,11 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
         # Ranks alone are rotated: a text may be as long as it likes.
         options.hf_overrides = {**(options.hf_overrides or {}), "max_position_embeddings": options.max_model_len}
     if section.documents is not None:
-        options.kv_transfer_config = documents_config(options.kv_transfer_config)
+        if options.kv_transfer_config is not None:
+            raise ValueError("documents=... and --kv-transfer-config: vLLM has one connector: leave one out")
+        options.kv_transfer_config = KVTransferConfig(
+            kv_connector=DOCUMENTS, kv_connector_module_path="locret_kit.vllm.documents", kv_role="kv_both"
+        )
         options.enable_prompt_tokens_details = True  # how much of a prompt was a document's
     model = AsyncEngineArgs.from_cli_args(options).create_model_config()
     refuse({"architecture": model.architecture, "runner": model.runner_type})
@@ -123,19 +121,6 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
     if sessions is not None:
         options.kv_cache_memory_bytes = Pages(each, sessions).bytes
     return each
-
-
-def documents_config(given: object) -> KVTransferConfig:
-    """vLLM's configuration of a connector that reads documents."""
-    from vllm.config import KVTransferConfig
-
-    from ..vllm.refusals import DOCUMENTS
-
-    if given is not None:
-        raise ValueError("documents=... and --kv-transfer-config: vLLM has one connector: leave one out")
-    return KVTransferConfig(
-        kv_connector=DOCUMENTS, kv_connector_module_path="locret_kit.vllm.documents", kv_role="kv_both"
-    )  # fmt: skip
 
 
 async def serve(options: Namespace, page: int) -> None:

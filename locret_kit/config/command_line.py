@@ -10,8 +10,7 @@ from itertools import chain, repeat
 from pathlib import Path
 
 from ..validation import checked, metadata_of, parts
-from .command_help import help_of
-from .schema import Command, Option, Repeatable, T, UsageError, Values, build, options_of, refuse_gone, typed, unknown
+from .schema import Command, Option, Repeatable, T, UsageError, build, help_of, options_of, refuse_gone, typed, unknown
 from .yaml_values import nested, read_yaml, values_of
 
 
@@ -45,8 +44,8 @@ def read(command: Command[T], argv: list[str]) -> T | None:
     return options
 
 
-def given_by(command: Command[T], argv: list[str]) -> Values:
-    """Values by option, those of a ``--config`` file below those of the command line."""
+def given_by(command: Command[T], argv: list[str]) -> dict[str, object]:
+    """dict[str, object] by option, those of a ``--config`` file below those of the command line."""
     known = options_of(command.schema) | {"config": Option(str, None, Command, "")}
     texts: dict[str, list[str]] = {}
     for name, text in _pairs(command, known, argv):
@@ -55,7 +54,7 @@ def given_by(command: Command[T], argv: list[str]) -> Values:
             meant = command.positional and any(word.partition("=")[0] == name for word in argv)  # such as "E=mc2?"
             raise UsageError(unknown(name, known) + "; a text with = in it stands behind --" * bool(meant))
         texts.setdefault(name, []).append(text)
-    values: Values = {}
+    values: dict[str, object] = {}
     for name, words in texts.items():
         annotation = known[name].annotation
         if any(isinstance(item, Repeatable) for item in metadata_of(annotation)):
@@ -67,7 +66,7 @@ def given_by(command: Command[T], argv: list[str]) -> Values:
             raise ValueError(f"{name} is empty: give it a value, or leave it out")
         values[name] = checked(name, annotation, typed(annotation, words[0]))
     if file := values.pop("config", None):
-        below = values_of(command.schema, read_yaml(Path(str(file)), f"config={file}"), f" in config={file}")
+        below = values_of(command, read_yaml(Path(str(file)), f"config={file}"), f" in config={file}")
         values = below | values
     return values
 

@@ -12,10 +12,35 @@ from pathlib import Path
 
 from ..naming import nearest
 from .command_line import given_by
-from .retired import RETIRED
 from .schema import Command, UsageError, Values, build, refuse_gone
 from .train_config import TrainConfig
-from .yaml_values import flattened, read_yaml, values_of
+from .yaml_values import read_yaml, values_of
+
+_TRIED = """gates trains=end_to_end data.queries data.replay_chunk heads.form target.window target.values target.queries
+target.kind=log_mass recipe=smollm2-135m-end-to-end recipe=smollm2-135m-fast-kvzip recipe=smollm2-135m-indexmem
+recipe=smollm2-135m-kvpop recipe=smollm2-135m-kvzap recipe=smollm2-135m-trim-kv"""
+_LOSSES = "loss.budgets loss.temperature loss.kind=mse loss.kind=bce_rank loss.kind=bce_mass loss.kind=boundary"
+_CONSTANTS = "target.floor loss.top_fraction data.repetitive optim.betas trainer.log_every pool.gate"
+_AUTO = """recipe=deepseek-v2-lite recipe=lfm2-1.2b recipe=nemotron3-nano-30b-a3b recipe=olmo3-7b recipe=qwen3-30b-a3b
+recipe=qwen3.5-35b-a3b recipe=smollm3-3b"""
+RETIRED = {
+    **dict.fromkeys(
+        _TRIED.split(), "tried and left (docs/explanation/targets.md); commit 4ec06cb is the last that has it"
+    ),
+    **dict.fromkeys(
+        _LOSSES.split(), "loss.kind=NAME with plugin=FILE.py brings a loss of your own (docs/tutorials/train.md)"
+    ),
+    **dict.fromkeys(_CONSTANTS.split(), "nobody changed it, and it has its default"),
+    **dict.fromkeys(_AUTO.split(), "model=ID, its id on the Hub, takes recipe=auto, as it did"),
+    "loss.beta": "loss.kind=smooth_l1(beta=0.5)",
+    "trials": "run locret-train once for each setting, with an out of its own",
+    "recipe=smollm2-135m-lora": "recipe=smollm2-135m backbone.adapter=ADAPTER infer.policy=null",
+    "recipe=phi3-mini-narrow": "recipe=phi3-mini heads.d_hidden=256",
+    "recipe=phi3-mini-longalign": "recipe=phi3-mini data.sources=[THUDM/LongAlign-10k]",
+    "recipe=phi3-mini-antihaystack": "recipe=phi3-mini data.sources=[wenbopan/anti-haystack] data.val_samples=0 optim.steps=2424",
+}
+"""Words of ``locret-train`` that there were, and what does their work: by key, section, or ``key=value``."""
+
 
 USAGE = """usage: locret-train recipe=NAME [key=value ...]
        locret-train model=NAME [key=value ...]
@@ -100,14 +125,11 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     width = cfg.heads.d_hidden if "heads.d_hidden" in values else choose_width(backbone)
     longest = LONGEST if on_card else LONGEST_ON_CPU
     longest = min(longest, getattr(config, "max_position_embeddings", longest))
+    setting = TrainSetting(longest, dtype=dtype, d_hidden=width, weight_bits=cfg.backbone.weight_bits)
+    tokens = cfg.data.max_tokens if "data.max_tokens" in values else None
+    batch, samples = cfg.data.batch if "data.batch" in values else None, cfg.optim.accumulate
     step = choose_step(
-        backbone,
-        TrainSetting(longest, dtype=dtype, d_hidden=width, weight_bits=cfg.backbone.weight_bits),
-        memory - RESERVE,
-        tokens=cfg.data.max_tokens if "data.max_tokens" in values else None,
-        batch=cfg.data.batch if "data.batch" in values else None,
-        max_tokens=longest,
-        samples=cfg.optim.accumulate,
+        backbone, setting, memory - RESERVE, tokens=tokens, batch=batch, max_tokens=longest, samples=samples
     )
     chosen: Values = dict(zip(CHOSEN, (width, step.tokens, step.batch), strict=True))
     words = " ".join(f"{name}={chosen[name]}" for name in names)
@@ -128,22 +150,12 @@ def machine_memory() -> int:
     return min(whole, container_limit() or whole)
 
 
+MAIN = "backbone.model out data.sources data.max_tokens heads.d_hidden optim.steps optim.lr trainer.devices resume"
 TRAIN = Command(
     "locret-train",
     TrainConfig,
     USAGE,
-    (
-        "recipe",
-        "backbone.model",
-        "out",
-        "data.sources",
-        "data.max_tokens",
-        "heads.d_hidden",
-        "optim.steps",
-        "optim.lr",
-        "trainer.devices",
-        "resume",
-    ),
+    ("recipe", *MAIN.split()),
     aliases={"model": "backbone.model"},
     gone=RETIRED,
     complete=partial(with_recipe, choose=choose_for_device),
@@ -180,15 +192,13 @@ def read_recipe(recipe: str, below: tuple[str, ...] = ()) -> Recipe:
     if "recipe" in tree:
         raise ValueError(f"recipe{where} must not be set there: it is the recipe's own name")
     base, choose = tree.pop("base", None), tree.pop("choose", None)
-    for name, value in flattened(tree).items():
-        refuse_gone(RETIRED, name, value, where)
     if not isinstance(base, str | None):
         raise ValueError(f"base={base!r}{where} must be a recipe's name")
     if choose is not None and not (isinstance(choose, list) and set(map(str, choose)) <= set(CHOSEN)):
         raise ValueError(f"choose={choose}{where} must be a list of some of: {', '.join(CHOSEN)}")
     low = Recipe(path.stem, {}) if base is None else read_recipe(base, (*below, recipe))
     return Recipe(
-        path.stem, low.values | values_of(TrainConfig, tree, where), low.choose if choose is None else tuple(choose)
+        path.stem, low.values | values_of(TRAIN, tree, where), low.choose if choose is None else tuple(choose)
     )
 
 

@@ -10,9 +10,8 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 
 from ..settings import RunSettings
-from .command_help import COMMON_OPTIONS
 from .machine import Plugin
-from .schema import Command, Repeatable, options_of
+from .schema import COMMON_OPTIONS, Command, Repeatable, options_of
 
 USAGE = """usage: locret-vllm [--key value | key=value ...] [options of vllm serve ...]
 
@@ -54,9 +53,7 @@ VLLM = Command(
 def shared_out(argv: list[str]) -> tuple[list[str], list[str]]:
     """The words of a command line that are the kit's options, and those that are vLLM's."""
     known = {*options_of(VllmOptions), *(name.replace("-", "_") for name in COMMON_OPTIONS)}
-    ours: list[str] = []
-    theirs: list[str] = []
-    rest = deque(argv)
+    ours, theirs, rest = list[str](), list[str](), deque(argv)
     while rest:
         word = rest.popleft()
         match = re.match(r"(--)?([A-Za-z_][\w.-]*)(=|$)", word)

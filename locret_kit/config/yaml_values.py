@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..validation import checked, parts
-from .schema import Values, options_of, typed, unknown
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from .schema import Command, T, Values, options_of, refuse_gone, typed, unknown
 
 
 def read_yaml(path: Path, said: str) -> Values:
@@ -48,14 +44,16 @@ def read_yaml(path: Path, said: str) -> Values:
     return loaded
 
 
-def values_of(schema: type[DataclassInstance], tree: Values, where: str) -> Values:
+def values_of(command: Command[T], tree: Values, where: str) -> Values:
     """Checked values by option, of what a YAML file holds.
 
     Raises:
         ValueError: an unknown name, or a value of a wrong type or out of bounds.
+        UsageError: a name, a section or a value that there is no more.
     """
-    known, values = options_of(schema), Values()
+    known, values = options_of(command.schema), Values()
     for name, value in flattened(tree).items():
+        refuse_gone(command.gone, name, value, where)
         if name not in known:
             raise ValueError(unknown(name, known, where))
         kinds = list(parts(known[name].annotation))

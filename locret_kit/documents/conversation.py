@@ -16,22 +16,20 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
+from ..heads import RetainingHeads
+from ..policies.policy import Policy
 from ..runtime.kept_text import token_texts
 from ..runtime.session import Answer, Sampling
 from ..runtime.tokens import IdStream, ids_after
 from ..settings import RunSettings, read_protect
 from ..text.spans import Span
 from ..text.template import around_turn, has_template, protected_spans, render_first, render_turn, spans_around
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..heads import RetainingHeads
-    from ..policies.policy import Policy
 
 
 class Source(Protocol):

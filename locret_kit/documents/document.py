@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.identity import tokenizer_identity
 from ..backbones.intercept import attached
@@ -23,6 +24,7 @@ from ..cache.file import check_there, read
 from ..cache.saved import save_cache
 from ..cache.terms import Terms
 from ..heads import RetainingHeads, loaded
+from ..policies.policy import Policy
 from ..runtime.session import Answer, Sampling, prefill, ready
 from ..settings import RunSettings
 from ..text.spans import Span
@@ -30,11 +32,6 @@ from ..text.template import protected_spans
 from .conversation import Chat
 from .document_text import DocumentText
 from .text_record import IDS, TextRecord, hash_ids, restored
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..policies.policy import Policy
 
 Progress = Callable[[int, int], None]
 Reader = Callable[["PreTrainedModel", "array[int]", BoundedCache, Progress | None], None]
@@ -103,8 +100,7 @@ class Document:
             ValueError: no text, a setting out of bounds, a slow tokenizer.
             OSError: the file cannot be read.
         """
-        if isinstance(text, Path):
-            title = title or text.name
+        title = title or (text.name if isinstance(text, Path) else "")
         whole = text if isinstance(text, DocumentText) else DocumentText.of(tokenizer, text, chat)
         heads = loaded(heads)
         terms = Terms.of(settings, policy, heads, given)
@@ -299,8 +295,7 @@ class Document:
         ids, text = self.text.forgotten()
         cache = self._fork(len(ids) + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
         if len(ids) > cache.get_seq_length():
-            with attached(self.model):
-                prefill(self.model, ids, cache)
+            read_alone(self.model, ids, cache, None)
         return Document(self.model, text, cache, title=self.title, share=self.share)
 
     @classmethod

@@ -6,14 +6,12 @@ from array import array
 from collections.abc import Iterable
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from ..runtime.tokens import IdStream
 from ..text.template import has_template, render_prompt
 from ..text.untrusted import defused_pieces
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class DocumentText:

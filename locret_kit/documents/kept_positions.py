@@ -5,19 +5,17 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from ..cache.file import read
 from ..naming import blaming
 from ..runtime.kept_text import CONTEXT, token_texts
 from .document import Document
 from .text_record import IDS, stated, stored_text
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 

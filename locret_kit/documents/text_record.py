@@ -7,25 +7,21 @@ import re
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.identity import first_difference, tokenizer_identity
+from ..cache.bounded import BoundedCache
 from ..cache.file import Record, read_record
 from ..cache.saved import Saved, restore
+from ..heads import RetainingHeads
 from ..naming import blaming
+from ..policies.policy import Policy
 from ..settings import Count, Share
 from ..validation import check, made, shown
 from .document_text import DocumentText, open_stream
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..cache.bounded import BoundedCache
-    from ..heads import RetainingHeads
-    from ..policies.policy import Policy
 
 IDS = "document.ids"
 """Name of the tensor of token ids."""

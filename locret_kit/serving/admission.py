@@ -14,8 +14,8 @@ from ..runtime.batch import Batch, Sequence
 from ..runtime.sequence import PromptScheduler
 from .counters import Counters
 from .request import ServerRequest
-from .session_spec import SessionSpec
 from .sessions import Sessions
+from .store import SessionSpec
 
 MIN_PREFIX = 32
 """Tokens of a shared prefix, at least: fewer are read as quickly as they are copied."""
@@ -55,9 +55,8 @@ class Admission:
     @property
     def caches(self) -> int:
         """Caches of sessions that exist now, or that are being read from their files."""
-        loaded = sum(
-            request.purpose == "answer" and (request.loading or request.cache is not None) for request in self.queue
-        )
+        waiting = (request for request in self.queue if request.purpose == "answer")
+        loaded = sum(request.loading or request.cache is not None for request in waiting)
         return len(self._sessions) + loaded + sum(request.purpose == "answer" for request in self.active)
 
     @property

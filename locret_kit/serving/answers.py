@@ -207,14 +207,10 @@ class AnswerStream:
                     for token, one in pairs
                 ]
             }
-        return {
-            "tokens": [spell(token) for token, _ in pairs],
-            "token_logprobs": [one.token for _, one in pairs],
-            "top_logprobs": [
-                {spell(id): value for id, value in one.top} | {spell(token): one.token} for token, one in pairs
-            ],
-            "text_offset": [at + len(self.echoed) for at in self._ends[start:end]],
-        }
+        said, values = [spell(token) for token, _ in pairs], [one.token for _, one in pairs]
+        tops = [{spell(id): value for id, value in one.top} | {spell(token): one.token} for token, one in pairs]
+        offsets = [at + len(self.echoed) for at in self._ends[start:end]]
+        return {"tokens": said, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     @cached_property
     def echoed(self) -> str:
@@ -233,9 +229,10 @@ class AnswerStream:
         values = [max(one.token, LEAST) for one in sequence.prompt_logprobs]
         for token, top, value in zip(ids[1:], tops, values, strict=True):
             top[spell(token)] = value
+        said, offsets = [spell(token) for token in ids], [0, *accumulate(len(text) for text in texts[:-1])]
         return {
-            "tokens": [spell(token) for token in ids],
+            "tokens": said,
             "token_logprobs": [None, *values],
             "top_logprobs": [None, *tops],
-            "text_offset": [0, *accumulate(len(text) for text in texts[:-1])],
+            "text_offset": offsets,
         }

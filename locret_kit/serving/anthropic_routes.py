@@ -15,11 +15,10 @@ from pydantic import Field, model_validator
 from ..naming import first_line
 from .answers import AnswerStream
 from .bodies import ChatBody, Tokens
-from .completions import begin
+from .completions import Streamed, Whole, begin, named_event, usage
 from .errors import ANTHROPIC, Failed, Refused, error_of, status_of
 from .information import MAX_TOKENS
 from .messages import JsonObject, without_nulls
-from .replies import Streamed, Whole, named_event, usage
 from .request import Stopping
 from .state import Server
 from .tools import Call
@@ -40,10 +39,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 class CountBody(ChatBody):
     """``POST /v1/messages/count_tokens``."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _translate(cls, body: object) -> object:
-        return chat_fields(body) if isinstance(body, dict) else body
+    _translate = model_validator(mode="before")(lambda body: chat_fields(body) if isinstance(body, dict) else body)
 
 
 class MessagesBody(CountBody):

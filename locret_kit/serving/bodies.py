@@ -15,16 +15,7 @@ from ..documents.document import Document
 from ..runtime.session import Sampling
 from ..runtime.tokens import IdStream, TooManyTokens
 from ..text.template import has_template, render_messages, takes
-from .messages import (
-    JsonObject,
-    Message,
-    ResponseFormat,
-    TemplateMessage,
-    Tool,
-    call_of,
-    form,
-    without_nulls,
-)
+from .messages import JsonObject, Message, ResponseFormat, TemplateMessage, Tool, call_of, form, without_nulls
 from .tools import knows_tools, rewritten
 
 REFUSED = ("functions", "function_call", "audio", "modalities")

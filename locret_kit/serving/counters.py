@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 
 from prometheus_client import Histogram
 
 from ..runtime.sequence import Sequence
-from .request import ServerRequest
+from .request import LOG, ServerRequest
 
-LOG = logging.getLogger("locret_kit.serving")
 BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 """Bounds of the histograms, in seconds."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import time
@@ -11,6 +10,7 @@ from array import array
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
+import numpy as np
 from fastapi import FastAPI, HTTPException, Query, Request, UploadFile
 from fastapi.responses import JSONResponse, Response
 from transformers import PreTrainedModel
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ..cache.bounded import BoundedCache
 from ..documents.document import Document, Progress
 from ..documents.document_text import DocumentText
+from ..documents.kept_positions import kept_of
 from ..naming import blaming, first_line
 from ..planning.reading import too_few
 from ..runtime.tokens import TooManyTokens
@@ -25,14 +26,15 @@ from ..settings import INT32_MAX
 from ..text.convert import Unwanted
 from .engine import Engine
 from .errors import Refused, no_room
-from .page import kept_page
+from .request import LOG
 from .state import Server, UploadedDocument
 
-LOG = logging.getLogger("locret_kit.serving")
 FAILED = 16
 """Uploads of an owner that failed and are still listed, at most."""
 SAVED = (".locret", ".safetensors")
 """Ends of the names of saved caches."""
+STRETCHES = 200
+"""Parts of a text in its overview, at most."""
 
 
 def add_documents(app: FastAPI, server: Server) -> None:
@@ -138,9 +140,7 @@ async def read_document(server: Server, engine: Engine, upload: UploadedDocument
             async with server.conversions.short.turn(upload.owner):
                 upload.document = await loop.run_in_executor(server.readers, engine.load_document, Path(name))
         else:
-            text = await server.conversions.text(
-                server.readers, data, upload.title, upload.owner, lambda: upload.deleted, upload.lost.append
-            )
+            text = await server.conversions.text(server.readers, data, upload)
             upload.document = await loop.run_in_executor(server.readers, read, text)
     except ImportError as error:  # its words name files of this machine
         upload.error = f"{upload.title}: the server lacks a library that this format needs, which its log names"
@@ -157,3 +157,25 @@ async def read_document(server: Server, engine: Engine, upload: UploadedDocument
     if upload.deleted:
         server.documents.pop(upload.id, None)
         engine.forget(upload.id)
+
+
+def kept_page(document: Document, start: int, limit: int) -> dict[str, object]:
+    """Up to ``limit`` tokens of a document from ``start`` on, and what is kept of them.
+
+    ``shares`` are of the key/value heads that hold a token, None where it is read with each question; ``overview`` has the
+    average share of each of up to 200 equal stretches of what was read.
+
+    Raises:
+        ValueError: the document was loaded from a file without its text.
+    """
+    kept = kept_of(document)
+    counts, heads = kept.heads()
+    heads = heads if kept.seen else 0  # of a short text nothing is read ahead
+    share_T = counts / max(1, heads)
+    end = min(start + limit, len(kept.ids))
+    shares: list[float | None] = [*share_T[start:end].tolist()]
+    return {
+        "total_tokens": len(kept.ids), "seen": kept.seen, "heads": heads, "held": int((counts > 0).sum()), "start": start,
+        "texts": kept.texts(document.tokenizer, start, end), "shares": shares + [None] * (end - start - len(shares)),
+        "overview": [float(part.mean()) for part in np.array_split(share_T, min(STRETCHES, kept.seen))] if heads else [],
+    }  # fmt: skip

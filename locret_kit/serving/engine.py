@@ -8,7 +8,6 @@ they came, a short one before a long one where that keeps the bound of ``runtime
 
 from __future__ import annotations
 
-import logging
 import threading
 from array import array
 from collections import abc
@@ -33,12 +32,9 @@ from ..runtime.sequence import PromptScheduler
 from ..settings import RunSettings
 from .admission import Admission
 from .counters import Counters
-from .request import Busy, ServerRequest, Stopping
-from .session_spec import SessionSpec
+from .request import LOG, Busy, ServerRequest, Stopping
 from .sessions import Sessions
-from .store import Store
-
-LOG = logging.getLogger("locret_kit.serving")
+from .store import SessionSpec, Store
 
 
 class Engine:
@@ -66,18 +62,16 @@ class Engine:
         chunk = settings.resolved({}, 1).chunk
         scheduler: PromptScheduler[Sequence] = PromptScheduler(chunk, piece)
         self.stop_ids = stop_ids(model, tokenizer)
-        batch = Batch(model, self.stop_ids, scheduler=scheduler)
         self.model, self.tokenizer, self.settings, self.policy, self.heads = model, tokenizer, settings, policy, heads
         self.sessions, self.queue, self.beginnings, self.store = sessions, queue, beginnings, store
         self.spec, self.counters = SessionSpec(model, settings, heads, (policy, *policies)), Counters()
         if store is not None:
             store.scan(lambda saved, about: self.spec.check(saved, session=not about), self.spec.origin)
-        self._batch = batch
+        self._batch = Batch(model, self.stop_ids, scheduler=scheduler)
         self._changed = threading.Condition()
         self._parked = Sessions(self.spec, store, self._changed)
         self._admission = Admission(
-            batch, scheduler, self._parked, self.spec, self.counters,
-            max_caches=sessions, max_prefixes=beginnings,
+            self._batch, scheduler, self._parked, self.spec, self.counters, max_caches=sessions, max_prefixes=beginnings
         )  # fmt: skip
         self._stopping = False
         self.failed = False
@@ -255,12 +249,8 @@ class Engine:
                 LOG.exception("a step failed")
                 self._batch.fail(error)
             self.counters.forwards += 1
-            self._report()
-
-    def _report(self) -> None:
-        """Tell every request what changed."""
-        for request in list(self._admission.active):
-            self._tell(request)
+            for request in list(self._admission.active):
+                self._tell(request)
 
     def _tell(self, request: ServerRequest) -> None:
         """Tell a request what changed, and let it go when it has ended."""
@@ -289,10 +279,8 @@ class Engine:
         with self._changed:
             if request in self._admission.active:
                 self._admission.active.remove(request)
-            cache, kept = (
-                request.cache,
-                request.parks and request.has_defaults and sequence.finish_reason in ("stop", "length"),
-            )
+            cache, ended_well = request.cache, sequence.finish_reason in ("stop", "length")
+            kept = request.parks and request.has_defaults and ended_well
             request.cache = request.document = None
             if kept and cache is not None and not cache.unfinished and not cache.reread_positions:
                 self._parked.park(request, cache, (request.ids + array("i", sequence.tokens))[: cache.get_seq_length()])

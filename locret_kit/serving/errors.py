@@ -126,9 +126,8 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(StarletteHTTPException)
     async def refused(request: Request, error: StarletteHTTPException) -> JSONResponse:
-        if isinstance(
-            error.__cause__, OSError
-        ):  # FastAPI puts a form on disk, and takes all that stops it for a wrong one
+        # FastAPI puts a form on disk, and takes all that stops it for a wrong one.
+        if isinstance(error.__cause__, OSError):
             error = no_room(error.__cause__)
         path, said, cause = request.url.path, str(error.detail), error.__cause__
         param, code = (error.param, error.code) if isinstance(error, Refused) else (None, None)
@@ -136,9 +135,8 @@ def add_errors(app: FastAPI) -> None:
         if isinstance(cause, ValueError | RecursionError) and not path.startswith("/v1/documents"):  # uploads are forms
             said = f"the body is not JSON: {first_line(cause)}"
         elif said == "Not Found":  # Starlette's own words
-            said = f"there is no {path[:64]} here" + (
-                "" if path.startswith("/v1/") else ": OpenAI's paths begin with /v1"
-            )
+            hint = "" if path.startswith("/v1/") else ": OpenAI's paths begin with /v1"
+            said = f"there is no {path[:64]} here{hint}"
         return problem(error.status_code, said, param, code, headers=error.headers, path=path)
 
     @app.exception_handler(Exception)

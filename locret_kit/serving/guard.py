@@ -1,16 +1,48 @@
-"""Refusals before a body is held."""
+"""What stands around every request: its name, and refusals before a body is held."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
+from urllib.parse import quote
 
 from fastapi import HTTPException, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Refused, problem
 from .hosts import refusal
+from .request import LOG
 from .state import Server
+
+GONE = 499
+"""Status in the log where the client went before there was one."""
+
+
+class NamedRequests:
+    """Name requests; log each with its status and the seconds to the end of its answer. What the client sends is passed on as it
+    is, so that routes see when it goes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        name, began, status = f"req_{secrets.token_hex(8)}", time.perf_counter(), GONE
+
+        async def naming(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", name.encode())]}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, naming)
+        finally:
+            seconds = time.perf_counter() - began
+            LOG.info("%s %s %s %d %.2fs", name, scope["method"], quote(scope["path"]), status, seconds)  # no line ends
 
 
 class Guard:
@@ -49,11 +81,8 @@ class Guard:
             await send(message)
 
         try:
-            if (
-                not self.server.keys
-                and scope["path"] != "/health"
-                and (why := refusal(scope, self.server.hosts, self.server.origins))
-            ):
+            keyless = not self.server.keys and scope["path"] != "/health"
+            if keyless and (why := refusal(scope, self.server.hosts, self.server.origins)):
                 raise Refused(403, why)
             if scope["path"].startswith(("/v1/", "/metrics", "/tokenize", "/detokenize")):
                 self.server.owner(Request(scope))

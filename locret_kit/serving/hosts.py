@@ -11,12 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
-
-if TYPE_CHECKING:
-    from starlette.types import Scope
+from starlette.types import Scope
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = "*"

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Literal, TypedDict
 
-from pydantic import (
-    BaseModel,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Field, ValidationError, WrapValidator, field_validator, model_validator
 
 JsonObject = dict[str, object]
 """An object of a body, as JSON has it."""
@@ -27,7 +20,7 @@ TEXTS = ("text", "input_text", "output_text", "refusal")
 def form(words: str) -> WrapValidator:
     """Words for all that a field may be, in place of pydantic's for one of several types."""
 
-    def checked(value: object, check: ValidatorFunctionWrapHandler) -> object:
+    def checked(value: object, check: Callable[[object], object]) -> object:
         try:
             return check(value)
         except ValidationError:
@@ -51,9 +44,8 @@ def text_of(content: object) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in TEXTS:
-            raise ValueError(
-                f"parts must be text (of type {', '.join(TEXTS)}), not {str(kind or type(part).__name__)[:40]!r}"
-            )
+            given = str(kind or type(part).__name__)[:40]
+            raise ValueError(f"parts must be text (of type {', '.join(TEXTS)}), not {given!r}")
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise ValueError(f"a part of type {kind!r} needs a text")
@@ -88,10 +80,7 @@ class Message(BaseModel):
             raise ValueError(f"a message of role {str(message['role'])[:40]!r} needs a content")
         return message
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _text(cls, content: object) -> str:
-        return text_of(content)
+    _text = field_validator("content", mode="before")(text_of)
 
     def rendered(self) -> TemplateMessage:
         """As chat templates have it."""
@@ -117,11 +106,8 @@ def call_of(call: JsonObject) -> JsonObject:
     arguments = function.get("arguments") or "{}"
     with suppress(ValueError, RecursionError):
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return {
-        "type": "function",
-        "id": str(call.get("id", "")),
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    called = {"name": function["name"], "arguments": arguments}
+    return {"type": "function", "id": str(call.get("id", "")), "function": called}
 
 
 class Function(BaseModel):

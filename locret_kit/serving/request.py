@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from collections.abc import Callable, Iterable
@@ -15,6 +16,8 @@ from ..documents.text_record import hash_ids
 from ..policies.policy import Policy
 from ..runtime.sequence import Request, Sequence
 from ..settings import RunSettings
+
+LOG = logging.getLogger("locret_kit.serving")
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,9 @@ class PrefixHashes:
 
     def longest(self, keys: Iterable[PrefixKey], owner: str, document_id: str) -> PrefixKey | None:
         """The longest of what an owner's caches have read about a document that the prompt begins with and goes on from."""
-        mine = [
-            key for key in keys if key.owner == owner and key.document_id == document_id and key.tokens < len(self._ids)
-        ]
-        mine.sort(key=lambda key: -key.tokens)
-        return next((key for key in mine if self.hash(key.tokens) == key.sha256), None)
+        mine = (key for key in keys if key.owner == owner and key.document_id == document_id)
+        shorter = sorted((key for key in mine if key.tokens < len(self._ids)), key=lambda key: -key.tokens)
+        return next((key for key in shorter if self.hash(key.tokens) == key.sha256), None)
 
     def hash(self, tokens: int) -> str:
         """The hash of the first ``tokens`` ids."""

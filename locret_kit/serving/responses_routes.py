@@ -16,10 +16,9 @@ from pydantic import model_validator
 from ..naming import first_line
 from .answers import AnswerStream
 from .bodies import ChatBody
-from .completions import begin
+from .completions import Streamed, Whole, begin, named_event, usage
 from .errors import Failed, checked
 from .messages import JsonObject, without_nulls
-from .replies import Streamed, Whole, named_event, usage
 from .request import Stopping
 from .state import Server
 from .tools import Call
@@ -48,10 +47,7 @@ ECHOED: dict[str, object] = {
 class ResponsesBody(ChatBody):
     """``POST /v1/responses``."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _translate(cls, body: object) -> object:
-        return chat_fields(body) if isinstance(body, dict) else body
+    _translate = model_validator(mode="before")(lambda body: chat_fields(body) if isinstance(body, dict) else body)
 
 
 def chat_fields(body: JsonObject) -> JsonObject:
@@ -169,14 +165,14 @@ def items_of(answer: AnswerStream, names: Sequence[str], parts: Sequence[str | C
 def end_of(answer: AnswerStream) -> dict[str, object]:
     """What is known at an answer's end."""
     tokens = usage([answer], 1)
-    cut = answer.reason == "length"
+    cut, cached = answer.reason == "length", answer.request.cached_tokens
     return {
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "usage": {
             "input_tokens": tokens["prompt_tokens"], "output_tokens": tokens["completion_tokens"],
             "total_tokens": tokens["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
-            "input_tokens_details": {**tokens["prompt_tokens_details"], "cache_write_tokens": 0}, "locret": tokens["locret"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0}, "locret": tokens["locret"],
         },
     }  # fmt: skip
 

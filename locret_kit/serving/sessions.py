@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 from array import array
@@ -13,11 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..cache.bounded import BoundedCache
-from .request import PrefixKey, ServerRequest
-from .session_spec import SessionSpec
-from .store import Store
+from .request import LOG, PrefixKey, ServerRequest
+from .store import SessionSpec, Store
 
-LOG = logging.getLogger("locret_kit.serving")
 MAX_LOADS = 2
 """Files that are tried for a request, at most: one that was written meanwhile is worth a second try."""
 
@@ -61,9 +58,8 @@ class Sessions:
         """The session in memory that has read most of a prompt's beginning and nothing else."""
         if not request.has_defaults:
             return None
-        best = request.prefixes.longest(
-            (parked.key for parked in self._parked.values()), request.owner, request.document_id
-        )
+        keys = (parked.key for parked in self._parked.values())
+        best = request.prefixes.longest(keys, request.owner, request.document_id)
         parked = None if best is None else self._parked[best.name]
         return None if parked is None or parked.cache.context.outgrown(len(request.ids)) else parked
 
@@ -91,12 +87,10 @@ class Sessions:
 
     def park(self, request: ServerRequest, cache: BoundedCache, ids: array[int]) -> None:
         """Have a request's cache, which has read ``ids``, wait for the next turn, and write its file."""
-        name = (
-            request.session if request.session and request.session not in self else f"session_{secrets.token_hex(16)}"
-        )
-        parked = ParkedSession(
-            PrefixKey.of(name, request.owner, request.document_id, ids), cache, settled=self.store is None
-        )
+        goes_on = request.session and request.session not in self
+        name = request.session if goes_on else f"session_{secrets.token_hex(16)}"
+        key = PrefixKey.of(name, request.owner, request.document_id, ids)
+        parked = ParkedSession(key, cache, settled=self.store is None)
         self._parked[name] = parked
         if self.store is not None:
             self.write(self._save, parked, self.store)

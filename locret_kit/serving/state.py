@@ -1,29 +1,119 @@
-"""State that requests share: the engine, the keys, and the documents of their owners."""
+"""State that requests share: the engine, the keys, items of answers, and the documents of their owners."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
-import logging
+import json
 import secrets
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Iterable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from io import BytesIO
 from threading import Event
 
 from fastapi import HTTPException, Request
 
 from ..documents.document import Document
 from ..naming import first_line
-from .answer_items import AnswerItems
+from ..text.convert import Late, convert
+from ..text.reader import CONVERTED, may_be_text, read_stream
 from .engine import Engine
+from .errors import Refused
+from .request import LOG
 from .store import owner_of
-from .uploads import Conversions
 
-LOG = logging.getLogger("locret_kit.serving")
+MAX_CHARACTERS = 4 << 20
+"""Characters of an owner's items in memory, at most: of more, those that were made first are forgotten."""
+
+
+class AnswerItems:
+    """Items of answers by their ids, in memory and apart for each owner: a request may name one instead of sending it again
+    (OpenAI's ``item_reference``)."""
+
+    def __init__(self) -> None:
+        self._owners: defaultdict[str, OrderedDict[str, str]] = defaultdict(OrderedDict)
+        self._sizes: defaultdict[str, int] = defaultdict(int)
+
+    def add(self, owner: str, items: Iterable[Mapping[str, object]]) -> None:
+        """Remember items."""
+        mine = self._owners[owner]
+        for item in items:
+            mine[str(item["id"])] = text = json.dumps(item)
+            self._sizes[owner] += len(text)
+            while self._sizes[owner] > MAX_CHARACTERS:
+                self._sizes[owner] -= len(mine.popitem(last=False)[1])
+
+    def resolved(self, owner: str, given: object) -> object:
+        """A request's input, with items in place of their references.
+
+        Raises:
+            Refused: 404, an item is not here.
+        """
+        if not isinstance(given, list):
+            return given
+        return [
+            self._item(owner, number, item)
+            if isinstance(item, dict) and item.get("type") == "item_reference" else item
+            for number, item in enumerate(given)
+        ]  # fmt: skip
+
+    def _item(self, owner: str, number: int, reference: Mapping[str, object]) -> object:
+        name = str(reference.get("id"))
+        text = self._owners[owner].get(name)
+        if text is None:
+            said = "is not here, or not any more: send the item itself, as clients do with store=false"
+            raise Refused(404, f"input.{number}: item_reference {name[:64]!r} {said}", "input")
+        return json.loads(text)
+
+
+SHORT, LONG = 4, 60
+"""Seconds of processor time of a conversion, in the first lane and in the second."""
+
+
+@dataclass
+class Turns:
+    """A place for one conversion at a time; owners have it by turns."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    owners: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+
+    @asynccontextmanager
+    async def turn(self, owner: str) -> AsyncIterator[None]:
+        """Hold the place. Of an owner's uploads one at a time waits for it among those of others."""
+        async with self.owners[owner], self.lock:
+            yield
+
+
+@dataclass
+class Conversions:
+    """Uploads as text, so that no file keeps others waiting: short conversions before long ones, owners by turns.
+
+    A file that takes longer than ``SHORT`` in the first of two places begins again in the second.
+    """
+
+    short: Turns = field(default_factory=Turns)
+    long: Turns = field(default_factory=Turns)
+
+    async def text(self, pool: Executor, data: bytes, upload: UploadedDocument) -> str:
+        """The text of an upload as ``text.convert`` gives it. Plain text, which needs no parser, waits for nobody."""
+        loop, name, lines = asyncio.get_running_loop(), upload.title, list[str]()
+        if not name.lower().endswith(CONVERTED) and may_be_text(data[:1024]):
+            return await loop.run_in_executor(pool, partial(read_stream, BytesIO(data), name, lost=upload.lost.append))
+        made = partial(convert, data, name, unwanted=lambda: upload.deleted, lost=lines.append)
+        try:
+            async with self.short.turn(upload.owner):
+                text = await loop.run_in_executor(pool, partial(made, seconds=SHORT))
+        except Late:
+            async with self.long.turn(upload.owner):
+                text = await loop.run_in_executor(pool, partial(made, seconds=LONG))
+        upload.lost += lines
+        return text
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Sessions and documents on disk, so that they leave memory for others and outlive the process.
+"""Sessions and documents on disk, so that they leave memory for others and outlive the process; and which of them fit.
 
 In the folder a folder per owner of sessions, named by a salted hash of the API key and for this user alone (mode 0700), with a
 file per session and document in the format of saved caches, written beside and renamed. A session's file holds no token
@@ -8,7 +8,6 @@ ids: a hash says whether a prompt begins with what it has read. Files beyond a s
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 import secrets
@@ -16,23 +15,91 @@ import stat
 import time
 from calendar import timegm
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 
+from transformers import PreTrainedModel
+
+from ..backbones.identity import NAMES, first_difference
 from ..cache.bounded import BoundedCache
 from ..cache.file import LaterVersion, read, read_record, write
 from ..cache.saved import APART, CREATED, Origin, Saved, export, restore
 from ..cache.storage.rows import export_rows
 from ..documents.document import Document
 from ..files import locked, write_beside
+from ..heads import RetainingHeads
 from ..naming import first_line
-from .request import PrefixKey
-from .session_spec import SessionSpec
+from ..policies.grammar import parts_of
+from ..policies.policy import Policy
+from ..settings import RunSettings
+from .request import LOG, PrefixKey
 
-LOG = logging.getLogger("locret_kit.serving")
+
+class SessionSpec:
+    """Model, settings, heads and policies of a server's sessions.
+
+    Args:
+        policies: the server's, then those that requests may ask for.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, settings: RunSettings, heads: RetainingHeads | None, policies: Sequence[Policy]
+    ) -> None:
+        self.model, self.settings, self.heads, self.policies = model, settings, heads, policies
+
+    @cached_property
+    def origin(self) -> Origin:
+        """The model and the heads, by content."""
+        return Origin.of(self.model, self.heads)
+
+    def check(self, saved: Saved, *, session: bool = False) -> None:
+        """Refuse a saved cache.
+
+        Args:
+            session: a conversation without a document, whose settings must be the server's own.
+
+        Raises:
+            ValueError: it is another model's, its policy is not allowed here, or it has more slots than a session.
+        """
+        names = {name: saved.model.get(name) for name in NAMES}
+        heads = None if saved.heads is None else self.origin.heads
+        there: dict[str, object] = {"model": saved.model, "heads": saved.heads}
+        if difference := first_difference(there, {"model": self.origin.model | names, "heads": heads}):
+            raise ValueError(difference)
+        policies = self.policies[:1] if session else self.policies
+        if not any(saved.parts == parts_of(policy) for policy in policies):
+            allowed = ", ".join(policy.name for policy in policies)
+            raise ValueError(f"policy={saved.policy[:64]!r} is not allowed here; allowed: {allowed}")
+        mine = settings_of(self.settings, self.policies[0], self.heads, saved.prompt_length)
+        theirs = saved.resolved
+        if theirs.share is not None:
+            raise ValueError(f"budget={theirs.share} is a share of the prompt: the slots of a session are fixed")
+        for name in ("budget", "chunk"):
+            if getattr(theirs, name) > mine[name]:
+                raise ValueError(f"{name}={getattr(theirs, name)} must be at most {mine[name]}, that of a session")
+        if theirs.kv_bits != mine["kv_bits"]:
+            raise ValueError(f"kv_bits={theirs.kv_bits} must be {mine['kv_bits']}, that of a session")
+        if session:
+            chosen = {name for name, value in mine.items() if value is not None or name not in ("backend", "positions")}
+            stated = theirs.portable
+            if difference := first_difference(
+                {name: stated[name] for name in sorted(chosen)}, {name: mine[name] for name in sorted(chosen)}
+            ):
+                raise ValueError(difference)
+
+
+def settings_of(
+    settings: RunSettings, policy: Policy, heads: RetainingHeads | None, prompt_length: int | None
+) -> dict[str, object]:
+    """The settings of a session whose prompt has so many tokens."""
+    needed = heads if policy.needs_heads else None
+    return BoundedCache(settings, policy, needed, prompt_length=prompt_length).settings.portable
+
+
 SUFFIX, SALT = ".locret", "salt"
 SESSION = re.compile(r"session_[0-9a-f]{32}")
 DOCUMENT = re.compile(r"doc_[0-9a-f]{32}")
@@ -214,10 +281,8 @@ class Store:
             record, tensors = export(cache, self._origin)
             write(path, {**record, "document": about}, tensors)
 
-        size = sum(
-            MARGIN // 8 + sum(tensor.nbytes for tensor in export_rows(rows)[1].values()) for rows in cache.bounded
-        )
-        size += cache.host_nbytes
+        layers = (export_rows(rows)[1].values() for rows in cache.bounded)
+        size = cache.host_nbytes + sum(MARGIN // 8 + sum(tensor.nbytes for tensor in layer) for layer in layers)
         self._write(key.name, key.owner, size, to, key)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
@@ -274,9 +339,7 @@ class Store:
                 return None  # it went on since the key was looked up
             own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
             policy = spec.policies[0] if saved.policy == spec.policies[0].name else None
-            cache = restore(
-                saved, own, spec.model, spec.heads, policy, where=str(path), origin=self._origin
-            )  # fmt: skip
+            cache = restore(saved, own, spec.model, spec.heads, policy, where=str(path), origin=self._origin)
             if cache.get_seq_length() != key.tokens:
                 raise ValueError(f"{path}: its cache has read {cache.get_seq_length()} tokens, not {key.tokens}")
         except (FileNotFoundError, ValueError) as error:

@@ -1,28 +1,84 @@
 """Calls of tools: how a chat template writes them, and how they are read in an answer.
 
 A template that knows ``tools`` is given them. For any other the conversation is rewritten: the tools stand in the system prompt,
-and calls and results in the messages, in the form of Qwen and Hermes.
+and calls and results in the messages, in the form of Qwen and Hermes. Arguments that models write without quotes become values
+of their schemas' types.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import regex
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from .argument_types import properties_of, resolved, typed, types_of
 from .constraint import AnswerForm
 from .messages import JsonObject, TemplateMessage, Tool
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+KINDS = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+"""Types of values -> their names in a JSON schema."""
+
+
+def properties_of(schema: JsonObject) -> JsonObject:
+    """The schemas of arguments by name."""
+    known = schema.get("properties")
+    return known if isinstance(known, dict) else {}
+
+
+def resolved(schema: object, root: JsonObject, depth: int = 8) -> JsonObject:
+    """A schema, or what its reference to a definition of ``root`` leads to; empty where it is none."""
+    named = schema.get("$ref") if isinstance(schema, dict) and depth else None
+    if not isinstance(named, str):
+        return schema if isinstance(schema, dict) else {}
+    found: object = root
+    for step in named.removeprefix("#").split("/")[1:]:
+        found = found.get(step) if isinstance(found, dict) else None
+    return resolved(found, root, depth - 1)
+
+
+def types_of(schema: object, root: JsonObject, seen: set[int] | None = None) -> set[str]:
+    """Names of the types that a schema says; none where it says nothing."""
+    one, seen = resolved(schema, root), seen or set()
+    if id(one) in seen:
+        return set()
+    seen.add(id(one))
+    said, values = one.get("type", []), one.get("enum", [one["const"]] if "const" in one else [])
+    types = {str(name) for name in (said if isinstance(said, list) else [said])}
+    types |= {KINDS[type(value)] for value in (values if isinstance(values, list) else ()) if not types}
+    for name in ("anyOf", "oneOf", "allOf"):
+        choices = one.get(name)
+        types.update(*(types_of(inner, root, seen) for inner in (choices if isinstance(choices, list) else ())))
+    return types | ({"null"} if one.get("nullable") else set())
+
+
+def typed(text: str, types: set[str]) -> object:
+    """The value of an argument that is written without quotes: of its types, else the text as it is."""
+    for read in (json.loads, ast.literal_eval) if types - {"string"} else ():
+        with suppress(ValueError, SyntaxError, LookupError, TypeError, RecursionError, MemoryError, OverflowError):
+            value = read(text.strip())
+            json.dumps(value, allow_nan=False)
+            if isinstance(value, float) and "number" not in types and value.is_integer():
+                value = int(value)
+            if types & {KINDS[type(value)], "number" if type(value) is int else ""} - {"string"}:
+                return value
+    return text
+
 
 Form = Literal["tags", "xml", "pairs", "gemma", "declared", "list", "object"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

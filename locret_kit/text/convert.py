@@ -18,7 +18,7 @@ from ..naming import first_line
 from ..processes import python
 
 SECONDS = 300
-"""Processor time of a conversion, at most; of an upload, for which others wait, see ``serving.uploads``."""
+"""Processor time of a conversion, at most; of an upload, for which others wait, see ``serving.state``."""
 BYTES = 4 << 30
 """Address space of a conversion, at most."""
 TEXT = 64 << 20

@@ -1,9 +1,11 @@
-"""Losses of a conversion: what a file holds and its text does not."""
+"""What converters of documents share: refusals, losses, archives of strangers, and marks for raised and lowered text."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from io import BytesIO
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 NEAR = 4096
 """Letters behind a passage within which the next one is looked for first, so that long documents take no square of time."""
@@ -61,3 +63,59 @@ def missing(passages: Iterable[tuple[str, list[str]]], text: str) -> list[str]:
                 lost.append(whole)
                 break
     return lost
+
+
+def stored(data: bytes, name: str, limit: int) -> BytesIO:
+    """The same zip archive with its entries stored, not packed.
+
+    Entries are unpacked here in pieces, up to the sizes that they declare and no further. A converter that unpacks an entry at
+    once would unpack what a header hides.
+    """
+    out, locked = BytesIO(), Refusal(f"{name} is encrypted: only a copy without protection can be read")
+    with ZipFile(BytesIO(data)) as archive, ZipFile(out, "w", ZIP_STORED) as copy:
+        entries = archive.infolist()
+        if (total := sum(entry.file_size for entry in entries)) > limit:
+            raise Refusal(f"{name} holds {total} bytes unpacked, more than limit={limit}")
+        for entry in entries:
+            if entry.flag_bits & 1:
+                raise locked
+            if entry.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
+                raise Refusal(f"{name} is packed by an unusual method ({entry.filename}): pack it anew")
+            # Of no text; Word misspells some of them.
+            if entry.is_dir() or entry.filename.lower().startswith("customxml/"):
+                continue
+            with archive.open(entry) as packed, copy.open(entry.filename, "w") as unpacked:
+                while piece := packed.read(1 << 16):
+                    if entry.filename == "META-INF/encryption.xml" and b"xmlenc#aes" in piece:  # text, not fonts
+                        raise locked
+                    unpacked.write(piece)
+    out.seek(0)
+    return out
+
+
+ORDINAL = "st|nd|rd|th|er|TM|SM"
+"""Raised letters that are read as a part of the word before them."""
+
+
+def marks(mark: str, script: str, before: str, after: str) -> tuple[str, str]:
+    """What stands before and after a raised or lowered text, so that it is no part of what is beside it.
+
+    Args:
+        mark: "^" for a raised text, "_" for a lowered one.
+        before, after: characters next to it in the line; '' where there are none.
+    """
+    bare = script.strip()
+    beside = before.strip() or re.match(r"[^\W_]", after)
+    if not re.search(r"\w", bare) or bare.startswith("[") or not beside:
+        return "", ""
+    if re.fullmatch(ORDINAL, bare) and mark == "^":
+        return "", ""
+    if mark == "_" and bare.isdigit() and before.isalpha() and not after.isdigit():  # H2O, CO2
+        return "", ""
+    simple = re.fullmatch(r"[+\-\u2212\u2013]?\w+(?:[.,]\w+)*", bare) and not after.isalnum()
+    return (mark, "") if simple else (f"{mark}(", ")")
+
+
+def fraction(above: str, below: str) -> str:
+    """A stacked fraction in a line: 1/2, (a+b)/2."""
+    return "/".join(one if one.isalnum() else f"({one})" for one in (above.strip(), below.strip()))

@@ -60,12 +60,9 @@ class Styles:
     def __init__(self, root: Element | None) -> None:
         styles = [] if root is None else root.findall(f"{W}style")
         self._by_id = {style.get(f"{W}styleId"): style for style in styles}
-        kinds = [
-            style
-            for style in styles
-            if style.get(f"{W}default") in ("1", "true") and style.get(f"{W}type") == "paragraph"
-        ]
-        self.default = kinds[0].get(f"{W}styleId") if kinds else None
+        kinds = [style for style in styles if style.get(f"{W}type") == "paragraph"]
+        default = (style.get(f"{W}styleId") for style in kinds if style.get(f"{W}default") in ("1", "true"))
+        self.default = next(default, None)
 
     def chain(self, name: str | None) -> list[Element]:
         """A style, and then what it is based on."""
@@ -163,7 +160,7 @@ class Numbering:
             found = [] if there is None else there.findall(f"{W}lvl")
             starts = {}
             for one in [] if number not in self._nums else self._nums[number].findall(f"{W}lvlOverride"):
-                found += [level for level in one.findall(f"{W}lvl")]
+                found += one.findall(f"{W}lvl")
                 if (start := value(one, "startOverride")) is not None:
                     starts[integer(one.get(f"{W}ilvl", 0))] = integer(start)
             self._levels[number] = key, {integer(one.get(f"{W}ilvl", 0)): _level(one) for one in found}, starts
@@ -171,9 +168,7 @@ class Numbering:
 
 
 def _level(element: Element) -> _Level:
-    form = next(
-        (one for one in element.iter(f"{W}numFmt")), None
-    )  # in a choice of forms the first, which newer programs take
+    form = next(element.iter(f"{W}numFmt"), None)  # in a choice of forms the first, which newer programs take
     kind, pattern = ("decimal", "") if form is None else (form.get(VALUE, "decimal"), form.get(f"{W}format", ""))
     zeros = re.match(r"0*1\b", pattern)
     if kind == "custom" and zeros:

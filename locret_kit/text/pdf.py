@@ -5,19 +5,17 @@ from __future__ import annotations
 import ctypes
 import re
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from itertools import islice, pairwise
+
+import pypdfium2.raw as pdfium
+from pypdfium2 import PdfDocument, PdfiumError, PdfPage
 
 from .losses import Refusal, told
 from .pdf_marks import GUTTER, Box, Piece, marked, pieces_of
-from .pdf_pictures import pictures_of
 from .right_to_left import LETTER, in_reading_order
-
-if TYPE_CHECKING:
-    from pypdfium2 import PdfDocument, PdfPage
 
 HYPHEN = "\ufffe"
 """PDFium's mark for one at the end of a line, whose next line it has joined."""
@@ -32,9 +30,6 @@ ROWS, WIDE = 4, 18
 
 def pdf_text(data: bytes, name: str, losses: list[str]) -> str:
     """The pages of a PDF, with blank lines in between; its losses are added to ``losses``."""
-    from pypdfium2 import PdfDocument, PdfiumError
-    from pypdfium2.raw import FORMTYPE_XFA_FULL, FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY
-
     begin, end = data.find(b"%PDF-"), data.rfind(b"%%EOF") + 5
     whole = re.search(rb"/Linearized\b[^>]*/L\s+(\d+)", data[begin : begin + 1024])
     if end < 5 or _MORE.search(data, end) or (whole and len(data) - begin < int(whole[1])):
@@ -43,7 +38,7 @@ def pdf_text(data: bytes, name: str, losses: list[str]) -> str:
     try:
         document = PdfDocument(data[begin:end])  # mails, servers and file systems leave bytes on either side
     except PdfiumError as error:
-        if error.err_code in (FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY):
+        if error.err_code in (pdfium.FPDF_ERR_PASSWORD, pdfium.FPDF_ERR_SECURITY):
             raise Refusal(f"{name} is encrypted: save it without a password, such as with qpdf --decrypt") from error
         raise
     with document:
@@ -65,7 +60,7 @@ def pdf_text(data: bytes, name: str, losses: list[str]) -> str:
         scanned = f"# of {len(pages)} pages have no text but numbers: run OCR, such as ocrmypdf, if they are scanned"
         losses += told((blank, scanned), (len(unknown), where))
         losses += told(
-            (document.get_formtype() == FORMTYPE_XFA_FULL, "its form (XFA) is left out: print it to PDF"),
+            (document.get_formtype() == pdfium.FORMTYPE_XFA_FULL, "its form (XFA) is left out: print it to PDF"),
             (pictures, "# picture* left out"), (drawings, "drawings, such as charts, on # page* left out"),
             (document.count_attachments(), "# attached file* left out"),
         )  # fmt: skip
@@ -98,8 +93,6 @@ def _hyphen(text: str, mark: re.Match[str]) -> str:
 
 def _page(document: PdfDocument, page: PdfPage) -> str:
     """The text of a page, then what is filled in there, and its notes."""
-    import pypdfium2.raw as pdfium
-
     shown = page.get_textpage()
     angles = Counter(
         round(pdfium.FPDFText_GetCharAngle(shown, at) / 1.5707963) % 4 for at in range(0, shown.count_chars(), 9)
@@ -124,8 +117,6 @@ def _page(document: PdfDocument, page: PdfPage) -> str:
 
 def _annotations(document: PdfDocument, page: PdfPage) -> Iterator[str]:
     """Lines of a page's fields that are filled in and of its notes."""
-    import pypdfium2.raw as pdfium
-
     form = document.formenv
     for number in range(pdfium.FPDFPage_GetAnnotCount(page)):
         note = pdfium.FPDFPage_GetAnnot(page, number)
@@ -227,3 +218,46 @@ def _prose(lines: list[str]) -> bool:
     """Whether lines are those of running text: long ones, of which many go on with a word."""
     on = sum(line[:1].islower() for line in lines)
     return len(lines) >= ROWS and sum(map(len, lines)) >= WIDE * len(lines) and 4 * on >= len(lines)
+
+
+LEAST, WHOLE = 20.0, 0.8
+"""Points of a picture's sides, at least: smaller ones are bullets and rules; and the share of a page from which on a picture
+is the page itself, scanned, whose text lies over it."""
+SHAPES, LOOKED_AT = 3, 5000
+"""Slanted or curved shapes, or bars, that make a drawing, at least; and objects of a page that are looked at, at most."""
+
+
+def pictures_of(page: PdfPage) -> tuple[int, bool]:
+    """The number of pictures on a page, and whether it has a drawing: lines that slant, curves, or bars of several lengths."""
+    pictures = slanted = 0
+    filled, stroke = ctypes.c_int(), ctypes.c_int()
+    bars: dict[tuple[str, int], set[int]] = defaultdict(set)
+    width, height = page.get_size()
+    kinds = (pdfium.FPDF_PAGEOBJ_IMAGE, pdfium.FPDF_PAGEOBJ_PATH)
+    for one in islice(page.get_objects(filter=kinds, max_depth=5), LOOKED_AT + 2):
+        left, bottom, right, top = one.get_bounds()
+        wide, high = right - left, top - bottom
+        if one.type == pdfium.FPDF_PAGEOBJ_IMAGE:
+            pictures += min(wide, high) >= LEAST and wide * high < WHOLE * width * height
+        elif min(wide, high) > 2 and wide * high < WHOLE * width * height and slanted < SHAPES:
+            slanted += _slants(one.raw)
+            pdfium.FPDFPath_GetDrawMode(one.raw, filled, stroke)
+            if filled.value:
+                bars["up", round(bottom)].add(round(high))
+                bars["right", round(left)].add(round(wide))
+    return pictures, slanted >= SHAPES or any(len(lengths) >= SHAPES for lengths in bars.values())
+
+
+def _slants(path: object) -> bool:
+    """Whether a shape has a curve, or a side that is neither level nor upright."""
+    before: tuple[float, float] | None = None
+    for number in range(min(pdfium.FPDFPath_CountSegments(path), LOOKED_AT)):
+        segment = pdfium.FPDFPath_GetPathSegment(path, number)
+        x, y = ctypes.c_float(), ctypes.c_float()
+        pdfium.FPDFPathSegment_GetPoint(segment, x, y)
+        kind = pdfium.FPDFPathSegment_GetType(segment)
+        slants = before is not None and min(abs(x.value - before[0]), abs(y.value - before[1])) > 1
+        if kind == pdfium.FPDF_SEGMENT_BEZIERTO or (kind == pdfium.FPDF_SEGMENT_LINETO and slants):
+            return True
+        before = x.value, y.value
+    return False

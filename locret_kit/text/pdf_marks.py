@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from .raised import fraction, marks
+import pypdfium2.raw as pdfium
+from pypdfium2 import PdfTextPage
 
-if TYPE_CHECKING:
-    from pypdfium2 import PdfTextPage
+from .losses import fraction, marks
 
 Box = tuple[float, float, float, float]
 """Left, bottom, right and top, in points."""
@@ -54,8 +54,6 @@ def turned(left: float, bottom: float, right: float, top: float, turn: int) -> B
 def pieces_of(shown: PdfTextPage, turn: int) -> list[Piece]:
     """What a page draws at once of its lines, in its order; in pieces where words are farther from each other than they are
     high, as at the gutter of columns whose lines are drawn as one."""
-    import pypdfium2.raw as pdfium
-
     text, count = shown.get_text_range(), shown.count_chars()
     whole = len(text) == count  # else some have no Unicode
     text = text if whole else "".join(chr(pdfium.FPDFText_GetUnicode(shown, at)) for at in range(count))
@@ -139,9 +137,8 @@ def marked(pieces: list[Piece]) -> list[Piece]:
             space = one.box[0] - last.box[2]
             if "\n" in one.gap and space > -1:
                 one = one._replace(gap=" " * (" " in one.gap or space > NEAR * base.height))
-        if (
-            not mark and len(text) in (1, 2, 3) and (one.gap or not at) and end < len(pieces)
-        ):  # a note's number before the note
+        # A note's number before the note.
+        if not mark and len(text) in (1, 2, 3) and (one.gap or not at) and end < len(pieces):
             follower, right = pieces[end], pieces[end - 1].box[2]
             here = follower._replace(box=(one.box[0], 0, one.box[0], 0))
             if abs(follower.box[0] - right) < 0.5 * follower.height and _place(one, here, here) == "^":

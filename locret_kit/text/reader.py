@@ -22,11 +22,7 @@ from zipfile import ZipFile
 
 from ..files import read_utf8
 from ..naming import first_line
-from .epub import book_text
 from .losses import ENCODED, Refusal, is_encoded
-from .pdf import pdf_text
-from .web_page import page_text
-from .word import word_text
 
 LIMIT = 256 * 2**20
 """Bytes of a document, at most; and bytes that a .docx or .epub, which is a zip archive, holds unpacked."""
@@ -172,12 +168,20 @@ def _convert(data: bytes, name: str, kind: str, limit: int, losses: list[str]) -
     """The text of a document in one of the formats ``CONVERTED``."""
     with _TURN, _quiet():
         if kind == ".pdf":
+            from .pdf import pdf_text
+
             text = pdf_text(data, name, losses)
         elif kind == ".epub":
+            from .web_page import book_text
+
             text = book_text(data, name, limit, losses)
         elif kind == ".docx":
+            from .word import word_text
+
             text = word_text(data, name, limit, losses)
         else:
+            from .web_page import page_text
+
             text = page_text(data, name, losses)
     text = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")

@@ -15,10 +15,9 @@ from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pypdfium2 import PdfTextPage
+import pypdfium2.raw as pdfium
+from pypdfium2 import PdfTextPage
 
 LETTER = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\U00010800-\U00010fff\U0001e800-\U0001efff]")
 """Characters of scripts that run from right to left."""
@@ -64,8 +63,6 @@ class Drawn:
 
 def in_reading_order(shown: PdfTextPage, text: str) -> str:
     """The text of an upright page, as PDFium has it, with the lines that hold letters of right-to-left scripts put in order."""
-    import pypdfium2.raw as pdfium
-
     if not LETTER.search(text):
         return text
     rtl = len(LETTER.findall(text)) > len(_OTHER_LETTER.findall(text))
@@ -85,8 +82,6 @@ def in_reading_order(shown: PdfTextPage, text: str) -> str:
 
 def _drawn(shown: PdfTextPage, at: int, text: str) -> Drawn:
     """A character of a page by its number."""
-    import pypdfium2.raw as pdfium
-
     x, y, left, right, low, high = (ctypes.c_double() for _ in range(6))
     matrix, loose = pdfium.FS_MATRIX(), pdfium.FS_RECTF()
     pdfium.FPDFText_GetCharOrigin(shown, at, x, y)

@@ -14,9 +14,8 @@ from typing import cast
 
 from ..settings import read_protect
 from .spans import Span, encode, token_span
-from .traced import FIRST, OWN, Traced, compiled, traced
+from .traced import FIRST, LARGEST, OWN, Traced, compiled, limited_steps, traced
 from .untrusted import controls, defused
-from .work_limit import LARGEST, limited_steps
 
 Objects = Sequence[Mapping[str, object]]
 """Messages, or tools, as chat templates have them."""
@@ -212,16 +211,14 @@ def render_traced(
     try:
         template, names = compiled(tokenizer.get_chat_template(tools=tools or None))
         given = _arguments(tokenizer, names, {**getattr(tokenizer, DEFAULTS, {}), **(arguments or {})})
+        given = {**traced(tokenizer.special_tokens_map, OWN), "documents": None, **given}
+        given |= {
+            "messages": said,
+            "tools": traced(tools) or None,
+            "add_generation_prompt": generation and not continued,
+        }
         with limited_steps():
-            text = cast(
-                Traced,
-                template.render(
-                    {**traced(tokenizer.special_tokens_map, OWN), "documents": None, **given},
-                    messages=said,
-                    tools=traced(tools) or None,
-                    add_generation_prompt=generation and not continued,
-                ),
-            )
+            text = cast(Traced, template.render(given))
     except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
     if continued:

@@ -6,10 +6,13 @@ each character of what it makes is traced to the template's own literals or to a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from itertools import count
-from typing import SupportsIndex, TypeVar, cast
+from types import FrameType
+from typing import TYPE_CHECKING, SupportsIndex, TypeVar, cast
 
 from jinja2 import Template, meta, nodes, pass_eval_context
 from jinja2.compiler import CodeGenerator, Frame
@@ -18,7 +21,8 @@ from jinja2.nodes import EvalContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from markupsafe import Markup
 
-from .work_limit import check_template
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 T = TypeVar("T")
 
@@ -221,3 +225,41 @@ def compiled(template: str) -> tuple[Template, frozenset[str]]:
     check_template(tree := environment.parse(template))
     names = meta.find_undeclared_variables(tree).difference(environment.globals, GIVEN)
     return environment.from_string(template), frozenset(names)
+
+
+STEPS = 2_000_000
+"""Lines of a template, compiled to Python, that a rendering may run: real ones run some ten for each message."""
+LARGEST = 1_000_000
+"""The largest number in a template: a text repeated or indented so often takes all memory in one step."""
+
+
+def check_template(tree: nodes.Template) -> None:
+    """Raise ValueError for a template with numbers above ``LARGEST``, or with powers."""
+    for number in tree.find_all(nodes.Const):
+        if isinstance(number.value, int | float) and abs(number.value) > LARGEST:
+            raise ValueError(f"the chat template holds {number.value!s:.20}: numbers are at most {LARGEST}")
+    if next(tree.find_all(nodes.Pow), None) is not None:
+        raise ValueError("the chat template computes a power (**), which no template needs")
+
+
+@contextmanager
+def limited_steps(steps: int = STEPS) -> Iterator[None]:
+    """Raise ValueError in this thread when a template that is rendered within has run more than ``steps`` of its lines."""
+    left = steps
+
+    def line(frame: FrameType, event: str, arg: object) -> TraceFunction:
+        nonlocal left
+        left -= event == "line"
+        if left < 0:
+            raise ValueError(f"the chat template takes more than {steps} steps")
+        return line
+
+    def call(frame: FrameType, event: str, arg: object) -> TraceFunction | None:
+        return line if frame.f_code.co_filename in ("<template>", "<unknown>") else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

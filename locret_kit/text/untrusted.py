@@ -87,11 +87,8 @@ def controls(tokenizer: PreTrainedTokenizerBase) -> Controls:
 
 @lru_cache(maxsize=4)
 def _controls(tokenizer: PreTrainedTokenizerBase, size: int, template: str) -> Controls:
-    texts = {
-        token.content
-        for token in tokenizer.added_tokens_decoder.values()
-        if token.content.strip() and (token.special or token.content in template or MARK.fullmatch(token.content))
-    }
+    added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+    texts = {one.content for one in added if one.special or one.content in template or MARK.fullmatch(one.content)}
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
     texts |= {str(text) for text in tokenizer.all_special_tokens}
     return Controls(texts, None if normalizer is None else normalizer.normalize_str)

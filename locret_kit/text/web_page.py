@@ -1,24 +1,23 @@
-"""Pages of the Web, and chapters of books, as Markdown."""
+"""Pages of the Web, and books of them (EPUB), as Markdown."""
 
 from __future__ import annotations
 
 import codecs
+import posixpath
 import re
+import unicodedata
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+from zipfile import ZipFile
 
-from .losses import Refusal, missing, told
+from bs4 import BeautifulSoup, CData, NavigableString, Tag
+from defusedxml.ElementTree import fromstring
+from markdownify import MarkdownConverter  # first: by its name the extra is found
+
+from .losses import Refusal, marks, missing, stored, told
 from .numbering import formed, integer
-from .raised import marks
 
-if TYPE_CHECKING:
-    from bs4 import BeautifulSoup, Tag
-
-OPTIONS: dict[str, Any] = {
-    "heading_style": "ATX", "escape_asterisks": False, "escape_underscores": False, "escape_misc": False,
-}  # fmt: skip
-"""Options of the converter: characters stay as they are."""
 _SAME = {
     "ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030",
     "shift_jis": "cp932", "euc_kr": "cp949", "utf-16": "utf-8", "utf-16-le": "utf-8", "utf-16-be": "utf-8",
@@ -103,28 +102,17 @@ def decoded(data: bytes) -> tuple[str, str, int, bool]:
     except (LookupError, ValueError):  # unknown, or a codec of something else than text
         found, label = "utf-8", None
     encoding = _SAME.get(found, found)
-    if _bytewise(encoding):
-        try:
+    with suppress(
+        UnicodeDecodeError
+    ):  # where each byte is a character, text of another encoding decodes without an error
+        if len(b"\xe9\xe8".decode(encoding)) == 2:
             return data.decode("utf-8"), "utf-8", 0, True
-        except UnicodeDecodeError:
-            pass
     text = data.decode(encoding, "replace")
     return text, encoding, text.count("\ufffd") - data.count(b"\xef\xbf\xbd"), label is not None
 
 
-def _bytewise(encoding: str) -> bool:
-    """Whether each byte is a character: then text of another encoding decodes without an error."""
-    try:
-        return len(b"\xe9\xe8".decode(encoding)) == 2
-    except UnicodeDecodeError:
-        return False
-
-
 def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
     """A page as Markdown, its title, and its losses; ``sheets`` are the style sheets beside it."""
-    import markdownify  # noqa: F401  # the first import, by whose name the extra is found
-    from bs4 import BeautifulSoup, CData, NavigableString  # isort: skip
-
     page = BeautifulSoup(_prepared(html), "lxml")
     title = " ".join(page.title.get_text().split()) if page.title else ""
     sheets += "".join(sheet.get_text() for sheet in page("style"))
@@ -155,7 +143,9 @@ def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
         box.replace_with("[x] " if box.has_attr("checked") else "[ ] ")
     shown = page.body or page
     try:
-        text = _converter().convert_soup(shown).strip()
+        # Characters stay as they are.
+        converter = _Converter(heading_style="ATX", escape_asterisks=False, escape_underscores=False, escape_misc=False)
+        text = converter.convert_soup(shown).strip()
     except RecursionError:
         text = shown.get_text("\n", strip=True)
     passages, typed = (missing(((one, [one]) for one in many if one.strip()), text) for many in (strings, fields))
@@ -169,19 +159,12 @@ def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
     return text, title, losses
 
 
-def _converter() -> Any:
+class _Converter(MarkdownConverter):
     """markdownify's converter, with an item's own number where one is written in ``locret-label``."""
-    from markdownify import MarkdownConverter
 
-    converter: Any = MarkdownConverter(**OPTIONS)
-    plain = converter.convert_li
-
-    def item(el: Tag, text: str, parent_tags: set[str]) -> str:
-        said, label = plain(el, text, parent_tags), el.get("locret-label")
+    def convert_li(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        said, label = super().convert_li(el, text, parent_tags), el.get("locret-label")  # type: ignore[misc]
         return re.sub(r"^\S+", lambda _: str(label), said, count=1) if label and said.strip() else said
-
-    converter.convert_li = item
-    return converter
 
 
 def _respell(element: Tag) -> None:
@@ -214,8 +197,6 @@ def _without_pictures(page: BeautifulSoup) -> tuple[int, int]:
 
 def _write_places(page: BeautifulSoup) -> None:
     """Write into the text what a page says by places: raised, lowered, fractions, roots."""
-    from bs4 import Tag
-
     for bracket in page("rp"):
         bracket.extract()
     for reading in page("rt"):
@@ -301,3 +282,65 @@ def _prepared(html: str) -> str:
     html = closed + end + rest.replace("<!--", " ")
     html = re.sub(r"\s{256,}", lambda blanks: "\n" if "\n" in blanks[0] else " ", html)
     return re.sub(rf"<(/?)(?:{_BLOCKS.replace(' ', '|')})(?=[\s/>])", r"<\1div", html, flags=re.IGNORECASE)
+
+
+_PICTURE = re.compile(r"<(?:\w+:)?ima?ge?\b[^>]*?\s(?:\w+:)?(?:src|href)\s*=\s*[\"']([^\"'#]+)", re.IGNORECASE)
+"""A picture that a chapter shows, by its path."""
+
+
+def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
+    """The chapters of an EPUB in the order of its spine, after its title and authors; its losses are added to ``losses``."""
+    with ZipFile(stored(data, name, limit)) as archive:
+        entries = {_key(entry).casefold(): entry for entry in archive.namelist()}
+        entries |= {_key(entry): entry for entry in archive.namelist()}  # two names may differ in their case alone
+
+        def entry_of(path: str) -> str | None:
+            return entries.get(_key(path)) or entries.get(_key(path).casefold())
+
+        container = fromstring(archive.read(entry_of("META-INF/container.xml") or ""))
+        package = next(unquote(part.get("full-path", "")) for part in container.iterfind(".//{*}rootfile"))
+        book = fromstring(archive.read(entry_of(package) or package))
+        items = {item.get("id"): item for item in book.iterfind("{*}manifest/{*}item")}
+        # Each once: a spine that names a page a thousand times would take minutes.
+        spine = list(dict.fromkeys(part.get("idref") for part in book.iterfind("{*}spine/{*}itemref")))
+        texts = [
+            f"**{head}:** {', '.join(words)}"
+            for head, tag in (("Title", "title"), ("Authors", "creator"))
+            if (words := [" ".join(one.itertext()).strip() for one in book.iterfind(f"{{*}}metadata/{{*}}{tag}")])
+        ]
+        sheets = "\n".join(decoded(archive.read(one))[0] for one in archive.namelist() if one.lower().endswith(".css"))
+        chapters: list[str] = []
+        missing = blank = pictures = 0
+        shown: set[str] = set()
+        for number, chapter in enumerate(spine, 1):
+            item = items.get(chapter)
+            href = "" if item is None else unquote(item.get("href", "").partition("#")[0])
+            entry = entry_of(posixpath.join(posixpath.dirname(package), href))
+            if not href or entry is None:
+                missing += 1
+                continue
+            html, encoding, wrong, _ = decoded(archive.read(entry))
+            text, _, left = markdown(html, sheets)
+            left = told((wrong, f"# character* not in {encoding}, its encoding, left out")) + left
+            named = (entry_of(posixpath.join(posixpath.dirname(entry), unquote(one))) for one in _PICTURE.findall(html))
+            shown |= {one for one in named if one}
+            losses += [f"chapter {number} ({posixpath.basename(entry)}): {line}" for line in left]
+            if re.sub(r"!\[[^\]]*\]\([^)]*\)", "", text).strip():
+                chapters.append(text.strip())
+            elif re.search(r"<(?:\w+:)?(?:img|image|svg|object)\b", html):
+                pictures += 1
+            else:
+                blank += 1
+    of = f"# of {len(spine)} chapters"
+    losses += told(
+        (missing, f"{of} of the spine are not in the file"), (pictures, f"{of} are pictures without text"),
+        (blank, f"{of} have no text"), (len(shown), "# picture* left out"),
+    )  # fmt: skip
+    if not spine or missing == len(spine):
+        raise Refusal(f"{name} has no chapter: its spine names none that is in the file")
+    return "\n\n".join([*texts, *chapters])
+
+
+def _key(path: str) -> str:
+    """A path as it is looked for: without dots, with one kind of slash and one form of accents."""
+    return unicodedata.normalize("NFC", posixpath.normpath(path.replace("\\", "/")).lstrip("/"))

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from copy import deepcopy
 from io import BytesIO
-from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 from zipfile import ZIP_STORED, ZipFile
 
-from .archive import stored
-from .losses import missing, told
+import mammoth
+from defusedxml.ElementTree import fromstring
+from mammoth.documents import Image
+
+from .losses import missing, stored, told
 from .numbering import VALUE, Numbering, Styles, W, formed, integer, on, value
 from .web_page import markdown
-
-if TYPE_CHECKING:
-    from mammoth.documents import Image
 
 STRICT = b"http://purl.oclc.org/ooxml/wordprocessingml/main"
 MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
@@ -51,9 +50,6 @@ ElementTree.register_namespace("w", W[1:-1])  # markitdown asks for tags by this
 
 def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
     """The text of a Word file as Markdown; its losses are added to ``losses``."""
-    import mammoth
-    from defusedxml.ElementTree import fromstring
-
     out, texts, files, linked, wild, hidden, flat = BytesIO(), [], 0, 0, 0, 0, 0
     with ZipFile(stored(data, name, limit)) as archive, ZipFile(out, "w", ZIP_STORED) as copy:
         entries = archive.namelist()
@@ -74,9 +70,8 @@ def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
                 numbering = Numbering(lists, styles)
                 hidden += _prepare(root, styles, numbering)
                 relations = re.sub(r"([^/]+)$", r"_rels/\1.rels", entry)
-                known = (
-                    {one.get("Id") for one in fromstring(archive.read(relations))} if relations in entries else set()
-                )
+                related = fromstring(archive.read(relations)) if relations in entries else ()
+                known = {one.get("Id") for one in related}
                 for one in root.iter():  # the converter would refuse a document whose references lead nowhere
                     for key in [key for key in one.attrib if key.startswith(RELATED) and one.attrib[key] not in known]:
                         del one.attrib[key]
@@ -170,7 +165,9 @@ def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
                     choice.remove(old)
                 one.tag = f"{SAME}Fallback"  # the only form that is read
     for box in [one for one in root.iter() if _name(one) == "txbx"]:
-        chain = list(_above(box, parents))
+        chain = [box]  # and what holds it, from the inside out
+        while chain[-1] in parents:
+            chain.append(parents[chain[-1]])
         paragraphs = [one for one in chain if one.tag == f"{W}p"]
         if not paragraphs or any(_name(one) == "Choice" for one in chain):  # it is there once more, for older programs
             continue
@@ -189,12 +186,9 @@ def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
         numbering.flat += not latex
         words = " ".join(one.text or "" for one in equation.iter(f"{MATH}t"))
         ElementTree.SubElement(run, f"{W}t", {BLANK: "preserve"}).text = latex or f" {words} "
-        block = _name(above) == "oMathPara"
         above[list(above).index(equation)] = run
-        if block:
-            above.tag = f"{W}ins"
-            if parents[above].tag != f"{W}p":
-                above.tag = f"{W}p"
+        if _name(above) == "oMathPara":
+            above.tag = W + ("ins" if parents[above].tag == f"{W}p" else "p")
     hidden = _prepare_runs(root, styles, numbering)
     _number(root, numbering)
     return hidden
@@ -203,11 +197,9 @@ def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
 def _prepare_runs(root: Element, styles: Styles, numbering: Numbering) -> int:
     """Make runs say by themselves what their styles say: raised, lowered, struck out, hidden. The number of hidden ones."""
     hidden, before = 0, False
-    named = {
-        run: value(paragraph.find(f"{W}pPr"), "pStyle")
-        for paragraph in root.iter(f"{W}p")
-        for run in paragraph.iter(f"{W}r")
-    }
+    named: dict[Element, str | None] = {}
+    for paragraph in root.iter(f"{W}p"):
+        named |= dict.fromkeys(paragraph.iter(f"{W}r"), value(paragraph.find(f"{W}pPr"), "pStyle"))
     for run in root.iter(f"{W}r"):
         own = run.find(f"{W}rPr")
         given = [*styles.chain(value(own, "rStyle")), *styles.chain(named.get(run) or styles.default)]
@@ -268,14 +260,6 @@ def _number(root: Element, numbering: Numbering) -> None:
         run = Element(f"{W}r")
         ElementTree.SubElement(run, f"{W}t", {BLANK: "preserve"}).text = label
         start.insert(start.find(f"{W}pPr") is not None, run)
-
-
-def _above(element: Element, parents: dict[Element, Element]) -> Iterator[Element]:
-    """The elements that hold one, from the inside out."""
-    above = parents.get(element)
-    while above is not None:
-        yield above
-        above = parents.get(above)
 
 
 def _latex(equation: Element) -> str:

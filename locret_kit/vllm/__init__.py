@@ -19,7 +19,7 @@ def __getattr__(name: str) -> type[Requests]:
     """``Requests``, of the release that the kit takes. Raises RuntimeError for another one."""
     if name != "Requests":
         raise AttributeError(name)
-    from .release import check_version
+    from .refusals import check_version
 
     check_version()
     from .requests import Requests

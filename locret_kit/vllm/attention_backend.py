@@ -1,29 +1,50 @@
-"""vLLM's attention backend: append, attend and evict within a layer's forward, over pages of constant size."""
+"""vLLM's attention backend: append, attend and evict within a layer's forward, over pages of constant size; and the choice
+between it and vLLM's own, for the engine that is being built.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
+from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
+    AttentionLayer,
     AttentionMetadataBuilder,
     AttentionType,
+    CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 
-from .cache_spec import BoundedSpec
+from ..cache.together import PageShape
 from .worker import NOBODY, RequestTurn, StepBatch
-from .worker_state import worker_here
+from .worker_state import State, section_of, worker_here
 
-if TYPE_CHECKING:
-    from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedSpec(CircularBufferSpec):
+    """One block a request. vLLM finds the manager of its base class, which claims a block when a request comes and no other."""
+
+    @classmethod
+    def of(cls, shape: PageShape) -> BoundedSpec:
+        """The block that is such a page."""
+        return cls(
+            block_size=shape.rows, num_kv_heads=shape.heads, head_size=shape.head_dim, dtype=shape.dtype,
+            state_content_bytes=shape.row_bytes, dcp_sharded=False,
+        )  # fmt: skip
+
+    def max_num_blocks_per_req(self, vllm_config: object, max_len: int) -> int:
+        """The width of the block table: of one block, but vLLM's runner for CPUs computes the slots of all positions in it, and
+        reads ``position // block_size``."""
+        return int(cdiv(max_len, self.block_size))
 
 
 class BoundedBackend(AttentionBackend):
@@ -121,3 +142,20 @@ class BoundedImpl(AttentionImpl):
             self.number = extract_layer_index(layer.layer_name)
         self.worker.attend(self.number, query, key, value, kv_cache, attn_metadata, self.scale, output)
         return output
+
+
+def is_bounded() -> bool:
+    """Whether it is the engine for which ``Requests`` was made."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and State.section is not None and section_of(config) is State.section
+
+
+def __getattr__(name: str) -> type[AttentionBackend]:
+    """``OnCpu``: the attention of the engine that is being built. vLLM looks it up by this name."""
+    if name != "OnCpu":
+        raise AttributeError(name)
+    if is_bounded():
+        return BoundedBackend
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return CPUAttentionBackend

@@ -8,11 +8,16 @@ forward. A document stands in for a fresh run only where that would have evicted
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PretrainedConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -20,14 +25,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from ..backbones.identity import identity_of
+from ..backbones.load import resolve_model
 from ..cache.bounded import BoundedCache, CannotFork, check_lengths, check_past
 from ..cache.context import Context
 from ..cache.file import read
 from ..cache.saved import APART, Origin, Saved, restore
 from ..documents.document import IDS
+from ..hub import pull
 from ..naming import blaming
 from ..policies.grammar import parts_of
-from .file_identity import identity_of_files
 from .ranks import Ranks
 from .server_settings import ServerSettings
 from .worker import RequestInfo, Standin, Worker
@@ -38,6 +45,50 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+
+class Files:
+    """A model as ``identity_of`` reads one: its configuration, and its weights in the order of transformers' own, from its files:
+    vLLM's own weights are joined and split.
+
+    Raises:
+        ValueError: the weights are no ``.safetensors`` files with transformers' names.
+    """
+
+    def __init__(self, name: str, config: PretrainedConfig) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.config, self.name = config, name
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)
+        self.names = [weight for weight, _ in made.named_parameters()]
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The weights, one at a time."""
+        where: dict[str, Path] = {}
+        folder = Path(resolve_model(self.name))
+        for path in sorted(folder.glob("*.safetensors")) if folder.exists() else pull(self.name, _weights):
+            with self._opened(path) as file:
+                where |= dict.fromkeys(file.keys(), path)
+        for name in self.names:
+            if name not in where:
+                raise ValueError(
+                    f"documents: {self.name} holds no weight {name}: no document can be compared with this model"
+                )
+            with self._opened(where[name]) as file:
+                yield file.get_tensor(name)
+
+    @staticmethod
+    def _opened(path: Path) -> safe_open:
+        try:
+            return safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"documents: {path} cannot be read: {error}") from error
+
+
+def _weights(names: list[str]) -> list[str]:
+    return [name for name in names if name.endswith(".safetensors")]
+
 
 MAX_LOADED = 8
 """Documents that a worker keeps in memory at most."""
@@ -96,7 +147,7 @@ class DocumentReader:
     def __init__(self, model: ModelConfig, server: ServerSettings) -> None:
         config = config_of(model)
         self.server = server
-        self.origin = Origin(identity_of_files(model.model, config), Origin.of_heads(server.heads))
+        self.origin = Origin(identity_of(Files(model.model, config)), Origin.of_heads(server.heads))  # type: ignore[arg-type]
         self.model = Standin(config, Ranks(), model.dtype, torch.device("cpu"))
 
     def cache(self, path: str) -> tuple[BoundedCache, list[int]]:

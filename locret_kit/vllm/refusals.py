@@ -1,12 +1,39 @@
-"""Settings of vLLM that do not go with a bounded cache, each refused in one sentence."""
+"""Releases and settings of vLLM that do not go with a bounded cache, each refused in one sentence."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..naming import first_line, install_line
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+VERSIONS = ("0.32.0",)
+"""Releases of vLLM in which the kit was tried: no other is taken."""
+
+
+def release() -> str:
+    """The release of vLLM that is installed, without what a build adds.
+
+    Raises:
+        ImportError: there is none. RuntimeError: it fails as it is imported.
+    """
+    try:
+        import vllm
+    except ImportError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"vllm cannot be imported: {type(error).__name__}: {first_line(error)}") from error
+    return str(getattr(vllm, "__version__", "unknown")).partition("+")[0]
+
+
+def check_version() -> None:
+    """Raise RuntimeError for a release of vLLM in which the kit was not tried."""
+    if (found := release()) not in VERSIONS:
+        raise RuntimeError(f"vllm=={found}: locret_kit takes {' or '.join(VERSIONS)} alone: {install_line('vllm')}")
+
 
 MODELS = {
     "LlamaForCausalLM": "Llama 2 and 3, SmolLM2, TinyLlama, Yi",

@@ -7,24 +7,20 @@ of the batch. This one changes no logits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from .attention_backend import BoundedBackend
-from .release import release
+from .refusals import release
 from .rotary import register_rotary
 from .worker import RequestInfo
 from .worker_state import State, begin
-
-if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
 
 
 class Requests(LogitsProcessor):
@@ -46,7 +42,7 @@ class Requests(LogitsProcessor):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.requests = begin(vllm_config, device).requests
         self.unchecked: VllmConfig | None = vllm_config
-        register_backend(AttentionBackendEnum.CPU_ATTN, "locret_kit.vllm.choice.OnCpu")
+        register_backend(AttentionBackendEnum.CPU_ATTN, "locret_kit.vllm.attention_backend.OnCpu")
         register_backend(AttentionBackendEnum.CUSTOM, "locret_kit.vllm.attention_backend.BoundedBackend")
         register_rotary()
 

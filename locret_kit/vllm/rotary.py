@@ -8,7 +8,7 @@ from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers import rotary_embedding as known
 from vllm.model_executor.layers.rotary_embedding import Phi3LongRoPEScaledRotaryEmbedding as LongRope
 
-from .choice import is_bounded
+from .attention_backend import is_bounded
 
 KINDS = (
     known.RotaryEmbedding, known.Llama3RotaryEmbedding, known.LinearScalingRotaryEmbedding,

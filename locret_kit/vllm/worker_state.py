@@ -101,12 +101,7 @@ def config_of(model_config: ModelConfig) -> PretrainedConfig:
 
 
 def _ranks() -> Ranks:
-    from vllm.distributed import (
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-        tensor_model_parallel_all_reduce,
-    )
+    from vllm import distributed as among
 
-    return Ranks(
-        get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), tensor_model_parallel_all_reduce
-    )
+    rank, size = among.get_tensor_model_parallel_rank(), among.get_tensor_model_parallel_world_size()
+    return Ranks(rank, size, among.tensor_model_parallel_all_reduce)

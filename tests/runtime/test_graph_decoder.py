@@ -16,6 +16,7 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.cache import context
 from locret_kit.cache.backend import BACKENDS
+from locret_kit.runtime import decoders
 from locret_kit.runtime.decoders import GraphDecoder, SyncDetector
 from locret_kit.runtime.session import Sampling, decode, prefill
 

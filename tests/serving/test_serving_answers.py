@@ -21,7 +21,7 @@ from locret_kit.planning.inference_plan import Caches, Setting
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Answer, Sampling, generate
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.header_timeout import HeaderTimeout
+from locret_kit.serving.process import HeaderTimeout
 from locret_kit.serving.request import ServerRequest
 from locret_kit.settings import RunSettings
 

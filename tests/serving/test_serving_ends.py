@@ -19,10 +19,8 @@ from served import KEYS, SETTINGS
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.app import make_app
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.header_timeout import HeaderTimeout
-from locret_kit.serving.loading_app import LoadingApp
+from locret_kit.serving.process import HeaderTimeout, LoadingApp, Stoppable
 from locret_kit.serving.state import Limits, Server
-from locret_kit.serving.stopping import Stoppable
 from locret_kit.serving.store import Store
 
 

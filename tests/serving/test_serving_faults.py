@@ -30,7 +30,7 @@ from served import listening
 
 from locret_kit import BoundedCache
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.serving import document_routes, uploads
+from locret_kit.serving import document_routes, state
 from locret_kit.serving.app import make_app
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.engine import Engine
@@ -355,11 +355,11 @@ def test_one_upload_stops_nobody_else(url, server, monkeypatch):
     def convert(data, name, *, seconds, unwanted, lost):
         if name.startswith("bomb"):
             started.append((name, seconds))
-            ended.wait(0.2 if seconds == uploads.SHORT else 60)
+            ended.wait(0.2 if seconds == state.SHORT else 60)
             raise Late(f"{name}: its conversion took more than {seconds} s")
         return text_of(50)
 
-    monkeypatch.setattr(uploads, "convert", convert)
+    monkeypatch.setattr(state, "convert", convert)
     monkeypatch.setattr(server, "limits", replace(server.limits, documents=9))
     bombs, honest = [f"bomb{number}.html" for number in range(3)], ["a.html", "a.txt"]
     for name in bombs + honest:
@@ -368,7 +368,7 @@ def test_one_upload_stops_nobody_else(url, server, monkeypatch):
     wanted = dict.fromkeys(bombs, "reading") | dict.fromkeys([*honest, "b.pdf"], "ready")
     try:
         until(lambda: {held.title: held.shown()["status"] for held in server.documents.values()} == wanted)
-        assert ("bomb0.html", uploads.LONG) in started and len(started) == 4
+        assert ("bomb0.html", state.LONG) in started and len(started) == 4
     finally:
         ended.set()
     emptied(url, server)
@@ -398,7 +398,7 @@ def pdf(size: int) -> bytes:
 def test_a_bomb_ends_its_conversion_alone(url, engine, server, monkeypatch):
     data = pdf(256 << 20)
     assert len(data) < 2 << 20
-    monkeypatch.setattr("locret_kit.serving.uploads.convert", partial(convert, memory=320 << 20))
+    monkeypatch.setattr("locret_kit.serving.state.convert", partial(convert, memory=320 << 20))
     monkeypatch.setattr(server, "limits", replace(LIMITS, upload_bytes=2 << 20))
     held = uploaded(url, "a.pdf", data)
     assert held["status"] == "failed" and " s or 320 MiB" in held["error"], held

@@ -24,7 +24,7 @@ from served import KEYS, LIMITS, SETTINGS, ask, serve_until_killed, serving
 from locret_kit.documents.document import Document
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.freed_memory import _trim
+from locret_kit.serving.process import _trim
 from locret_kit.serving.state import Server, UploadedDocument
 from locret_kit.serving.store import Store, owner_of
 from locret_kit.settings import RunSettings

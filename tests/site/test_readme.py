@@ -13,9 +13,8 @@ import pytest
 
 from locret_kit.cli.eval import COMMANDS
 from locret_kit.config import recipes
-from locret_kit.config.chat_options import CHAT
 from locret_kit.config.command_line import given_by
-from locret_kit.config.document_options import ASK, INFO, KEPT, READ
+from locret_kit.config.document_options import ASK, CHAT, INFO, KEPT, READ
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.config.infer_options import INFER
 from locret_kit.config.plan_options import PLAN

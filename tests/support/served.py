@@ -16,7 +16,7 @@ from read_texts import parts
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.app import make_app
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.header_timeout import HeaderTimeout
+from locret_kit.serving.process import HeaderTimeout
 from locret_kit.serving.request import ServerRequest
 from locret_kit.serving.state import Limits, Server
 from locret_kit.serving.store import Store

@@ -10,16 +10,14 @@ import pytest
 import yaml
 from annotated_types import Ge
 
-from locret_kit.config.chat_options import CHAT
-from locret_kit.config.command_help import full_help, short_help
 from locret_kit.config.command_line import given_by, read
-from locret_kit.config.document_options import ASK, INFO, KEPT, READ
+from locret_kit.config.document_options import ASK, CHAT, INFO, KEPT, READ
 from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE, TASKS
 from locret_kit.config.infer_options import INFER
 from locret_kit.config.plan_options import PLAN
 from locret_kit.config.publish_options import PUBLISH
 from locret_kit.config.recipes import TRAIN
-from locret_kit.config.schema import Command, Repeatable, UsageError, options_of
+from locret_kit.config.schema import Command, Repeatable, UsageError, full_help, options_of, short_help
 from locret_kit.config.serve_options import SERVE
 from locret_kit.config.vllm_options import VLLM
 from locret_kit.evals.tasks.task import CHAT as CHAT_FORMS
@@ -148,6 +146,25 @@ def test_errors_in_a_file(tmp_path, text, said):
     with pytest.raises(ValueError) as caught:
         read(ONE, ["model=m", f"config={tmp_path / 'x.yaml'}"])
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "said"),
+    [
+        (ASK, "graph: true", "--graph in config=FILE is no option any more: Document.ask"),
+        (INFER, "save_cache: x.locret", "--save-cache in config=FILE is no option any more: locret-read FILE"),
+        (TABLE, "interval: 0.95", "--interval in config=FILE is no option any more: summary.csv has"),
+        (TRAIN, "optim: {betas: [0.9, 0.99]}", "optim.betas in config=FILE is no option any more: nobody changed it"),
+        (TRAIN, "gates: {shares: [0.1]}", "gates in config=FILE is no option any more: tried and left"),
+        (TRAIN, "loss: {kind: mse}", "loss.kind=mse in config=FILE is no option any more: loss.kind=NAME with plugin"),
+    ],
+)
+def test_a_file_names_what_replaced_an_option(tmp_path, command, text, said):
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        given_by(command, [f"config={file}"])
+    assert str(caught.value).replace(str(file), "FILE").startswith(said)
 
 
 GIVEN = {

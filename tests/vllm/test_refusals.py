@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import _load_custom_logitsprocs, validate_logits_processors_parameters
 
-from locret_kit.vllm import choice
+from locret_kit.vllm import attention_backend
 from locret_kit.vllm.ranks import Ranks
 from locret_kit.vllm.refusals import refuse, refuse_engine
 from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
@@ -138,7 +138,7 @@ def test_settings_of_ones_own_are_refused_where_the_servers_are_not_known():
 def test_attention_of_another_kind_is_an_error(tmp_path, monkeypatch):
     """As with a card and no ``--attention-backend CUSTOM``: the plugin is there, and the layers are not its own."""
     tiny.make(tmp_path / "model", "llama")
-    monkeypatch.setattr(choice, "is_bounded", lambda: False)
+    monkeypatch.setattr(attention_backend, "is_bounded", lambda: False)
     with pytest.raises(
         Exception, match=r"attention of model\.layers\.0\.self_attn\.attn is CPUAttentionBackend, not locret_kit's"
     ):

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout, create_kv_cache_views
 from vllm.v1.request import Request
 
 from locret_kit.cache.together import PageShape, RowPool
-from locret_kit.vllm.cache_spec import BoundedSpec
+from locret_kit.vllm.attention_backend import BoundedSpec
 
 LAYERS, BLOCKS, LONGEST = 30, 10, 131072
 SHAPE = PageShape(3, 9, 64, 1024, torch.bfloat16, statistics=1, recent=4)

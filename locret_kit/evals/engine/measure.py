@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...backbones.intercept import attach
-from ...cache.bounded import BoundedCache
-from ...cache.fork import CannotFork
+from ...cache.bounded import BoundedCache, CannotFork
 from ...cache.geometry.schedule import Schedule
 from ...files import write_beside
 from ...runtime.kept_text import kept_heads

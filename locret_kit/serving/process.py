@@ -1,0 +1,157 @@
+"""A server's process: its port while it loads, headers that come late, its end, and memory that goes back to the system."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+ERROR = {"message": "the model is being loaded", "type": "service_unavailable_error", "param": None, "code": None}
+
+
+class LoadingApp:
+    """An ASGI application that stands in for ``app`` until that is there."""
+
+    app: ASGIApp | None = None
+    _stop: Callable[[float], None] | None = None
+
+    def put(self, app: ASGIApp, stop: Callable[[float], None]) -> None:
+        """Have ``app`` answer from now on. ``stop``: ends it, within a grace in seconds."""
+        self.app, self._stop = app, stop
+
+    def stop(self, grace: float) -> None:
+        """End what was put here."""
+        if self._stop is not None:
+            self._stop(grace)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+            return
+        body = json.dumps({"status": "loading"} if scope["path"] == "/health" else {"error": ERROR}).encode()
+        headers = [
+            (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
+            (b"retry-after", b"5"), (b"connection", b"close"),
+        ]  # fmt: skip
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class HeaderTimeout(H11Protocol):
+    """A connection that is closed where the headers of a request are not whole after ``seconds``."""
+
+    seconds = 10.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(self.seconds, self._late)
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        if self._timer is None and self._between:
+            self._timer = self.loop.call_later(self.seconds, self._late)
+        super().data_received(data)
+        if self.cycle is not before:
+            self._stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    @property
+    def _between(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        if self._between and not self.transport.is_closing():
+            self.transport.write(LATE)
+            self.transport.close()
+
+
+FLUSH = 1.0
+"""Seconds in which a client takes what was written last; then its connection is broken off."""
+
+
+class Stoppable(uvicorn.Server):
+    """A uvicorn server that has ``end`` stop what it serves, while answers still go out.
+
+    Args:
+        end: stops the engine; blocks until that is done. ``config.timeout_graceful_shutdown`` must be longer.
+    """
+
+    def __init__(self, config: uvicorn.Config, end: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._end = end
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop. A second Ctrl-C waits for nothing."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def end() -> None:
+            try:
+                self._end()
+            finally:
+                with suppress(RuntimeError):  # nobody waits any more
+                    loop.call_soon_threadsafe(ended.set)
+
+        async def part() -> None:
+            """Break off the connections whose clients do not take their last words."""
+            await ended.wait()
+            await asyncio.sleep(FLUSH)
+            for connection in list(self.server_state.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+
+        threading.Thread(target=end, name="locret-stop", daemon=True).start()
+        parting = asyncio.create_task(part())
+        await super().shutdown(sockets)
+        while not (ended.is_set() or self.force_exit):
+            await asyncio.sleep(0.05)
+        parting.cancel()
+
+
+SECONDS = 0.5
+"""Between two times that memory goes back; as long a freed cache may count beside a new one."""
+
+
+def _trim() -> Callable[[int], int] | None:
+    """glibc's ``malloc_trim``; None where the C library has none."""
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another C library; Windows
+        return None
+    return trim
+
+
+def give_back(ended: threading.Event) -> None:
+    """Give freed memory back, now and every half second until ``ended``, by a thread of its own. ctypes lets other threads run
+    meanwhile."""
+    trim = _trim()
+    if trim is None:
+        return
+
+    def again() -> None:
+        while not ended.wait(SECONDS):
+            trim(0)
+
+    trim(0)
+    threading.Thread(target=again, name="locret-trim", daemon=True).start()
