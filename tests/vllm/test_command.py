@@ -44,10 +44,10 @@ def test_a_processor_without_bfloat16_serves_in_float32_unless_told_otherwise(
 def test_plain_vllm_is_warned_of_bfloat16_that_the_processor_lacks(tmp_path, monkeypatch, caplog):
     tiny.make(tmp_path, "llama")
     monkeypatch.setattr(worker_state, "lacks_bfloat16", lambda: True)
-    for dtype, warned in (("bfloat16", 1), ("float32", 0)):
+    for dtype, warned in (("bfloat16", True), ("float32", False)):
         caplog.clear()
         with tiny.started(tmp_path, {"budget": 64, "chunk": 32, "policy": "knorm"}, dtype=dtype):
-            assert caplog.text.count("--dtype float32 is faster") == warned
+            assert ("--dtype float32 is faster" in caplog.text) == warned
 
 
 def test_without_heads_the_policy_is_the_kits_or_the_nearest_that_a_page_holds(tmp_path, caplog):
