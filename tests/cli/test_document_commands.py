@@ -180,7 +180,19 @@ def test_a_policy_that_sees_the_question_says_what_it_repeats(use):
 def page(request, use, tmp_path) -> tuple[Document, str]:
     """A document, and its page; the heads keep as many tokens, and not as many."""
     (tmp_path / "evil.txt").write_text(TEXT * 3 + EVIL + TEXT)
-    words = ("-o", "{out}/b.locret", "--ckpt", "heads", "--policy", request.param, "--title", EVIL, *RUN)
+    words = (
+        "-o",
+        "{out}/b.locret",
+        "--ckpt",
+        "heads",
+        "--policy",
+        request.param,
+        "--title",
+        EVIL,
+        *RUN,
+        "--dtype",
+        "float32",
+    )
     assert use("read", "{out}/evil.txt", *words)[0] == 0
     assert use("kept", "{out}/b.locret", "-o", "{out}/page.html") == (0, "", "")
     model, tokenizer = load_backbone("backbone", dtype="float32")

@@ -19,6 +19,7 @@ from locret_kit import BoundedCache, Document
 from locret_kit.backbones.spec import spec_of
 from locret_kit.planning.inference_plan import Caches, Setting
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime import batch
 from locret_kit.runtime.session import Answer, Sampling, generate
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.process import HeaderTimeout
@@ -133,13 +134,13 @@ def test_logprobs_of_chat_completions(client):
 
 
 def test_a_token_that_cannot_be_has_a_number_that_json_has(url, engine, monkeypatch):
-    forward = engine._batch._forward
+    forward = batch.logits_after
 
     def seven_tokens_alone(*given):
         logits = forward(*given)
         return logits.masked_fill(torch.arange(logits.shape[-1]) > 6, float("-inf"))
 
-    monkeypatch.setattr(engine._batch, "_forward", seven_tokens_alone)
+    monkeypatch.setattr(batch, "logits_after", seven_tokens_alone)
     whole = chat(url, user("x"), max_tokens=1, logprobs=True, top_logprobs=20).json()
     values = [top["logprob"] for top in whole["choices"][0]["logprobs"]["content"][0]["top_logprobs"]]
     assert len(values) == 20 and values[7:] == [-9999.0] * 13 and values[6] > -100
@@ -177,12 +178,12 @@ def alone(ids: array[int]) -> str:
     )[0]
 
 
-def test_equal_beginnings_are_read_once():
+def test_equal_beginnings_are_read_once(monkeypatch):
     model, tokenizer, heads = parts("llama")
     engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=2, piece=64, beginnings=1)
     start, read = random_ids(200, 1), []
-    forward = engine._batch._forward
-    engine._batch._forward = lambda caches, pieces: read.append(sum(map(len, pieces))) or forward(caches, pieces)
+    forward = batch.logits_after
+    monkeypatch.setattr(batch, "logits_after", lambda *given: read.append(given[2].shape[1]) or forward(*given))
     prompts = [start + random_ids(length, length) for length in (3, 30, 150)]
     requests = [ask(engine, "anna", ids, shared_tokens=200) for ids in prompts]
     assert [tokenizer.decode(request.sequence.tokens, skip_special_tokens=True) for request in requests] == [

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
+from operator import attrgetter
+from unittest import mock
 
 import httpx
 import pytest
@@ -30,6 +32,7 @@ from served import listening
 
 from locret_kit import BoundedCache
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime import batch
 from locret_kit.serving import document_routes, state
 from locret_kit.serving.app import make_app
 from locret_kit.serving.bodies import ChatBody
@@ -46,9 +49,9 @@ class Watched(Engine):
 
     seen = 0
 
-    def _report(self):
+    def _tell(self, request):
         self.seen = max(self.seen, self.caches)
-        super()._report()
+        super()._tell(request)
 
 
 def request_lines(caplog, *answers: httpx.Response) -> list[str]:
@@ -188,16 +191,16 @@ def failing(error: Exception):
 @pytest.mark.parametrize(
     ("place", "made"),
     [
-        ("_forward", failing(RuntimeError("broken"))),
-        ("_forward", failing(torch.OutOfMemoryError("no memory"))),
-        ("_forward", failing(KeyError("x"))),
-        ("_forward", lambda real: lambda *given: real(*given) * torch.nan),
-        ("_pieces", failing(ZeroDivisionError("a fault of ours"))),
+        ("logits_after", failing(RuntimeError("broken"))),
+        ("logits_after", failing(torch.OutOfMemoryError("no memory"))),
+        ("logits_after", failing(KeyError("x"))),
+        ("logits_after", lambda real: lambda *given: real(*given) * torch.nan),
+        ("Batch._pieces", failing(ZeroDivisionError("a fault of ours"))),
     ],
 )
 def test_a_step_that_fails_ends_its_requests_alone(url, engine, monkeypatch, place, made):
     """An error, logits that are not finite, and a fault of the batch itself."""
-    monkeypatch.setattr(engine._batch, place, made(getattr(engine._batch, place)))
+    monkeypatch.setattr(f"locret_kit.runtime.batch.{place}", made(attrgetter(place)(batch)))
     answer = chat(url, user("x"), max_tokens=4, temperature=1)
     assert answer.status_code == 500 and set(answer.json()["error"]) == {"message", "type", "param", "code"}
     monkeypatch.undo()
@@ -232,15 +235,15 @@ def waiting(**sizes: int) -> Iterator[tuple[Engine, threading.Event, threading.E
     """An engine whose forwards wait for the second event; the first says that one has begun."""
     model, tokenizer, heads = parts("llama")
     engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, piece=64, **sizes)
-    forward, begun, goes_on = engine._batch._forward, threading.Event(), threading.Event()
+    forward, begun, goes_on = batch.logits_after, threading.Event(), threading.Event()
 
-    def slow(caches, pieces):
+    def slow(*given):
         begun.set()
         assert goes_on.wait(60)
-        return forward(caches, pieces)
+        return forward(*given)
 
-    engine._batch._forward = slow
-    yield engine, begun, goes_on
+    with mock.patch.object(batch, "logits_after", slow):
+        yield engine, begun, goes_on
 
 
 def test_a_stop_ends_what_came_during_a_long_forward():
@@ -277,10 +280,10 @@ def test_a_fault_of_the_engine_ends_everybody_and_health_says_so(monkeypatch, ca
     model, tokenizer, heads = parts("llama")
     engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=1, piece=64)
 
-    def report():
+    def tell(request):
         raise ZeroDivisionError("a fault of ours")
 
-    monkeypatch.setattr(engine, "_report", report)
+    monkeypatch.setattr(engine, "_tell", tell)
     told = [threading.Event(), threading.Event()]
     requests = [ServerRequest(array("i", range(2, 40)), 3, owner="", on_change=one.set) for one in told]
     with engine._changed:  # the engine's thread takes nothing meanwhile
