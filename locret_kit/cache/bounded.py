@@ -452,6 +452,10 @@ class BoundedCache(StatefulCache, Handler):
         rows.softmax = softmax
         if self.fixed is not None:  # evictions and counts are then the graph decoder's
             return read_block(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, self.fixed(layer))
+        if torch.is_autocast_enabled(
+            k_BHTD.device.type
+        ):  # its type is another: rows and compiled calls have the model's
+            q_BQTD, k_BHTD, v_BHTD = (x.to(ctx.model.dtype) for x in (q_BQTD, k_BHTD, v_BHTD))
         rows.update(k_BHTD, v_BHTD)
         if layer == 0:
             ctx.tables.clear()  # layers of one forward share tables

@@ -109,6 +109,8 @@ class CpuDecoder:
             return f"policy={policy.name!r} brings evicted slots back"
         if any(not isinstance(rows.codec, CODECS) for rows in cache.bounded):
             return "rows of another kind"
+        if any(rows.is_initialized and rows.dtype != self.dtype for rows in cache.bounded):
+            return "rows of another type than the weights"
         return None
 
     def ready(self, cache: BoundedCache) -> bool:

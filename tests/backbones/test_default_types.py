@@ -22,6 +22,7 @@ from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 from locret_kernels.ragged_decode.reference import hadamard
 from locret_kit import BoundedCache, Document, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.load import load_backbone
+from locret_kit.backbones.probe import describe
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
@@ -138,6 +139,7 @@ def test_rows_under_autocast(policy, bits):
     model = tiny_model("llama", vocab_size=400)
     heads = tiny_heads(model, 32) if parse_policy(policy).needs_heads else None
     cache = BoundedCache(24, policy, heads, prompt_length=83, kv_bits=bits, **SETTINGS)
+    describe(model)  # a model that is known already: nothing else meets its keys in float32 first
     with torch.autocast("cpu", dtype=torch.bfloat16):
         generate(model, tiny_tokenizer(), distinct_tokens(83), cache, max_new_tokens=4)
     assert cache.get_seq_length() >= 83 and {rows.codec.dtype for rows in cache.bounded} == {torch.float32}
