@@ -455,7 +455,7 @@ class BoundedCache(StatefulCache, Handler):
         if torch.is_autocast_enabled(
             k_BHTD.device.type
         ):  # its type is another: rows and compiled calls have the model's
-            q_BQTD, k_BHTD, v_BHTD = (x.to(ctx.model.dtype) for x in (q_BQTD, k_BHTD, v_BHTD))
+            q_BQTD, k_BHTD, v_BHTD = (x.to(ctx.dtype) for x in (q_BQTD, k_BHTD, v_BHTD))
         rows.update(k_BHTD, v_BHTD)
         if layer == 0:
             ctx.tables.clear()  # layers of one forward share tables

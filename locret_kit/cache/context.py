@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -186,6 +187,11 @@ class Context:
     """Work of the policy beside evicting."""
     pins: Pins = ()
     """Positions, as rows carry them, whose tokens are never evicted."""
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Type of the model's weights, and so of rows."""
+        return self.model.dtype
 
     @classmethod
     def of(

@@ -163,7 +163,7 @@ class LocretLM(TemplateLM):
         for piece in answer:
             text += piece
             if any(mark in text for mark in until):
-                break
+                answer.leave()  # the model is detached
         return text[: min((text.find(mark) for mark in until if mark in text), default=len(text))]
 
 
