@@ -452,9 +452,7 @@ class BoundedCache(StatefulCache, Handler):
         rows.softmax = softmax
         if self.fixed is not None:  # evictions and counts are then the graph decoder's
             return read_block(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, self.fixed(layer))
-        if torch.is_autocast_enabled(
-            k_BHTD.device.type
-        ):  # its type is another: rows and compiled calls have the model's
+        if k_BHTD.dtype != ctx.dtype:  # autocast's: rows and compiled calls have the model's own
             q_BQTD, k_BHTD, v_BHTD = (x.to(ctx.dtype) for x in (q_BQTD, k_BHTD, v_BHTD))
         rows.update(k_BHTD, v_BHTD)
         if layer == 0:
