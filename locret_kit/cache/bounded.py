@@ -452,8 +452,8 @@ class BoundedCache(StatefulCache, Handler):
         rows.softmax = softmax
         if self.fixed is not None:  # evictions and counts are then the graph decoder's
             return read_block(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, self.fixed(layer))
-        if k_BHTD.dtype != ctx.dtype:  # autocast's: rows and compiled calls have the model's own
-            q_BQTD, k_BHTD, v_BHTD = (x.to(ctx.dtype) for x in (q_BQTD, k_BHTD, v_BHTD))
+        if not k_BHTD.is_meta and torch.is_autocast_enabled(k_BHTD.device.type):  # rows have the model's type
+            q_BQTD, k_BHTD, v_BHTD = (x.to(ctx.model.dtype) for x in (q_BQTD, k_BHTD, v_BHTD))
         rows.update(k_BHTD, v_BHTD)
         if layer == 0:
             ctx.tables.clear()  # layers of one forward share tables

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -187,11 +186,6 @@ class Context:
     """Work of the policy beside evicting."""
     pins: Pins = ()
     """Positions, as rows carry them, whose tokens are never evicted."""
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """Type of the model's weights, and so of rows."""
-        return self.model.dtype
 
     @classmethod
     def of(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import forked
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
@@ -229,6 +230,7 @@ def test_processes_share_the_requests(lm, tmp_path):
     """As the harness's evaluator asks for it: each process its requests, the answers gathered in the first."""
 
     def work() -> int:
+        AcceleratorState._reset_state(reset_partial_state=True)  # of other tests, before the fork
         one = lm("full", 0)
         counts = one.all_gather(torch.tensor(3 + one.rank, device=one.device)).tolist()
         mine = [request(*pair) for pair in PAIRS[one.rank :: one.world_size]]
