@@ -208,6 +208,7 @@ def test_a_talk_in_a_terminal(backbone, tmp_path):
         window.until(follows("/retry", 120))
         window.keys("C-c")
         window.until(shown("stopped", 2))
+        window.until(lambda screen: screen.rstrip().endswith("\n>"))  # before it, keys are the terminal's
 
         window.type("one\\")
         window.keys("t", "w", "o", "M-Enter")
