@@ -278,7 +278,7 @@ class VarlenRows:
 
 @dataclass(frozen=True)
 class RowRotation:
-    """How keys that are stored before RoPE are rotated: by their rank, or among the newest ``span`` tokens by their distance
+    """Rotation of keys that are stored before RoPE: by their rank, or among the newest ``span`` tokens by their distance
     where that places them higher (see ``positions``)."""
 
     cos_SR: Tensor
@@ -298,7 +298,7 @@ class RowRotation:
         return cos_SR[place_P][:, None, None], sin_SR[place_P][:, None, None]
 
     def places(self, flat: VarlenRows) -> tuple[Tensor, Tensor | None]:
-        """Where the newest token of each head is ``[B, H]``, and the rows where that is above their rank ``[N]``."""
+        """Rows of the newest token of each head ``[B, H]``, and the rows where that is above their rank ``[N]``."""
         # The query stands where its own row does, which is the newest of its head.
         rank_BH = flat.lengths_BH - 1 if flat.last_BH is None else flat.last_BH
         if not self.span:

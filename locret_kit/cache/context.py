@@ -45,7 +45,7 @@ class RecallCounters:
     """Work of recall on one text. Seconds are host time."""
 
     lookups: int = 0
-    """Of all layers."""
+    """Counted over all layers."""
     blocks: int = 0
     """Blocks of a head that came back."""
     hits: int = 0
@@ -60,7 +60,7 @@ class RecallCounters:
 
 
 class Votes:
-    """What the layers of one forward gave to the blocks: the most of any layer so far, for each piece of the forward."""
+    """Scores that the layers of one forward gave to the blocks: the most of any layer so far, for each piece of the forward."""
 
     def __init__(self) -> None:
         self._most: dict[tuple[int, int], Tensor] = {}

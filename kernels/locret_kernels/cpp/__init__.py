@@ -140,7 +140,7 @@ def preferred() -> Path:
 
 @cache
 def folder() -> Path:
-    """Where compiled code is kept: ``preferred``, or where others could put files there a folder of this process alone, which is
+    """Folder of compiled code: ``preferred``, or where others could put files there a folder of this process alone, which is
     said in a line of the log.
 
     Raises:
