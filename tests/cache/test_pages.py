@@ -47,12 +47,10 @@ def page_of(layers: list[BoundedLayer], spec, dtype: torch.dtype) -> PageShape:
 def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, positions, backend):
     model, draw = tiny_model(family).double(), torch.Generator().manual_seed(3)
     settings = {"chunk": 12, "stabilizers": 3, "local_len": 4, "positions": positions, "backend": backend}
-    alone = [
-        BoundedCache(budget, policy, prompt_length=n, **settings) for budget, n in zip(BUDGETS, LENGTHS, strict=True)
-    ]
-    pooled = [
-        BoundedCache(budget, policy, prompt_length=n, **settings) for budget, n in zip(BUDGETS, LENGTHS, strict=True)
-    ]
+    alone, pooled = (
+        [BoundedCache(budget, policy, prompt_length=n, **settings) for budget, n in zip(BUDGETS, LENGTHS, strict=True)]
+        for _ in range(2)
+    )
     for cache in (*alone, *pooled):
         cache.bind(model)
     spec = alone[0].context.spec
