@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_runs import EVICTING, LENGTH, backbone, held, make, tokens, turn
 from slot_layers import SELECTIONS, layers_of_slots, slots_of
-from tape import TapedDecoder
+from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 
 from locret_kit import attach
 from locret_kit.backbones.releases import CACHE
-from locret_kit.cache import context, step
-from locret_kit.cache.backend import BACKENDS
+from locret_kit.cache import step
 from locret_kit.policies.allocation import Adaptive
 from locret_kit.policies.base import Scope, Score, Uniform, rank_of
 from locret_kit.policies.grammar import parse_policy
@@ -254,14 +253,9 @@ def test_forks_copies_and_resets(policy):
         assert torch.equal(read(one, ids=text), read(again, ids=text)) and held(one) == held(again)
 
 
-@pytest.fixture
-def on_the_reference(monkeypatch):
-    """A tape sees PyTorch's operators alone, as a graph sees kernels: a compiled call on a CPU is neither."""
-    monkeypatch.setattr(context, "backend_for", lambda *args: BACKENDS["reference"])
-
-
+@pytest.mark.usefixtures("on_the_reference")
 @pytest.mark.parametrize("policy", ["h2o", "tova", "nacl(proxies=5)", "locret"])
-def test_fixed_shapes(policy, on_the_reference):
+def test_fixed_shapes(policy):
     """Decoding with fixed shapes evicts as dynamic decoding does, and follows pins that come between two tokens."""
     model, logits = backbone(), []
     for form in (TapedDecoder, None):
