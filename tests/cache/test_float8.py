@@ -139,12 +139,3 @@ def test_pieces_files_and_other_texts(tmp_path):
     with attach(backbone), torch.no_grad():
         prefill(backbone, IDS, whole)
     assert whole.clipped == sum(int(rows.codec.clipped.sum()) for rows in whole.bounded)
-
-
-def test_what_is_refused():
-    for bits in (8, 4, 2):
-        said = f"kv_bits={bits} is for heads of one length; those of policy='ada-snapkv' differ: take one whose heads are equal"
-        with pytest.raises(ValueError, match=said):
-            BoundedCache(16, "ada-snapkv", kv_bits=bits)
-    with pytest.raises(ValueError, match="kv_bits=6 must be one of: 8, 4, 2"):
-        BoundedCache(16, "h2o", kv_bits=6)

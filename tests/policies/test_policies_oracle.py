@@ -235,6 +235,8 @@ POLICIES: dict[str, Rule] = {
         0.5, oracle.sinks(1), uniform=True, first=9, most=lambda part: 2
     ),
     "nacl(ratio=0.9,per=layer,protected=0)": nacl(0.9, noise=gumbel_of_layer, shared=True, most=lambda part: 0),
+    "score=proxy(3)": Rule(oracle.proxies(lambda _: 3)),
+    "score=window(window=40,kernel=1)": Rule(oracle.window(40, 1)),
     "sirllm": Rule(oracle.entered, [oracle.sinks(4), oracle.newest(lambda layer: layer.keep // 8)]),
     "knorm": Rule(oracle.low_norm),
     "keydiff": Rule(oracle.unlike_the_mean),
