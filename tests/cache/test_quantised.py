@@ -7,16 +7,14 @@ import torch
 from few_bits import rotated
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_runs import backbone, held, make, tokens, turn
+from policy_runs import held, logits_of, make, tokens, turn
 
-from locret_kit import attach
 from locret_kit.cache.storage.codec import Scratch, decode, encode, levels, pack, unpack
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.quantised import GroupedBits
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.config.command_line import given_by
 from locret_kit.config.infer_options import INFER
-from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -201,10 +199,9 @@ def test_growing_changes_nothing():
 )
 def test_a_prompt_as_short_as_the_tail_is_exact(policy):
     """Nothing leaves the tail, so every policy keeps the same slots and the logits are the same."""
-    model, ids, positions = backbone(), tokens(60), turn(policy, "compact", "original")
-    with attach(model), torch.no_grad():
-        caches = [make(policy, length=60, positions=positions, kv_bits=bits) for bits in (None, 4)]
-        plain, stored = (prefill(model, ids, cache) for cache in caches)
+    positions = turn(policy, "compact", "original")
+    caches = [make(policy, length=60, positions=positions, kv_bits=bits) for bits in (None, 4)]
+    plain, stored = (logits_of(cache, tokens(60)) for cache in caches)
     assert held(caches[0]) == held(caches[1])
     torch.testing.assert_close(stored, plain, rtol=1e-9, atol=1e-9)
 
@@ -213,10 +210,8 @@ def test_a_prompt_as_short_as_the_tail_is_exact(policy):
 @pytest.mark.parametrize("policy", ["full", "streaming", "random"])
 def test_logits_stay_near(policy, bits):
     """Policies that look at no keys hold the same slots; what is read differs by the rounding of 4 or 2 bits."""
-    model = backbone()
-    with attach(model), torch.no_grad():
-        caches = [make(policy, 100, length=260, chunk=50, kv_bits=kv_bits) for kv_bits in (None, bits)]
-        plain, stored = (prefill(model, tokens(260), cache) for cache in caches)
+    caches = [make(policy, 100, length=260, chunk=50, kv_bits=kv_bits) for kv_bits in (None, bits)]
+    plain, stored = (logits_of(cache, tokens(260)) for cache in caches)
     assert held(caches[0]) == held(caches[1])
     assert float((stored - plain).norm() / plain.norm()) < (0.15 if bits == 4 else 0.8)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from policy_runs import LENGTH, POLICIES, backbone, held, make, run, tokens, turn
+from policy_runs import LENGTH, POLICIES, backbone, held, logits_of, make, run, tokens, turn
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
@@ -122,8 +122,7 @@ def test_entropy_is_the_backbones_own(name, length):
     widths = []
     hook = model.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
     try:
-        with attach(model), torch.no_grad():
-            prefill(model, ids, cache)
+        logits_of(cache, ids, model=model)
     finally:
         hook.remove()
     logp = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
