@@ -9,6 +9,7 @@ import warnings
 from importlib.metadata import EntryPoint
 
 import pytest
+from checkout import forget_plugins
 from policy_runs import held, run
 from tiny_tokenizer import TEXT, save_tiny_backbone
 
@@ -49,14 +50,10 @@ register("NAME", "VATP, arXiv 2406.12335", {"score": Vatp()}, names={"where": No
 '''
 
 
-@pytest.fixture
-def tables(monkeypatch):
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
     """Forget after a test whatever it registers."""
-    registry.policies()
-    monkeypatch.setattr(registry, "_parts", {kind: dict(table) for kind, table in registry._parts.items()})
-    monkeypatch.setattr(registry, "_policies", dict(registry._policies))
-    monkeypatch.setattr(registry, "_owners", dict(registry._owners))
-    return registry
+    forget_plugins(monkeypatch)
 
 
 def written(folder, name: str, text: str = VATP) -> str:
@@ -65,7 +62,7 @@ def written(folder, name: str, text: str = VATP) -> str:
     return str(path)
 
 
-def test_a_file_of_the_users_is_a_policy(tables, tmp_path):
+def test_a_file_of_the_users_is_a_policy(tmp_path):
     path = written(tmp_path, "my-vatp")
     registry.load_plugin(path)
     registry.load_plugin(path)
@@ -98,7 +95,7 @@ def test_a_file_of_the_users_is_a_policy(tables, tmp_path):
         ("where=y", "parameter 'where' is unknown"),
     ],
 )
-def test_its_parameters_are_checked_by_their_annotations(tables, tmp_path, given, said):
+def test_its_parameters_are_checked_by_their_annotations(tmp_path, given, said):
     registry.load_plugin(written(tmp_path, "mine"))
     with pytest.raises(ValueError) as caught:
         parse_policy(f"mine({given})")
@@ -121,7 +118,7 @@ def test_its_parameters_are_checked_by_their_annotations(tables, tmp_path, given
         ),
     ],
 )
-def test_a_broken_file_is_one_line_that_names_it(tables, tmp_path, text, said):
+def test_a_broken_file_is_one_line_that_names_it(tmp_path, text, said):
     path = written(tmp_path, "broken", text)
     with pytest.raises(ValueError) as caught:
         registry.load_plugin(path)
@@ -129,7 +126,7 @@ def test_a_broken_file_is_one_line_that_names_it(tables, tmp_path, text, said):
     assert "\n" not in str(caught.value)
 
 
-def test_the_command_runs_it(tables, tmp_path, monkeypatch, capsys):
+def test_the_command_runs_it(tmp_path, monkeypatch, capsys):
     """``locret-infer --plugin my_vatp.py --policy my-vatp``, and its error for a file that is not there."""
     model, path = str(save_tiny_backbone(tmp_path / "backbone")), written(tmp_path, "my-vatp")
     command = [
@@ -182,7 +179,7 @@ def test_what_a_plugin_gives_is_checked(parts, said):
         run(Policy("mine", **parts))
 
 
-def test_a_module_is_loaded_by_its_name(tables, tmp_path, monkeypatch):
+def test_a_module_is_loaded_by_its_name(tmp_path, monkeypatch):
     """Its part is a dataclass of its own making."""
     plain = VATP.replace("class Vatp", "@dataclass(frozen=True)\nclass Vatp")
     written(tmp_path, "vatp_module", plain.replace("from typing", "from dataclasses import dataclass\nfrom typing", 1))
@@ -191,7 +188,7 @@ def test_a_module_is_loaded_by_its_name(tables, tmp_path, monkeypatch):
     assert parse_policy("vatp_module").score.power == 1.0
 
 
-def test_a_package_brings_policies_by_an_entry_point(tables, tmp_path, monkeypatch):
+def test_a_package_brings_policies_by_an_entry_point(tmp_path, monkeypatch):
     written(tmp_path, "vatp-package")
     monkeypatch.syspath_prepend(tmp_path)
     found = [EntryPoint("vatp", "vatp_package", registry.GROUP)]
