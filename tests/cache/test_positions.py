@@ -11,7 +11,7 @@ from tiny_models import tiny_model
 
 from locret_kit.backbones.rope import rotate, rotate_lean
 from locret_kit.cache.bounded import BoundedCache
-from locret_kit.cache.geometry.rotation import Positions
+from locret_kit.cache.rotation import Positions
 
 
 @given(st.data())
