@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from policy_runs import logits_of, tokens
 from tiny_models import COMMON
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from locret_kit import BoundedCache, attach
-from locret_kit.backbones.releases import CACHE
-from locret_kit.runtime.session import prefill
+from locret_kit import BoundedCache
 
 LENGTH = 30
 
@@ -33,11 +32,7 @@ def model():
 def run(
     model, policy: str, bits: int | None, backend: str, positions: str = "compact"
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    ids = torch.randint(2, 97, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     kept = dict(chunk=13, prompt_length=LENGTH, stabilizers=4, local_len=5)
     cache = BoundedCache(16, policy, kv_bits=bits, backend=backend, positions=positions, **kept)
-    with attach(model), torch.no_grad():
-        logits = [prefill(model, ids, cache)]
-        for token in range(DECODED):
-            logits.append(model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache}).logits[0, -1])
-    return torch.stack(logits), [torch.stack(list(cache.kept_positions(layer)[0])) for layer in range(2)]
+    logits = logits_of(cache, tokens(LENGTH), range(5, 5 + DECODED), model)
+    return logits, [torch.stack(list(cache.kept_positions(layer)[0])) for layer in range(2)]
