@@ -26,6 +26,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 from http_bodies import KEYS, SETTINGS, bearer, chat, deleted, expected, until, uploaded, user
+from made_documents import drawn
 from planted_files import plant
 from read_texts import parts, text_of
 from served import listening
@@ -389,13 +390,7 @@ def pdf(size: int) -> bytes:
     """A PDF whose page unpacks, in two steps, to so many bytes."""
     pack = zlib.compressobj(1)
     page = zlib.compress(b"".join([pack.compress(bytes(1 << 20)) for _ in range(size >> 20)]) + pack.flush())
-    objects = [
-        b"<</Type/Catalog/Pages 2 0 R>>", b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
-        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Contents 4 0 R>>",
-        b"<</Length %d/Filter[/FlateDecode/FlateDecode]>>stream\n%s\nendstream" % (len(page), page),
-    ]  # fmt: skip
-    body = b"".join(b"%d 0 obj%s\nendobj\n" % item for item in enumerate(objects, 1))
-    return b"%PDF-1.4\n" + body + b"trailer<</Root 1 0 R>>\n%%EOF"
+    return drawn(page, stream="/Filter [/FlateDecode /FlateDecode]")
 
 
 def test_a_bomb_ends_its_conversion_alone(url, engine, server, monkeypatch):
