@@ -1,3 +1,4 @@
+import io
 import os
 import signal
 import sys
@@ -121,6 +122,18 @@ def policy_of(item):
 def by_lot(found, count):
     """The same on every machine."""
     return sorted(found, key=lambda item: sha256(item.nodeid.encode()).digest())[:count]
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs a command in this process over a text on stdin: its status, stdout and stderr."""
+
+    def run(main, *words: str, stdin: str | bytes = "") -> tuple[int, str, str]:
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        return main([*words]), *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture
