@@ -5,7 +5,7 @@ from __future__ import annotations
 import accelerate
 import pytest
 import torch
-from strangers import stranger, tokens
+from strangers import tokens
 from tiny_models import FAMILIES, tiny_model
 from torch import nn
 
@@ -51,7 +51,7 @@ def test_slices_give_what_the_whole_gives(family):
 
 
 def test_an_mlp_of_another_form_is_left_alone():
-    model, ids = stranger("gpt_neox"), tokens(30)
+    model, ids = tiny_model("gpt_neox", num_key_value_heads=6), tokens(30)
     describe(model)
     want, seen = model(input_ids=ids).logits, rows_seen(model.gpt_neox.layers[-1].mlp)
     with attach(model):

@@ -8,11 +8,12 @@ import numpy as np
 import policy_oracle as oracle
 import pytest
 import torch
-from doubled_caches import doubled, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from pairwise import pairs
 from policy_oracle import OracleLayer, Rule, Setting
+from policy_runs import backbone as doubled
+from policy_runs import distinct_texts as tokens
 from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 

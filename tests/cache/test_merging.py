@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_bytes import LiveBytes
 from policy_runs import LENGTH, backbone, make, recorded
-from strangers import stranger
+from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.handler import Softmax
@@ -196,6 +196,6 @@ def test_bfloat16_rounds_once():
 
 
 def test_keys_that_come_rotated_are_refused():
-    model = stranger("gptj")
+    model = tiny_model("gptj", num_key_value_heads=6, rotary_dim=4)
     with attach(model), pytest.raises(UnsupportedArchitecture, match="rotates queries and keys in a way"):
         model(input_ids=torch.tensor([[1, 2]]), **{CACHE: BoundedCache(4, "merge", chunk=4)})

@@ -44,13 +44,14 @@ TOLERANCE = {
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """``torch.empty`` holds NaN inside the block."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    """Memory that nobody has written yet is NaN inside the block (integers: the largest), so that reading it shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
+        assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def close(mine: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from policy_runs import logits_of, tokens
-from tiny_models import COMMON
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_models import tiny_model
 
 from locret_kit import BoundedCache
 
@@ -19,14 +18,9 @@ DECODED = 4
 @pytest.fixture(scope="module")
 def model():
     """Heads of 64, the smallest that the kernels take."""
-    torch.manual_seed(0)
-    settings = {**COMMON, "hidden_size": 64, "head_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = AutoConfig.for_model("llama", **{**settings, "num_key_value_heads": 1})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(6.0)
-    return model
+    return tiny_model(
+        "llama", hidden_size=64, head_dim=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    )
 
 
 def run(

@@ -63,6 +63,11 @@ def distinct_tokens(length: int, seed: int = 0) -> list[int]:
     return torch.cat(rounds)[:length].tolist()
 
 
+def distinct_texts(length: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
+    """A batch of such texts."""
+    return torch.tensor([distinct_tokens(length, 100 * seed + text) for text in range(batch)])
+
+
 def make(policy, budget: int = 24, *, length: int | None = LENGTH, family: str = "llama", **rest) -> BoundedCache:
     policy = parse_policy(policy) if isinstance(policy, str) else policy
     heads = heads_of(family) if policy.needs_heads else None
