@@ -140,7 +140,7 @@ class BoundedCache(StatefulCache, Handler):
     """
 
     fixed: Callable[[int], Fixed] | None = None
-    """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.decoders``)."""
+    """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.drivers.graph``)."""
 
     def __init__(
         self,

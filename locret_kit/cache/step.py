@@ -1,6 +1,6 @@
 """One step of a layer: new tokens become rows, attend to what they see, and the policy evicts where the schedule says.
 
-Dynamic decoding and decoding with fixed shapes (``runtime.decoders``) take the same step. In the second the text's length,
+Dynamic decoding and decoding with fixed shapes (``runtime.drivers.graph``) take the same step. In the second the text's length,
 the row of the new token and the lengths of heads are numbers on the device (``Fixed``), and nothing is read back.
 """
 

@@ -16,7 +16,7 @@ from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.storage.codec import LARGEST, MARGIN, Float8
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.runtime.decoders import GraphDecoder
+from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
 
@@ -111,7 +111,7 @@ def test_backends_agree(model):
         logits, exact, rtol=5e-2, atol=5e-2
     )  # a number beside a step's middle may round either way
     assert all(torch.equal(mine.kept_positions(layer), theirs.kept_positions(layer)) for layer in range(2))
-    assert GraphDecoder(model, mine).takes(mine) is None
+    assert GraphDriver(model, mine).takes(mine) is None
 
 
 def test_pieces_files_and_other_texts(tmp_path):
