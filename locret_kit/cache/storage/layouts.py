@@ -277,10 +277,7 @@ class RaggedRows(Layout):
 
     def pieces(self) -> list[tuple[slice, Index]]:
         # A stretch is contiguous, so a head is read in place: [1, 1, length].
-        return [
-            (slice(h, h + 1), (None, None, slice(start, start + length)))
-            for h, (start, length) in enumerate(self.stretches)
-        ]
+        return [(slice(h, h + 1), (None, None, *self.head(h))) for h in range(self.H)]
 
     def slots(self) -> tuple[Index, Tensor | None]:
         # Slot s of a head is its row s - (S - length), so that the newest are aligned; padding reads some other row.
