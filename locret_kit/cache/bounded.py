@@ -1,7 +1,7 @@
 """Face of the bounded cache to transformers: a ``Cache`` that never holds more than ``budget + chunk`` rows per head.
 
 The model may be fed in pieces of any size: evictions happen at boundaries that the prompt and ``chunk`` fix (see
-``geometry.schedule``), so ``model.generate`` with any ``prefill_chunk_size`` and the kit's own prefill agree exactly (but for
+``due``), so ``model.generate`` with any ``prefill_chunk_size`` and the kit's own prefill agree exactly (but for
 ``clipped`` positions, which follow the newest token of a piece).
 """
 
@@ -31,7 +31,7 @@ from ..policies.policy import Policy
 from ..settings import INT32_MAX, RunSettings
 from .arguments import checked_arguments
 from .context import CacheCounters, Context, Pins, Stage, make_layers
-from .geometry.schedule import Schedule
+from .due import Schedule
 from .stages import stages_of
 from .step import Fixed, attend_again, evict_if_due, read_block, read_tokens
 from .storage.codec import BITS, Float8, Scratch

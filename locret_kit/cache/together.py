@@ -13,7 +13,7 @@ from torch import Tensor
 from ..backbones.rope import Rope
 from .attend import RowRotation, VarlenRows, decode_rows
 from .context import Context
-from .geometry.rotation import RotationTables
+from .rotation import RotationTables
 from .step import evict_if_due, make_room
 from .storage.rows import BoundedLayer
 from .view import entry_scores
@@ -221,7 +221,7 @@ def decode_together(
     texts = list(zip(contexts, rows, strict=True))
     # Room first: an eviction moves rows, and places are numbers of rows.
     for own, mine in texts:
-        make_room(own, layer, mine, 1)
+        make_room(own, layer, mine, own.due(layer, mine, 1))
     if score_NH is None:
         alone = zip(texts, *(x[:, None, :, None] for x in (q_NQD, k_NHD, v_NHD)), strict=True)  # [1, heads, 1, D]
         made = [entry_scores(own, layer, mine, mine.seen, q, k, v) for (own, mine), q, k, v in alone]

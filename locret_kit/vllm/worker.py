@@ -21,8 +21,8 @@ from ..backbones.rope import Rope
 from ..backbones.spec import BackboneSpec, spec_of
 from ..cache.bounded import BoundedCache
 from ..cache.context import CacheCounters, Context, make_layers
-from ..cache.geometry.rotation import RotationTables
-from ..cache.geometry.schedule import Schedule
+from ..cache.due import Schedule
+from ..cache.rotation import RotationTables
 from ..cache.step import read_tokens
 from ..cache.storage.codec import Scratch
 from ..cache.storage.rows import STATE, BoundedLayer, export_rows, restore_rows

@@ -12,7 +12,7 @@ from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.rope import rotate, rotate_lean
 from locret_kit.cache.bounded import BoundedCache
-from locret_kit.cache.geometry.rotation import Positions
+from locret_kit.cache.rotation import Positions
 from locret_kit.runtime.session import prefill
 
 

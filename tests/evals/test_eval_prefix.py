@@ -25,7 +25,7 @@ from transformers import LlamaForCausalLM
 
 from locret_kit.backbones.releases import cache_among
 from locret_kit.cache.bounded import CannotFork
-from locret_kit.cache.geometry.schedule import Schedule
+from locret_kit.cache.due import Schedule
 from locret_kit.cli.eval import main
 from locret_kit.cli.eval_setup import run_of
 from locret_kit.config.eval_options import load_eval_config

@@ -11,7 +11,7 @@ from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.releases import CACHE
-from locret_kit.cache.geometry.schedule import PIECE
+from locret_kit.cache.due import PIECE
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.methods.sirllm import SLICE
 from locret_kit.runtime.session import prefill

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ...backbones.handler import Softmax
-from ...settings import INT32_MAX
 from ..attend import VarlenRows
 from .blocks import BlockStore
 from .codec import Codec, Column
@@ -118,11 +117,6 @@ class BoundedLayer(CacheLayerMixin):
         """What an export of the layer has beside tensors."""
         own = {name: getattr(self, name) for name in (*COUNTS, "scaling")}
         return own | {name: getattr(self.codec, name) for name in self.codec.COUNTS}
-
-    @property
-    def until_chunk(self) -> int:
-        """Tokens before the next chunk of attention begins; without chunks more than any text has."""
-        return INT32_MAX if not self.chunked else self.window - self.seen % self.window  # type: ignore[operator]
 
     @property
     def capacity(self) -> int:
