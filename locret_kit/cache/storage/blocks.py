@@ -78,7 +78,7 @@ class BlockStore:
         keys_MD, values_MD, at_M = (x[gone_M] for x in slots)
         at_M = at_M.long()
         newest = int(at_M.max()) // self.size + 1
-        self._make_room(*slots[:2], newest)
+        self._make_room(slots[0], slots[1], newest)
         self.blocks, self.last = max(self.blocks, newest), None
         block_M = h_M * self.room + at_M // self.size
         row_M = block_M * self.size + at_M % self.size
