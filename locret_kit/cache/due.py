@@ -9,33 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..settings import INT32_MAX, Resolved
 
+if TYPE_CHECKING:
+    from .storage.rows import BoundedLayer
+
 PIECE = 512
 """Tokens a forward takes at most in the one-shot form, whose chunk is the prompt."""
-
-
-class Counts(Protocol):
-    """What a layer's rows say of themselves.
-
-    Attributes:
-        seen: tokens of the text so far. rows: held per head, on average where heads differ. capacity: room for rows per head.
-        window: positions that a token sees, None for all. chunked: whether they are those since the last multiple of it.
-        grows: whether all rows are kept, in buffers that grow.
-    """
-
-    seen: int
-    window: int | None
-    chunked: bool
-    grows: bool
-
-    @property
-    def rows(self) -> int: ...
-
-    @property
-    def capacity(self) -> int: ...
 
 
 class Due(NamedTuple):
@@ -129,7 +111,7 @@ class Schedule:
             yield step
             seen, tokens = seen + step, tokens - step
 
-    def due(self, rows: Counts, budget: int, tokens: int, *, after_forward: bool = False) -> Due:
+    def due(self, rows: BoundedLayer, budget: int, tokens: int, *, after_forward: bool = False) -> Due:
         """The next block of a layer when ``tokens`` more are at hand; with 0 of them, what is due now.
 
         Args:

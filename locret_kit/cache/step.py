@@ -166,6 +166,13 @@ def _add_picked(stat_bhS: Tensor, made: Tensor, seen: Sequence[slice] | None) ->
 # ---- one step of a layer ----
 
 
+def in_model_type(ctx: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors in the model's type, which rows have: autocast makes others."""
+    if not tensors[0].is_meta and torch.is_autocast_enabled(tensors[0].device.type):
+        return tuple(x.to(ctx.model.dtype) for x in tensors)
+    return tensors
+
+
 def read_tokens(
     ctx: Context,
     layer: int,
@@ -184,8 +191,8 @@ def read_tokens(
         make_room(ctx, layer, rows, due)
         score = None if score_BHT is None else score_BHT[:, :, new]
         out.append(read_block(ctx, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], None, score))
-        if not ctx.evicts_after_forward:
-            evict_if_due(ctx, layer, rows)
+        if due.keep is not None and not ctx.evicts_after_forward:
+            evict(ctx, layer, rows, due.keep, last=due.last)
         rows.codec.finish_block()
         start = new.stop
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from ..backbones.releases import forward
 from ..backbones.weight_bits import weight_bits_of
 from ..backbones.wrapped import unwrapped
+from ..cache.batch import Packed
 from ..cache.bounded import BoundedCache
 from ..cache.context import Pins
-from ..cache.lanes import Packed
 from ..cache.step import Fixed, evict_if_due, make_room
 from ..cache.storage.codec import BITS
 from ..cache.storage.rows import COUNTS
@@ -405,5 +405,5 @@ def logits_after(
         own = zip(caches, ids_1T.split(list(counts), 1), strict=True)
         return torch.cat([logits_after(model, [cache], ids, [ids.shape[1]]) for cache, ids in own])
     packed = Packed(caches, counts)
-    last = torch.tensor(packed.last, device=model.device)
+    last = torch.tensor(packed.ends, device=model.device) - 1
     return forward(model, ids_1T, packed, logits_to_keep=last)[0]

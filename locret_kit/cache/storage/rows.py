@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from ..attend import VarlenRows
 from .blocks import BlockStore
 from .codec import Codec, Column
 from .layouts import ALL, Index, Layout, Shapes
+
+if TYPE_CHECKING:
+    from ..pages import Page
 
 CROPPING = (
     "a bounded cache cannot be cropped, as assisted generation and prompt lookup do: evicted rows do not come back"
@@ -75,6 +79,8 @@ class BoundedLayer(CacheLayerMixin):
     """What was evicted, where it may come back."""
     lent: Mapping[str, Tensor] | None = None
     """Buffers of somebody else, for every name of ``shapes`` and of those sizes; such a layer does not grow."""
+    page: Page | None = None
+    """Whose they are, where they lie in a pool."""
 
     def __init__(
         self,
