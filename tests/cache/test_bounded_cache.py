@@ -8,11 +8,12 @@ import numpy as np
 import policy_oracle as oracle
 import pytest
 import torch
-from doubled_caches import doubled, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from pairwise import pairs
 from policy_oracle import OracleLayer, Rule, Setting
+from policy_runs import backbone as doubled
+from policy_runs import distinct_texts as tokens
 from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
@@ -141,31 +142,6 @@ def test_window_layers_hold_their_window(family, chunk, local_len, piece):
                 if rows.window is not None:
                     assert rows.rows <= rows.codec.keys.shape[1] <= rows.window - 1 + chunk
     assert (got - want).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("length", [1, 3, 24, 25])
-def test_short_prompts_lose_nothing(length):
-    model = backbone("llama")
-    cache = BoundedCache(
-        25, "locret", tiny_heads(model, 32), chunk=4, prompt_length=length, stabilizers=6, local_len=10
-    )
-    ids = tokens(length)
-    with attach(model):
-        got = prefill(model, ids[0].tolist(), cache)
-    assert held(cache)[2][1] == list(range(length))
-    assert cache.counters.evictions == 0
-    assert (got - model(input_ids=ids).logits[0, -1]).abs().max() < 1e-4
-
-
-def test_full_policy_grows_past_its_budget():
-    model = backbone("llama")
-    ids = tokens(60)
-    for known in (60, None):
-        cache = BoundedCache(8, "full", chunk=7, prompt_length=known)
-        with attach(model):
-            got = prefill(model, ids[0].tolist(), cache)
-        assert cache.kept_rows == [60] * 3
-        assert (got - model(input_ids=ids).logits[0, -1]).abs().max() < 1e-4
 
 
 class LayerCounts:

@@ -190,11 +190,12 @@ def test_a_document_without_text_says_what_was_left_out():
 
 
 def test_what_another_program_must_do_first():
+    scan = drawn(*["q 500 0 0 700 50 50 cm BI /W 2 /H 2 /CS /G /BPC 8 ID abcd EI Q"] * 3)
     for data, name, said in [
         ("café au lait".encode("latin-1"), "a.txt", ": the text is not UTF-8: byte 3 is 0xe9; if it is text, save it as UTF-8"),
         ("café".encode("utf-16"), "a.txt", " is text in UTF-16: save it as UTF-8"),
         (b"a\xff", "a.bin", ": the text is not UTF-8: byte 1 is 0xff; if it is text, save it as UTF-8"),
-        (pdf([[], [], []], image=True), "a.pdf", " has no text on its 3 pages: run OCR first, such as ocrmypdf"),
+        (scan, "a.pdf", " has no text on its 3 pages: run OCR first, such as ocrmypdf"),
         (pdf([["hidden"]], password="secret"), "a.pdf",
          " is encrypted: save it without a password, such as with qpdf --decrypt"),
     ]:  # fmt: skip
