@@ -120,15 +120,15 @@ class RowPool:
         first = Page(self, page).first
         at = slice(first, first + H * capacity)
         whole = {name: getattr(self, name)[at] for name in ("keys", "values", "positions", "scores")}
-        lent = {name: x.view(1, H, capacity, *x.shape[1:]) for name, x in whole.items()}
-        lent["stats"] = self.stats[: rows.statistics, at].view(rows.statistics, 1, H, capacity)
+        lent = {name: x.view(H, capacity, *x.shape[1:]) for name, x in whole.items()}
+        lent["stats"] = self.stats[: rows.statistics, at].view(rows.statistics, H, capacity)
         rows.lent, rows.page = lent, Page(self, page)
         # Nothing is allocated: the layer finds its buffers in what is lent.
         empty = self.keys.new_empty(1, H, 0, D)
         rows.lazy_initialization(empty, empty)
         if rows.recent:
             Q = self.shape.query_heads
-            rows.queries = self.queries[page, : Q * rows.recent * D].view(1, Q, rows.recent, D)
+            rows.queries = self.queries[page, : Q * rows.recent * D].view(Q, rows.recent, D)
 
     def put(self, at: Tensor, k: Tensor, v: Tensor, scores: Tensor, positions: Tensor) -> None:
         """Write rows by their numbers ``at``: keys and values ``[*at, D]``, without counting them."""

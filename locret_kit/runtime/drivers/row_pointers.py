@@ -55,7 +55,7 @@ def quantise(full: Sequence[FullTail]) -> None:
     for at, (codec, keys, values) in zip(found, full, strict=True):
         ready = int(at["ready"])
         codec.tail -= ready
-        codec.tail_keys[0, :, : codec.tail], codec.tail_values[0, :, : codec.tail] = keys[:, ready:], values[:, ready:]
+        codec.tail_keys[:, : codec.tail], codec.tail_values[:, : codec.tail] = keys[:, ready:], values[:, ready:]
 
 
 # ---- a text's rows as a compiled call reads them ----
@@ -152,7 +152,7 @@ class RowPointers:
         for layer, rows in enumerate(cache.bounded):
             codec = rows.codec
             if isinstance(codec, GroupedBits) and codec.tail == codec.max_tail:
-                keys, values = (F.pad(x[0], (0, 0, 0, 1)) for x in (codec.tail_keys, codec.tail_values))
+                keys, values = (F.pad(x, (0, 0, 0, 1)) for x in (codec.tail_keys, codec.tail_values))
                 self.wider[layer], at = (keys, values), self.packed[layer]
                 PACKED.point(at, codec.dtype, tail_keys=keys, tail_values=values)
                 at["tail_room"] = codec.tail + 1
