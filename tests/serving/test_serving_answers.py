@@ -128,13 +128,13 @@ def test_logprobs_of_chat_completions(client):
 
 
 def test_a_token_that_cannot_be_has_a_number_that_json_has(url, engine, monkeypatch):
-    forward = engine.logits_after
+    forward = loop.logits_after
 
     def seven_tokens_alone(*given):
         logits = forward(*given)
         return logits.masked_fill(torch.arange(logits.shape[-1]) > 6, float("-inf"))
 
-    monkeypatch.setattr(engine, "logits_after", seven_tokens_alone)
+    monkeypatch.setattr(loop, "logits_after", seven_tokens_alone)
     whole = chat(url, user("x"), max_tokens=1, logprobs=True, top_logprobs=20).json()
     values = [top["logprob"] for top in whole["choices"][0]["logprobs"]["content"][0]["top_logprobs"]]
     assert len(values) == 20 and values[7:] == [-9999.0] * 13 and values[6] > -100
@@ -168,8 +168,8 @@ def test_logprobs_of_completions_and_at_a_stop_text(client):
 def test_equal_beginnings_are_read_once(monkeypatch):
     engine, tokenizer = new_engine(sessions=2, beginnings=1), parts("llama")[1]
     start, read = random_ids(200, 1), []
-    forward = engine.logits_after
-    monkeypatch.setattr(engine, "logits_after", lambda *given: read.append(given[2].shape[1]) or forward(*given))
+    forward = loop.logits_after
+    monkeypatch.setattr(loop, "logits_after", lambda *given: read.append(given[2].shape[1]) or forward(*given))
     prompts = [start + random_ids(length, length) for length in (3, 30, 150)]
     requests = [ask(engine, "anna", ids, shared_tokens=200) for ids in prompts]
     assert [tokenizer.decode(request.sequence.tokens, skip_special_tokens=True) for request in requests] == [

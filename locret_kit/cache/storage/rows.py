@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from ..attend import VarlenRows
 from .blocks import BlockStore
 from .codec import Codec, Column
 from .layouts import ALL, Index, Layout, Shapes
-
-if TYPE_CHECKING:
-    from ..pages import Page
 
 CROPPING = (
     "a bounded cache cannot be cropped, as assisted generation and prompt lookup do: evicted rows do not come back"
@@ -48,6 +45,14 @@ class EqualLengthHeads:
     """``[statistics, 1, h, S]``"""
     positions: Tensor
     """``[1, h, S]``"""
+
+
+class Page(NamedTuple):
+    """Where rows lie that are a page of a pool."""
+
+    pool: object
+    first: int
+    """Number of the page's first row in the pool."""
 
 
 class BoundedLayer(CacheLayerMixin):
