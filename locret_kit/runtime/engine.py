@@ -38,7 +38,8 @@ class Engine:
         model: a causal language model; attached inside each step unless it is already.
         piece: tokens of prompts in one forward, at most; a chunk of one prompt may be more.
         scheduler: the order of prompts, which has a ``piece`` of its own; by default that in which they were added.
-        alone: whether it runs one sequence, whose forwards may cross the boundaries at which its cache cuts them.
+        alone: whether it runs one sequence, whose forwards may cross the boundaries at which its cache cuts them, and$
+            whose errors ``step`` raises.
         graph: as in ``session.decode``.
 
     Attributes:
@@ -133,6 +134,8 @@ class Engine:
         try:
             logits_NV = self._forward(driver, sequences)
         except Exception as error:
+            if self.alone:
+                raise
             self.fail(error, sequences)
             return sequences
         for sequence, logits_V in zip(sequences, logits_NV, strict=True):
@@ -140,6 +143,8 @@ class Engine:
                 if sequence.advance(logits_V, self.stop):
                     changed.append(sequence)
             except RuntimeError as error:  # no probabilities to draw from: logits that are not finite
+                if self.alone:
+                    raise
                 sequence.end("error", error)
                 changed.append(sequence)
         return changed
@@ -169,6 +174,8 @@ class Engine:
                 cache.bind(self.model)
                 sequence.start(cache, self.model.device)
             except Exception as error:
+                if self.alone:
+                    raise
                 sequence.end("error", error)
                 failed.append(sequence)
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]

@@ -49,20 +49,13 @@ def prefill(
     engine = Engine(model, frozenset(), alone=True)
     sequence = engine.add(Request(ids, 0, on_prompt=on_prompt), lambda: cache)
     while engine.running:
-        step(engine, sequence)
+        engine.step()
         if progress:
             progress(cache.get_seq_length(), total)
     assert sequence.logits_V is not None
     if sequence.logits_V.is_cuda:  # so that the time of a prefill is a prefill's
         torch.cuda.synchronize(sequence.logits_V.device)
     return sequence.logits_V
-
-
-def step(engine: Engine, sequence: Sequence) -> None:
-    """A step of an engine that runs one sequence. Raises what ended it."""
-    engine.step()
-    if sequence.error is not None:
-        raise sequence.error
 
 
 def _other_length(cache: BoundedCache, tokens: int) -> ValueError:
@@ -111,7 +104,7 @@ def written(engine: Engine, sequence: Sequence) -> Iterator[int]:
     yield from sequence.tokens
     while engine.running:
         count = len(sequence.tokens)
-        step(engine, sequence)
+        engine.step()
         yield from sequence.tokens[count:]
 
 
@@ -196,7 +189,7 @@ class Answer:
             began, before = time.perf_counter(), cache.get_seq_length()
             sequence = engine.add(request, lambda: cache)
             while engine.running and sequence.reading:
-                step(engine, sequence)
+                engine.step()
                 if progress:
                     progress(cache.get_seq_length(), len(ids))
             prefilled, kept = time.perf_counter(), cache.kept_rows

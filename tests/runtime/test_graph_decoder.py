@@ -14,7 +14,7 @@ from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
-from locret_kit.runtime import decoders
+from locret_kit.runtime.drivers import graph as driver
 from locret_kit.runtime.drivers.graph import GraphDriver, SyncDetector
 from locret_kit.runtime.session import Sampling, decode, prefill
 
@@ -73,7 +73,7 @@ def test_an_eviction_that_reads_back_stays_outside():
 
 
 def test_a_score_that_reads_back_is_said(monkeypatch):
-    monkeypatch.setattr(decoders, "_reason_against", lambda *_: None)  # settings would have said so
+    monkeypatch.setattr(driver, "_reason_against", lambda *_: None)  # settings would have said so
     with attach(backbone()), torch.inference_mode():
         step = decoded(backbone(), make("compactor(block=8)"), tokens(), GraphDriver, 3)[1]
         assert "makes the host wait" in (step.reason or "")
@@ -199,7 +199,7 @@ def test_a_capture_that_fails_gives_the_stream_back(monkeypatch):
             super().__init__(model, cache)
             self.captures = True
 
-    monkeypatch.setattr(decoders, "capture_stream", lambda device: "side")
+    monkeypatch.setattr(driver, "capture_stream", lambda device: "side")
     for name, stand_in in (
         ("CUDAGraph", object), ("graph", graph), ("stream", switched), ("device", lambda device: nullcontext()),
         ("current_stream", lambda device: streams[-1]),

@@ -19,6 +19,7 @@ from locret_kit import BoundedCache, Document
 from locret_kit.backbones.spec import spec_of
 from locret_kit.planning.inference_plan import Caches, Setting
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.runtime import engine as loop
 from locret_kit.runtime.session import Answer, Sampling
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.process import HeaderTimeout
@@ -169,9 +170,10 @@ def test_equal_beginnings_are_read_once(monkeypatch):
     engine, tokenizer = new_engine(sessions=2, beginnings=1), parts("llama")[1]
     start, read = random_ids(200, 1), []
     forward = loop.logits_after
-    monkeypatch.setattr(loop, "logits_after", lambda *given: read.append(given[2].shape[1]) or forward(*given))
     prompts = [start + random_ids(length, length) for length in (3, 30, 150)]
-    requests = [ask(engine, "anna", ids, shared_tokens=200) for ids in prompts]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "logits_after", lambda *given: read.append(given[2].shape[1]) or forward(*given))
+        requests = [ask(engine, "anna", ids, shared_tokens=200) for ids in prompts]
     assert [tokenizer.decode(request.sequence.tokens, skip_special_tokens=True) for request in requests] == [
         alone(ids, max_new_tokens=4) for ids in prompts
     ]
