@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..config.document_options import INFO, InfoOptions
-from ..planning.reading import too_few
+from ..planning import too_few
 from .command import entry
 from .terminal import plain
 

@@ -216,7 +216,7 @@ def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
 
 def before_reading(options: RunSettings, chosen: Chosen, ids: Sequence[int], model: PreTrainedModel) -> list[str]:
     """Lines to be read before minutes of reading: slots that are too few for facts, and the time that a long text takes."""
-    from ..planning.reading import reading_time, too_few
+    from ..planning import reading_time, too_few
 
     resolved, policy = options.resolved(chosen.published, len(ids)), chosen.policy
     few = None if policy.keeps_everything or policy.recall is not None else too_few(resolved.budget, len(ids))

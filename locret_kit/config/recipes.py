@@ -103,7 +103,6 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     import torch
 
     from ..backbones.load import load_config, pick_device, pick_dtype
-    from ..planning.backbone_sizes import BackboneSizes
     from ..planning.fitting_settings import (
         LONGEST,
         LONGEST_ON_CPU,
@@ -113,6 +112,7 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
         choose_width,
         plan_training,
     )
+    from ..planning.inference_plan import BackboneSizes
     from ..sizes import show
 
     cfg = build(TrainConfig, values)

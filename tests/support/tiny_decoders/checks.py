@@ -27,18 +27,19 @@ from locret_kit.backbones.probe import describe
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import BackboneSpec, decoder_of, text_config
 from locret_kit.naming import first_line
-from locret_kit.planning.backbone_sizes import BackboneSizes
-from locret_kit.planning.inference_plan import Setting, cache_bytes
+from locret_kit.planning.inference_plan import BackboneSizes, Setting, cache_bytes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.drivers import Decoding
 from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import prefill
 from locret_kit.settings import RunSettings
 
+from ....locret_kit.evals.engine.result_rows import Row
+from ....locret_kit.evals.engine.run_spec import Run
+from ....locret_kit.planning.inference_plan import Plan
 from .needed import Sizes
-from .rows import Row
 from .shrink import tiny_decoder
-from .simulation import Plan, Run, Unknown, before_rotation, simulate
+from .simulation import Unknown, before_rotation, simulate
 
 PROMPT, NEW = 160, 8
 """Tokens of the text and of its answer."""
