@@ -22,8 +22,8 @@ def run(args: KeptOptions) -> int:
     check_saved(args.file)
 
     from ..backbones.load import load_tokenizer
-    from ..documents.kept_positions import read_kept
-    from ..documents.text_record import describe
+    from ..documents.document import read_kept
+    from ..documents.document_text import describe
     from ..files import write_beside
     from ..runtime.kept_text import highlight, levels, token_texts
 

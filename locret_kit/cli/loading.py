@@ -248,7 +248,7 @@ def open_document(
             what was found.
     """
     from ..documents.document import Document
-    from ..documents.text_record import describe
+    from ..documents.document_text import describe
 
     saved, about = describe(path)
     ckpt, model = (

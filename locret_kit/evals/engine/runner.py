@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from ...cache.due import Schedule
-from ...documents.text_record import hash_ids
+from ...documents.document_text import hash_ids
 from ...planning.fitting_settings import OutOfMemory
 from ...samples.haystack import TooShort
 from ...validation import made
