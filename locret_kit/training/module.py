@@ -28,7 +28,7 @@ from ..config.train_config import TrainConfig
 from ..heads import HeadsConfig, RetainingHeads
 from ..naming import blaming
 from ..policies.grammar import parse_loss
-from ..samples.sample import Sample
+from ..samples import Sample
 from .board import cis_figure, marked_text, most_kept
 from .data import Step
 from .frozen_training import FrozenTraining, KeepBest

@@ -34,7 +34,7 @@ from ..policies.base import Folded, Merge, Score, Slots
 from ..policies.grammar import parse_policy
 from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool_slots, save_pool
 from ..policies.policy import Policy
-from ..samples.sample import Sample
+from ..samples import Sample
 from ..settings import RunSettings
 from .data import Step
 from .frozen_training import FrozenTraining

@@ -21,7 +21,7 @@ from locret_kit.config.schema import Command, Repeatable, UsageError, full_help,
 from locret_kit.config.serve_options import SERVE
 from locret_kit.config.vllm_options import VLLM
 from locret_kit.evals.tasks.task import CHAT as CHAT_FORMS
-from locret_kit.samples.needles import ENDINGS
+from locret_kit.samples.haystack import ENDINGS
 from locret_kit.settings import RunSettings
 from locret_kit.validation import choices
 

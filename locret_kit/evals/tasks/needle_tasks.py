@@ -9,9 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from ...samples.haystack import TooShort, count, cut, starts
-from ...samples.needles import ENDINGS, NOISE, WORDINGS, gives_first_words, make_needle
-from ...samples.needles import NeedleTask as Wording
+from ...samples.haystack import ENDINGS, NOISE, WORDINGS, TooShort, count, cut, gives_first_words, make_needle, starts
+from ...samples.haystack import NeedleTask as Wording
 from .task import Example, Task, asked_depth, count_ids, ending_of, span_of, too_short, wrap
 
 

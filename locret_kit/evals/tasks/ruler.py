@@ -14,8 +14,7 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...samples.haystack import next_start, ring, starts
-from ...samples.needles import NOISE
+from ...samples.haystack import NOISE, next_start, ring, starts
 from .document_tasks import read_table
 from .retrieval import Draft, random_uuid, synthetic
 from .task import Example, Task, spread_depth

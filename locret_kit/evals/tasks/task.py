@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ...runtime.tokens import stream_ids
-from ...samples.haystack import TooShort
-from ...samples.needles import ENDINGS, gives_first_words
+from ...samples.haystack import ENDINGS, TooShort, gives_first_words
 from ...text.spans import Span
 from ...text.template import has_template, render_prompt
 from ...text.untrusted import defused
@@ -38,7 +37,7 @@ class Example:
     chat: str = "auto"
     """'always' and 'never' use the tokenizer's chat template or not; 'auto' leaves it to the task."""
     ending: str = "infinitebench"
-    """End of a hidden-digits prompt: one of `samples.needles.ENDINGS`. Of a prompt through the chat template it says only
+    """End of a hidden-digits prompt: one of `samples.haystack.ENDINGS`. Of a prompt through the chat template it says only
     whether the answer's first words are there ('open': no)."""
 
     prompt: str = ""
@@ -120,7 +119,7 @@ def span_of(prompt: str, text: str) -> Span | None:
 
 
 def ending_of(request: Example, chat: bool) -> str:
-    """The name of a hidden-digits prompt's end in rows: one of `samples.needles.ENDINGS`, 'chat' or 'open chat'."""
+    """The name of a hidden-digits prompt's end in rows: one of `samples.haystack.ENDINGS`, 'chat' or 'open chat'."""
     if not chat:
         return request.ending
     return "chat" if gives_first_words(ENDINGS[request.ending]) else "open chat"

@@ -319,7 +319,7 @@ class Subject:
     def training(self) -> None:
         """One step: gradients for every head of a layer without a window, and the backbone's own hidden states."""
         from locret_kit.config.recipes import load_config
-        from locret_kit.samples.sample import Sample
+        from locret_kit.samples import Sample
         from locret_kit.training.module import HeadTraining
 
         decoder, ids, seen = decoder_of(self.model), torch.tensor([self.ids]), []
