@@ -37,7 +37,7 @@ def run(args: KeptOptions) -> int:
     title = about.title or Path(args.file).name
     lead = f"{len(kept.ids)} tokens, {saved.policy}, budget {saved.settings.get('budget')}, {name}"
     if args.out is not None:
-        from ..evals.report.html_report import kept_page
+        from ..evals.report import kept_page
 
         page = kept_page(title, lead, texts, kept.positions, kept.seen).encode("utf-8", "backslashreplace")
         write_beside(Path(args.out), lambda path: path.write_bytes(page))
