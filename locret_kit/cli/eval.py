@@ -17,7 +17,7 @@ from ..naming import install_line, nearest
 from .command import command
 
 if TYPE_CHECKING:
-    from ..evals.engine.result_rows import Row
+    from ..evals.engine import Row
     from .eval_setup import EvalParts
 
 CONFIG = "config.json"
@@ -30,7 +30,7 @@ def run_config(config: options.EvalConfig, parts: EvalParts) -> dict[str, object
     Raises:
         ValueError: the folder holds rows of another setting or other heads; names it.
     """
-    from ..evals.engine.result_rows import read_config
+    from ..evals.engine import read_config
 
     out, path = Path(config.out), Path(config.out) / CONFIG
     if not (above := next(place for place in (out, *out.absolute().parents) if place.exists())).is_dir():
@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
     config = read(options.EVAL, argv)
     if config is None:
         return 0
-    from ..evals.engine.run_spec import check_policies
+    from ..evals.engine import check_policies
     from ..evals.engine.runner import answer, check, left
     from ..evals.report import write_page, write_summary
     from .eval_setup import load_parts, run_of
@@ -118,7 +118,7 @@ def chosen_rows(config: options.RowsConfig) -> list[Row]:
     Raises:
         ValueError: there are none.
     """
-    from ..evals.engine.result_rows import read_rows
+    from ..evals.engine import read_rows
     from ..evals.tasks import haystack_name, row_names
 
     haystacks = {haystack_name(haystack) for haystack in config.haystacks}

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..files import write_beside
 from ..naming import install_line
-from .engine.result_rows import Row
+from .engine import Row
 from .tables import LIKELIHOOD, grouped, mean_and_stderr, size
 from .tasks.task import asked_depth
 

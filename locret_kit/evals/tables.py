@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from ..naming import nearest
-from .engine.result_rows import Row, label_of
+from .engine import Row, label_of
 
 T = TypeVar("T")
 LIKELIHOOD = ("nll", "nll_prefill")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from locret_kit.evals import figures
-from locret_kit.evals.engine.result_rows import Row
+from locret_kit.evals.engine import Row
 from locret_kit.evals.figures import FIGURES, draw
 
 ROW = Row(

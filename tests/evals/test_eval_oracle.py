@@ -9,7 +9,7 @@ from eval_runs import kept_of
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.cli.eval import main
-from locret_kit.evals.engine.result_rows import read_rows
+from locret_kit.evals.engine import read_rows
 from locret_kit.evals.tasks import texts
 
 BUDGET, TAIL = 48, 8

@@ -29,9 +29,8 @@ from locret_kit.cache.due import Schedule
 from locret_kit.cli.eval import main
 from locret_kit.cli.eval_setup import run_of
 from locret_kit.config.eval_options import load_eval_config
-from locret_kit.evals.engine import measure, runner
+from locret_kit.evals.engine import measure, read_rows, runner
 from locret_kit.evals.engine.measure import SharedBeginning, shared_lengths
-from locret_kit.evals.engine.result_rows import read_rows
 from locret_kit.evals.tables import cells_table, summarize
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.runtime import drivers

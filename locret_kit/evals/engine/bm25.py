@@ -20,7 +20,7 @@ from ...text.spans import Span, encode
 from ...text.template import render_prompt
 from ..metrics import library
 from ..tasks.task import Example
-from .run_spec import BM25
+from . import BM25
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -33,7 +33,7 @@ from ...policies.policy import Policy
 from ...runtime.session import prefill
 from ...settings import read_protect
 from ...text.template import render_prompt
-from .run_spec import ORACLES, Setup, Variant
+from . import ORACLES, Setup, Variant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -22,7 +22,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 
 from ...files import locked, write_beside, write_text
-from ..engine.result_rows import SETTINGS, Row, read_config, read_rows
+from ..engine import SETTINGS, Row, read_config, read_rows
 from ..figures import FIGURES, draw
 from ..tables import LIKELIHOOD, Cell, Figure, Table, cells_table, grouped, policy_order, size, summarize
 from ..tasks import groups

@@ -98,7 +98,7 @@ class Task:
     size: int | None = None
     """Number of examples; None for tasks that make as many as are asked for."""
     text_hash: str = ""
-    """Hash of the haystack's text, see `result_rows.Row.text_hash`."""
+    """Hash of the haystack's text, see `engine.Row.text_hash`."""
     begins_alike: bool = False
     """Whether many of its prompts have a long beginning in common."""
 

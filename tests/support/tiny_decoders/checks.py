@@ -34,8 +34,7 @@ from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import prefill
 from locret_kit.settings import RunSettings
 
-from ....locret_kit.evals.engine.result_rows import Row
-from ....locret_kit.evals.engine.run_spec import Run
+from ....locret_kit.evals.engine import Row, Run
 from ....locret_kit.planning.inference_plan import Plan
 from .needed import Sizes
 from .shrink import tiny_decoder
