@@ -23,8 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     import torch
 
-    from ..training.fit import fit
-    from ..training.frozen_training import TrainingStopped
+    from ..training.fit import TrainingStopped, fit
 
     try:
         folder = fit(cfg, argv)

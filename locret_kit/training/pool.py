@@ -36,8 +36,8 @@ from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool
 from ..policies.policy import Policy
 from ..samples import Sample
 from ..settings import RunSettings
+from . import FrozenTraining
 from .data import Step
-from .frozen_training import FrozenTraining
 
 
 class LearningMerge(Merge):
