@@ -68,7 +68,9 @@ class Engine:
         self.spec, self.counters = SessionSpec(model, settings, heads, (policy, *policies)), Counters()
         if store is not None:
             store.scan(lambda saved, about: self.spec.check(saved, session=not about), self.spec.origin)
-        self._batch = Batch(model, self.stop_ids, scheduler=scheduler)
+        self._batch = Batch(
+            model, self.stop_ids, scheduler=scheduler, pages=0 if model.device.type == "cpu" else sessions
+        )
         self._batch.warm_up()
         self._changed = threading.Condition()
         self._parked = Sessions(self.spec, store, self._changed)
