@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..backbones.decoder_attention import same_rotation
 from ..backbones.rope import Rope
+from ..policies.capabilities import reason
 from .context import Context, make_layers
 from .rotation import RotationTables
-from .storage.codec import Plain
 from .storage.rows import BoundedLayer, Page, copy_rows
 
 if TYPE_CHECKING:
@@ -196,11 +196,6 @@ class PagePool:
 
 def _is_plain(cache: BoundedCache) -> bool:
     """Whether a text's rows are of the kind that pages hold, and are in none yet."""
-    description, policy = cache.context.description, cache.policy
-    alike = description.packs_texts and description.spec.is_uniform and all(call.plain for call in description.calls)
-    rows_alike = all(
-        isinstance(rows.codec, Plain) and not (rows.layout.ragged or rows.grows or rows.chunked or rows.page)
-        for rows in cache.bounded
-    )
+    plain = not any(rows.chunked or rows.page for rows in cache.bounded)
     on_one_device = len({parameter.device for parameter in cache.context.model.parameters()}) == 1
-    return alike and policy.merge is None and policy.recall is None and rows_alike and on_one_device
+    return plain and on_one_device and reason("page", cache.context.subject) is None
