@@ -6,20 +6,19 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator
+from functools import cached_property
 from typing import Annotated
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field, model_validator
 
-from ..naming import first_line
-from .answers import AnswerStream
+from .answers import Reply
 from .bodies import ChatBody, Tokens
-from .completions import Streamed, Whole, begin, named_event, usage
-from .errors import ANTHROPIC, Failed, Refused, error_of, status_of
+from .completions import begin, usage
+from .errors import ANTHROPIC, Refused
 from .information import MAX_TOKENS
-from .messages import JsonObject, without_nulls
-from .request import Stopping
+from .messages import JsonObject, inner, tool_call, without_nulls
 from .state import Server
 from .tools import Call
 
@@ -73,33 +72,28 @@ def chat_fields(body: JsonObject) -> JsonObject:
         kind = choice.get("type")
         fields["tool_choice"] = CHOICES.get(str(kind), {"type": "function", "name": choice.get("name")})
         fields["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-    config = body.get("output_config")
-    form = config.get("format") if isinstance(config, dict) else None
-    if form is None:
-        form = body.get("output_format")  # of clients from before output_config
+    form = inner(body, "output_config", "format")
+    form = body.get("output_format") if form is None else form  # of clients from before output_config
     if form is not None:
-        schema = form.get("schema") if isinstance(form, dict) else None
-        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": inner(form, "schema")}}
     return fields
 
 
 def messages_of(message: object) -> list[object]:
     """The messages of a chat completion that one of Anthropic's is: results of tools, then the rest."""
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(message, dict) or not isinstance(content, list):
+    if not isinstance(content := inner(message, "content"), list):
         return [message]
-    texts, calls, results = list[object](), list[JsonObject](), list[object]()
+    texts, calls, results = list[object](), list[object](), list[object]()
     for block in content:
-        kind = block.get("type") if isinstance(block, dict) else None
+        kind = inner(block, "type")
         if kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": block.get("input")}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            calls.append(tool_call(inner(block, "id"), inner(block, "name"), inner(block, "input")))
         elif kind == "tool_result":
-            result = block.get("content") or ""
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+            result = inner(block, "content") or ""
+            results.append({"role": "tool", "tool_call_id": inner(block, "tool_use_id"), "content": result})
         elif kind not in THOUGHTS:
             texts.append(block)
-    said = {"role": message.get("role"), "content": texts, "tool_calls": calls}
+    said = {"role": inner(message, "role"), "content": texts, "tool_calls": calls}
     return [*results, said] if texts or calls or not results else results
 
 
@@ -117,6 +111,64 @@ def tool_of(number: int, tool: object) -> object:
     return {"type": "function", "function": without_nulls(function)}
 
 
+class MessageReply(Reply):
+    """A message."""
+
+    path = ANTHROPIC
+
+    @cached_property
+    def head(self) -> JsonObject:
+        """What is known before the answer."""
+        return {
+            "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": self.server.name,
+            "content": [], "stop_reason": None, "stop_sequence": None,
+        }  # fmt: skip
+
+    async def values(self) -> AsyncIterator[JsonObject]:
+        begun = {"input_tokens": len(self.answer.request.ids), "output_tokens": 0}
+        yield {"type": "message_start", "message": {**self.head, "usage": begun}}
+        async for step, index, part in self.answer.stream_blocks():
+            match step, part:
+                case "begin", _:
+                    empty: JsonObject = {"text": ""} if isinstance(part, str) else {"input": {}}
+                    yield {"type": "content_block_start", "index": index, "content_block": block_of(part) | empty}
+                case "grow", str():
+                    delta = {"type": "text_delta", "text": part}
+                    yield {"type": "content_block_delta", "index": index, "delta": delta}
+                case "grow", Call():
+                    delta = {"type": "input_json_delta", "partial_json": json.dumps(part.values, ensure_ascii=False)}
+                    yield {"type": "content_block_delta", "index": index, "delta": delta}
+                case "end", _:
+                    yield {"type": "content_block_stop", "index": index}
+        yield {"type": "message_delta", "delta": self.reason(), "usage": self.usage()}
+        yield {"type": "message_stop"}
+
+    def whole(self) -> JsonObject:
+        content = [block_of(part) for part in self.answer.blocks]
+        return {**self.head, "content": content, **self.reason(), "usage": self.usage()}
+
+    def reason(self) -> JsonObject:
+        """Why the answer ended."""
+        stop = self.answer.stop_text
+        return {"stop_reason": REASONS[self.answer.reason] if stop is None else "stop_sequence", "stop_sequence": stop}
+
+    def usage(self) -> JsonObject:
+        """Tokens: of the prompt, those that were read for it, and apart from them those that were not read again."""
+        request, tokens = self.answer.request, usage(self.answers)
+        return {
+            "input_tokens": len(request.ids) - request.cached_tokens, "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": request.cached_tokens, "output_tokens": tokens["completion_tokens"],
+            "locret": tokens["locret"],
+        }  # fmt: skip
+
+
+def block_of(part: str | Call) -> JsonObject:
+    """A block of an answer's content."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": part.values}
+
+
 def add_anthropic(app: FastAPI, server: Server) -> None:
     """Serve ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
@@ -124,75 +176,10 @@ def add_anthropic(app: FastAPI, server: Server) -> None:
     async def message(body: MessagesBody, request: Request) -> Response:
         if body.thread is not None:
             raise Refused(400, "thread is not supported: send the whole conversation", "thread", NO_THREADS)
-        (answer,) = await begin(server, request, body)
-        head: dict[str, object] = {
-            "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": server.name, "content": [],
-            "stop_reason": None, "stop_sequence": None,
-        }  # fmt: skip
-        if body.stream:
-            return Streamed([answer], events(answer, head), server.silence)
-
-        async def whole() -> dict[str, object]:
-            content = [block_of(part) for part in await answer.whole_blocks()]
-            return {**head, "content": content, **end_of(answer), "usage": tokens_of(answer)}
-
-        return Whole([answer], whole(), server.silence)
+        return MessageReply(server, body, await begin(server, request, body))
 
     @app.post(f"{ANTHROPIC}/count_tokens")
     async def count(body: CountBody, request: Request) -> dict[str, int]:
         server.owner(request)
         (ids,) = await asyncio.to_thread(body.ids, server.ready().tokenizer, None, MAX_TOKENS)
         return {"input_tokens": len(ids)}
-
-
-def block_of(part: str | Call) -> dict[str, object]:
-    """A block of an answer's content."""
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    return {"type": "tool_use", "id": part.id, "name": part.name, "input": part.values}
-
-
-def end_of(answer: AnswerStream) -> dict[str, object]:
-    """Why an answer ended."""
-    reason = "stop_sequence" if answer.stop_text is not None else REASONS[answer.reason]
-    return {"stop_reason": reason, "stop_sequence": answer.stop_text}
-
-
-def tokens_of(answer: AnswerStream) -> dict[str, object]:
-    """Tokens of a request: of the prompt, those that were read for it, and apart from them those that were not read again."""
-    cached = answer.request.cached_tokens
-    tokens = usage([answer], 1)
-    return {
-        "input_tokens": len(answer.request.ids) - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
-        "output_tokens": tokens["completion_tokens"], "locret": tokens["locret"],
-    }  # fmt: skip
-
-
-async def events(answer: AnswerStream, head: JsonObject) -> AsyncIterator[str]:
-    """Server-sent events of a streamed answer."""
-
-    def event(kind: str, **fields: object) -> str:
-        return named_event({"type": kind, **fields})
-
-    try:
-        begun = {"input_tokens": len(answer.request.ids), "output_tokens": 0}
-        yield event("message_start", message={**head, "usage": begun})
-        index = -1
-        async for number, part in answer.blocks():
-            if number > index:
-                if index >= 0:
-                    yield event("content_block_stop", index=index)
-                index = number
-                empty: dict[str, object] = {"text": ""} if isinstance(part, str) else {"input": {}}
-                yield event("content_block_start", index=number, content_block={**block_of(part), **empty})
-            if isinstance(part, str):
-                delta = {"type": "text_delta", "text": part}
-            else:
-                delta = {"type": "input_json_delta", "partial_json": json.dumps(part.values, ensure_ascii=False)}
-            yield event("content_block_delta", index=number, delta=delta)
-        if index >= 0:
-            yield event("content_block_stop", index=index)
-        yield event("message_delta", delta=end_of(answer), usage=tokens_of(answer))
-        yield event("message_stop")
-    except (ValueError, Failed, Stopping) as error:
-        yield named_event(error_of(status_of(error), first_line(error), path=ANTHROPIC))

@@ -15,7 +15,7 @@ from ..documents.document import Document
 from ..runtime.session import Sampling
 from ..runtime.tokens import IdStream, TooManyTokens
 from ..text.template import has_template, render_messages, takes
-from .messages import JsonObject, Message, ResponseFormat, TemplateMessage, Tool, call_of, form, without_nulls
+from .messages import JsonObject, Message, ResponseFormat, TemplateMessage, Tool, call_of, form, inner, without_nulls
 from .tools import knows_tools, rewritten
 
 REFUSED = ("functions", "function_call", "audio", "modalities")
@@ -126,8 +126,7 @@ class CompletionBody(BaseModel):
 
 def tool_name(tool: object) -> str:
     """The name of a tool that is chosen, in the form of chat completions or of responses; '' for none."""
-    function = tool.get("function", tool) if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
+    name = inner(tool, "function", "name") or inner(tool, "name")
     return name if isinstance(name, str) else ""
 
 
@@ -183,7 +182,7 @@ class ChatBody(CompletionBody):
 
     def _offer(self, allowed: object) -> None:
         """Leave those tools that ``allowed_tools`` names, and its mode. Raises ValueError."""
-        mode, tools = (allowed.get(key) for key in ("mode", "tools")) if isinstance(allowed, dict) else (None, None)
+        mode, tools = inner(allowed, "mode"), inner(allowed, "tools")
         if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
             raise ValueError("tool_choice.allowed_tools must have mode='auto' or 'required', and tools")
         names = {tool_name(tool) for tool in tools}

@@ -34,6 +34,13 @@ def without_nulls(value: object) -> object:
     return {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, dict) else value
 
 
+def inner(value: object, *names: str) -> object:
+    """The value within objects, by its names from the outside in; None where there is none."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
 def text_of(content: object) -> str:
     """The text of a message's content: a text, or parts of one. Raises ValueError for parts of another type."""
     if isinstance(content, str):
@@ -42,11 +49,11 @@ def text_of(content: object) -> str:
         raise ValueError("content must be a text or a list of parts")
     texts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = inner(part, "type")
         if kind not in TEXTS:
             given = str(kind or type(part).__name__)[:40]
             raise ValueError(f"parts must be text (of type {', '.join(TEXTS)}), not {given!r}")
-        text = part.get("refusal" if kind == "refusal" else "text")
+        text = inner(part, "refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise ValueError(f"a part of type {kind!r} needs a text")
         texts.append(text)
@@ -94,20 +101,23 @@ class Message(BaseModel):
         return said
 
 
+def tool_call(id: object, name: object, arguments: object) -> JsonObject:
+    """A call of a tool, as chat completions have it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def call_of(call: JsonObject) -> JsonObject:
     """A call of a tool as chat templates have it: with its arguments as an object.
 
     Raises:
         ValueError: it names no function.
     """
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    name, arguments = inner(call, "function", "name"), inner(call, "function", "arguments") or "{}"
+    if not isinstance(name, str):
         raise ValueError("a tool call needs a function with a name")
-    arguments = function.get("arguments") or "{}"
     with suppress(ValueError, RecursionError):
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    called = {"name": function["name"], "arguments": arguments}
-    return {"type": "function", "id": str(call.get("id", "")), "function": called}
+    return {"type": "function", "id": str(call.get("id", "")), "function": {"name": name, "arguments": arguments}}
 
 
 class Function(BaseModel):

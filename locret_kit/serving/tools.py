@@ -21,7 +21,7 @@ from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from .constraint import AnswerForm
-from .messages import JsonObject, TemplateMessage, Tool
+from .messages import JsonObject, TemplateMessage, Tool, inner, tool_call
 
 KINDS = {
     str: "string",
@@ -37,19 +37,15 @@ KINDS = {
 
 def properties_of(schema: JsonObject) -> JsonObject:
     """The schemas of arguments by name."""
-    known = schema.get("properties")
-    return known if isinstance(known, dict) else {}
+    return known if isinstance(known := schema.get("properties"), dict) else {}
 
 
 def resolved(schema: object, root: JsonObject, depth: int = 8) -> JsonObject:
     """A schema, or what its reference to a definition of ``root`` leads to; empty where it is none."""
-    named = schema.get("$ref") if isinstance(schema, dict) and depth else None
-    if not isinstance(named, str):
-        return schema if isinstance(schema, dict) else {}
-    found: object = root
-    for step in named.removeprefix("#").split("/")[1:]:
-        found = found.get(step) if isinstance(found, dict) else None
-    return resolved(found, root, depth - 1)
+    named = inner(schema, "$ref") if depth else None
+    if isinstance(named, str):
+        return resolved(inner(root, *named.removeprefix("#").split("/")[1:]), root, depth - 1)
+    return schema if isinstance(schema, dict) else {}
 
 
 def types_of(schema: object, root: JsonObject, seen: set[int] | None = None) -> set[str]:
@@ -253,8 +249,8 @@ class Call:
         return {}
 
     def shown(self) -> JsonObject:
-        """As the protocol has it."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        """As chat completions have it."""
+        return tool_call(self.id, self.name, self.arguments)
 
 
 class CallReader:
