@@ -12,7 +12,7 @@ from functools import partial
 from ..cache.bounded import BoundedCache, CannotFork
 from ..runtime.batch import Batch, Sequence
 from ..runtime.sequence import PromptScheduler
-from .counters import Counters
+from .metrics import Counters
 from .request import ServerRequest
 from .sessions import Sessions
 from .store import SessionSpec

@@ -22,7 +22,7 @@ from ..runtime.sequence import Logprob
 from ..runtime.tokens import TextStream
 from .bodies import CompletionBody
 from .engine import Engine
-from .errors import Failed, error_of, status_of
+from .errors import Failed, error_of, refusal_of
 from .messages import JsonObject
 from .request import ServerRequest, Stopping
 from .state import Server
@@ -108,11 +108,6 @@ class AnswerStream:
         self._ends[-1] += len(piece)
         self._said.append(text[:size])
 
-    def leave(self) -> None:
-        """Cancel what is still running."""
-        if self.request.sequence is None or self.request.sequence.finish_reason is None:
-            self.engine.cancel(self.request)
-
     async def stream_blocks(self) -> AsyncIterator[tuple[Step, int, str | Call]]:
         """Blocks by their numbers, each a run of text or one call: its begin and its first part, parts by which it grows, of
         which that is one, and its end and all of it. Blanks around calls are left out. Raises as ``stream_pieces``."""
@@ -146,7 +141,7 @@ class AnswerStream:
             self.pieces.append(piece)
             yield piece
         if self.calls is not None:
-            text, calls = self.calls.end(cut=self.reason == "length")
+            text, calls = self.calls.feed("", final=True, cut=self.reason == "length")
             if text or calls:
                 self.pieces.append(piece := AnswerPiece(text, calls=calls))
                 yield piece
@@ -226,7 +221,7 @@ class Reply(StreamingResponse, ABC):
 
     def failed(self, error: Exception) -> JsonObject:
         """The event of an error, with the type that a whole answer's error has."""
-        return error_of(status_of(error), first_line(error), path=self.path)
+        return error_of(refusal_of(error, self.path), self.path)
 
     async def _chunks(self) -> AsyncIterator[bytes | memoryview]:
         """An answer's bytes: of each event, or of all."""
@@ -267,7 +262,7 @@ class Reply(StreamingResponse, ABC):
                     chunk = asyncio.ensure_future(anext(chunks, b""))
         finally:
             for answer in self.answers:
-                answer.leave()
+                answer.engine.cancel(answer.request)
             for task in (chunk, gone):
                 task.cancel()
             await asyncio.gather(chunk, gone, return_exceptions=True)

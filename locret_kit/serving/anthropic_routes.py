@@ -18,7 +18,7 @@ from .bodies import ChatBody, Tokens
 from .completions import begin, usage
 from .errors import ANTHROPIC, Refused
 from .information import MAX_TOKENS
-from .messages import JsonObject, inner, tool_call, without_nulls
+from .messages import JsonObject, nested, tool_call
 from .state import Server
 from .tools import Call
 
@@ -62,7 +62,7 @@ def chat_fields(body: JsonObject) -> JsonObject:
     fields = {name: body[name] for name in PASSED if name in body}
     messages, system = body.get("messages"), body.get("system")
     if isinstance(messages, list):
-        messages = [inner for message in messages for inner in messages_of(message)]
+        messages = [one for message in messages for one in messages_of(message)]
         if system:
             messages.insert(0, {"role": "system", "content": system})
     fields |= {"messages": messages, "stop": body.get("stop_sequences")}
@@ -72,28 +72,28 @@ def chat_fields(body: JsonObject) -> JsonObject:
         kind = choice.get("type")
         fields["tool_choice"] = CHOICES.get(str(kind), {"type": "function", "name": choice.get("name")})
         fields["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-    form = inner(body, "output_config", "format")
+    form = nested(body, "output_config", "format")
     form = body.get("output_format") if form is None else form  # of clients from before output_config
     if form is not None:
-        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": inner(form, "schema")}}
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": nested(form, "schema")}}
     return fields
 
 
 def messages_of(message: object) -> list[object]:
     """The messages of a chat completion that one of Anthropic's is: results of tools, then the rest."""
-    if not isinstance(content := inner(message, "content"), list):
+    if not isinstance(content := nested(message, "content"), list):
         return [message]
     texts, calls, results = list[object](), list[object](), list[object]()
     for block in content:
-        kind = inner(block, "type")
+        kind = nested(block, "type")
         if kind == "tool_use":
-            calls.append(tool_call(inner(block, "id"), inner(block, "name"), inner(block, "input")))
+            calls.append(tool_call(nested(block, "id"), nested(block, "name"), nested(block, "input")))
         elif kind == "tool_result":
-            result = inner(block, "content") or ""
-            results.append({"role": "tool", "tool_call_id": inner(block, "tool_use_id"), "content": result})
+            result = nested(block, "content") or ""
+            results.append({"role": "tool", "tool_call_id": nested(block, "tool_use_id"), "content": result})
         elif kind not in THOUGHTS:
             texts.append(block)
-    said = {"role": inner(message, "role"), "content": texts, "tool_calls": calls}
+    said = {"role": nested(message, "role"), "content": texts, "tool_calls": calls}
     return [*results, said] if texts or calls or not results else results
 
 
@@ -103,12 +103,8 @@ def tool_of(number: int, tool: object) -> object:
         return tool
     if tool.get("type") not in (None, "custom"):
         raise ValueError(f"tools.{number}: type {str(tool['type'])[:40]!r} is not supported, only tools of your own")
-    function = {
-        "name": tool.get("name"),
-        "description": tool.get("description"),
-        "parameters": tool.get("input_schema"),
-    }
-    return {"type": "function", "function": without_nulls(function)}
+    names = {"name": "name", "description": "description", "parameters": "input_schema"}
+    return {"type": "function", "function": {name: tool.get(own) for name, own in names.items()}}
 
 
 class MessageReply(Reply):

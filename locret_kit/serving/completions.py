@@ -180,7 +180,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     if not all(map(len, prompts)):
         raise Refused(400, "the prompt holds no tokens", where)
     shared_tokens = 0
-    if document is None and engine.beginnings:
+    if document is None and engine.beginnings and isinstance(body, ChatBody):
         shared_tokens = await asyncio.to_thread(body.shared_tokens, engine.tokenizer, prompts[0])
     seed = secrets.randbelow(2**32) if body.seed in (None, -1) else body.seed
     assert seed is not None
@@ -211,10 +211,11 @@ def form_of_answer(
     form = "declared" if declared is not None and form in ("list", "object") else form
     schema = None if body.response_format is None else body.response_format.schema_of_answer
     forms, calls = [] if schema is None else [AnswerForm(schema)], None
-    if isinstance(body, ChatBody) and body.offered:
-        if body.must_call or forms:
-            forms = [*(() if body.must_call else forms), *call_forms(body.offered, body.called, form)]
+    if isinstance(body, ChatBody) and body.tools:
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
+        if body.must_call or forms:
+            called = tools if body.called is None else {body.called: tools[body.called]}
+            forms = [*(() if body.must_call else forms), *call_forms(called, form)]
         calls = partial(CallReader, form, tools, parallel=body.parallel_tool_calls, declared=declared)
     return constraint(engine.tokenizer, engine.stop_ids, forms) if forms else None, calls
 

@@ -31,7 +31,7 @@ from ..runtime.sampling import stop_ids
 from ..runtime.sequence import PromptScheduler
 from ..settings import RunSettings
 from .admission import Admission
-from .counters import Counters
+from .metrics import Counters
 from .request import LOG, Busy, ServerRequest, Stopping
 from .sessions import Sessions
 from .store import SessionSpec, Store

@@ -14,7 +14,6 @@ from ..runtime.kept_text import token_texts
 from ..runtime.tokens import IdStream, TooManyTokens
 from .bodies import ChatBody
 from .errors import checked
-from .messages import without_nulls
 from .state import Server
 
 MAX_TOKENS = 1 << 20
@@ -66,8 +65,7 @@ def add_information(app: FastAPI, server: Server) -> None:
         max_tokens = length if body.with_pieces else MAX_TOKENS
         try:
             if body.messages is not None:
-                messages = [without_nulls(message) for message in body.messages]
-                chat = checked(ChatBody, {**(body.model_extra or {}), "messages": messages})
+                chat = checked(ChatBody, {**(body.model_extra or {}), "messages": body.messages})
                 (ids,) = chat.ids(tokenizer, None, max_tokens)
             else:
                 text = body.content if body.content is not None else body.prompt

@@ -34,7 +34,13 @@ def without_nulls(value: object) -> object:
     return {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, dict) else value
 
 
-def inner(value: object, *names: str) -> object:
+class Part(BaseModel):
+    """A part of a body. A field that is null is absent."""
+
+    _absent = model_validator(mode="before")(without_nulls)
+
+
+def nested(value: object, *names: str) -> object:
     """The value within objects, by its names from the outside in; None where there is none."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
@@ -49,11 +55,11 @@ def text_of(content: object) -> str:
         raise ValueError("content must be a text or a list of parts")
     texts = []
     for part in content:
-        kind = inner(part, "type")
+        kind = nested(part, "type")
         if kind not in TEXTS:
             given = str(kind or type(part).__name__)[:40]
             raise ValueError(f"parts must be text (of type {', '.join(TEXTS)}), not {given!r}")
-        text = inner(part, "refusal" if kind == "refusal" else "text")
+        text = nested(part, "refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise ValueError(f"a part of type {kind!r} needs a text")
         texts.append(text)
@@ -70,7 +76,7 @@ class TemplateMessage(TypedDict, total=False):
     name: str
 
 
-class Message(BaseModel):
+class Message(Part):
     """A message of a conversation. An answer may have calls of tools in the place of a content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -81,10 +87,9 @@ class Message(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _absent(cls, message: object) -> object:
-        message = without_nulls(message)
-        if isinstance(message, dict) and "content" not in message and message.get("role") not in ("assistant", None):
-            raise ValueError(f"a message of role {str(message['role'])[:40]!r} needs a content")
+    def _speaks(cls, message: object) -> object:
+        if nested(message, "content") is None and (role := nested(message, "role")) not in ("assistant", None):
+            raise ValueError(f"a message of role {str(role)[:40]!r} needs a content")
         return message
 
     _text = field_validator("content", mode="before")(text_of)
@@ -112,7 +117,7 @@ def call_of(call: JsonObject) -> JsonObject:
     Raises:
         ValueError: it names no function.
     """
-    name, arguments = inner(call, "function", "name"), inner(call, "function", "arguments") or "{}"
+    name, arguments = nested(call, "function", "name"), nested(call, "function", "arguments") or "{}"
     if not isinstance(name, str):
         raise ValueError("a tool call needs a function with a name")
     with suppress(ValueError, RecursionError):
@@ -120,14 +125,12 @@ def call_of(call: JsonObject) -> JsonObject:
     return {"type": "function", "id": str(call.get("id", "")), "function": {"name": name, "arguments": arguments}}
 
 
-class Function(BaseModel):
+class Function(Part):
     """A function that an answer may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     description: str = ""
     parameters: JsonObject = Field(default_factory=dict)
-
-    _absent = model_validator(mode="before")(without_nulls)
 
 
 class Tool(BaseModel):
@@ -137,15 +140,13 @@ class Tool(BaseModel):
     function: Function
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Part):
     """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonObject | None = None
     bare: JsonObject | None = Field(default=None, alias="schema")
     """A schema beside ``json_object``, as llama.cpp's clients send it."""
-
-    _absent = model_validator(mode="before")(without_nulls)
 
     @model_validator(mode="after")
     def _whole(self) -> ResponseFormat:

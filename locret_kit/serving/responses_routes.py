@@ -18,7 +18,7 @@ from .answers import AnswerStream, Reply
 from .bodies import ChatBody
 from .completions import begin, usage
 from .errors import checked
-from .messages import JsonObject, inner, tool_call, without_nulls
+from .messages import JsonObject, nested, tool_call
 from .state import Server
 from .tools import Call
 
@@ -72,13 +72,12 @@ def chat_fields(body: JsonObject) -> JsonObject:
         messages.insert(0, {"role": "system", "content": instructions})
     fields["echoed"] = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
     fields |= {"messages": messages, "max_completion_tokens": body.get("max_output_tokens")}
-    fields["reasoning_effort"] = inner(body, "reasoning", "effort")
+    fields["reasoning_effort"] = nested(body, "reasoning", "effort")
     if isinstance(tools := body.get("tools"), list):
         fields["tools"] = [
-            {"type": tool.get("type"), "function": without_nulls(tool)} if isinstance(tool, dict) else tool
-            for tool in tools
+            {"type": tool.get("type"), "function": tool} if isinstance(tool, dict) else tool for tool in tools
         ]
-    if isinstance(form := inner(body, "text", "format"), dict):
+    if isinstance(form := nested(body, "text", "format"), dict):
         schema = {"json_schema": {"schema": form.get("schema")}} if form.get("type") == "json_schema" else {}
         fields["response_format"] = {"type": form.get("type"), **schema}
     return fields

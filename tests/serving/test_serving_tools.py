@@ -22,7 +22,6 @@ from locret_kit.serving import completions
 from locret_kit.serving.answers import AnswerStream
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.constraint import AnswerForm, constraint
-from locret_kit.serving.messages import Tool
 from locret_kit.serving.tools import Call, CallReader, call_forms, declared_by, form_of, knows_tools, rewritten
 from locret_kit.text.template import render_messages
 
@@ -54,7 +53,7 @@ def read(reader: CallReader, text: str, cuts: list[int]) -> tuple[str, list[Call
     for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
         shown, new = reader.feed(text[at:end])
         said, calls, at = said + shown, calls + new, end
-    shown, new = reader.end()
+    shown, new = reader.feed("", final=True)
     return said + shown, calls + new
 
 
@@ -225,7 +224,7 @@ def test_an_answer_that_is_cut_off_calls_nothing():
     for form, text in (("xml", f"<tool_call>{HALF}"), ("pairs", pair)):
         for cut in (True, False):
             reader = CallReader(form, {"w": LOOSE})
-            shown = reader.feed(text)[0] + reader.end(cut=cut)[0]
+            shown = reader.feed(text)[0] + reader.feed("", final=True, cut=cut)[0]
             assert (shown, len(reader.calls)) == ((text, 0) if cut else ("", 1))
 
 
@@ -255,9 +254,8 @@ def follows(grammar, tokenizer, text: str) -> bool:
 @pytest.mark.parametrize(("form", "make"), [("xml", xml), ("pairs", pairs)])
 def test_a_call_that_must_be_has_the_models_own_form(form, make):
     tokenizer = real_tokenizer("smollm2")
-    offered = [Tool.model_validate({"type": "function", "function": {"name": name, "parameters": schema}})
-               for name, schema in (("weather", TYPED), ("now", {}))]  # fmt: skip
-    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), call_forms(offered, None, form))
+    offered = {"weather": TYPED, "now": {}}
+    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), call_forms(offered, form))
     whole = {"city": "a </i>\n\nb < c", "days": "3", "wind": '{"gale": true}', "kind": "b"}
     for text, right in (
         (make("weather", whole), True), (make("now", {}), True), (make("weather", {"city": ""}), True),
@@ -267,7 +265,7 @@ def test_a_call_that_must_be_has_the_models_own_form(form, make):
     ):  # fmt: skip
         assert follows(maker(), tokenizer, text) == right, text
     with pytest.raises(ValueError, match="tool_choice must be 'auto'"):
-        call_forms(offered, None, "gemma")
+        call_forms(offered, "gemma")
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -359,7 +357,7 @@ def test_some_tools_are_allowed(mode):
     response = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "depth"}]}
     for choice in (allowed_tools(mode, "depth"), response):
         body = ChatBody.model_validate({"messages": user("a"), "tools": [other, *TOOLS], "tool_choice": choice})
-        assert [tool.function.name for tool in body.offered] == ["depth"]
+        assert [tool.function.name for tool in body.tools] == ["depth"]
         assert body.must_call == (mode == "required") and body.called is None
 
 
@@ -429,14 +427,13 @@ def test_an_answer_of_a_schema_or_a_call(client, first, reason):
 def test_forms_of_an_answer(form):
     """Every form of calls: the answer, a call, whose schema may refer to its own parts, and nothing else."""
     _, tokenizer, _ = parts("llama")
-    end, (depth, now) = tokenizer.eos_token_id, TOOLS
-    schema = json.loads(json.dumps(depth["function"]["parameters"]))
+    end = tokenizer.eos_token_id
+    schema = json.loads(json.dumps(TOOLS[0]["function"]["parameters"]))
     schema["$defs"] = {"Name": schema["properties"].pop("name")}  # as pydantic writes a class of its own
     schema["properties"] = {"name": {"$ref": "#/$defs/Name"}, **schema["properties"]}
-    referring = {"type": "function", "function": {"name": "depth", "parameters": schema}}
-    tools = ChatBody.model_validate({"messages": user("a"), "tools": [referring, now]}).offered
+    tools = {"depth": schema, "now": {}}
     answer = AnswerForm({"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]})
-    make = constraint(tokenizer, frozenset({end}), [answer, *call_forms(tools, None, form)])
+    make = constraint(tokenizer, frozenset({end}), [answer, *call_forms(tools, form)])
     call = FORMS[form][0].removeprefix("[TOOL_CALLS] ")
     fitting = {call, '{"deep": true}', call.replace("depth", "now")}
     for text in (*fitting, call.replace("north", "east"), call.replace("depth", "dept"), "It is deep", f"{call}{call}"):
