@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Literal
 
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..naming import first_line
@@ -94,7 +94,7 @@ class AnswerStream:
 
     def _add(self, piece: str, *, final: bool = False) -> None:
         """Add text. Where stop texts end in it, the answer is cut at the one that begins first."""
-        if self._cut is not None:
+        if self._cut is not None or not (piece or final):
             return
         text, before = self._newest + piece, self._ends[-1] - len(self._newest)
         found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
@@ -204,11 +204,10 @@ class Reply(StreamingResponse, ABC):
     """Event after all others."""
 
     def __init__(self, server: Server, body: CompletionBody, answers: Sequence[AnswerStream]) -> None:
-        # The most tokens that an answer may have may be fewer than were asked for.
-        self.given = {"x-max-tokens": str(answers[0].request.max_new_tokens)}
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"} if body.stream else {}
+        headers["x-max-tokens"] = str(answers[0].request.max_new_tokens)  # they may be fewer than were asked for
         kind = "text/event-stream" if body.stream else "application/json"
-        super().__init__(self._chunks(), media_type=kind, headers=headers | self.given)
+        super().__init__(self._chunks(), media_type=kind, headers=headers)
         self.server, self.asked, self.answers, self.answer = server, body, answers, answers[0]
 
     @abstractmethod
@@ -250,9 +249,8 @@ class Reply(StreamingResponse, ABC):
                 if gone.done():
                     return
                 said = chunk.result() if chunk.done() else silence
-                if not begun and chunk.done():
-                    return await Response(said, 200, self.given, "application/json")(scope, receive, send)
                 if not begun:
+                    self.raw_headers += [(b"content-length", b"%d" % len(said))] if chunk.done() else []
                     await send(start)
                     begun = True
                 await send({"type": "http.response.body", "body": said, "more_body": bool(said)})

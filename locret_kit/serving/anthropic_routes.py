@@ -16,17 +16,12 @@ from pydantic import Field, model_validator
 from .answers import Reply
 from .bodies import ChatBody, Tokens
 from .completions import begin, usage
-from .errors import ANTHROPIC, Refused
+from .errors import Refused
 from .information import MAX_TOKENS
-from .messages import JsonObject, nested, tool_call
+from .messages import ANTHROPIC, JsonObject, fields_of, nested, tool_call
 from .state import Server
 from .tools import Call
 
-PASSED = (
-    "model", "stream", "max_tokens", "temperature", "top_p", "top_k", "document_id", "budget", "policy", "seed", "thread",
-    "thinking", "chat_template_kwargs",
-)  # fmt: skip
-"""Fields that mean the same in both protocols, or that are this server's own."""
 NO_THREADS = "thread_unsupported_request"
 """Code at which Anthropic's clients go on without threads, and send whole conversations."""
 THOUGHTS = ("thinking", "redacted_thinking")
@@ -59,21 +54,17 @@ def chat_fields(body: JsonObject) -> JsonObject:
     for name in ("mcp_servers", "container"):
         if body.get(name):
             raise ValueError(f"{name} is not supported")
-    fields = {name: body[name] for name in PASSED if name in body}
-    messages, system = body.get("messages"), body.get("system")
-    if isinstance(messages, list):
-        messages = [one for message in messages for one in messages_of(message)]
-        if system:
-            messages.insert(0, {"role": "system", "content": system})
-    fields |= {"messages": messages, "stop": body.get("stop_sequences")}
+    fields, system = fields_of(ANTHROPIC, body), body.get("system")
+    if isinstance(given := fields.get("messages"), list):
+        messages = [one for message in given for one in messages_of(message)]
+        fields["messages"] = [*([{"role": "system", "content": system}] if system else ()), *messages]
     if isinstance(tools := body.get("tools"), list):
         fields["tools"] = [tool_of(number, tool) for number, tool in enumerate(tools)]
     if isinstance(choice := body.get("tool_choice"), dict):
         kind = choice.get("type")
         fields["tool_choice"] = CHOICES.get(str(kind), {"type": "function", "name": choice.get("name")})
         fields["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-    form = nested(body, "output_config", "format")
-    form = body.get("output_format") if form is None else form  # of clients from before output_config
+    form = fields.get("response_format", body.get("output_format"))  # of clients from before output_config
     if form is not None:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": nested(form, "schema")}}
     return fields

@@ -19,13 +19,13 @@ from ..runtime.sampling import Constraint
 from ..runtime.tokens import TooManyTokens, token_bytes
 from .answers import AnswerStream, Reply, Token
 from .bodies import ChatBody, CompletionBody, TextBody
-from .constraint import AnswerForm, constraint
+from .constraint import constraint, json_rule
 from .engine import Engine
 from .errors import TOO_LONG, Refused
 from .messages import JsonObject
 from .request import ServerRequest
 from .state import Server
-from .tools import CallReader, call_forms, declared_by, form_of
+from .tools import CallReader, call_rules, declared_by, form_of
 
 LEAST = -9999.0
 """Log-probability of a token that cannot be, as OpenAI has it: JSON has no infinity."""
@@ -210,14 +210,14 @@ def form_of_answer(
     form, declared = form_of(engine.tokenizer.chat_template), declared_by(engine.tokenizer)
     form = "declared" if declared is not None and form in ("list", "object") else form
     schema = None if body.response_format is None else body.response_format.schema_of_answer
-    forms, calls = [] if schema is None else [AnswerForm(schema)], None
+    rules, calls = [] if schema is None else [json_rule(schema)], None
     if isinstance(body, ChatBody) and body.tools:
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
-        if body.must_call or forms:
+        if body.must_call or rules:
             called = tools if body.called is None else {body.called: tools[body.called]}
-            forms = [*(() if body.must_call else forms), *call_forms(called, form)]
+            rules = [*(() if body.must_call else rules), *call_rules(called, form)]
         calls = partial(CallReader, form, tools, parallel=body.parallel_tool_calls, declared=declared)
-    return constraint(engine.tokenizer, engine.stop_ids, forms) if forms else None, calls
+    return constraint(engine.tokenizer, engine.stop_ids, rules) if rules else None, calls
 
 
 def allowed_policy(server: Server, body: CompletionBody) -> Policy | None:

@@ -15,11 +15,10 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..naming import first_line
 from ..validation import BOUNDS
+from .messages import ANTHROPIC, field_of
 from .request import Busy, Stopping
 
 Body = TypeVar("Body", bound=BaseModel)
-ANTHROPIC = "/v1/messages"
-"""Beginning of the paths that are Anthropic's."""
 TOO_LONG = "context_length_exceeded"
 """Code of a prompt that is too long."""
 KINDS = {
@@ -29,23 +28,6 @@ KINDS = {
 ANTHROPIC_KINDS = KINDS | {413: "request_too_large", 503: "overloaded_error"}
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 """Codes of OpenAI by which clients tell errors apart."""
-
-
-NAMES = {
-    ANTHROPIC: {"response_format": "output_config.format"},
-    "/v1/responses": {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"},
-}  # fmt: skip
-"""Fields of a chat completion by the names that a client of another protocol has for them, by the beginning of its paths."""
-
-
-def field_of(path: str, *parts: object) -> str | None:
-    """The name of a field as the client knows it; None for the whole body. Messages of another protocol are not numbered as its
-    own are."""
-    names = next((names for start, names in NAMES.items() if path.startswith(start)), None)
-    if names is not None and parts:
-        first = str(parts[0])
-        parts = names.get(first, first), *(() if first == "messages" else parts[1:])
-    return ".".join(map(str, parts)) or None
 
 
 class Refused(HTTPException):

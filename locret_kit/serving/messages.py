@@ -106,6 +106,41 @@ class Message(Part):
         return said
 
 
+ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"
+"""Beginnings of the paths of protocols that are not chat completions'."""
+SAME = (
+    "model", "stream", "temperature", "top_p", "top_k", "seed", "document_id", "budget", "policy", "chat_template_kwargs",
+)  # fmt: skip
+NAMES: dict[str, dict[str, str]] = {
+    ANTHROPIC: {
+        **{name: name for name in (*SAME, "messages", "max_tokens", "thread", "thinking")}, "stop": "stop_sequences",
+        "response_format": "output_config.format",
+    },
+    RESPONSES: {
+        **{name: name for name in (*SAME, "min_p", "tool_choice", "parallel_tool_calls", "store")},
+        "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    },
+}  # fmt: skip
+"""Fields of a chat completion, and what a client of another protocol calls them; of others it says nothing."""
+
+
+def fields_of(path: str, body: JsonObject) -> JsonObject:
+    """Fields of a chat completion that the body of another protocol has."""
+    values = {name: nested(body, *own.split(".")) for name, own in NAMES[path].items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def field_of(path: str, *parts: object) -> str | None:
+    """The name of a field as the client knows it; None for the whole body. Messages of another protocol are not numbered as its
+    own are."""
+    names = next((names for start, names in NAMES.items() if path.startswith(start)), None)
+    if names is not None and parts:
+        first = str(parts[0])
+        parts = names.get(first, first), *(() if first == "messages" else parts[1:])
+    return ".".join(map(str, parts)) or None
+
+
 def tool_call(id: object, name: object, arguments: object) -> JsonObject:
     """A call of a tool, as chat completions have it."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -18,15 +18,10 @@ from .answers import AnswerStream, Reply
 from .bodies import ChatBody
 from .completions import begin, usage
 from .errors import checked
-from .messages import JsonObject, nested, tool_call
+from .messages import RESPONSES, JsonObject, fields_of, tool_call
 from .state import Server
 from .tools import Call
 
-PASSED = (
-    "model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "top_k", "min_p", "seed", "document_id",
-    "budget", "policy", "chat_template_kwargs", "store",
-)  # fmt: skip
-"""Fields that mean the same in both protocols, or that are this server's own."""
 NOT_HERE = {
     "previous_response_id": "nothing is stored here: send the whole conversation as input",
     "conversation": "nothing is stored here: send the whole conversation as input",
@@ -47,6 +42,7 @@ class ResponsesBody(ChatBody):
     """``POST /v1/responses``."""
 
     store: object = None
+    """Whether items are remembered: false for not."""
     echoed: JsonObject
     """Fields that the answer repeats."""
     _translate = model_validator(mode="before")(lambda body: chat_fields(body) if isinstance(body, dict) else body)
@@ -63,21 +59,18 @@ def chat_fields(body: JsonObject) -> JsonObject:
             raise ValueError(f"{name} is not supported: {why}")
     if isinstance(include := body.get("include"), list) and "message.output_text.logprobs" in include:
         raise ValueError(f"message.output_text.logprobs is not supported: {NOT_HERE['top_logprobs']}")
-    fields = {name: body[name] for name in PASSED if name in body}
-    given, instructions = body.get("input"), body.get("instructions")
-    messages: object = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if isinstance(given, list):
-        messages = messages_of(given)
-    if isinstance(messages, list) and instructions:
-        messages.insert(0, {"role": "system", "content": instructions})
+    fields, instructions = fields_of(RESPONSES, body), body.get("instructions")
+    if isinstance(given := fields.get("messages"), str | list):
+        fields["messages"] = messages = messages_of(
+            given if isinstance(given, list) else [{"role": "user", "content": given}]
+        )
+        messages[:0] = [{"role": "system", "content": instructions}] if instructions else []
     fields["echoed"] = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
-    fields |= {"messages": messages, "max_completion_tokens": body.get("max_output_tokens")}
-    fields["reasoning_effort"] = nested(body, "reasoning", "effort")
     if isinstance(tools := body.get("tools"), list):
         fields["tools"] = [
             {"type": tool.get("type"), "function": tool} if isinstance(tool, dict) else tool for tool in tools
         ]
-    if isinstance(form := nested(body, "text", "format"), dict):
+    if isinstance(form := fields.pop("response_format", None), dict):
         schema = {"json_schema": {"schema": form.get("schema")}} if form.get("type") == "json_schema" else {}
         fields["response_format"] = {"type": form.get("type"), **schema}
     return fields
@@ -197,7 +190,7 @@ def text_part(text: str) -> JsonObject:
 def add_responses(app: FastAPI, server: Server) -> None:
     """Serve ``/v1/responses``."""
 
-    @app.post("/v1/responses")
+    @app.post(RESPONSES)
     async def respond(asked: JsonObject, request: Request) -> Response:
         resolved = server.items.resolved(server.owner(request), asked.get("input"))
         body = checked(ResponsesBody, {**asked, "input": resolved})

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from .constraint import AnswerForm
+from .constraint import json_rule
 from .messages import JsonObject, TemplateMessage, Tool, nested, tool_call
 
 KINDS = {
@@ -190,23 +190,23 @@ def declared_by(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, object] | No
         return None
 
 
-def call_forms(tools: Mapping[str, JsonObject], form: Form) -> list[AnswerForm]:
-    """The forms of an answer that calls one of the tools, whose names have the schemas of their arguments. Each has its schema as
+def call_rules(tools: Mapping[str, JsonObject], form: Form) -> list[str]:
+    """The rules of an answer that calls one of the tools, whose names have the schemas of their arguments. Each has its schema as
     it is, since references in one count from its root."""
     if form in ("gemma", "declared"):
         raise ValueError(
             "tool_choice must be 'auto' or 'none', without response_format: no grammar of this model's calls is here"
         )
     if form in WRITTEN:
-        return [AnswerForm({}, written=written(*tool, form)) for tool in tools.items()]
+        return [written(*tool, form) for tool in tools.items()]
     arguments = "parameters" if form == "object" else "arguments"
     before, after = {"tags": ([f"{OPEN}\n"], [f"\n{CLOSE}"]), "list": (["["], ["]"]), "object": ([], [])}[form]
-    forms = []
+    rules = []
     for name, schema in tools.items():
         said = json.dumps(name, ensure_ascii=False)
         before_arguments = [*before, "{", '"name"', ": ", said, ", ", f'"{arguments}"', ": "]
-        forms.append(AnswerForm(schema or {"type": "object"}, before_arguments, ["}", *after]))
-    return forms
+        rules.append(json_rule(schema or {"type": "object"}, before_arguments, ["}", *after]))
+    return rules
 
 
 def written(name: str, schema: JsonObject, form: Form) -> str:
@@ -223,7 +223,7 @@ def written(name: str, schema: JsonObject, form: Form) -> str:
         elif not types or "string" in types:
             value = f"{form}_text"
         else:
-            value = AnswerForm({**one, **shared}, (), (end,)).rule
+            value = json_rule({**one, **shared}, (), (end,))
         needed = isinstance(required, list) and key in required
         rule += f" ({json.dumps(begin.format(key))} {value}){'' if needed else '?'}"
     return f"{rule} {json.dumps(tail)}"

@@ -21,8 +21,8 @@ from tokenizers import AddedToken
 from locret_kit.serving import completions
 from locret_kit.serving.answers import AnswerStream
 from locret_kit.serving.bodies import ChatBody
-from locret_kit.serving.constraint import AnswerForm, constraint
-from locret_kit.serving.tools import Call, CallReader, call_forms, declared_by, form_of, knows_tools, rewritten
+from locret_kit.serving.constraint import constraint, json_rule
+from locret_kit.serving.tools import Call, CallReader, call_rules, declared_by, form_of, knows_tools, rewritten
 from locret_kit.text.template import render_messages
 
 TOOLS = [
@@ -255,7 +255,7 @@ def follows(grammar, tokenizer, text: str) -> bool:
 def test_a_call_that_must_be_has_the_models_own_form(form, make):
     tokenizer = real_tokenizer("smollm2")
     offered = {"weather": TYPED, "now": {}}
-    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), call_forms(offered, form))
+    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), call_rules(offered, form))
     whole = {"city": "a </i>\n\nb < c", "days": "3", "wind": '{"gale": true}', "kind": "b"}
     for text, right in (
         (make("weather", whole), True), (make("now", {}), True), (make("weather", {"city": ""}), True),
@@ -265,7 +265,7 @@ def test_a_call_that_must_be_has_the_models_own_form(form, make):
     ):  # fmt: skip
         assert follows(maker(), tokenizer, text) == right, text
     with pytest.raises(ValueError, match="tool_choice must be 'auto'"):
-        call_forms(offered, "gemma")
+        call_rules(offered, "gemma")
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -432,8 +432,8 @@ def test_forms_of_an_answer(form):
     schema["$defs"] = {"Name": schema["properties"].pop("name")}  # as pydantic writes a class of its own
     schema["properties"] = {"name": {"$ref": "#/$defs/Name"}, **schema["properties"]}
     tools = {"depth": schema, "now": {}}
-    answer = AnswerForm({"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]})
-    make = constraint(tokenizer, frozenset({end}), [answer, *call_forms(tools, form)])
+    answer = json_rule({"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]})
+    make = constraint(tokenizer, frozenset({end}), [answer, *call_rules(tools, form)])
     call = FORMS[form][0].removeprefix("[TOOL_CALLS] ")
     fitting = {call, '{"deep": true}', call.replace("depth", "now")}
     for text in (*fitting, call.replace("north", "east"), call.replace("depth", "dept"), "It is deep", f"{call}{call}"):
