@@ -39,6 +39,7 @@ class Admission:
         max_caches: sessions' caches at once, waiting and running. max_prefixes: shared prefixes in memory at once.
     Attributes:
         queue: requests that wait, in the order in which they came. active: those that have entered and not ended.
+        prefixes: shared prefixes in memory, those that are being read included.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Admission:
         self.max_caches, self.max_prefixes = max_caches, max_prefixes
         self.queue: list[ServerRequest] = []
         self.active: list[ServerRequest] = []
-        self._prefixes: OrderedDict[tuple[str, str], SharedPrefix] = OrderedDict()
+        self.prefixes: OrderedDict[tuple[str, str], SharedPrefix] = OrderedDict()
 
     @property
     def caches(self) -> int:
@@ -58,11 +59,6 @@ class Admission:
         waiting = (request for request in self.queue if request.purpose == "answer")
         loaded = sum(request.loading or request.cache is not None for request in waiting)
         return len(self._sessions) + loaded + sum(request.purpose == "answer" for request in self.active)
-
-    @property
-    def prefixes(self) -> int:
-        """Shared prefixes in memory, those that are being read included."""
-        return len(self._prefixes)
 
     def admit(self) -> list[ServerRequest]:
         """Let those that wait enter, in the order in which they came, where it is their turn and there is a cache; those that
@@ -111,10 +107,10 @@ class Admission:
         prefix = None
         if tokens := self._shared_tokens(request):
             key = request.owner, request.prefixes.hash(tokens)
-            prefix = self._prefixes.get(key)
+            prefix = self.prefixes.get(key)
             if prefix is not None:
-                self._prefixes.move_to_end(key)
-            elif len(self._prefixes) < self.max_prefixes or not all(one.reading for one in self._prefixes.values()):
+                self.prefixes.move_to_end(key)
+            elif len(self.prefixes) < self.max_prefixes or not all(one.reading for one in self.prefixes.values()):
                 if not self._scheduler.takes(tokens):
                     return
                 prefix = self._read_prefix(request, key, tokens)
@@ -136,10 +132,10 @@ class Admission:
         """Begin to read a shared prefix, in the place of the one that was used least recently."""
         # First: where it raises, nobody waits for what is never read.
         cache = self._empty(request, tokens + self._tail + 1)
-        if len(self._prefixes) >= self.max_prefixes:
-            oldest = next(one for one, prefix in self._prefixes.items() if not prefix.reading)
-            self._prefixes.pop(oldest).cache = None  # answers that came from it hold it too
-        prefix = self._prefixes[key] = SharedPrefix(tokens)
+        if len(self.prefixes) >= self.max_prefixes:
+            oldest = next(one for one, prefix in self.prefixes.items() if not prefix.reading)
+            self.prefixes.pop(oldest).cache = None  # answers that came from it hold it too
+        prefix = self.prefixes[key] = SharedPrefix(tokens)
 
         def read() -> None:
             if reader.sequence is not None and reader.sequence.finish_reason is not None:

@@ -161,8 +161,7 @@ class AnswerStream:
             await self._news.wait()
             self._news.clear()
             sequence, ended = request.sequence, self._ended
-            if sequence is None:
-                continue
+            assert sequence is not None
             if ended == "cancelled":
                 raise Stopping("the server is stopping")
             if sequence.error is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticKnownError
@@ -296,10 +296,8 @@ class TextBody(CompletionBody):
             raise ValueError("suffix is not supported")
         if document is not None:
             raise ValueError("document_id is for chat completions")
-        if isinstance(self.prompt, str):
-            prompts: list[str | list[int]] = [self.prompt]
-        else:
-            prompts = [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)  # type: ignore[list-item]
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        prompts = cast(list[str | list[int]], [self.prompt] if one else self.prompt)
         return [self._ids(tokenizer, prompt, max_tokens) for prompt in prompts]
 
     def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str | list[int], max_tokens: int | None) -> array[int]:

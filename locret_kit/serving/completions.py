@@ -9,16 +9,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 from ..policies.grammar import parse_policy
-from ..policies.policy import Policy
 from ..runtime.sampling import Constraint
 from ..runtime.tokens import TooManyTokens, token_bytes
 from .answers import AnswerStream, Reply, Token
-from .bodies import ChatBody, CompletionBody, TextBody
+from .bodies import ChatBody, TextBody
 from .constraint import constraint, json_rule
 from .engine import Engine
 from .errors import TOO_LONG, Refused
@@ -167,7 +166,10 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     if body.best_of not in (None, body.n):
         raise Refused(400, f"best_of={body.best_of} must be n={body.n}: every answer is given", "best_of")
     top_logprobs, echoes = body.wanted_logprobs, isinstance(body, TextBody) and body.echo
-    policy = allowed_policy(server, body)
+    if body.policy not in (None, *server.policies):
+        allowed = ", ".join(server.policies) or "none but the server's"
+        raise Refused(400, f"policy={str(body.policy)[:64]!r} is not allowed here; allowed: {allowed}")
+    policy = None if body.policy is None else parse_policy(body.policy)
     settings = engine.session_settings(body.budget)
     constrain, calls = await asyncio.to_thread(form_of_answer, engine, body)
     sampling = replace(sampling, constrain=constrain)
@@ -218,13 +220,3 @@ def form_of_answer(
             rules = [*(() if body.must_call else rules), *call_rules(called, form)]
         calls = partial(CallReader, form, tools, parallel=body.parallel_tool_calls, declared=declared)
     return constraint(engine.tokenizer, engine.stop_ids, rules) if rules else None, calls
-
-
-def allowed_policy(server: Server, body: CompletionBody) -> Policy | None:
-    """The policy that a request asks for. Raises HTTPException 400 where it is not among those that are allowed."""
-    if body.policy is None:
-        return None
-    if body.policy not in server.policies:
-        allowed = ", ".join(server.policies) or "none but the server's"
-        raise HTTPException(400, f"policy={body.policy[:64]!r} is not allowed here; allowed: {allowed}")
-    return parse_policy(body.policy)

@@ -84,15 +84,11 @@ def constraint(
 
     try:
         grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(rules) + TEXTS)
-        known = _tokenizer(tokenizer, stop)
-        error = LLMatcher.validate_grammar(grammar, known)
-    except (ValueError, RecursionError) as reason:
-        error = str(reason)
-    if error and not error.startswith("WARNING"):
-        raise HTTPException(400, f"the schema cannot be followed: {first_line(ValueError(error))}")
-    first = LLMatcher(known, grammar, log_level=0)
-    if first.is_error():
-        raise HTTPException(400, f"the schema cannot be followed: {first_line(ValueError(first.get_error()))}")
+        first = LLMatcher(_tokenizer(tokenizer, stop), grammar, log_level=0)
+        if first.is_error():
+            raise ValueError(first.get_error())
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"the schema cannot be followed: {first_line(error)}") from None
     digits, letter = _digits(tokenizer)
     return lambda: Grammar(first.deep_copy(), digits, letter)
 

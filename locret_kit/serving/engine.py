@@ -202,7 +202,7 @@ class Engine:
     @property
     def prefixes(self) -> int:
         """Shared prefixes in memory, those that are being read included."""
-        return self._admission.prefixes
+        return len(self._admission.prefixes)
 
     # ---- the engine's thread ---------------------------------------------------------------------------------------
 

@@ -128,20 +128,12 @@ SECONDS = 0.5
 """Between two times that memory goes back; as long a freed cache may count beside a new one."""
 
 
-def _trim() -> Callable[[int], int] | None:
-    """glibc's ``malloc_trim``; None where the C library has none."""
-    try:
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library; Windows
-        return None
-    return trim
-
-
 def give_back(ended: threading.Event) -> None:
     """Give freed memory back, now and every half second until ``ended``, by a thread of its own. ctypes lets other threads run
     meanwhile."""
-    trim = _trim()
-    if trim is None:
+    try:
+        trim = ctypes.CDLL(None).malloc_trim  # of glibc
+    except (AttributeError, OSError, TypeError):  # another C library; Windows
         return
 
     def again() -> None:

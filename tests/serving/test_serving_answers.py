@@ -269,7 +269,7 @@ def test_the_plan_says_the_bytes_that_are_allocated():
         ids = random_ids(150, number)
         ask(engine, "anna", ids, shared_tokens=100 if number < 2 else 0)
     document = Document.read(model, tokenizer, text_of(150), SETTINGS, "locret", heads)
-    caches = [one.cache for held in (engine._parked._parked, engine._admission._prefixes) for one in held.values()]
+    caches = [one.cache for held in (engine._parked._parked, engine._admission.prefixes) for one in held.values()]
     planned = Caches.of(
         spec_of(model.config), Setting(4000, SETTINGS, dtype="float32"), [parse_policy("locret")], 3, 1, 2
     )

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import signal
+import threading
 from array import array
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from served import KEYS, LIMITS, SETTINGS, ask, serve_until_killed, serving
 from locret_kit.documents.document import Document
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.engine import Engine
-from locret_kit.serving.process import _trim
+from locret_kit.serving.process import give_back
 from locret_kit.serving.state import Server, UploadedDocument
 from locret_kit.serving.store import Store, owner_of
 from locret_kit.settings import RunSettings
@@ -342,7 +343,8 @@ def talk_over_http(url: str, turns: int, before: list, seed: int = 0, saved: int
 
 def test_freed_memory_goes_back():
     """Holes between what is held, as ended caches leave them, are no longer resident."""
-    trim = _trim()
+    ended = threading.Event()
+    ended.set()
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     blocks = [libc.malloc(100_000) for _ in range(1000)]  # below the size that the system has pages of its own for
@@ -351,7 +353,7 @@ def test_freed_memory_goes_back():
     for block in blocks[::2]:
         libc.free(block)
     before = resident()
-    trim(0)
+    give_back(ended)
     assert before - resident() > 40_000_000
     for block in blocks[1::2]:
         libc.free(block)

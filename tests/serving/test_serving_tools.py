@@ -7,6 +7,7 @@ from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 
+import anthropic
 import httpx
 import pytest
 import torch
@@ -93,16 +94,47 @@ class Dictated:
         self.ids.pop(0)
 
 
+NOW = '<tool_call>{"name": "now"}</tool_call>'
+
+
+def dictate(monkeypatch, text: str) -> int:
+    """Have every answer be this text. Gives its tokens."""
+    ids, form_of_answer = parts("llama")[1](text, add_special_tokens=False).input_ids, completions.form_of_answer
+    monkeypatch.setattr(
+        completions, "form_of_answer", lambda *given: (partial(Dictated, ids), form_of_answer(*given)[1])
+    )
+    return len(ids)
+
+
+def test_texts_and_calls_by_turns(url, client, monkeypatch):
+    """By the protocols that tell an answer block by block: whole, by its events, and by the last of them."""
+    asked = {"model": "tiny", "extra_body": {"temperature": 0}}
+    tokens = dictate(monkeypatch, f"I look. {NOW} {NOW} and then\n{NOW}  ")
+    want = ["I look.", "now", "now", " and then", "now"]
+    responses = partial(client.responses.create, **asked, input="a", tools=[{"type": "function", "name": "now"}])
+    whole, events = (responses(stream=stream, max_output_tokens=tokens) for stream in (False, True))
+    seen = list(events)
+    done = [event.item for event in seen if event.type == "response.output_item.done"]
+    for items in (whole.output, done, seen[-1].response.output):
+        assert [item.name if item.type == "function_call" else item.content[0].text for item in items] == want
+    assert "".join(event.delta for event in seen if event.type.endswith("text.delta")) == "I look. and then"
+    with anthropic.Anthropic(base_url=url, api_key=KEYS[0], max_retries=0) as claude:
+        asked |= {
+            "messages": user("a"),
+            "tools": [{"name": "now", "input_schema": {"type": "object"}}],
+            "max_tokens": tokens,
+        }
+        with claude.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+        for message in (claude.messages.create(**asked), streamed):
+            assert [block.name if block.type == "tool_use" else block.text for block in message.content] == want
+
+
 def test_an_answer_ends_with_its_first_call_where_calls_are_not_parallel(url, client, monkeypatch):
-    call, form_of_answer = '<tool_call>{"name": "now"}</tool_call>', completions.form_of_answer
-    first, ids = (parts("llama")[1](text, add_special_tokens=False).input_ids for text in (call, f"{call} {call} a"))
-
-    def dictated(engine, body):
-        return partial(Dictated, ids), form_of_answer(engine, body)[1]
-
-    monkeypatch.setattr(completions, "form_of_answer", dictated)
-    asked = {"model": "tiny", "messages": user("When?"), "tools": TOOLS, "temperature": 0, "max_tokens": len(ids)}
-    for fields, calls, tokens in (({}, 2, len(ids)), ({"parallel_tool_calls": False}, 1, len(first))):
+    first = len(parts("llama")[1](NOW, add_special_tokens=False).input_ids)
+    whole = dictate(monkeypatch, f"{NOW} {NOW} a")
+    asked = {"model": "tiny", "messages": user("When?"), "tools": TOOLS, "temperature": 0, "max_tokens": whole}
+    for fields, calls, tokens in (({}, 2, whole), ({"parallel_tool_calls": False}, 1, first)):
         answer = client.chat.completions.create(**asked, **fields)
         (made,) = answer.choices
         assert len(made.message.tool_calls) == calls and answer.usage.completion_tokens == tokens
