@@ -156,9 +156,7 @@ class Admission:
 
     def _empty(self, request: ServerRequest, prompt_length: int) -> BoundedCache:
         """A new cache for a prompt of so many tokens."""
-        policy = request.policy or self._spec.policies[0]
-        heads = self._spec.heads if policy.needs_heads else None
-        return BoundedCache(request.settings or self._spec.settings, policy, heads, prompt_length=prompt_length)
+        return self._spec.cache(prompt_length, request.settings, request.policy)
 
     def _own(self, request: ServerRequest, prefix: SharedPrefix | None) -> BoundedCache:
         """A cache of its own, that has read a document, a shared prefix, or nothing."""

@@ -115,18 +115,16 @@ class MessageReply(Reply):
         begun = {"input_tokens": len(self.answer.request.ids), "output_tokens": 0}
         yield {"type": "message_start", "message": {**self.head, "usage": begun}}
         async for step, index, part in self.answer.stream_blocks():
-            match step, part:
-                case "begin", _:
-                    empty: JsonObject = {"text": ""} if isinstance(part, str) else {"input": {}}
-                    yield {"type": "content_block_start", "index": index, "content_block": block_of(part) | empty}
-                case "grow", str():
-                    delta = {"type": "text_delta", "text": part}
-                    yield {"type": "content_block_delta", "index": index, "delta": delta}
-                case "grow", Call():
+            if step == "begin":
+                empty: JsonObject = {"text": ""} if isinstance(part, str) else {"input": {}}
+                yield {"type": "content_block_start", "index": index, "content_block": block_of(part) | empty}
+            elif step == "grow":
+                delta = {"type": "text_delta", "text": part}
+                if isinstance(part, Call):
                     delta = {"type": "input_json_delta", "partial_json": json.dumps(part.values, ensure_ascii=False)}
-                    yield {"type": "content_block_delta", "index": index, "delta": delta}
-                case "end", _:
-                    yield {"type": "content_block_stop", "index": index}
+                yield {"type": "content_block_delta", "index": index, "delta": delta}
+            else:
+                yield {"type": "content_block_stop", "index": index}
         yield {"type": "message_delta", "delta": self.reason(), "usage": self.usage()}
         yield {"type": "message_stop"}
 

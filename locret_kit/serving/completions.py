@@ -184,8 +184,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     shared_tokens = 0
     if document is None and engine.beginnings and isinstance(body, ChatBody):
         shared_tokens = await asyncio.to_thread(body.shared_tokens, engine.tokenizer, prompts[0])
-    seed = secrets.randbelow(2**32) if body.seed in (None, -1) else body.seed
-    assert seed is not None
+    seed = secrets.randbelow(2**32) if body.seed is None or body.seed == -1 else body.seed
     if body.document_id is not None:  # from here on nothing is awaited: what is deleted later finds the requests
         server.document(owner, body.document_id)
     answers = [

@@ -45,11 +45,6 @@ class Refused(HTTPException):
         self.param, self.code = param, code
 
 
-def no_room(error: OSError) -> Refused:
-    """The refusal of an upload that the disk does not take. The error's own words may name folders of this machine."""
-    return Refused(507, f"the upload cannot be put on disk: {os.strerror(error.errno or errno.EIO)}")
-
-
 class Failed(Exception):
     """A request that the engine could not finish."""
 
@@ -71,8 +66,8 @@ def refusal_of(error: Exception, path: str) -> Refused:
         headers = {"retry-after": str(error.retry_after)} if isinstance(error, Busy) else None
         return Refused(status or 500, first_line(error) if status else "the server failed", headers=headers)
     said, cause = str(error.detail), error.__cause__
-    if isinstance(cause, OSError):  # FastAPI puts a form on disk, and takes all that stops it for a wrong one
-        return no_room(cause)
+    if isinstance(cause, OSError):  # of an upload, whose words may name folders of this machine
+        return Refused(507, f"the upload cannot be put on disk: {os.strerror(cause.errno or errno.EIO)}")
     if isinstance(cause, ValueError | RecursionError) and not path.startswith("/v1/documents"):  # uploads are forms
         said = f"the body is not JSON: {first_line(cause)}"
     elif said == "Not Found":  # Starlette's own words

@@ -85,13 +85,12 @@ class Figures(Collector):
     """
 
     def __init__(self, counters: Counters, now: Mapping[str, float]) -> None:
-        self.counters, self.now = vars(counters), now
+        self.values = {**vars(counters), **now}
 
     def collect(self) -> Iterator[Metric]:
         """All figures."""
-        for name, says in GAUGES.items():
-            yield GaugeMetricFamily(f"locret_{name}", says, self.now.get(name, 0))
-        for name, says in COUNTERS.items():
-            yield CounterMetricFamily(f"locret_{name}", says, self.now.get(name, self.counters[name]))
+        for kind, names in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, says in names.items():
+                yield kind(f"locret_{name}", says, self.values.get(name, 0))
         for name in TIMES:
-            yield from self.counters[f"{name}_s"].collect()
+            yield from self.values[f"{name}_s"].collect()
