@@ -52,7 +52,7 @@ PYTHON: dict[str, Sequence[str]] = {
     "locret_kit.runtime.session.Sampling": (),
     "locret_kit.runtime.batch.run": (),
     "locret_kit.runtime.batch.Request": (),
-    "locret_kit.cache.lanes.BatchCache": (),
+    "locret_kit.cache.batch.BatchCache": (),
     "locret_kit.policies.grammar.parse_policy": (),
     "locret_kit.policies.registry.part": (),
     "locret_kit.policies.registry.register": (),

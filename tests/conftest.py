@@ -1,3 +1,4 @@
+import io
 import os
 import signal
 import sys
@@ -9,9 +10,8 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it once, so here; torch.set_num_threads fails in threads of a fork
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-import interpreted  # noqa: F401  (before any other module imports Triton, whose own functions are decorated then too)
+import interpreted  # before any other module imports Triton, whose own functions are decorated then too
 import pytest
-import torch
 from hypothesis import settings
 from import_graph import changed_since, tests_that_reach
 
@@ -125,10 +125,18 @@ def by_lot(found, count):
 
 
 @pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs a command in this process over a text on stdin: its status, stdout and stderr."""
+
+    def run(main, *words: str, stdin: str | bytes = "") -> tuple[int, str, str]:
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        return main([*words]), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
 def poisoned():
-    """Memory that nobody has written yet is NaN (integers: the largest), so that reading it shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    with interpreted.poisoned():
+        yield

@@ -1,7 +1,7 @@
 """Face of the bounded cache to transformers: a ``Cache`` that never holds more than ``budget + chunk`` rows per head.
 
 The model may be fed in pieces of any size: evictions happen at boundaries that the prompt and ``chunk`` fix (see
-``geometry.schedule``), so ``model.generate`` with any ``prefill_chunk_size`` and the kit's own prefill agree exactly (but for
+``due``), so ``model.generate`` with any ``prefill_chunk_size`` and the kit's own prefill agree exactly (but for
 ``clipped`` positions, which follow the newest token of a piece).
 """
 
@@ -31,9 +31,9 @@ from ..policies.policy import Policy
 from ..settings import INT32_MAX, RunSettings
 from .arguments import checked_arguments
 from .context import CacheCounters, Context, Pins, Stage, make_layers
-from .geometry.schedule import Schedule
+from .due import Schedule
 from .stages import stages_of
-from .step import Fixed, attend_again, evict_if_due, read_block, read_tokens
+from .step import Fixed, attend_again, evict_if_due, in_model_type, read_block, read_tokens
 from .storage.codec import BITS, Float8, Scratch
 from .storage.rows import BoundedLayer, copy_rows
 from .terms import Terms
@@ -435,25 +435,27 @@ class BoundedCache(StatefulCache, Handler):
         return attend_again(self.context, layer, rows, q_BQTD)
 
     @torch.no_grad()
-    def attend(
-        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, scores: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         """Attention output ``[B, Q, T, D]`` of new tokens; stores them and evicts where the schedule says.
-
-        Args:
-            scores: their entry scores ``[B, H, T]``, where they are known already.
 
         Raises:
             ValueError: several texts.
         """
         if len(q_BQTD) != 1:
             raise ValueError(f"batch={len(q_BQTD)} must be 1: a BoundedCache takes one text, a BatchCache several")
+        ctx = self.context
+        if self.fixed is not None:  # evictions and counts are then the graph decoder's
+            self.bounded[layer].softmax = softmax
+            return read_block(ctx, layer, self.bounded[layer], q_BQTD, k_BHTD, v_BHTD, self.fixed(layer))
+        q_BQTD, k_BHTD, v_BHTD = in_model_type(ctx, q_BQTD, k_BHTD, v_BHTD)
+        out = read_tokens(ctx, layer, self.open(layer, softmax, k_BHTD, v_BHTD), q_BQTD, k_BHTD, v_BHTD)
+        self.close(layer)
+        return out
+
+    def open(self, layer: int, softmax: Softmax, k_BHTD: Tensor, v_BHTD: Tensor) -> BoundedLayer:
+        """The rows of a layer, before a forward's new tokens enter it. Keys and values tell sizes and dtype."""
         rows, ctx = self.bounded[layer], self.context
         rows.softmax = softmax
-        if self.fixed is not None:  # evictions and counts are then the graph decoder's
-            return read_block(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, self.fixed(layer))
-        if not k_BHTD.is_meta and torch.is_autocast_enabled(k_BHTD.device.type):  # rows have the model's type
-            q_BQTD, k_BHTD, v_BHTD = (x.to(ctx.model.dtype) for x in (q_BQTD, k_BHTD, v_BHTD))
         rows.update(k_BHTD, v_BHTD)
         if layer == 0:
             ctx.tables.clear()  # layers of one forward share tables
@@ -465,9 +467,11 @@ class BoundedCache(StatefulCache, Handler):
                 )
         # Not undone by an exception: a cache that stopped between two layers must not be read on.
         self.unfinished = True
-        out = read_tokens(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, scores)
+        return rows
+
+    def close(self, layer: int) -> None:
+        """Take note that a forward's new tokens are in a layer."""
         self.unfinished = layer + 1 < len(self.layers) or self.in_blocks
-        return out
 
     @property
     def in_blocks(self) -> bool:  # type: ignore[override]

@@ -21,8 +21,8 @@ from ..policies.base import Slots
 from ..policies.policy import Policy
 from ..settings import Resolved
 from .backend import BACKENDS, Backend, backend_for
-from .geometry.rotation import Positions, RotationTables
-from .geometry.schedule import Schedule
+from .due import Due, Schedule
+from .rotation import Positions, RotationTables
 from .storage.blocks import BlockStore
 from .storage.codec import FLOAT8, Codec, Float8, Plain, Scratch
 from .storage.layouts import EqualRows, RaggedRows
@@ -256,6 +256,10 @@ class Context:
             tables=RotationTables(),
             counters=counters,
         )
+
+    def due(self, layer: int, rows: BoundedLayer, tokens: int) -> Due:
+        """The next block of a layer when ``tokens`` more are at hand; with 0 of them, what is due now."""
+        return self.schedule.due(rows, self.budgets[layer], tokens, after_forward=self.evicts_after_forward)
 
     def outgrown(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens is rotated by other frequencies than were chosen (LongRoPE, dynamic NTK): it must be

@@ -31,8 +31,8 @@ from ..settings import INT32_MAX, Count, Resolved
 from ..validation import check, made, shown
 from .bounded import BoundedCache
 from .context import CacheCounters, Context
+from .due import Schedule
 from .file import Record, read, write
-from .geometry.schedule import Schedule
 from .storage.rows import STATE, BoundedLayer, export_rows, exported_shapes, restore_rows, set_counts
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from ..backbones.handler import Softmax
 from ..policies.base import PrefillMask
 from .attend import RowRotation, VarlenRows, attend_heads, decode_rows
 from .context import Context
+from .due import Due
 from .storage.layouts import EqualRows, RaggedRows
 from .storage.rows import BoundedLayer, EqualLengthHeads
 from .view import entry_scores, slots_of
@@ -165,6 +166,13 @@ def _add_picked(stat_bhS: Tensor, made: Tensor, seen: Sequence[slice] | None) ->
 # ---- one step of a layer ----
 
 
+def in_model_type(ctx: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors in the model's type, which rows have: autocast makes others."""
+    if not tensors[0].is_meta and torch.is_autocast_enabled(tensors[0].device.type):
+        return tuple(x.to(ctx.model.dtype) for x in tensors)
+    return tensors
+
+
 def read_tokens(
     ctx: Context,
     layer: int,
@@ -178,24 +186,16 @@ def read_tokens(
     scores are made here where they are not known."""
     out, start, tokens = [], 0, q_BQTD.shape[2]
     while start < tokens:
-        step = min(tokens - start, block_length(ctx, rows))
-        new = slice(start, start + step)
-        make_room(ctx, layer, rows, step)
+        due = ctx.due(layer, rows, tokens - start)
+        new = slice(start, start + due.tokens)
+        make_room(ctx, layer, rows, due)
         score = None if score_BHT is None else score_BHT[:, :, new]
         out.append(read_block(ctx, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], None, score))
-        if not ctx.evicts_after_forward:
-            evict_if_due(ctx, layer, rows)
+        if due.keep is not None and not ctx.evicts_after_forward:
+            evict(ctx, layer, rows, due.keep, last=due.last)
         rows.codec.finish_block()
-        start += step
+        start = new.stop
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
-
-
-def block_length(ctx: Context, rows: BoundedLayer) -> int:
-    """Tokens that may be read before the next eviction could fall due."""
-    room = ctx.schedule.chunk if rows.grows else rows.capacity - rows.rows
-    later = None if ctx.evicts_after_forward else ctx.schedule.after_prompt(rows.seen, room)
-    step = ctx.schedule.until_boundary(rows.seen) if later is None else later
-    return min(step, rows.until_chunk)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -236,37 +236,33 @@ def read_block(
 # ---- evicting --------------------------------------------------------------------------------------------------------
 
 
-def make_room(ctx: Context, layer: int, rows: BoundedLayer, step: int, seen: int | Tensor | None = None) -> None:
+def make_room(ctx: Context, layer: int, rows: BoundedLayer, due: Due, seen: int | Tensor | None = None) -> None:
     """Before a block is appended: windowed layers forget what no query can see; decoding evicts when full."""
-    if rows.chunked and rows.until_chunk == rows.window:
-        rows.drop_oldest(0)
-    if rows.rows + step > rows.capacity:
-        if rows.window is not None:
-            rows.drop_oldest(rows.window - 1)
-        elif rows.grows:
-            rows.grow(rows.rows + step)
-        else:
-            evict(ctx, layer, rows, ctx.budgets[layer], decoding=True, seen=seen)
+    if due.room is None:
+        if rows.rows + due.tokens > rows.capacity:
+            rows.grow(rows.rows + due.tokens)
+    elif rows.window is not None:
+        rows.drop_oldest(due.room)
+    else:
+        evict(ctx, layer, rows, due.room, seen=seen)
 
 
 def evict_if_due(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor | None = None) -> None:
     """Evict at a boundary of the schedule."""
-    if rows.window is None:
-        keep = ctx.schedule.keep_at(rows.seen, rows.rows, ctx.budgets[layer])
-        if keep is not None:
-            evict(ctx, layer, rows, keep, decoding=ctx.schedule.decoding(rows.seen), seen=seen)
+    due = ctx.due(layer, rows, 0)
+    if due.keep is not None:
+        evict(ctx, layer, rows, due.keep, last=due.last, seen=seen)
 
 
 def evict(
-    ctx: Context, layer: int, rows: BoundedLayer, keep: int, *, decoding: bool, seen: int | Tensor | None = None
+    ctx: Context, layer: int, rows: BoundedLayer, keep: int, *, last: bool = False, seen: int | Tensor | None = None
 ) -> None:
-    """Cut a layer to ``keep`` slots per head, on average where heads differ. ``seen`` is the text's length on the device,
-    where the host's must not be read."""
+    """Cut a layer to ``keep`` slots per head, on average where heads differ. ``last``: before the tail, which protects no newest
+    slots. ``seen`` is the text's length on the device, where the host's must not be read."""
     policy, counters = ctx.policy, ctx.counters
-    if rows.grows or rows.rows <= keep:
+    if rows.rows <= keep:
         return
-    stabilizers = 0 if ctx.schedule.is_last(rows.seen) and not decoding else ctx.schedule.stabilizers
-    # The last eviction before the tail protects no newest slots: the tail follows them.
+    stabilizers = 0 if last else ctx.schedule.stabilizers
     slots = slots_of(ctx, layer, rows, keep, min(stabilizers, keep), seen)
     t0 = time.perf_counter()
     scores_BHS = policy.scores(slots)

@@ -10,7 +10,7 @@ from ..heads import RetainingHeads, loaded
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
 from ..settings import Resolved, RunSettings
-from .geometry.schedule import Schedule
+from .due import Schedule
 from .storage.codec import check_storage
 from .view import check_reread
 

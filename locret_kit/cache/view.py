@@ -16,7 +16,7 @@ from ..policies.methods.sirllm import token_entropy
 from ..policies.policy import Policy
 from ..settings import FIRST, RunSettings, read_protect
 from .context import Context, Pins
-from .geometry.schedule import Schedule
+from .due import Schedule
 from .storage.rows import BoundedLayer
 
 # ---- pinned text ----------------------------------------------------------------------------------------------------

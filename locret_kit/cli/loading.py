@@ -183,7 +183,7 @@ def prompt_ids(
 
 def check_run(options: RunSettings, chosen: Chosen) -> None:
     """Raise ValueError for run settings that are out of bounds or could not act, before anything big is loaded."""
-    from ..cache.geometry.schedule import Schedule
+    from ..cache.due import Schedule
 
     if options.one_shot:
         why = "with --one-shot, which evicts once, after the whole prompt"

@@ -23,7 +23,7 @@ from ..backbones.gguf.gguf_model import AT_ONCE, UNPACKED
 from ..backbones.spec import BackboneSpec
 from ..backbones.weight_bits import check_weight_bits, suffix
 from ..cache.context import layer_rows
-from ..cache.geometry.schedule import PIECE, Schedule
+from ..cache.due import PIECE, Schedule
 from ..cache.stages import TILE
 from ..cache.storage.codec import BITS, FLOAT8, Scratch, check_storage
 from ..policies.base import Recall

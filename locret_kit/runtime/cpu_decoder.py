@@ -158,7 +158,7 @@ class CpuDecoder:
         if lane is None or not lane.left or lane.context is not ctx or lane.seen != seen:
             ctx.tables.clear()
             for layer, rows in enumerate(cache.bounded):
-                make_room(ctx, layer, rows, 1)
+                make_room(ctx, layer, rows, ctx.due(layer, rows, 1))
             lane = self._lanes[cache] = Lane.of(cache, self.shape[1], self._tables)
         lane.rows["position"] = seen
         if ctx.positions.span:

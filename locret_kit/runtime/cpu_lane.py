@@ -108,8 +108,7 @@ class Lane:
         """The addresses of a cache's rows, with ``H`` heads in every layer, and how long they hold."""
         ctx, seen, L = cache.context, cache.get_seq_length(), len(cache.bounded)
         room = min(rows.capacity - rows.rows for rows in cache.bounded)
-        due = ctx.schedule.after_prompt(seen, room)
-        left = min(room, ctx.schedule.until_boundary(seen)) if due is None else due
+        left = min(ctx.due(layer, rows, room).tokens for layer, rows in enumerate(cache.bounded))
         starts_LH, lengths_LH = (np.zeros((L, H), np.int64) for _ in range(2))
         lane = cls(
             np.zeros(L, ROWS.dtype), np.zeros(L, PACKED.dtype), starts_LH, lengths_LH, left, seen + left, seen,

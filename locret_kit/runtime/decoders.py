@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from ..backbones.releases import forward
 from ..backbones.weight_bits import weight_bits_of
 from ..backbones.wrapped import unwrapped
+from ..cache.batch import Packed
 from ..cache.bounded import BoundedCache
 from ..cache.context import Pins
-from ..cache.lanes import Packed
 from ..cache.step import Fixed, evict_if_due, make_room
 from ..cache.storage.codec import BITS
 from ..cache.storage.rows import COUNTS
@@ -183,14 +183,14 @@ class GraphDecoder:
 
     def _cuts(self) -> tuple[Cuts, Cuts]:
         """Layers that must be cut to make room for a token, and those that are due after it."""
-        before, after, schedule, pins = [], [], self.cache.schedule, self.cache.context.pins
+        before, after, ctx = [], [], self.cache.context
         for layer, rows in enumerate(self.cache.bounded):
-            held, fresh, budget = rows.rows, rows.since_eviction, self.cache.context.budgets[layer]
-            if held == rows.capacity:
-                before.append(Cut(layer, held, fresh if rows.window is None else 0, pins))
-                held, fresh = budget if rows.window is None else rows.window - 1, 0
-            if rows.window is None and schedule.keep_at(rows.seen + 1, held + 1, budget) is not None:
-                after.append(Cut(layer, held + 1, fresh + 1, pins))
+            due, held, fresh = ctx.due(layer, rows, 1), rows.rows, rows.since_eviction
+            if due.room is not None:
+                before.append(Cut(layer, held, fresh if rows.window is None else 0, ctx.pins))
+                held, fresh = due.room, 0
+            if due.keep is not None:
+                after.append(Cut(layer, held + 1, fresh + 1, ctx.pins))
         return tuple(before), tuple(after)
 
     def _run(self, before: Cuts, after: Cuts) -> Tensor:
@@ -270,8 +270,8 @@ class GraphDecoder:
 
     def _make_room(self, cuts: Cuts) -> None:
         for cut in cuts:
-            rows = self.cache.bounded[cut.layer]
-            make_room(self.cache.context, cut.layer, rows, 1, self.seen)
+            rows, ctx = self.cache.bounded[cut.layer], self.cache.context
+            make_room(ctx, cut.layer, rows, ctx.due(cut.layer, rows, 1), self.seen)
             self.length_L[cut.layer].fill_(rows.rows)
 
     def _evict(self, cuts: Cuts) -> None:
@@ -405,5 +405,5 @@ def logits_after(
         own = zip(caches, ids_1T.split(list(counts), 1), strict=True)
         return torch.cat([logits_after(model, [cache], ids, [ids.shape[1]]) for cache, ids in own])
     packed = Packed(caches, counts)
-    last = torch.tensor(packed.last, device=model.device)
+    last = torch.tensor(packed.ends, device=model.device) - 1
     return forward(model, ids_1T, packed, logits_to_keep=last)[0]

@@ -69,9 +69,7 @@ class LearningCache(BoundedCache):
     """A bounded cache whose attention is differentiable with respect to the pool. It is fed piece by piece (``Schedule.piece``);
     every layer is full attention, heads hold as many rows, and keys are placed by rank."""
 
-    def attend(
-        self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, scores: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         rows, merger, T = self.bounded[layer], self.policy.merge, q_BQTD.shape[2]
         assert isinstance(merger, LearningMerge)
         rows.update(k_BHTD, v_BHTD)  # makes the buffers before they are read
@@ -80,7 +78,7 @@ class LearningCache(BoundedCache):
         values = torch.cat((_with(rows.slots("values"), [(at, v) for at, _, v in folds]), v_BHTD), 2)
         merger.grad = torch.is_grad_enabled()
         # Without a graph: statistics, rows and evictions.
-        super().attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax, scores)
+        super().attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax)
         cos, sin = self.context.tables.between(self.context.rope(layer), 0, keys.shape[2], keys)
         return attend_rows(rotate(q_BQTD, cos[-T:], sin[-T:]), rotate(keys, cos, sin), values, softmax.scaling)
 

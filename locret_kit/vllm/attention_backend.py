@@ -24,8 +24,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 
-from ..cache.together import PageShape
-from .worker import NOBODY, RequestTurn, StepBatch
+from ..cache.pages import PageShape
+from .worker import NOBODY, RequestTurn, Step
 from .worker_state import State, section_of, worker_here
 
 
@@ -89,7 +89,7 @@ class BoundedBackend(AttentionBackend):
 
 
 class BatchBuilder(AttentionMetadataBuilder):
-    """Makes a step's ``StepBatch``. Graphs are piecewise, and attention is between the pieces."""
+    """Makes a step's ``Step``. Graphs are piecewise, and attention is between the pieces."""
 
     def __init__(
         self, kv_cache_spec: BoundedSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -99,7 +99,7 @@ class BatchBuilder(AttentionMetadataBuilder):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> StepBatch:
+    ) -> Step:
         c = common_attn_metadata
         starts = c.query_start_loc_cpu.tolist()
         # Exact without speculative decoding; the lengths on the device would be waited for.
@@ -109,7 +109,7 @@ class BatchBuilder(AttentionMetadataBuilder):
         for row, (start, end, length, page) in enumerate(zip(starts, starts[1:], lengths, pages, strict=False)):
             if end > start and page != NOBODY:
                 turns.append(RequestTurn(start, end, length - (end - start), page, self.worker.requests[row]))
-        return StepBatch(turns)
+        return Step(turns)
 
 
 class BoundedImpl(AttentionImpl):
@@ -133,7 +133,7 @@ class BoundedImpl(AttentionImpl):
         self.worker, self.number = worker_here(), -1
 
     def forward(
-        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: StepBatch | None,
+        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Step | None,
         output: Tensor, output_scale: object = None, output_block_scale: object = None,
     ) -> Tensor:  # fmt: skip
         if attn_metadata is None:  # a run that measures memory or warms up

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ..backbones.spec import BackboneSpec, spec_of
-from ..cache.together import PageShape
+from ..cache.pages import PageShape
 from ..policies.policy import Policy
 from ..settings import Resolved
 from ..sizes import show

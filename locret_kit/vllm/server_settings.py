@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
-from ..cache.geometry.schedule import Schedule
+from ..cache.due import Schedule
 from ..cache.view import count, first_pins
 from ..heads import RetainingHeads, loaded
 from ..naming import nearest

@@ -7,7 +7,7 @@ nothing is told to vLLM, and a request that is preempted begins anew.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -16,18 +16,19 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ..backbones.decoder_attention import Described, same_rotation
+from ..backbones.handler import Softmax
 from ..backbones.probe import assumed
 from ..backbones.rope import Rope
 from ..backbones.spec import BackboneSpec, spec_of
 from ..cache.bounded import BoundedCache
 from ..cache.context import CacheCounters, Context, make_layers
-from ..cache.geometry.rotation import RotationTables
-from ..cache.geometry.schedule import Schedule
-from ..cache.step import read_tokens
+from ..cache.due import Schedule
+from ..cache.pages import PageShape, RowPool
+from ..cache.rotation import RotationTables
 from ..cache.storage.codec import Scratch
 from ..cache.storage.rows import BoundedLayer, export_rows, restore_rows
-from ..cache.together import PageShape, RowPool, Step, decode_together, kind
-from ..cache.view import first_pins, score_alike, shared_scores
+from ..cache.texts import TextBatch
+from ..cache.view import first_pins
 from .ranks import Ranks, config_of_rank, heads_of_rank
 from .request_pages import page_shape
 from .server_settings import ServerSettings
@@ -63,14 +64,28 @@ class RequestInfo:
     own: Mapping[str, object]
 
 
-@dataclass
+@dataclass(eq=False)
 class PagedText:
     """A request that has a page."""
 
     context: Context
     layers: list[BoundedLayer]
+    page: int
+    pools: Mapping[int, RowPool]
+    """Of each layer that has run."""
     seen: int = 0
     """Tokens that it has read, those of the step that runs included."""
+
+    def open(self, layer: int, softmax: Softmax, k_BH0D: Tensor, v_BH0D: Tensor) -> BoundedLayer:
+        """The rows of a layer, in the request's page."""
+        rows = self.layers[layer]
+        if not rows.is_initialized:
+            self.pools[layer].lend(self.page, rows)
+        rows.softmax = softmax
+        return rows
+
+    def close(self, layer: int) -> None:
+        pass
 
 
 @dataclass
@@ -132,7 +147,7 @@ class Worker:
     def begin(self, info: RequestInfo, page: int) -> PagedText:
         """A new request, in a page that held another one."""
         ctx = self.context(info)
-        text = self.texts[page] = PagedText(ctx, make_layers(ctx, Scratch()))
+        text = self.texts[page] = PagedText(ctx, make_layers(ctx, Scratch()), page, self.pools)
         return text
 
     def take(self, info: RequestInfo, page: int, document: BoundedCache, kv_caches: Mapping[int, Tensor]) -> None:
@@ -140,7 +155,8 @@ class Worker:
         text = self.begin(info, page)
         for number, kv_cache in kv_caches.items():
             empty = self.pool(number, kv_cache).keys.new_empty(1, self.spec.n_kv_heads, 0, self.spec.head_dim)
-            rows, (counts, tensors) = self.layer(text, number, page), export_rows(document.bounded[number])
+            rows = text.open(number, Softmax(1.0), empty, empty)
+            counts, tensors = export_rows(document.bounded[number])
             queries = rows.queries if rows.recent else None
             own = {name: of_rank(name, x, self.ranks, self.spec) for name, x in tensors.items()}
             restore_rows(rows, counts, own, empty, empty)
@@ -163,13 +179,6 @@ class Worker:
             raise RuntimeError(f"page {turn.page} holds {tokens}, and vLLM says {turn.seen} tokens: please report this")
         return text
 
-    def layer(self, text: PagedText, number: int, page: int) -> BoundedLayer:
-        """A request's rows in a layer."""
-        rows = text.layers[number]
-        if not rows.is_initialized:
-            self.pools[number].lend(page, rows)
-        return rows
-
     def pool(self, number: int, kv_cache: Tensor) -> RowPool:
         """Pages of a layer in vLLM's memory ``[pages, H, rows, ...]``."""
         if number not in self.pools:
@@ -179,41 +188,19 @@ class Worker:
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def attend(
-        self,
-        number: int,
-        q_NQD: Tensor,
-        k_NHD: Tensor,
-        v_NHD: Tensor,
-        kv_cache: Tensor,
-        batch: StepBatch,
-        scaling: float,
+        self, number: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, kv_cache: Tensor, step: Step, scaling: float,
         out_NQD: Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Attention of a step's new tokens in one layer, into ``out``; they become rows, and what is due is evicted."""
-        pool = self.pool(number, kv_cache)
-        texts = batch.texts(self)
-        if not texts:
-            return
-        rows = [self.layer(text, number, turn.page) for turn, text in zip(batch.turns, texts, strict=True)]
-        for mine in rows:
-            if mine.scaling != scaling:
-                mine.scaling = scaling
-        # [1, heads, N, D], without the padding that may follow the last text.
-        q, k, v = (x[: batch.end].transpose(0, 1)[None] for x in (q_NQD, k_NHD, v_NHD))
-        scores = None
-        if batch.scored_alike:
-            scores = shared_scores(batch.contexts[0], number, q, k, v, batch.positions(q.device))
-        for group in batch.together:
-            at = group.at
-            out_NQD[at] = decode_together(
-                group.contexts, number, [rows[i] for i in group.turns], pool, group.pages, batch.step,
-                q_NQD[at], k_NHD[at], v_NHD[at], None if scores is None else scores[0].T[at],
-            )  # fmt: skip
-        for i in batch.alone:
-            new = slice(batch.turns[i].start, batch.turns[i].end)
-            score = None if scores is None else scores[:, :, new]
-            out = read_tokens(batch.contexts[i], number, rows[i], q[:, :, new], k[:, :, new], v[:, :, new], score)
-            out_NQD[new] = out[0].transpose(0, 1)
+        self.pool(number, kv_cache)
+        if step.batch is None:  # in the first layer: by then documents are loaded
+            self.tables.clear()
+            texts = [self.text(turn) for turn in step.turns]
+            for text, turn in zip(texts, step.turns, strict=True):
+                text.seen = turn.seen + turn.end - turn.start
+            spans = [(turn.start, turn.end) for turn in step.turns]
+            step.batch = TextBatch(texts, spans, [turn.seen for turn in step.turns])
+        step.batch.attend(number, q_NQD, k_NHD, v_NHD, Softmax(scaling), out_NQD)
 
 
 def of_rank(name: str, x: Tensor, ranks: Ranks, spec: BackboneSpec) -> Tensor:
@@ -222,65 +209,9 @@ def of_rank(name: str, x: Tensor, ranks: Ranks, spec: BackboneSpec) -> Tensor:
     return x.narrow(2 if name == "stats" else 1, ranks.rank * heads, heads)
 
 
-@dataclass(frozen=True)
-class DecodingGroup:
-    """Turns of one token that are decoded in one call."""
+@dataclass
+class Step:
+    """New tokens of one step, the same in all of its layers: made by the builder of attention metadata."""
 
-    turns: list[int]
-    contexts: list[Context]
-    pages: list[int]
-    at: Tensor | slice
-    """Their rows of the batch."""
-
-
-class StepBatch:
-    """The plan of a step, the same for all of its layers: made by the builder of attention metadata.
-
-    Attributes:
-        end: rows of the batch that are tokens. contexts: of each turn. scored_alike: whether all tokens are scored in one call.
-        alone: turns that are read each by itself.
-    """
-
-    def __init__(self, turns: list[RequestTurn]) -> None:
-        self.turns, self.end = turns, turns[-1].end if turns else 0
-        self.step = Step()
-        self.contexts: list[Context] = []
-        self.scored_alike = False
-        self.together: list[DecodingGroup] = []
-        self.alone: list[int] = []
-        self._texts: list[PagedText] | None = None
-        self._position_1N: Tensor | None = None
-
-    def texts(self, worker: Worker) -> list[PagedText]:
-        """The request of each turn. The first layer finds them: by then documents are loaded."""
-        if self._texts is None:
-            worker.tables.clear()
-            self._texts = [worker.text(turn) for turn in self.turns]
-            self.contexts = [text.context for text in self._texts]
-            self.scored_alike = bool(self.contexts) and score_alike(self.contexts)
-            kinds: dict[Hashable, list[int]] = {}
-            for i, (turn, text) in enumerate(zip(self.turns, self._texts, strict=True)):
-                new, alike = turn.end - turn.start, kind(text.context)
-                text.seen = turn.seen + new
-                if new == 1 and alike is not None:
-                    kinds.setdefault(alike, []).append(i)
-                else:
-                    self.alone.append(i)
-            self.together = [self._group(turns, worker.model.device) for turns in kinds.values()]
-        return self._texts
-
-    def _group(self, turns: list[int], device: torch.device) -> DecodingGroup:
-        starts = [self.turns[i].start for i in turns]
-        first, end = starts[0], starts[0] + len(starts)
-        # Tokens side by side, as they mostly are, need no index.
-        at = slice(first, end) if starts == list(range(first, end)) else torch.tensor(starts, device=device)
-        return DecodingGroup(turns, [self.contexts[i] for i in turns], [self.turns[i].page for i in turns], at)
-
-    def positions(self, device: torch.device) -> Tensor:
-        """Position ``[1, N]`` of each token in its text."""
-        if self._position_1N is None:
-            places = [0] * self.end
-            for turn in self.turns:
-                places[turn.start : turn.end] = range(turn.seen, turn.seen + turn.end - turn.start)
-            self._position_1N = torch.tensor([places], device=device)
-        return self._position_1N
+    turns: list[RequestTurn]
+    batch: TextBatch | None = None

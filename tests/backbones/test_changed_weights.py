@@ -7,8 +7,8 @@ from copy import deepcopy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from policy_runs import distinct_tokens, heads_of
+from tiny_lora import adapted
 from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 from torch import nn
@@ -29,14 +29,6 @@ def model_of(**changes):
 
 def noise(x, seed: int = 1):
     return (torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)) * x.std()).bfloat16().to(x.dtype)
-
-
-def adapted(model):
-    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
-    for name, weight in peft.named_parameters():
-        if "lora_" in name:
-            weight.data.mul_(20)
-    return peft.eval()
 
 
 def merged(model):

@@ -6,6 +6,7 @@ from array import array
 
 import pytest
 import torch
+from policy_runs import tokens
 from read_texts import text_of
 from served import ask_together
 from tiny_heads import tiny_heads
@@ -23,26 +24,22 @@ BORDER = 64
 """Trained length of the tiny Phi-3, from which on its long factors hold."""
 
 
-def ids_of(length):
-    return torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-
-
 @pytest.mark.parametrize("positions", ["original", "compact"])
 def test_a_length_that_is_not_known_is_refused_where_it_decides(positions):
     model = tiny_model("phi3-longrope")
     with attach(model):
         cache = BoundedCache(BORDER, "streaming", chunk=16, positions=positions)
         with pytest.raises(ValueError, match="prompt_length is missing: this backbone's frequencies follow the length"):
-            prefill(model, ids_of(20), cache)
+            prefill(model, tokens(20), cache)
         prefill(
-            model, ids_of(20), BoundedCache(40, "streaming", chunk=16, positions="compact")
+            model, tokens(20), BoundedCache(40, "streaming", chunk=16, positions="compact")
         )  # short, whatever comes
 
 
 @pytest.mark.parametrize("length", [48, 64, 65, 120])
 @pytest.mark.parametrize("positions", ["original", "compact"])
 def test_either_side_of_the_border_equals_the_model(length, positions):
-    model, ids = tiny_model("phi3-longrope"), ids_of(length)
+    model, ids = tiny_model("phi3-longrope"), tokens(length)
     want = model(input_ids=torch.tensor([ids])).logits[0, -1]
     cache = BoundedCache(length + 8, "streaming", chunk=16, prompt_length=length, positions=positions)
     with attach(model):
@@ -75,7 +72,7 @@ def test_a_budget_of_which_places_cross_the_border_is_refused():
     model = tiny_model("phi3-longrope")
     with attach(model):
         cache = BoundedCache(BORDER - 24, "streaming", chunk=16, prompt_length=120, positions="compact")
-        prefill(model, ids_of(120), cache)
+        prefill(model, tokens(120), cache)
     assert cache.with_budget(BORDER - 16).kept_rows == cache.kept_rows
     with pytest.raises(ValueError, match=f"budget={BORDER}: so many slots .* than the {BORDER - 24} with which"):
         cache.with_budget(BORDER)
@@ -117,10 +114,10 @@ def test_sessions_and_questions_over_the_border_equal_fresh_runs(policy, positio
         return requests
 
     def continued(request, length):
-        return request.ids + array("i", request.sequence.tokens + ids_of(length))
+        return request.ids + array("i", request.sequence.tokens + tokens(length))
 
     try:
-        said = answered([array("i", ids_of(length)) for length in (200, 230)])
+        said = answered([array("i", tokens(length)) for length in (200, 230)])
         turns = answered([continued(one, more) for one, more in zip(said, (20, 40), strict=True)])
         about = {"document": document, "document_id": "d"}
         questions = answered([document.prompt(words) for words in ("a", "b " * 90)], documents, **about)

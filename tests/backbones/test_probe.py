@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from strangers import tokens
 from tiny_decoders.needed import Sizes
 from tiny_decoders.rows import rows
 from tiny_decoders.shrink import tiny_decoder
 from tiny_models import FAMILIES, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import probe
@@ -16,26 +16,6 @@ from locret_kit.backbones.probe import describe
 from locret_kit.backbones.releases import ASKED_FOR_STATES, CACHE
 from locret_kit.backbones.spec import UnsupportedArchitecture, spec_of, text_config
 from locret_kit.planning.backbone_sizes import BackboneSizes
-
-SIZES = dict(
-    vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2,
-    max_position_embeddings=512, bos_token_id=1, eos_token_id=None, pad_token_id=0, head_dim=8,
-)  # fmt: skip
-
-
-def made(model_type, implementation="sdpa", **changes):
-    """A tiny random model."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(6.0)
-    return model
-
-
-def tokens(length, seed=0):
-    return torch.randint(2, 97, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,35 +56,28 @@ def test_a_window_below_the_probes_text_loses_nothing():
 
 
 def test_it_is_measured_once_and_leaves_nothing(monkeypatch):
-    model, calls = made("llama", rms_norm_eps=3e-6), []
+    model, calls = tiny_model("llama", rms_norm_eps=3e-6), []
     plain = probe._measured
     monkeypatch.setattr(probe, "_measured", lambda *args: calls.append(args) or plain(*args))
     before = [(name, module.training) for name, module in model.train().named_modules()]
     implementation, state = model.config._attn_implementation, torch.get_rng_state()
     found = describe(model)
-    assert found.fuses_layers and describe(made("llama", rms_norm_eps=3e-6)) is found and len(calls) == 1
+    assert found.fuses_layers and describe(tiny_model("llama", rms_norm_eps=3e-6)) is found and len(calls) == 1
     assert [(name, module.training) for name, module in model.named_modules()] == before
     assert model.config._attn_implementation == implementation and torch.equal(torch.get_rng_state(), state)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes", "why"),
-    [
-        ("bloom", dict(n_layer=2, n_head=6), "not behind transformers' interface"),
-        ("mamba", dict(state_size=8), "no attention call"),
-        ("gemma", {"use_bidirectional_attention": True}, "tokens of a prompt see those after them"),
-    ],
-)
-def test_refusals_name_the_reason(model_type, changes, why):
-    model = made(model_type, "eager", **changes)
-    with pytest.raises(UnsupportedArchitecture, match=f"model_type='{model_type}'.*{why}"):
+def test_a_refusal_names_the_reason():
+    """Others are in ``test_architectures.py``."""
+    model = tiny_model("llama", model_type="gemma", use_bidirectional_attention=True)
+    with pytest.raises(UnsupportedArchitecture, match="model_type='gemma'.*tokens of a prompt see those after them"):
         attach(model)
     assert model.config._attn_implementation != "locret"
 
 
 def test_attention_that_goes_elsewhere_is_an_error():
-    model, ids = made("llama", rms_norm_eps=4e-6), tokens(20)
+    model, ids = tiny_model("llama", rms_norm_eps=4e-6), tokens(20)
     with attach(model):
         attention = model.model.layers[2].self_attn
         attention.forward = lambda hidden_states, **rest: (torch.zeros_like(hidden_states), None)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, cpu_offload, dispatch_model
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from policy_runs import tokens
+from tiny_lora import adapted as lora
 from tiny_models import tiny_model
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 from torch import nn
@@ -55,14 +56,6 @@ def compiled_layers(model):
     for i, layer in enumerate(model.model.layers):
         model.model.layers[i] = torch.compile(layer, backend="eager")
     return model
-
-
-def lora(model):
-    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
-    for name, weight in peft.named_parameters():
-        if "lora_" in name:
-            weight.data.mul_(20)
-    return peft.eval()
 
 
 def parallel(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_oracle import attention, newest
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
@@ -13,21 +14,6 @@ from locret_kit.cache.attend import attend_rows, attend_rows_lse, lower_right, l
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 
 
-def by_hand(q, k, v, scaling, window):
-    """Float64, a token at a time."""
-    (B, Q, T, D), (H, S) = q.shape, k.shape[1:3]
-    q, k, v = (x.double() for x in (q, k, v))
-    out = torch.zeros(B, Q, T, D, dtype=torch.float64)
-    for head in range(Q):
-        for t in range(T):
-            last = S - T + t
-            seen = slice(0 if window is None else max(0, last - window + 1), last + 1)
-            own = head // (Q // H)
-            weights = (k[:, own, seen] @ q[:, head, t, :, None] * scaling).squeeze(-1).softmax(-1)
-            out[:, head, t] = (weights[..., None] * v[:, own, seen]).sum(1)
-    return out
-
-
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 9), (5, 5), (5, 12)])
 @pytest.mark.parametrize("group", [1, 3])
@@ -35,7 +21,7 @@ def test_attention_over_rows_is_the_definition(T, S, group, window):
     torch.manual_seed(T * S)
     q, k, v = torch.randn(2, 2 * group, T, 8), torch.randn(2, 2, S, 8), torch.randn(2, 2, S, 8)
     torch.testing.assert_close(
-        attend_rows(q, k, v, 0.3, window).double(), by_hand(q, k, v, 0.3, window), rtol=1e-5, atol=1e-6
+        attend_rows(q, k, v, 0.3, window).double(), attention(q, k, v, 0.3, newest(T, S, window)), rtol=1e-5, atol=1e-6
     )
 
 
@@ -47,7 +33,7 @@ def test_on_cuda_no_mask_is_built_and_the_result_is_the_same(T, S, group):
     assert (bias.seq_len_q, bias.seq_len_kv) == (T, S)
     q, k, v = torch.randn(1, 2 * group, T, 8), torch.randn(1, 2, S, 8), torch.randn(1, 2, S, 8)
     fused = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.3, enable_gqa=group > 1)
-    torch.testing.assert_close(fused.double(), by_hand(q, k, v, 0.3, None), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fused.double(), attention(q, k, v, 0.3), rtol=1e-5, atol=1e-6)
 
 
 def test_elsewhere_and_with_a_window_a_mask_says_what_is_seen():

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from locret_kit import attach
 from locret_kit.backbones.releases import CACHE
+from locret_kit.cache.batch import BatchCache
 from locret_kit.cache.bounded import BoundedCache
-from locret_kit.cache.lanes import BatchCache
 from locret_kit.runtime.batch import Batch, Request, run
 from locret_kit.runtime.sampling import Chooser
 from locret_kit.runtime.session import Answer, Sampling, decode, prefill
@@ -144,7 +144,7 @@ def test_generate_takes_a_padded_batch(policy, side, family):
     for row, text in enumerate(texts):
         expected, positions = alone(policy, text, family)
         # generate feeds all new tokens but the last, as decode does
-        assert out[row, longest:].tolist() == expected and held(cache.lanes[row]) == positions
+        assert out[row, longest:].tolist() == expected and held(cache.texts[row]) == positions
     assert model.config._attn_implementation != "locret"
 
 
@@ -185,7 +185,7 @@ def test_a_cache_of_a_batch_takes_other_texts_after_a_reset():
             model(ids[:, :1], **{CACHE: cache}, attention_mask=torch.ones(2, 9))
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([False, True, True, False]))
-        assert [lane.get_seq_length() for lane in cache.lanes] == [43, 43]
+        assert [text.get_seq_length() for text in cache.texts] == [43, 43]
         want = [model(torch.tensor([[7], [7]]), **{CACHE: one}).logits for one in (deepcopy(cache), cache)]
         assert torch.equal(*want) and not torch.equal(*want[0])
         cache.reset()

@@ -8,17 +8,18 @@ import numpy as np
 import policy_oracle as oracle
 import pytest
 import torch
-from doubled_caches import doubled, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from pairwise import pairs
 from policy_oracle import OracleLayer, Rule, Setting
+from policy_runs import backbone as doubled
+from policy_runs import distinct_texts as tokens
 from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.releases import CACHE
-from locret_kit.cache.geometry.schedule import Schedule
+from locret_kit.cache.due import Schedule
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling, decode, prefill
 
@@ -143,45 +144,71 @@ def test_window_layers_hold_their_window(family, chunk, local_len, piece):
     assert (got - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("length", [1, 3, 24, 25])
-def test_short_prompts_lose_nothing(length):
-    model = backbone("llama")
-    cache = BoundedCache(
-        25, "locret", tiny_heads(model, 32), chunk=4, prompt_length=length, stabilizers=6, local_len=10
-    )
-    ids = tokens(length)
-    with attach(model):
-        got = prefill(model, ids[0].tolist(), cache)
-    assert held(cache)[2][1] == list(range(length))
-    assert cache.counters.evictions == 0
-    assert (got - model(input_ids=ids).logits[0, -1]).abs().max() < 1e-4
+class LayerCounts:
+    """A layer's numbers without its rows."""
 
-
-def test_full_policy_grows_past_its_budget():
-    model = backbone("llama")
-    ids = tokens(60)
-    for known in (60, None):
-        cache = BoundedCache(8, "full", chunk=7, prompt_length=known)
-        with attach(model):
-            got = prefill(model, ids[0].tolist(), cache)
-        assert cache.kept_rows == [60] * 3
-        assert (got - model(input_ids=ids).logits[0, -1]).abs().max() < 1e-4
-
-
-@given(n=st.integers(1, 60), budget=st.integers(1, 20), chunk=st.integers(1, 30), local=st.integers(0, 19))
-def test_schedule_never_leaves_the_buffers(n, budget, chunk, local):
-    schedule = Schedule(budget, chunk, 0, min(local, budget - 1), n)
     seen = rows = 0
-    while seen < n:
-        step = schedule.until_boundary(seen)
-        assert 1 <= step <= chunk
-        seen, rows = seen + step, rows + step
-        assert rows <= schedule.capacity
-        keep = schedule.keep_at(seen, rows)
-        if keep is not None:
-            assert keep < rows
-            rows = keep
-    assert seen == n and rows == min(n, budget)
+
+    def __init__(self, capacity, window=None, chunked=False, grows=False):
+        self.capacity, self.window, self.chunked, self.grows = capacity, window, chunked, grows
+
+
+def boundary(schedule, seen):
+    """Locret, algorithm 1: whether a block ends after so many tokens of the prompt."""
+    return seen % schedule.chunk == 0 or seen == schedule.body
+
+
+def keeps(schedule, seen, rows):
+    """Rows after so many tokens, by definition."""
+    s, n = schedule, schedule.prompt_length
+    if n is None:
+        cut = s.budget if seen % s.chunk == 0 else rows
+    elif seen > n:
+        cut = s.budget if s.decode_every and (seen - n) % s.decode_every == 0 else rows
+    elif n <= s.budget or seen > s.body or not boundary(s, seen):
+        cut = rows
+    else:
+        cut = s.budget - (n - s.body) if seen == s.body else s.budget
+    return min(rows, cut)
+
+
+@given(
+    n=st.none() | st.integers(1, 60), budget=st.integers(1, 20), chunk=st.integers(1, 30), local=st.integers(0, 19),
+    every=st.none() | st.integers(1, 30), after=st.booleans(), pieces=st.lists(st.integers(1, 40), min_size=1),
+)  # fmt: skip
+def test_what_is_due_is_what_the_definition_cuts_token_by_token(n, budget, chunk, local, every, after, pieces):
+    every = None if n is None or every is None else min(every, chunk)
+    schedule = Schedule(budget, chunk, 0, min(local, budget - 1), n, every)
+    layer = LayerCounts(budget + chunk)
+    for piece in pieces:
+        while piece:
+            due = schedule.due(layer, budget, piece, after_forward=after)
+            assert 1 <= due.tokens <= piece
+            if due.room is not None:
+                assert layer.rows + due.tokens > layer.capacity and n is not None and layer.seen >= n
+                layer.rows = due.room
+            for token in range(due.tokens):
+                layer.seen, layer.rows = layer.seen + 1, layer.rows + 1
+                assert layer.rows <= layer.capacity
+                kept = keeps(schedule, layer.seen, layer.rows)
+                assert kept == layer.rows or token == due.tokens - 1, "a block crosses an eviction"
+            assert due.keep == (None if kept == layer.rows else kept)
+            assert due.last == (layer.seen == schedule.body)
+            assert schedule.due(layer, budget, 0).keep == due.keep
+            layer.rows, piece = kept, piece - due.tokens
+
+
+@given(window=st.integers(1, 20), chunk=st.integers(1, 30), chunked=st.booleans(), pieces=st.lists(st.integers(1, 40)))
+def test_a_window_holds_what_the_next_block_sees(window, chunk, chunked, pieces):
+    schedule, layer = Schedule(8, chunk), LayerCounts(window if chunked else window - 1 + chunk, window, chunked)
+    for piece in pieces:
+        while piece:
+            due, seen = schedule.due(layer, 0, piece), layer.seen
+            assert due.keep is None and 1 <= due.tokens <= piece
+            layer.rows = layer.rows if due.room is None else min(layer.rows, due.room)
+            wanted = seen % window if chunked else min(seen, window - 1)
+            assert wanted <= layer.rows and layer.rows + due.tokens <= layer.capacity
+            layer.seen, layer.rows, piece = seen + due.tokens, layer.rows + due.tokens, piece - due.tokens
 
 
 def test_settings_out_of_range_are_named():

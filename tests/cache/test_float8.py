@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import KERNELS, REFERENCES, close, poisoned
+from attention_oracle import turned
+from interpreted import BOTH, close, poisoned
 from kernel_runs import model  # noqa: F401  (a fixture)
 from tiny_models import tiny_model
 
@@ -17,8 +18,6 @@ from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.runtime.decoders import GraphDecoder
 from locret_kit.runtime.session import prefill
-
-BOTH = pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
 
 
 def number(code: int) -> float:
@@ -43,8 +42,8 @@ def layer_of(k: torch.Tensor, v: torch.Tensor, room: int = 64) -> BoundedLayer:
 
 @BOTH
 @pytest.mark.parametrize("size", [64, 96])
-@pytest.mark.parametrize("turned", [False, True])
-def test_decoding_over_every_code(functions, size, turned):
+@pytest.mark.parametrize("rotates", [False, True])
+def test_decoding_over_every_code(functions, size, rotates):
     """Heads of different lengths with scales of their own, every finite code among their numbers, against float64."""
     generator, lengths = torch.Generator().manual_seed(0), [5, 90]
     codes = torch.tensor(FINITE)[torch.randint(len(FINITE), (2, 95, size), generator=generator)].to(torch.uint8)
@@ -53,16 +52,12 @@ def test_decoding_over_every_code(functions, size, turned):
     scales, q = torch.tensor([[0.25, 2.0**-7], [4.0, 0.5]]), torch.randn(1, 4, size, generator=generator)
     spans = Spans(torch.tensor([[0, 5]]), torch.tensor([lengths]), 90)
     angle = 6 * torch.randn(90, size // 2, generator=generator).double()
-    turn = Rotation(angle.repeat(1, 2).cos().float(), angle.repeat(1, 2).sin().float()) if turned else None
+    turn = Rotation(angle.repeat(1, 2).cos().float(), angle.repeat(1, 2).sin().float()) if rotates else None
     with poisoned():
         mine = functions["ragged_decode"](q, Float8Rows(*codes, *scales), spans, 2.0**-7, turn, received=True)
     for h, (start, n) in enumerate(zip((0, 5), lengths, strict=True)):
         k, v = (exact[i, start : start + n] * float(scales[i, h]) for i in range(2))
-        if turned:
-            pair = torch.complex(k[:, : size // 2], k[:, size // 2 :]) * torch.polar(
-                torch.ones_like(angle[:n]), angle[:n]
-            )
-            k = torch.cat((pair.real, pair.imag), -1)
+        k = turned(k, angle[:n]) if rotates else k
         weights = (q[0, 2 * h : 2 * h + 2].double() @ k.T * 2.0**-7).softmax(-1)
         torch.testing.assert_close(mine.out_BQD[0, 2 * h : 2 * h + 2].double(), weights @ v, rtol=1e-4, atol=1e-3)
         close(mine.received_BHS[0, h, :n], weights.mean(0).float())
@@ -139,12 +134,3 @@ def test_pieces_files_and_other_texts(tmp_path):
     with attach(backbone), torch.no_grad():
         prefill(backbone, IDS, whole)
     assert whole.clipped == sum(int(rows.codec.clipped.sum()) for rows in whole.bounded)
-
-
-def test_what_is_refused():
-    for bits in (8, 4, 2):
-        said = f"kv_bits={bits} is for heads of one length; those of policy='ada-snapkv' differ: take one whose heads are equal"
-        with pytest.raises(ValueError, match=said):
-            BoundedCache(16, "ada-snapkv", kv_bits=bits)
-    with pytest.raises(ValueError, match="kv_bits=6 must be one of: 8, 4, 2"):
-        BoundedCache(16, "h2o", kv_bits=6)

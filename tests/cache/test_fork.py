@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from policy_runs import POLICIES, backbone, held, make, tokens, turn
+from policy_runs import POLICIES, backbone, held, logits_of, make, tokens, turn
 
 from locret_kit import attach
 from locret_kit.backbones.releases import CACHE
@@ -16,10 +16,8 @@ from locret_kit.cache.bounded import CannotFork
 from locret_kit.runtime.session import prefill
 
 
-def logits_after(model, cache, ids) -> torch.Tensor:
-    out = [prefill(model, ids, cache)]
-    out += [model(input_ids=torch.tensor([[7]]), **{CACHE: cache}).logits[0, -1].float() for _ in range(3)]
-    return torch.stack(out)
+def logits_after(cache, ids) -> torch.Tensor:
+    return logits_of(cache, ids, [7, 7, 7])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -33,7 +31,7 @@ def test_a_fork_goes_on_as_a_fresh_run(policy):
         for seed in (1, 2):
             fork, fresh = common.fork(90), make(policy, length=90, positions=positions)
             ids = document + tokens(25, seed=seed)
-            assert torch.equal(logits_after(model, fork, ids), logits_after(model, fresh, ids))
+            assert torch.equal(logits_after(fork, ids), logits_after(fresh, ids))
             assert held(fork) == held(fresh) and fork.counters.evictions == fresh.counters.evictions
             assert held(common) == before
 
@@ -44,9 +42,9 @@ def test_a_fork_of_a_quantised_cache():
         common = make("h2o", 100, length=None, kv_bits=4)
         prefill(model, document, common)
         ids = document + tokens(18, seed=1)
-        fresh = logits_after(model, make("h2o", 100, length=200, kv_bits=4), ids)
-        assert torch.equal(logits_after(model, common.fork(200), ids), fresh)
-        assert not torch.equal(logits_after(model, make("h2o", 100, length=200), ids), fresh)
+        fresh = logits_after(make("h2o", 100, length=200, kv_bits=4), ids)
+        assert torch.equal(logits_after(common.fork(200), ids), fresh)
+        assert not torch.equal(logits_after(make("h2o", 100, length=200), ids), fresh)
 
 
 def test_a_fork_of_a_quantised_cache_to_a_shorter_prompt():
@@ -76,14 +74,14 @@ def test_a_fork_of_a_one_shot_cache_evicts_once(policy):
         prefill(model, document, common)
         ids = document + tokens(25, seed=1)
         fork, fresh = common.fork(90), make(policy, length=90, one_shot=True)
-        assert torch.equal(logits_after(model, fork, ids), logits_after(model, fresh, ids))
+        assert torch.equal(logits_after(fork, ids), logits_after(fresh, ids))
         assert held(fork) == held(fresh) and fork.counters.evictions == fresh.counters.evictions == 1
         longer, ids = make(policy, length=100, one_shot=True), document + tokens(35, seed=2)
         if "nacl" in policy:  # a share of the prompt's queries
             with pytest.raises(CannotFork, match="9 queries are kept here, and 10 in a prompt of that length"):
                 common.fork(100)
         else:
-            assert torch.equal(logits_after(model, common.fork(100), ids), logits_after(model, longer, ids))
+            assert torch.equal(logits_after(common.fork(100), ids), logits_after(longer, ids))
         with pytest.raises(ValueError, match="one_shot=True needs prompt_length"):
             common.fork(None)
 

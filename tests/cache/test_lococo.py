@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attention_oracle import turned
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_runs import backbone, make, recorded, tokens
@@ -168,9 +169,7 @@ def test_a_run_is_the_definition(base, positions, pool):
             assert rows.head("positions", h).tolist() == list(slots)
             got = rows.head("keys", h)
             if positions == "original":
-                angle = torch.tensor(list(slots))[:, None] * cache.context.ropes[layer].inv_freq.double()
-                low, high = got.chunk(2, -1)
-                got = torch.cat((low * angle.cos() + high * angle.sin(), high * angle.cos() - low * angle.sin()), -1)
+                got = turned(got, -torch.tensor(list(slots))[:, None] * cache.context.ropes[layer].inv_freq.double())
             np.testing.assert_allclose(got, [k for k, _ in slots.values()], rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(rows.head("values", h), [v for _, v in slots.values()], rtol=1e-5, atol=1e-5)
     assert merged > 40

@@ -7,11 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from attention_oracle import turned
 from hypothesis import given
 from hypothesis import strategies as st
 from live_bytes import LiveBytes
 from policy_runs import LENGTH, backbone, make, recorded
-from strangers import stranger
+from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.handler import Softmax
@@ -131,14 +132,6 @@ def test_similarities_never_exist_at_once():
 # ---- runs, replayed ---------------------------------------------------------------------------------------------------------
 
 
-def turned(keys: np.ndarray, positions, inv_freq: np.ndarray) -> np.ndarray:
-    """Keys [n, D] rotated for their positions, half-split, in float64."""
-    angle = np.asarray(positions, dtype=float)[:, None] * inv_freq
-    half = len(inv_freq)
-    low, high = keys[:, :half], keys[:, half:]
-    return np.concatenate([low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)], -1)
-
-
 @pytest.mark.parametrize("policy", MERGING)
 def test_a_run_is_the_definition(policy):
     """After chunked prefill and evictions while decoding, every row of every head is what the loops make of the tokens."""
@@ -174,7 +167,8 @@ def test_a_run_is_the_definition(policy):
             assert rows.head("positions", h).tolist() == list(slots)
             want = np.array([key for key, _, _ in slots.values()])
             if positions == "original":
-                want = turned(want, list(slots), cache.context.ropes[layer].inv_freq.double().numpy())
+                angle = torch.tensor(list(slots)).double()[:, None] * cache.context.ropes[layer].inv_freq
+                want = turned(torch.from_numpy(want), angle)
             np.testing.assert_allclose(rows.head("keys", h), want, rtol=1e-4, atol=1e-4)
             np.testing.assert_allclose(rows.head("values", h), [v for _, v, _ in slots.values()], rtol=1e-4, atol=1e-4)
             np.testing.assert_allclose(
@@ -202,6 +196,6 @@ def test_bfloat16_rounds_once():
 
 
 def test_keys_that_come_rotated_are_refused():
-    model = stranger("gptj")
+    model = tiny_model("gptj", num_key_value_heads=6, rotary_dim=4)
     with attach(model), pytest.raises(UnsupportedArchitecture, match="rotates queries and keys in a way"):
         model(input_ids=torch.tensor([[1, 2]]), **{CACHE: BoundedCache(4, "merge", chunk=4)})

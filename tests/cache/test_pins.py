@@ -10,19 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_runs import EVICTING, LENGTH, backbone, held, make, tokens, turn
+from policy_runs import EVICTING, LENGTH, backbone, held, logits_of, make, tokens, turn
 from slot_layers import SELECTIONS, layers_of_slots, slots_of
-from tape import TapedDecoder
+from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 
 from locret_kit import attach
 from locret_kit.backbones.releases import CACHE
-from locret_kit.cache import context, step
-from locret_kit.cache.backend import BACKENDS
+from locret_kit.cache import step
 from locret_kit.policies.allocation import Adaptive
 from locret_kit.policies.base import Scope, Score, Uniform, rank_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.policy import WHOLE, Policy, raised, rounded
-from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 PINS = ((0, 3), (19, 22), (40, 41), (70, 72))
@@ -63,15 +61,9 @@ def watched(monkeypatch, pins):
 
 def read(cache, pins=(), steps: int = 20, ids=None):
     """Logits after the prompt and after each decoded token, of a cache that has the pins before it reads."""
-    model, ids = backbone(), ids or tokens()
     for pin in pins:
         cache.pin(*pin)
-    with attach(model), torch.no_grad():
-        out = [prefill(model, ids, cache)]
-        for n in range(steps):
-            piece = torch.tensor([[5 + n]])
-            out.append(model(input_ids=piece, **{CACHE: cache}).logits[0, -1].float())
-    return torch.stack(out)
+    return logits_of(cache, ids or tokens(), range(5, 5 + steps))
 
 
 def roomy(policy: str, **rest):
@@ -170,14 +162,12 @@ def test_budgets_are_raised(data, heads, unit):
 @pytest.mark.parametrize("policy", ["merge-locret", "merge(base=ada-locret)", "merge(base=snapkv(6,3),metric=l2)"])
 def test_pinned_slots_take_nothing_over(policy):
     """Where slots are merged, the keys and values of pinned text are those that were read; others change."""
-    model, ids = backbone(), tokens()
     merged, full = make(policy), make("full")
     # In layer 0 keys and values follow from the token and its position alone.
     for pin in PINS:
         merged.pin(*pin)
-    with attach(model), torch.no_grad():
-        for cache in (merged, full):
-            prefill(model, ids, cache)
+    for cache in (merged, full):
+        logits_of(cache, tokens())
     mine, theirs = merged.bounded[0], full.bounded[0]
     changed = 0
     for h in range(2):
@@ -254,14 +244,9 @@ def test_forks_copies_and_resets(policy):
         assert torch.equal(read(one, ids=text), read(again, ids=text)) and held(one) == held(again)
 
 
-@pytest.fixture
-def on_the_reference(monkeypatch):
-    """A tape sees PyTorch's operators alone, as a graph sees kernels: a compiled call on a CPU is neither."""
-    monkeypatch.setattr(context, "backend_for", lambda *args: BACKENDS["reference"])
-
-
+@pytest.mark.usefixtures("on_the_reference")
 @pytest.mark.parametrize("policy", ["h2o", "tova", "nacl(proxies=5)", "locret"])
-def test_fixed_shapes(policy, on_the_reference):
+def test_fixed_shapes(policy):
     """Decoding with fixed shapes evicts as dynamic decoding does, and follows pins that come between two tokens."""
     model, logits = backbone(), []
     for form in (TapedDecoder, None):

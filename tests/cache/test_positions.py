@@ -6,14 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_runs import logits_of
 from tiny_models import tiny_model
 
-from locret_kit.backbones.intercept import attach
-from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.rope import rotate, rotate_lean
 from locret_kit.cache.bounded import BoundedCache
-from locret_kit.cache.geometry.rotation import Positions
-from locret_kit.runtime.session import prefill
+from locret_kit.cache.rotation import Positions
 
 
 @given(st.data())
@@ -36,10 +34,7 @@ def logits(model, ids, policy, positions, **kw):
     cache = BoundedCache(
         12, policy, chunk=8, prompt_length=len(ids), stabilizers=3, local_len=2, positions=positions, **kw
     )
-    with attach(model):
-        out = prefill(model, ids, cache)
-        nxt = model(input_ids=torch.tensor([[5]]), **{CACHE: cache}, logits_to_keep=1).logits[0, -1]
-    return torch.stack((out, nxt.float()))
+    return logits_of(cache, ids, [5], model)
 
 
 @pytest.mark.parametrize("policy", ["random", "h2o", "snapkv(window=3)", "ada-snapkv(window=3)", "compactor"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from policy_runs import LENGTH, SMALL, backbone, held, make, tokens
+from policy_runs import LENGTH, SMALL, backbone, held, logits_of, make, tokens
 from recall_oracle import OurBlocks, PublishedInfLLM, recorded
 
 from locret_kit import attach
@@ -24,21 +24,13 @@ from locret_kit.settings import RunSettings
 BASES = ["locret", "h2o", "ada-locret"]
 
 
-def logits(policy: str, length: int = LENGTH, steps: int = 12, **rest) -> torch.Tensor:
-    """Logits ``[1 + steps, V]`` after a prompt and after each of ``steps`` more tokens."""
-    cache, model = make(policy, length=length, **rest), backbone()
-    with attach(model), torch.no_grad():
-        found = [prefill(model, tokens(length), cache)]
-        for token in tokens(steps, seed=1):
-            found.append(model(input_ids=torch.tensor([[token]]), **{CACHE: cache}).logits[0, -1].float())
-    return torch.stack(found)
-
-
 @pytest.mark.parametrize(("positions", "apart"), [("original", 0), ("compact", 32), ("clipped(20)", 0)])
 def test_what_was_evicted_is_read_as_if_it_had_stayed(positions: str, apart: int) -> None:
     policy = f"locret recall=blocks(size=4,take=99,local=0,apart={apart})"
-    wanted = logits("full", positions=positions)
-    torch.testing.assert_close(logits(policy, positions=positions), wanted, rtol=1e-5, atol=1e-5)
+    found, wanted = (
+        logits_of(make(one, positions=positions), tokens(), tokens(12, seed=1)) for one in (policy, "full")
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -119,11 +111,10 @@ def test_named_policies() -> None:
 
 def test_the_plan_is_the_buffers() -> None:
     policy = parse_policy("locret recall=blocks(size=4,take=2)")
-    cache, model = make(policy), backbone()
-    with attach(model), torch.no_grad():
-        prefill(model, tokens(), cache)
+    cache = make(policy)
+    logits_of(cache, tokens())
     setting = Setting(LENGTH, RunSettings(budget=24, **SMALL), dtype="float32", policy=policy)
-    spec = spec_of(model.config)
+    spec = spec_of(backbone().config)
     # The tiny backbone is in float64: numbers of keys and values are twice as wide as planned, all others are as they are.
     numbers = 2 * spec.head_dim * spec.n_kv_heads * spec.n_layers
     assert cache.host_nbytes == 2 * store_bytes(spec, setting) == 8 * numbers * 84

@@ -207,15 +207,10 @@ def test_a_pool_in_a_folder_is_not_looked_for(tmp_path):
 # ---- another model, tokenizer, heads, rotation or policy ---------------------------------------------------------------
 
 
-def written(tmp_path: Path, name: str) -> Path:
-    path = tmp_path / "text.locret"
-    path.write_bytes(base(name))
-    return path
-
-
 def test_another_model_tokenizer_or_heads_are_refused_with_the_first_difference(tmp_path):
     model, tokenizer, heads = parts("llama")
-    path = written(tmp_path, "bits")
+    path = tmp_path / "text.locret"
+    path.write_bytes(base("bits"))
     others = {
         "model.weights": (tiny_model("llama", seed=1, vocab_size=400).double(), tokenizer, heads),
         "model.config.rms_norm_eps: 1e-06 in the file, 0.001 here": (

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from policy_runs import backbone, held, make, tokens
+from policy_runs import backbone, held, logits_of, make, tokens
 from tiny_models import tiny_model
 
 from locret_kernels.sparse_attend import Blocks
@@ -209,10 +209,8 @@ def test_everything_chosen_is_dense_attention(policy):
     """Beside evictions, in heads of one length and of their own."""
     caches = []
     for text in (policy, f"{policy} sparse=antidiagonal(1.0,2,8)", f"{policy} sparse=vertical-slash"):
-        cache, model = make(text, budget=40, length=150, chunk=50), backbone()
-        with attach(model), torch.no_grad():
-            prefill(model, tokens(150), cache)
-        caches.append(cache)
+        caches.append(make(text, budget=40, length=150, chunk=50))
+        logits_of(caches[-1], tokens(150))
     assert held(caches[1]) == held(caches[2]) == held(caches[0]) and caches[0].counters.evictions > 1
     assert caches[0].counters.computed_share is None and caches[2].counters.computed_share == 1
 
@@ -220,8 +218,7 @@ def test_everything_chosen_is_dense_attention(policy):
 def test_layers_with_a_window_are_dense():
     model = tiny_model("gemma3").double()
     cache = make("xattention(0.3,2,4)", length=60, family="gemma3")
-    with attach(model), torch.no_grad():
-        prefill(model, tokens(60), cache)
+    logits_of(cache, tokens(60), model=model)
     full = sum(window is None for window in cache.context.spec.windows)
     heads_ = text_config(model).num_attention_heads
     chunks = [(13, 13), (13, 26), (13, 39), (13, 52), (3, 55), (5, 60)]
@@ -246,8 +243,7 @@ def test_patterns_are_read_for_a_backbone_and_never_for_a_file(tmp_path):
     file.write_text(json.dumps([{}] * 3))
     policy = f"minference(patterns={file})"
     cache = make(policy, length=30)
-    with attach(model), torch.no_grad():
-        prefill(model, tokens(30), cache)
+    logits_of(cache, tokens(30))
     save_cache(cache, tmp_path / "a.locret")
     with pytest.raises(ValueError, match="has its patterns in a file of the machine that wrote it: pass policy="):
         load_cache(tmp_path / "a.locret", model)

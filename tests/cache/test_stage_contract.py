@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from policy_runs import tokens
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
@@ -35,10 +36,6 @@ class Diary(Stage):
         assert slots.valid.shape == stay_BHS.shape and not (stay_BHS & ~slots.valid).any()
         assert int(stay_BHS.sum(-1).max()) <= rows.rows
         self.kept.append(slots.positions[stay_BHS])
-
-
-def tokens(length: int) -> list[int]:
-    return torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

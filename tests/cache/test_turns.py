@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from doubled_caches import doubled, tokens
 from pairwise import pairs
+from policy_runs import backbone, distinct_texts
 from tiny_heads import tiny_heads
 
 from locret_kit import BoundedCache, attach
@@ -24,7 +24,7 @@ def positions(cache: BoundedCache) -> list[list[int]]:
 @pytest.mark.parametrize(("policy", "family", "decode_every"), pairs(POLICIES, ["llama", "gemma3"], [None, 5]))
 @torch.no_grad()
 def test_one_piece_equals_token_by_token(monkeypatch, policy, family, decode_every):
-    model, ids = doubled(family), tokens(130, seed=5)
+    model, ids = backbone(family), distinct_texts(130, seed=5)
     heads = tiny_heads(model, 32) if policy == "locret" else None
     calls, one = [], read_block
     monkeypatch.setattr(

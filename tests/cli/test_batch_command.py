@@ -28,7 +28,7 @@ LINES = [
 ]
 SINGLES = [
     (LINES[0]["prompt"],),
-    (LINES[1]["text"], "--question", "What is the key?", "max_new_tokens=3"),
+    (LINES[1]["text"], "--question", "What is the key?", "--max-new-tokens", "3"),
     (LINES[2]["text"], "--question", "Who?", "--temperature", "0.9", "--top-p", "0.8", "--seed", "3"),
     (LINES[3]["prompt"], "--temperature", "1.5", "--seed", "4"),
 ]
@@ -69,9 +69,8 @@ def singles(heads, tmp_path_factory) -> list[dict]:
     report = tmp_path_factory.mktemp("single") / "report.json"
     found = []
     for text, *options in SINGLES:
-        asked = dict(option.split("=") for option in options if "=" in option)
-        sizes = ["--max-new-tokens", asked["max_new_tokens"]] if asked else list(BASE[-2:])
-        words = ["--ckpt", heads, *BASE[:-2], *sizes, *(o for o in options if "=" not in o), "--report", str(report)]
+        base = BASE[:-2] if "--max-new-tokens" in options else BASE
+        words = ["--ckpt", heads, *base, *options, "--report", str(report)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8"))
             assert main([*words, "--quiet"]) == 0

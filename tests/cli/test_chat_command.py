@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import stat
 import sys
@@ -39,14 +38,12 @@ def backbone(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def piped(backbone, monkeypatch, capsys):
+def piped(backbone, command):
     """Run the command over lines of stdin; ``(status, stdout, stderr)``."""
 
     def run(said: str | bytes, *words: str, policy: str = "h2o") -> tuple[int, str, str]:
-        data = said.encode() if isinstance(said, str) else said
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-        status = main(["--model", backbone, "--policy", policy, *SETTINGS, "--max-new-tokens", "6", *words])
-        return status, *capsys.readouterr()
+        given = ["--model", backbone, "--policy", policy, *SETTINGS, "--max-new-tokens", "6", *words]
+        return command(main, *given, stdin=said)
 
     return run
 

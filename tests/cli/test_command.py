@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from locret_kit.backbones import tested
-from locret_kit.cli import chat, eval, plan, publish, train
 from locret_kit.cli.command import command
 from locret_kit.hub import OneRetryLine
 
@@ -110,22 +109,6 @@ def test_a_stream_that_was_closed_reads_and_writes_nothing(closed, said):
         ["bash", "-c", line], capture_output=True, text=True, env={**HERE, "PYTHONIOENCODING": "ascii"}
     )
     assert (done.returncode, done.stdout) == (0, said), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("main", "name", "argv"),
-    [
-        (train.main, "locret-train", ["recipe=nowhere"]),
-        (plan.main, "locret-plan", ["--model", "nowhere", "--gpu-memory", "24GiB"]),
-        (eval.main, "locret-eval", ["task=[passkey]"]),
-        (chat.main, "locret-chat", ["nowhere.locret"]),
-        (publish.main, "locret-publish", ["nowhere", "me/x", "--dry-run"]),
-    ],
-)
-def test_the_commands_say_who_they_are(capsys, main, name, argv):
-    assert main(argv) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(f"{name}: ") and err.count("\n") == 1
 
 
 def test_the_package_lists_the_commands_that_are_installed(capsys):

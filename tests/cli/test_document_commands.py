@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -43,15 +42,12 @@ def place(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def use(place, tmp_path, monkeypatch, capsys):
+def use(place, tmp_path, monkeypatch, command):
     """Run a command in the folder of the backbone: ``(status, stdout, stderr)``. {out} is a folder of the test's own."""
     monkeypatch.chdir(place)
 
-    def run(command: str, *words: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
-        status = COMMANDS[command]([word.replace("{out}", str(tmp_path)) for word in words])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
+    def run(name: str, *words: str, stdin: str = "") -> tuple[int, str, str]:
+        return command(COMMANDS[name], *(word.replace("{out}", str(tmp_path)) for word in words), stdin=stdin)
 
     return run
 
@@ -180,20 +176,8 @@ def test_a_policy_that_sees_the_question_says_what_it_repeats(use):
 def page(request, use, tmp_path) -> tuple[Document, str]:
     """A document, and its page; the heads keep as many tokens, and not as many."""
     (tmp_path / "evil.txt").write_text(TEXT * 3 + EVIL + TEXT)
-    words = (
-        "-o",
-        "{out}/b.locret",
-        "--ckpt",
-        "heads",
-        "--policy",
-        request.param,
-        "--title",
-        EVIL,
-        *RUN,
-        "--dtype",
-        "float32",
-    )
-    assert use("read", "{out}/evil.txt", *words)[0] == 0
+    words = ("-o", "{out}/b.locret", "--ckpt", "heads", "--policy", request.param, "--title", EVIL, *RUN)
+    assert use("read", "{out}/evil.txt", *words, "--dtype", "float32")[0] == 0
     assert use("kept", "{out}/b.locret", "-o", "{out}/page.html") == (0, "", "")
     model, tokenizer = load_backbone("backbone", dtype="float32")
     heads = RetainingHeads.from_pretrained("heads") if request.param == "locret" else None

@@ -29,7 +29,6 @@ from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +42,10 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-def infer(monkeypatch, capsys, text: str | bytes, *arguments: str) -> tuple[int, str, str]:
-    data = text.encode() if isinstance(text, str) else text
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-    status = main(list(arguments))
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+@pytest.fixture
+def infer(command):
+    """Run the command over a text on stdin."""
+    return lambda text, *words: command(main, *words, stdin=text)
 
 
 def test_a_budget_that_cannot_work_is_told():
@@ -74,10 +71,10 @@ def test_the_time_that_a_long_text_takes_is_told_before_it_is_read(monkeypatch):
     assert [duration(seconds) for seconds in (0.4, 99, 720, 12600)] == ["0 s", "99 s", "12 min", "3.5 h"]
 
 
-def test_answers_and_reports(place, tmp_path, monkeypatch, capsys):
+def test_answers_and_reports(place, tmp_path, infer):
     report = tmp_path / "report.json"
     status, out, err = infer(
-        monkeypatch, capsys, TEXT * 4, "--ckpt", str(place / "heads"), "--budget", "48", "--max-new-tokens", "5",
+        TEXT * 4, "--ckpt", str(place / "heads"), "--budget", "48", "--max-new-tokens", "5",
         "--question", "What is it?", "--report", str(report),
     )  # fmt: skip
     assert status == 0, err
@@ -91,23 +88,23 @@ def test_answers_and_reports(place, tmp_path, monkeypatch, capsys):
         assert word in err
 
 
-def test_a_published_bin_takes_its_sizes_from_the_model(place, monkeypatch, capsys):
+def test_a_published_bin_takes_its_sizes_from_the_model(place, infer):
     from locret_kit.heads import state_of
 
     torch.save(state_of(RetainingHeads.from_pretrained(str(place / "heads")), torch.float32), place / "published.bin")
     run = ["--budget=48", "--chunk=32", "--stabilizers=20", "--local-len=0", "--positions=compact", "--quiet"]
     named = ("--ckpt", str(place / "published.bin"), "--model", str(place / "backbone"))
-    answer = infer(monkeypatch, capsys, TEXT * 4, *named, *run)
-    assert answer == infer(monkeypatch, capsys, TEXT * 4, "--ckpt", str(place / "heads"), *run)
-    status, _, err = infer(monkeypatch, capsys, TEXT, "--ckpt", str(place / "published.bin"), "--quiet")
+    answer = infer(TEXT * 4, *named, *run)
+    assert answer == infer(TEXT * 4, "--ckpt", str(place / "heads"), *run)
+    status, _, err = infer(TEXT, "--ckpt", str(place / "published.bin"), "--quiet")
     assert status == 1 and "name it (--model" in err
 
 
-def test_the_same_seed_repeats_and_sampling_differs(place, monkeypatch, capsys):
+def test_the_same_seed_repeats_and_sampling_differs(place, infer):
     run = ["--ckpt", str(place / "heads"), "--budget", "64", "--max-new-tokens", "12", "--quiet"]
-    greedy = infer(monkeypatch, capsys, TEXT, *run)[1]
-    assert greedy == infer(monkeypatch, capsys, TEXT, *run)[1]
-    hot = [infer(monkeypatch, capsys, TEXT, *run, "--temperature", "2", "--seed", str(seed))[1] for seed in (1, 1, 2)]
+    greedy = infer(TEXT, *run)[1]
+    assert greedy == infer(TEXT, *run)[1]
+    hot = [infer(TEXT, *run, "--temperature", "2", "--seed", str(seed))[1] for seed in (1, 1, 2)]
     assert hot[0] == hot[1] != hot[2]
 
 
@@ -137,7 +134,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "flags", "said"), BAD, ids=[said for _, _, said in BAD])
-def test_bad_input_is_one_line(place, monkeypatch, capsys, text, flags, said):
+def test_bad_input_is_one_line(place, infer, text, flags, said):
     whole = place / "whole.pt"
     if not whole.exists():
         RetainingHeads.from_pretrained(str(place / "heads")).save_pretrained(whole)
@@ -148,12 +145,11 @@ def test_bad_input_is_one_line(place, monkeypatch, capsys, text, flags, said):
     flags = [flag.replace("{place}", str(place)) for flag in flags]
     if "--ckpt" not in flags:
         flags = ["--ckpt", str(place / "heads"), *flags]
-    status, out, err = infer(monkeypatch, capsys, text, *flags, "--quiet")
+    status, out, err = infer(text, *flags, "--quiet")
     assert (status, out) == (1, "")
     assert len(err.strip().splitlines()) == 1 and err.startswith("locret-infer: ") and said in err, err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_path_that_heads_name_is_found_by_its_last_part(place):
     """A document names no more of it."""
     assert choose(str(place / "heads"), "backbone", None, None).backbone == str(place / "backbone")
@@ -165,19 +161,20 @@ def test_heads_are_no_backbone(place):
         load_config(str(place / "heads"))
 
 
-def test_a_device_that_is_not_there(place, monkeypatch, capsys):
-    status, _, err = infer(monkeypatch, capsys, "text", "--ckpt", str(place / "heads"), "--device", "cuda", "--quiet")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there(place, infer):
+    status, _, err = infer("text", "--ckpt", str(place / "heads"), "--device", "cuda", "--quiet")
     assert (status, err) == (1, "locret-infer: device='cuda': PyTorch sees no CUDA device here\n")
 
 
-def test_the_library_runs_with_what_the_heads_were_published_with(place, tmp_path, monkeypatch, capsys):
+def test_the_library_runs_with_what_the_heads_were_published_with(place, tmp_path, infer):
     from transformers import AutoTokenizer
 
     from locret_kit import BoundedCache, attach
 
     report = tmp_path / "report.json"
     flags = ("--ckpt", str(place / "heads"), "--budget", "40", "--max-new-tokens", "8", "--dtype", "float32")
-    status, out, _ = infer(monkeypatch, capsys, TEXT * 4, *flags, "--report", str(report))
+    status, out, _ = infer(TEXT * 4, *flags, "--report", str(report))
     heads = RetainingHeads.from_pretrained(str(place / "heads"))
     model = AutoModelForCausalLM.from_pretrained(place / "backbone", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(place / "backbone")
@@ -191,12 +188,12 @@ def test_the_library_runs_with_what_the_heads_were_published_with(place, tmp_pat
     assert tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True) == out.rstrip("\n")
 
 
-def test_positions_beyond_the_window_are_said(place, monkeypatch, capsys):
+def test_positions_beyond_the_window_are_said(place, infer):
     text, flags = TEXT * 30, ("--ckpt", str(place / "heads"), "--max-new-tokens", "1", "--quiet")
     for more in (("--policy", "full"), ("--positions", "original", "--budget", "40")):
-        status, _, err = infer(monkeypatch, capsys, text, *flags, *more)
+        status, _, err = infer(text, *flags, *more)
         assert status == 0 and "beyond the backbone's window of 2048" in err and err.count("\n") == 1, err
-    assert infer(monkeypatch, capsys, text, *flags, "--budget", "40")[2] == ""
+    assert infer(text, *flags, "--budget", "40")[2] == ""
 
 
 def test_a_closed_pipe_is_an_error_without_a_traceback(place, tmp_path, monkeypatch):
@@ -215,14 +212,14 @@ def test_a_closed_pipe_is_an_error_without_a_traceback(place, tmp_path, monkeypa
     assert "stdout was closed" in said and "Traceback" not in said, said
 
 
-def test_heads_run_the_policy_that_they_were_published_with(place, tmp_path, monkeypatch, capsys):
+def test_heads_run_the_policy_that_they_were_published_with(place, tmp_path, infer):
     heads = RetainingHeads.from_pretrained(str(place / "heads"))
     inference = {**heads.config.inference, "policy": "kvcrush(base=locret)"}
     heads.config = replace(heads.config, inference=inference)
     heads.save_pretrained(str(tmp_path / "heads"))
     for flags, policy in (([], inference["policy"]), (["--policy", "h2o", "--stabilizers", "3"], "h2o")):
         status, _, err = infer(
-            monkeypatch, capsys, TEXT, "--ckpt", str(tmp_path / "heads"), "--budget", "40", "--max-new-tokens", "2",
+            TEXT, "--ckpt", str(tmp_path / "heads"), "--budget", "40", "--max-new-tokens", "2",
             "--report", str(tmp_path / "report.json"), *flags,
         )  # fmt: skip
         assert status == 0, err

@@ -6,10 +6,16 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from demo_server import served
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from demo_server import WORDS
+from serve_process import Command
 
 
 @pytest.fixture(scope="session")
-def url():
-    with served() as address:
-        yield address
+def url(tmp_path_factory):
+    command = Command(tmp_path_factory.mktemp("served"), *WORDS)
+    try:
+        yield command.ready()
+    finally:
+        command.process.terminate()
+        command.process.wait(60)

@@ -39,10 +39,8 @@ def test_the_block_of_the_page_runs(tmp_path, monkeypatch):
 @pytest.mark.parametrize("wrap", [lambda press: press, kvpress.KeyRerotationPress, kvpress.BlockPress])
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # kvpress's own calls
 def test_its_pipeline_answers(wrap):
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(ROOT / BACKBONE),
-        AutoTokenizer.from_pretrained(ROOT / BACKBONE),
-    )
+    model = AutoModelForCausalLM.from_pretrained(ROOT / BACKBONE)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / BACKBONE)
     ask = pipeline("kv-press-text-generation", model=model, tokenizer=tokenizer)
     press = wrap(LocretPress(0.5, str(ROOT / HEADS)))
     with arguments_for_kvpress(model):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import time
 
 import httpx
 import pytest
+from serve_process import free_port
 
 SILENCE = 10
 CONFIG = """daemon off; master_process off; pid {folder}/nginx.pid; error_log {folder}/error.log;
@@ -34,9 +34,7 @@ def long_text(begin: int) -> str:
 @pytest.fixture
 def proxy(url, tmp_path):
     """The address of an nginx before the server."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     config = CONFIG.format(folder=tmp_path, port=port, silence=SILENCE, url=url)
     (tmp_path / "nginx.conf").write_text(config)
     nginx = subprocess.Popen(["nginx", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import time
-from collections.abc import Callable
 
 import httpx
 import psutil
 import pytest
 from demo_server import WORDS
+from http_bodies import chat, sent, until
+from serve_process import free_port
 
 os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -26,9 +25,7 @@ from locret_kit.serving.ray import app, lacking
 @pytest.fixture(scope="module")
 def front():
     """The address of two replicas."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"port": port})
@@ -60,29 +57,17 @@ def count(name: str) -> float:
     return sum(figures[f"locret_{name}"] for figures in servers().values())
 
 
-def until(true: Callable[[], bool], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.2)
-
-
-def ask(front: str, messages: list, **fields: object) -> httpx.Response:
-    body = {"messages": messages, "max_tokens": 12, "temperature": 0, **fields}
-    return httpx.post(f"{front}/v1/chat/completions", json=body, timeout=300)
-
-
 def test_a_replica_dies_between_two_turns(front):
     messages = [{"role": "user", "content": f"{'The harbour was quiet. ' * 100} What is the capital of France?"}]
-    until(lambda: len(servers()) == 2)
+    until(lambda: len(servers()) == 2, 120)
     for turn in range(4):
         if turn == 2:
             max(servers().items(), key=lambda one: one[1]["locret_requests_total"])[0].parent().kill()
-        answer = ask(front, messages)
+        answer = chat(front, messages, max_tokens=12)
         assert answer.status_code == 200, answer.text
         said = answer.json()["choices"][0]["message"]["content"]
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"And then? ({turn})"}]
-    until(lambda: len(servers()) == 2)
+    until(lambda: len(servers()) == 2, 120)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -91,14 +76,8 @@ def test_clients_that_leave_are_noticed(front, stream):
     text = " ".join(f"In {1000 + i} the town had {i * i % 977} houses." for i in range(3000))
     body = {"messages": [{"role": "user", "content": f"{stream} {text}"}], "max_tokens": 500, "stream": stream}
     data = json.dumps(body).encode()
-    host, port = front.removeprefix("http://").split(":")
-    clients = [socket.create_connection((host, int(port))) for _ in range(4)]
-    for client in clients:
-        client.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n" % len(data) + data
-        )
-    until(lambda: count("requests_running") >= 1 and count("requests_running") + count("requests_waiting") >= 4)
+    clients = [sent(front, "/v1/chat/completions", data) for _ in range(4)]
+    until(lambda: count("requests_running") >= 1 and count("requests_running") + count("requests_waiting") >= 4, 120)
     cancelled = count("cancelled_total")
     for client in clients:
         client.close()

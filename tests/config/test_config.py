@@ -70,6 +70,8 @@ def test_strings_are_taken_as_they_are():
         ("base: [paper]", "base=['paper'] in recipe 'mine' must be a recipe's name"),
         ("choose: [heads.init]", "choose=['heads.init'] in recipe 'mine' must be a list of some of: heads.d_hidden, "),
         ("- a\n- b", "must hold sections of key: value"),
+        ("heads: {form: sink}", "heads.form in recipe 'mine' is no option any more"),
+        ("trains: end_to_end", "trains=end_to_end in recipe 'mine' is no option any more"),
     ],
 )
 def test_errors_in_a_recipe(tmp_path, text, message):
@@ -127,25 +129,24 @@ def test_what_is_given_by_a_recipe_is_not_chosen():
         ([*TINY, "optim.lr=fast"], "optim.lr=fast must be a number"),
         ([*TINY, "data.weights=[a]"], "data.weights=['a'] must be a list of numbers, such as [1,2], each above 0"),
         ([*TINY, "out=${nowhere}"], "nowhere"),
+        ([*TINY, "optim.lr=nan"], "optim.lr=nan must be a number, above 0"),
+        ([*TINY, "target.kind=logits"], "must be one of: logit, log_prob. Did you mean 'logit'?"),
+        ([*TINY, "data.sources=[]"], "data.sources=[] must be not empty"),
+        ([*TINY, "data.weights=[1,2]"], "data.weights=[1.0, 2.0] must be 1 positive numbers, one for each of data"),
+        ([*TINY, "infer.stabilizers=128"], "infer.stabilizers=128 must be below infer.budget=128"),
+        ([*TINY, "resume=nowhere.ckpt"], "resume=nowhere.ckpt must be 'auto', 'never' or the path of a checkpoint"),
+        ([*TINY, "backbone.device_map=auto", "trainer.strategy=ddp"], "auto spreads one process's backbone, "),
+        ([*TINY, "backbone.gpu_memory=18GiB"], "backbone.gpu_memory=18GiB needs a backbone.device_map, such as auto"),
+        ([*TINY, "trainer.strategy=deepspeed"], "must be one of: auto, ddp, fsdp, deepspeed_stage_2, "),
+        ([*TINY, "data.batch=2"], "optim.accumulate=1 must be a multiple of data.batch=2"),
+        ([*TINY, "target.kind=log_mass"], "target.kind=log_mass is no option any more: tried and left"),
+        ([*TINY, "loss.kind=bce_rank"], "loss.kind=bce_rank is no option any more: loss.kind=NAME with plugin=FILE.py"),
+        ([*TINY, "trains=end_to_end"], "commit 4ec06cb is the last that has it"),
+        ([*TINY, "heads.form=sink"], "heads.form is no option any more"),
     ],
 )
 def test_errors_on_the_command_line(arguments, message):
     _fails(arguments, message)
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("optim.lr=nan", "optim.lr=nan must be a number, above 0"),
-        ("target.kind=logits", "target.kind=logits must be one of: logit, log_prob. Did you mean 'logit'?"),
-        ("data.sources=[]", "data.sources=[] must be not empty"),
-        ("data.weights=[1,2]", "data.weights=[1.0, 2.0] must be 1 positive numbers, one for each of data.sources"),
-        ("infer.stabilizers=128", "infer.stabilizers=128 must be below infer.budget=128"),
-        ("resume=nowhere.ckpt", "resume=nowhere.ckpt must be 'auto', 'never' or the path of a checkpoint"),
-    ],
-)
-def test_bounds(argument, message):
-    _fails([*TINY, argument], message)
 
 
 def test_every_number_has_a_bound():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from live_bytes import FusedAttention, LiveBytes
-from plan_cases import NAMES, backbone, configuration, on_meta
+from plan_cases import backbone, configuration, on_meta
 from planned import setting_of
 from tiny_models import FAMILIES, tiny_model
 
@@ -66,37 +67,17 @@ def test_published_sizes():
     assert round(plan.heads / 1e6) == 606
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_heads_are_those_of_the_model(name):
-    heads = heads_on_meta(configuration(name), 96, torch.bfloat16)
-    assert p.plan_inference(backbone(name), setting_of(999, 64, 32, d_hidden=96)).heads == nbytes(heads)
-
-
-@pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-mqa", "qwen3", "phi3", "mistral-window", "gemma3"])
-def test_cache_bytes_are_those_of_the_cache(family):
-    model = tiny_model(family)
-    kept = BoundedCache(40, "streaming", chunk=24, prompt_length=150, stabilizers=8, local_len=8)
-    with attach(model):
-        prefill(model, range(1, 97), kept)
-    setting = setting_of(150, 40, 24, dtype="float32")
-    assert p.cache_bytes(spec_of(model.config), setting) == kept.nbytes
-
-
 SIZED = ["h2o", "roco", "scissorhands", "tova", "snapkv", "pyramidkv", "nacl", "kvcrush", "full"]
 SIZED += ["h2o reread=passages(6,5,3)"]
 RAGGED = ["ada-snapkv", "ada-pyramid", "score=aas allocation=adaptive"]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("policy", [*SIZED, *RAGGED, "merge"])
-def test_cache_bytes_of_policies(policy, family):
-    assert allocated(policy, family, None) == fit_plan(policy, family, None)
+OTHERS = ["llama-mha", "llama-mqa", "qwen3", "phi3", "mistral-window"]
+CACHES = [*product([*SIZED, *RAGGED, "merge"], ["llama", "gemma3"], [None]), *product(["streaming"], OTHERS, [None])]
 
 
-@pytest.mark.parametrize("bits", [4, 2])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("policy", SIZED)
-def test_cache_bytes_in_few_bits(policy, family, bits):
+@pytest.mark.parametrize(("policy", "family", "bits"), [*CACHES, *product(SIZED, ["llama", "gemma3"], [4, 2])])
+def test_cache_bytes_are_those_of_the_cache(policy, family, bits):
     assert allocated(policy, family, bits) == fit_plan(policy, family, bits) < fit_plan(policy, family, None) * 2
 
 
@@ -137,39 +118,29 @@ def fit_plan(policy: str, family: str, bits: int | None) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "budget", "chunk", "context", "bits"),
+    ("name", "policy", "budget", "chunk", "context", "bits"),
     [
-        ("phi3-mini", 6000, 3072, 13000, 4),
-        ("llama3.1-8b", 16384, 4096, 21000, 2),
-        ("llama3.1-8b", 2048, 12000, 20000, None),  # MLPs in slices
-        ("qwen2.5-7b", 8000, 1024, 10000, None),
-        ("gemma3-270m", 1024, 512, 3000, None),
+        ("phi3-mini", "locret", 6000, 3072, 13000, 4),
+        ("llama3.1-8b", "locret", 16384, 4096, 21000, 2),
+        ("llama3.1-8b", "locret", 2048, 12000, 20000, None),  # MLPs in slices
+        ("qwen2.5-7b", "locret", 8000, 1024, 10000, None),
+        ("gemma3-270m", "locret", 1024, 512, 3000, None),
+        ("llama3.1-8b", "recency prefill_mask=sliding(512)", 6000, 1024, 9000, None),  # a reading picks rows
+        ("llama3.1-8b", "recency prefill_mask=sliding(4096)", 6000, 1024, 9000, None),
     ],
 )
-def test_peak_of_prefill(name, budget, chunk, context, bits, monkeypatch):
+def test_peak_of_prefill(name, policy, budget, chunk, context, bits, monkeypatch):
     """Three layers of the real sizes on the meta device, attention fused and without a mask as on a GPU (`lower_right`)."""
     monkeypatch.setattr("locret_kit.cache.attend.lower_right", lambda *args: None)
-    config = configuration(name, layers=3)
-    model, heads = on_meta(config), heads_on_meta(config, 1024, torch.bfloat16)
+    config, policy = configuration(name, layers=3), parse_policy(policy)
+    model, heads = on_meta(config), heads_on_meta(config, 1024, torch.bfloat16) if policy.needs_heads else None
     with FusedAttention(), LiveBytes() as live:
-        kept = BoundedCache(budget, "locret", heads, chunk=chunk, prompt_length=context, kv_bits=bits)
+        kept = BoundedCache(budget, policy, heads, chunk=chunk, prompt_length=context, kv_bits=bits)
         with attach(model):
             prefill(model, range(context), kept)
-    plan = p.plan_inference(BackboneSizes.of(config), setting_of(context, budget, chunk, kv_bits=bits))
-    assert plan.weights == nbytes(model) and plan.heads == nbytes(heads) and plan.cache == kept.nbytes
-    assert plan.cache + plan.workspace == pytest.approx(live.peak, rel=0.03)
-
-
-@pytest.mark.parametrize("newest", [512, 4096])
-def test_peak_of_prefill_where_a_reading_picks_rows(newest, monkeypatch):
-    monkeypatch.setattr("locret_kit.cache.attend.lower_right", lambda *args: None)
-    config, policy = configuration("llama3.1-8b", layers=3), parse_policy(f"recency prefill_mask=sliding({newest})")
-    model = on_meta(config)
-    with FusedAttention(), LiveBytes() as live:
-        kept = BoundedCache(6000, policy, chunk=1024, prompt_length=9000)
-        with attach(model):
-            prefill(model, range(9000), kept)
-    plan = p.plan_inference(BackboneSizes.of(config), setting_of(9000, 6000, 1024, policy=policy))
+    setting = setting_of(context, budget, chunk, policy=policy, kv_bits=bits)
+    plan = p.plan_inference(BackboneSizes.of(config), setting)
+    assert (plan.weights, plan.heads, plan.cache) == (nbytes(model), nbytes(heads) if heads else 0, kept.nbytes)
     assert plan.cache + plan.workspace == pytest.approx(live.peak, rel=0.03)
 
 

@@ -180,4 +180,4 @@ def test_a_server_is_planned(capsys):
 def test_refusals_are_one_line(arguments, message, capsys):
     assert cli.main(arguments.split()) == 1
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert error.startswith("locret-plan: ") and message in error and error.count("\n") == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from locret_kit.cache.geometry.schedule import Schedule
+from locret_kit.cache.due import Schedule
 from locret_kit.settings import RunSettings
 
 

@@ -183,11 +183,8 @@ def test_protected_text_of_a_conversation(policy, bits):
     asked = RunSettings(budget=110, chunk=32, stabilizers=8, local_len=8, protect=ALL, kv_bits=bits)
     needed = heads if "locret" in policy else None
     chat = Chat(model, tokenizer, settings=asked, policy=policy, heads=needed, system="Be kind.", max_new_tokens=4)
-    opening, before, after = (
-        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n",
-        "<|im_end|>\n<|im_start|>user\n",
-        "<|im_end|>\n<|im_start|>assistant\n",
-    )
+    opening = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
+    before, after = "<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
     markers: list[set[int]] = []
     for number in range(6):
         question = f"What of boat number {number}, which came in with nets when the harbour was quiet?"

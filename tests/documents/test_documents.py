@@ -9,10 +9,9 @@ import pytest
 import torch
 from pairwise import one_of
 from policy_runs import FITTED
-from read_texts import QUESTIONS, REREADING, SETTINGS, kept, parts, read, text_of
+from read_texts import QUESTIONS, REREADING, SETTINGS, heads_for, kept, load, parts, read, text_of
 
 from locret_kit import BoundedCache, Document, attach
-from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.registry import policies
 from locret_kit.runtime.session import generate
 from locret_kit.settings import RunSettings
@@ -30,10 +29,10 @@ def ids_of(tokenizer, text: str, question: str) -> list[int]:
 
 def fresh(family: str, policy: str, text: str, question: str, **settings) -> tuple[list[int], list, torch.Tensor]:
     """Tokens, kept positions and the keys of the first layer, of a run that has seen nothing before."""
-    model, tokenizer, heads = parts(family)
+    model, tokenizer, _ = parts(family)
     ids = ids_of(tokenizer, text, question)
-    needed = heads if parse_policy(policy).needs_heads else None
-    cache = BoundedCache(settings.pop("budget", 24), policy, needed, prompt_length=len(ids), **settings)
+    budget, heads = settings.pop("budget", 24), heads_for(policy, family)
+    cache = BoundedCache(budget, policy, heads, prompt_length=len(ids), **settings)
     tokens = generate_ids(model, tokenizer, ids, cache)
     return tokens, kept(cache), cache
 
@@ -52,11 +51,10 @@ def same(answer, expected) -> bool:
 
 def check_equal(tmp_path, family: str, policy: str, words: int = 160, **settings) -> None:
     """Both questions, each asked of a document and of its file, give what a fresh run gives."""
-    text, (model, tokenizer, heads) = text_of(words), parts(family)
+    text = text_of(words)
     document = read(family, policy, text, **settings)
     document.save(tmp_path / "text.locret")
-    needed = heads if parse_policy(policy).needs_heads else None
-    loaded = Document.load(tmp_path / "text.locret", model, tokenizer, needed)
+    loaded = load(tmp_path / "text.locret", policy, family)
     assert loaded.cache.nbytes <= document.cache.nbytes and kept(loaded.cache) == kept(document.cache)
     for question in QUESTIONS:
         expected = fresh(family, policy, text, question, **settings)
@@ -95,13 +93,13 @@ def test_a_prepared_document_reads_little_more_than_the_question(policy, family)
 
 @pytest.mark.parametrize("policy", ["locret", "ada-snapkv(6,3)"])
 def test_protected_markers_are_pinned_as_in_a_fresh_run(policy, tmp_path):
-    model, tokenizer, heads = parts()
+    model, tokenizer, _ = parts()
     settings = {**SETTINGS, "protect": "first+markers"}
-    document, needed = read("llama", policy, text_of(), **settings), heads if policy == "locret" else None
+    document = read("llama", policy, text_of(), **settings)
     document.save(tmp_path / "text.locret")
-    for one in (document, Document.load(tmp_path / "text.locret", model, tokenizer, needed)):
+    for one in (document, load(tmp_path / "text.locret", policy)):
         ids = ids_of(tokenizer, text_of(), QUESTIONS[0])
-        cache = BoundedCache(RunSettings.of(settings), policy, needed, prompt_length=len(ids))
+        cache = BoundedCache(RunSettings.of(settings), policy, heads_for(policy), prompt_length=len(ids))
         for span in protected_spans(tokenizer, ids, settings["protect"]):
             cache.pin(*span)
         answer = one.ask(QUESTIONS[0], max_new_tokens=6)
@@ -147,14 +145,12 @@ def test_appended_text_is_read_as_if_it_had_been_there(policy, bits):
 @pytest.mark.parametrize("policy", ["locret", "h2o", "ada-locret", "merge", "expected-attention(future=9)"])
 def test_without_its_text_a_document_answers_alike(policy, tmp_path):
     """Rows after the last boundary were read in other pieces: equal to rounding."""
-    text, (model, tokenizer, heads) = text_of(260) + "\n", parts("llama")
+    text = text_of(260) + "\n"
     document = read("llama", policy, text, **SETTINGS)
     document.save(tmp_path / "text.locret", text=False)
     words = (tmp_path / "text.locret").read_bytes()
     assert b"harbour" not in words and b"document.ids" not in words
-    loaded = Document.load(
-        tmp_path / "text.locret", model, tokenizer, heads if parse_policy(policy).needs_heads else None
-    )
+    loaded = load(tmp_path / "text.locret", policy)
     for question in QUESTIONS:  # both are longer than local_len
         mine, expected = loaded.ask(question, max_new_tokens=6), fresh("llama", policy, text, question, **SETTINGS)
         assert str(mine) == expected[0] and kept(mine.cache) == expected[1]
@@ -170,31 +166,27 @@ def test_without_its_text_a_document_answers_alike(policy, tmp_path):
 @pytest.mark.parametrize("policy", ["locret", "h2o"])
 def test_text_added_to_a_file_without_its_text_is_in_the_next_file(policy, words, tmp_path):
     """And nobody can read it there."""
-    text, more, (model, tokenizer, heads) = text_of(260), " " + text_of(words, seed=4), parts("llama")
-    path, needed = tmp_path / "text.locret", heads if parse_policy(policy).needs_heads else None
+    text, more, path = text_of(260), " " + text_of(words, seed=4), tmp_path / "text.locret"
     read("llama", policy, text, **SETTINGS).save(path, text=False)
-    longer = Document.load(path, model, tokenizer, needed)
+    longer = load(path, policy)
     longer.append(more)
     for _ in range(2):  # the second time nothing is new
         longer.save(path)
         assert not any(word in path.read_bytes() for word in (b"harbour", b"boats", b"colour", b"nobody"))
-        loaded = Document.load(path, model, tokenizer, needed)
+        loaded = load(path, policy)
         assert loaded.tokens == longer.tokens and not loaded.has_text
         for question in QUESTIONS:
-            mine, expected = (
-                loaded.ask(question, max_new_tokens=6),
-                fresh("llama", policy, text + more, question, **SETTINGS),
-            )
+            expected = fresh("llama", policy, text + more, question, **SETTINGS)
+            mine = loaded.ask(question, max_new_tokens=6)
             assert str(mine) == expected[0] and kept(mine.cache) == expected[1]
         longer = loaded
 
 
 def test_a_short_question_without_the_text_holds_back_itself(tmp_path):
-    text, (model, tokenizer, heads) = text_of(260), parts("llama")
-    settings = dict(SETTINGS, local_len=40)
+    text, settings = text_of(260), dict(SETTINGS, local_len=40)
     document = read("llama", "locret", text, **settings)
     document.save(tmp_path / "text.locret", text=False)
-    loaded = Document.load(tmp_path / "text.locret", model, tokenizer, heads)
+    loaded = load(tmp_path / "text.locret", "locret")
     prompt = len(loaded.prompt("Why?"))
     held = prompt - loaded.cache.get_seq_length() - 1
     assert held < 40
@@ -214,8 +206,7 @@ def test_a_share_is_one_of_the_document(tmp_path):
     document = read("llama", "h2o", text_of(260), budget=0.1, chunk=64)
     assert document.cache.settings.budget == int(0.1 * document.tokens) and document.share == 0.1
     document.save(tmp_path / "text.locret")
-    model, tokenizer, _ = parts("llama")
-    assert Document.load(tmp_path / "text.locret", model, tokenizer).share == 0.1
+    assert load(tmp_path / "text.locret", "h2o").share == 0.1
 
 
 def test_threads_ask_one_document_and_answers_are_written_by_turns():
@@ -232,10 +223,9 @@ def test_threads_ask_one_document_and_answers_are_written_by_turns():
 
 
 def test_a_short_text_is_read_with_each_question(tmp_path):
-    model, tokenizer, _ = parts("llama")
     document = read("llama", "h2o", text_of(20), **SETTINGS)
     document.save(tmp_path / "text.locret")
-    for one in (document, Document.load(tmp_path / "text.locret", model, tokenizer)):
+    for one in (document, load(tmp_path / "text.locret", "h2o")):
         assert one.cache.get_seq_length() == 0 and one.tokens > 50
         assert [one.cache.kept_positions(layer).shape[-1] for layer in range(len(one.cache.layers))] == [0, 0, 0]
         answer = one.ask(QUESTIONS[0], max_new_tokens=6)

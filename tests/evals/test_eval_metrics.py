@@ -1,4 +1,4 @@
-"""Metrics against hand-computed figures; each case says which rule of the benchmark it stands for."""
+"""Metrics against hand-computed figures, where no case of ``test_eval_published`` stands for the rule."""
 
 from __future__ import annotations
 
@@ -13,30 +13,17 @@ from locret_kit.evals import metrics
 from locret_kit.evals.metrics import NoSynonyms, get_metric
 
 CASES = [
-    ("first_number", " 12345. Remember it", "12345", 1),
-    ("first_number", "It is 1234567", "12345", 0),  # the whole run of digits counts
-    ("first_number", "7, then 12345", "12345", 0),  # the first number counts
     ("first_number", "none", "12345", 0),
-    ("has_word", '"ab-cd".', "ab-cd", 1),
-    ("has_word", "xab-cd", "ab-cd", 0),
     ("has_name", "it was jane.", ["JANE"], 1),
-    ("has_name", "JANET", ["JANE"], 0),
     ("has_all", "Alpha and BETA", ["alpha", "beta", "gamma", "delta"], 0.5),
-    ("equal_number", "The answer is 7 of 9", 7, 1),
-    ("equal_number", "7.5", 7.5, 1),
     ("equal_number", "7.0", 7, 0),  # an integer answer is compared with an integer
     ("equal_number", "", 7, 0),
-    ("leading_numbers", "4, 8, 9", [4, 8, 10, 12], 0.5),
     ("leading_numbers", "x", [[1, 2]], 0),
     ("leading_numbers", "007 0 " + 5000 * "1", [7, 0, 1], 2 / 3),
-    ("last_integer", "it returns: `-3`.", -3, 1),
-    ("last_integer", "-3 of them", -3, 0),
     ("gsm8k", " 2+3=5\n#### 1,005\n\nQuestion: 7", "so\n#### 1005", 1),
     ("gsm8k", "the answer is $18.", "#### 18", 1),
     ("gsm8k", "the answer is $18.$", "#### 18", 1),  # the harness strips marks one kind after the other
     ("gsm8k", "18 or 19", "#### 18", 0),
-    ("qa_f1", "The cat sat", ["a cat", "dog"], 2 / 3),
-    ("qa_f1", "", ["a cat"], 0),
     ("contains", "The caretaker's telephone number is 4471-208.", ["4471-208"], 1),
     ("contains", "It is git-shortlog, which groups by author.", ["git shortlog", "git-shortlog"], 1),
     ("contains", 'It groups by the format string "git-".', ["git shortlog"], 0),
@@ -47,31 +34,13 @@ CASES = [
     ("contains", "Это который?", ["кот"], 0),
     ("contains", "anything", ["the", "?", ""], 0),
     ("contains", "", ["x"], 0),
-    ("qa_f1_first_line", "\ncat\nQuestion: dog", ["cat"], 1),
-    ("qa_f1_characters", "北京市。", ["北京"], 0.8),
-    ("choice", "B. because", ["x", "B"], 1),
-    ("choice", "the answer is: C.", ["x", "C"], 1),
     ("choice", "I think D", ["x", "D"], 1),
     ("choice", "Answers differ: B", ["x", "A"], 1),  # a first letter A to D decides, whatever word it begins
     ("choice", "", ["x", "A"], 0),
     ("bug_choice", "B. foo", ["bar", "B"], 1),
-    ("bug_choice", "the correct option is: bar", ["bar", "B"], 1),
-    ("bug_choice", "bar", ["bar", "B"], 0),
-    ("leval_match", "About Space Tourism!", "space tourism", 1),
-    ("leval_match", "3.0", "3", 1),
-    ("leval_math", "so The answer is 1,200.", "1200", 1),
-    ("leval_math", "he has 4 and 7 left\n\nnext 9", "7", 1),
+    ("leval_choice", "(C) They", "(C) They were", 1),
     ("leval_code", "the final output is 'a' , b", "a b", 1),
     ("leval_judge", "I say false. [fact: True]", "False [fact: True]", 1),
-    ("leval_judge", "maybe", "True [fact: True]", 0),
-    ("share_of_numbers", "Paragraph 3 or 4", ["Paragraph 3"], 0.5),
-    ("share_of_numbers", "none", ["3"], 0),
-    ("code_similarity", "\n# note\nx = 1\ny", ["x = 1"], 1),
-    ("code_similarity", "# only", ["x = 1"], 0),
-    ("rouge", "the cat sat", ["the cat ran"], 2 / 3),
-    ("rouge_pltrdy", "", ["the cat"], 0),
-    ("rouge_pltrdy", "the cat sat", ["the cat sat"], 1),
-    ("rouge_pltrdy_first_line", "the cat\nsat", ["the cat"], 1),
     ("distance", "a b c d e", "a b c d e", 1),
     ("distance", "...", "...", 1),  # no word in it: still the same text
 ]
@@ -83,35 +52,9 @@ def test_hand_computed(name, output, answer, wanted):
     assert math.isclose(next(iter(figures.values())), wanted, abs_tol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("output", "answer", "several", "wanted"),
-    [
-        ("B", "B", False, 1),
-        ("(C) They", "(C) They were", False, 1),
-        ("the answer: A or B", "A", False, 1),  # one option: the first letter in the text
-        ("AC", "ACD", True, 0.25),  # a part of several right ones
-        ("A. x\nC. y", "AC", True, 1),
-        ("AB", "AC", True, 0),
-        ("", "A", True, 0),
-        ("no idea", "A", True, 1),  # L-Eval takes A where nothing is named
-    ],
-)
-def test_leval_options(output, answer, several, wanted):
-    assert get_metric("leval_choice")(output, answer, {"several": several}) == {"accuracy": wanted}
-
-
-def test_classes_of_longbench():
-    score = get_metric("classification_first_line")
-    classes = ["Food", "Food and drink", "Group"]
-    assert score("\nGroup\nFood", ["Group"], {"classes": classes}) == {"accuracy": 1.0}
-    assert score("Group or Food", ["Group"], {"classes": classes}) == {"accuracy": 0.5}
-    assert score("Food and drink", ["Food and drink"], {"classes": classes}) == {"accuracy": 1.0}  # a part is no rival
-    assert score("nothing", ["Group"], {"classes": classes}) == {"accuracy": 0.0}
-
-
-def test_chinese_words():
-    assert get_metric("qa_f1_jieba")("我来到北京", ["北京。"], {})["f1"] > 0
-    assert math.isclose(get_metric("rouge_jieba")("今天天气很好", ["今天天气很好"], {})["rougeL"], 1, abs_tol=1e-6)
+def test_what_a_task_says_beside_the_answer():
+    assert get_metric("leval_choice")("AC", "ACD", {"several": True}) == {"accuracy": 0.25}
+    assert get_metric("classification_first_line")("nothing", ["Group"], {"classes": ["Food"]}) == {"accuracy": 0.0}
 
 
 def test_jieba_reads_no_cache_that_another_user_left(monkeypatch, tmp_path):

@@ -25,13 +25,14 @@ from transformers import LlamaForCausalLM
 
 from locret_kit.backbones.releases import cache_among
 from locret_kit.cache.bounded import CannotFork
-from locret_kit.cache.geometry.schedule import Schedule
+from locret_kit.cache.due import Schedule
 from locret_kit.cli.eval import main
 from locret_kit.cli.eval_setup import run_of
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.evals.engine import measure, runner
 from locret_kit.evals.engine.measure import SharedBeginning, shared_lengths
 from locret_kit.evals.engine.result_rows import read_rows
+from locret_kit.evals.tables import cells_table, summarize
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.runtime import decoders
 from locret_kit.text.template import protected_spans
@@ -201,6 +202,8 @@ def test_processes_take_stretches_of_neighbours(alone, heads, tmp_path):
     out = tmp_path / "run"
     assert forked.ranks(lambda: main(words(heads, out)), 2, tmp_path / "log") == [0, 0], (tmp_path / "log").read_text()
     assert figures(out) == figures(alone) and scores(out) == scores(alone)
+    summary = cells_table(summarize(read_rows(out))).csv()
+    assert (out / "summary.csv").read_text() == summary  # the last one to finish has written of all rows
     rows = [row for row in read_rows(out) if row.task == "R.PassKey"]
     by_rank = [{row.sample for row in rows if row.rank == rank} for rank in range(2)]
     assert sorted(by_rank, key=min) == [{0, 2}, {1, 3}]  # depths 1/2 and 3/4 in one, 1/4 and 1/8 in the other
@@ -231,28 +234,20 @@ def test_every_kind_of_task_and_length(heads, tmp_path, kind):
     assert (max(row.prefix_shared for row in read_rows(made[0][0])) > 0) == (kind != "nll_prefill")
 
 
-def test_a_fork_that_is_refused_is_a_fresh_run(heads, tmp_path, monkeypatch):
-    refused = []
+@pytest.mark.parametrize("error", [CannotFork("a fresh run would have evicted otherwise"), ValueError("a bug")])
+def test_a_fork_that_is_refused_is_a_fresh_run_and_any_other_error_is_no_refusal(heads, tmp_path, monkeypatch, error):
+    refused, fresh = [], isinstance(error, CannotFork)
 
     def fork(cache, prompt_length=None):
         refused.append(prompt_length)
-        raise CannotFork("a fresh run would have evicted otherwise")
+        raise error
 
     monkeypatch.setattr(measure.BoundedCache, "fork", fork)
     out = tmp_path / "run"
-    assert main(words(heads, out, policies="[locret]", tasks="[passkey]", samples=3)) == 0
+    assert main(words(heads, out, policies="[locret]", tasks="[passkey]", samples=3)) == (not fresh)
     rows = read_rows(out)
-    assert refused and {row.prefix_shared for row in rows} == {0} and not any(row.error for row in rows)
-
-
-def test_any_other_error_of_a_fork_is_not_taken_for_a_refusal(heads, tmp_path, monkeypatch):
-    def fork(cache, prompt_length=None):
-        raise ValueError("a bug")
-
-    monkeypatch.setattr(measure.BoundedCache, "fork", fork)
-    out = tmp_path / "run"
-    assert main(words(heads, out, policies="[locret]", tasks="[passkey]", samples=3)) == 1
-    assert {row.error for row in read_rows(out)} >= {"ValueError: a bug"}
+    assert refused and {row.prefix_shared for row in rows} == {0}
+    assert ("ValueError: a bug" in {row.error for row in rows}) != fresh and fresh != any(row.error for row in rows)
 
 
 def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_alone(

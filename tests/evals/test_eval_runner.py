@@ -23,7 +23,6 @@ from locret_kit.cache.backend import runs_on_cpu
 from locret_kit.cli.eval import main
 from locret_kit.evals.engine import measure
 from locret_kit.evals.engine.result_rows import KEY, Row, Shard, read_rows
-from locret_kit.evals.tables import cells_table, summarize
 from locret_kit.evals.tasks import _text
 from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.report import weights_hash
@@ -122,17 +121,6 @@ def test_kill_and_rerun_gives_the_same_summary(finished, heads, tmp_path):
     keys = [tuple(row[name] for name in KEY) for row in lines(out)]
     assert len(keys) == len(set(keys)) == 30
     assert figures(out) == figures(finished) and scores(out) == scores(finished)
-
-
-def test_two_processes_give_the_summary_of_one(finished, heads, tmp_path):
-    """RANK and WORLD_SIZE as torchrun and accelerate launch set them."""
-    out = tmp_path / "run"
-    assert forked.ranks(lambda: main(words(heads, out)), 2, tmp_path / "log") == [0, 0], (tmp_path / "log").read_text()
-    counts = [path.read_text().count("\n") for path in sorted(out.glob("rows.*.jsonl"))]
-    assert counts == [15, 15]
-    assert figures(out) == figures(finished) and scores(out) == scores(finished)
-    summary = (out / "summary.csv").read_text()
-    assert summary == cells_table(summarize(read_rows(out))).csv()  # the last one to finish has written of all rows
 
 
 def test_two_writers_of_one_shard_are_refused(tmp_path):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import interpreted  # noqa: F401  (Triton's kernels run interpreted)
 import pytest
 import torch
+from attention_oracle import attention, logits, newest
 from torch.nn import functional as F
 
 from locret_kernels.attend import ChunkRotation
@@ -30,23 +31,6 @@ def drawn(Q: int, H: int, T: int, S: int, D: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(1, *size, D, generator=generator) for size in ((Q, T), (H, S), (H, S)))
 
 
-def weights(
-    q: torch.Tensor, k: torch.Tensor, window: int | None = None, seen: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Attention weights ``[Q, T, S]`` in float64: causal, within a window, over the rows that are ``seen [Q, T, S]``."""
-    (_, Q, T, _), (_, H, S, _) = q.shape, k.shape
-    logits = q[0].double() @ k[0].double().repeat_interleave(Q // H, 0).transpose(1, 2) * SCALING
-    age = torch.arange(S - T, S)[:, None] - torch.arange(S)
-    hidden = (age < 0) | (age >= (window or S))
-    hidden = hidden if seen is None else hidden | ~seen
-    return logits.masked_fill(hidden, float("-inf")).softmax(-1)
-
-
-def output(p_QTS: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """``[1, Q, T, D]``"""
-    return (p_QTS @ v[0].double().repeat_interleave(len(p_QTS) // v.shape[1], 0))[None]
-
-
 def close(mine: torch.Tensor, exact: torch.Tensor) -> None:
     torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-5)
 
@@ -56,7 +40,7 @@ def close(mine: torch.Tensor, exact: torch.Tensor) -> None:
 def test_attention(backend, shape, window):
     q, k, v = drawn(*shape)
     out, statistics = backend.attend(q, k, v, Softmax(SCALING), window=window)
-    close(out, output(weights(q, k, window), v))
+    close(out, attention(q, k, v, SCALING, newest(*shape[2:4], window)))
     assert statistics == []
 
 
@@ -67,9 +51,9 @@ def test_statistics(backend, shape, by_head):
     out, counted = backend.attend(
         q, k, v, Softmax(SCALING), want=frozenset({"sum", "square", "above"}), by_head=by_head
     )
-    p_QTS, (Q, H, T, S, _) = weights(q, k), shape
-    close(out, output(p_QTS, v))
-    groups = p_QTS.unflatten(0, (H, Q // H))
+    Q, H, T, S, _ = shape
+    close(out, attention(q, k, v, SCALING))
+    groups = logits(q, k, SCALING).softmax(-1)[0].unflatten(0, (H, Q // H))
     sets = [groups.mean(1), *(groups.unbind(1) if by_head else ())]
     assert len(counted) == len(sets)
     visible_T1 = torch.arange(S - T + 1, S + 1)[:, None]
@@ -87,7 +71,7 @@ def test_rotation_on_the_way(backend, shape):
     turned = [x.double() * c + torch.cat((-x.double()[..., D // 2 :], x.double()[..., : D // 2]), -1) * s
               for x, c, s in ((q, cos[-T:], sin[-T:]), (k, cos, sin))]  # fmt: skip
     out, _ = backend.attend(q, k, v, Softmax(SCALING), rotation=ChunkRotation(cos, sin, cos[-T:], sin[-T:]))
-    close(out, output(weights(*turned), v))
+    close(out, attention(*turned, v, SCALING))
 
 
 def test_chosen_blocks(backend):
@@ -98,7 +82,7 @@ def test_chosen_blocks(backend):
     chosen[..., 2:] = True  # a block's own rows are always among them
     seen = chosen[0].repeat_interleave(16, 1)[:, :T].repeat_interleave(16, 2)[..., :S]
     out = backend.attend_blocks(q, k, v, SCALING, Blocks(chosen, 16, 16))
-    close(out, output(weights(q, k, seen=seen), v))
+    close(out, attention(q, k, v, SCALING, newest(T, S) & seen))
 
 
 def test_operations_beside_attention(backend):

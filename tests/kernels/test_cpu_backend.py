@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_oracle import attention, logits
+from interpreted import random
 from policy_runs import held
 from tiny_models import tiny_model
 
@@ -32,23 +34,11 @@ WANT = frozenset({"sum", "square", "above"})
 SHAPES = [(1, 9, 3, 70, 150, 64), (2, 4, 4, 49, 49, 16), (1, 5, 1, 2, 200, 96), (1, 6, 2, 130, 131, 32)]
 
 
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def drawn(B: int, Q: int, H: int, T: int, S: int, D: int) -> tuple[torch.Tensor, ...]:
     """Queries as a projection lays them out, and rows of a larger buffer that was never written beyond them."""
     keys, values = (torch.full((B, H, S + 5, D), float("nan")) for _ in range(2))
     keys[:, :, :S], values[:, :, :S] = random(B, H, S, D, seed=2), random(B, H, S, D, seed=3)
     return 3 * random(B, T, Q, D, seed=1).transpose(1, 2), keys[:, :, :S], values[:, :, :S]
-
-
-def weights(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
-    """``[B, H, G, T, S]`` in float64."""
-    (B, Q, T, _), (H, S) = q.shape, k.shape[1:3]
-    logits = q.double().reshape(B, H, Q // H, T, -1) @ k.double()[:, :, None].transpose(-1, -2) * scaling
-    later = torch.arange(S) > torch.arange(S - T, S)[:, None]
-    return logits.masked_fill(later, float("-inf")).softmax(-1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -61,10 +51,10 @@ def test_attention_and_its_statistics(shape, turned):
         turn = ChunkRotation(*tables, *(x[-T:] for x in tables))
         cos, sin = (x.double() for x in tables)
         q_turned, k_turned = rotate_rows(q_turned, cos[-T:], sin[-T:]), rotate_rows(k_turned, cos, sin)
-    p = weights(q_turned, k_turned, 0.2)
+    p = logits(q_turned, k_turned, 0.2).softmax(-1).unflatten(1, (k.shape[1], -1))
     assert attend_cpu.takes(q, k, v)
     out, counted = attend_cpu.attend_and_count(q, k, v, 0.2, want=WANT, by_head=True, rotation=turn)
-    torch.testing.assert_close(out.double(), (p @ v.double()[:, :, None]).flatten(1, 2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), attention(q_turned, k_turned, v, 0.2), rtol=1e-5, atol=1e-5)
     seen = torch.arange(S - T + 1, S + 1)[:, None]
     for a, mine in zip([p.mean(2), *p.unbind(2)], counted, strict=True):
         torch.testing.assert_close(mine.sum.double(), a.sum(2), rtol=1e-5, atol=1e-6)
@@ -87,8 +77,7 @@ def test_bfloat16_is_read_as_it_is():
     q, k, v = (x.bfloat16() for x in drawn(*SHAPES[0]))
     out, _ = attend_cpu.attend_and_count(q, k, v, 0.2)
     assert out.dtype == torch.bfloat16
-    exact = (weights(q, k, 0.2) @ v.double()[:, :, None]).flatten(1, 2)
-    torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=2**-9)
+    torch.testing.assert_close(out.double(), attention(q, k, v, 0.2), rtol=2**-8, atol=2**-9)
 
 
 def test_a_query_is_the_same_in_any_piece_and_by_any_threads():

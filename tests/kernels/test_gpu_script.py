@@ -96,21 +96,8 @@ def test_an_operation_that_is_wrong_stops_what_uses_it_alone(tmp_path, monkeypat
     monkeypatch.setattr(gpu.bench, "gate", wrong)
     brief(monkeypatch)
     out = tmp_path / "rows.csv"
-    argv = [
-        "--device",
-        "cpu",
-        "--model",
-        "tiny",
-        "--tokens",
-        "1280",
-        "--part",
-        "prefill",
-        "peers",
-        "ops",
-        "--out",
-        str(out),
-    ]
-    assert gpu.main(argv) == 1
+    argv = ["--device", "cpu", "--model", "tiny", "--tokens", "1280", "--part", "prefill", "peers", "ops", "--out"]
+    assert gpu.main([*argv, str(out)]) == 1
     rows = {row["measurement"]: row for row in rows_of(out)}
     assert rows["attend against its reference"]["note"] == "wrong: attend disagrees"
     assert {name for name in rows if name.startswith("packed_decode") and name.endswith("against its reference")} == {

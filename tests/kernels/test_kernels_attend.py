@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_oracle import attention, logits, turned
 from few_bits import rotated
-from interpreted import KERNELS, REFERENCES, close, poisoned
+from interpreted import KERNELS, REFERENCES, close, poisoned, random
 from pairwise import pairs
 
 from locret_kernels.ragged_decode import PackedRows, Rotation, Spans
@@ -19,21 +20,8 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 GROUPS = {"mha": (3, 3), "gqa": (4, 2), "mqa": (3, 1)}
 
 
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def rows_of(Q, H, T, S, D, B=1, dtype=torch.float32):
     return tuple(random(B, *size, D, seed=i, dtype=dtype) for i, size in enumerate([(Q, T), (H, S), (H, S)]))
-
-
-def attention(q, k, v, scaling):
-    """Output and log-sum-exp in float64, written out."""
-    G, (T, S) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
-    k, v = (x.double().repeat_interleave(G, 1) for x in (k, v))
-    logits = q.double() @ k.transpose(-1, -2) * scaling
-    logits = logits.masked_fill(torch.arange(S) > torch.arange(S - T, S)[:, None], float("-inf"))
-    return logits.softmax(-1) @ v, logits.logsumexp(-1)
 
 
 # ---- attention with its log-sum-exp ------------------------------------------------------------------------------
@@ -48,7 +36,8 @@ def test_attend(group, T, S, D):
     inputs = rows_of(Q, H, T, S, D, B=2 if T == 7 else 1)
     with poisoned():
         mine, theirs = KERNELS["attend"](*inputs, 0.2), REFERENCES["attend"](*inputs, 0.2)
-    for a, b, oracle in zip(mine, theirs, attention(*inputs, 0.2), strict=True):
+    exact = attention(*inputs, 0.2), logits(*inputs[:2], 0.2).logsumexp(-1)
+    for a, b, oracle in zip(mine, theirs, exact, strict=True):
         close(b, oracle.float())
         close(a, oracle.float())
 
@@ -58,10 +47,9 @@ def test_attend(group, T, S, D):
 def test_attend_in_half_precision(dtype, S):
     q, k, v = rows_of(4, 2, 9, S, 64, dtype=dtype)
     out, lse = KERNELS["attend"](q, k, v, 0.1)
-    oracle = attention(q, k, v, 0.1)
     assert out.dtype == dtype and lse.dtype == torch.float32
-    close(out.float(), oracle[0].float(), dtype)
-    close(lse, oracle[1].float(), dtype)
+    close(out.float(), attention(q, k, v, 0.1).float(), dtype)
+    close(lse, logits(q, k, 0.1).logsumexp(-1).float(), dtype)
 
 
 def test_keys_and_values_must_be_alike():
@@ -121,13 +109,6 @@ def dequantised(layer: BoundedLayer) -> tuple[torch.Tensor, torch.Tensor]:
     return out[0], out[1]
 
 
-def turned(k: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-    D = k.shape[-1]
-    pairs = torch.view_as_complex(torch.stack((k[..., : D // 2], k[..., D // 2 :]), -1).contiguous())
-    pairs = pairs * torch.polar(torch.ones_like(angle[:, : D // 2]), angle[:, : D // 2])
-    return torch.cat((pairs.real, pairs.imag), -1)
-
-
 @pytest.mark.parametrize(
     ("group", "D", "blocks", "share", "bits"),
     pairs(
@@ -152,9 +133,9 @@ def test_packed_decode(group, D, blocks, share, bits):
     theirs = REFERENCES["packed_decode"](q, rows, spans, 0.1, turn, received=True)
     k, v = dequantised(layer)
     if R:
-        k = torch.cat((turned(k[..., :R], angle[shift : shift + n]), k[..., R:]), -1)
-    oracle = attention(q[:, :, None], k, v, 0.1)[0][:, :, 0]
-    weights = (q.double().view(B, H, Q // H, D) @ k.transpose(-1, -2) * 0.1).softmax(-1).mean(2)
+        k = turned(k, angle[shift : shift + n, : R // 2])
+    oracle = attention(q[:, :, None], k, v, 0.1)[:, :, 0]
+    weights = logits(q[:, :, None], k, 0.1).softmax(-1).view(B, H, Q // H, n).mean(2)
     for made in (theirs, mine):
         close(made.out_BQD, oracle.float())
         close(made.received_BHS, weights.float())
@@ -172,7 +153,7 @@ def test_packed_decode_of_heads_with_rows_and_tails_of_their_own():
     for functions in (KERNELS, REFERENCES):
         mine = functions["packed_decode"](q, rows._replace(tail_BH=tails), Spans(starts, lengths, n), 0.1).out_BQD
         for h, seen in enumerate((slice(0, first), slice(0, n), slice(first, first + 4))):
-            oracle = attention(q[:, h : h + 1, None], k[:, h : h + 1, seen], v[:, h : h + 1, seen], 0.1)[0]
+            oracle = attention(q[:, h : h + 1, None], k[:, h : h + 1, seen], v[:, h : h + 1, seen], 0.1)
             close(mine[:, h], oracle[:, 0, 0].float())
 
 
@@ -182,7 +163,7 @@ def test_packed_decode_in_half_precision(dtype):
     rows, starts, lengths = packed(layer)
     q = random(1, 4, 64, seed=1, dtype=dtype)
     mine = KERNELS["packed_decode"](q, rows, Spans(starts, lengths, layer.rows), 0.1).out_BQD
-    oracle = attention(q[:, :, None], *dequantised(layer), 0.1)[0][:, :, 0]
+    oracle = attention(q[:, :, None], *dequantised(layer), 0.1)[:, :, 0]
     assert mine.dtype == dtype
     close(mine.float(), oracle.float(), dtype)
 

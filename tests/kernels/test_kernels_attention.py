@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import KERNELS, REFERENCES, close, common, poisoned
+from attention_oracle import logits, turned
+from interpreted import BOTH, KERNELS, REFERENCES, close, common, poisoned, random
 from pairwise import pairs
 
 from locret_kernels.column_stats import STATISTICS
@@ -16,23 +17,8 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 GROUPS = {"mha": (3, 3), "gqa": (4, 2), "mqa": (3, 1)}
 
 
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def queries_and_keys(Q, H, T, S, D, B=1, dtype=torch.float32):
     return random(B, Q, T, D, seed=1, dtype=dtype), random(B, H, S, D, seed=2, dtype=dtype)
-
-
-def attention(q, k, scaling, pos_T=None):
-    """Weights ``[B, H, G, T, S]``, logits and log-sum-exp in float64, written out."""
-    B, Q, T = q.shape[:3]
-    H, S = k.shape[1:3]
-    k = k.double().repeat_interleave(Q // H, 1)
-    logits = q.double() @ k.transpose(-1, -2) * scaling
-    pos_T = torch.arange(S - T, S) if pos_T is None else pos_T
-    logits = logits.masked_fill(torch.arange(S) > pos_T[:, None], float("-inf")).view(B, H, Q // H, T, S)
-    return logits.softmax(-1), logits, logits.logsumexp(-1)
 
 
 # ---- column statistics -------------------------------------------------------------------------------------------
@@ -48,7 +34,7 @@ def test_column_stats(group, T, S, D):
         close(KERNELS["log_sum_exp"](q, k, 0.2), lse)
         mine = KERNELS["column_stats"](q, k, 0.2, lse, want=STATISTICS)
     theirs = REFERENCES["column_stats"](q, k, 0.2, lse, want=STATISTICS)
-    a = attention(q, k, 0.2)[0].mean(2)
+    a = logits(q, k, 0.2).softmax(-1).unflatten(1, (H, -1)).mean(2)
     seen = torch.arange(S - T + 1, S + 1)[:, None]
     oracle = {"sum": a.sum(2), "square": a.square().sum(2), "above": (a > 1.00001 / seen).sum(2), "last": a[:, :, -1]}
     for name, expected in oracle.items():
@@ -72,14 +58,14 @@ def test_window_attention(W, S):
     with poisoned():
         mine = KERNELS["window_attention"](q, k, 0.2)
     close(mine, REFERENCES["window_attention"](q, k, 0.2))
-    close(mine, attention(q, k, 0.2)[0].mean(2).sum(2).float())
+    close(mine, logits(q, k, 0.2).softmax(-1).unflatten(1, (2, 2)).mean(2).sum(2).float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
     q, k = queries_and_keys(4, 2, 9, 70, 64, dtype=dtype)
     lse = KERNELS["log_sum_exp"](q, k, 0.1)
-    close(lse, attention(q, k, 0.1)[2].float().flatten(1, 2), dtype)
+    close(lse, logits(q, k, 0.1).logsumexp(-1).float(), dtype)
     mine = KERNELS["column_stats"](q, k, 0.1, lse, want=STATISTICS)
     theirs = REFERENCES["column_stats"](q, k, 0.1, lse, want=STATISTICS)
     for a, b in zip((mine.sum, mine.square, mine.last), (theirs.sum, theirs.square, theirs.last), strict=True):
@@ -121,8 +107,8 @@ def test_column_max(T, S, D, group, log_prob):
     with poisoned():
         mine = KERNELS["column_max"](q, k, pos, 0.2, log_prob=log_prob)
     theirs = REFERENCES["column_max"](q, k, pos, 0.2, log_prob=log_prob)
-    _, logits, lse = attention(q, k, 0.2, pos)
-    oracle = (logits - lse[..., None] if log_prob else logits).amax((2, 3)).float()
+    exact = logits(q, k, 0.2, torch.arange(S) <= pos[:, None])
+    oracle = (exact.log_softmax(-1) if log_prob else exact).unflatten(1, (H, -1)).amax((2, 3)).float()
     close(theirs, oracle)
     close(mine, oracle)
     kind = "log_prob" if log_prob else "logit"
@@ -130,13 +116,7 @@ def test_column_max(T, S, D, group, log_prob):
     close(mine.clamp_min(-12.0) if log_prob else mine, target)
 
 
-def test_slots_that_no_query_sees():
-    q, k = queries_and_keys(2, 1, 2, 9, 64)
-    out = KERNELS["column_max"](q, k, torch.tensor([3, 5]), 0.2)
-    assert torch.isinf(out[..., 6:]).all() and torch.isfinite(out[..., :6]).all()
-
-
-@pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
+@BOTH
 def test_a_query_that_sees_no_slot(functions):
     """It counts for no slot; the others' log-probabilities stay."""
     q, k = queries_and_keys(2, 1, 2, 9, 64)
@@ -148,16 +128,12 @@ def test_a_query_that_sees_no_slot(functions):
 # ---- decoding ------------------------------------------------------------------------------------------------------
 
 
-def turned_by_hand(k, place, R):
-    """Keys ``[S, D]`` (float64) whose first ``R`` columns are rotated by their places, as complex numbers."""
-    angle = place.double()[:, None] * 0.3 ** torch.arange(R // 2).double()
-    pairs = torch.view_as_complex(torch.stack((k[:, : R // 2], k[:, R // 2 : R]), -1).contiguous())
-    pairs = pairs * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat((pairs.real, pairs.imag, k[:, R:]), -1)
+def angles(place, R):
+    return place.double()[:, None] * 0.3 ** torch.arange(R // 2).double()
 
 
 def tables_of(places, R):
-    angle = torch.arange(places)[:, None].double() * (0.3 ** torch.arange(R // 2).double()).repeat(2)
+    angle = angles(torch.arange(places), R).repeat(1, 2)
     return Rotation(angle.cos().float(), angle.sin().float())
 
 
@@ -186,7 +162,7 @@ def test_ragged_decode(lengths, D, group, share):
     assert torch.equal(alone.out_BQD, mine.out_BQD) and alone.received_BHS is None
     b, h, rows = 1, H - 1, int(lengths[1, H - 1])
     k, v = (x[int(starts[b, h]) :][:rows].double() for x in (keys, values))
-    k = turned_by_hand(k, torch.arange(rows), R)
+    k = turned(k, angles(torch.arange(rows), R))
     weights = (arguments[0][b].double().view(H, Q // H, D)[h] @ k.T * 0.2).softmax(-1)
     close(mine.out_BQD[b, -1], (weights @ v)[-1].float())
     close(mine.received_BHS[b, h, :rows], weights.mean(0).float())
@@ -202,15 +178,12 @@ def test_rows_are_rotated_by_a_place_above_their_rank():
         mine = functions["ragged_decode"](q, (keys, values), Spans(starts, lengths, 36), 0.2, turn)
         for h, (start, rows) in enumerate(((0, 20), (24, 36))):
             own = slice(start, start + rows)
-            k = turned_by_hand(keys[own].double(), torch.maximum(torch.arange(rows), place[own]), 64)
+            k = turned(keys[own].double(), angles(torch.maximum(torch.arange(rows), place[own]), 64))
             oracle = (q[0, 2 * h : 2 * h + 2].double() @ k.T * 0.2).softmax(-1) @ values[own].double()
             close(mine.out_BQD[0, 2 * h : 2 * h + 2], oracle.float())
 
 
-FUNCTIONS = pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
-
-
-@FUNCTIONS
+@BOTH
 @pytest.mark.parametrize("longest", [30, 700], ids=["one split", "several splits"])
 def test_a_head_without_rows(functions, longest):
     """Its output is 0 and nothing receives attention; it may start after the last row. The other head is as without it."""

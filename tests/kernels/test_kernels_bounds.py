@@ -6,12 +6,10 @@ import inspect
 
 import pytest
 import torch
-from interpreted import KERNELS, REFERENCES
+from interpreted import BOTH, KERNELS, REFERENCES
 
 from locret_kernels.column_stats import STATISTICS
 from locret_kernels.ragged_decode import Spans
-
-BOTH = pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))

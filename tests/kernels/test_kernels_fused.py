@@ -7,7 +7,7 @@ from inspect import unwrap
 
 import pytest
 import torch
-from interpreted import KERNELS, REFERENCES, TOLERANCE, common
+from interpreted import BOTH, KERNELS, TOLERANCE, common, random
 from tiny_models import tiny_model
 from torch.nn import functional as F
 
@@ -21,14 +21,9 @@ from locret_kit.backbones.wrapped import Undo
 from locret_kit.heads import _side_by_side
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-BOTH = pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
 BOUNDS = TOLERANCE | {torch.bfloat16: dict(rtol=2e-2, atol=2e-2)}
 """The interpreter cuts bfloat16 off where a card rounds, and a row is rounded twice."""
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------------------

@@ -9,21 +9,18 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from interpreted import KERNELS, REFERENCES, close, common, poisoned
+from attention_oracle import turned
+from interpreted import BOTH, KERNELS, REFERENCES, close, common, poisoned, random
 
 from locret_kernels import backend
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 # ---- compaction --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
+@BOTH
 @pytest.mark.parametrize(("S", "K", "D"), [(1, 1, 64), (7, 5, 96), (700, 600, 64), (129, 1, 128), (40, 40, 256)])
 def test_compact_rows(functions, S, K, D):
     buffers = [
@@ -124,7 +121,7 @@ def test_rotate_rows(S, D, R, dtype):
     assert turned.transpose(1, 2).is_contiguous(), "what follows reads it as it lies"
 
 
-@pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
+@BOTH
 @pytest.mark.parametrize("R", [64, 20])
 def test_rotation_by_place(functions, R):
     x, generator = random(2, 3, 9, 64), torch.Generator().manual_seed(1)
@@ -133,10 +130,7 @@ def test_rotation_by_place(functions, R):
     tables = angle.repeat(1, 2).cos().float(), angle.repeat(1, 2).sin().float()
     with poisoned():
         mine = functions["rotate_rows"](x, *tables, place)
-    # Pairs (i, i + R / 2) of a row as complex numbers, times e^(i angle).
-    by = angle[place.long()]
-    pairs = torch.complex(x[..., : R // 2].double(), x[..., R // 2 : R].double()) * torch.polar(torch.ones_like(by), by)
-    close(mine, torch.cat((pairs.real, pairs.imag, x[..., R:]), -1).float())
+    close(mine, turned(x, angle[place.long()]).float())
 
 
 def test_what_rotate_rows_refuses():

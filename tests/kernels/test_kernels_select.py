@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from interpreted import KERNELS, REFERENCES, poisoned
+from interpreted import BOTH, KERNELS, REFERENCES, poisoned
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -84,7 +84,7 @@ def test_views_are_read_as_they_look():
     assert torch.equal(mine, theirs) and mine.sum(-1).eq(7).all()
 
 
-@pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
+@BOTH
 def test_what_select_rows_refuses(functions):
     scores, marks, most = torch.zeros(1, 2, 5), torch.zeros(1, 2, 5, dtype=torch.bool), torch.ones(1, 2)
     with pytest.raises(ValueError, match="scores: 0 rows must be at least 1"):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import KERNELS, REFERENCES, close, poisoned
+from attention_oracle import attention
+from interpreted import BOTH, KERNELS, REFERENCES, close, poisoned
 
 from locret_kernels.sparse_attend import Blocks
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-FUNCTIONS = pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
 
 
 def drawn(B, Q, H, T, S, D, queries, unit, share, seed=0, dtype=torch.float32):
@@ -22,14 +22,12 @@ def drawn(B, Q, H, T, S, D, queries, unit, share, seed=0, dtype=torch.float32):
 
 def masked(q, k, v, scaling, blocks: Blocks):
     """Dense attention in float64 of what the blocks and causality leave; 0 where that is nothing."""
-    (B, Q, T, _), (H, S) = q.shape, k.shape[1:3]
+    (B, Q, T, _), S = q.shape, k.shape[2]
     mask = torch.zeros(B, Q, T, S, dtype=torch.bool)
     for t in range(T):
         for s in range(S - T + t + 1):
             mask[:, :, t, s] = blocks.seen_BQNU[:, :, t // blocks.queries, s // blocks.unit]
-    k, v = (x.double().repeat_interleave(Q // H, 1) for x in (k, v))
-    weights = (q.double() @ k.transpose(-1, -2) * scaling).masked_fill(~mask, float("-inf")).softmax(-1)
-    return weights.nan_to_num(0.0) @ v
+    return attention(q, k, v, scaling, mask)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +47,7 @@ def test_it_is_masked_attention(Q, H, T, S, D, queries, unit):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@FUNCTIONS
+@BOTH
 def test_half_precision(functions, dtype):
     q, k, v, blocks = drawn(1, 4, 2, 9, 200, 64, 64, 16, 0.5, dtype=dtype)
     made = functions["sparse_attend"](q, k, v, 0.1, blocks)
@@ -57,7 +55,7 @@ def test_half_precision(functions, dtype):
     close(made.float(), masked(q, k, v, 0.1, blocks).float(), dtype)
 
 
-@FUNCTIONS
+@BOTH
 def test_what_is_not_chosen_is_never_read(functions):
     """NaN in a unit that no block sees, and after a buffer's rows, changes nothing."""
     q, k, v, blocks = drawn(1, 2, 1, 40, 100, 64, 16, 10, 0.5)
@@ -70,7 +68,7 @@ def test_what_is_not_chosen_is_never_read(functions):
     assert torch.equal(functions["sparse_attend"](q, *(x[:, :, :100] for x in buffers), 0.1, blocks), wanted)
 
 
-@FUNCTIONS
+@BOTH
 @pytest.mark.parametrize(
     ("change", "message"),
     [

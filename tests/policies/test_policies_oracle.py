@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import policy_oracle as oracle
@@ -171,24 +171,17 @@ def proxy_count(layer: OracleLayer) -> int:
     return max(1, layer.setting.chunk // 10)
 
 
-def gumbel(layer: OracleLayer, head: int) -> list[float]:
-    """The part's own noise: a hash of seed 0, layer, head, position and how much was read."""
+def gumbel(layer: OracleLayer, head: int, shared: bool = False) -> list[float]:
+    """The part's own noise: a hash of seed 0, layer, head unless heads share it, position and how much was read."""
     at = torch.tensor([row.position for row in layer.heads[head]])
-    uniform = hashed(at, 0, layer.layer, torch.tensor(head), layer.seen).double() + 2**-25
+    uniform = hashed(at, 0, layer.layer, 0 if shared else torch.tensor(head), layer.seen).double() + 2**-25
     return (-torch.log(-torch.log(uniform))).tolist()
 
 
-def gumbel_of_layer(layer: OracleLayer, head: int) -> list[float]:
-    """The noise that all heads of a layer share."""
-    at = torch.tensor([row.position for row in layer.heads[head]])
-    uniform = hashed(at, 0, layer.layer, 0, layer.seen).double() + 2**-25
-    return (-torch.log(-torch.log(uniform))).tolist()
-
-
-def nacl(ratio=0.7, *scopes, noise=gumbel, uniform=False, shared=False, first=0, most=lambda part: part // 2) -> Rule:
+def nacl(ratio=0.7, *scopes, uniform=False, shared=False, first=0, most=lambda part: part // 2) -> Rule:
     """NaCl: C_r slots drawn, C_p of the proxies' choice, of which the newest proxies are some."""
     newest = oracle.newest(lambda layer: min(proxy_count(layer), most(layer.part)))
-    select = oracle.sampled(ratio, noise, uniform, shared)
+    select = oracle.sampled(ratio, partial(gumbel, shared=shared), uniform, shared)
     return Rule(oracle.proxies(proxy_count, first), [newest, *scopes], select=select, aside=ratio)
 
 
@@ -234,7 +227,9 @@ POLICIES: dict[str, Rule] = {
     "nacl(ratio=0.5,first=9,protected=2,sinks=1,distribution=uniform)": nacl(
         0.5, oracle.sinks(1), uniform=True, first=9, most=lambda part: 2
     ),
-    "nacl(ratio=0.9,per=layer,protected=0)": nacl(0.9, noise=gumbel_of_layer, shared=True, most=lambda part: 0),
+    "nacl(ratio=0.9,per=layer,protected=0)": nacl(0.9, shared=True, most=lambda part: 0),
+    "score=proxy(3)": Rule(oracle.proxies(lambda _: 3)),
+    "score=window(window=40,kernel=1)": Rule(oracle.window(40, 1)),
     "sirllm": Rule(oracle.entered, [oracle.sinks(4), oracle.newest(lambda layer: layer.keep // 8)]),
     "knorm": Rule(oracle.low_norm),
     "keydiff": Rule(oracle.unlike_the_mean),

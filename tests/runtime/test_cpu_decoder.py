@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from decoder_runs import alike, decoded, same
 from policy_runs import LENGTH, SMALL, backbone, heads_of, held, make, tokens
 from tiny_models import tiny_model
 
@@ -15,64 +16,18 @@ from locret_kernels.decoder_step.cpu import Halves, load
 from locret_kernels.product import FORMATS
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.gguf.gguf_model import PackedEmbedding, PackedLinear
-from locret_kit.backbones.releases import CACHE
 from locret_kit.runtime.batch import Batch, Request
 from locret_kit.runtime.cpu_decoder import CpuDecoder, _say_once, cpu_decoder
 from locret_kit.runtime.session import Sampling, decode, prefill
 
-STEPS = 40
 WIDE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, attention_bias=True)
 """Sizes of which blocks of 256 are multiples."""
 SOME = ["locret", "h2o", "roco", "ada-locret", "snapkv(6,3)", "tova", "scissorhands", "random", "lookahead-locret"]
 """One of each kind of score; the others differ in evictions alone, which are not the call's."""
 
 
-def forward(model, cache, token: int):
-    piece = torch.tensor([[token]])
-    return model(input_ids=piece, **{CACHE: cache}, logits_to_keep=1).logits[0, -1].float()
-
-
-def decoded(model, cache, ids, decoder: CpuDecoder | None, steps: int = STEPS):
-    """Logits behind the prompt and behind each token, and how many tokens the call took."""
-    out, taken = [prefill(model, ids, cache)], 0
-    new = [token for token in range(2, 97) if token not in ids]
-    for n in range(steps):
-        token = new[37 * n % len(new)]
-        if decoder is not None and decoder.ready(cache):
-            taken += 1
-            out.append(decoder([cache], [token])[0])
-        else:
-            out.append(forward(model, cache, token))
-    return torch.stack(out), taken
-
-
-def alike(mine: BoundedCache, theirs: BoundedCache, tolerance: float) -> None:
-    """Both hold what the next token would find."""
-    assert held(mine) == held(theirs)
-    assert (mine.counters.evictions, mine.counters.evicted_rows) == (
-        theirs.counters.evictions,
-        theirs.counters.evicted_rows,
-    )
-    for a, b in zip(mine.bounded, theirs.bounded, strict=True):
-        assert (a.rows, a.seen, a.since_eviction, a.evictions) == (b.rows, b.seen, b.since_eviction, b.evictions)
-        names = (
-            ("keys", "values", "scores", "stats", "positions") if a.window is None else ("keys", "values", "positions")
-        )
-        for name in names:
-            torch.testing.assert_close(a.slots(name), b.slots(name), rtol=tolerance, atol=tolerance)
-
-
-def same(model, caches, ids, tolerance: float = 3e-6) -> int:
-    with attach(model), torch.inference_mode():
-        decoder = CpuDecoder(model)
-        caches[0].bind(model)
-        assert decoder.takes(caches[0]) is None
-        mine, taken = decoded(model, caches[0], ids, decoder)
-        theirs, _ = decoded(model, caches[1], ids, None)
-    assert torch.equal(mine.argmax(-1), theirs.argmax(-1)) and len(set(mine.argmax(-1).tolist())) > 3
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
-    alike(*caches, tolerance)
-    return taken
+def compiled(model, cache) -> CpuDecoder:
+    return CpuDecoder(model)
 
 
 @pytest.mark.parametrize("policy", SOME)
@@ -82,14 +37,15 @@ def test_policies(policy):
     # No token twice: scores of the first layer are those of the token alone, and rounding would decide between equals.
     ids = (2 + torch.randperm(95, generator=torch.Generator().manual_seed(0))[:50]).tolist()
     caches = [make(policy, positions=positions, length=len(ids), chunk=7) for _ in range(2)]
-    assert same(backbone(), caches, ids) == STEPS and caches[0].counters.evictions >= 8
+    same(backbone(), caches, ids, compiled)
+    assert caches[0].counters.evictions >= 8
 
 
 @pytest.mark.parametrize("family", ["llama-mha", "llama-mqa", "qwen2", "qwen3", "phi3-longrope", "mistral-window"])
 def test_families(family):
     model = tiny_model(family).double()
     caches = [BoundedCache(24, "h2o", chunk=5, prompt_length=LENGTH) for _ in range(2)]
-    assert same(model, caches, tokens()) == STEPS
+    same(model, caches, tokens(), compiled)
 
 
 def test_biases_and_another_type():
@@ -98,7 +54,7 @@ def test_biases_and_another_type():
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
-    assert same(model, [make("h2o") for _ in range(2)], tokens(), 2e-4) == STEPS
+    same(model, [make("h2o") for _ in range(2)], tokens(), compiled, 2e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -118,11 +74,9 @@ def test_packed_matrices(dtype):
     with attach(model), torch.inference_mode():
         decoder = cpu_decoder(model)
         assert isinstance(decoder, CpuDecoder) and decoder.weights.is_packed
-        caches[0].bind(model)
-        assert decoder.takes(caches[0]) is None
-        mine, taken = decoded(model, caches[0], tokens(), decoder, 12)
-        theirs, _ = decoded(model, caches[1], tokens(), None, 12)
-    assert taken == 12 and held(caches[0]) == held(caches[1])
+        mine, _ = decoded(model, caches[0], tokens(), compiled, 12)
+        theirs, _ = decoded(model, caches[1], tokens(), steps=12)
+    assert held(caches[0]) == held(caches[1])
     bound = 1e-2 if dtype == torch.float32 else 5e-2  # the last bit of an activation may turn its code of 8 bits
     assert (mine - theirs).square().mean().sqrt() < bound * theirs.square().mean().sqrt()
 
@@ -132,7 +86,7 @@ def test_packed_matrices(dtype):
 def test_few_bits(policy, bits):
     """The call reads codes as they are; rows whose group is full are quantised after it, as the plain forward would."""
     caches = [make(policy, kv_bits=bits, length=LENGTH, chunk=60) for _ in range(2)]
-    assert same(backbone(), caches, tokens(), 3e-5) == STEPS
+    same(backbone(), caches, tokens(), compiled, 3e-5)
     for mine, theirs in zip(*(cache.bounded for cache in caches), strict=True):
         group = mine.codec.group[mine.layout.every()]
         assert torch.equal(group, theirs.codec.group[theirs.layout.every()]) and (group >= 0).any()
@@ -163,13 +117,10 @@ def test_bfloat16_is_as_near_to_the_truth_as_the_plain_forward():
     """Its sums are of float32, so it rounds less often."""
     model, exact = tiny_model("llama").bfloat16(), tiny_model("llama").bfloat16().double()
     ids, out = tokens(), []
-    for one, decoder in ((model, True), (model, False), (exact, False)):
+    for one, form in ((model, compiled), (model, None), (exact, None)):
         cache = BoundedCache(24, "streaming", chunk=13, prompt_length=LENGTH)
         with attach(one), torch.inference_mode():
-            step, logits = CpuDecoder(one), [prefill(one, ids, cache)]
-            for token in tokens(20, seed=1):
-                logits.append(step([cache], [token])[0] if decoder else forward(one, cache, token))
-        out.append(torch.stack(logits[1:]))
+            out.append(decoded(one, cache, ids, form, 20)[0][1:])
     mine, plain, truth = out
     assert (mine - truth).square().mean() <= (plain - truth).square().mean()
 
@@ -209,10 +160,10 @@ def test_another_text_in_a_cache_that_was_reset(policy, known):
     used, fresh = (make(policy, length=len(ids) if known else None, chunk=7) for ids in (first, second))
     with attach(model), torch.inference_mode():
         decoder = CpuDecoder(model)
-        decoded(model, used, first, decoder, steps=12)
+        decoded(model, used, first, lambda *_: decoder, steps=12)
         used.reset(72 if known else None)
-        (mine, taken), (theirs, _) = (decoded(model, cache, second, decoder, steps=12) for cache in (used, fresh))
-    assert torch.equal(mine, theirs) and taken == 12
+        mine, theirs = (decoded(model, cache, second, lambda *_: decoder, steps=12)[0] for cache in (used, fresh))
+    assert torch.equal(mine, theirs)
     alike(used, fresh, 0)
 
 

@@ -8,20 +8,19 @@ from unittest import mock
 
 import pytest
 import torch
-from policy_runs import LENGTH, backbone, heads_of, held, make, tokens
-from tape import TapedDecoder
+from decoder_runs import STEPS, decoded, same
+from policy_runs import LENGTH, backbone, heads_of, make, tokens
+from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.releases import CACHE
-from locret_kit.cache import context
-from locret_kit.cache.backend import BACKENDS
 from locret_kit.runtime import decoders
 from locret_kit.runtime.decoders import GraphDecoder, SyncDetector
 from locret_kit.runtime.session import Sampling, decode, prefill
 
-STEPS = 45
+pytestmark = pytest.mark.usefixtures("on_the_reference")
 CAPTURED = ["locret", "lookahead-locret", "h2o", "roco", "scissorhands", "pyramid-locret", "knorm", "keydiff"]
+CAPTURED += ["score=aas selection=sampled(0.7)"]  # a draw of the wrong length of text would choose other slots
 OTHERS = ["streaming", "random", "tova", "snapkv(6,3)", "nacl(proxies=5)", "kvcrush"]
 
 
@@ -29,50 +28,12 @@ def pair(policy: str, **rest) -> list[BoundedCache]:
     return [make(policy, **rest) for _ in range(2)]
 
 
-def decoded(model, cache, ids, form: type[GraphDecoder] | None, steps: int = STEPS):
-    """Logits behind the prompt and behind each token, and the graph decoder, if any. A token follows from the logits before
-    it, and none is said twice in a row."""
-    out = [prefill(model, ids, cache)]
-    step = form(model, cache) if form else None
-    for n in range(steps):
-        token = 2 + (int(out[-1].argmax()) + 37 * n) % 95
-        if step is not None:
-            out.append(step([cache], [token])[0])
-        else:
-            piece = torch.tensor([[token]])
-            out.append(model(input_ids=piece, **{CACHE: cache}, logits_to_keep=1).logits[0, -1].float())
-    return torch.stack(out), step
-
-
-def same(model, caches, ids, form=GraphDecoder, steps: int = STEPS, atol: float = 2e-6) -> GraphDecoder:
-    """Both forms decode alike, and leave alike what the next token would find."""
-    with attach(model), torch.inference_mode():
-        mine, step = decoded(model, caches[0], ids, form, steps)
-        theirs, _ = decoded(model, caches[1], ids, None, steps)
-    assert torch.equal(mine.argmax(-1), theirs.argmax(-1)) and len(set(mine.argmax(-1).tolist())) > 3
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=atol)
-    assert held(caches[0]) == held(caches[1])
-    for a, b in zip(caches[0].bounded, caches[1].bounded, strict=True):
-        assert (a.rows, a.seen, a.since_eviction, a.evictions) == (b.rows, b.seen, b.since_eviction, b.evictions)
-        for name in ("keys", "values", "scores", "stats"):
-            torch.testing.assert_close(a.slots(name), b.slots(name), rtol=atol, atol=atol)
-    counted = [(c.counters.evictions, c.counters.evicted_rows) for c in caches]
-    assert counted[0] == counted[1]
-    return step
-
-
-@pytest.fixture(autouse=True)
-def on_the_reference(monkeypatch):
-    """A tape sees PyTorch's operators alone, as a graph sees kernels: a compiled call on a CPU is neither."""
-    monkeypatch.setattr(context, "backend_for", lambda *args: BACKENDS["reference"])
-
-
 @pytest.mark.parametrize("policy", OTHERS)
 def test_equal_to_dynamic_decoding(policy):
     """Over several evictions; every policy in one of the position rules."""
     positions = ["compact", "original", "clipped(60)"][OTHERS.index(policy) % 3]
     caches = pair(policy, positions=positions)
-    step = same(backbone(), caches, tokens())
+    step = same(backbone(), caches, tokens(), GraphDecoder)
     evictions = [cut for before, _ in step.ran for cut in before]
     assert len({cut.layer for cut in evictions}) == 3 and caches[0].counters.evictions >= 8
     assert step.length_L.tolist() == caches[0].kept_rows and int(step.seen) == caches[0].get_seq_length()
@@ -122,11 +83,6 @@ def test_a_score_that_reads_back_is_said(monkeypatch):
 def test_evictions_that_are_due_after_a_token(every):
     step = same(backbone(), pair("h2o", decode_every=every), tokens(), TapedDecoder)
     assert any(after for _, after in step.graphs)
-
-
-def test_sampled_selection_draws_by_the_length_of_the_text():
-    """A draw of the wrong length would choose other slots."""
-    assert same(backbone(), pair("score=aas selection=sampled(0.7)", chunk=5), tokens(), TapedDecoder).cuts_captured
 
 
 def test_what_is_not_captured_says_why():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from strangers import tokens
 from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
@@ -39,10 +40,6 @@ RESETS = [
     ("full", 120, 300, {}),
     ("h2o", 300, 450, {"settings": 0.2}),
 ]
-
-
-def tokens(length, seed=0):
-    return torch.randint(2, 97, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
 def interrupted_at(model, layer, error=KeyboardInterrupt):

@@ -36,12 +36,9 @@ def test_the_user_decides():
 
 @pytest.mark.parametrize(
     ("text", "cores"),
-    [("200000 100000\n", 2), ("150000 100000", 2), ("5000 100000", 1), ("max 100000", None), ("", None)],
+    [("200000 100000\n", 2), ("150000 100000", 2), ("5000 100000", 1), ("max 100000", None), ("", None), (None, None)],
 )
 def test_a_containers_quota(tmp_path, text, cores):
-    (tmp_path / "cpu.max").write_text(text)
+    if text is not None:
+        (tmp_path / "cpu.max").write_text(text)
     assert cores_allowed(tmp_path / "cpu.max") == cores
-
-
-def test_no_quota(tmp_path):
-    assert cores_allowed(tmp_path / "cpu.max") is None

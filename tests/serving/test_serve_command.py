@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from serve_process import Command
 from tiny_heads import save_tiny_heads
 from tiny_tokenizer import TEXT, save_tiny_backbone
 
@@ -33,25 +31,6 @@ LONG = 120
 """Tokens of an answer that is still being written when the server is told to stop."""
 
 
-class Command:
-    """The command in a process of its own."""
-
-    def __init__(self, folder: Path, *words: str) -> None:
-        self.log = folder / "stderr.txt"
-        with self.log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "locret_kit.cli.serve", "--port", "0", *OPTIONS, *words],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr,
-            )  # fmt: skip
-
-    def ready(self) -> str:
-        """Its address, when it has said that the model is loaded."""
-        while "ready: " not in (said := self.log.read_text()):
-            assert self.process.poll() is None, said
-            time.sleep(0.05)
-        return said.splitlines()[0]
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
     """Heads and the backbone that they name."""
@@ -68,7 +47,7 @@ def commands(files, tmp_path_factory) -> Iterator[tuple[Command, Command]]:
     with_heads = ("--ckpt", str(files / "heads"), "--api-key-file", str(files / "keys.txt"))
     folders = [tmp_path_factory.mktemp(name) for name in ("keyed", "open")]
     without = ("--model", str(files / "backbone"), "--allowed-hosts", "Chat.example.org,[fd00::1]")
-    made = Command(folders[0], *with_heads), Command(folders[1], *without)
+    made = Command(folders[0], *OPTIONS, *with_heads), Command(folders[1], *OPTIONS, *without)
     yield made
     for command in made:
         command.process.kill()

@@ -11,25 +11,20 @@ import httpx
 import openai
 import pytest
 import torch
-from http_bodies import chat, deleted, expected, uploaded, user
+from http_bodies import alone, chat, deleted, expected, uploaded, user
 from read_texts import parts, text_of
-from served import LIMITS, SETTINGS, ask, running_engine, serving
+from served import LIMITS, SETTINGS, ask, new_engine, random_ids, running_engine, serving
 
 from locret_kit import BoundedCache, Document
 from locret_kit.backbones.spec import spec_of
 from locret_kit.planning.inference_plan import Caches, Setting
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime import batch
-from locret_kit.runtime.session import Answer, Sampling, generate
+from locret_kit.runtime.session import Answer, Sampling
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.process import HeaderTimeout
 from locret_kit.serving.request import ServerRequest
 from locret_kit.settings import RunSettings
-
-
-def random_ids(length: int, seed: int) -> array[int]:
-    return array("i", torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
-
 
 # ---- stop texts --------------------------------------------------------------------------------------------------------
 
@@ -171,23 +166,15 @@ def test_logprobs_of_completions_and_at_a_stop_text(client):
 # ---- equal beginnings --------------------------------------------------------------------------------------------------
 
 
-def alone(ids: array[int]) -> str:
-    model, tokenizer, heads = parts("llama")
-    return generate(
-        model, tokenizer, ids, BoundedCache(SETTINGS, "locret", heads, prompt_length=len(ids)), max_new_tokens=4
-    )[0]
-
-
 def test_equal_beginnings_are_read_once(monkeypatch):
-    model, tokenizer, heads = parts("llama")
-    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=2, piece=64, beginnings=1)
+    engine, tokenizer = new_engine(sessions=2, beginnings=1), parts("llama")[1]
     start, read = random_ids(200, 1), []
     forward = batch.logits_after
     monkeypatch.setattr(batch, "logits_after", lambda *given: read.append(given[2].shape[1]) or forward(*given))
     prompts = [start + random_ids(length, length) for length in (3, 30, 150)]
     requests = [ask(engine, "anna", ids, shared_tokens=200) for ids in prompts]
     assert [tokenizer.decode(request.sequence.tokens, skip_special_tokens=True) for request in requests] == [
-        alone(ids) for ids in prompts
+        alone(ids, max_new_tokens=4) for ids in prompts
     ]
     tail = SETTINGS.local_len
     assert [request.cached_tokens for request in requests] == [0, 200 - tail, 200 - tail]

@@ -12,13 +12,11 @@ import time
 import httpx
 import pytest
 import uvicorn
-from http_bodies import bearer, expected, user
-from read_texts import parts, text_of
-from served import KEYS, SETTINGS
+from http_bodies import bearer, chat, expected, sent, upload, user
+from read_texts import text_of
+from served import KEYS, new_engine
 
-from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.app import make_app
-from locret_kit.serving.engine import Engine
 from locret_kit.serving.process import HeaderTimeout, LoadingApp, Stoppable
 from locret_kit.serving.state import Limits, Server
 from locret_kit.serving.store import Store
@@ -44,11 +42,6 @@ class Running:
         assert not self._thread.is_alive()
 
 
-def ask(url: str, text: str, **fields: object) -> httpx.Response:
-    body = {"messages": user(text), "temperature": 0, "max_tokens": 8, **fields}
-    return httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(), timeout=60)
-
-
 def test_a_stop_while_a_long_prompt_is_read(tmp_path, caplog):
     """From the open port to the closed one: every request gets an answer, the session of the turn before is on disk, no slot
     is taken, and the log has neither an error nor a traceback."""
@@ -59,29 +52,23 @@ def test_a_stop_while_a_long_prompt_is_read(tmp_path, caplog):
         assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
         said = answer.json()
         assert said == status or said["error"]["message"] == "the model is being loaded"
-    model, tokenizer, heads = parts("llama")
     store = Store(tmp_path, 1 << 30)
-    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, piece=64, store=store)
+    engine = new_engine(sessions=3, store=store)
     server = Server(engine, "tiny", KEYS, (), Limits(prompt_tokens=1 << 20), salt=store.salt)
     running.loading.put(make_app(server), server.stop)
-    first = ask(running.url, "Who came in?").json()
+    first = chat(running.url, user("Who came in?")).json()
     assert first["choices"][0]["message"]["content"] == expected(user("Who came in?"))
 
     book, answers = text_of(30_000), {}
 
     def read(stream: bool) -> None:
-        answers[stream] = ask(running.url, book, stream=stream)
+        answers[stream] = chat(running.url, user(book), stream=stream)
 
-    upload = {"file": ("a.txt", book.encode())}
-    name = httpx.post(f"{running.url}/v1/documents", files=upload, headers=bearer(), timeout=60).json()["id"]
+    name = upload(running.url, "a.txt", book.encode()).json()["id"]
     readers = [threading.Thread(target=read, args=(stream,)) for stream in (True, False)]
     for reader in readers:
         reader.start()
-    half = socket.create_connection(httpx.URL(running.url).netloc.decode().split(":"))
-    half.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: 9\r\n\r\n{"
-        % KEYS[0].encode()
-    )
+    half = sent(running.url, "/v1/completions", b"{", 9)
     for _ in range(400):
         if (
             engine.running >= 2

@@ -25,13 +25,13 @@ import httpx
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from http_bodies import KEYS, SETTINGS, bearer, chat, deleted, expected, until, uploaded, user
+from http_bodies import KEYS, SETTINGS, bearer, chat, deleted, expected, sent, until, upload, uploaded, user
+from made_documents import drawn
 from planted_files import plant
 from read_texts import parts, text_of
-from served import listening
+from served import listening, new_engine, running_engine
 
 from locret_kit import BoundedCache
-from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime import batch
 from locret_kit.serving import document_routes, state
 from locret_kit.serving.app import make_app
@@ -68,10 +68,8 @@ def request_lines(caplog, *answers: httpx.Response) -> list[str]:
 
 @pytest.fixture(scope="module")
 def engine():
-    model, tokenizer, heads = parts("llama")
-    made = Watched(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, queue=6, piece=64)
-    yield made
-    made.stop()
+    with running_engine(Watched, sessions=3) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +126,7 @@ FIELDS = {
     "n": (0, 17, "x", 1.5, 7), "max_tokens": (0, -2, 1.5, "x"), "temperature": (-1, 2.1, 1e-9, "x"),
     "top_p": (-0.1, 2, "x"), "top_k": (-2,), "seed": (-(2**63) - 1, 2**63), "stop": (1, [1], ["x"] * 65), "stream": ("x", 2),
     "logprobs": ("x",), "repetition_penalty": (0, -1), "budget": (0, 97), "policy": ("full", "h2o\n", 1), "stream_options": (1,),
-    "document_id": (1,), "top_logprobs": (21,),
+    "document_id": (1,), "top_logprobs": (21,), "frequency_penalty": (2.1,), "presence_penalty": (2.1,),
 }  # fmt: skip
 
 
@@ -167,8 +165,7 @@ def test_a_slow_body_and_a_body_without_a_key(url):
 
 
 def test_answers_that_do_not_all_fit_are_refused_together(engine):
-    model, tokenizer, heads = parts("llama")
-    small = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=1, queue=3)
+    small = new_engine(sessions=1, queue=3)
     ids = array("i", range(2, 60))
     with small._changed:  # the engine's thread takes nothing meanwhile
         small.submit(*(ServerRequest(ids, 2, owner="") for _ in range(2)))
@@ -233,8 +230,7 @@ def test_a_fault_of_a_route_has_the_shape_of_an_error(url, server, monkeypatch, 
 @contextmanager
 def waiting(**sizes: int) -> Iterator[tuple[Engine, threading.Event, threading.Event]]:
     """An engine whose forwards wait for the second event; the first says that one has begun."""
-    model, tokenizer, heads = parts("llama")
-    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, piece=64, **sizes)
+    engine = new_engine(**sizes)
     forward, begun, goes_on = batch.logits_after, threading.Event(), threading.Event()
 
     def slow(*given):
@@ -277,8 +273,7 @@ def test_a_document_waits_while_the_queue_is_full():
 
 
 def test_a_fault_of_the_engine_ends_everybody_and_health_says_so(monkeypatch, caplog):
-    model, tokenizer, heads = parts("llama")
-    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=1, piece=64)
+    engine = new_engine(sessions=1)
 
     def tell(request):
         raise ZeroDivisionError("a fault of ours")
@@ -297,10 +292,6 @@ def test_a_fault_of_the_engine_ends_everybody_and_health_says_so(monkeypatch, ca
         answer = client.get("/health")
         assert (answer.status_code, answer.json()) == (503, {"status": "failed"})
     engine.stop(0)
-
-
-def upload(url: str, name: str, data: bytes, key: str = KEYS[0]) -> httpx.Response:
-    return httpx.post(f"{url}/v1/documents", files={"file": (name, data)}, headers=bearer(key), timeout=60)
 
 
 def test_documents_deleted_while_they_are_read_or_asked(url, engine, server, monkeypatch):
@@ -389,13 +380,7 @@ def pdf(size: int) -> bytes:
     """A PDF whose page unpacks, in two steps, to so many bytes."""
     pack = zlib.compressobj(1)
     page = zlib.compress(b"".join([pack.compress(bytes(1 << 20)) for _ in range(size >> 20)]) + pack.flush())
-    objects = [
-        b"<</Type/Catalog/Pages 2 0 R>>", b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
-        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Contents 4 0 R>>",
-        b"<</Length %d/Filter[/FlateDecode/FlateDecode]>>stream\n%s\nendstream" % (len(page), page),
-    ]  # fmt: skip
-    body = b"".join(b"%d 0 obj%s\nendobj\n" % item for item in enumerate(objects, 1))
-    return b"%PDF-1.4\n" + body + b"trailer<</Root 1 0 R>>\n%%EOF"
+    return drawn(page, stream="/Filter [/FlateDecode /FlateDecode]")
 
 
 def test_a_bomb_ends_its_conversion_alone(url, engine, server, monkeypatch):
@@ -415,14 +400,11 @@ def test_a_full_disk_while_a_file_is_uploaded(url, server, monkeypatch, tmp_path
     """Of a saved cache, and of a form that is too large for memory. What a killed server leaves is nothing."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("starlette.formparsers.MultiPartParser.spool_max_size", 10_000)
-    upload = {"files": {"file": (name, b"word " * (size // 5))}, "headers": bearer(), "timeout": 60}
-
-    seen = []
-    begin = document_routes.read_document
+    data, seen, begin = b"word " * (size // 5), [], document_routes.read_document
     monkeypatch.setattr(
         document_routes, "read_document", lambda *given: seen.extend(tmp_path.rglob("*")) or begin(*given)
     )
-    assert httpx.post(f"{url}/v1/documents", **upload).status_code == 202 and not seen
+    assert upload(url, name, data).status_code == 202 and not seen
     emptied(url, server)
     until(lambda: not server.places)
 
@@ -431,7 +413,7 @@ def test_a_full_disk_while_a_file_is_uploaded(url, server, monkeypatch, tmp_path
             raise OSError(errno.ENOSPC, f"No space left on {tmp_path}")
 
     monkeypatch.setattr("tempfile.TemporaryFile", lambda *given, **named: Full())
-    answer = httpx.post(f"{url}/v1/documents", **upload)
+    answer = upload(url, name, data)
     said = answer.json()["error"]["message"]
     assert (answer.status_code, said) == (507, "the upload cannot be put on disk: No space left on device")
     assert not [*tmp_path.iterdir()] and not server.places
@@ -442,11 +424,9 @@ def test_a_full_disk_while_a_file_is_uploaded(url, server, monkeypatch, tmp_path
 def test_readers_that_do_not_read(url, engine):
     """Their answers end, and so do their sessions; nobody waits for them."""
     body = json.dumps({"messages": user(text_of(30)), "max_tokens": 64, "stream": True, "ignored": "x" * 100}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n"
-    lines = [socket.create_connection(httpx.URL(url).netloc.decode().split(":")) for _ in range(6)]
+    lines = [sent(url, "/v1/chat/completions", body) for _ in range(6)]
     for line in lines:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        line.sendall(head % (KEYS[0].encode(), len(body)) + body)
     works(url)
     quiet(engine)
     for line in lines:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import httpx
 import pytest
 from browser import BROWSER, BROWSERS, browsing
-from http_bodies import bearer, chat, until
+from http_bodies import bearer, chat, until, user
 from read_texts import text_of
-from served import KEYS, LIMITS, serving
+from served import KEYS, LIMITS, serving, slowly
 
 from locret_kit.serving.request import Busy
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} to look with")
 EVIL = "<img src=x onerror=document.title='gone'>"
 TEXT = f"{EVIL} {text_of(400)}"
-BEARER = bearer()
 LAST = "document.querySelector('.turn.assistant:last-child .figures')"
 
 
@@ -56,36 +52,24 @@ def ask(tab, question: str) -> str:
     )
 
 
-def api(url: str, messages: list[dict[str, str]], **more) -> dict:
-    return chat(url, messages, **{"max_tokens": 12, **more}).json()
-
-
-@contextmanager
-def slowly(engine) -> Iterator[None]:
-    """Forwards take long enough to be watched."""
-    step = engine._batch.step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._batch, "step", lambda: (time.sleep(0.1), step()))
-        yield
-
-
 def test_a_document_is_read_asked_and_shown(tab, url, engine, tmp_path):
     path = tmp_path / f"{EVIL}.txt".replace("/", "")
     path.write_text(TEXT)
-    with slowly(engine):
+    with slowly(engine, 0.1):
         tab.choose("#file", path)
         bar = "document.querySelector('#documents progress')"
         tab.wait(f"0 < {bar}?.value && {bar}.value < {bar}.max")
     tab.wait("document.querySelector('#title').textContent.includes('.txt')")
-    [document] = httpx.get(f"{url}/v1/documents", headers=BEARER).json()["data"]
+    [document] = httpx.get(f"{url}/v1/documents", headers=bearer()).json()["data"]
     assert tab.text("#title") == path.name
     says = tab.text("#documents li:last-child small")
     assert f"{document['total_tokens']:,} tokens" in says and f"{document['bytes'] / 1024:.1f} KiB of memory" in says
 
     tab.evaluate("document.querySelector('#max').value = 12")
     figures = ask(tab, "Who came in?")
-    messages = [{"role": "user", "content": "Who came in?"}]
-    alone = api(url, messages, document_id=document["id"])
+    messages = user("Who came in?")
+    asked = {"document_id": document["id"], "max_tokens": 12}
+    alone = chat(url, messages, **asked).json()
     said, usage = alone["choices"][0]["message"]["content"], alone["usage"]
     assert tab.text(".turn.assistant p") == said and len(said) > 3
     assert f"{usage['prompt_tokens']:,} tokens in" in figures and f"{usage['completion_tokens']} out" in figures
@@ -93,13 +77,13 @@ def test_a_document_is_read_asked_and_shown(tab, url, engine, tmp_path):
     assert f"({usage['prompt_tokens_details']['cached_tokens']:,} cached)" in figures
 
     ask(tab, f"And {EVIL}?")
-    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"And {EVIL}?"}]
-    second = api(url, messages, document_id=document["id"])["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": said}, *user(f"And {EVIL}?")]
+    second = chat(url, messages, **asked).json()["choices"][0]["message"]["content"]
     assert tab.text(".turn.assistant:last-child p") == second
 
     tab.click("#documents li:last-child .show")
     tab.wait("document.querySelector('#kept').open")
-    kept = httpx.get(f"{url}/v1/documents/{document['id']}/kept?limit=4000", headers=BEARER).json()
+    kept = httpx.get(f"{url}/v1/documents/{document['id']}/kept?limit=4000", headers=bearer()).json()
     assert tab.text("#text") == "".join(kept["texts"][:1000]) and EVIL in tab.text("#text")
     shares = tab.evaluate(
         "[...document.querySelectorAll('#text span')].map((s) => [s.textContent, s.style.getPropertyValue('--share')])"
@@ -115,13 +99,15 @@ def test_a_document_is_read_asked_and_shown(tab, url, engine, tmp_path):
     assert tab.said == []
     tab.click("#documents li:last-child .delete")
     tab.wait("document.querySelectorAll('#documents li').length === 1")
-    assert httpx.get(f"{url}/v1/documents", headers=BEARER).json()["data"] == [] and tab.text("#title") == "No document"
+    assert (
+        httpx.get(f"{url}/v1/documents", headers=bearer()).json()["data"] == [] and tab.text("#title") == "No document"
+    )
 
 
 def test_stop_keeps_what_was_written(tab, url, engine):
     question = text_of(40)
-    whole = api(url, [{"role": "user", "content": question}], max_tokens=64)["choices"][0]["message"]["content"]
-    with slowly(engine):
+    whole = chat(url, user(question), max_tokens=64).json()["choices"][0]["message"]["content"]
+    with slowly(engine, 0.1):
         tab.open(url)
         tab.evaluate("document.querySelector('#max').value = 64")
         tab.click("#question")

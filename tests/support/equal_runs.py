@@ -1,4 +1,4 @@
-"""Pieces that several tests of resume share."""
+"""Pieces that several tests of trainings share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from pathlib import Path
 import torch
 
 from locret_kit import RetainingHeads
+from locret_kit.cli.train import main
 from locret_kit.training.fit import read_curves
+
+
+def refused(capsys, *words: str) -> str:
+    """The one line of a training that failed."""
+    capsys.readouterr()
+    assert main(list(words)) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("locret-train:")]
+    return line
 
 
 def same_run(a: Path, b: Path) -> None:

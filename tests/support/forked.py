@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import traceback
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from serve_process import free_port
 from tqdm import tqdm
 
 
@@ -50,11 +50,8 @@ def status_of(child: int) -> int:
 
 def ranks(work: Callable[[], int], world: int, log: Path) -> list[int]:
     """Run ``work`` in ``world`` processes with the environment that torchrun gives, and return their statuses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     common = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
         "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
     }  # fmt: skip
     children = [start(work, log, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(world)]

@@ -7,8 +7,8 @@ A process of its own, since the tests interpret the kernels: ``python tests/supp
 
 from __future__ import annotations
 
+import tiny_models
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.releases import CACHE
@@ -23,15 +23,12 @@ CLOSE = dict(rtol=2e-3, atol=2e-3)
 
 def tiny_model(family: str):
     """Heads of 64, the smallest that the kernels take."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        family, vocab_size=97, hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
+    model = tiny_models.tiny_model(
+        family, hidden_size=256, intermediate_size=256, num_attention_heads=4, head_dim=64, max_position_embeddings=1024
+    )
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            parameter.mul_(3.0)
+            parameter.div_(2.0)
     return model.cuda()
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 
 with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
@@ -32,6 +33,7 @@ _scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": 
 interpreter._patch_lang = lambda fn: type(_scope)()
 
 REFERENCES = {name: backend.function(name, "reference") for name in backend.functions()}
+BOTH = pytest.mark.parametrize("functions", [KERNELS, REFERENCES], ids=["triton", "reference"])
 TOLERANCE = {
     torch.float32: dict(rtol=1e-5, atol=2e-5),
     torch.float16: dict(rtol=2e-3, atol=2e-3),
@@ -42,15 +44,21 @@ TOLERANCE = {
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """``torch.empty`` holds NaN inside the block."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    """Memory that nobody has written yet is NaN inside the block (integers: the largest), so that reading it shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
+        assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def close(mine: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
     """Equal within the tolerance of the inputs' type, infinities included."""
     torch.testing.assert_close(mine, theirs, **TOLERANCE[dtype])
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same numbers for a seed and a shape."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import COMMON
-from transformers import AutoConfig, AutoModelForCausalLM
+from policy_runs import logits_of, tokens
+from tiny_models import tiny_model
 
-from locret_kit import BoundedCache, attach
-from locret_kit.backbones.releases import CACHE
-from locret_kit.runtime.session import prefill
+from locret_kit import BoundedCache
 
 LENGTH = 30
 
@@ -20,24 +18,15 @@ DECODED = 4
 @pytest.fixture(scope="module")
 def model():
     """Heads of 64, the smallest that the kernels take."""
-    torch.manual_seed(0)
-    settings = {**COMMON, "hidden_size": 64, "head_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = AutoConfig.for_model("llama", **{**settings, "num_key_value_heads": 1})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(6.0)
-    return model
+    return tiny_model(
+        "llama", hidden_size=64, head_dim=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    )
 
 
 def run(
     model, policy: str, bits: int | None, backend: str, positions: str = "compact"
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    ids = torch.randint(2, 97, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     kept = dict(chunk=13, prompt_length=LENGTH, stabilizers=4, local_len=5)
     cache = BoundedCache(16, policy, kv_bits=bits, backend=backend, positions=positions, **kept)
-    with attach(model), torch.no_grad():
-        logits = [prefill(model, ids, cache)]
-        for token in range(DECODED):
-            logits.append(model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache}).logits[0, -1])
-    return torch.stack(logits), [torch.stack(list(cache.kept_positions(layer)[0])) for layer in range(2)]
+    logits = logits_of(cache, tokens(LENGTH), range(5, 5 + DECODED), model)
+    return logits, [torch.stack(list(cache.kept_positions(layer)[0])) for layer in range(2)]

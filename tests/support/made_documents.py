@@ -6,6 +6,7 @@ import hashlib
 import io
 import re
 import struct
+from collections import defaultdict
 from zipfile import ZIP_DEFLATED, ZipFile
 
 
@@ -24,56 +25,27 @@ def rc4(key: bytes, data: bytes) -> bytes:
     return bytes(out)
 
 
-def pdf(pages: list[list[str]], *, password: str | None = None, image: bool = False) -> bytes:
-    """A PDF with a page per list of lines; with ``image`` each page is a grey picture instead.
+def pdf(pages: list[list[str]], *, password: str | None = None) -> bytes:
+    """A PDF with a page per list of lines.
 
     With a password, content streams are encrypted by the standard handler, revision 2 (PDF reference 1.7, section 3.5).
     """
-    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
-    objects = [
-        b"<< /Type /Catalog /Pages 2 0 R >>",
-        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>".encode(),
-        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>",
+    shown = [[re.sub(r"([()\\])", r"\\\1", line) for line in lines] for lines in pages]
+    drawings = [
+        "BT /F 10 Tf 12 TL 50 760 Td " + " ".join(f"({line}) Tj T*" for line in lines) + " ET" for lines in shown
     ]
-    if image:
-        objects[2] = (
-            b"<< /Type /XObject /Subtype /Image /Width 2 /Height 2 /ColorSpace /DeviceGray /BitsPerComponent 8 /Length 4 >>\n"
-            b"stream\nabcd\nendstream"
-        )
-    resources = b"/XObject << /I 3 0 R >>" if image else b"/Font << /F 3 0 R >>"
-    for i, lines in enumerate(pages):
-        shown = [re.sub(r"([()\\])", r"\\\1", line) for line in lines]
-        body = "BT /F 10 Tf 12 TL 50 760 Td " + " ".join(f"({line}) Tj T*" for line in shown) + " ET"
-        stream = b"q 500 0 0 700 50 50 cm /I Do Q" if image else body.encode("cp1252")
-        objects.append(
-            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 595 842] /Contents %d 0 R /Resources << %s >> >>"
-            % (5 + 2 * i, resources)
-        )
-        objects.append(stream)
-    trailer = b""
-    if password is not None:
-        pad = bytes.fromhex("28bf4e5e4e758a4164004e56fffa01082e2e00b6d0683e802f0ca9fe6453697a")
-        user = (password.encode() + pad)[:32]
-        owner = rc4(hashlib.md5((b"owner" + pad)[:32]).digest()[:5], user)
-        key = hashlib.md5(user + owner + struct.pack("<i", -4) + b"0123456789abcdef").digest()[:5]
-        for n in range(4, len(objects), 2):  # streams; object n + 1
-            objects[n] = rc4(hashlib.md5(key + struct.pack("<I", n + 1)[:3] + b"\0\0").digest()[:10], objects[n])
-        secrets = b"/Filter /Standard /V 1 /R 2 /P -4 /O <%s> /U <%s>" % (
-            owner.hex().encode(),
-            rc4(key, pad).hex().encode(),
-        )
-        trailer = b"/ID [<%s> <%s>] /Encrypt << %s >>" % (*[b"0123456789abcdef".hex().encode()] * 2, secrets)
-    for n in range(4, len(objects), 2):
-        objects[n] = b"<< /Length %d >>\nstream\n%s\nendstream" % (len(objects[n]), objects[n])
-    out, places = bytearray(b"%PDF-1.4\n"), []
-    for number, content in enumerate(objects, 1):
-        places.append(len(out))
-        out += b"%d 0 obj\n%s\nendobj\n" % (number, content)
-    start = len(out)
-    out += b"xref\n0 %d\n0000000000 65535 f \n" % (len(objects) + 1)
-    out += b"".join(b"%010d 00000 n \n" % place for place in places)
-    out += b"trailer << /Size %d /Root 1 0 R %s >>\nstartxref\n%d\n%%%%EOF\n" % (len(objects) + 1, trailer, start)
-    return bytes(out)
+    if password is None:
+        return drawn(*drawings)
+    pad = bytes.fromhex("28bf4e5e4e758a4164004e56fffa01082e2e00b6d0683e802f0ca9fe6453697a")
+    user = (password.encode() + pad)[:32]
+    owner = rc4(hashlib.md5((b"owner" + pad)[:32]).digest()[:5], user)
+    key = hashlib.md5(user + owner + struct.pack("<i", -4) + b"0123456789abcdef").digest()[:5]
+    salts = [struct.pack("<I", 5 + 2 * page)[:3] + b"\0\0" for page in range(len(pages))]
+    keys = [hashlib.md5(key + salt).digest()[:10] for salt in salts]
+    hidden = [rc4(own, drawing.encode("cp1252")) for own, drawing in zip(keys, drawings, strict=True)]
+    secrets = f"/Filter /Standard /V 1 /R 2 /P -4 /O <{owner.hex()}> /U <{rc4(key, pad).hex()}>"
+    name = b"0123456789abcdef".hex()
+    return drawn(*hidden, trailer=f"/ID [<{name}> <{name}>] /Encrypt << {secrets} >>")
 
 
 def zipped(files: dict[str, str | bytes], method: int = ZIP_DEFLATED) -> bytes:
@@ -151,29 +123,32 @@ def html(paragraphs: list[str], encoding: str = "utf-8") -> bytes:
     ).encode(encoding)
 
 
-def drawn(*contents: str, page: str = "", catalog: str = "", font: str = "", objects: tuple[str, ...] = ()) -> bytes:
+def drawn(*contents: str | bytes, objects: tuple[str, ...] = (), **held: str) -> bytes:
     """A PDF of pages by their operators, such as those of ``at``. Further objects have the numbers from 4 + 2 pages on.
 
     Args:
-        page, catalog, font: what their dictionaries hold besides.
+        held: what dictionaries hold besides: of a page, the catalog, the font, a page's stream and the trailer.
     """
-    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(contents)))
-    parts = [
-        f"<< /Type /Catalog /Pages 2 0 R {catalog} >>",
+    more, kids = defaultdict(str, held), " ".join(f"{4 + 2 * i} 0 R" for i in range(len(contents)))
+    parts: list[str | bytes] = [
+        f"<< /Type /Catalog /Pages 2 0 R {more['catalog']} >>",
         f"<< /Type /Pages /Kids [{kids}] /Count {len(contents)} >>",
-        f"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica {font or '/Encoding /WinAnsiEncoding'} >>",
+        f"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica {held.get('font', '/Encoding /WinAnsiEncoding')} >>",
     ]
     for i, content in enumerate(contents):
+        drawing = content if isinstance(content, bytes) else content.encode("cp1252")
         parts.append(
             f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 595 842] /Contents {5 + 2 * i} 0 R "
-            f"/Resources << /Font << /F 3 0 R >> >> {page} >>"
+            f"/Resources << /Font << /F 3 0 R >> >> {more['page']} >>"
         )
-        parts.append(f"<< /Length {len(content.encode('cp1252'))} >>\nstream\n{content}\nendstream")
-    out = "%PDF-1.4\n" + "".join(f"{n} 0 obj\n{part}\nendobj\n" for n, part in enumerate([*parts, *objects], 1))
-    places = "".join(f"{out.index(f'{n} 0 obj'):010d} 00000 n \n" for n in range(1, len(parts) + len(objects) + 1))
+        parts.append(b"<< /Length %d %s >>\nstream\n%s\nendstream" % (len(drawing), more["stream"].encode(), drawing))
+    out, places = bytearray(b"%PDF-1.4\n"), ""
+    for number, part in enumerate([*parts, *objects], 1):
+        places += f"{len(out):010d} 00000 n \n"
+        out += b"%d 0 obj\n%s\nendobj\n" % (number, part if isinstance(part, bytes) else part.encode("cp1252"))
     size = len(parts) + len(objects) + 1
-    table = f"xref\n0 {size}\n0000000000 65535 f \n{places}trailer << /Size {size} /Root 1 0 R >>\nstartxref\n"
-    return f"{out}{table}{len(out)}\n%%EOF\n".encode("cp1252")
+    table = f"xref\n0 {size}\n0000000000 65535 f \n{places}trailer << /Size {size} /Root 1 0 R {more['trailer']} >>\nstartxref\n"
+    return bytes(out) + f"{table}{len(out)}\n%%EOF\n".encode()
 
 
 def at(x: float, y: float, line: str, turn: str = "1 0 0 1") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 from tiny_models import tiny_model
 
-from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
+from locret_kit.backbones.intercept import attached
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.base import Selection
@@ -61,11 +63,27 @@ def distinct_tokens(length: int, seed: int = 0) -> list[int]:
     return torch.cat(rounds)[:length].tolist()
 
 
+def distinct_texts(length: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
+    """A batch of such texts."""
+    return torch.tensor([distinct_tokens(length, 100 * seed + text) for text in range(batch)])
+
+
 def make(policy, budget: int = 24, *, length: int | None = LENGTH, family: str = "llama", **rest) -> BoundedCache:
     policy = parse_policy(policy) if isinstance(policy, str) else policy
     heads = heads_of(family) if policy.needs_heads else None
     form = {} if rest.get("one_shot") else SMALL
     return BoundedCache(budget, policy, heads, prompt_length=length, **{**form, **rest})
+
+
+@torch.no_grad()
+def logits_of(cache: BoundedCache, ids: Sequence[int], then: Sequence[int] = (), model=None) -> torch.Tensor:
+    """Logits ``[1 + then, V]`` after a prompt and after each token that follows."""
+    model = model or backbone()
+    with attached(model):
+        out = [prefill(model, ids, cache)]
+        for token in then:
+            out.append(model(input_ids=torch.tensor([[token]]), **{CACHE: cache}).logits[0, -1].float())
+    return torch.stack(out)
 
 
 class Recorder(Selection):
@@ -87,7 +105,7 @@ class Recorder(Selection):
 def recorded(policy: str, ids: list[int], **rest):
     """A run of a prompt and, token by token, the ids after it: the cache, what entered (layer -> keys and values before RoPE
     ``[H, tokens, D]``), and every eviction as a ``Recorder`` has it."""
-    parsed, model = parse_policy(policy), backbone()
+    parsed = parse_policy(policy)
     recorder = Recorder(parsed.selection)
     cache = make(replace(parsed, selection=recorder), decode_every=3, **rest)
     entered: dict[int, list] = {}
@@ -98,10 +116,7 @@ def recorded(policy: str, ids: list[int], **rest):
         return attend(layer, q, k, v, softmax)
 
     cache.attend = listening
-    with attach(model), torch.no_grad():
-        prefill(model, ids[:LENGTH], cache)
-        for token in ids[LENGTH:]:
-            model(input_ids=torch.tensor([[token]]), **{CACHE: cache})
+    logits_of(cache, ids[:LENGTH], ids[LENGTH:])
     texts = {i: [np.concatenate(x, 1) for x in zip(*pairs, strict=True)] for i, pairs in entered.items()}
     return cache, texts, recorder.seen
 
@@ -117,9 +132,6 @@ def held(cache: BoundedCache) -> list[list[list[int]]]:
 
 def run(policy, ids=None, family: str = "llama", **rest) -> BoundedCache:
     """A cache that has read a prompt and four more tokens."""
-    cache, ids, model = make(policy, family=family, **rest), ids or tokens(), backbone(family)
-    with attach(model), torch.no_grad():
-        prefill(model, ids, cache)
-        for token in range(4):
-            model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache})
+    cache = make(policy, family=family, **rest)
+    logits_of(cache, ids or tokens(), range(5, 9), backbone(family))
     return cache

@@ -16,12 +16,15 @@ from locret_kit.cli.train import main
 from locret_kit.training import frozen_training
 from locret_kit.training.fit import read_curves
 
+SETTINGS = ("recipe=tiny", "trainer.accelerator=cpu", "trainer.val_every=2", "heads.dtype_saved=float32")
+"""Of every training here."""
 TAGS = ("loss", "recall", "train/regression", "val/loss", "val/recall")
 
 
 def train(settings: Sequence[str], backbone: Path, out: Path, world: int, *more: str) -> None:
     """A training of 4 samples an optimiser step on ``world`` processes."""
-    arguments = [*settings, f"backbone.model={backbone}", f"out={out}", f"optim.accumulate={4 // world}", *more]
+    words = [*SETTINGS, f"backbone.model={backbone}", f"out={out}", f"optim.accumulate={4 // world}"]
+    arguments = [*words, *settings, *more]
     log = out.parent / f"{out.name}.log"
     if world == 1:
         statuses = [status_of(start(lambda: main(arguments), log))]

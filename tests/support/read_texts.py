@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import torch
 from tiny_heads import tiny_heads
@@ -37,10 +38,20 @@ def kept(cache: BoundedCache) -> list:
     return [[head.tolist() for item in cache.kept_positions(i) for head in item] for i in range(len(cache.bounded))]
 
 
+def heads_for(policy: str, family: str = "llama"):
+    """The heads, where the policy needs some."""
+    return parts(family)[2] if parse_policy(policy).needs_heads else None
+
+
 def read(family: str, policy: str, text: str, **settings) -> Document:
-    model, tokenizer, heads = parts(family)
-    needed = heads if parse_policy(policy).needs_heads else None
-    return Document.read(model, tokenizer, text, settings.pop("budget", 24), policy, needed, **settings)
+    model, tokenizer, _ = parts(family)
+    budget = settings.pop("budget", 24)
+    return Document.read(model, tokenizer, text, budget, policy, heads_for(policy, family), **settings)
+
+
+def load(path: Path, policy: str, family: str = "llama") -> Document:
+    """A document that was saved."""
+    return Document.load(path, *parts(family)[:2], heads_for(policy, family))
 
 
 SETTINGS = dict(chunk=64, stabilizers=4, local_len=5, budget=48)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from tiny_text import PROSE
+from tiny_tokenizer import byte_level
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -66,7 +67,7 @@ PLAIN = ("\n\n", "<b>", "</b>")
 def real_tokenizer(family: str):
     """A tokenizer of some 600 tokens with a family's template and control tokens."""
     import tokenizers
-    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import AddedToken, decoders, models, normalizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     template, special, others, sentencepiece = FAMILIES[family]
@@ -84,15 +85,7 @@ def real_tokenizer(family: str):
             trainers.BpeTrainer(vocab_size=700, special_tokens=first, initial_alphabet=alphabet, show_progress=False),
         )
     else:
-        bpe = tokenizers.Tokenizer(models.BPE())
-        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        bpe.decoder = decoders.ByteLevel()
-        bpe.train_from_iterator(
-            [PROSE * 3],
-            trainers.BpeTrainer(
-                vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-            ),
-        )
+        bpe = byte_level([PROSE * 3], 400, ())
     spread = family == "phi3"  # its tokens swallow the blanks behind them
     bpe.add_special_tokens([AddedToken(text, special=True, rstrip=spread, normalized=False) for text in special])
     bpe.add_tokens([AddedToken(text, normalized=False) for text in (*others, *PLAIN)])

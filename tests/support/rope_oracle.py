@@ -47,10 +47,8 @@ def frequencies(rope: Rope, channels: int, context: int, span: int) -> tuple[np.
             """The pair of channels that turns so often within the original length."""
             return R * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-        low, high = (
-            max(math.floor(pair(rope.get("beta_fast", 32))), 0),
-            min(math.ceil(pair(rope.get("beta_slow", 1))), R - 1),
-        )
+        low = max(math.floor(pair(rope.get("beta_fast", 32))), 0)
+        high = min(math.ceil(pair(rope.get("beta_slow", 1))), R - 1)
         slow = np.clip((i - low) / max(high - low, 1e-3), 0, 1)  # 0: kept, 1: interpolated
         return plain * (1 - slow) + plain / s * slow, rope.get("attention_factor") or 0.1 * math.log(s) + 1
     if kind == "llama3":

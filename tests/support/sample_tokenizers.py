@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+from tiny_tokenizer import byte_level, chatting
+
 from locret_kit.samples.synthetic import WORDS
 
 CHAT = (
@@ -36,25 +38,7 @@ HAYSTACK = "\n".join(
 
 
 def make_tokenizer(template=CHAT):
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = tokenizers.Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        [PARAGRAPH, HAYSTACK[:20000]],
-        trainers.BpeTrainer(
-            vocab_size=600,
-            special_tokens=["<|im_start|>", "<|im_end|>"],
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", bos_token="<|im_start|>")
-    tokenizer.chat_template = template
-    return tokenizer
+    return chatting(byte_level([PARAGRAPH, HAYSTACK[:20000]], 600), template)
 
 
 TOK, BARE, TRIM = make_tokenizer(), make_tokenizer(None), make_tokenizer(TRIMMED)

@@ -9,9 +9,12 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import uvicorn
 from read_texts import parts
+from strangers import tokens
 
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.app import make_app
@@ -27,13 +30,20 @@ KEYS = ("key-of-anna", "key-of-bert")
 LIMITS = Limits(prompt_tokens=4000, answer_tokens=64, body_bytes=200_000, upload_bytes=1_000_000, documents=3)
 
 
-@contextmanager
-def running_engine() -> Iterator[Engine]:
-    """An engine of four sessions."""
+def new_engine(kind: type[Engine] = Engine, settings: RunSettings = SETTINGS, **sizes: Any) -> Engine:
+    """An engine over the tiny backbone."""
     model, tokenizer, heads = parts("llama")
-    made = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=4, queue=6, piece=64)
-    yield made
-    made.stop()
+    return kind(model, tokenizer, settings, parse_policy("locret"), heads, piece=64, **sizes)
+
+
+@contextmanager
+def running_engine(kind: type[Engine] = Engine, **sizes: Any) -> Iterator[Engine]:
+    """An engine, of four sessions where nothing else is said."""
+    made = new_engine(kind, **{"sessions": 4, "queue": 6, **sizes})
+    try:
+        yield made
+    finally:
+        made.stop()
 
 
 def ask(engine: Engine, owner: str, ids: array[int], **given: object) -> ServerRequest:
@@ -53,6 +63,18 @@ def ask_together(
     for request in requests:
         assert request.sequence.error is None, request.sequence.error
     return requests
+
+
+def random_ids(length: int, seed: int) -> array[int]:
+    return array("i", tokens(length, seed=seed)[0].tolist())
+
+
+@contextmanager
+def slowly(engine: Engine, seconds: float) -> Iterator[None]:
+    """Every forward takes so long at least."""
+    step = engine._batch.step
+    with mock.patch.object(engine._batch, "step", lambda: (time.sleep(seconds), step())[1]):
+        yield
 
 
 @contextmanager
@@ -85,9 +107,7 @@ def listening(server: Server, address: str = "127.0.0.1") -> Iterator[str]:
 def serve_until_killed(folder: Path) -> int:
     """A server with sessions in a folder. It says its address."""
     store = Store(folder, 1 << 30)
-    model, tokenizer, heads = parts("llama")
-    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=4, piece=64, store=store)
-    with serving(engine, salt=store.salt) as address:
+    with serving(new_engine(sessions=4, store=store), salt=store.salt) as address:
         print(address, flush=True)
         time.sleep(600)
     return 1

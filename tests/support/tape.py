@@ -5,11 +5,20 @@ Numbers of the host are what they were at the recording, sizes and addresses too
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from locret_kit.cache import context
+from locret_kit.cache.backend import BACKENDS
 from locret_kit.runtime.decoders import GraphDecoder
+
+
+@pytest.fixture
+def on_the_reference(monkeypatch):
+    """A tape sees PyTorch's operators alone, as a graph sees kernels: a compiled call on a CPU is neither."""
+    monkeypatch.setattr(context, "backend_for", lambda *args: BACKENDS["reference"])
 
 
 class Tape(TorchDispatchMode):

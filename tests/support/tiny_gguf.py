@@ -76,9 +76,7 @@ def write_gguf(path: Path, model: Any, form: str, tokenizer: Any = None, **split
     _add_fields(writer, config)
     _add_tokenizer(writer, tokenizer or tiny_tokenizer(), config.vocab_size)
     _add_rotation(writer, config)
-    names = gguf.get_tensor_name_map(
-        {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch], config.num_hidden_layers
-    )
+    names = _names(arch, config.num_hidden_layers)
     kind = GGMLQuantizationType[form]
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -96,11 +94,7 @@ def write_gguf(path: Path, model: Any, form: str, tokenizer: Any = None, **split
             packed = permute(packed, config.num_key_value_heads)
         stem, leaf = name.rsplit(".", 1)
         writer.add_tensor(f"{names.get_name(stem)}.{leaf}", packed, raw_dtype=written)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return _written(writer, path)
 
 
 def newer_source(arch: str) -> Any:
@@ -163,9 +157,7 @@ def write_newer_gguf(path: Path, model: Any, arch: str, form: str, **split: Any)
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    names = gguf.get_tensor_name_map(
-        {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch], config.num_hidden_layers
-    )
+    names = _names(arch, config.num_hidden_layers)
     kind = GGMLQuantizationType[form]
 
     def tiled(rows: np.ndarray, size: int) -> np.ndarray:
@@ -205,6 +197,15 @@ def write_newer_gguf(path: Path, model: Any, arch: str, form: str, **split: Any)
             writer.add_tensor(
                 to.replace("gate_up", half), packed, raw_dtype=GGMLQuantizationType.F32 if plain else kind
             )
+    return _written(writer, path)
+
+
+def _names(arch: str, layers: int) -> gguf.TensorNameMap:
+    """From transformers' names of tensors to GGUF's."""
+    return gguf.get_tensor_name_map({name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch], layers)
+
+
+def _written(writer: GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -325,8 +326,4 @@ def _write_vocabulary(
     for name, value in (("bos_token_id", ends[0]), ("eos_token_id", ends[1]), *more.items()):
         getattr(writer, f"add_{name}")(value)
     writer.add_tensor("blk.0.attn_norm.weight", np.ones(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return _written(writer, path)

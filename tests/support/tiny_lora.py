@@ -23,3 +23,12 @@ def make_lora(
                 weight.normal_(std=0.3)
     wrapped.save_pretrained(to)
     return to
+
+
+def adapted(model):
+    """A model in a LoRA that changes what it says."""
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    for name, weight in peft.named_parameters():
+        if "lora_" in name:
+            weight.data.mul_(20)
+    return peft.eval()

@@ -33,9 +33,9 @@ FAMILIES = {
 
 
 def tiny_model(family: str, seed: int = 0, **changes):
-    """A random model of ``family``, large enough weights that greedy tokens vary."""
+    """A random model of ``family`` or of a model type, large enough weights that greedy tokens vary."""
     torch.manual_seed(seed)
-    settings = {**COMMON, **FAMILIES[family], **changes}
+    settings = {**COMMON, **FAMILIES.get(family, {"model_type": family}), **changes}
     model_type = settings.pop("model_type")
     config = AutoConfig.for_model(model_type, **settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)

@@ -15,18 +15,31 @@ TEMPLATE = (
 TEXT = "The harbour was quiet when the boats came in. The pass key is 12345. What is it? Remember it. " * 3
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+SPECIAL = ("<|im_start|>", "<|im_end|>")
+
+
+def byte_level(texts: list[str], size: int, special: tuple[str, ...] = SPECIAL) -> Tokenizer:
+    """A byte-level BPE of ``size`` tokens, trained on texts."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    bpe.train_from_iterator([TEXT], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", bos_token="<|im_start|>")
-    tokenizer.chat_template = TEMPLATE
+        vocab_size=size, special_tokens=[*special], show_progress=False, initial_alphabet=alphabet
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return bpe
+
+
+def chatting(bpe: Tokenizer, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """The tokenizer as transformers has it, with a chat template."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=SPECIAL[0], eos_token=SPECIAL[1])
+    tokenizer.chat_template = template
     return tokenizer
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    return chatting(byte_level([TEXT], 400))
 
 
 def save_tiny_backbone(folder: Path, **changes) -> Path:

@@ -62,13 +62,6 @@ def refusal(data: bytes, name: str, **bounds: int) -> str:
 # what a document says
 
 
-@pytest.mark.parametrize("name", ["a.txt", "b.MD", "README", "stdin"])
-def test_plain_text_is_exact(name):
-    text = "  one\r\ntwo \t\n\n\n\n\x0cthré<e> 👩 *x* %PDF-1.4 \u00ad\ufb01\n "
-    assert read(text.encode(), name) == text.replace("\r\n", "\n")
-    assert read(b"\xef\xbb\xbf" + text.encode(), name) == text.replace("\r\n", "\n")
-
-
 @pytest.mark.parametrize("n_pages", [3, 200])
 def test_a_pdf_says_every_word_of_every_page(n_pages):
     pages = [prose(i, 5) for i in range(n_pages)]
@@ -153,10 +146,6 @@ def test_a_page_of_the_web_may_leave_out_end_tags():
     assert read(boxes, "a.html").split() == ["Why?", "So.", "A", "B"]
 
 
-def test_a_page_of_the_web_that_is_nested_deeply():
-    assert "deep" in read(b"<div>" * 5000 + b"deep" + b"</div>" * 5000, "a.html")
-
-
 @pytest.mark.parametrize(("make", "suffix"), [(lambda t: pdf([t]), ".pdf"), (docx, ".docx"), (epub, ".epub")])
 def test_the_content_says_the_format_where_the_name_does_not(make, suffix, tmp_path):
     data = make(["some words"])
@@ -201,11 +190,12 @@ def test_a_document_without_text_says_what_was_left_out():
 
 
 def test_what_another_program_must_do_first():
+    scan = drawn(*["q 500 0 0 700 50 50 cm BI /W 2 /H 2 /CS /G /BPC 8 ID abcd EI Q"] * 3)
     for data, name, said in [
         ("café au lait".encode("latin-1"), "a.txt", ": the text is not UTF-8: byte 3 is 0xe9; if it is text, save it as UTF-8"),
         ("café".encode("utf-16"), "a.txt", " is text in UTF-16: save it as UTF-8"),
         (b"a\xff", "a.bin", ": the text is not UTF-8: byte 1 is 0xff; if it is text, save it as UTF-8"),
-        (pdf([[], [], []], image=True), "a.pdf", " has no text on its 3 pages: run OCR first, such as ocrmypdf"),
+        (scan, "a.pdf", " has no text on its 3 pages: run OCR first, such as ocrmypdf"),
         (pdf([["hidden"]], password="secret"), "a.pdf",
          " is encrypted: save it without a password, such as with qpdf --decrypt"),
     ]:  # fmt: skip
@@ -323,7 +313,7 @@ def test_no_warning_and_no_log_line_comes_out(caplog, capfd):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for name, data in {**{f"a{suffix}": data for suffix, data in MADE.items()}, "a.html": deep}.items():
-            assert read(data, name)
+            assert read(data, name).startswith(("deep", "some words"))
         assert not caught and not caplog.records and capfd.readouterr() == ("", "")
         BeautifulSoup(b"<?xml version='1.0'?>\x81\xff" + deep, "html.parser", from_encoding="utf-8")
         assert caught and caplog.records  # the test itself: the converter is not quiet
@@ -379,12 +369,14 @@ def losses_of(data: bytes, name: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["a.csv", "a.log", "a.py", "a.tex", "notes.2026", "Makefile", ".hidden", "a.JSON", "a.srt"]
+    "name", ["a.txt", "b.MD", "README", "a.csv", "a.py", "notes.2026", ".hidden", "a.JSON", "a.srt"]
 )
 def test_what_is_utf8_is_text_whatever_its_name(name, tmp_path):
-    assert losses_of("a,\u4e2d\r\nb\rc\n".encode(), name) == ("a,\u4e2d\nb\nc\n", [])
-    (tmp_path / name).write_bytes(b"\xef\xbb\xbfa\r\nb")
-    assert "".join(text_of(str(tmp_path / name))) == read_document(tmp_path / name) == "a\nb"
+    text = "  one\r\ntwo\r\t\n\n\n\n\x0cthré<e> 👩 *x* %PDF-1.4 \u00ad\ufb01\n "
+    wanted = text.replace("\r\n", "\n").replace("\r", "\n")
+    assert losses_of(text.encode(), name) == (wanted, [])
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert "".join(text_of(str(tmp_path / name))) == read_document(tmp_path / name) == wanted
 
 
 def test_base64_in_a_text_is_told(tmp_path, capsys):

@@ -123,11 +123,6 @@ def test_words_that_look_like_others(argv, values):
     assert given_by(ONE, argv) == values
 
 
-def test_a_misspelt_option_is_named_before_its_value():
-    with pytest.raises(UsageError, match="unknown key 'modle'. Did you mean 'model'?"):
-        given_by(PLAN, ["--modle", "x"])
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

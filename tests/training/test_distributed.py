@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,35 +13,16 @@ from forked import ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import same, train, train_to
-from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.samples.sample import Sample
 from locret_kit.training.data import Share
-from locret_kit.training.fit import read_curves
 from locret_kit.training.strategy import finish_gradients, make_strategy
 
 SETTINGS = [
-    "recipe=tiny",
     "data.max_tokens=512",
-    "trainer.accelerator=cpu",
-    "trainer.val_every=2",
     "trainer.save_every=2",
     "optim.steps=6",
-    "heads.dtype_saved=float32",
 ]
-
-
-@pytest.fixture(scope="module")
-def backbone(tmp_path_factory) -> Path:
-    return save_tiny_backbone(tmp_path_factory.mktemp("backbone"))
-
-
-@pytest.fixture(scope="module")
-def alone(backbone, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("alone") / "run"
-    train(SETTINGS, backbone, out, 1)
-    assert len(read_curves(out)["loss"]) == 6
-    return out
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from policy_runs import backbone, make, tokens
-from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit import attach
 from locret_kit.backbones.releases import CACHE
@@ -89,14 +88,14 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-def test_a_run_exports_its_pool_and_its_curves(tmp_path):
-    model, out = save_tiny_backbone(tmp_path / "backbone"), tmp_path / "run"
-    assert train([*SETTINGS, f"backbone.model={model}", f"out={out}", "optim.steps=4"]) == 0
+def test_a_run_exports_its_pool_and_its_curves(backbone, tmp_path):
+    out = tmp_path / "run"
+    assert train([*SETTINGS, f"backbone.model={backbone}", f"out={out}", "optim.steps=4"]) == 0
     curves = read_curves(out)
     assert set(curves["loss"]) == {1, 2, 3, 4} and set(curves["val/loss"]) == {2, 4}
     assert {"train/gate", "train/lr", "tok/s", "memory/peak_MiB", "val/loss_without_pool"} <= set(curves)
     config = load_pool(out / "pool").config
-    assert (config.backbone, config.slots, config.kernel, config.policy) == (str(model), 8, 21, "h2o")
+    assert (config.backbone, config.slots, config.kernel, config.policy) == (str(backbone), 8, 21, "h2o")
     assert config.inference["budget"] == 96
     assert json.loads((out / "pool" / "training.json").read_text())["trains"] == "pool"
     assert (out / "pool" / "curves.csv").exists() and not (out / "best").exists()

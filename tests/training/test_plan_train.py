@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_tokenizer import save_tiny_backbone
+from equal_runs import refused
 from training_plans import LARGER, measured
 from transformers import AutoConfig
 
@@ -66,9 +66,8 @@ def test_out_of_memory_names_a_length_that_fits(held, foreseen):
     assert peak <= room < next_peak and 20480 < longest < 40960 and "\n" not in words
 
 
-def test_out_of_memory_in_a_run_is_one_line(tmp_path, monkeypatch, capsys):
+def test_out_of_memory_in_a_run_is_one_line(backbone, tmp_path, monkeypatch, capsys):
     """Without figures in the message, and from a run that is no plan's business, its first line is all."""
-    backbone = save_tiny_backbone(tmp_path / "backbone")
 
     def full(*args, **more):
         raise torch.OutOfMemoryError(SAID.format(held="1.00 GiB"))
@@ -76,9 +75,7 @@ def test_out_of_memory_in_a_run_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(HeadTraining, "observe", full)
     settings = ["recipe=tiny", f"backbone.model={backbone}", "trainer.accelerator=cpu", f"out={tmp_path / 'run'}"]
     for more, said in (([], "out of memory: 2.00 GiB"), (["backbone.device_map=auto"], "CUDA out of memory. Tried")):
-        assert train.main([*settings, *more]) == 1
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("locret-train:")]
-        assert len(lines) == 1 and lines[0].startswith(f"locret-train: {said}")
+        assert refused(capsys, *settings, *more).startswith(f"locret-train: {said}")
 
 
 def test_a_cpu_without_memory_is_one_line(monkeypatch, capsys):

@@ -12,9 +12,8 @@ from select import select
 
 import pytest
 import torch
-from equal_runs import same_run
+from equal_runs import refused, same_run
 from forked import start, status_of
-from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.cli.train import main
 from locret_kit.files import locked
@@ -23,11 +22,6 @@ from locret_kit.training.fit import newest_state, read_curves
 from locret_kit.training.module import HeadTraining
 
 SETTINGS = ["recipe=tiny", "data.max_tokens=512", "trainer.accelerator=cpu", "data.val_samples=2"]
-
-
-@pytest.fixture(scope="module")
-def backbone(tmp_path_factory) -> Path:
-    return save_tiny_backbone(tmp_path_factory.mktemp("backbone"))
 
 
 def arguments(backbone: Path, out: Path, *more: str) -> list[str]:
@@ -190,14 +184,6 @@ def run(backbone, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("run")
     assert main(arguments(backbone, out, "optim.steps=2")) == 0
     return out
-
-
-def refused(capsys, *argv: str) -> str:
-    """The one line of a command that failed."""
-    capsys.readouterr()
-    assert main(list(argv)) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("locret-train:")]
-    return line
 
 
 def files(out: Path) -> dict[Path, bytes]:

@@ -82,27 +82,16 @@ def test_no_template():
 
 
 @pytest.mark.parametrize("spare", [0, 1, 50, 200])
-def test_truncation_cuts_the_middle_of_the_longest_user_message(spare):
-    long = "HEAD " + "The sky is blue. " * 60 + "TAIL"
-    messages = chat("short", "first answer", long, "second answer")
+@pytest.mark.parametrize("cut", ["middle", "end"])
+def test_truncation_cuts_the_longest_user_message(cut, spare):
+    """In its middle, or at its end, as Locret's published code cuts prompts."""
+    messages = chat("short", "first answer", "HEAD " + "The sky is blue. " * 60 + "TAIL", "second answer")
     whole = encode_chat(TOK, messages)
-    shorter = encode_chat(TOK, messages, max_tokens=len(whole.ids) - spare)
-    assert len(shorter.ids) == len(whole.ids) - spare
+    shorter = encode_chat(TOK, messages, max_tokens=len(whole.ids) - spare, cut=cut)
+    assert any(shorter.ids == whole.ids[:at] + whole.ids[at + spare :] for at in range(len(whole.ids)))
     assert spans(TOK, shorter) == spans(TOK, whole)
     decoded = TOK.decode(shorter.ids)
-    assert "HEAD" in decoded and "TAIL" in decoded and "short" in decoded
-
-
-@pytest.mark.parametrize("spare", [20, 200])
-def test_truncation_at_the_end_keeps_the_beginning(spare):
-    """As Locret's published code cuts prompts."""
-    messages = chat("HEAD " + "The sky is blue. " * 60 + "TAIL", "an answer")
-    whole = encode_chat(TOK, messages)
-    shorter = encode_chat(TOK, messages, max_tokens=len(whole.ids) - spare, cut="end")
-    same = next(i for i, (a, b) in enumerate(zip(shorter.ids, whole.ids, strict=False)) if a != b)
-    assert shorter.ids[same:] == whole.ids[same + spare :] and spans(TOK, shorter) == spans(TOK, whole)
-    text = TOK.decode(shorter.ids)
-    assert "HEAD" in text and "TAIL" not in text
+    assert "HEAD" in decoded and "short" in decoded and ("TAIL" in decoded) == (cut == "middle" or not spare)
 
 
 def test_truncation_that_would_cut_answers():
@@ -115,8 +104,6 @@ def test_truncation_that_would_cut_answers():
 def test_chat_errors():
     with pytest.raises(ValueError, match=r"messages\[0\]\['content'\]=None must be a string"):
         encode_chat(TOK, [{"role": "user", "content": None}])
-    with pytest.raises(ValueError, match=r"messages\[1\]\['content'\]='\\n' is an empty answer"):
-        encode_chat(TOK, chat("why", "\n"))
     with pytest.raises(ValueError, match="the chat template refuses the conversation: roles must alternate"):
         encode_chat(make_tokenizer("{{ raise_exception('roles must alternate') }}"), chat("q", "a"))
     with pytest.raises(ValueError, match="ordered, disjoint spans"):
@@ -144,17 +131,10 @@ def test_schemas(record, index, expected):
     assert to_messages(record, index=index) == expected
 
 
-def test_schema_errors():
+def test_a_record_of_no_schema_is_told_of_all():
     with pytest.raises(ValueError, match=r"no known schema has the keys \['bar', 'foo'\]") as error:
         to_messages({"foo": 1, "bar": 2})
     assert all(name in str(error.value) for name in ("LongAlpaca", "LongAlign", "anti-haystack", "L-Eval", "from"))
-    with pytest.raises(ValueError, match="turn 0 needs a 'role' of"):
-        to_messages({"messages": [{"role": "wizard", "content": "x"}]})
-    for record in ({"messages": chat("q")}, {"conversations": []}):
-        with pytest.raises(ValueError, match="no assistant turn"):
-            to_messages(record)
-    with pytest.raises(ValueError, match="must be as many"):
-        to_messages({"input": "d", "instructions": ["p"], "outputs": []})
 
 
 def test_read_files(tmp_path):

@@ -15,7 +15,7 @@ from equal_runs import same_run
 from forked import start, status_of
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
+from tiny_tokenizer import tiny_tokenizer
 from torch.utils.data import DataLoader
 from word_grams import grams
 
@@ -320,11 +320,6 @@ def test_more_validation_than_a_stream_has_is_one_line(streamed, tmp_path):
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def backbone(tmp_path_factory) -> Path:
-    return save_tiny_backbone(tmp_path_factory.mktemp("backbone"))
 
 
 def arguments(backbone: Path, out: Path, source: str, *more: str) -> list[str]:

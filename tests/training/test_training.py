@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from equal_runs import refused
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from safetensors.torch import load_file, save_file
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
@@ -27,11 +28,6 @@ from locret_kit.training.data import Samples
 from locret_kit.training.fit import read_curves
 
 SETTINGS = ["recipe=tiny", "data.max_tokens=512", "trainer.accelerator=cpu", "data.val_samples=2"]
-
-
-@pytest.fixture(scope="module")
-def backbone(tmp_path_factory) -> Path:
-    return save_tiny_backbone(tmp_path_factory.mktemp("backbone"))
 
 
 def curve(out: Path, tag: str = "loss") -> dict[int, float]:
@@ -123,6 +119,8 @@ BAD = [
     ({"instruction": "What?", "output": "It is quiet. " * 400}, "max_tokens=200 must be at least"),
     ({"input": "What?", "instructions": [], "outputs": []}, "instructions and outputs must be as many"),
     ({"conversations": [{"from": ["gpt"], "value": "It is."}]}, "turn 0 needs a 'from' of"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "turn 0 needs a 'role' of"),
+    ({"conversations": []}, "no assistant turn"),
 ]
 
 
@@ -137,7 +135,7 @@ def samples_of(source: Path, tokenizer=None) -> Samples:
 
 
 def test_a_record_that_cannot_be_used_is_named_once_and_another_is_drawn(tmp_path, capsys):
-    records = [record for pair in zip(BAD, GOOD + GOOD[:2], strict=True) for record in (pair[0][0], pair[1])]
+    records = [record for pair in zip(BAD, GOOD + GOOD, strict=True) for record in (pair[0][0], pair[1])]
     source, n = jsonl(tmp_path / "mixed.jsonl", records), 80
     samples = samples_of(source)
     drawn = [samples[i] for i in range(n)] + [samples[i] for i in range(n)]
@@ -227,17 +225,15 @@ def test_synthetic_samples_that_are_too_long_are_drawn_again(capsys):
 
 def test_sizes_that_nothing_can_hold_are_one_line(backbone, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(fit.TRAININGS, "heads", lambda backbone, cfg: torch.empty(10**15))  # PyTorch's own error
-    assert train(backbone, tmp_path / "run", "heads.d_hidden=77") == 1
-    assert "locret-train: heads.d_hidden=77 does not fit into memory" in capsys.readouterr().err
+    words = [*SETTINGS, f"backbone.model={backbone}", f"out={tmp_path / 'run'}"]
+    assert "locret-train: heads.d_hidden=77 does not fit into memory" in refused(capsys, *words, "heads.d_hidden=77")
     monkeypatch.undo()
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    for setting, words in (
+    for setting, said in (
         ("data.num_workers=1000", "data.num_workers=1000 must be at most 8, four per CPU core"),
         ("heads.init=nope", "heads.init=nope: ckpt='nope': no such file or folder"),
     ):
-        assert train(backbone, tmp_path / "run", setting) == 1
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("locret-train:")]
-        assert words in line
+        assert said in refused(capsys, *words, setting)
 
 
 # ---- pictures and texts -------------------------------------------------------------------------------------------
@@ -294,11 +290,3 @@ def test_an_accelerator_that_is_not_there_is_one_line_before_the_backbone_is_loa
     for name in ("gpu", "cuda"):
         error = refused(capsys, *settings, f"trainer.accelerator={name}")
         assert f"trainer.accelerator={name}" in error and "choose another trainer.accelerator" in error
-
-
-def refused(capsys, *arguments: str) -> str:
-    """The one line of a command that failed."""
-    capsys.readouterr()
-    assert main(list(arguments)) == 1
-    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("locret-train:")]
-    return error

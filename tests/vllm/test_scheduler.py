@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheLayout, create_kv_cache_views
 from vllm.v1.request import Request
 
-from locret_kit.cache.together import PageShape, RowPool
+from locret_kit.cache.pages import PageShape, RowPool
 from locret_kit.vllm.attention_backend import BoundedSpec
 
 LAYERS, BLOCKS, LONGEST = 30, 10, 131072

@@ -99,17 +99,13 @@ def test_the_plan_said_the_same(said, capsys):
     assert said == f"http://127.0.0.1:{PORT}, {planned}" and planned.startswith("4 requests fit")
 
 
-def test_tokens_are_the_kits(client, document):
-    """A prompt of some 3,000 tokens over a budget of 512."""
+@pytest.mark.parametrize("own", [{}, {"budget": 128}])
+def test_tokens_are_the_kits(client, document, own):
+    """A prompt of 1,500 tokens, by the server's budget of 512 and by one of its own."""
     ids = document[1].tokenizer(LONG[::-1]).input_ids[:1500]
-    answer = client.completions.create(
-        model="demo",
-        prompt=ids,
-        max_tokens=24,
-        temperature=0,
-        extra_body={"return_token_ids": True, "ignore_eos": True},
-    )
-    wanted = tiny.kit(document[1].model, ids, 24, policy=POLICY, heads=str(HEADS), **SETTINGS)
+    asked = {"return_token_ids": True, "ignore_eos": True, "vllm_xargs": own}
+    answer = client.completions.create(model="demo", prompt=ids, max_tokens=24, temperature=0, extra_body=asked)
+    wanted = tiny.kit(document[1].model, ids, 24, policy=POLICY, heads=str(HEADS), **{**SETTINGS, **own})
     assert answer.choices[0].token_ids == wanted
 
 
@@ -174,14 +170,7 @@ def test_anthropics_protocol(said, client):
         assert "".join(stream.text_stream) == text
 
 
-def test_a_budget_of_ones_own_and_what_is_refused(client, document):
-    ids = document[1].tokenizer(LONG[::-1]).input_ids[:1500]
-    own = {"return_token_ids": True, "ignore_eos": True, "vllm_xargs": {"budget": 128}}
-    answer = client.completions.create(model="demo", prompt=ids, max_tokens=16, temperature=0, extra_body=own)
-    settings = {**SETTINGS, "budget": 128}
-    assert answer.choices[0].token_ids == tiny.kit(
-        document[1].model, ids, 16, policy=POLICY, heads=str(HEADS), **settings
-    )
+def test_what_is_refused(client):
     for rest, words in (
         ({"extra_body": {"vllm_xargs": {"budget": 513}}}, "budget=513 must be an integer from 1 to 512, the server's"),
         ({"extra_body": {"vllm_xargs": {"policy": "knorm"}}}, "policy='knorm' must be one of: lookahead-locret"),

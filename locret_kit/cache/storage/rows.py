@@ -6,17 +6,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ...backbones.handler import Softmax
-from ...settings import INT32_MAX
 from ..attend import VarlenRows
 from .blocks import BlockStore
 from .codec import Codec, Column
 from .layouts import ALL, Index, Layout, Shapes
+
+if TYPE_CHECKING:
+    from ..pages import Page
 
 CROPPING = (
     "a bounded cache cannot be cropped, as assisted generation and prompt lookup do: evicted rows do not come back"
@@ -73,6 +76,8 @@ class BoundedLayer(CacheLayerMixin):
     """What was evicted, where it may come back."""
     lent: Mapping[str, Tensor] | None = None
     """Buffers of somebody else, for every name of ``shapes`` and of those sizes; such a layer does not grow."""
+    page: Page | None = None
+    """Whose they are, where they lie in a pool."""
 
     def __init__(
         self,
@@ -115,11 +120,6 @@ class BoundedLayer(CacheLayerMixin):
         """What an export of the layer has beside tensors."""
         own = {name: getattr(self, name) for name in (*COUNTS, "scaling")}
         return own | {name: getattr(self.codec, name) for name in self.codec.COUNTS}
-
-    @property
-    def until_chunk(self) -> int:
-        """Tokens before the next chunk of attention begins; without chunks more than any text has."""
-        return INT32_MAX if not self.chunked else self.window - self.seen % self.window  # type: ignore[operator]
 
     @property
     def capacity(self) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...backbones.intercept import attach
 from ...cache.bounded import BoundedCache, CannotFork
-from ...cache.geometry.schedule import Schedule
+from ...cache.due import Schedule
 from ...files import write_beside
 from ...runtime.kept_text import kept_heads
 from ...runtime.report import Report

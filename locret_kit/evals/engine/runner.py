@@ -16,7 +16,7 @@ from itertools import groupby
 import torch
 from tqdm import tqdm
 
-from ...cache.geometry.schedule import Schedule
+from ...cache.due import Schedule
 from ...documents.text_record import hash_ids
 from ...planning.fitting_settings import OutOfMemory
 from ...samples.haystack import TooShort

@@ -277,10 +277,8 @@ class Subject:
         for i, call in enumerate(run.rows):
             if call.kept is None:
                 continue
-            kept, right = (
-                [list(map(int, row)) for row in cache.kept_positions(i)[0]],
-                [row.nonzero()[:, 0].tolist() for row in call.kept],
-            )
+            kept = [list(map(int, row)) for row in cache.kept_positions(i)[0]]
+            right = [row.nonzero()[:, 0].tolist() for row in call.kept]
             if kept != right:
                 if run.gap < TIE:
                     raise NotChecked(f"two scores differ by {run.gap:.1g}")

@@ -1,5 +1,4 @@
-"""Several texts in one forward, each with a bounded cache of its own: linear layers see the new tokens of all texts at once,
-attention and evictions are those of each text alone.
+"""Forwards of several texts, each with a bounded cache of its own.
 
 ``Packed`` is for the kit's own batches: the new tokens of every text lie end to end in one row, so nothing is padded, a
 text may be at its prompt while another is decoded, and texts come and go between forwards. ``BatchCache`` is for
@@ -8,8 +7,9 @@ text may be at its prompt while another is decoded, and texts come and go betwee
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,27 +23,24 @@ from ..settings import RunSettings
 from .bounded import BoundedCache
 from .context import Stage
 from .storage.rows import CROPPING
-from .view import score_alike, shared_scores
+from .texts import Span, TextBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..policies.policy import Policy
 
-Span = tuple[int, int, int]
-"""Row of a forward, and the first and the last but one of a text's new tokens in it."""
 
+class ForwardOfTexts(Cache, Handler):
+    """Handler of forwards with several texts, which lie in ``texts`` as the forward begins."""
 
-class Lanes(Cache, Handler):
-    """Handler of forwards with several texts. ``spans`` says where the new tokens of each stand."""
-
+    batch: TextBatch
     position_BT: Tensor
     """Position of each new token in its own text; 0 at padding."""
 
-    def __init__(self) -> None:
+    def __init__(self, texts: Sequence[BoundedCache] = ()) -> None:
         super().__init__(layers=[])
-        self.lanes: list[BoundedCache] = []
-        self.spans: list[Span] = []
+        self.texts = list(texts)
 
     def __bool__(self) -> bool:
         """False, as ``BoundedCache``."""
@@ -52,46 +49,33 @@ class Lanes(Cache, Handler):
     @property
     def wants_unrotated(self) -> bool:  # type: ignore[override]
         """Whether q and k come before RoPE."""
-        return self.lanes[0].wants_unrotated
+        return self.texts[0].wants_unrotated
 
     def operations(self, x: Tensor) -> LayerOperations | None:
-        return self.lanes[0].operations(x)
+        return self.texts[0].operations(x)
 
-    def _texts(self) -> Iterator[tuple[BoundedCache, int, slice]]:
-        """Every text that has new tokens: its cache, its row, and where they stand."""
-        for lane, (row, start, end) in zip(self.lanes, self.spans, strict=True):
-            if start < end:
-                yield lane, row, slice(start, end)
-
-    def _place(self, shape: Sequence[int], device: torch.device) -> None:
-        """Find the position of each new token of a forward ``[B, T]``."""
-        self.position_BT = torch.zeros(*shape, dtype=torch.long, device=device)
-        for lane, row, new in self._texts():
-            seen = lane.get_seq_length()
-            self.position_BT[row, new] = torch.arange(seen, seen + new.stop - new.start, device=device)
+    def place(self, spans: Sequence[Span], B: int, T: int, device: torch.device) -> None:
+        """Say where the new tokens of each text stand in a forward ``[B, T]``, row after row; a text may have none."""
+        new = [(text, span) for text, span in zip(self.texts, spans, strict=True) if span[0] < span[1]]
+        texts = [text for text, _ in new]
+        self.batch = TextBatch(texts, [span for _, span in new], [text.get_seq_length() for text in texts])
+        self.position_BT = self.batch.positions(B * T, device).view(B, T)
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         """Attention output ``[B, Q, T, D]``: each text's own; zeros at padding."""
         B, Q, T, _ = q_BQTD.shape
-        if len(self.lanes) == 1 and self.spans == [(0, 0, T)]:
-            return self.lanes[0].attend(layer, q_BQTD, k_BHTD, v_BHTD, softmax)
-        # Columns of padding stay zero: no text reads them. Heads of a token lie side by side, as the backbone reads them.
-        out = q_BQTD.new_zeros(B, T, Q, v_BHTD.shape[-1]).transpose(1, 2)
-        contexts, scores_BHT = [lane.context for lane in self.lanes], None
-        if score_alike(contexts):
-            scores_BHT = shared_scores(contexts[0], layer, q_BQTD, k_BHTD, v_BHTD, self.position_BT)
-        for lane, row, new in self._texts():
-            # [B, heads, T, D] -> the text's own [1, heads, t, D]
-            q, k, v = (x[row : row + 1, :, new] for x in (q_BQTD, k_BHTD, v_BHTD))
-            score = None if scores_BHT is None else scores_BHT[row : row + 1, :, new]
-            out[row : row + 1, :, new] = lane.attend(layer, q, k, v, softmax, score)
-        return out
+        # Heads of a token lie side by side, as the backbone reads them. Of padding nothing is read.
+        out_NQD = q_BQTD.new_zeros(B * T, Q, v_BHTD.shape[-1])
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BQTD, k_BHTD, v_BHTD))
+        self.batch.attend(layer, q, k, v, softmax, out_NQD)
+        return out_NQD.view(B, T, Q, -1).transpose(1, 2)
 
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
         """After a forward: texts whose policy scores tokens by their probability read the final hidden states."""
-        for lane, row, new in self._texts():
-            if lane.in_blocks:
-                lane.read(hidden_BTE[row : row + 1, new], None if ids_BT is None else ids_BT[row : row + 1, new])
+        hidden_NE = hidden_BTE.flatten(0, 1)
+        for text, (start, end) in zip(self.batch.texts, self.batch.spans, strict=True):
+            if isinstance(text, BoundedCache) and text.in_blocks:
+                text.read(hidden_NE[None, start:end], None if ids_BT is None else ids_BT.view(1, -1)[:, start:end])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -108,7 +92,7 @@ class Lanes(Cache, Handler):
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(lane.nbytes for lane in self.lanes)
+        return sum(text.nbytes for text in self.texts)
 
 
 def refuse_packing(cache: BoundedCache) -> None:
@@ -120,43 +104,36 @@ def refuse_packing(cache: BoundedCache) -> None:
         )
 
 
-class Packed(Lanes):
+class Packed(ForwardOfTexts):
     """One forward of several texts whose new tokens stand end to end in one row.
 
     Args:
         counts: new tokens of each text. A text that is read ``in_blocks`` must not cross a boundary of its schedule.
     """
 
-    def __init__(self, lanes: Sequence[BoundedCache], counts: Sequence[int]) -> None:
-        super().__init__()
-        # Texts end to end in one row: counts (3, 1, 2) are the spans 0-3, 3-4, 4-6.
-        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        self.lanes = list(lanes)
-        self.spans = [(0, end - count, end) for end, count in zip(ends, counts, strict=True)]
-
-    @property
-    def last(self) -> list[int]:
-        """Place of each text's last new token."""
-        return [end - 1 for _, _, end in self.spans]
+    def __init__(self, texts: Sequence[BoundedCache], counts: Sequence[int]) -> None:
+        super().__init__(texts)
+        self.ends = list(accumulate(counts))  # (3, 1, 2) -> 3, 4, 6
+        self.spans = list(zip([0, *self.ends], self.ends, strict=False))
 
     def begin(self, model: PreTrainedModel, kwargs: Arguments) -> Arguments:
         ids = kwargs.get("input_ids")
         if ids is None:  # a model with several parts has looked its words up
             ids = kwargs["inputs_embeds"][..., 0]
-        if tuple(ids.shape) != (1, self.spans[-1][2]):
-            raise ValueError(f"input_ids={list(ids.shape)} must be [1, {self.spans[-1][2]}], every text's new tokens")
-        for lane in self.lanes:
-            lane.bind(model)
-            if len(self.lanes) > 1:
-                refuse_packing(lane)
-        self._place(ids.shape, ids.device)
+        if tuple(ids.shape) != (1, self.ends[-1]):
+            raise ValueError(f"input_ids={list(ids.shape)} must be [1, {self.ends[-1]}], every text's new tokens")
+        for text in self.texts:
+            text.bind(model)
+            if len(self.texts) > 1:
+                refuse_packing(text)
+        self.place(self.spans, 1, self.ends[-1], ids.device)
         return {**kwargs, "position_ids": self.position_BT, "attention_mask": None}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
 
-class BatchCache(Lanes):
+class BatchCache(ForwardOfTexts):
     """A cache for ``model.generate`` with a padded batch: every row is a text of its own, evicted where it would be alone.
 
     Arguments are those of ``BoundedCache``. The first forward makes a cache for each row, whose prompt is what the
@@ -164,7 +141,7 @@ class BatchCache(Lanes):
     right are moved to the right edge, so that the last column is the last token of every row.
 
     Attributes:
-        lanes: the cache of each row.
+        texts: the cache of each row.
 
     Raises:
         ValueError: a setting out of range; in the first forward, a row without tokens, or a policy that reads the end of
@@ -201,25 +178,25 @@ class BatchCache(Lanes):
                     f"this cache has seen and {T} new ones; other texts need reset() or a new cache"
                 )
             fresh = mask[:, -T:].bool()
-        if not self.lanes:
+        if not self.texts:
             # The prompt: every row is a text of its own from here on.
             kwargs = {**kwargs, name: _to_the_right(given, fresh)}
             counts = fresh.sum(1).tolist()
-            self.lanes = [self._cache_for(count) for count in counts]
-            for lane in self.lanes:
-                if lane.policy.needs_logits or lane.policy.reread is not None:
+            self.texts = [self._cache_for(count) for count in counts]
+            for text in self.texts:
+                if text.policy.needs_logits or text.policy.reread is not None:
                     raise ValueError(
-                        f"policy={lane.policy.name!r} is not for model.generate with a batch: use runtime.batch"
+                        f"policy={text.policy.name!r} is not for model.generate with a batch: use runtime.batch"
                     )
-                lane.bind(model)
-                refuse_packing(lane)
-        elif len(self.lanes) != B:
-            raise ValueError(f"batch={B} must be {len(self.lanes)}, for which this cache has its buffers")
+                text.bind(model)
+                refuse_packing(text)
+        elif len(self.texts) != B:
+            raise ValueError(f"batch={B} must be {len(self.texts)}, for which this cache has its buffers")
         else:
             counts = fresh.sum(1).tolist()
         # Padding stands on the left now, so the new tokens of a row end at its right edge.
-        self.spans = [(row, T - count, T) for row, count in enumerate(counts)]
-        self._place((B, T), given.device)
+        ends = range(T, (B + 1) * T, T)
+        self.place([(end - count, end) for count, end in zip(counts, ends, strict=True)], B, T, given.device)
         if mask is None:  # a prompt that was read already comes again without its first columns
             _refuse_other_places(kwargs.get("position_ids"), self.position_BT)
         self.columns += T
@@ -231,7 +208,7 @@ class BatchCache(Lanes):
 
     def reset(self) -> None:
         """Forget all texts: the next forward makes caches for others."""
-        self.lanes, self.spans, self.columns = [], [], 0
+        self.texts, self.columns = [], 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise ValueError: as ``BoundedLayer.crop``."""
@@ -239,7 +216,7 @@ class BatchCache(Lanes):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes ``repeats`` rows, one after the other."""
-        self.batch_select_indices(torch.arange(len(self.lanes), device="cpu").repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(len(self.texts), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Row ``i`` becomes a copy of row ``indices[i]``, or of the ``i``-th one that a bool says."""
@@ -250,11 +227,11 @@ class BatchCache(Lanes):
         """Row ``i`` becomes a copy of row ``beam_idx[i]``."""
         # A row that several beams go on from is copied for all of them but the first.
         taken: set[int] = set()
-        lanes = []
+        texts = []
         for row in beam_idx.tolist():
-            lanes.append(deepcopy(self.lanes[row]) if row in taken else self.lanes[row])
+            texts.append(deepcopy(self.texts[row]) if row in taken else self.texts[row])
             taken.add(row)
-        self.lanes = lanes
+        self.texts = texts
 
 
 def _refuse_other_places(given: object, position_BT: Tensor) -> None:

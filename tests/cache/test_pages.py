@@ -11,12 +11,13 @@ from tiny_models import tiny_model
 
 from locret_kernels.ragged_decode import Rotation, Spans, cpu, reference
 from locret_kit import BoundedCache
+from locret_kit.backbones.handler import Softmax
+from locret_kit.cache.pages import PageShape, RowPool
 from locret_kit.cache.step import read_tokens
 from locret_kit.cache.storage.codec import Plain
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.cache.together import PageShape, RowPool, Step, decode_together, kind
-from locret_kit.cache.view import score_alike, shared_scores
+from locret_kit.cache.texts import TextBatch, batch_key
 
 BUDGETS = (24, 16, 20)
 LENGTHS = (90, 41, 7)
@@ -46,18 +47,18 @@ def page_of(layers: list[BoundedLayer], spec, dtype: torch.dtype) -> PageShape:
 def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, positions, backend):
     model, draw = tiny_model(family).double(), torch.Generator().manual_seed(3)
     settings = {"chunk": 12, "stabilizers": 3, "local_len": 4, "positions": positions, "backend": backend}
-    alone = [
-        BoundedCache(budget, policy, prompt_length=n, **settings) for budget, n in zip(BUDGETS, LENGTHS, strict=True)
-    ]
-    pooled = [
-        BoundedCache(budget, policy, prompt_length=n, **settings) for budget, n in zip(BUDGETS, LENGTHS, strict=True)
-    ]
+    alone, pooled = (
+        [BoundedCache(budget, policy, prompt_length=n, **settings) for budget, n in zip(BUDGETS, LENGTHS, strict=True)]
+        for _ in range(2)
+    )
     for cache in (*alone, *pooled):
         cache.bind(model)
     spec = alone[0].context.spec
     # Layers of a forward share rotations and tables, and so do texts.
     first = pooled[0].context
-    contexts = [replace(cache.context, ropes=first.ropes, tables=first.tables) for cache in pooled]
+    for cache in pooled:
+        cache._context = replace(cache.context, ropes=first.ropes, tables=first.tables)
+    contexts = [cache.context for cache in pooled]
     shape = page_of([rows for cache in pooled for rows in cache.bounded], spec, torch.float64)
     memory = torch.full((4 * shape.nbytes // 8,), float("nan"), dtype=torch.float64)
     for layer in sorted({0, spec.windows.index(None)}):
@@ -84,13 +85,11 @@ def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, po
             wanted = [
                 read_tokens(c.context, layer, c.bounded[layer], *(x[i : i + 1] for x in (q, k, v))) for i, c in texts
             ]
-            scores = None
-            if score_alike(contexts):
-                at_1N = torch.tensor([[mine.seen for mine in rows]])
-                scores = shared_scores(contexts[0], layer, *(x.transpose(0, 2) for x in (q, k, v)), at_1N)[0].T
-            assert len({kind(ctx) for ctx in contexts}) == 1
-            new = (x[:, :, 0] for x in (q, k, v))
-            out = decode_together(contexts, layer, rows, pool, pages, Step(), *new, scores)
+            assert len({batch_key(ctx) for ctx in contexts}) == 1
+            out = torch.empty_like(q[:, :, 0])
+            batch = TextBatch(pooled, [(i, i + 1) for i in range(3)], [mine.seen for mine in rows])
+            batch.attend(layer, *(x[:, :, 0] for x in (q, k, v)), Softmax(0.3), out)
+            assert not batch._alone
             torch.testing.assert_close(out[:, :, None], torch.cat(wanted))
         for cache, mine in zip(alone, rows, strict=True):
             theirs = cache.bounded[layer]

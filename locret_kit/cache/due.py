@@ -9,11 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from ...settings import INT32_MAX, Resolved
+from ..settings import INT32_MAX, Resolved
+
+if TYPE_CHECKING:
+    from .storage.rows import BoundedLayer
 
 PIECE = 512
 """Tokens a forward takes at most in the one-shot form, whose chunk is the prompt."""
+
+
+class Due(NamedTuple):
+    """The next block of a layer, and the cuts around it."""
+
+    room: int | None
+    """Rows to keep before the block, which has no room otherwise; None where nothing moves."""
+    tokens: int
+    """Length of the block."""
+    keep: int | None
+    """Rows to keep after it; None where nothing is evicted."""
+    last: bool
+    """Whether that is the eviction before the tail, which protects no stabilizers: the tail follows the newest slots."""
 
 
 @dataclass(frozen=True)
@@ -94,23 +111,38 @@ class Schedule:
             yield step
             seen, tokens = seen + step, tokens - step
 
-    def after_prompt(self, seen: int, room: int) -> int | None:
-        """Tokens of a block after the prompt (a later turn), with ``room`` rows free: no eviction would fall inside it.
-        None while the prompt lasts."""
-        if self.prompt_length is None or seen < self.prompt_length:
-            return None
-        every = self.decode_every
-        # To the next count of `decode_every` since the prompt's end, whichever turn that falls in.
-        due = self.chunk if every is None else every - (seen - self.prompt_length) % every
-        return max(1, min(room, due))
+    def due(self, rows: BoundedLayer, budget: int, tokens: int, *, after_forward: bool = False) -> Due:
+        """The next block of a layer when ``tokens`` more are at hand; with 0 of them, what is due now.
+
+        Args:
+            budget: the layer's. after_forward: whether evictions wait for the end of a forward, which crosses no boundary.
+        """
+        # One token less would not see more rows: a block ends where the next eviction could fall due.
+        step, seen = self.until_boundary(rows.seen), rows.seen
+        if self.prompt_length is not None and seen >= self.prompt_length and not after_forward:
+            # To the next count of `decode_every` since the prompt's end, whichever turn that falls in.
+            every = self.decode_every
+            step = self.chunk if every is None else every - (seen - self.prompt_length) % every
+            step = max(1, min(self.chunk if rows.grows else rows.capacity - rows.rows, step))
+        if rows.window is not None and rows.chunked:
+            step = min(step, rows.window - seen % rows.window)
+        step, room = min(tokens, step), None
+        if rows.window is not None:
+            if rows.chunked and seen % rows.window == 0:
+                room = 0
+            elif rows.rows + step > rows.capacity:
+                room = rows.window - 1
+            return Due(room, step, None, False)
+        if rows.grows:
+            return Due(None, step, None, False)
+        if rows.rows + step > rows.capacity:
+            room = budget
+        held = rows.rows if room is None else room
+        return Due(room, step, self.keep_at(seen + step, held + step, budget), seen + step == self.body)
 
     def decoding(self, seen: int) -> bool:
         """Whether the prompt is over."""
         return self.prompt_length is not None and seen > self.prompt_length
-
-    def is_last(self, seen: int) -> bool:
-        """Whether the boundary at ``seen`` is the one before the tail, where nothing is protected as a stabilizer."""
-        return self.body is not None and seen >= self.body
 
     def keep_at(self, seen: int, rows: int, budget: int | None = None) -> int | None:
         """Slots to keep after ``seen`` tokens with ``rows`` slots held; None where nothing is to be evicted.
@@ -119,7 +151,7 @@ class Schedule:
         ``budget`` is the layer's, where layers have their own.
         """
         budget = self.budget if budget is None else budget
-        # Decoding: every `decode_every` tokens, or in make_room where the buffers are full.
+        # Decoding: every `decode_every` tokens, or before a token for which the buffers have no room.
         if self.decoding(seen):
             due = self.decode_every is not None and (seen - (self.prompt_length or 0)) % self.decode_every == 0
             return budget if due and rows > budget else None
@@ -146,5 +178,5 @@ class Schedule:
             keep = self.keep_at(done, rows, budget)
             if keep is not None:
                 rows = keep
-                events.append((done, keep, self.is_last(done)))
+                events.append((done, keep, done == self.body))
         return events

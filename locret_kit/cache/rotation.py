@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...backbones.rope import Rope
-from ...settings import read_positions
+from ..backbones.rope import Rope
+from ..settings import read_positions
 
 # ---- by which position a cached key is rotated ----------------------------------------------------------------------
 

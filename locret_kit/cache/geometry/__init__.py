@@ -1,1 +1,0 @@
-"""Integers of a run: positions, rotation tables and the schedule of evictions."""

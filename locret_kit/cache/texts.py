@@ -1,0 +1,221 @@
+"""Several texts in one forward: linear layers see the new tokens of all texts at once, attention and evictions are those of each
+text alone.
+
+Texts of which each has one new token, and whose rows lie in one pool, are written and attended to in one call. The same step as
+``step.read_tokens`` of each, but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..backbones.handler import Softmax
+from ..backbones.rope import Rope
+from .attend import RowRotation, VarlenRows, decode_rows
+from .context import Context
+from .pages import RowPool
+from .rotation import RotationTables
+from .step import evict, in_model_type, make_room, read_tokens
+from .storage.rows import BoundedLayer
+from .view import entry_scores, score_alike, shared_scores
+
+Span = tuple[int, int]
+"""First and last but one of a text's new tokens, among those of a forward."""
+
+
+class Text(Protocol):
+    """Rows in every layer, with the rules by which they are cut: a ``BoundedCache``, or a request of an engine."""
+
+    @property
+    def context(self) -> Context: ...
+
+    def open(self, layer: int, softmax: Softmax, k_BH0D: Tensor, v_BH0D: Tensor) -> BoundedLayer:
+        """The rows of a layer, before a forward's new tokens enter it. Keys and values tell sizes and dtype."""
+
+    def close(self, layer: int) -> None:
+        """Take note that the new tokens are in a layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowIndex:
+    """Where the next token of each text goes, and what it sees."""
+
+    at_NH: Tensor
+    """Number of its row in each head."""
+    starts_NH: Tensor
+    lengths_NH: Tensor
+    """Rows that it sees, its own included."""
+    seen_N1: Tensor
+    """Tokens of each text before it (int32)."""
+    longest: int
+
+
+class StepTables:
+    """Numbers of one forward that layers share: one copy to the device for all that have the same counts."""
+
+    def __init__(self) -> None:
+        self._indices: dict[Hashable, RowIndex] = {}
+        self._rotations: dict[tuple[RowIndex, int], RowRotation] = {}
+
+    def index(self, pool: RowPool, rows: Sequence[BoundedLayer]) -> RowIndex:
+        """Index of the next token of texts in one pool."""
+        # Layers of equal counts share it: that is all layers but those with a window.
+        numbers = tuple((own.page.first, own.capacity, own.rows, own.seen) for own in rows if own.page is not None)
+        if numbers not in self._indices:
+            first_N, room_N, rows_N, seen_N = torch.tensor(numbers, device=pool.device).T
+            # A page holds head after head, each with room for `capacity` rows of this layer.
+            head_H = torch.arange(pool.shape.heads, device=pool.device)
+            starts_NH = first_N[:, None] + head_H * room_N[:, None]
+            lengths_NH = (rows_N + 1)[:, None].expand_as(starts_NH).contiguous()
+            longest = 1 + max(rows for _, _, rows, _ in numbers)
+            at_NH = starts_NH + rows_N[:, None]
+            self._indices[numbers] = RowIndex(at_NH, starts_NH, lengths_NH, seen_N[:, None].int(), longest)
+        return self._indices[numbers]
+
+    def rotation(self, index: RowIndex, rope: Rope, tables: RotationTables, like: Tensor) -> RowRotation:
+        """Rotation of rows that are placed by their rank alone, see ``batch_key``."""
+        key = index, id(rope)
+        if key not in self._rotations:
+            cos_sin, of_queries = (tables.upto(part, index.longest, like) for part in (rope, rope.of_queries))
+            newest = RowRotation.tables_at(index.lengths_NH - 1, *of_queries)
+            self._rotations[key] = RowRotation(*cos_sin, *of_queries, newest=newest)
+        return self._rotations[key]
+
+
+def batch_key(ctx: Context) -> Hashable | None:
+    """Texts of equal keys, which share their rotations, are decoded together. None for one that is read alone: it has stages or a
+    prefill mask of its own, its heads differ, or its rows are placed by more than their rank."""
+    if ctx.stages or ctx.policy.prefill_mask is not None or ctx.policy.ragged or ctx.positions.span not in (None, 0):
+        return None
+    # Rotations by identity: tables are shared by the object, see RotationTables.
+    return ctx.positions.span, ctx.statistics, ctx.group, ctx.backend.name, id(ctx.ropes)
+
+
+@dataclass(frozen=True)
+class DecodingGroup:
+    """Texts that have one new token each and are decoded in one call."""
+
+    turns: list[int]
+    at: Tensor | slice
+    """Their tokens of the forward."""
+
+
+class TextBatch:
+    """The new tokens of a forward, those of each text in one stretch.
+
+    Args:
+        texts: that have new tokens. spans: where they stand, ascending. seen: tokens of each text before them.
+    """
+
+    def __init__(self, texts: Sequence[Text], spans: Sequence[Span], seen: Sequence[int]) -> None:
+        self.texts, self.spans, self.seen = texts, spans, seen
+        self.contexts = [text.context for text in texts]
+        self.end = max((end for _, end in spans), default=0)
+        self._scored_alike = len(texts) > 1 and score_alike(self.contexts)
+        self._step = StepTables()
+        self._groups: list[DecodingGroup] | None = None
+        self._alone: list[int] = []
+        self._position_N: Tensor | None = None
+
+    def positions(self, size: int, device: torch.device) -> Tensor:
+        """Position ``[size]`` in its text of each token of the forward; 0 where there is none."""
+        if self._position_N is None or len(self._position_N) != size:
+            places = [0] * size
+            for (start, end), seen in zip(self.spans, self.seen, strict=True):
+                places[start:end] = range(seen, seen + end - start)
+            self._position_N = torch.tensor(places, device=device)
+        return self._position_N
+
+    def attend(
+        self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, softmax: Softmax, out_NQD: Tensor
+    ) -> None:
+        """Attention of the new tokens in one layer, into ``out``; they become rows, and what is due is evicted."""
+        if not self.texts:
+            return
+        # What follows the last text is padding.
+        q_NQD, k_NHD, v_NHD = in_model_type(self.contexts[0], *(x[: self.end] for x in (q_NQD, k_NHD, v_NHD)))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_NQD, k_NHD, v_NHD))  # [1, heads, N, D]
+        rows = [text.open(layer, softmax, k[:, :, :0], v[:, :, :0]) for text in self.texts]
+        score_BHN = None
+        if self._scored_alike:
+            score_BHN = shared_scores(self.contexts[0], layer, q, k, v, self.positions(self.end, q.device)[None])
+        for group in self._plan(rows, q.device):
+            at, score_NH = group.at, None if score_BHN is None else score_BHN[0].T[group.at]
+            out_NQD[at] = self._decode(group, layer, rows, q_NQD[at], k_NHD[at], v_NHD[at], score_NH)
+        for i in self._alone:
+            new = slice(*self.spans[i])
+            score = None if score_BHN is None else score_BHN[:, :, new]
+            out = read_tokens(self.contexts[i], layer, rows[i], q[:, :, new], k[:, :, new], v[:, :, new], score)
+            out_NQD[new] = out[0].transpose(0, 1)
+        for text in self.texts:
+            text.close(layer)
+
+    def _plan(self, rows: Sequence[BoundedLayer], device: torch.device) -> list[DecodingGroup]:
+        """Which texts are decoded together, the same in all layers; the others are read alone."""
+        if self._groups is None:
+            alike: dict[Hashable, list[int]] = {}
+            for i, (ctx, (start, end), own) in enumerate(zip(self.contexts, self.spans, rows, strict=True)):
+                key = batch_key(ctx) if own.page is not None and own.softmax.is_plain and end == start + 1 else None
+                if key is None or own.page is None:
+                    self._alone.append(i)
+                else:
+                    alike.setdefault((key, id(own.page.pool)), []).append(i)
+            self._groups = [self._group(turns, device) for turns in alike.values()]
+        return self._groups
+
+    def _group(self, turns: list[int], device: torch.device) -> DecodingGroup:
+        starts = [self.spans[i][0] for i in turns]
+        first, end = starts[0], starts[0] + len(starts)
+        # Tokens side by side, as they mostly are, need no index.
+        at = slice(first, end) if starts == list(range(first, end)) else torch.tensor(starts, device=device)
+        return DecodingGroup(turns, at)
+
+    def _decode(
+        self, group: DecodingGroup, layer: int, all_rows: Sequence[BoundedLayer], q_NQD: Tensor, k_NHD: Tensor,
+        v_NHD: Tensor, score_NH: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Attention output ``[N, Q, D]`` of one new token of each text of a group, which become rows; evicts where it is due."""
+        texts = [(self.contexts[i], all_rows[i]) for i in group.turns]
+        rows = [own for _, own in texts]
+        ctx, first = texts[0]
+        assert first.page is not None
+        pool = first.page.pool
+        # Room first: an eviction moves rows, and places are numbers of rows.
+        dues = [own_ctx.due(layer, own, 1) for own_ctx, own in texts]
+        for (own_ctx, own), due in zip(texts, dues, strict=True):
+            make_room(own_ctx, layer, own, due)
+        if score_NH is None:
+            alone = zip(texts, *(x[:, None, :, None] for x in (q_NQD, k_NHD, v_NHD)), strict=True)  # [1, heads, 1, D]
+            made = [entry_scores(own_ctx, layer, own, own.seen, q, k, v) for (own_ctx, own), q, k, v in alone]
+            score_NH = torch.cat(made)[..., 0]
+        # As they came: a score rotates the newest queries for the rows that an eviction leaves.
+        for n, own in enumerate(rows):
+            if own.recent:
+                own.remember(q_NQD[n : n + 1, :, None])
+        index, q_NQ1D = self._step.index(pool, rows), q_NQD[:, :, None]
+        if (rope := ctx.write_rope(layer, first)) is not None:
+            seen = tuple(own.seen for own in rows)
+            cos_sin, of_queries = (ctx.tables.each(part, seen, q_NQD) for part in (rope, rope.of_queries))
+            k_NHD = ctx.backend.rotate(k_NHD[:, :, None], *(x[:, None, None] for x in cos_sin))[:, :, 0]
+            q_NQ1D = ctx.backend.rotate(q_NQ1D, *(x[:, None, None] for x in of_queries))
+        # One write for all texts. Rows are counted after it: until then the pages say where the new ones go.
+        pool.put(index.at_NH, k_NHD, v_NHD, score_NH, index.seen_N1)
+        statistics = ctx.statistics if first.window is None else ()
+        stats = pool.stats[: len(statistics) * (1 + ctx.group)]
+        flat = VarlenRows(
+            (pool.keys, pool.values), pool.positions, stats, index.starts_NH, index.lengths_NH, index.longest
+        ).newest(first.window)
+        rope = ctx.read_rope(layer, first)
+        rotation = None if rope is None else self._step.rotation(index, rope, ctx.tables, q_NQD)
+        out = decode_rows(q_NQ1D, flat, first.scaling, ctx.backend.name, statistics, rotation, ctx.group)
+        # Each by its own schedule; what moves lies in its own page.
+        for (own_ctx, own), due in zip(texts, dues, strict=True):
+            own.count(1)
+            if due.keep is not None:
+                evict(own_ctx, layer, own, due.keep, last=due.last)
+        return out[:, :, 0]
