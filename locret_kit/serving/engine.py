@@ -99,7 +99,9 @@ class Engine:
             self._changed.notify_all()
 
     def cancel(self, request: ServerRequest) -> None:
-        """Let a request leave, at whatever step it is."""
+        """Let a request leave, at whatever step it is. One that has ended waits for no lock."""
+        if request.sequence is not None and request.sequence.finish_reason is not None:
+            return
         with self._changed:
             request.cancelled = True
             self._changed.notify_all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal, TypedDict, cast
 
 from pydantic import BaseModel, Field, ValidationError, WrapValidator, field_validator, model_validator
 
@@ -96,14 +96,9 @@ class Message(Part):
 
     def rendered(self) -> TemplateMessage:
         """As chat templates have it."""
-        said: TemplateMessage = {"role": ROLES.get(self.role, self.role), "content": self.content}
-        if self.tool_calls:
-            said["tool_calls"] = [call_of(call) for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            said["tool_call_id"] = self.tool_call_id
-        if self.name is not None:
-            said["name"] = self.name
-        return said
+        said = self.model_dump(exclude_none=True) | {"role": ROLES.get(self.role, self.role)}
+        said["tool_calls"] = [call_of(call) for call in self.tool_calls]
+        return cast(TemplateMessage, {name: value for name, value in said.items() if value != []})
 
 
 ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"

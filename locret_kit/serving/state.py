@@ -147,19 +147,15 @@ class UploadedDocument:
 
     def shown(self) -> dict[str, object]:
         """As the protocol has it."""
-        status = "failed" if self.error else "ready" if self.document is not None else "reading"
-        shown: dict[str, object] = {
+        held = self.document
+        read, total = (self.read, self.total) if held is None else (held.tokens, held.tokens)
+        status = "failed" if self.error else "ready" if held is not None else "reading"
+        shown = {
             "id": self.id, "object": "document", "created_at": self.created, "title": self.title, "status": status,
-            "read_tokens": self.read, "total_tokens": self.total,
+            "read_tokens": read, "total_tokens": total, "error": self.error, "lost": self.lost,
+            "bytes": None if held is None else held.cache.nbytes,
         }  # fmt: skip
-        if self.error:
-            shown["error"] = self.error
-        if self.lost:
-            shown["lost"] = self.lost
-        if self.document is not None:
-            cache = self.document.cache
-            shown |= {"total_tokens": self.document.tokens, "read_tokens": self.document.tokens, "bytes": cache.nbytes}
-        return shown
+        return {name: value for name, value in shown.items() if value not in (None, "", [])}
 
 
 @dataclass

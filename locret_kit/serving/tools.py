@@ -168,10 +168,8 @@ def rewritten(messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> lis
         said = WORDS.format(
             tools="\n".join(json.dumps(tool.function.model_dump(), ensure_ascii=False) for tool in tools)
         )
-        if made and made[0]["role"] == "system":
-            made[0] = {"role": "system", "content": f"{made[0]['content']}\n\n{said}"}
-        else:
-            made.insert(0, {"role": "system", "content": said})
+        before = f"{made.pop(0)['content']}\n\n" if made and made[0]["role"] == "system" else ""
+        made.insert(0, {"role": "system", "content": before + said})
     return made
 
 
