@@ -17,9 +17,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..naming import first_line
-from ..runtime.kept_text import token_texts
 from ..runtime.sequence import Logprob
-from ..runtime.tokens import TextStream
+from ..runtime.tokens import TextStream, token_texts
 from .bodies import CompletionBody
 from .engine import Engine
 from .errors import Failed, error_of, refusal_of

@@ -125,26 +125,24 @@ class MessageReply(Reply):
                 yield {"type": "content_block_delta", "index": index, "delta": delta}
             else:
                 yield {"type": "content_block_stop", "index": index}
-        yield {"type": "message_delta", "delta": self.reason(), "usage": self.usage()}
+        yield {"type": "message_delta", **self.end()}
         yield {"type": "message_stop"}
 
     def whole(self) -> JsonObject:
-        content = [block_of(part) for part in self.answer.blocks]
-        return {**self.head, "content": content, **self.reason(), "usage": self.usage()}
+        content, end = [block_of(part) for part in self.answer.blocks], self.end()
+        return {**self.head, "content": content, **end["delta"], "usage": end["usage"]}
 
-    def reason(self) -> JsonObject:
-        """Why the answer ended."""
-        stop = self.answer.stop_text
-        return {"stop_reason": REASONS[self.answer.reason] if stop is None else "stop_sequence", "stop_sequence": stop}
-
-    def usage(self) -> JsonObject:
-        """Tokens: of the prompt, those that were read for it, and apart from them those that were not read again."""
-        request, tokens = self.answer.request, usage(self.answers)
-        return {
+    def end(self) -> dict[str, JsonObject]:
+        """Why the answer ended, and its tokens; of the prompt, those that were read for it stand apart from those that were not
+        read again."""
+        request, stop, tokens = self.answer.request, self.answer.stop_text, usage(self.answers)
+        reason = REASONS[self.answer.reason] if stop is None else "stop_sequence"
+        counts = {
             "input_tokens": len(request.ids) - request.cached_tokens, "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": request.cached_tokens, "output_tokens": tokens["completion_tokens"],
             "locret": tokens["locret"],
         }  # fmt: skip
+        return {"delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": counts}
 
 
 def block_of(part: str | Call) -> JsonObject:
