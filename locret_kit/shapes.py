@@ -2,7 +2,7 @@
 
 | letter | axis |
 |---|---|
-| B | batch |
+| B | batch: texts of a forward; 1 for attention and policies, and no axis of stored rows, since a cache has one text |
 | L | layers |
 | H | key/value heads of one layer |
 | G | query heads per key/value head (1 for multi-head attention) |

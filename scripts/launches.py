@@ -33,7 +33,7 @@ from locret_kit.backbones.releases import forward
 from locret_kit.backbones.spec import decoder_of, spec_of
 from locret_kit.cli.plan import resolve
 from locret_kit.planning.inference_plan import Setting
-from locret_kit.runtime.decoders import GraphDecoder
+from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.settings import RunSettings
 
 ALLOCATES = {
@@ -161,7 +161,7 @@ def record(config: PretrainedConfig, setting: Setting) -> tuple[list[Launch], li
             elif start == tokens - chunk:
                 steady = recorder.launches.copy()
             forward(model, ids[:, start : start + chunk], cache, logits_to_keep=1)
-        decoder = GraphDecoder(model, cache)
+        decoder = GraphDriver(model, cache)
         recorder.rows = cache.kept_rows[1]
         recorder.launches.clear()
         decoder([cache], [0])

@@ -102,28 +102,28 @@ def varlen_operator(device: torch.device, dtype: torch.dtype, head_size: int) ->
 
 
 def attend_heads(
-    q_BQTD: Tensor,
+    q_1QTD: Tensor,
     keys_ND: Tensor,
     values_ND: Tensor,
-    starts_P: Tensor,
-    lengths_P: Tensor,
+    starts_H: Tensor,
+    lengths_H: Tensor,
     longest: int,
     scaling: float,
 ) -> Tensor:
-    """Attention ``[B, Q, T, D]`` of the newest rows over heads of different lengths, in one launch of ``varlen_operator``. Rows
-    lie end to end: each of the ``P = B * H`` heads begins at its start and has room up to the next one's."""
-    B, _, T, D = q_BQTD.shape
-    P, attend = len(starts_P), varlen_operator(q_BQTD.device, q_BQTD.dtype, D)
+    """Attention ``[1, Q, T, D]`` of the newest rows over heads of different lengths, in one launch of ``varlen_operator``. Rows
+    lie end to end: each head begins at its start and has room up to the next one's."""
+    (_, _, T, D), H = q_1QTD.shape, len(starts_H)
+    attend = varlen_operator(q_1QTD.device, q_1QTD.dtype, D)
     assert attend is not None
-    # A key/value head of a text is a sequence of queries [T, G, D] over rows [S, 1, D].
-    q_PTGD = q_BQTD.unflatten(1, (P // B, -1)).transpose(2, 3).flatten(0, 1)
-    ends = torch.arange(0, P * T + 1, T, dtype=torch.int32, device=q_BQTD.device)
-    stretches = torch.cat((starts_P, starts_P.new_full((1,), len(keys_ND)))).int()
+    # A key/value head is a sequence of queries [T, G, D] over rows [S, 1, D].
+    q_HTGD = q_1QTD[0].unflatten(0, (H, -1)).transpose(1, 2)
+    ends = torch.arange(0, H * T + 1, T, dtype=torch.int32, device=q_1QTD.device)
+    stretches = torch.cat((starts_H, starts_H.new_full((1,), len(keys_ND)))).int()
     out = attend(
-        q_PTGD.flatten(0, 1), keys_ND[:, None], values_ND[:, None], ends, stretches, T, longest, scale=scaling,
-        window_size=(-1, 0), enable_gqa=q_PTGD.shape[2] > 1, seqused_k=lengths_P.int(),
+        q_HTGD.flatten(0, 1), keys_ND[:, None], values_ND[:, None], ends, stretches, T, longest, scale=scaling,
+        window_size=(-1, 0), enable_gqa=q_HTGD.shape[2] > 1, seqused_k=lengths_H.int(),
     )  # fmt: skip
-    return out.view(B, P // B, T, -1, D).transpose(2, 3).flatten(1, 2)
+    return out.view(H, T, -1, D).transpose(1, 2).flatten(0, 1)[None]
 
 
 def _attend_window(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int) -> Tensor:

@@ -100,7 +100,7 @@ def refuse_packing(cache: BoundedCache) -> None:
     if not cache.context.description.packs_texts:
         raise ValueError(
             f"model_type={cache.context.spec.model_type!r}: its layers hold states, or read each other's rows, so each text is a "
-            "forward of its own: use runtime.batch"
+            "forward of its own: use runtime.engine"
         )
 
 
@@ -145,7 +145,7 @@ class BatchCache(ForwardOfTexts):
 
     Raises:
         ValueError: a setting out of range; in the first forward, a row without tokens, or a policy that reads the end of
-            the prompt twice or scores tokens by their probability: ``runtime.batch`` runs those.
+            the prompt twice or scores tokens by their probability: ``runtime.engine`` runs those.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class BatchCache(ForwardOfTexts):
             for text in self.texts:
                 if text.policy.needs_logits or text.policy.reread is not None:
                     raise ValueError(
-                        f"policy={text.policy.name!r} is not for model.generate with a batch: use runtime.batch"
+                        f"policy={text.policy.name!r} is not for model.generate with a batch: use runtime.engine"
                     )
                 text.bind(model)
                 refuse_packing(text)

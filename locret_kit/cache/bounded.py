@@ -140,7 +140,7 @@ class BoundedCache(StatefulCache, Handler):
     """
 
     fixed: Callable[[int], Fixed] | None = None
-    """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.decoders``)."""
+    """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.drivers.graph``)."""
 
     def __init__(
         self,
@@ -398,8 +398,8 @@ class BoundedCache(StatefulCache, Handler):
         )
 
     def kept_positions(self, layer: int) -> Kept:
-        """Positions (int32, ascending) of the tokens that layer holds now: ``[B, H, rows]``, or where heads differ a list
-        of lists; ``kept_positions(layer)[b][h]`` is a head's either way. ``[1, H, 0]`` before the first token.
+        """Positions (int32, ascending) of the tokens that layer holds now: ``[1, H, rows]``, or where heads differ a list
+        of lists; ``kept_positions(layer)[0][h]`` is a head's either way. ``[1, H, 0]`` before the first token.
 
         Raises:
             RuntimeError: no model is bound yet.

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .storage.rows import BoundedLayer
+from .storage.rows import BoundedLayer, Page
 
 ALIGNMENT = 8
 """Bytes: a row's are a multiple of it, so that buffers of every type begin where they may."""
@@ -62,18 +61,6 @@ class PageShape:
         return self.heads * self.rows * self.row_bytes
 
 
-class Page(NamedTuple):
-    """Where the rows of a layer lie."""
-
-    pool: RowPool
-    number: int
-
-    @property
-    def first(self) -> int:
-        """Number of its first row."""
-        return self.number * self.pool.shape.heads * self.pool.shape.rows
-
-
 class RowPool:
     """The pages of one layer. ``N`` rows: those of page 0, head after head, then those of page 1.
 
@@ -117,18 +104,18 @@ class RowPool:
         """Let an empty layer keep its rows in a page: it may have less room than the page, and less of everything else."""
         H, D, capacity = self.shape.heads, self.shape.head_dim, rows.capacity
         # Heads stand this layer's capacity apart, not the page's: one with less room takes the page's beginning.
-        first = Page(self, page).first
+        first = page * H * self.shape.rows
         at = slice(first, first + H * capacity)
         whole = {name: getattr(self, name)[at] for name in ("keys", "values", "positions", "scores")}
-        lent = {name: x.view(1, H, capacity, *x.shape[1:]) for name, x in whole.items()}
-        lent["stats"] = self.stats[: rows.statistics, at].view(rows.statistics, 1, H, capacity)
-        rows.lent, rows.page = lent, Page(self, page)
+        lent = {name: x.view(H, capacity, *x.shape[1:]) for name, x in whole.items()}
+        lent["stats"] = self.stats[: rows.statistics, at].view(rows.statistics, H, capacity)
+        rows.lent, rows.page = lent, Page(self, first)
         # Nothing is allocated: the layer finds its buffers in what is lent.
         empty = self.keys.new_empty(1, H, 0, D)
         rows.lazy_initialization(empty, empty)
         if rows.recent:
             Q = self.shape.query_heads
-            rows.queries = self.queries[page, : Q * rows.recent * D].view(1, Q, rows.recent, D)
+            rows.queries = self.queries[page, : Q * rows.recent * D].view(Q, rows.recent, D)
 
     def put(self, at: Tensor, k: Tensor, v: Tensor, scores: Tensor, positions: Tensor) -> None:
         """Write rows by their numbers ``at``: keys and values ``[*at, D]``, without counting them."""

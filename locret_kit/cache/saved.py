@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -141,7 +141,7 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
         layer = re.fullmatch(r"layers\.(0|[1-9]\d{0,5})\.(.+)", name)
         if layer and int(layer[1]) < len(held):
             held[int(layer[1])][layer[2]] = tensor
-    # First pass: every layer is checked against shapes that take no memory ([B, H, 0, D] on no device).
+    # First pass: every layer is checked against shapes that take no memory ([1, H, 0, D] on no device).
     expected: Expected = {}
     for number, (rows, counts) in enumerate(zip(cache.bounded, saved.layers, strict=True)):
         with blaming(f"layers.{number}", ValueError):
@@ -173,13 +173,14 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
         budget, chunk = (saved.settings[name] for name in ("budget", "chunk"))
         raise OSError(f"{where}: budget={budget}, chunk={chunk} do not fit into memory: {first_line(error)}") from error
     for number, (rows, counts) in enumerate(zip(cache.bounded, saved.layers, strict=True)):
-        mine = held[number]
+        shapes = exported_shapes(rows, spec.layers[number].n_heads)
+        mine = {n: x.view(shapes[n][1]) if n in shapes else x for n, x in held[number].items()}
         # Rows in the model's dtype; scores are float32 whatever the dtype is.
         wide = {n: x.to(ctx.model.dtype) if x.dtype == dtype and n != "scores" else x for n, x in mine.items()}
-        k_BH0D, v_BH0D = spec.layers[number].empty(ctx.model.dtype, ctx.model.device)
-        restore_rows(rows, counts, wide, k_BH0D, v_BH0D)
+        k_1H0D, v_1H0D = spec.layers[number].empty(ctx.model.dtype, ctx.model.device)
+        restore_rows(rows, counts, wide, k_1H0D, v_1H0D)
         if rows.store is not None:
-            rows.store.restore(wide, k_BH0D, v_BH0D)
+            rows.store.restore(wide, k_1H0D, v_1H0D)
     vars(cache.counters).update(vars(counters))
     if cache.states is not None:
         kinds = {size.name: size.dtype or ctx.model.dtype for size in spec.state_sizes if size.name in tensors}
@@ -222,7 +223,8 @@ def _check_counts(rows: BoundedLayer, counts: Mapping[str, float], keeps_everyth
 
 def _expected(rows: BoundedLayer, held: Mapping[str, Tensor], ctx: Context, layer: AttentionLayer) -> Expected:
     """The tensors of a layer. Raises ValueError for a store of blocks that there cannot be."""
-    layout = exported_shapes(rows, layer.n_heads)
+    shapes = exported_shapes(rows, layer.n_heads).items()
+    layout = {name: (dtype, _in_file(rows, name, shape)) for name, (dtype, shape) in shapes}
     if rows.store is not None:
         like = torch.empty(1, rows.layout.H, 0, rows.codec.key_size, dtype=rows.dtype, device="meta")
         layout |= rows.store.layout(held, like, rows.seen)
@@ -238,6 +240,14 @@ def _expected(rows: BoundedLayer, held: Mapping[str, Tensor], ctx: Context, laye
         if tensor is not None or wanted == axes:
             found[STATE + name] = kinds, tuple(sizes.get(axis, 0) for axis in wanted)
     return found
+
+
+def _in_file(rows: BoundedLayer, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of a layer's tensor in a file, which has an axis of one text unless the rows of all heads lie end to end."""
+    if name == "clipped" or name.startswith(STATE) or (rows.layout.ragged and name != "queries"):
+        return tuple(shape)
+    axis = int(name == "stats")
+    return *shape[:axis], 1, *shape[axis:]
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], expected: Expected) -> None:
@@ -329,6 +339,7 @@ def export(cache: BoundedCache, origin: Origin | None = None) -> tuple[Record, d
     layers = []
     for number, rows in enumerate(cache.bounded):
         counts, held = export_rows(rows)
+        held = {name: x.view(_in_file(rows, name, x.shape)) for name, x in held.items()}
         held |= {} if rows.store is None else rows.store.export()
         layers.append(counts)
         tensors |= {f"layers.{number}.{name}": tensor for name, tensor in held.items()}

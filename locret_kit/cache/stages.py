@@ -194,8 +194,8 @@ def _choose(
     block_BHS = positions.div(recall.size, rounding_mode="floor")
     block_BHS = block_BHS.masked_fill(~valid | (positions < FIRST) | (block_BHS >= N), -1)
     found = Found(
-        stored.index[:, :, :N],
-        stored.worth[:, :, :N].isfinite(),
+        stored.index[None, :, :N],
+        stored.worth[None, :, :N].isfinite(),
         kept[:, :, older],
         block_BHS[:, :, older],
         rows.scaling,
@@ -203,7 +203,7 @@ def _choose(
     worth_BHN = recall.relevance(q_BQTD, found)
     if recall.across == "model":
         worth_BHN = ctx.votes.raised(rows.seen - later - T, T, worth_BHN)[..., :N]
-    holds_BHN = stored.held[:, :, :N].any(-1)
+    holds_BHN = stored.held[None, :, :N].any(-1)
     holds_BHN = holds_BHN if worth_BHN.shape[1] > 1 else holds_BHN.any(1, keepdim=True)
     # Stable: of equals the older block, so that runs repeat exactly.
     best_BHN = worth_BHN.masked_fill(~holds_BHN, float("-inf")).argsort(dim=-1, descending=True, stable=True)

@@ -1,6 +1,6 @@
 """One step of a layer: new tokens become rows, attend to what they see, and the policy evicts where the schedule says.
 
-Dynamic decoding and decoding with fixed shapes (``runtime.decoders``) take the same step. In the second the text's length,
+Dynamic decoding and decoding with fixed shapes (``runtime.drivers.graph``) take the same step. In the second the text's length,
 the row of the new token and the lengths of heads are numbers on the device (``Fixed``), and nothing is read back.
 """
 
@@ -86,23 +86,23 @@ def attend_newest(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Te
 def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedRows, q: Tensor) -> Tensor:
     """``attend_newest`` of a block over all heads of a layer at once."""
     keys, values = (rows.codec.read(name, (slice(0, len(rows.positions)),)) for name in ("keys", "values"))
-    starts_P, lengths_P, rope = layout.starts, layout.lengths, ctx.read_rope(layer, rows)
+    starts_H, lengths_H, rope = layout.starts, layout.lengths, ctx.read_rope(layer, rows)
     if rope is not None:
-        (B, Q, T, _), N, H = q.shape, len(keys), layout.H
+        (_, Q, T, _), N, H = q.shape, len(keys), layout.H
         # Rank of each row in its head; that of its last row where it is free, so that tables reach there.
         row_N = torch.arange(N, device=q.device)
-        head_N = torch.searchsorted(starts_P, row_N, right=True) - 1
-        place_N = torch.minimum(row_N - starts_P[head_N], lengths_P[head_N] - 1)
-        place_PT = lengths_P[:, None] - T + torch.arange(T, device=q.device)
+        head_N = torch.searchsorted(starts_H, row_N, right=True) - 1
+        place_N = torch.minimum(row_N - starts_H[head_N], lengths_H[head_N] - 1)
+        place_HT = lengths_H[:, None] - T + torch.arange(T, device=q.device)
         size = max(layout.longest, ctx.positions.span or 0)
         if not ctx.positions.by_rank:
-            place_PT = ctx.positions.place(place_PT, rows.positions[starts_P[:, None] + place_PT], rows.seen)
+            place_HT = ctx.positions.place(place_HT, rows.positions[starts_H[:, None] + place_HT], rows.seen)
             place_N = ctx.positions.place(place_N, rows.positions, rows.seen).clamp(0, size - 1)
         (cos, sin), turned = ctx.tables.upto(rope, size, q), function("rotate_rows", ctx.backend.name)
         keys = turned(keys[None, None], cos, sin, place_N.int()[None, None])[0, 0]
         cos, sin = ctx.tables.upto(rope.of_queries, size, q)
-        q = turned(q, cos, sin, place_PT.int().view(B, H, T).repeat_interleave(Q // H, 1))
-    return attend_heads(q, keys, values, starts_P, lengths_P, layout.longest, rows.scaling)
+        q = turned(q, cos, sin, place_HT.int().repeat_interleave(Q // H, 0)[None])
+    return attend_heads(q, keys, values, starts_H, lengths_H, layout.longest, rows.scaling)
 
 
 def _attend_part(

@@ -183,8 +183,8 @@ class TextBatch:
         texts = [(self.contexts[i], all_rows[i]) for i in group.turns]
         rows = [own for _, own in texts]
         ctx, first = texts[0]
-        assert first.page is not None
-        pool = first.page.pool
+        pool = first.page and first.page.pool
+        assert isinstance(pool, RowPool)
         # Room first: an eviction moves rows, and places are numbers of rows.
         dues = [own_ctx.due(layer, own, 1) for own_ctx, own in texts]
         for (own_ctx, own), due in zip(texts, dues, strict=True):

@@ -84,8 +84,8 @@ def _held(rows: BoundedLayer, pins: Pins) -> int:
     if pinned_BHS is None or not pinned_BHS.numel():
         return 0
     # Equal heads: the fullest one decides. Ragged heads share their layer's slots: their mean, rounded up.
-    held_BH = pinned_BHS.sum(-1)
-    return -int(-held_BH.sum(-1).max() // rows.layout.H) if rows.layout.ragged else int(held_BH.max())
+    held_1H = pinned_BHS.sum(-1)
+    return -int(-held_1H.sum() // rows.layout.H) if rows.layout.ragged else int(held_1H.max())
 
 
 def pinned_slots(pins: Pins, positions_BHS: Tensor, valid_BHS: Tensor) -> Tensor | None:
@@ -196,11 +196,11 @@ def turned_back(rope: Rope, keys: Tensor, positions: Tensor) -> Tensor:
 
 def _queries(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -> Tensor:
     """The newest queries ``[B, Q, W, D]``, rotated for the newest ``W`` rows."""
-    # The newest W of the buffer [B, Q, recent, D]; the newest is last.
+    # The newest W of the buffer [Q, recent, D]; the newest is last.
     W = min(rows.recent, rows.layout.valid().shape[-1])
     if not W:
         raise ValueError(f"policy={ctx.policy.name!r}: its score keeps no queries (Score.recent)")
-    q = rows.queries[:, :, rows.recent - W :]
+    q = rows.queries[None, :, rows.recent - W :]
     if ctx.ropes is None:
         return q
     rope = ctx.read_rope(layer, rows)
@@ -265,7 +265,7 @@ def score_by_logits(
     score_BT, last_hidden = token_entropy(ctx.model, hidden_BTE, ids_BT, before)
     for rows in layers:
         if rows.window is None:
-            rows.scores[rows.layout.last(score_BT.shape[1])] = score_BT[:, None]
+            rows.scores[rows.layout.last(score_BT.shape[1])] = score_BT
     return last_hidden
 
 
@@ -361,7 +361,7 @@ def in_rows(pins: Pins, reread: Sequence[int], total: int) -> Pins:
 
 
 def in_prompt(reread: Sequence[int], total: int, positions: Kept) -> Kept:
-    """Positions at which a layer holds rows (``[B, H, rows]``, or per batch item and head) as positions in the prompt."""
+    """Positions at which a layer holds rows (``[1, H, rows]``, or ``[0][h]`` where heads differ) as positions in the prompt."""
 
     def moved(position: Tensor) -> Tensor:
         # Position p of the last len(reread) ones holds prompt token reread[p - (total - len)]; later ones were decoded.

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from ..cache.bounded import BoundedCache
 from ..config.infer_options import BatchPrompt, Generation, InferOptions, Name
 from ..naming import first_line
-from ..runtime.batch import run as answered
+from ..runtime.engine import run as answered
 from ..runtime.sequence import Request, Sequence
 from ..runtime.session import Sampling
 from ..runtime.tokens import answer_text, stream_ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cache.bounded import BoundedCache
-from .decoders import Decoding
+from .drivers import Decoding
 from .sampling import Chooser, Sampling
 
 BLOCK = 256
@@ -32,6 +32,10 @@ class Request:
     """Number of the likeliest tokens whose log-probabilities come with each token's own; None for neither."""
     prompt_logprobs: bool = field(default=False, kw_only=True)
     """Whether those of the prompt's tokens are wanted too, each after what the cache had kept when it was read."""
+    choose: Callable[[Tensor], int] | None = field(default=None, kw_only=True)
+    """The next token by its logits ``[V]``, such as one that is forced; by default ``sampling`` chooses."""
+    on_prompt: Callable[[Tensor, int], None] | None = field(default=None, kw_only=True)
+    """Takes the logits ``[T, V]`` (float32) of each piece of the prompt, and the tokens read with it, where they are wanted."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,22 @@ class Sequence:
     ended_s: float | None = None
     alone: bool = False
     """Whether its forwards hold no other text; they may then cross boundaries, where its cache cuts them."""
-    choose: Chooser | None = None
+    choose: Callable[[Tensor], int] | None = None
     decoding: Decoding | None = None
+    logits_V: Tensor | None = None
+    """After the prompt's last token, in float32."""
+    text: Tensor | None = None
+    """The prompt on the model's device: one copy for all pieces, since for every copy the host waits."""
 
     @property
     def reading(self) -> bool:
         """Whether its prompt is still being read."""
         return not self.tokens
+
+    @property
+    def noted(self) -> bool:
+        """Whether the logits of all tokens of the prompt are wanted."""
+        return self.request.prompt_logprobs or self.request.on_prompt is not None
 
     @property
     def left(self) -> int:
@@ -95,7 +108,7 @@ class Sequence:
             return self.left
         done, cut = cache.get_seq_length(), cache.in_blocks and not self.alone
         step = min(cache.schedule.until_boundary(done) if cut else cache.schedule.piece(done), self.left)
-        return min(step, BLOCK) if self.request.prompt_logprobs else step
+        return min(step, BLOCK) if self.noted else step
 
     def start(self, cache: BoundedCache, device: torch.device) -> None:
         """Give it its cache: an empty one, or one that has read the prompt's beginning.
@@ -107,13 +120,17 @@ class Sequence:
         if seen >= len(request.ids):
             raise ValueError(f"the cache has seen {seen} tokens already, the prompt has {len(request.ids)}")
         self.cache, self.prompt_read, self.evictions_before = cache, seen, cache.counters.evictions
-        self.choose = Chooser(request.sampling, request.seed, device, request.ids)
+        self.choose = request.choose or Chooser(request.sampling, request.seed, device, request.ids)
+        self.text = torch.as_tensor(request.ids, dtype=torch.long, device="cpu").to(device)
 
-    def next_positions(self) -> abc.Sequence[int]:
-        """Positions in the prompt of the tokens of the next piece."""
-        assert self.cache is not None
+    def next_tokens(self, device: torch.device) -> Tensor:
+        """Tokens ``[T]`` of the next forward: the answer's last one, or the prompt's next piece."""
+        if not self.reading:
+            return torch.tensor(self.tokens[-1:], device=device)
+        assert self.cache is not None and self.text is not None
         done = self.cache.get_seq_length()
-        return self.cache.prompt_positions(done, done + self.step)
+        at = self.cache.prompt_positions(done, done + self.step)
+        return self.text[at.start : at.stop] if isinstance(at, range) else self.text[torch.tensor(at, device="cpu")]
 
     def advance(self, logits_V: Tensor, stop: frozenset[int]) -> bool:
         """Go on after a forward of its new tokens, the last of which has these logits; whether it has one more token or has
@@ -123,6 +140,7 @@ class Sequence:
             self.cache.start_reread()
             if self.left:
                 return False
+            self.logits_V = logits_V
             if not self.request.max_new_tokens:
                 self.end("read")
                 return True
@@ -136,9 +154,12 @@ class Sequence:
         if self.cache.reread_positions:
             return
         end = self.cache.get_seq_length()
-        following = self.request.ids[end - len(logits_TV) + 1 : end + 1]
-        for logits_V, token in zip(logits_TV[: len(following)], following, strict=True):  # nothing follows the last
-            self.prompt_logprobs.append(self._logprob(logits_V, token))
+        if self.request.on_prompt is not None:
+            self.request.on_prompt(logits_TV, end)
+        if self.request.prompt_logprobs:
+            following = self.request.ids[end - len(logits_TV) + 1 : end + 1]
+            for logits_V, token in zip(logits_TV[: len(following)], following, strict=True):  # nothing follows the last
+                self.prompt_logprobs.append(self._logprob(logits_V, token))
 
     def _logprob(self, logits_V: Tensor, token: int) -> Logprob:
         """The log-probability of a token, with those of the likeliest."""
@@ -169,7 +190,8 @@ class Sequence:
 
     def end(self, reason: str, error: Exception | None = None) -> None:
         """Let it leave; its cache is free."""
-        self.finish_reason, self.error, self.cache, self.decoding = reason, error, None, None
+        self.finish_reason, self.error = reason, error
+        self.cache = self.decoding = self.text = None
         self.ended_s = time.perf_counter() - self.began
 
 

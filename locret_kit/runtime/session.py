@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import abc
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,9 +14,10 @@ from ..backbones.intercept import attached
 from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..planning.fitting_settings import explain_oom
-from .decoders import Decoding, logits_after
+from .drivers import Decoding
+from .engine import Engine
 from .report import Report
-from .sampling import Chooser, Sampling, stop_ids
+from .sampling import Sampling, stop_ids
 from .sequence import Request, Sequence
 from .tokens import TextStream
 
@@ -28,6 +28,7 @@ def prefill(
     ids: abc.Sequence[int],
     cache: BoundedCache,
     progress: Callable[[int, int], None] | None = None,
+    on_prompt: Callable[[Tensor, int], None] | None = None,
 ) -> Tensor:
     """Read the prompt through ``cache``: logits ``[V]`` after its last token. What the cache has seen already (a fork) is taken
     as the prompt's beginning and not read again.
@@ -35,7 +36,7 @@ def prefill(
     Args:
         model: attached.
         ids: any integer sequence; fewer than the cache's ``prompt_length`` are the beginning of a prompt.
-        progress: called as ``progress(done, total)`` after every piece.
+        progress: called as ``progress(done, total)`` after every piece. on_prompt: see ``Request``.
 
     Raises:
         ValueError: no tokens, none that are new, or more than the prompt for which the cache was made.
@@ -44,22 +45,17 @@ def prefill(
     total, expected = len(ids), cache.schedule.prompt_length
     if expected is not None and cache.get_seq_length() < expected < total:
         raise _other_length(cache, total)
-    if not total:
-        raise ValueError("the prompt holds no tokens")
     cache.bind(model)
-    sequence = Sequence(Request(ids, 0), alone=True)
-    sequence.start(cache, model.device)
-    text = torch.as_tensor(ids, dtype=torch.long, device="cpu").to(model.device)  # once: for every copy the host waits
-    while sequence.finish_reason is None:
-        at = sequence.next_positions()
-        piece = text[at.start : at.stop] if isinstance(at, range) else text[torch.tensor(at, device=model.device)]
-        logits_V = logits_after(model, [cache], piece[None], [len(piece)])[0]
-        sequence.advance(logits_V, frozenset())
+    engine = Engine(model, frozenset(), alone=True)
+    sequence = engine.add(Request(ids, 0, on_prompt=on_prompt), lambda: cache)
+    while engine.running:
+        engine.step()
         if progress:
             progress(cache.get_seq_length(), total)
-    if logits_V.is_cuda:  # so that the time of a prefill is a prefill's
-        torch.cuda.synchronize(logits_V.device)
-    return logits_V.float()
+    assert sequence.logits_V is not None
+    if sequence.logits_V.is_cuda:  # so that the time of a prefill is a prefill's
+        torch.cuda.synchronize(sequence.logits_V.device)
+    return sequence.logits_V
 
 
 def _other_length(cache: BoundedCache, tokens: int) -> ValueError:
@@ -77,29 +73,39 @@ def decode(
     *,
     prompt: abc.Sequence[int],
     max_new_tokens: int,
-    sampling: Sampling,
-    stop: frozenset[int],
+    sampling: Sampling | None = None,
+    stop: frozenset[int] = frozenset(),
     seed: int = 0,
     graph: bool | None = False,
+    choose: Callable[[Tensor], int] | None = None,
 ) -> Iterator[int]:
-    """Token ids one by one, the first chosen from ``logits``; ends before an id of ``stop``.
+    """Token ids one by one, the first chosen from ``logits``; ends before an id of ``stop``. ``choose`` takes the place of
+    ``sampling``, see ``Request``.
 
     ``graph=True`` replays a CUDA graph for each token, None does so where it is possible; not the default before it has run on
-    a GPU. With the backend ``cpu`` one compiled call makes a token, where it takes the cache (see ``cpu_decoder``).
+    a GPU. With the backend ``cpu`` one compiled call makes a token, where it takes the cache (see ``drivers.cpu``).
     ``cache.counters.decoding`` says what was done.
 
     Raises:
         ValueError: ``graph=True`` where it is not possible; says why.
     """
-    step = Decoding(model, cache, graph)
-    choose = Chooser(sampling, seed, logits.device, prompt)
-    sequence = Sequence(Request(prompt, max_new_tokens, sampling, seed), choose=choose)
-    while len(sequence.tokens) < max_new_tokens:
-        if sequence.tokens:
-            logits = step(sequence.tokens[-1])
-        if not sequence.take(logits, stop):
-            return
-        yield sequence.tokens[-1]
+    if graph:
+        Decoding(model, cache, graph)  # raises where it is not possible
+    engine = Engine(model, stop, alone=True, graph=graph)
+    if max_new_tokens:
+        sequence = engine.resume(
+            Request(prompt, max_new_tokens, sampling or Sampling(), seed, choose=choose), cache, logits
+        )
+        yield from written(engine, sequence)
+
+
+def written(engine: Engine, sequence: Sequence) -> Iterator[int]:
+    """Tokens of the one sequence of an engine, as they are chosen."""
+    yield from sequence.tokens
+    while engine.running:
+        count = len(sequence.tokens)
+        engine.step()
+        yield from sequence.tokens[count:]
 
 
 def ready(model: PreTrainedModel, cache: BoundedCache) -> None:
@@ -151,11 +157,9 @@ class Answer:
         self.first_token_s = 0.0
         self._text = ""
         self._report: Report | None = None
-        decoded = partial(
-            decode, model, cache, prompt=ids, max_new_tokens=max_new_tokens, sampling=sampling or Sampling(),
-            stop=stop_ids(model, tokenizer), seed=seed, graph=graph,
-        )  # fmt: skip
-        self._pieces = self._write(model, tokenizer, max_new_tokens, decoded, progress)
+        engine = Engine(model, stop_ids(model, tokenizer), alone=True, graph=graph)
+        request = Request(ids, max_new_tokens, sampling or Sampling(), seed)
+        self._pieces = self._write(engine, request, TextStream(tokenizer), progress)
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
@@ -178,28 +182,25 @@ class Answer:
         return self._report
 
     def _write(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        limit: int,
-        decoded: Callable[[Tensor], Iterator[int]],
-        progress: Callable[[int, int], None] | None,
+        self, engine: Engine, request: Request, text: TextStream, progress: Callable[[int, int], None] | None
     ) -> Generator[str, None, None]:
-        ids, cache, text = self.ids, self.cache, TextStream(tokenizer)
+        ids, cache, model = self.ids, self.cache, engine.model
         with attached(model), explain_oom(model, cache, len(ids)):
             began, before = time.perf_counter(), cache.get_seq_length()
-            logits = prefill(model, ids, cache, progress)
-            prefilled = time.perf_counter()
-            kept = cache.kept_rows
-            for token in decoded(logits):
-                if not self.tokens:
-                    self.first_token_s = time.perf_counter() - began
+            sequence = engine.add(request, lambda: cache)
+            while engine.running and sequence.reading:
+                engine.step()
+                if progress:
+                    progress(cache.get_seq_length(), len(ids))
+            prefilled, kept = time.perf_counter(), cache.kept_rows
+            self.first_token_s = sequence.first_token_s or 0.0
+            for token in written(engine, sequence):
                 self.tokens.append(token)
                 if piece := text.add(token):
                     self._text += piece
                     yield piece
             self._text += (piece := text.end())
-        self.finish_reason = "stop" if len(self.tokens) < limit else "length"
+        self.finish_reason = "stop" if sequence.finish_reason == "stop" else "length"
         self._report = Report.of(
             model, cache, prompt_tokens=len(ids), new_tokens=len(self.tokens), prefill_s=prefilled - began,
             decode_s=time.perf_counter() - prefilled, kept_rows=kept, read_before=before,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..cache.bounded import BoundedCache, CannotFork
-from ..runtime.batch import Batch, Sequence
+from ..runtime.engine import Engine as Batch
+from ..runtime.engine import Sequence
 from ..runtime.sequence import PromptScheduler
 from .metrics import Counters
 from .request import ServerRequest
@@ -173,7 +174,7 @@ class Admission:
         return cache
 
     def _enter(self, request: ServerRequest, make_cache: Callable[[], BoundedCache], seen: int) -> bool:
-        """Admit a request, whose cache has seen so many of its tokens, if it is its turn. Raises ValueError as ``Batch.add``."""
+        """Admit a request, whose cache has seen so many of its tokens, if it is its turn. Raises ValueError as ``Engine.add``."""
         left, background = len(request.ids) - seen, request.purpose == "document"
         if not self._scheduler.takes(left, background=background):
             return False

@@ -1,4 +1,4 @@
-"""The engine: one thread owns the model, and all requests share its forwards (see ``runtime.batch``).
+"""The engine: one thread owns the model, and all requests share its forwards (see ``runtime.engine``).
 
 Every session has one cache of fixed size, so what fits is counted before the start: at most ``sessions`` caches exist, those
 of requests that run and those that wait for the next turn of their conversation together. A prompt that begins with all that
@@ -26,7 +26,8 @@ from ..documents.text_record import restored, stated
 from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies.policy import Policy
-from ..runtime.batch import Batch, Sequence
+from ..runtime.engine import Engine as Batch
+from ..runtime.engine import Sequence
 from ..runtime.sampling import stop_ids
 from ..runtime.sequence import PromptScheduler
 from ..settings import RunSettings
@@ -68,6 +69,7 @@ class Engine:
         if store is not None:
             store.scan(lambda saved, about: self.spec.check(saved, session=not about), self.spec.origin)
         self._batch = Batch(model, self.stop_ids, scheduler=scheduler)
+        self._batch.warm_up()
         self._changed = threading.Condition()
         self._parked = Sessions(self.spec, store, self._changed)
         self._admission = Admission(

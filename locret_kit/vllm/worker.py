@@ -26,7 +26,7 @@ from ..cache.due import Schedule
 from ..cache.pages import PageShape, RowPool
 from ..cache.rotation import RotationTables
 from ..cache.storage.codec import Scratch
-from ..cache.storage.rows import BoundedLayer, export_rows, restore_rows
+from ..cache.storage.rows import STATE, BoundedLayer, export_rows, restore_rows
 from ..cache.texts import TextBatch
 from ..cache.view import first_pins
 from .ranks import Ranks, config_of_rank, heads_of_rank
@@ -206,7 +206,7 @@ class Worker:
 def of_rank(name: str, x: Tensor, ranks: Ranks, spec: BackboneSpec) -> Tensor:
     """The part of a document's tensor that belongs to the heads of one rank; ``spec`` is the rank's."""
     heads = spec.n_heads if name == "queries" else spec.n_kv_heads
-    return x.narrow(2 if name == "stats" else 1, ranks.rank * heads, heads)
+    return x.narrow(int(name == "stats" or name.startswith(STATE)), ranks.rank * heads, heads)
 
 
 @dataclass

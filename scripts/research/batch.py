@@ -29,7 +29,7 @@ import torch
 from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.backbones.load import load_backbone, resolve_model
 from locret_kit.files import write_text
-from locret_kit.runtime.batch import Batch, Request
+from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.report import versions
 from locret_kit.runtime.session import Sampling, decode, prefill
 from locret_kit.samples.haystack import load_text
@@ -65,7 +65,7 @@ def together(
     model: object, texts: Tokens, cache: Callable[[list[int]], BoundedCache], new: int, at_once: int
 ) -> Tokens:
     """Answers of a batch."""
-    batch, waiting, answers = Batch(model, frozenset()), iter(texts), []
+    batch, waiting, answers = Engine(model, frozenset()), iter(texts), []
     while len(answers) < len(texts) or batch.running:
         for ids in islice(waiting, at_once - len(batch.running)):
             answers.append(batch.add(Request(ids, new), partial(cache, ids)))

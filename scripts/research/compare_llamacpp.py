@@ -32,7 +32,7 @@ import torch
 from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.backbones.load import load_backbone, load_tokenizer, resolve_model
 from locret_kit.files import write_text
-from locret_kit.runtime.cpu_decoder import cpu_decoder
+from locret_kit.runtime.drivers.cpu import cpu_driver
 from locret_kit.runtime.report import versions
 from locret_kit.runtime.session import Sampling, decode, prefill
 from locret_kit.samples.haystack import load_text
@@ -86,7 +86,7 @@ class Ours:
             began = time.perf_counter()
             said = sum(1 for _ in tokens)
             wrote = time.perf_counter() - began
-        decoder = cpu_decoder(self.model)
+        decoder = cpu_driver(self.model)
         weights = (
             bytes_of(self.model, self.heads) if isinstance(decoder, str) else decoder.weight_bytes(cache.context.heads)
         )

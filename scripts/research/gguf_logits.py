@@ -29,7 +29,7 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones.gguf import gguf_model
 from locret_kit.backbones.load import load_backbone, load_tokenizer
 from locret_kit.backbones.releases import CACHE
-from locret_kit.runtime.cpu_decoder import CpuDecoder
+from locret_kit.runtime.drivers.cpu import CpuDriver
 from locret_kit.runtime.report import versions
 from locret_kit.samples.haystack import load_text
 
@@ -55,7 +55,7 @@ def of_prompt(model: torch.nn.Module, ids: list[int]) -> Tensor:
 def of_decoding(model: torch.nn.Module, ids: list[int]) -> Tensor:
     """The same, token by token after the first one."""
     with attach(model):
-        cache, step = BoundedCache(2 * len(ids), "streaming", prompt_length=1), CpuDecoder(model)
+        cache, step = BoundedCache(2 * len(ids), "streaming", prompt_length=1), CpuDriver(model)
         first = model(input_ids=torch.tensor([ids[:1]]), **{CACHE: cache}).logits[0]
         return torch.cat([first, *(step([cache], [token]) for token in ids[1:])])
 

@@ -16,7 +16,7 @@ from torch import nn
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.probe import UnsupportedArchitecture, describe
 from locret_kit.backbones.releases import CACHE
-from locret_kit.runtime.batch import Batch, Request
+from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import Answer
 
 IDS, LIMIT = distinct_tokens(60), 16
@@ -190,7 +190,7 @@ def said(model, heads=None, **settings):
 said.first = 0
 
 
-def batched(batch: Batch, heads=None):
+def batched(batch: Engine, heads=None):
     sequence = batch.add(Request(IDS, LIMIT), lambda: cache_of(heads))
     while sequence.finish_reason is None:
         batch.step()
@@ -207,7 +207,7 @@ def true(model):
 def test_answers_follow_the_weights(change):
     """By an answer of its own, and by a batch that is there before the change."""
     model = model_of()
-    batch, before = Batch(model, frozenset()), true(model)
+    batch, before = Engine(model, frozenset()), true(model)
     assert said(model) == batched(batch) == before
     said.first = before[0]
     model = change(model) or model
@@ -288,7 +288,7 @@ HEADS = {
 @pytest.mark.parametrize("change", HEADS.values(), ids=HEADS)
 def test_answers_follow_the_heads(change):
     model, heads = model_of(), deepcopy(heads_of()).bfloat16().float()
-    batch = Batch(model, frozenset())
+    batch = Engine(model, frozenset())
     before = said(model, heads)
     assert batched(batch, heads) == before
     change(heads)

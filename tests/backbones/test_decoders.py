@@ -6,13 +6,14 @@ import pytest
 from decoder_runs import same
 from policy_runs import backbone, make, tokens
 
-from locret_kit.runtime.cpu_decoder import CpuDecoder
-from locret_kit.runtime.decoders import DynamicDecoder, GraphDecoder
+from locret_kit.runtime.drivers.cpu import CpuDriver
+from locret_kit.runtime.drivers.graph import GraphDriver
+from locret_kit.runtime.drivers.plain import PlainDriver
 
 DECODERS = {
-    "dynamic": lambda model, cache: DynamicDecoder(model),
-    "cpu": lambda model, cache: CpuDecoder(model),
-    "graph": GraphDecoder,
+    "dynamic": lambda model, cache: PlainDriver(model),
+    "cpu": lambda model, cache: CpuDriver(model),
+    "graph": GraphDriver,
 }
 
 

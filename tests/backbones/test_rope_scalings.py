@@ -11,7 +11,7 @@ from tiny_decoders.simulation import Plan
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
-from locret_kit.runtime.decoders import Decoding
+from locret_kit.runtime.drivers import Decoding
 from locret_kit.runtime.session import prefill
 
 ORIGINAL, CONTEXT = 64, 256

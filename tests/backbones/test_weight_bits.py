@@ -36,7 +36,7 @@ from locret_kit.config.recipes import load_config
 from locret_kit.planning import inference_plan as p
 from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.planning.fitting_settings import TrainSetting, plan_training
-from locret_kit.runtime.decoders import GraphDecoder
+from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
 CPU = torch.device("cpu")
@@ -228,5 +228,5 @@ def test_only_weights_of_8_bits_are_against_a_graph(place, bits):
     cache = BoundedCache(24, "h2o", chunk=16, prompt_length=90)
     with attach(model):
         prefill(model, range(90), cache)
-    reason = GraphDecoder(model, cache).takes(cache)
+    reason = GraphDriver(model, cache).takes(cache)
     assert (reason is None) if bits == 4 else ("weights of 8 bits" in reason)

@@ -25,7 +25,7 @@ from locret_kit.backbones.probe import describe
 from locret_kit.backbones.releases import CACHE
 from locret_kit.config.recipes import load_config
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.batch import Batch, Request, run
+from locret_kit.runtime.engine import Engine, Request, run
 from locret_kit.runtime.session import Answer, Sampling, decode, generate, prefill
 from locret_kit.serving.engine import Engine
 from locret_kit.settings import RunSettings
@@ -106,7 +106,7 @@ def by_steps(wrapped, model):
 
 
 def by_batch(wrapped, model):
-    batch = Batch(wrapped, frozenset())
+    batch = Engine(wrapped, frozenset())
     sequence = batch.add(Request(IDS, LIMIT), cache)
     while sequence.finish_reason is None:
         batch.step()
@@ -184,7 +184,7 @@ REFUSED = [
 def test_what_cannot_be_met_is_refused_by_name(wrap, said):
     wrapped = wrap(tiny_model("llama"))
     entrances = (
-        attach, describe, identity_of, cache().bind, lambda model: Batch(model, frozenset()),
+        attach, describe, identity_of, cache().bind, lambda model: Engine(model, frozenset()),
         lambda model: Answer(model, tiny_tokenizer(), IDS, cache()), lambda model: prefill(model, IDS, cache()),
         lambda model: Chat(model, tiny_tokenizer()),
     )  # fmt: skip

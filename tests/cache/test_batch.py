@@ -17,7 +17,7 @@ from locret_kit import attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.batch import BatchCache
 from locret_kit.cache.bounded import BoundedCache
-from locret_kit.runtime.batch import Batch, Request, run
+from locret_kit.runtime.engine import Engine, Request, run
 from locret_kit.runtime.sampling import Chooser
 from locret_kit.runtime.session import Answer, Sampling, decode, prefill
 
@@ -63,7 +63,7 @@ def test_each_text_is_as_alone(policy):
     family = one_of(["llama", "gemma3"], policy)
     texts = [distinct_tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
     caches = [Kept(policy, ids, family=family) for ids in texts]
-    batch = Batch(backbone(family), frozenset(), piece=40)
+    batch = Engine(backbone(family), frozenset(), piece=40)
     made = []
     while len(made) < len(texts) or batch.running:
         for ids, cache in [*zip(texts, caches, strict=True)][len(made) : len(made) + 3 - len(batch.running)]:
@@ -92,7 +92,7 @@ def test_few_bits_and_sampling_are_each_texts_own(policy):
 
 
 def test_texts_come_go_and_fail_alone():
-    batch = Batch(backbone(), frozenset(), piece=30)
+    batch = Engine(backbone(), frozenset(), piece=30)
     first = batch.add(Request(tokens(60), 30), Kept("h2o", tokens(60)))
     broken = batch.add(Request(tokens(60, seed=1), 30), partial(make, "h2o", length=60, budget=3))
     for _ in range(12):
@@ -109,7 +109,7 @@ def test_texts_come_go_and_fail_alone():
 
 
 def test_a_forward_that_fails_ends_its_texts_and_no_others(monkeypatch):
-    batch = Batch(backbone(), frozenset(), piece=10)  # below a chunk: one prompt in a forward
+    batch = Engine(backbone(), frozenset(), piece=10)  # below a chunk: one prompt in a forward
     first = batch.add(Request(tokens(60), 30), Kept("h2o", tokens(60)))
     late = batch.add(Request(tokens(40, seed=2), NEW), Kept("h2o", tokens(40)))
 
@@ -218,7 +218,7 @@ def test_a_policy_that_generate_cannot_run_says_so():
         heads = make(policy).heads
         with (
             attach(model),
-            pytest.raises(ValueError, match="is not for model.generate with a batch: use runtime.batch"),
+            pytest.raises(ValueError, match="is not for model.generate with a batch: use runtime.engine"),
         ):
             model.generate(ids, **{CACHE: BatchCache(24, policy, heads, chunk=13, local_len=5)}, max_new_tokens=2)
 
@@ -227,7 +227,7 @@ def test_what_is_read_twice_is_noted_once():
     """Log-probabilities of a prompt are those of its first reading."""
     noted = []
     for policy in (REREADING, "locret"):
-        batch = Batch(backbone(), frozenset())
+        batch = Engine(backbone(), frozenset())
         text = batch.add(Request(tokens(), 1, prompt_logprobs=True), partial(make, policy))
         while batch.running:
             batch.step()
@@ -237,15 +237,15 @@ def test_what_is_read_twice_is_noted_once():
 
 
 def test_at_most_so_many_run_and_prompts_are_read_in_their_order(monkeypatch):
-    running, read, pieces = [], [], Batch._pieces
+    running, read, pieces = [], [], Engine._turns
 
     def noted(batch):
         running.append(len(batch.running))
-        found = pieces(batch)
-        read.extend(number for text, _ in found if text.reading and (number := text.request.seed) not in read)
+        found = [*pieces(batch)]
+        read.extend(number for text in found if text.reading and (number := text.request.seed) not in read)
         return found
 
-    monkeypatch.setattr(Batch, "_pieces", noted)
+    monkeypatch.setattr(Engine, "_turns", noted)
     requests = (Request(tokens(n, seed=number), 3, seed=number) for number, n in enumerate((80, 7, 61, 20, 9)))
 
     def new_cache(request: Request) -> BoundedCache:

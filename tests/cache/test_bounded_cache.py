@@ -140,7 +140,7 @@ def test_window_layers_hold_their_window(family, chunk, local_len, piece):
             got = model(input_ids=ids[:, at : at + piece], **{CACHE: cache}).logits[0, -1]
             for rows in cache.layers:
                 if rows.window is not None:
-                    assert rows.rows <= rows.codec.keys.shape[2] <= rows.window - 1 + chunk
+                    assert rows.rows <= rows.codec.keys.shape[1] <= rows.window - 1 + chunk
     assert (got - want).abs().max() < 1e-4
 
 

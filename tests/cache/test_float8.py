@@ -16,7 +16,7 @@ from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.storage.codec import LARGEST, MARGIN, Float8
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.runtime.decoders import GraphDecoder
+from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
 
@@ -67,24 +67,24 @@ def test_decoding_over_every_code(functions, size, rotates):
 def test_what_is_read_back(dtype):
     """Within a sixteenth, or half the smallest step; scales are powers of two; what is too large is clipped and counted."""
     generator = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(2, 3, 9, 64, generator=generator).mul(8**n).to(dtype) for n in (1, -4))
-    k[0, 0, 0, 0], k[1, 2, 3, 4] = 0.0, 1e-4
+    k, v = (torch.randn(1, 6, 9, 64, generator=generator).mul(8**n).to(dtype) for n in (1, -4))
+    k[0, 0, 0, 0], k[0, 5, 3, 4] = 0.0, 1e-4
     rows = layer_of(k, v)
     for name, x in (("keys", k), ("values", v)):
-        scale_BH = getattr(rows.codec, name[:-1] + "_scale")
-        assert (scale_BH.log2() % 1 == 0).all()
-        assert (x.float().abs().amax((2, 3)) * MARGIN <= LARGEST * scale_BH).all()
-        step = scale_BH[..., None, None] * 2.0**-10
+        scale_H = getattr(rows.codec, name[:-1] + "_scale")
+        assert (scale_H.log2() % 1 == 0).all()
+        assert (x.float().abs().amax((2, 3)) * MARGIN <= LARGEST * scale_H).all()
+        step = scale_H[:, None, None] * 2.0**-10
         error = (rows.slots(name).double() - x.double()).abs()
         assert (error <= torch.maximum(x.double().abs() / 16, step)).all()
         assert rows.slots(name).dtype == dtype and getattr(rows.codec, name).dtype == torch.uint8
     assert rows.codec.clipped.tolist() == [0, 0]
     most = (LARGEST * rows.codec.key_scale).to(dtype)
-    beyond = torch.zeros(2, 3, 2, 64, dtype=dtype)
-    beyond[:, :, 0, :5], beyond[0, 1, 1, 7] = 2 * most[..., None], -3 * most[0, 1]
-    rows.append(beyond, beyond * 0, torch.zeros(2, 3, 2))
-    assert rows.codec.clipped.tolist() == [2 * 3 * 5 + 1, 0]
-    assert torch.equal(rows.slots("keys")[:, :, 9, 0], most) and rows.slots("keys")[0, 1, 10, 7] == -most[0, 1]
+    beyond = torch.zeros(1, 6, 2, 64, dtype=dtype)
+    beyond[:, :, 0, :5], beyond[0, 1, 1, 7] = 2 * most[:, None], -3 * most[1]
+    rows.append(beyond, beyond * 0, torch.zeros(1, 6, 2))
+    assert rows.codec.clipped.tolist() == [6 * 5 + 1, 0]
+    assert torch.equal(rows.slots("keys")[0, :, 9, 0], most) and rows.slots("keys")[0, 1, 10, 7] == -most[1]
 
 
 # ---- caches ------------------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_backends_agree(model):
         logits, exact, rtol=5e-2, atol=5e-2
     )  # a number beside a step's middle may round either way
     assert all(torch.equal(mine.kept_positions(layer), theirs.kept_positions(layer)) for layer in range(2))
-    assert GraphDecoder(model, mine).takes(mine) is None
+    assert GraphDriver(model, mine).takes(mine) is None
 
 
 def test_pieces_files_and_other_texts(tmp_path):

@@ -273,7 +273,9 @@ def test_pinned_text_is_read_again(monkeypatch, base):
     """Where the prompt's end is read twice, pinned tokens are among the passages, and are kept while the answer grows."""
     cache, pins = make(f"{base} reread=passages(14,5,3,2)", 40), ((8, 11), (50, 52))
     real, decoded = step.evict, []
-    monkeypatch.setattr(step, "evict", lambda *args, **rest: decoded.append(rest["decoding"]) or real(*args, **rest))
+    monkeypatch.setattr(
+        step, "evict", lambda *args, **rest: decoded.append(args[2].seen > LENGTH) or real(*args, **rest)
+    )
     too_many = pytest.raises(ValueError, match=r"pins=14 tokens must be at most 13: .*14 tokens are read again")
     halfway = copy.deepcopy(cache)
     with attach(backbone()), torch.no_grad():

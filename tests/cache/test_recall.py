@@ -42,7 +42,7 @@ def test_every_token_is_kept_or_stored_and_never_both(base: str) -> None:
             model(input_ids=torch.tensor([[5 + token]]), **{CACHE: cache})
             for rows, heads in zip(cache.bounded, held(cache), strict=True):
                 for h, kept in enumerate(heads):
-                    stored = rows.store.held[0, h].flatten().nonzero().flatten().tolist()
+                    stored = rows.store.held[h].flatten().nonzero().flatten().tolist()
                     assert sorted(kept + stored) == list(range(rows.seen))
                 assert rows.capacity == cache.context.budgets[0] + SMALL["chunk"]
                 assert rows.store.last is None or rows.store.last[1].positions.shape[-1] <= 2 * 4

@@ -16,7 +16,7 @@ from tiny_tokenizer import TEXT
 from locret_kit.cli.batch_files import open_answers
 from locret_kit.cli.infer import main
 from locret_kit.files import locked
-from locret_kit.runtime import batch
+from locret_kit.runtime import engine
 
 BASE = ("--dtype", "float32", "--budget", "40", "--chunk", "16", "--max-new-tokens", "5")
 WORDS = TEXT.split()
@@ -138,8 +138,10 @@ def test_a_run_that_was_cut_short_goes_on(files, monkeypatch, capsys):
     kept = [line for line in whole if '"plain"' in line or '"wrong"' in line]
     files.answers.write_text("".join(kept) + whole[-1][:20])
     started = []
-    add = batch.Batch.add
-    monkeypatch.setattr(batch.Batch, "add", lambda self, *given: (started.append(given[0].name), add(self, *given))[1])
+    add = engine.Engine.add
+    monkeypatch.setattr(
+        engine.Engine, "add", lambda self, *given: (started.append(given[0].name), add(self, *given))[1]
+    )
     assert files.run() == 1
     assert set(started) == {"asked", 3, 9}
     found = files.read()
@@ -159,7 +161,7 @@ def test_a_full_disk_is_named():
 
 def test_ctrl_c_keeps_what_is_there(files, monkeypatch):
     files.write(*LINES)
-    step = batch.Batch.step
+    step = engine.Engine.step
 
     def interrupted(self):
         if files.answers.read_text():
@@ -167,7 +169,7 @@ def test_ctrl_c_keeps_what_is_there(files, monkeypatch):
         return step(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch.Batch, "step", interrupted)
+        patch.setattr(engine.Engine, "step", interrupted)
         assert files.run("--batch-size", "1") == 130
     assert list(files.read()) == ["plain"]
     assert files.run("--batch-size", "1") == 0

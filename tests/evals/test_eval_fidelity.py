@@ -17,10 +17,10 @@ from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cli.eval import main
-from locret_kit.evals.engine import fidelity
 from locret_kit.evals.engine.fidelity import nll_reading, teacher_force
 from locret_kit.evals.engine.harness import LocretLM, sampling_of
 from locret_kit.evals.engine.run_spec import Setup, Variant
+from locret_kit.runtime import sequence
 from locret_kit.runtime.kept_text import kept_heads
 from locret_kit.runtime.session import Sampling
 from locret_kit.settings import RunSettings
@@ -66,7 +66,7 @@ def test_agreement_counts_the_tokens_that_would_have_been_chosen(model):
 @pytest.mark.parametrize("pieces", [256, 7, 1])
 def test_a_token_sees_what_was_kept_and_no_more(model, monkeypatch, pieces):
     """Streaming with original positions: every block against a forward whose mask allows what the cache held."""
-    monkeypatch.setattr(fidelity, "BLOCK", pieces)
+    monkeypatch.setattr(sequence, "BLOCK", pieces)
     budget, chunk, ids = 32, 16, IDS[:96]
     bounded = BoundedCache(
         budget,

@@ -34,7 +34,7 @@ from locret_kit.evals.engine.measure import SharedBeginning, shared_lengths
 from locret_kit.evals.engine.result_rows import read_rows
 from locret_kit.evals.tables import cells_table, summarize
 from locret_kit.evals.tasks import Example, Task
-from locret_kit.runtime import decoders
+from locret_kit.runtime import drivers
 from locret_kit.text.template import protected_spans
 
 CHUNK = 32
@@ -275,7 +275,7 @@ def test_out_of_memory_in_the_model_frees_everything_before_the_prompt_is_read_a
             raise torch.OutOfMemoryError("no room")
         return forward(model, input_ids=input_ids, **rest)
 
-    monkeypatch.setattr(decoders, "cpu_decoder", lambda *given: "the model decodes")
+    monkeypatch.setattr(drivers, "cpu_driver", lambda *given: "the model decodes")
     monkeypatch.setattr(LlamaForCausalLM, "forward", no_room)
     monkeypatch.setattr(measure.BoundedCache, "fork", forks_are_known)
     monkeypatch.setattr(measure.BoundedCache, "__init__", made_anew)

@@ -16,7 +16,7 @@ from locret_kit.backbones.probe import describe
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.methods.h2o import Aas
-from locret_kit.runtime.decoders import GraphDecoder
+from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
 LENGTH, CHUNK = 57, 13
@@ -33,7 +33,7 @@ FAMILIES = {
 
 def read(
     policy: str, family: str = "llama", steps: int = 0, dynamic: int = 0, **rest
-) -> tuple[list[str], GraphDecoder | None, BoundedCache]:
+) -> tuple[list[str], GraphDriver | None, BoundedCache]:
     """Where the host waits while a prompt is read, and ``steps`` tokens of fixed shapes are decoded."""
     config = AutoConfig.for_model(
         family, vocab_size=97, hidden_size=256, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
@@ -58,7 +58,7 @@ def read(
             with mock.patch.object(F, "scaled_dot_product_attention", lambda *given, **named: pytest.fail("SDPA")):
                 model(input_ids=torch.full((1, 1), token, device=CUDA), **{CACHE: cache}, use_cache=True)
         if steps:
-            decoder = GraphDecoder(model, cache)
+            decoder = GraphDriver(model, cache)
             decoder.captures = False
             mode.waits.clear()
             for token in range(steps):

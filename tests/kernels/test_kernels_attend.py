@@ -61,41 +61,41 @@ def test_keys_and_values_must_be_alike():
 # ---- decoding over few bits ----------------------------------------------------------------------------------------
 
 
-def stored(bits: int, B: int, H: int, D: int, blocks: tuple[int, ...], dtype=torch.float32, capacity: int = 200):
+def stored(bits: int, H: int, D: int, blocks: tuple[int, ...], dtype=torch.float32, capacity: int = 200):
     """A layer as the cache keeps it after blocks of new rows and an eviction half-way."""
     layer = BoundedLayer(EqualRows(capacity), GroupedBits(bits, Scratch()))
     for i, T in enumerate(blocks):
-        k, v = (random(B, H, T, D, seed=10 * i + j, dtype=dtype) for j in range(2))
+        k, v = (random(1, H, T, D, seed=10 * i + j, dtype=dtype) for j in range(2))
         k += torch.linspace(-6, 6, D).to(dtype)
         layer.update(k, v)
-        layer.append(k, v, torch.zeros(()).expand(B, H, T))
+        layer.append(k, v, torch.zeros(()).expand(1, H, T))
         layer.codec.finish_block()
         if i == len(blocks) // 2 and layer.rows > 8:
             keep = layer.rows * 2 // 3
-            layer.keep(random(B, H, layer.rows, seed=i).argsort(-1).argsort(-1) < keep, keep)
+            layer.keep(random(1, H, layer.rows, seed=i).argsort(-1).argsort(-1) < keep, keep)
     return layer
 
 
-def packed(layer: BoundedLayer) -> tuple[PackedRows, torch.Tensor, torch.Tensor]:
-    """What the kernel takes, in place: flat views, first rows and lengths."""
-    B, H = layer.positions.shape[:2]
-    flat = [x.flatten(0, 2) for x in (layer.codec.key_codes, layer.codec.value_codes, layer.codec.group)]
-    levels = [x.flatten(0, 1) for x in (layer.codec.key_step, layer.codec.key_zero)]
-    levels += [x.flatten(0, 2) for x in (layer.codec.value_step, layer.codec.value_zero)]
-    tails = [x.flatten(0, 1) for x in (layer.codec.tail_keys, layer.codec.tail_values)]
-    tail = torch.full((B, H), layer.codec.tail, dtype=torch.int32)
-    starts = torch.arange(B * H).view(B, H) * layer.capacity
-    return PackedRows(*flat, *levels, *tails, tail), starts, torch.full((B, H), layer.rows)
+def packed(layer: BoundedLayer, B: int = 1) -> tuple[PackedRows, torch.Tensor, torch.Tensor]:
+    """What the kernel takes, in place: flat views, first rows and lengths; the layer's heads are those of ``B`` texts."""
+    codec, starts = layer.codec, torch.arange(len(layer.positions)).view(B, -1) * layer.capacity
+    flat = [x.flatten(0, 1) for x in (codec.key_codes, codec.value_codes, codec.group)]
+    levels = [codec.key_step, codec.key_zero, *(x.flatten(0, 1) for x in (codec.value_step, codec.value_zero))]
+    tail = torch.full_like(starts, codec.tail, dtype=torch.int32)
+    return (
+        PackedRows(*flat, *levels, codec.tail_keys, codec.tail_values, tail),
+        starts,
+        torch.full_like(starts, layer.rows),
+    )
 
 
-def dequantised(layer: BoundedLayer) -> tuple[torch.Tensor, torch.Tensor]:
+def dequantised(layer: BoundedLayer, B: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values ``[B, H, rows, D]`` in float64, from the codes by hand."""
-    n, (B, H) = layer.rows - layer.codec.tail, layer.positions.shape[:2]
-    b, h = torch.arange(B)[:, None, None], torch.arange(H)[None, :, None]
-    group = layer.codec.group[:, :, :n].long()
-    key_levels = (x[b, h, group].double() for x in (layer.codec.key_step, layer.codec.key_zero))
+    n, h = layer.rows - layer.codec.tail, torch.arange(len(layer.positions))[:, None]
+    group = layer.codec.group[:, :n].long()
+    key_levels = (x[h, group].double() for x in (layer.codec.key_step, layer.codec.key_zero))
     value_levels = (
-        x[:, :, :n].double().repeat_interleave(layer.codec.value_group, -1)
+        x[:, :n].double().repeat_interleave(layer.codec.value_group, -1)
         for x in (layer.codec.value_step, layer.codec.value_zero)
     )
     out = []
@@ -103,9 +103,9 @@ def dequantised(layer: BoundedLayer) -> tuple[torch.Tensor, torch.Tensor]:
         (layer.codec.key_codes, key_levels, layer.codec.tail_keys),
         (layer.codec.value_codes, value_levels, layer.codec.tail_values),
     ):
-        numbers = zero + unpack(codes[:, :, :n], layer.codec.bits).double() * step
+        numbers = zero + unpack(codes[:, :n], layer.codec.bits).double() * step
         numbers = rotated(numbers) if codes is layer.codec.value_codes else numbers
-        out.append(torch.cat((numbers, tail[:, :, : layer.codec.tail].double()), 2))
+        out.append(torch.cat((numbers, tail[:, : layer.codec.tail].double()), 1).unflatten(0, (B, -1)))
     return out[0], out[1]
 
 
@@ -119,9 +119,9 @@ def dequantised(layer: BoundedLayer) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def test_packed_decode(group, D, blocks, share, bits):
     (Q, H), B = GROUPS[group], 2
-    layer = stored(bits, B, H, D, blocks)
+    layer = stored(bits, B * H, D, blocks)
     n, R = layer.rows, int(share * D)
-    rows, starts, lengths = packed(layer)
+    rows, starts, lengths = packed(layer, B)
     assert rows.bits == bits
     shift = 5  # where rows that are quantised stand above their rank
     place = (torch.arange(layer.capacity) + shift).repeat(B * H) if R else None
@@ -131,7 +131,7 @@ def test_packed_decode(group, D, blocks, share, bits):
     with poisoned():
         mine = KERNELS["packed_decode"](q, rows, spans, 0.1, turn, received=True)
     theirs = REFERENCES["packed_decode"](q, rows, spans, 0.1, turn, received=True)
-    k, v = dequantised(layer)
+    k, v = dequantised(layer, B)
     if R:
         k = turned(k, angle[shift : shift + n, : R // 2])
     oracle = attention(q[:, :, None], k, v, 0.1)[:, :, 0]
@@ -143,7 +143,7 @@ def test_packed_decode(group, D, blocks, share, bits):
 
 def test_packed_decode_of_heads_with_rows_and_tails_of_their_own():
     """Heads that stop earlier, one of them in its tail alone: what lies behind a head's rows is never read."""
-    layer = stored(4, 1, 3, 64, (90, 20))
+    layer = stored(4, 3, 64, (90, 20))
     rows, starts, _ = packed(layer)
     k, v = dequantised(layer)
     n, tail = layer.rows, layer.codec.tail
@@ -159,7 +159,7 @@ def test_packed_decode_of_heads_with_rows_and_tails_of_their_own():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_packed_decode_in_half_precision(dtype):
-    layer = stored(4, 1, 2, 64, (60, 20), dtype)
+    layer = stored(4, 2, 64, (60, 20), dtype)
     rows, starts, lengths = packed(layer)
     q = random(1, 4, 64, seed=1, dtype=dtype)
     mine = KERNELS["packed_decode"](q, rows, Spans(starts, lengths, layer.rows), 0.1).out_BQD
@@ -177,7 +177,7 @@ def test_packed_decode_in_half_precision(dtype):
     ],
 )
 def test_what_packed_decode_refuses(change, message):
-    layer = stored(4, 1, 2, 64, (40,))
+    layer = stored(4, 2, 64, (40,))
     rows, starts, lengths = packed(layer)
     with pytest.raises(ValueError) as caught:
         KERNELS["packed_decode"](random(1, 4, 64), change(rows), Spans(starts, lengths, layer.rows), 0.1)

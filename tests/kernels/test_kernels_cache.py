@@ -16,7 +16,7 @@ from kernel_runs import (
 
 from locret_kit import BoundedCache, attach
 from locret_kit.cache import attend
-from locret_kit.runtime.decoders import GraphDecoder
+from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -53,7 +53,7 @@ def test_fixed_shapes(model, policy, positions):
         cache = BoundedCache(16, policy, backend=backend, positions=positions, **kept)
         with attach(model), torch.no_grad():
             logits = [prefill(model, list(range(2, 2 + LENGTH)), cache)]
-            step = GraphDecoder(model, cache)
+            step = GraphDriver(model, cache)
             logits += [step([cache], [5 + token])[0] for token in range(DECODED)]
         out.append((torch.stack(logits), [cache.kept_positions(layer) for layer in range(2)]))
     (mine, own), (exact, others) = out

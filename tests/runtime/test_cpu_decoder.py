@@ -16,8 +16,8 @@ from locret_kernels.decoder_step.cpu import Halves, load
 from locret_kernels.product import FORMATS
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.gguf.gguf_model import PackedEmbedding, PackedLinear
-from locret_kit.runtime.batch import Batch, Request
-from locret_kit.runtime.cpu_decoder import CpuDecoder, _say_once, cpu_decoder
+from locret_kit.runtime.drivers.cpu import CpuDriver, _say_once, cpu_driver
+from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 WIDE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, attention_bias=True)
@@ -26,8 +26,8 @@ SOME = ["locret", "h2o", "roco", "ada-locret", "snapkv(6,3)", "tova", "scissorha
 """One of each kind of score; the others differ in evictions alone, which are not the call's."""
 
 
-def compiled(model, cache) -> CpuDecoder:
-    return CpuDecoder(model)
+def compiled(model, cache) -> CpuDriver:
+    return CpuDriver(model)
 
 
 @pytest.mark.parametrize("policy", SOME)
@@ -72,8 +72,8 @@ def test_packed_matrices(dtype):
     model.set_submodule("model.embed_tokens", PackedEmbedding(matrix, "Q6_K", dtype))
     caches = [make("streaming") for _ in range(2)]
     with attach(model), torch.inference_mode():
-        decoder = cpu_decoder(model)
-        assert isinstance(decoder, CpuDecoder) and decoder.weights.is_packed
+        decoder = cpu_driver(model)
+        assert isinstance(decoder, CpuDriver) and decoder.weights.is_packed
         mine, _ = decoded(model, caches[0], tokens(), compiled, 12)
         theirs, _ = decoded(model, caches[1], tokens(), steps=12)
     assert held(caches[0]) == held(caches[1])
@@ -99,7 +99,7 @@ def test_weights_that_bfloat16_holds_are_halved_and_no_bit_changes(monkeypatch):
             with monkeypatch.context() as patch:
                 if not halved:
                     patch.setattr(Halves, "_holds", lambda *_: False)
-                decoder = CpuDecoder(model)
+                decoder = CpuDriver(model)
             assert decoder._own[0][0][3] == decoder._head[3] == halved
             numbers = sum(x.weight.numel() for x in model.modules() if isinstance(x, torch.nn.Linear))
             assert decoder.weight_bytes() == numbers * (2 if halved else 4)
@@ -108,7 +108,7 @@ def test_weights_that_bfloat16_holds_are_halved_and_no_bit_changes(monkeypatch):
             said.append(torch.stack([decoder([cache], [token])[0] for token in tokens(5, seed=1)]))
         # Heads too, which the cache brings to the model's type.
         BoundedCache(24, "locret", heads, prompt_length=LENGTH, **SMALL).bind(model)
-        read = CpuDecoder(model).weight_bytes(heads)
+        read = CpuDriver(model).weight_bytes(heads)
     assert torch.equal(*said)
     assert read == 2 * (numbers + sum(x.numel() for x in heads.parameters()))
 
@@ -131,7 +131,7 @@ def test_a_text_is_the_same_in_any_company():
     lengths = {"locret": 83, "h2o": 41, "ada-locret": 60, "snapkv(6,3)": 77, "knorm": 30}
     said = {}
     with attach(model), torch.inference_mode():
-        decoder = CpuDecoder(model)
+        decoder = CpuDriver(model)
         caches = {name: make(name, length=length) for name, length in lengths.items()}
         for name, cache in caches.items():
             prefill(model, tokens(lengths[name]), cache)
@@ -159,7 +159,7 @@ def test_another_text_in_a_cache_that_was_reset(policy, known):
     model, (first, second) = backbone(), (tokens(60, seed=1), tokens(72, seed=2))
     used, fresh = (make(policy, length=len(ids) if known else None, chunk=7) for ids in (first, second))
     with attach(model), torch.inference_mode():
-        decoder = CpuDecoder(model)
+        decoder = CpuDriver(model)
         decoded(model, used, first, lambda *_: decoder, steps=12)
         used.reset(72 if known else None)
         mine, theirs = (decoded(model, cache, second, lambda *_: decoder, steps=12)[0] for cache in (used, fresh))
@@ -177,11 +177,11 @@ def test_what_it_does_not_take():
     ):
         cache = make(policy)
         cache.bind(backbone())
-        reason = CpuDecoder(backbone()).takes(cache)
+        reason = CpuDriver(backbone()).takes(cache)
         assert (reason is None) if why is None else why in reason
     asked = make("locret", backend="reference")
     asked.bind(backbone())
-    assert "backend='reference'" in CpuDecoder(backbone()).takes(asked)
+    assert "backend='reference'" in CpuDriver(backbone()).takes(asked)
     for change, why in (
         (lambda m: m.model.layers[1].mlp.register_forward_hook(lambda *_: None), "hooks"),
         (lambda m: m.train(), "training"),
@@ -194,11 +194,11 @@ def test_what_it_does_not_take():
     ):
         model = tiny_model("llama")
         change(model)
-        assert why in cpu_decoder(model)
-    assert "its words are a" in cpu_decoder(tiny_model("gemma3"))
+        assert why in cpu_driver(model)
+    assert "its words are a" in cpu_driver(tiny_model("gemma3"))
     with pytest.raises(IndexError, match=r"tokens=\[97\] must be below 97"):
-        CpuDecoder(backbone())([], [97])
-    assert "queries are scaled by their positions" in cpu_decoder(tiny_model("mistral", model_type="ministral3"))
+        CpuDriver(backbone())([], [97])
+    assert "queries are scaled by their positions" in cpu_driver(tiny_model("mistral", model_type="ministral3"))
 
 
 def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog):
@@ -230,7 +230,7 @@ def test_a_session_and_a_batch_decode_so(policy):
         for cache in caches[:2]:
             logits = prefill(model, ids, cache)
             said.append(list(decode(model, cache, logits, **rest)))
-    batch = Batch(model, frozenset())
+    batch = Engine(model, frozenset())
     text = batch.add(Request(ids, 30), lambda: caches[2])
     while batch.running:
         batch.step()

@@ -14,8 +14,8 @@ from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
-from locret_kit.runtime import decoders
-from locret_kit.runtime.decoders import GraphDecoder, SyncDetector
+from locret_kit.runtime.drivers import graph as driver
+from locret_kit.runtime.drivers.graph import GraphDriver, SyncDetector
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 pytestmark = pytest.mark.usefixtures("on_the_reference")
@@ -33,7 +33,7 @@ def test_equal_to_dynamic_decoding(policy):
     """Over several evictions; every policy in one of the position rules."""
     positions = ["compact", "original", "clipped(60)"][OTHERS.index(policy) % 3]
     caches = pair(policy, positions=positions)
-    step = same(backbone(), caches, tokens(), GraphDecoder)
+    step = same(backbone(), caches, tokens(), GraphDriver)
     evictions = [cut for before, _ in step.ran for cut in before]
     assert len({cut.layer for cut in evictions}) == 3 and caches[0].counters.evictions >= 8
     assert step.length_L.tolist() == caches[0].kept_rows and int(step.seen) == caches[0].get_seq_length()
@@ -68,14 +68,14 @@ def test_queries_are_rotated_by_numbers_of_the_device(positions):
 def test_an_eviction_that_reads_back_stays_outside():
     """KVCrush picks representatives on the host: its tokens can be captured all the same, and its evictions run between."""
     with attach(backbone()), torch.inference_mode():
-        step = decoded(backbone(), make("kvcrush"), tokens(), GraphDecoder)[1]
+        step = decoded(backbone(), make("kvcrush"), tokens(), GraphDriver)[1]
     assert step.reason is None and not step.cuts_captured
 
 
 def test_a_score_that_reads_back_is_said(monkeypatch):
-    monkeypatch.setattr(decoders, "_reason_against", lambda *_: None)  # settings would have said so
+    monkeypatch.setattr(driver, "_reason_against", lambda *_: None)  # settings would have said so
     with attach(backbone()), torch.inference_mode():
-        step = decoded(backbone(), make("compactor(block=8)"), tokens(), GraphDecoder, 3)[1]
+        step = decoded(backbone(), make("compactor(block=8)"), tokens(), GraphDriver, 3)[1]
         assert "makes the host wait" in (step.reason or "")
 
 
@@ -99,22 +99,22 @@ def test_what_is_not_captured_says_why():
         cache = BoundedCache(40, chunk=20, prompt_length=LENGTH, **settings)
         with attach(model), torch.inference_mode():
             prefill(model, tokens(), cache)
-        assert why in (GraphDecoder(model, cache).takes(cache) or "")
+        assert why in (GraphDriver(model, cache).takes(cache) or "")
     cache = make("h2o")
     with attach(model), torch.inference_mode():
         cache.bind(model)
-        assert GraphDecoder(model, cache).takes(cache) is None  # before the prompt, when an answer asks
+        assert GraphDriver(model, cache).takes(cache) is None  # before the prompt, when an answer asks
         prefill(model, tokens(), cache)
-    assert GraphDecoder(model, cache).takes(cache) is None
+    assert GraphDriver(model, cache).takes(cache) is None
     cache._context = replace(cache.context, description=replace(cache.context.description, rotations="other turns"))
-    assert "other turns" in (GraphDecoder(model, cache).takes(cache) or "")
+    assert "other turns" in (GraphDriver(model, cache).takes(cache) or "")
 
 
 def test_an_interrupt_between_layers_is_noticed():
     model, cache = backbone(), make("h2o")
     with attach(model), torch.inference_mode():
         prefill(model, tokens(), cache)
-        step = GraphDecoder(model, cache)
+        step = GraphDriver(model, cache)
         stopped = mock.patch.object(model.model.layers[1].mlp, "forward", side_effect=KeyboardInterrupt)
         with stopped, pytest.raises(KeyboardInterrupt):
             step([cache], [5])
@@ -194,12 +194,12 @@ def test_a_capture_that_fails_gives_the_stream_back(monkeypatch):
         yield
         raise RuntimeError("operation failed due to a previous error during capture")
 
-    class Captures(GraphDecoder):
+    class Captures(GraphDriver):
         def __init__(self, model, cache):
             super().__init__(model, cache)
             self.captures = True
 
-    monkeypatch.setattr(decoders, "capture_stream", lambda device: "side")
+    monkeypatch.setattr(driver, "capture_stream", lambda device: "side")
     for name, stand_in in (
         ("CUDAGraph", object), ("graph", graph), ("stream", switched), ("device", lambda device: nullcontext()),
         ("current_stream", lambda device: streams[-1]),

@@ -19,7 +19,7 @@ from locret_kit import BoundedCache, Document
 from locret_kit.backbones.spec import spec_of
 from locret_kit.planning.inference_plan import Caches, Setting
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime import batch
+from locret_kit.runtime import engine as loop
 from locret_kit.runtime.session import Answer, Sampling
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.process import HeaderTimeout
@@ -129,13 +129,13 @@ def test_logprobs_of_chat_completions(client):
 
 
 def test_a_token_that_cannot_be_has_a_number_that_json_has(url, engine, monkeypatch):
-    forward = batch.logits_after
+    forward = loop.logits_after
 
     def seven_tokens_alone(*given):
         logits = forward(*given)
         return logits.masked_fill(torch.arange(logits.shape[-1]) > 6, float("-inf"))
 
-    monkeypatch.setattr(batch, "logits_after", seven_tokens_alone)
+    monkeypatch.setattr(loop, "logits_after", seven_tokens_alone)
     whole = chat(url, user("x"), max_tokens=1, logprobs=True, top_logprobs=20).json()
     values = [top["logprob"] for top in whole["choices"][0]["logprobs"]["content"][0]["top_logprobs"]]
     assert len(values) == 20 and values[7:] == [-9999.0] * 13 and values[6] > -100
@@ -169,10 +169,11 @@ def test_logprobs_of_completions_and_at_a_stop_text(client):
 def test_equal_beginnings_are_read_once(monkeypatch):
     engine, tokenizer = new_engine(sessions=2, beginnings=1), parts("llama")[1]
     start, read = random_ids(200, 1), []
-    forward = batch.logits_after
-    monkeypatch.setattr(batch, "logits_after", lambda *given: read.append(given[2].shape[1]) or forward(*given))
+    forward = loop.logits_after
     prompts = [start + random_ids(length, length) for length in (3, 30, 150)]
-    requests = [ask(engine, "anna", ids, shared_tokens=200) for ids in prompts]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "logits_after", lambda *given: read.append(given[2].shape[1]) or forward(*given))
+        requests = [ask(engine, "anna", ids, shared_tokens=200) for ids in prompts]
     assert [tokenizer.decode(request.sequence.tokens, skip_special_tokens=True) for request in requests] == [
         alone(ids, max_new_tokens=4) for ids in prompts
     ]

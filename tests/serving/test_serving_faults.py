@@ -32,7 +32,7 @@ from read_texts import parts, text_of
 from served import listening, new_engine, running_engine
 
 from locret_kit import BoundedCache
-from locret_kit.runtime import batch
+from locret_kit.runtime import engine as loop
 from locret_kit.serving import document_routes, state
 from locret_kit.serving.app import make_app
 from locret_kit.serving.bodies import ChatBody
@@ -192,12 +192,12 @@ def failing(error: Exception):
         ("logits_after", failing(torch.OutOfMemoryError("no memory"))),
         ("logits_after", failing(KeyError("x"))),
         ("logits_after", lambda real: lambda *given: real(*given) * torch.nan),
-        ("Batch._pieces", failing(ZeroDivisionError("a fault of ours"))),
+        ("Engine._turns", failing(ZeroDivisionError("a fault of ours"))),
     ],
 )
 def test_a_step_that_fails_ends_its_requests_alone(url, engine, monkeypatch, place, made):
     """An error, logits that are not finite, and a fault of the batch itself."""
-    monkeypatch.setattr(f"locret_kit.runtime.batch.{place}", made(attrgetter(place)(batch)))
+    monkeypatch.setattr(f"locret_kit.runtime.engine.{place}", made(attrgetter(place)(loop)))
     answer = chat(url, user("x"), max_tokens=4, temperature=1)
     assert answer.status_code == 500 and set(answer.json()["error"]) == {"message", "type", "param", "code"}
     monkeypatch.undo()
@@ -231,14 +231,14 @@ def test_a_fault_of_a_route_has_the_shape_of_an_error(url, server, monkeypatch, 
 def waiting(**sizes: int) -> Iterator[tuple[Engine, threading.Event, threading.Event]]:
     """An engine whose forwards wait for the second event; the first says that one has begun."""
     engine = new_engine(**sizes)
-    forward, begun, goes_on = batch.logits_after, threading.Event(), threading.Event()
+    forward, begun, goes_on = loop.logits_after, threading.Event(), threading.Event()
 
     def slow(*given):
         begun.set()
         assert goes_on.wait(60)
         return forward(*given)
 
-    with mock.patch.object(batch, "logits_after", slow):
+    with mock.patch.object(loop, "logits_after", slow):
         yield engine, begun, goes_on
 
 

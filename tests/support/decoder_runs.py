@@ -7,7 +7,7 @@ from policy_runs import held
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.releases import CACHE
-from locret_kit.runtime.decoders import GraphDecoder
+from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
 STEPS = 45
@@ -23,7 +23,7 @@ def decoded(model, cache: BoundedCache, ids: list[int], form=None, steps: int = 
     for n in range(steps):
         token = new[37 * n % len(new)]
         if step is not None:
-            assert step.ready(cache) or isinstance(step, GraphDecoder)  # which says why it captures no more
+            assert step.ready(cache) or isinstance(step, GraphDriver)  # which says why it captures no more
             out.append(step([cache], [token])[0])
         else:
             piece = torch.tensor([[token]])

@@ -19,7 +19,7 @@ from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.batch import Batch
+from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
 from locret_kit.runtime.session import prefill
 
@@ -91,7 +91,7 @@ def alone(policy: str, **given: object) -> list[object]:
 def together(policy: str) -> list[object]:
     """The same of texts of several lengths in one batch."""
     model = backbone("llama")
-    batch, caches, sequences = Batch(model, frozenset(), piece=40), [], []
+    batch, caches, sequences = Engine(model, frozenset(), piece=40), [], []
     for text in range(TEXTS):
         ids = distinct_tokens(50 + 7 * text, text)
         made = new_cache(policy, len(ids))

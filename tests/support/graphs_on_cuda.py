@@ -13,7 +13,7 @@ import torch
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
-from locret_kit.runtime.decoders import GraphDecoder
+from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 LENGTH, STEPS = 300, 60
@@ -32,12 +32,12 @@ def tiny_model(family: str):
     return model.cuda()
 
 
-def run(model, policy: str, heads, form: str, **rest) -> tuple[torch.Tensor, GraphDecoder | None]:
+def run(model, policy: str, heads, form: str, **rest) -> tuple[torch.Tensor, GraphDriver | None]:
     """Logits ``[1 + STEPS, V]``; ``form`` is "graph", "eager" or "dynamic"."""
     ids = torch.randint(2, 97, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     cache = BoundedCache(64, policy, heads, **{**SETTINGS, **rest})
     out = [prefill(model, ids, cache)]
-    step = None if form == "dynamic" else GraphDecoder(model, cache)
+    step = None if form == "dynamic" else GraphDriver(model, cache)
     if step is not None:
         step.captures = form == "graph"
     for n in range(STEPS):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from locret_kit.cache import context
 from locret_kit.cache.backend import BACKENDS
-from locret_kit.runtime.decoders import GraphDecoder
+from locret_kit.runtime.drivers.graph import GraphDriver
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-class TapedDecoder(GraphDecoder):
+class TapedDecoder(GraphDriver):
     """Captures tapes on a CPU. A recording runs, which a capture does not: what it wrote is put back."""
 
     def __init__(self, model, cache) -> None:

@@ -161,7 +161,7 @@ class Codec(ABC):
     # ---- rows ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def write(self, at: Index, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
+    def write(self, at: Index, k_HTD: Tensor, v_HTD: Tensor) -> None:
         """Write the new rows ``at``, which are not yet counted."""
 
     @abstractmethod
@@ -218,15 +218,15 @@ class Plain(Codec):
     def columns(self) -> dict[str, Column]:
         return {"keys": (self.dtype, (self.key_size,)), "values": (self.dtype, (self.value_size,))}
 
-    def write(self, at: Index, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
-        self.keys[at], self.values[at] = k_BHTD, v_BHTD
+    def write(self, at: Index, k_HTD: Tensor, v_HTD: Tensor) -> None:
+        self.keys[at], self.values[at] = k_HTD, v_HTD
 
     def read(self, name: str, at: Index) -> Tensor:
         rows: Tensor = getattr(self, name)[at]
         return rows
 
     def flat(self) -> tuple[Tensor, Tensor]:
-        # [B, H, capacity, D], or [N, D] of ragged heads: end to end either way.
+        # [H, capacity, D], or [N, D] of ragged heads: end to end either way.
         return self.keys.flatten(0, -2), self.values.flatten(0, -2)
 
 
@@ -236,28 +236,24 @@ class Plain(Codec):
 
 
 class Scratch:
-    """Keys and values ``[B, H, rows, D]`` in the model's dtype of the one layer that is read now; all layers share it."""
+    """Keys and values ``[H, rows, D]`` in the model's dtype of the one layer that is read now; all layers share it."""
 
     def __init__(self) -> None:
         self.owner: Codec | None = None
         self.complete = True
         """Whether it holds all values, and not the tail's alone."""
-        self.keys = self.values = torch.empty(0, dtype=torch.float32, device="cpu")
+        self.keys = self.values = torch.empty(0, 0, 0, dtype=torch.float32, device="cpu")
 
     def lend(self, codec: Codec) -> None:
         """Give the buffers to a layer, made anew where they do not fit it."""
         rows = codec.layout
         for name, size in (("keys", codec.key_size), ("values", codec.value_size)):
-            old, shape = getattr(self, name), (rows.B, rows.H, rows.capacity, size)
+            old, like = getattr(self, name), (rows.H, size, codec.dtype, rows.device)
             # Rows to spare do no harm: layers of several capacities share the largest buffer.
-            fits = (
-                old.dim() == 4
-                and old.shape[2] >= rows.capacity
-                and (*old.shape[:2], old.shape[3]) == (*shape[:2], size)
-            )
-            if not (fits and old.dtype == codec.dtype and old.device == rows.device):
+            if old.shape[1] < rows.capacity or (len(old), old.shape[2], old.dtype, old.device) != like:
                 with torch.inference_mode(False):
-                    setattr(self, name, torch.empty(shape, dtype=codec.dtype, device=rows.device))
+                    new = torch.empty(rows.H, rows.capacity, size, dtype=codec.dtype, device=rows.device)
+                setattr(self, name, new)
         self.owner = codec
 
     @property
@@ -287,11 +283,11 @@ MARGIN = 4.0
 """How far a number may be above the largest of the first tokens; one bit of 17 in the range of a code."""
 
 
-def scale_of(x_BHTD: Tensor) -> Tensor:
-    """Scale ``[B, H]`` (float32, a power of two) of heads with such numbers."""
-    most_BH = x_BHTD.abs().amax((2, 3)).float().clamp(min=2.0**-100)
-    exponent_BH = torch.frexp(most_BH * (MARGIN / LARGEST)).exponent
-    return ((exponent_BH + 127) << 23).view(torch.float32)  # 2 to that power, exactly
+def scale_of(x_HTD: Tensor) -> Tensor:
+    """Scale ``[H]`` (float32, a power of two) of heads with such numbers."""
+    most_H = x_HTD.abs().amax((1, 2)).float().clamp(min=2.0**-100)
+    exponent_H = torch.frexp(most_H * (MARGIN / LARGEST)).exponent
+    return ((exponent_H + 127) << 23).view(torch.float32)  # 2 to that power, exactly
 
 
 class Float8(Codec):
@@ -301,7 +297,7 @@ class Float8(Codec):
     """Codes as uint8, which every operation can move, and so are the values'."""
     values: Tensor
     key_scale: Tensor
-    """``[B, H]`` float32, and so is the values'."""
+    """``[H]`` float32, and so is the values'."""
     value_scale: Tensor
     clipped: Tensor
     """``[2]`` int64: numbers of keys and of values that were beyond the largest code."""
@@ -310,7 +306,7 @@ class Float8(Codec):
         return {"keys": (torch.uint8, (self.key_size,)), "values": (torch.uint8, (self.value_size,))}
 
     def tables(self) -> Shapes:
-        scale = torch.float32, (self.layout.B, self.layout.H)
+        scale = torch.float32, (self.layout.H,)
         return {"key_scale": scale, "value_scale": scale, "clipped": (torch.int64, (2,))}
 
     def begin(self) -> None:
@@ -318,25 +314,24 @@ class Float8(Codec):
         self.value_scale.fill_(1)
         self.clipped.zero_()
 
-    def write(self, at: Index, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
-        for number, (codes, scale_BH, x) in enumerate(
-            ((self.keys, self.key_scale, k_BHTD), (self.values, self.value_scale, v_BHTD))
+    def write(self, at: Index, k_HTD: Tensor, v_HTD: Tensor) -> None:
+        for number, (codes, scale_H, x) in enumerate(
+            ((self.keys, self.key_scale, k_HTD), (self.values, self.value_scale, v_HTD))
         ):
             # The first tokens fix a head's scale for good: rows are never written a second time.
             if not self.layout.rows:
-                scale_BH[:] = scale_of(x)
-            y = x.float() / scale_BH[..., None, None]
+                scale_H[:] = scale_of(x)
+            y = x.float() / scale_H[:, None, None]
             self.clipped[number] += (y.abs() > LARGEST).sum()
             codes[at] = y.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def read(self, name: str, at: Index) -> Tensor:
-        codes, scale_BH = (self.keys, self.key_scale) if name == "keys" else (self.values, self.value_scale)
-        scale_BH11 = scale_BH[..., None, None].to(self.dtype)
-        return codes[at].view(torch.float8_e4m3fn).to(self.dtype).mul_(scale_BH11)
+        codes, scale_H = (self.keys, self.key_scale) if name == "keys" else (self.values, self.value_scale)
+        return codes[at].view(torch.float8_e4m3fn).to(self.dtype).mul_(scale_H[:, None, None].to(self.dtype))
 
     def flat(self) -> Float8Rows:
         keys, values = self.keys.flatten(0, -2), self.values.flatten(0, -2)
-        return Float8Rows(keys, values, self.key_scale.flatten(), self.value_scale.flatten())
+        return Float8Rows(keys, values, self.key_scale, self.value_scale)
 
     def clear(self) -> None:
         if hasattr(self, "clipped"):

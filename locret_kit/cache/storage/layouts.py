@@ -1,6 +1,7 @@
 """Layouts of a layer's rows: where each head's rows lie in a buffer with room for ``capacity`` rows a head.
 
-Letters beside the legend's: P = B * H, the heads of the whole batch, item after item; N, rows of all of them, end to end.
+The rows are those of one text: buffers have no batch axis. An index by which attention or a policy reads adds one, of size 1.
+A letter beside the legend's: N, rows of all heads, end to end.
 """
 
 from __future__ import annotations
@@ -28,16 +29,15 @@ class Layout(ABC):
 
     ragged: bool
     """Whether heads may differ in their number of rows."""
-    B: int
     H: int
     device: torch.device
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.rows = capacity, 0
 
-    def measure(self, B: int, H: int, device: torch.device) -> None:
-        """Take batch, heads and device. Allocates nothing."""
-        self.B, self.H, self.device = B, H, device
+    def measure(self, H: int, device: torch.device) -> None:
+        """Take heads and device. Allocates nothing."""
+        self.H, self.device = H, device
 
     def begin(self) -> None:
         """Make what tells where rows are; ``rows`` may be known already."""
@@ -62,11 +62,11 @@ class Layout(ABC):
 
     @abstractmethod
     def following(self, T: int) -> Index:
-        """Index ``[B, H, T]`` of the free rows after the newest."""
+        """Index ``[H, T]`` of the free rows after the newest."""
 
     @abstractmethod
     def last(self, T: int) -> Index:
-        """Index ``[B, H, T]`` of the newest rows, of which every head has ``T``."""
+        """Index ``[H, T]`` of the newest rows, of which every head has ``T``."""
 
     @abstractmethod
     def every(self) -> Index:
@@ -78,18 +78,18 @@ class Layout(ABC):
 
     @abstractmethod
     def pieces(self) -> list[tuple[slice, Index]]:
-        """Heads of equal length, and the index ``[b, h, S]`` of their rows: as few pieces as lie in one stretch each."""
+        """Heads of equal length, and the index ``[1, h, S]`` of their rows: as few pieces as lie in one stretch each."""
 
     @abstractmethod
     def slots(self) -> tuple[Index, Tensor | None]:
-        """Index ``[B, H, S]`` of the rows of all heads, aligned to the right, and which of them are padding."""
+        """Index ``[1, H, S]`` of the rows of all heads, aligned to the right, and which of them are padding."""
 
     @abstractmethod
     def valid(self) -> Tensor:
-        """Boolean ``[B, H, S]``: which slots are no padding."""
+        """Boolean ``[1, H, S]``: which slots are no padding."""
 
     @abstractmethod
-    def put_back(self, buffer: Tensor, slots_BHS: Tensor) -> None:
+    def put_back(self, buffer: Tensor, slots_1HS: Tensor) -> None:
         """Write what was read from the slots of a buffer back to its rows, where reading has copied it."""
 
     # ---- how many --------------------------------------------------------------------------------------------------
@@ -106,11 +106,11 @@ class Layout(ABC):
 
     @abstractmethod
     def spans(self) -> tuple[Tensor, Tensor]:
-        """First row and number of rows ``[B, H]`` of every head, in buffers whose rows lie end to end."""
+        """First row and number of rows ``[1, H]`` of every head, in buffers whose rows lie end to end."""
 
     @abstractmethod
     def per_head_tables(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
-        """Two tables ``[B, H, size, R]`` (1 where all are alike) that ``tables(rows)`` gives for a head of so many rows,
+        """Two tables ``[1, H, size, R]`` (1 head where all are alike) that ``tables(rows)`` gives for a head of so many rows,
         aligned to the right; zero at padding."""
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Layout(ABC):
     # ---- moving ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def keep(self, stay_BHS: Tensor, mean: int, buffers: Sequence[Tensor], backend: str) -> None:
+    def keep(self, stay_1HS: Tensor, mean: int, buffers: Sequence[Tensor], backend: str) -> None:
         """Keep the slots that stay, ``mean`` of them a head, and move their rows to the front; the rest is free."""
 
     # ---- taken out and put back ------------------------------------------------------------------------------------
@@ -138,40 +138,40 @@ class Layout(ABC):
 
 
 class EqualRows(Layout):
-    """As many rows in every head: buffers ``[B, H, capacity, ...]``, each head's rows at the front."""
+    """As many rows in every head: buffers ``[H, capacity, ...]``, each head's rows at the front."""
 
     ragged = False
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        return self.B, self.H, rows
+        return self.H, rows
 
     def at(self, rows: Tensor) -> Index:
         """Index of such rows of every head, which may be known to the device alone."""
-        return ALL, ALL, rows
+        return ALL, rows
 
     def following(self, T: int) -> Index:
-        return ALL, ALL, slice(self.rows, self.rows + T)
+        return ALL, slice(self.rows, self.rows + T)
 
     def last(self, T: int, newer: int = 0) -> Index:
         """As ``Layout.last``, but for the newest ``newer``."""
-        return ALL, ALL, slice(self.rows - T, self.rows - newer)
+        return ALL, slice(self.rows - T, self.rows - newer)
 
     def every(self) -> Index:
         return self.last(self.rows)
 
     def head(self, h: int) -> Index:
-        return 0, h, slice(0, self.rows)
+        return h, slice(0, self.rows)
 
     def pieces(self) -> list[tuple[slice, Index]]:
-        return [(slice(0, self.H), (ALL, ALL, slice(0, self.rows)))]
+        return [(slice(0, self.H), self.slots()[0])]
 
     def slots(self) -> tuple[Index, Tensor | None]:
-        return (ALL, ALL, slice(0, self.rows)), None
+        return (None, *self.every()), None
 
     def valid(self) -> Tensor:
-        return torch.ones(self.B, self.H, self.rows, dtype=torch.bool, device=self.device)
+        return torch.ones(1, self.H, self.rows, dtype=torch.bool, device=self.device)
 
-    def put_back(self, buffer: Tensor, slots_BHS: Tensor) -> None:
+    def put_back(self, buffer: Tensor, slots_1HS: Tensor) -> None:
         pass  # the slots are the buffer itself
 
     @property
@@ -183,8 +183,8 @@ class EqualRows(Layout):
         return None
 
     def spans(self) -> tuple[Tensor, Tensor]:
-        # All heads end to end [B * H * capacity]: head (b, h) begins at its multiple of the capacity.
-        starts = self.capacity * torch.arange(self.B * self.H, device=self.device).view(self.B, self.H)
+        # All heads end to end [H * capacity]: head h begins at its multiple of the capacity.
+        starts = self.capacity * torch.arange(self.H, device=self.device)[None]
         return starts, torch.full_like(starts, self.rows)
 
     def per_head_tables(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
@@ -192,53 +192,53 @@ class EqualRows(Layout):
         return cos[None, None], sin[None, None]
 
     def kept(self, positions: Tensor) -> Tensor:
-        """Positions ``[B, H, rows]``."""
-        return positions[:, :, : self.rows].clone()
+        """Positions ``[1, H, rows]``."""
+        return positions[self.slots()[0]].clone()
 
-    def keep(self, stay_BHS: Tensor, mean: int, buffers: Sequence[Tensor], backend: str) -> None:
+    def keep(self, stay_1HS: Tensor, mean: int, buffers: Sequence[Tensor], backend: str) -> None:
         # In place: row i moves to a row that is not above it, so order by age is kept.
-        index_BHK = function("kept_rows", backend)(stay_BHS, mean)
-        function("compact_rows", backend)(list(buffers), index_BHK)
+        index_1HK = function("kept_rows", backend)(stay_1HS, mean)
+        function("compact_rows", backend)([x[None] for x in buffers], index_1HK)
         self.rows = mean
 
 
 # ---- the layout whose heads have different numbers of rows ----------------------------------------------------------
 
 
-def each_row(first_P: Tensor, count_P: Tensor, total: int) -> tuple[Tensor, Tensor]:
+def each_row(first_H: Tensor, count_H: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Head and row ``[total]`` (int64) of the ``count`` rows from ``first`` on of every head, head after head. The host knows
     their ``total``, so it waits for nothing."""
-    head_N = torch.arange(len(count_P), device=count_P.device).repeat_interleave(count_P, output_size=total)
-    before_P = count_P.cumsum(0) - count_P  # [P]: rows of the heads before
-    return head_N, torch.arange(total, device=count_P.device) + (first_P - before_P)[head_N]
+    head_N = torch.arange(len(count_H), device=count_H.device).repeat_interleave(count_H, output_size=total)
+    before_H = count_H.cumsum(0) - count_H  # [H]: rows of the heads before
+    return head_N, torch.arange(total, device=count_H.device) + (first_H - before_H)[head_N]
 
 
 class RaggedRows(Layout):
     """Heads with different numbers of rows, as adaptive allocations ask for.
 
-    Every buffer is flat: ``B * H * capacity`` rows, in which each head has a stretch as long as its rows and its room for
+    Every buffer is flat: ``H * capacity`` rows, in which each head has a stretch as long as its rows and its room for
     new ones. The room is the same for every head, so the stretches fill the buffer whatever the budgets are. The host reads
     how long they are once an eviction, since attention is a call for each head.
     """
 
     ragged = True
     starts: Tensor
-    """First row ``[B * H]`` (int64) of each head."""
+    """First row ``[H]`` (int64) of each head."""
     lengths: Tensor
-    """Rows ``[B * H]`` (int64) of each head."""
+    """Rows ``[H]`` (int64) of each head."""
     stretches: list[tuple[int, int]]
     """First row and number of rows of each head, as the host knows them."""
 
     def begin(self) -> None:
-        self._lay_out(torch.zeros(self.B * self.H, dtype=torch.int64, device=self.device))
+        self._lay_out(torch.zeros(self.H, dtype=torch.int64, device=self.device))
 
     def _lay_out(self, lengths: Tensor) -> None:
         """Give every head a stretch for its rows and its room. Here the host waits, and nowhere else."""
         held = lengths.tolist()  # the one synchronisation per eviction
-        self.lengths, self.rows = lengths, sum(held[: self.H]) // self.H
-        # Stretch of head p: its rows, then `room` free ones. Sum over heads: P * rows + P * room = P * capacity.
+        self.lengths, self.rows = lengths, sum(held) // self.H
+        # Stretch of a head: its rows, then `room` free ones. Sum over heads: H * rows + H * room = H * capacity.
         room = self.capacity - self.rows
-        self.starts = lengths.cumsum(0) - lengths + room * torch.arange(len(held), device=self.device)
+        self.starts = lengths.cumsum(0) - lengths + room * torch.arange(self.H, device=self.device)
         starts = accumulate((length + room for length in held[:-1]), initial=0)
         self.stretches = list(zip(starts, held, strict=True))
 
@@ -253,10 +253,10 @@ class RaggedRows(Layout):
         self.stretches = [(start, length + T) for start, length in self.stretches]
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        return (self.B * self.H * rows,)
+        return (self.H * rows,)
 
     def tensors(self) -> Shapes:
-        return dict.fromkeys(("starts", "lengths"), (torch.int64, (self.B * self.H,)))
+        return dict.fromkeys(("starts", "lengths"), (torch.int64, (self.H,)))
 
     def following(self, T: int) -> Index:
         return (self._from(self.starts + self.lengths, T),)
@@ -264,9 +264,9 @@ class RaggedRows(Layout):
     def last(self, T: int) -> Index:
         return (self._from(self.starts + self.lengths - T, T),)
 
-    def _from(self, first_P: Tensor, T: int) -> Tensor:
-        """Rows ``[B, H, T]`` from one of each head on."""
-        return (first_P[:, None] + torch.arange(T, device=self.device)).view(self.B, self.H, T)
+    def _from(self, first_H: Tensor, T: int) -> Tensor:
+        """Rows ``[H, T]`` from one of each head on."""
+        return first_H[:, None] + torch.arange(T, device=self.device)
 
     def every(self) -> Index:
         return (self._rows()[0],)
@@ -277,29 +277,26 @@ class RaggedRows(Layout):
 
     def pieces(self) -> list[tuple[slice, Index]]:
         # A stretch is contiguous, so a head is read in place: [1, 1, length].
-        return [
-            (slice(h, h + 1), (None, None, slice(start, start + length)))
-            for h, (start, length) in enumerate(self.stretches)
-        ]
+        return [(slice(h, h + 1), (None, None, *self.head(h))) for h in range(self.H)]
 
     def slots(self) -> tuple[Index, Tensor | None]:
         # Slot s of a head is its row s - (S - length), so that the newest are aligned; padding reads some other row.
         S = self.longest
-        return (self._from(self.starts + self.lengths - S, S).clamp(min=0),), ~self.valid()
+        return (self._from(self.starts + self.lengths - S, S)[None].clamp(min=0),), ~self.valid()
 
     def valid(self) -> Tensor:
         S = self.longest
         slot_S = torch.arange(S, device=self.device)
-        return (slot_S >= S - self.lengths[:, None]).view(self.B, self.H, S)
+        return (slot_S >= S - self.lengths[:, None])[None]
 
     def _rows(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Every row ``[B * H * rows]``, head after head, and its place ``(head, slot)`` among the slots."""
-        head_N, row_N = each_row(self.starts, self.lengths, self.B * self.H * self.rows)
+        """Every row ``[H * rows]``, head after head, and its place ``(head, slot)`` among the slots."""
+        head_N, row_N = each_row(self.starts, self.lengths, self.H * self.rows)
         return row_N, (head_N, row_N - (self.starts + self.lengths - self.longest)[head_N])
 
-    def put_back(self, buffer: Tensor, slots_BHS: Tensor) -> None:
+    def put_back(self, buffer: Tensor, slots_1HS: Tensor) -> None:
         row_N, slot_N = self._rows()
-        buffer[row_N] = slots_BHS.flatten(0, 1)[slot_N]
+        buffer[row_N] = slots_1HS[0][slot_N]
 
     @property
     def longest(self) -> int:
@@ -310,25 +307,23 @@ class RaggedRows(Layout):
         return [length for _, length in self.stretches]
 
     def spans(self) -> tuple[Tensor, Tensor]:
-        return self.starts.view(self.B, self.H), self.lengths.view(self.B, self.H)
+        return self.starts[None], self.lengths[None]
 
     def per_head_tables(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
-        # Per head [2, rows, R] -> the last `size`, padded on the left -> [2, P, size, R]
+        # Per head [2, rows, R] -> the last `size`, padded on the left -> [2, H, size, R]
         made = [torch.stack(tables(length))[:, -size:] for length in self.head_lengths]
-        padded = torch.stack([F.pad(x, (0, 0, size - x.shape[1], 0)) for x in made], dim=1)
-        cos, sin = padded.view(2, self.B, self.H, size, -1)
-        return cos, sin
+        cos, sin = torch.stack([F.pad(x, (0, 0, size - x.shape[1], 0)) for x in made], dim=1)
+        return cos[None], sin[None]
 
     def kept(self, positions: Tensor) -> list[list[Tensor]]:
-        """Positions ``[rows of the head]``, ``kept()[b][h]``."""
-        rows = [positions[start : start + length].clone() for start, length in self.stretches]
-        return [rows[b * self.H : (b + 1) * self.H] for b in range(self.B)]
+        """Positions ``[rows of the head]``, ``kept()[0][h]``."""
+        return [[positions[self.head(h)].clone() for h in range(self.H)]]
 
-    def keep(self, stay_BHS: Tensor, mean: int, buffers: Sequence[Tensor], backend: str) -> None:
-        # slots [P, S] -> rows [N], head after head; kept_rows takes the N that stay in order
-        stay_PS, (row_N, slot_N) = stay_BHS.flatten(0, 1), self._rows()
-        source = row_N[kept_rows(stay_PS[slot_N], self.B * self.H * mean)]
-        self._lay_out(stay_PS.sum(-1))
+    def keep(self, stay_1HS: Tensor, mean: int, buffers: Sequence[Tensor], backend: str) -> None:
+        # slots [H, S] -> rows [N], head after head; kept_rows takes the N that stay in order
+        (stay_HS,), (row_N, slot_N) = stay_1HS, self._rows()
+        source = row_N[kept_rows(stay_HS[slot_N], self.H * mean)]
+        self._lay_out(stay_HS.sum(-1))
         _, target = each_row(self.starts, self.lengths, len(source))
         # buffer[source] is a copy, so targets may overlap sources.
         for buffer in buffers:
@@ -338,7 +333,7 @@ class RaggedRows(Layout):
         return {"lengths": self.lengths}
 
     def exported(self) -> Shapes:
-        return {"lengths": (torch.int64, (self.B * self.H,))}
+        return {"lengths": (torch.int64, (self.H,))}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         self._lay_out(tensors["lengths"].to(self.device, copy=True))

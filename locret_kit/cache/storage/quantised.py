@@ -71,90 +71,90 @@ def table_size(capacity: int, spare: float = SPARE, size: int = GROUP) -> int:
 
 
 def regroup(
-    keys_BHSD: Tensor, group_BHS: Tensor, leaving_BHS: Tensor, groups: int, size: int, pairs: int = 0
+    keys_HSD: Tensor, group_HS: Tensor, leaving_HS: Tensor, groups: int, size: int, pairs: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Where rows go that must be quantised: ``(target [B, H, S], made [B, H, groups])``.
+    """Where rows go that must be quantised: ``(target [H, S], made [H, groups])``.
 
     A head takes the fewest of its sparsest groups (free ones first) that together have room for their own rows and for
     those that leave the tail, and fills them anew: rows that stand out in pairs, the others like with like. ``target`` is a
     row's new group, -1 where it stays as it is; ``made`` says which groups are taken. A head in which no row leaves takes none.
 
     Args:
-        keys_BHSD: what a row's likeness is judged by.
-        group_BHS: int64, the group of each row, -1 where it is not quantised.
-        leaving_BHS: bool, the rows to quantise, none of which has a group.
+        keys_HSD: what a row's likeness is judged by.
+        group_HS: int64, the group of each row, -1 where it is not quantised.
+        leaving_HS: bool, the rows to quantise, none of which has a group.
         groups: groups of a head, enough for the rows with a group and those that leave (see ``table_size``).
         size: rows of a full group.
         pairs: pairs of a head.
     """
     # A row is in a group (held), leaves the tail (leaving), or stays in the tail (neither).
-    held_BHS = group_BHS >= 0
-    own_BHS = group_BHS.clamp(min=0)
+    held_HS = group_HS >= 0
+    own_HS = group_HS.clamp(min=0)
 
-    def counted(chosen_BHS: Tensor) -> Tensor:
+    def counted(chosen_HS: Tensor) -> Tensor:
         """How many of the chosen rows are in each group."""
-        in_BHM = torch.zeros(*group_BHS.shape[:2], groups, dtype=torch.int64, device=group_BHS.device)
-        return in_BHM.scatter_add_(2, own_BHS, (held_BHS & chosen_BHS).long())
+        in_HM = torch.zeros(len(group_HS), groups, dtype=torch.int64, device=group_HS.device)
+        return in_HM.scatter_add_(1, own_HS, (held_HS & chosen_HS).long())
 
-    # 1. The M sparsest groups are candidates, for M from 1 on: [B, H, groups], the emptiest first.
-    rows_BHM = counted(torch.ones_like(held_BHS))
-    order_BHM = rows_BHM.argsort(dim=-1, stable=True)
-    loose_BHS = leaving_BHS | (held_BHS & (rows_BHM.gather(2, own_BHS) <= 2))  # of a fuller group it is too late
-    paired_BHS = _standing_out(keys_BHSD, held_BHS | leaving_BHS, loose_BHS, 2 * pairs)
+    # 1. The M sparsest groups are candidates, for M from 1 on: [H, groups], the emptiest first.
+    rows_HM = counted(torch.ones_like(held_HS))
+    order_HM = rows_HM.argsort(dim=-1, stable=True)
+    loose_HS = leaving_HS | (held_HS & (rows_HM.gather(1, own_HS) <= 2))  # of a fuller group it is too late
+    paired_HS = _standing_out(keys_HSD, held_HS | leaving_HS, loose_HS, 2 * pairs)
 
-    # 2. Groups of each kind (likes, pairs) that are needed where the M sparsest groups are taken: [B, H, M].
-    needed_KBHM = []
-    for chosen_BHS, full in ((~paired_BHS, size), (paired_BHS, 2)):
-        entering_BH1 = (leaving_BHS & chosen_BHS).sum(-1, keepdim=True)
-        moved_BHM = counted(chosen_BHS).gather(2, order_BHM).cumsum(2) + entering_BH1
-        needed_KBHM.append((moved_BHM + full - 1) // full)
+    # 2. Groups of each kind (likes, pairs) that are needed where the M sparsest groups are taken: [H, M].
+    needed_KHM = []
+    for chosen_HS, full in ((~paired_HS, size), (paired_HS, 2)):
+        entering_H1 = (leaving_HS & chosen_HS).sum(-1, keepdim=True)
+        moved_HM = counted(chosen_HS).gather(1, order_HM).cumsum(1) + entering_H1
+        needed_KHM.append((moved_HM + full - 1) // full)
     # 3. The smallest M that makes room; nothing is taken where no row leaves.
-    number_M = torch.arange(groups, device=group_BHS.device)
-    any_BH1 = leaving_BHS.any(-1, keepdim=True)
-    last_BH1 = (needed_KBHM[0] + needed_KBHM[1] <= number_M + 1).int().argmax(-1, keepdim=True)
-    made_BHM = torch.zeros_like(rows_BHM, dtype=torch.bool).scatter_(2, order_BHM, (number_M <= last_BH1) & any_BH1)
+    number_M = torch.arange(groups, device=group_HS.device)
+    any_H1 = leaving_HS.any(-1, keepdim=True)
+    last_H1 = (needed_KHM[0] + needed_KHM[1] <= number_M + 1).int().argmax(-1, keepdim=True)
+    made_HM = torch.zeros_like(rows_HM, dtype=torch.bool).scatter_(1, order_HM, (number_M <= last_H1) & any_H1)
 
     # 4. Rows of the taken groups and those that leave are laid out anew: likes first, then pairs.
-    chosen_BHS = leaving_BHS | (held_BHS & made_BHM.gather(2, own_BHS))
-    place_BHS = rank_alike(keys_BHSD, chosen_BHS & ~paired_BHS) // size
-    pair_BHS = _rank((chosen_BHS & paired_BHS).logical_not().to(keys_BHSD.dtype)) // 2
-    place_BHS = torch.where(paired_BHS, needed_KBHM[0].gather(2, last_BH1) + pair_BHS, place_BHS)
-    target_BHS = order_BHM.gather(2, place_BHS.clamp(max=groups - 1))
-    return target_BHS.masked_fill(~chosen_BHS, -1), made_BHM
+    chosen_HS = leaving_HS | (held_HS & made_HM.gather(1, own_HS))
+    place_HS = rank_alike(keys_HSD, chosen_HS & ~paired_HS) // size
+    pair_HS = _rank((chosen_HS & paired_HS).logical_not().to(keys_HSD.dtype)) // 2
+    place_HS = torch.where(paired_HS, needed_KHM[0].gather(1, last_H1) + pair_HS, place_HS)
+    target_HS = order_HM.gather(1, place_HS.clamp(max=groups - 1))
+    return target_HS.masked_fill(~chosen_HS, -1), made_HM
 
 
-def _standing_out(keys_BHSD: Tensor, all_BHS: Tensor, loose_BHS: Tensor, most: int) -> Tensor:
+def _standing_out(keys_HSD: Tensor, all_HS: Tensor, loose_HS: Tensor, most: int) -> Tensor:
     """Mark the loose rows that are the ``most`` of each head that are furthest from the mean of all, in standard deviations of a
     channel."""
-    y_BHSD, by_BH1S = _centred(keys_BHSD, all_BHS)
-    square_BHSD = y_BHSD.square_()
-    variance_BH1D = by_BH1S @ square_BHSD / by_BH1S.sum(-1, keepdim=True).clamp(min=1)
-    far_BHS = (square_BHSD @ variance_BH1D.clamp(min=1e-12).reciprocal().transpose(-1, -2))[..., 0]
-    return loose_BHS & (_rank((-far_BHS).masked_fill(~loose_BHS, float("inf"))) < most)
+    y_HSD, by_H1S = _centred(keys_HSD, all_HS)
+    square_HSD = y_HSD.square_()
+    variance_H1D = by_H1S @ square_HSD / by_H1S.sum(-1, keepdim=True).clamp(min=1)
+    far_HS = (square_HSD @ variance_H1D.clamp(min=1e-12).reciprocal().transpose(-1, -2))[..., 0]
+    return loose_HS & (_rank((-far_HS).masked_fill(~loose_HS, float("inf"))) < most)
 
 
-def rank_alike(keys_BHSD: Tensor, chosen_BHS: Tensor) -> Tensor:
-    """Ranks ``[B, H, S]`` of the chosen rows of each head, in which neighbours are alike; other rows rank after them.
+def rank_alike(keys_HSD: Tensor, chosen_HS: Tensor) -> Tensor:
+    """Ranks ``[H, S]`` of the chosen rows of each head, in which neighbours are alike; other rows rank after them.
 
     The order is that along one direction, the covariance of all channels with the one that varies most: the first step towards
     the rows' first principal component.
     """
-    y_BHSD, by_BH1S = _centred(keys_BHSD, chosen_BHS)
-    widest_BH11 = (by_BH1S @ y_BHSD.square()).argmax(-1, keepdim=True)
-    direction_BH1D = by_BH1S @ (y_BHSD * y_BHSD.take_along_dim(widest_BH11, 3))
-    return _rank((y_BHSD * direction_BH1D).sum(-1).masked_fill(~chosen_BHS, float("inf")))
+    y_HSD, by_H1S = _centred(keys_HSD, chosen_HS)
+    widest_H11 = (by_H1S @ y_HSD.square()).argmax(-1, keepdim=True)
+    direction_H1D = by_H1S @ (y_HSD * y_HSD.take_along_dim(widest_H11, 2))
+    return _rank((y_HSD * direction_H1D).sum(-1).masked_fill(~chosen_HS, float("inf")))
 
 
-def _centred(keys_BHSD: Tensor, chosen_BHS: Tensor) -> tuple[Tensor, Tensor]:
-    """The chosen keys less their mean, the others as they are; and which are chosen ``[B, H, 1, S]``, as numbers."""
-    by_BH1S = chosen_BHS[:, :, None].to(keys_BHSD.dtype)
-    mean_BH1D = by_BH1S @ keys_BHSD / by_BH1S.sum(-1, keepdim=True).clamp(min=1)
-    return keys_BHSD - by_BH1S.mT * mean_BH1D, by_BH1S
+def _centred(keys_HSD: Tensor, chosen_HS: Tensor) -> tuple[Tensor, Tensor]:
+    """The chosen keys less their mean, the others as they are; and which are chosen ``[H, 1, S]``, as numbers."""
+    by_H1S = chosen_HS[:, None].to(keys_HSD.dtype)
+    mean_H1D = by_H1S @ keys_HSD / by_H1S.sum(-1, keepdim=True).clamp(min=1)
+    return keys_HSD - by_H1S.mT * mean_H1D, by_H1S
 
 
-def _rank(place_BHS: Tensor) -> Tensor:
-    """Ranks ``[B, H, S]`` by place; of equals the older is first."""
-    return place_BHS.argsort(dim=-1, stable=True).argsort(dim=-1)
+def _rank(place_HS: Tensor) -> Tensor:
+    """Ranks ``[H, S]`` by place; of equals the older is first."""
+    return place_HS.argsort(dim=-1, stable=True).argsort(dim=-1)
 
 
 # ---- keys and values of rows in 4 or 2 bits ----
@@ -179,18 +179,18 @@ class GroupedBits(Codec):
     packed = True
     layout: EqualRows
     key_codes: Tensor
-    """``[B, H, capacity, D * bits / 8]`` uint8, and so are the values'."""
+    """``[H, capacity, D * bits / 8]`` uint8, and so are the values'."""
     value_codes: Tensor
     value_step: Tensor
-    """``[B, H, capacity, groups of channels]`` float16, and so is the zero point."""
+    """``[H, capacity, groups of channels]`` float16, and so is the zero point."""
     value_zero: Tensor
     group: Tensor
     """A row's key group; -1 where it is not quantised."""
     key_step: Tensor
-    """``[B, H, groups, D]`` float16, and so is the zero point."""
+    """``[H, groups, D]`` float16, and so is the zero point."""
     key_zero: Tensor
     tail_keys: Tensor
-    """``[B, H, residual + group - 1, D]``: the newest ``tail`` rows as they came, and so are the values."""
+    """``[H, residual + group - 1, D]``: the newest ``tail`` rows as they came, and so are the values."""
     tail_values: Tensor
 
     def __init__(
@@ -221,10 +221,9 @@ class GroupedBits(Codec):
         return self._tables(self.max_tail)
 
     def _tables(self, tail: int) -> Shapes:
-        heads = self.layout.B, self.layout.H
         return self._levels() | {
-            "tail_keys": (self.dtype, (*heads, tail, self.key_size)),
-            "tail_values": (self.dtype, (*heads, tail, self.value_size)),
+            "tail_keys": (self.dtype, (self.layout.H, tail, self.key_size)),
+            "tail_values": (self.dtype, (self.layout.H, tail, self.value_size)),
         }
 
     @property
@@ -238,7 +237,7 @@ class GroupedBits(Codec):
 
     def _levels(self) -> Shapes:
         # Per key group, not per row: one step and one zero point per channel.
-        shape = self.layout.B, self.layout.H, self._groups(), self.key_size
+        shape = self.layout.H, self._groups(), self.key_size
         return {"key_step": (torch.float16, shape), "key_zero": (torch.float16, shape)}
 
     # ---- reading -------------------------------------------------------------------------------------------------
@@ -257,13 +256,13 @@ class GroupedBits(Codec):
             self.key_codes.flatten(0, -2),
             self.value_codes.flatten(0, -2),
             self.group.flatten(),
-            self.key_step.flatten(0, 1),
-            self.key_zero.flatten(0, 1),
+            self.key_step,
+            self.key_zero,
             self.value_step.flatten(0, -2),
             self.value_zero.flatten(0, -2),
-            self.tail_keys.flatten(0, 1),
-            self.tail_values.flatten(0, 1),
-            torch.full((self.layout.B, self.layout.H), self.tail, dtype=torch.int32, device=self.layout.device),
+            self.tail_keys,
+            self.tail_values,
+            torch.full((1, self.layout.H), self.tail, dtype=torch.int32, device=self.layout.device),
         )
 
     def read_all(self, *, values: bool = True) -> None:
@@ -276,23 +275,23 @@ class GroupedBits(Codec):
         if not was_open:
             scratch.lend(self)
             scratch.keys[rows] = self._read_keys(rows)
-            scratch.keys[newest] = self.tail_keys[:, :, : self.tail]
-        tail = scratch.values[newest].clone() if was_open else self.tail_values[:, :, : self.tail]
+            scratch.keys[newest] = self.tail_keys[:, : self.tail]
+        tail = scratch.values[newest].clone() if was_open else self.tail_values[:, : self.tail]
         if values:
             scratch.values[rows] = self._read_values(rows)
         scratch.values[newest] = tail
         scratch.complete = values
 
     def _read_keys(self, at: Index) -> Tensor:
-        """Keys of rows ``[B, H, S]``; anything where a row is not quantised."""
-        codes = unpack(self.key_codes[at], self.bits)  # [B, H, S, D]
+        """Keys of rows ``[H, S]``; anything where a row is not quantised."""
+        codes = unpack(self.key_codes[at], self.bits)  # [H, S, D]
         return decode(codes, *self._key_levels(self.group[at].long().clamp(min=0))).to(self.dtype)
 
-    def _key_levels(self, group_BHS: Tensor) -> tuple[Tensor, Tensor]:
-        """Step and zero point ``[B, H, S, D]`` of groups."""
-        # Tables end to end [B * H * M, D]: group m of head h is row h * M + m.
-        B, H, M, D = self.key_step.shape
-        index = group_BHS + M * torch.arange(B * H, device=self.layout.device).view(B, H, 1)
+    def _key_levels(self, group_HS: Tensor) -> tuple[Tensor, Tensor]:
+        """Step and zero point ``[H, S, D]`` of groups."""
+        # Tables end to end [H * M, D]: group m of head h is row h * M + m.
+        H, M, D = self.key_step.shape
+        index = group_HS + M * torch.arange(H, device=self.layout.device)[:, None]
         return F.embedding(index, self.key_step.view(-1, D)), F.embedding(index, self.key_zero.view(-1, D))
 
     def _read_values(self, at: Index) -> Tensor:
@@ -304,14 +303,14 @@ class GroupedBits(Codec):
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
-    def write(self, at: Index, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
-        T = k_BHTD.shape[2]
+    def write(self, at: Index, k_HTD: Tensor, v_HTD: Tensor) -> None:
+        T = k_HTD.shape[1]
         # One token while no row is open: it joins the tail, and attention reads codes; otherwise all goes to the scratch.
         if T == 1 and self.tail < self.max_tail and not self.open:
-            self.tail_keys[:, :, self.tail], self.tail_values[:, :, self.tail] = k_BHTD[:, :, 0], v_BHTD[:, :, 0]
+            self.tail_keys[:, self.tail], self.tail_values[:, self.tail] = k_HTD[:, 0], v_HTD[:, 0]
         else:
             self.read_all()
-            self.scratch.keys[at], self.scratch.values[at] = k_BHTD, v_BHTD
+            self.scratch.keys[at], self.scratch.values[at] = k_HTD, v_HTD
         self.group[at] = self.group.new_full((), -1)
         self.tail += T
 
@@ -335,22 +334,19 @@ class GroupedBits(Codec):
             self._quantise(ready)
         self.tail -= ready
         newest, scratch = self.layout.last(self.tail), self.scratch
-        self.tail_keys[:, :, : self.tail], self.tail_values[:, :, : self.tail] = (
-            scratch.keys[newest],
-            scratch.values[newest],
-        )
+        self.tail_keys[:, : self.tail], self.tail_values[:, : self.tail] = scratch.keys[newest], scratch.values[newest]
         scratch.owner = None
 
     def _quantise(self, ready: int) -> None:
         """Quantise those of the tail's oldest ``ready`` rows that are not yet."""
-        # rows: [B, H, S]; oldest: the tail's oldest `ready` rows, of which those with a group keep their codes.
+        # rows: [H, S]; oldest: the tail's oldest `ready` rows, of which those with a group keep their codes.
         rows, oldest = self.layout.every(), self.layout.last(self.tail, self.tail - ready)
         leaving = torch.zeros_like(self.group, dtype=torch.bool)
         leaving[oldest] = self.group[oldest] < 0
         self._store_values(oldest, leaving[oldest])
         keys, group, pairs = self.scratch.keys[rows].float(), self.group[rows].long(), pairs_of(self.layout.capacity)
-        target_BHS, made_BHM = regroup(keys, group, leaving[rows], self.key_step.shape[2], self.group_rows, pairs)
-        self._store_keys(rows, keys, target_BHS, made_BHM)
+        target_HS, made_HM = regroup(keys, group, leaving[rows], self.key_step.shape[1], self.group_rows, pairs)
+        self._store_keys(rows, keys, target_HS, made_HM)
 
     def _store_values(self, at: Index, leaving: Tensor) -> None:
         """Quantise the values of those of the rows ``at`` that are ``leaving``."""
@@ -362,34 +358,32 @@ class GroupedBits(Codec):
         for held, new in ((self.value_codes, codes), (self.value_step, step), (self.value_zero, zero)):
             held[at] = torch.where(leaving[..., None], new, held[at])
 
-    def _store_keys(self, at: Index, x: Tensor, target_BHS: Tensor, made_BHM: Tensor) -> None:
+    def _store_keys(self, at: Index, x: Tensor, target_HS: Tensor, made_HM: Tensor) -> None:
         """Quantise those of the keys ``x`` of rows whose target is a group, by the limits of all that have the same target."""
         # Groups that are made anew get new levels; rows of other groups keep levels and codes.
         if x.device.type == "cpu":  # few rows have a target; elsewhere the host would wait for their number
-            some_BHN = (target_BHS < 0).byte().argsort(dim=-1, stable=True)
-            some_BHN = some_BHN[..., : int((target_BHS >= 0).sum(-1).max())]
-            B, H = (torch.arange(n, device=x.device) for n in x.shape[:2])
-            at, target_BHS = (B[:, None, None], H[:, None], some_BHN), target_BHS.gather(2, some_BHN)
-            x = x.gather(2, some_BHN[..., None].expand(*some_BHN.shape, x.shape[-1]))
-        chosen_BHS = target_BHS >= 0
-        step, zero = levels(*self._limits(x, target_BHS, made_BHM.shape[-1]), self.bits)
-        self.key_step.copy_(torch.where(made_BHM[..., None], step, self.key_step))
-        self.key_zero.copy_(torch.where(made_BHM[..., None], zero, self.key_zero))
+            some_HN = (target_HS < 0).byte().argsort(dim=-1, stable=True)
+            some_HN = some_HN[:, : int((target_HS >= 0).sum(-1).max())]
+            at = torch.arange(len(x), device=x.device)[:, None], some_HN
+            x, target_HS = x[at], target_HS[at]
+        chosen_HS = target_HS >= 0
+        step, zero = levels(*self._limits(x, target_HS, made_HM.shape[-1]), self.bits)
+        self.key_step.copy_(torch.where(made_HM[..., None], step, self.key_step))
+        self.key_zero.copy_(torch.where(made_HM[..., None], zero, self.key_zero))
         del step, zero
-        codes = pack(encode(x, *self._key_levels(target_BHS.clamp(min=0)), self.bits), self.bits)
-        self.key_codes[at] = torch.where(chosen_BHS[..., None], codes, self.key_codes[at])
-        self.group[at] = torch.where(chosen_BHS, target_BHS.to(self.group.dtype), self.group[at])
+        codes = pack(encode(x, *self._key_levels(target_HS.clamp(min=0)), self.bits), self.bits)
+        self.key_codes[at] = torch.where(chosen_HS[..., None], codes, self.key_codes[at])
+        self.group[at] = torch.where(chosen_HS, target_HS.to(self.group.dtype), self.group[at])
 
-    def _limits(self, x: Tensor, target_BHS: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-        """The smallest and the largest number ``[B, H, groups, D]`` of each channel of the keys of a group."""
-        # Rows without a target go to one group too many, which is cut off: [B, H, groups + 1, D] -> groups.
-        B, H, _ = target_BHS.shape
-        index = torch.where(target_BHS >= 0, target_BHS, groups)[..., None].expand_as(x)
+    def _limits(self, x: Tensor, target_HS: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        """The smallest and the largest number ``[H, groups, D]`` of each channel of the keys of a group."""
+        # Rows without a target go to one group too many, which is cut off: [H, groups + 1, D] -> groups.
+        index = torch.where(target_HS >= 0, target_HS, groups)[..., None].expand_as(x)
         lo, hi = (
-            x.new_zeros(B, H, groups + 1, self.key_size).scatter_reduce_(2, index, x, how, include_self=False)
+            x.new_zeros(len(x), groups + 1, self.key_size).scatter_reduce_(1, index, x, how, include_self=False)
             for how in ("amin", "amax")
         )
-        return lo[:, :, :groups], hi[:, :, :groups]
+        return lo[:, :groups], hi[:, :groups]
 
     # ---- the rest ------------------------------------------------------------------------------------------------
 
@@ -402,7 +396,7 @@ class GroupedBits(Codec):
         self.scratch.owner = None
         for name, (dtype, shape) in self._levels().items():
             old, new = getattr(self, name), torch.empty(shape, dtype=dtype, device=self.layout.device)
-            new[:, :, : old.shape[2]] = old
+            new[:, : old.shape[1]] = old
             setattr(self, name, new)
 
     def clear(self) -> None:
@@ -410,7 +404,7 @@ class GroupedBits(Codec):
 
     def room(self, tensors: Mapping[str, Tensor]) -> int:
         # By numbers and not by its shape: a file may say anything.
-        numbers = self.layout.B * self.layout.H * self.key_size
+        numbers = self.layout.H * self.key_size
         groups = tensors["key_step"].numel() // numbers if "key_step" in tensors else 0
         return bisect_left(range(INT32_MAX), groups, lo=self.layout.capacity, key=self._groups)
 
@@ -419,26 +413,25 @@ class GroupedBits(Codec):
         bare = rows["group"] < 0
         coded = ("key_codes", "value_codes", "value_step", "value_zero")
         blanked = {name: rows[name].masked_fill(bare[..., None], 0) for name in coded}
-        tails, used = {name: getattr(self, name)[:, :, : self.tail] for name in TAILS}, self._used()
+        tails, used = {name: getattr(self, name)[:, : self.tail] for name in TAILS}, self._used()
         return blanked | tails | {name: getattr(self, name).masked_fill(~used, 0) for name in ("key_step", "key_zero")}
 
     def _used(self) -> Tensor:
-        """Boolean ``[B, H, groups, 1]``: the groups that have rows."""
-        group_BHS, shape = self.group[self.layout.every()].long(), self.key_step.shape
-        groups = torch.zeros(*shape[:2], shape[2] + 1, dtype=torch.bool, device=self.layout.device)
+        """Boolean ``[H, groups, 1]``: the groups that have rows."""
+        group_HS, (H, M, _) = self.group[self.layout.every()].long(), self.key_step.shape
+        groups = torch.zeros(H, M + 1, dtype=torch.bool, device=self.layout.device)
         # Rows without a group mark one group too many, which is cut off.
-        at = group_BHS.where(group_BHS >= 0, groups.shape[2] - 1)
-        return groups.scatter_(2, at, True)[:, :, :-1, None]
+        return groups.scatter_(1, group_HS.where(group_HS >= 0, M), True)[:, :-1, None]
 
     def exported(self) -> Shapes:
         return self._tables(self.tail)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         for name in TAILS:
-            getattr(self, name)[:, :, : self.tail] = tensors[name].to(self.layout.device)
-        groups = tensors["key_step"].shape[2]  # a larger room has a larger table
+            getattr(self, name)[:, : self.tail] = tensors[name].to(self.layout.device)
+        groups = tensors["key_step"].shape[1]  # a larger room has a larger table
         for name in ("key_step", "key_zero"):
-            getattr(self, name)[:, :, :groups] = tensors[name].to(self.layout.device)
+            getattr(self, name)[:, :groups] = tensors[name].to(self.layout.device)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         if "group" not in tensors:
@@ -478,7 +471,7 @@ def describe(at: np.ndarray, codec: GroupedBits, keys_HRD: Tensor, values_HRD: T
     )  # fmt: skip
     # The calls check nothing: what they may read and write follows from these numbers.
     at["heads"], at["rows"], at["capacity"], at["channels"] = rows.H, rows.rows, rows.capacity, codec.key_size
-    at["bits"], at["groups"], at["value_group"] = codec.bits, codec.key_step.shape[2], codec.value_group
+    at["bits"], at["groups"], at["value_group"] = codec.bits, codec.key_step.shape[1], codec.value_group
     at["tail"], at["tail_room"] = codec.tail, keys_HRD.shape[1]
     at["full"], at["pairs"], at["type"] = codec.group_rows, pairs_of(rows.capacity), cpp.TYPES[codec.dtype]
 
@@ -507,8 +500,8 @@ class CompiledBits(GroupedBits):
     def _described(self) -> np.ndarray:
         """The layer with the scratch beside it, as the calls read it."""
         at = np.zeros(1, quantiser.GROUP.dtype)
-        describe(at[0], self, self.tail_keys[0], self.tail_values[0])
+        describe(at[0], self, self.tail_keys, self.tail_values)
         quantiser.GROUP.point(at[0], self.dtype, keys=self.scratch.keys, values=self.scratch.values)
         # All layers share the scratch, so it may have room for more rows than this one.
-        at["room"] = self.scratch.keys.shape[2]
+        at["room"] = self.scratch.keys.shape[1]
         return at

@@ -1,12 +1,15 @@
 """Rows of one layer: key, value, position, entry score and running statistics per slot. A layout says where the rows of each
-head lie, a codec how keys and values are stored; both are handed in."""
+head lie, a codec how keys and values are stored; both are handed in.
+
+A layer holds one text, so its buffers have no batch axis. New tokens come with one of size 1, and what attention and policies
+read (``parts``, ``flat``, ``slots``) has it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +20,6 @@ from ..attend import VarlenRows
 from .blocks import BlockStore
 from .codec import Codec, Column
 from .layouts import ALL, Index, Layout, Shapes
-
-if TYPE_CHECKING:
-    from ..pages import Page
 
 CROPPING = (
     "a bounded cache cannot be cropped, as assisted generation and prompt lookup do: evicted rows do not come back"
@@ -39,12 +39,20 @@ class EqualLengthHeads:
 
     heads: slice
     keys: Tensor
-    """``[b, h, S, D]``"""
+    """``[1, h, S, D]``"""
     values: Tensor
     stats: Tensor
-    """``[statistics, b, h, S]``"""
+    """``[statistics, 1, h, S]``"""
     positions: Tensor
-    """``[b, h, S]``"""
+    """``[1, h, S]``"""
+
+
+class Page(NamedTuple):
+    """Where rows lie that are a page of a pool."""
+
+    pool: object
+    first: int
+    """Number of the page's first row in the pool."""
 
 
 class BoundedLayer(CacheLayerMixin):
@@ -71,7 +79,7 @@ class BoundedLayer(CacheLayerMixin):
     absorbed: Tensor
     """Float32, where evicted slots are merged: logarithm of the weight that a slot has taken over."""
     queries: Tensor
-    """The newest ``recent`` queries ``[B, Q, recent, D]`` as they came, the newest last."""
+    """The newest ``recent`` queries ``[Q, recent, D]`` as they came, the newest last."""
     store: BlockStore | None = None
     """What was evicted, where it may come back."""
     lent: Mapping[str, Tensor] | None = None
@@ -138,10 +146,10 @@ class BoundedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def measure(self, k_BHTD: Tensor, v_BHTD: Tensor) -> None:
-        """Take batch, heads, channels, dtype and device from keys and values. Allocates nothing."""
-        B, H, _, key_size = k_BHTD.shape
+        """Take heads, channels, dtype and device from keys and values. Allocates nothing."""
+        _, H, _, key_size = k_BHTD.shape
         self.dtype, self.device = k_BHTD.dtype, k_BHTD.device
-        self.layout.measure(B, H, self.device)
+        self.layout.measure(H, self.device)
         self.codec.measure(self.layout, key_size, v_BHTD.shape[-1], self.dtype)
 
     def shapes(self) -> Shapes:
@@ -153,7 +161,7 @@ class BoundedLayer(CacheLayerMixin):
     def planned_bytes(self, query_heads: int) -> int:
         """Bytes of all that the layer holds once tokens have come, but for what its score remembers and its store has. Needs
         ``measure``."""
-        queries = self.dtype, (self.layout.B, query_heads, self.recent, self.codec.key_size)
+        queries = self.dtype, (query_heads, self.recent, self.codec.key_size)
         made = *self.shapes().values(), *self.layout.tensors().values(), queries
         return sum(prod(shape) * dtype.itemsize for dtype, shape in made)
 
@@ -189,8 +197,8 @@ class BoundedLayer(CacheLayerMixin):
     def put(self, at: Index, k: Tensor, v: Tensor, score_BHT: Tensor, position_T: Tensor) -> None:
         """Write rows ``at``, which may be an index that only the device knows, without counting them."""
         dtype = self.codec.dtype  # autocast gives another
-        self.codec.write(at, k.to(dtype), v.to(dtype))
-        self.scores[at] = score_BHT.to(self.scores.dtype)
+        self.codec.write(at, k[0].to(dtype), v[0].to(dtype))
+        self.scores[at] = score_BHT[0].to(self.scores.dtype)
         self.positions[at] = position_T
         # Writing a Python scalar through a device index copies it host-to-device and synchronises, so device scalars are.
         if self.statistics:
@@ -220,14 +228,14 @@ class BoundedLayer(CacheLayerMixin):
     def remember(self, q_BQTD: Tensor) -> None:
         """Keep the newest ``recent`` queries at hand, where that is any."""
         if not hasattr(self, "queries"):
-            B, Q, _, D = q_BQTD.shape
+            _, Q, _, D = q_BQTD.shape
             with torch.inference_mode(False):
-                self.queries = q_BQTD.new_zeros(B, Q, self.recent, D)
+                self.queries = q_BQTD.new_zeros(Q, self.recent, D)
         T = q_BQTD.shape[2]
-        # The buffer [B, Q, recent, D] moves up by T; clone, since source and target overlap.
+        # The buffer [Q, recent, D] moves up by T; clone, since source and target overlap.
         if self.recent > T:
-            self.queries[:, :, :-T] = self.queries[:, :, T:].clone()
-        self.queries[:, :, -T:] = q_BQTD[:, :, -self.recent :]
+            self.queries[:, :-T] = self.queries[:, T:].clone()
+        self.queries[:, -T:] = q_BQTD[0, :, -self.recent :]
 
     # ---- what attention and policies read ------------------------------------------------------------------------
 
@@ -256,7 +264,7 @@ class BoundedLayer(CacheLayerMixin):
         return getattr(self.holder(name), name)[self.layout.head(h)]
 
     def slots(self, name: str) -> Tensor:
-        """A buffer's rows ``[B, H, S, ...]`` (statistics: ``[statistics, B, H, S]``), aligned to the right; 0 at padding."""
+        """A buffer's rows ``[1, H, S, ...]`` (statistics: ``[statistics, 1, H, S]``), aligned to the right; 0 at padding."""
         at, padding = self.layout.slots()
         if name in ("keys", "values"):
             rows = self.codec.read(name, at)
@@ -265,7 +273,7 @@ class BoundedLayer(CacheLayerMixin):
         return rows if padding is None else rows.masked_fill(padding, 0)
 
     def kept(self) -> Tensor | list[list[Tensor]]:
-        """Positions held now: ``[B, H, rows]``, or ``kept()[b][h]`` where heads differ."""
+        """Positions held now: ``[1, H, rows]``, or ``kept()[0][h]`` where heads differ."""
         return self.layout.kept(self.positions)
 
     # ---- eviction ------------------------------------------------------------------------------------------------
@@ -374,7 +382,7 @@ def exported_shapes(rows: BoundedLayer, query_heads: int) -> Shapes:
     if rows.statistics:
         shapes["stats"] = torch.float32, (rows.statistics, *shape)
     if rows.recent:
-        shapes["queries"] = rows.dtype, (rows.layout.B, query_heads, rows.recent, rows.codec.key_size)
+        shapes["queries"] = rows.dtype, (query_heads, rows.recent, rows.codec.key_size)
     return shapes | rows.layout.exported() | rows.codec.exported()
 
 
@@ -385,21 +393,21 @@ def set_counts(rows: BoundedLayer, counts: Mapping[str, float]) -> None:
 
 
 def restore_rows(
-    rows: BoundedLayer, counts: Mapping[str, float], tensors: Mapping[str, Tensor], k_BH0D: Tensor, v_BH0D: Tensor
+    rows: BoundedLayer, counts: Mapping[str, float], tensors: Mapping[str, Tensor], k_1H0D: Tensor, v_1H0D: Tensor
 ) -> None:
     """Make a layer what ``export_rows`` took out of one of the same kind; nothing is shared. The room may be another one.
 
     Args:
-        k_BH0D: empty keys, and so are the values: they tell batch, heads, channels, dtype and device.
+        k_1H0D: empty keys, and so are the values: they tell heads, channels, dtype and device.
     """
     # Counts first: by them the layout and the tail of the codec are laid out.
     set_counts(rows, counts)
     if not tensors:
         return
     # Under full attention a text may be longer than the room that was planned, and a table of key groups larger.
-    rows.measure(k_BH0D, v_BH0D)
+    rows.measure(k_1H0D, v_1H0D)
     rows.layout.capacity = max(rows.capacity, rows.rows, rows.codec.room(tensors))
-    rows.lazy_initialization(k_BH0D, v_BH0D)
+    rows.lazy_initialization(k_1H0D, v_1H0D)
     rows.layout.fill(tensors)
     every = rows.layout.every()
     for name in rows.columns():
@@ -420,8 +428,8 @@ def copy_rows(rows: BoundedLayer, other: BoundedLayer) -> None:
     one."""
     if not other.is_initialized:
         return
-    empty = torch.empty(other.layout.B, other.layout.H, 0, dtype=other.dtype, device=other.device)
-    k_BH0D, v_BH0D = (empty.new_empty(*empty.shape, size) for size in (other.codec.key_size, other.codec.value_size))
-    restore_rows(rows, *export_rows(other), k_BH0D, v_BH0D)
+    empty = torch.empty(1, other.layout.H, 0, dtype=other.dtype, device=other.device)
+    k_1H0D, v_1H0D = (empty.new_empty(*empty.shape, size) for size in (other.codec.key_size, other.codec.value_size))
+    restore_rows(rows, *export_rows(other), k_1H0D, v_1H0D)
     if rows.store is not None and other.store is not None:
-        rows.store.restore(other.store.export(), k_BH0D, v_BH0D)
+        rows.store.restore(other.store.export(), k_1H0D, v_1H0D)

@@ -17,15 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...backbones.intercept import attach
-from ...backbones.releases import forward
 from ...cache.bounded import BoundedCache
-from ...runtime.session import Sampling, decode, prefill
+from ...runtime.session import decode, prefill
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-BLOCK = 256
-"""Tokens whose logits over the vocabulary are held at once."""
 
 
 def nll_of(logits_TV: Tensor, ids: Sequence[int]) -> Tensor:
@@ -54,9 +50,7 @@ def greedy_reference(
     written = []
     with attach(model):
         logits = prefill(model, ids, cache)
-        for token in decode(
-            model, cache, logits, prompt=ids, max_new_tokens=limit, sampling=Sampling(), stop=frozenset()
-        ):
+        for token in decode(model, cache, logits, prompt=ids, max_new_tokens=limit):
             written.append(token)
             if token in stop:
                 break
@@ -89,13 +83,18 @@ def score_continuation(
 ) -> tuple[float, int]:
     """``(summed NLL, tokens that greedy decoding would have chosen)``, fed one token at a time, so that the cache evicts as
     it does while it decodes. ``logits_V``: those of the first token; the model is attached."""
-    total, hits = 0.0, 0
-    for n, token in enumerate(continuation):
-        if n:
-            piece = torch.tensor([[continuation[n - 1]]], device=model.device)
-            logits_V = forward(model, piece, cache, logits_to_keep=1)[0, -1]
+    total, hits, forced = 0.0, 0, iter(continuation)
+
+    def choose(logits_V: Tensor) -> int:
+        nonlocal total, hits
+        token = next(forced)
         total += float(nll_of(logits_V[None], [token]))
         hits += int(logits_V.argmax()) == token
+        return token
+
+    n = len(continuation)
+    for _ in decode(model, cache, logits_V, prompt=continuation, max_new_tokens=n, choose=choose):
+        pass
     return total, hits
 
 
@@ -109,16 +108,16 @@ def nll_reading(model: PreTrainedModel, cache: BoundedCache, ids: Sequence[int],
     """
     if not 0 < skip < len(ids):
         raise ValueError(f"skip={skip} must be above 0 and below the prompt's {len(ids)} tokens")
-    total, done = 0.0, 0
+    total = 0.0
+
+    def judge(logits_TV: Tensor, end: int) -> None:
+        nonlocal total
+        start = end - len(logits_TV)
+        first, last = max(skip - 1, start), min(end, len(ids) - 1)  # logits at i are for token i + 1
+        if first < last:
+            total += float(nll_of(logits_TV[first - start : last - start], ids[first + 1 : last + 1]).sum())
+
     with attach(model):
         began = time.perf_counter()
-        while done < len(ids):
-            step = min(cache.schedule.piece(done), len(ids) - done, BLOCK)
-            piece = torch.tensor([list(ids[done : done + step])], device=model.device, dtype=torch.long)
-            logits = forward(model, piece, cache)[0]
-            first = max(skip - 1, done)  # logits at i are for token i + 1
-            last = min(done + step, len(ids) - 1)
-            if first < last:
-                total += float(nll_of(logits[first - done : last - done], ids[first + 1 : last + 1]).sum())
-            done += step
+        prefill(model, ids, cache, on_prompt=judge)
     return total / (len(ids) - skip), time.perf_counter() - began

@@ -30,8 +30,8 @@ from locret_kit.naming import first_line
 from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.planning.inference_plan import Setting, cache_bytes
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.batch import Batch, Request
-from locret_kit.runtime.decoders import Decoding
+from locret_kit.runtime.drivers import Decoding
+from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import prefill
 from locret_kit.settings import RunSettings
 
@@ -380,7 +380,7 @@ class Subject:
         texts = [self.ids, self.ids[::-1][:-40]]
 
         def tokens(prompts: list[list[int]]) -> list[list[int]]:
-            batch = Batch(self.model, frozenset())
+            batch = Engine(self.model, frozenset())
             running = [
                 batch.add(Request(ids, NEW), lambda ids=ids: self.cache(*self.best, prompt=len(ids))) for ids in prompts
             ]  # fmt: skip

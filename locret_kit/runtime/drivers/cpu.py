@@ -21,17 +21,17 @@ from locret_kernels import cpp
 from locret_kernels.decoder_step import cpu as decoder_step
 from locret_kernels.decoder_step.cpu import Halves
 
-from ..backbones.dense import PRODUCTS, Dense, NotDense, Product, check_dense, dense
-from ..backbones.spec import text_config
-from ..cache.bounded import BoundedCache
-from ..cache.step import evict_if_due, make_room
-from ..cache.storage.codec import Plain
-from ..cache.storage.quantised import GroupedBits, fits
-from ..cache.view import entry_scores
-from ..heads import RetainingHeads
-from ..policies.base import Score
-from ..policies.methods.locret import Cis
-from .cpu_lane import FullTail, Lane, PositionTables, quantise
+from ...backbones.dense import PRODUCTS, Dense, NotDense, Product, check_dense, dense
+from ...backbones.spec import text_config
+from ...cache.bounded import BoundedCache
+from ...cache.step import evict_if_due, make_room
+from ...cache.storage.codec import Plain
+from ...cache.storage.quantised import GroupedBits, fits
+from ...cache.view import entry_scores
+from ...heads import RetainingHeads
+from ...policies.base import Score
+from ...policies.methods.locret import Cis
+from .row_pointers import FullTail, PositionTables, RowPointers, quantise
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ CODECS = (Plain, GroupedBits)
 
 
 @dataclass
-class Held:
+class WeightTable:
     """Addresses of weights, copies of those that bfloat16 holds, and the weights, whose memory stays as long as these."""
 
     layers: np.ndarray
@@ -53,11 +53,11 @@ class Held:
         return _places(self.weights) == _places(weights) and self.halves.hold()
 
 
-class CpuDecoder:
-    """``decoder(caches, tokens)`` gives the logits ``[texts, V]`` (float32) after one token more of each text.
+class CpuDriver:
+    """``driver(caches, tokens)`` gives the logits ``[texts, V]`` (float32) after one token more of each text.
 
     Weights are read where they are. Those of float32 that bfloat16 holds without a change are copied to it: most checkpoints
-    are of bfloat16, and half the bytes are read in half the time. When an answer begins, ``cpu_decoder`` compares the copies
+    are of bfloat16, and half the bytes are read in half the time. When an answer begins, ``cpu_driver`` compares the copies
     with the weights: whoever writes to them need tell nobody.
 
     Args:
@@ -88,8 +88,8 @@ class CpuDecoder:
         self._own = [[self._linear(one, self._halves) for one in some] for some in products]
         self._head = self._linear(weights.head, self._halves)
         self._plain = self._layers(None)
-        self._with_heads: WeakKeyDictionary[RetainingHeads, Held] = WeakKeyDictionary()
-        self._lanes: WeakKeyDictionary[BoundedCache, Lane] = WeakKeyDictionary()
+        self._with_heads: WeakKeyDictionary[RetainingHeads, WeightTable] = WeakKeyDictionary()
+        self._rows: WeakKeyDictionary[BoundedCache, RowPointers] = WeakKeyDictionary()
         self._tables = PositionTables(self.dtype, self.sums)
 
     # ---- what it takes ---------------------------------------------------------------------------------------------
@@ -131,13 +131,13 @@ class CpuDecoder:
             raise IndexError(f"tokens={[*tokens]} must be below {words}, the rows of the backbone's words")
         for cache in caches:
             cache.unfinished = True
-        lanes = [self._lane(cache) for cache in caches]
+        every = [self._pointers(cache) for cache in caches]
         heads = self._shared_heads(caches)
         asks = [heads is None and cache.policy.score.scores_new_tokens for cache in caches]
         recent = any(rows.recent for cache in caches for rows in cache.bounded)
         new = partial(torch.empty, dtype=self.sums, device=self.weights.norm.weight.device)
         seen = new(L, N, self.line) if any(asks) or recent else None
-        rows = np.concatenate([lane.rows for lane in lanes])
+        rows = np.concatenate([pointers.rows for pointers in every])
         ids, logits = np.array(tokens, dtype=np.int64), new(N, V)
         held = self._held(heads)
         decoder = self._decoder(held)
@@ -145,50 +145,50 @@ class CpuDecoder:
             decoder.ctypes.data, N, ids.ctypes.data, rows.ctypes.data, cpp.address(logits, self.sums),
             cpp.address(seen, self.sums), torch.get_num_threads(),
         )  # fmt: skip
-        for n, (cache, lane) in enumerate(zip(caches, lanes, strict=True)):
+        for n, (cache, pointers) in enumerate(zip(caches, every, strict=True)):
             if seen is not None:
-                self._read(cache, lane, seen[:, n].to(self.dtype), scored=asks[n])
-            self._count(cache, lane)
+                self._read(cache, pointers, seen[:, n].to(self.dtype), scored=asks[n])
+            self._count(cache, pointers)
             cache.unfinished = False
         return logits.float()
 
-    def _lane(self, cache: BoundedCache) -> Lane:
+    def _pointers(self, cache: BoundedCache) -> RowPointers:
         """A cache's rows, with room for a token."""
-        lane, ctx, seen = self._lanes.get(cache), cache.context, cache.get_seq_length()
-        if lane is None or not lane.left or lane.context is not ctx or lane.seen != seen:
+        pointers, ctx, seen = self._rows.get(cache), cache.context, cache.get_seq_length()
+        if pointers is None or not pointers.left or pointers.context is not ctx or pointers.seen != seen:
             ctx.tables.clear()
             for layer, rows in enumerate(cache.bounded):
                 make_room(ctx, layer, rows, ctx.due(layer, rows, 1))
-            lane = self._lanes[cache] = Lane.of(cache, self.shape[1], self._tables)
-        lane.rows["position"] = seen
+            pointers = self._rows[cache] = RowPointers.of(cache, self.shape[1], self._tables)
+        pointers.rows["position"] = seen
         if ctx.positions.span:
-            lane.rows["before"] = max(0, seen + 1 - ctx.positions.span)
-        if lane.left == 1:
-            lane.widen(cache)
-        for rope, held in lane.own:
+            pointers.rows["before"] = max(0, seen + 1 - ctx.positions.span)
+        if pointers.left == 1:
+            pointers.widen(cache)
+        for rope, held in pointers.own:
             cos, sin = rope.tables(torch.tensor([seen], device=held.device), self.dtype)
             held[0], held[1] = cos[0], sin[0]
-        return lane
+        return pointers
 
-    def _count(self, cache: BoundedCache, lane: Lane) -> None:
+    def _count(self, cache: BoundedCache, pointers: RowPointers) -> None:
         """A row more in every layer, and the evictions that are due."""
-        lane.lengths_LH += 1
-        lane.packed["tail"] += 1
-        lane.left -= 1
-        lane.seen += 1
+        pointers.lengths_LH += 1
+        pointers.packed["tail"] += 1
+        pointers.left -= 1
+        pointers.seen += 1
         full: list[FullTail] = []
         for layer, rows in enumerate(cache.bounded):
             codec = rows.codec
             if isinstance(codec, GroupedBits):
-                wider = lane.wider.get(layer)
+                wider = pointers.wider.get(layer)
                 # An eviction comes before the quantising, and moves rows that are open.
-                if wider is not None and not (lane.seen < lane.due and fits(codec)):
+                if wider is not None and not (pointers.seen < pointers.due and fits(codec)):
                     codec.overflow(*wider)
                 else:
                     codec.tail += 1
                     full += [] if wider is None else [FullTail(codec, *wider)]
             rows.count(1)
-            if not lane.left:
+            if not pointers.left:
                 evict_if_due(cache.context, layer, rows)
                 codec.finish_block()
         if full:
@@ -203,7 +203,7 @@ class CpuDecoder:
         fits = heads is not None and heads.config.activation == "silu"
         return heads if alike and fits else None
 
-    def _held(self, heads: RetainingHeads | None) -> Held:
+    def _held(self, heads: RetainingHeads | None) -> WeightTable:
         """Every layer's addresses, with those of the retaining heads that the call asks."""
         if heads is None:
             return self._plain
@@ -220,7 +220,7 @@ class CpuDecoder:
             self._with_heads.pop(heads, None)
         return self._plain.follows(weights)
 
-    def _layers(self, heads: RetainingHeads | None) -> Held:
+    def _layers(self, heads: RetainingHeads | None) -> WeightTable:
         found = np.zeros(len(self.weights.layers), decoder_step.LAYER.dtype)
         weights = [] if heads is None else [x.detach() for x in heads.parameters()]
         halves = self._halves if heads is None else Halves(weights, self.library)
@@ -235,9 +235,9 @@ class CpuDecoder:
                 head_eps=layer.query_norm.eps if layer.query_norm is not None else 0.0, mlp_eps=layer.mlp_norm.eps,
                 scaling=layer.scaling,
             )  # fmt: skip
-        return Held(found, halves, self.weights if heads is None else weights)
+        return WeightTable(found, halves, self.weights if heads is None else weights)
 
-    def _decoder(self, held: Held) -> np.ndarray:
+    def _decoder(self, held: WeightTable) -> np.ndarray:
         """The decoder as the call reads it."""
         w = self.weights
         return decoder_step.DECODER.of(
@@ -258,14 +258,14 @@ class CpuDecoder:
             format=product.form and decoder_step.format_at(product.form).ctypes.data,
         ).item()  # fmt: skip
 
-    def _read(self, cache: BoundedCache, lane: Lane, line_LE: Tensor, *, scored: bool) -> None:
+    def _read(self, cache: BoundedCache, pointers: RowPointers, line_LE: Tensor, *, scored: bool) -> None:
         """What a policy makes of the new token's q, k and v before RoPE."""
         (Q, H), D, ctx = self.shape, self.channels, cache.context
         for layer, rows in enumerate(cache.bounded):
             q, k, v = (x.view(1, -1, 1, D) for x in line_LE[layer].split((Q * D, H * D, H * D)))
             if scored and rows.window is None:
-                newest = torch.from_numpy(lane.starts_LH[layer] + lane.lengths_LH[layer])
-                score_BHT = entry_scores(ctx, layer, rows, lane.seen, q, k, v)
+                newest = torch.from_numpy(pointers.starts_LH[layer] + pointers.lengths_LH[layer])
+                score_BHT = entry_scores(ctx, layer, rows, pointers.seen, q, k, v)
                 rows.scores.view(-1)[newest] = score_BHT.reshape(-1).to(rows.scores.dtype)
             if rows.recent:
                 rows.remember(q)
@@ -290,10 +290,10 @@ def _say_once(reason: str) -> None:
     logger.warning("tokens are decoded by the plain forward, which is slower here: %s", reason)
 
 
-_KNOWN: WeakKeyDictionary[PreTrainedModel, CpuDecoder] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[PreTrainedModel, CpuDriver] = WeakKeyDictionary()
 
 
-def cpu_decoder(model: PreTrainedModel, heads: RetainingHeads | None = None) -> CpuDecoder | str:
+def cpu_driver(model: PreTrainedModel, heads: RetainingHeads | None = None) -> CpuDriver | str:
     """The decoder for a model on a CPU, or why there is none; a missing compiler is logged, once.
 
     Call it when an answer begins: what is held of weights that have changed since, in whatever way, is made anew.
@@ -307,7 +307,7 @@ def cpu_decoder(model: PreTrainedModel, heads: RetainingHeads | None = None) -> 
             known = None
             _KNOWN.pop(model, None)  # before another takes as much memory
             check_dense(model, weights)
-            known = _KNOWN[model] = CpuDecoder(model, weights)
+            known = _KNOWN[model] = CpuDriver(model, weights)
         return known
     except NotDense as error:
         return str(error)

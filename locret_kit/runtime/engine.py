@@ -1,4 +1,4 @@
-"""Many requests at once, of any lengths: prompts are read by chunks while other answers are written, in shared forwards.
+"""One loop for all that reads and answers: prompts are read by chunks while other answers are written, in shared forwards.
 
 A sequence's cache, evictions and random numbers are its own, so its tokens are those of its run alone: exactly in float64, to
 the rounding of the shared matrix products below.
@@ -21,17 +21,16 @@ from ..backbones.intercept import attached
 from ..backbones.releases import forward
 from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
-from .cpu_decoder import cpu_decoder
-from .decoders import Decoder, Decoding, DynamicDecoder, logits_after
-from .sampling import stop_ids
+from .drivers import Decoding, Driver
+from .drivers.cpu import cpu_driver
+from .drivers.plain import PlainDriver, logits_after
+from .sampling import Chooser, stop_ids
 from .sequence import PromptScheduler, Request, Sequence
 
 R = TypeVar("R", bound=Request)
-Piece = tuple[Sequence, list[int]]
-"""A sequence and its new tokens."""
 
 
-class Batch:
+class Engine:
     """Sequences that run together. ``step`` runs one forward, on a CPU one for tokens and one for prompts; sequences may be
     added and cancelled between steps.
 
@@ -39,6 +38,9 @@ class Batch:
         model: a causal language model; attached inside each step unless it is already.
         piece: tokens of prompts in one forward, at most; a chunk of one prompt may be more.
         scheduler: the order of prompts, which has a ``piece`` of its own; by default that in which they were added.
+        alone: whether it runs one sequence, whose forwards may cross the boundaries at which its cache cuts them, and$
+            whose errors ``step`` raises.
+        graph: as in ``session.decode``.
 
     Attributes:
         running: sequences that have not ended. Nobody waits here: whoever adds sequences bounds how many there are.
@@ -54,13 +56,19 @@ class Batch:
         *,
         piece: int = 512,
         scheduler: PromptScheduler[Sequence] | None = None,
+        alone: bool = False,
+        graph: bool | None = False,
     ) -> None:
         if piece < 1:
             raise ValueError(f"piece={piece} must be at least 1")
         self.model, self.stop, self.piece, self.scheduler = unwrapped(model), stop, piece, scheduler
+        self.alone, self.graph = alone, graph
         self.running: list[Sequence] = []
         self._added: list[tuple[Sequence, Callable[[], BoundedCache]]] = []
-        cpu_decoder(self.model)  # compiled before the first text comes
+
+    def warm_up(self) -> None:
+        """Compile what the first token would wait for."""
+        cpu_driver(self.model)
 
     def add(self, request: Request, make_cache: Callable[[], BoundedCache]) -> Sequence:
         """A sequence that is answered from the next step on.
@@ -75,9 +83,18 @@ class Batch:
             raise ValueError("the prompt holds no tokens")
         if request.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={request.max_new_tokens} must be at least 0")
-        sequence = Sequence(request, began=time.perf_counter())
+        sequence = Sequence(request, began=time.perf_counter(), alone=self.alone)
         self.running.append(sequence)
         self._added.append((sequence, make_cache))
+        return sequence
+
+    def resume(self, request: Request, cache: BoundedCache, logits_V: Tensor) -> Sequence:
+        """A sequence whose prompt ``cache`` has read, the last token of which has these logits: its first token is chosen at
+        once. Raises RuntimeError as ``Sequence.take``."""
+        sequence = Sequence(request, began=time.perf_counter(), alone=self.alone, cache=cache)
+        sequence.choose = request.choose or Chooser(request.sampling, request.seed, logits_V.device, request.ids)
+        if sequence.take(logits_V, self.stop):
+            self.running += [sequence] if sequence.finish_reason is None else []
         return sequence
 
     def cancel(self, sequence: Sequence, reason: str = "cancelled") -> None:
@@ -100,45 +117,50 @@ class Batch:
         An error of one sequence's settings ends that sequence alone; an error of the forward ends those that took part.
         """
         changed = self._begin()
-        pieces = self._pieces()
-        if not pieces:
-            return changed
-        groups: dict[Decoder | None, list[Piece]] = {}
-        for piece in pieces:
-            groups.setdefault(self._decoder(piece[0]), []).append(piece)
+        forwards: dict[tuple[Driver | None, Sequence | None], list[Sequence]] = {}
+        for sequence in self._turns():
+            # A prompt whose logits are all wanted has a forward of its own.
+            noted = sequence if sequence.reading and sequence.noted else None
+            forwards.setdefault((self._driver(sequence), noted), []).append(sequence)
         with attached(self.model):
-            for decoder, group in groups.items():
-                noted = [piece for piece in group if piece[0].reading and piece[0].request.prompt_logprobs]
-                for piece in noted:
-                    changed += self._advance(decoder, [piece])
-                if len(noted) < len(group):
-                    changed += self._advance(decoder, [piece for piece in group if piece not in noted])
+            for (driver, _), sequences in forwards.items():
+                changed += self._advance(driver, sequences)
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
         return changed
 
-    def _advance(self, decoder: Decoder | None, pieces: list[Piece]) -> list[Sequence]:
+    def _advance(self, driver: Driver | None, sequences: list[Sequence]) -> list[Sequence]:
         """One forward of some sequences, and what follows from it; those that have a new token or have ended."""
         changed = []
-        caches = [sequence.cache for sequence, _ in pieces if sequence.cache is not None]
         try:
-            if pieces[0][0].reading and pieces[0][0].request.prompt_logprobs:
-                logits_BV = self._forward_noted(*pieces[0])
-            elif decoder is None:
-                ids = torch.tensor([[token for _, piece in pieces for token in piece]], device=self.model.device)
-                logits_BV = logits_after(self.model, caches, ids, [len(piece) for _, piece in pieces]).float()
-            else:
-                logits_BV = decoder(caches, [token for _, (token,) in pieces])
+            logits_NV = self._forward(driver, sequences)
         except Exception as error:
-            self.fail(error, [sequence for sequence, _ in pieces])
-            return [sequence for sequence, _ in pieces]
-        for (sequence, _), logits_V in zip(pieces, logits_BV, strict=True):
+            if self.alone:
+                raise
+            self.fail(error, sequences)
+            return sequences
+        for sequence, logits_V in zip(sequences, logits_NV, strict=True):
             try:
                 if sequence.advance(logits_V, self.stop):
                     changed.append(sequence)
             except RuntimeError as error:  # no probabilities to draw from: logits that are not finite
+                if self.alone:
+                    raise
                 sequence.end("error", error)
                 changed.append(sequence)
         return changed
+
+    def _forward(self, driver: Driver | None, sequences: list[Sequence]) -> Tensor:
+        """Logits ``[N, V]`` (float32) after the new tokens of each sequence."""
+        caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
+        if driver is not None:
+            return driver(caches, [sequence.tokens[-1] for sequence in sequences])
+        tokens, first = [sequence.next_tokens(self.model.device) for sequence in sequences], sequences[0]
+        ids_1T = torch.cat(tokens)[None]
+        if not (first.reading and first.noted):
+            return logits_after(self.model, caches, ids_1T, [len(piece) for piece in tokens]).float()
+        logits_TV = forward(self.model, ids_1T, caches[0])[0].float()
+        first.note_prompt(logits_TV)
+        return logits_TV[-1:]
 
     def _begin(self) -> list[Sequence]:
         """Make the caches of the sequences that were added; gives those for which that failed."""
@@ -152,21 +174,18 @@ class Batch:
                 cache.bind(self.model)
                 sequence.start(cache, self.model.device)
             except Exception as error:
+                if self.alone:
+                    raise
                 sequence.end("error", error)
                 failed.append(sequence)
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
         return failed
 
-    def _pieces(self) -> list[Piece]:
-        """Sequences of the next step, each with its new tokens."""
-        pieces: list[Piece] = []
-        for sequence in self.running:
-            if not sequence.reading:
-                pieces.append((sequence, [sequence.tokens[-1]]))
+    def _turns(self) -> Iterator[Sequence]:
+        """Sequences of the next step."""
+        yield from (sequence for sequence in self.running if not sequence.reading)
         reading = [sequence for sequence in self.running if sequence.reading]
-        for sequence in self._in_turn(reading) if self.scheduler is None else self.scheduler.pick(reading):
-            pieces.append((sequence, [sequence.request.ids[at] for at in sequence.next_positions()]))
-        return pieces
+        yield from self._in_turn(reading) if self.scheduler is None else self.scheduler.pick(reading)
 
     def _in_turn(self, reading: list[Sequence]) -> Iterator[Sequence]:
         """The prompts that have a piece in the next forward, in the order in which they were added."""
@@ -177,22 +196,14 @@ class Batch:
             room -= sequence.step
             yield sequence
 
-    def _forward_noted(self, sequence: Sequence, piece: list[int]) -> Tensor:
-        """Logits ``[1, V]`` after the last new token of one sequence, which notes those of every token."""
-        assert sequence.cache is not None
-        ids = torch.tensor([piece], device=self.model.device)
-        logits_TV = forward(self.model, ids, sequence.cache)[0].float()
-        sequence.note_prompt(logits_TV)
-        return logits_TV[-1:]
-
-    def _decoder(self, sequence: Sequence) -> Decoder | None:
-        """The decoder of a sequence's next token; None where its new tokens go into the shared forward."""
+    def _driver(self, sequence: Sequence) -> Driver | None:
+        """The driver of a sequence's next token; None where its new tokens go into the shared forward."""
         if sequence.reading or sequence.cache is None:
             return None
         if sequence.decoding is None:
-            sequence.decoding = Decoding(self.model, sequence.cache)
-        decoder = sequence.decoding.next_decoder()
-        return None if isinstance(decoder, DynamicDecoder) else decoder
+            sequence.decoding = Decoding(self.model, sequence.cache, self.graph)
+        driver = sequence.decoding.next_driver()
+        return None if isinstance(driver, PlainDriver) else driver
 
 
 def run(
@@ -212,15 +223,16 @@ def run(
         max_running: sequences in memory at once. piece: tokens of prompts in one forward, at most.
 
     Raises:
-        ValueError: a number below 1, or a request that cannot be answered, see ``Batch.add``.
+        ValueError: a number below 1, or a request that cannot be answered, see ``Engine.add``.
     """
     if max_running < 1:
         raise ValueError(f"max_running={max_running} must be at least 1")
-    batch, waiting = Batch(model, stop_ids(model, tokenizer), piece=piece), iter(requests)
+    engine, waiting = Engine(model, stop_ids(model, tokenizer), piece=piece), iter(requests)
+    engine.warm_up()
     with attached(model):
         while True:
-            for request in islice(waiting, max_running - len(batch.running)):
-                batch.add(request, partial(make_cache, request))
-            if not batch.running:
+            for request in islice(waiting, max_running - len(engine.running)):
+                engine.add(request, partial(make_cache, request))
+            if not engine.running:
                 return
-            yield from (sequence for sequence in batch.step() if sequence.finish_reason is not None)
+            yield from (sequence for sequence in engine.step() if sequence.finish_reason is not None)

@@ -16,10 +16,10 @@ from locret_kernels.decoder_step.cpu import PACKED, ROWS
 from locret_kernels.quantise import cpu as quantiser
 from locret_kernels.ragged_decode import PackedRows
 
-from ..backbones.rope import Rope
-from ..cache.bounded import BoundedCache
-from ..cache.context import Context
-from ..cache.storage.quantised import GroupedBits, describe
+from ...backbones.rope import Rope
+from ...cache.bounded import BoundedCache
+from ...cache.context import Context
+from ...cache.storage.quantised import GroupedBits, describe
 
 # ---- rows in few bits as ``locret_kernels.decoder_step`` reads them, and the quantising of full groups in all layers at once
 
@@ -55,7 +55,7 @@ def quantise(full: Sequence[FullTail]) -> None:
     for at, (codec, keys, values) in zip(found, full, strict=True):
         ready = int(at["ready"])
         codec.tail -= ready
-        codec.tail_keys[0, :, : codec.tail], codec.tail_values[0, :, : codec.tail] = keys[:, ready:], values[:, ready:]
+        codec.tail_keys[:, : codec.tail], codec.tail_values[:, : codec.tail] = keys[:, ready:], values[:, ready:]
 
 
 # ---- a text's rows as a compiled call reads them ----
@@ -80,7 +80,7 @@ class PositionTables:
 
 
 @dataclass
-class Lane:
+class RowPointers:
     """A text's rows as the call reads them, until its next boundary.
 
     Attributes:
@@ -104,21 +104,21 @@ class Lane:
     """Layer in few bits whose tail is full -> a copy of its keys and values ``[H, rows, D]`` with room for one row more."""
 
     @classmethod
-    def of(cls, cache: BoundedCache, H: int, tables: PositionTables) -> Lane:
+    def of(cls, cache: BoundedCache, H: int, tables: PositionTables) -> RowPointers:
         """The addresses of a cache's rows, with ``H`` heads in every layer, and how long they hold."""
         ctx, seen, L = cache.context, cache.get_seq_length(), len(cache.bounded)
         room = min(rows.capacity - rows.rows for rows in cache.bounded)
         left = min(ctx.due(layer, rows, room).tokens for layer, rows in enumerate(cache.bounded))
         starts_LH, lengths_LH = (np.zeros((L, H), np.int64) for _ in range(2))
-        lane = cls(
+        made = cls(
             np.zeros(L, ROWS.dtype), np.zeros(L, PACKED.dtype), starts_LH, lengths_LH, left, seen + left, seen,
             ctx, [], [], {},
         )  # fmt: skip
         own: dict[int, tuple[Rope, Tensor]] = {}
         for layer, rows in enumerate(cache.bounded):
-            flat, at = rows.flat(), lane.rows[layer]
-            lane.starts_LH[layer], lane.lengths_LH[layer] = flat.starts_BH[0].numpy(), flat.lengths_BH[0].numpy()
-            at["starts"], at["lengths"] = lane.starts_LH[layer].ctypes.data, lane.lengths_LH[layer].ctypes.data
+            flat, at = rows.flat(), made.rows[layer]
+            made.starts_LH[layer], made.lengths_LH[layer] = flat.starts_BH[0].numpy(), flat.lengths_BH[0].numpy()
+            at["starts"], at["lengths"] = made.starts_LH[layer].ctypes.data, made.lengths_LH[layer].ctypes.data
             ROWS.point(at, positions=flat.positions_N, scores=rows.scores)
             at["window"], at["before"] = rows.window or 0, -1 if not ctx.positions.span else 0
             if rows.statistics:
@@ -130,7 +130,7 @@ class Lane:
                 cos, sin = tables.below(rope, max(longest, ctx.positions.span or 0))
                 ROWS.point(at, tables.dtype, cos=cos, sin=sin)
                 at["rotated"] = cos.shape[1]
-                lane.held.append((cos, sin))
+                made.held.append((cos, sin))
             elif (rope := ctx.write_rope(layer, rows)) is not None:
                 R = 2 * len(rope.inv_freq)
                 _, held = own.setdefault(id(rope), (rope, torch.empty(2, R, dtype=tables.sums, device=rows.device)))
@@ -138,21 +138,21 @@ class Lane:
                 at["rotated"] = R
             if isinstance(flat.rows, PackedRows):
                 assert isinstance(rows.codec, GroupedBits)
-                point_at(lane.packed[layer], flat.rows, rows.codec)
-                at["packed"] = lane.packed[layer : layer + 1].ctypes.data
-                lane.left = min(lane.left, rows.codec.max_tail - rows.codec.tail + 1)
+                point_at(made.packed[layer], flat.rows, rows.codec)
+                at["packed"] = made.packed[layer : layer + 1].ctypes.data
+                made.left = min(made.left, rows.codec.max_tail - rows.codec.tail + 1)
             else:
                 ROWS.point(at, tables.dtype, keys=flat.rows[0], values=flat.rows[1])
-            lane.held.append(flat)
-        lane.own = list(own.values())
-        return lane
+            made.held.append(flat)
+        made.own = list(own.values())
+        return made
 
     def widen(self, cache: BoundedCache) -> None:
         """Room for the token with which a group of rows fills and is quantised."""
         for layer, rows in enumerate(cache.bounded):
             codec = rows.codec
             if isinstance(codec, GroupedBits) and codec.tail == codec.max_tail:
-                keys, values = (F.pad(x[0], (0, 0, 0, 1)) for x in (codec.tail_keys, codec.tail_values))
+                keys, values = (F.pad(x, (0, 0, 0, 1)) for x in (codec.tail_keys, codec.tail_values))
                 self.wider[layer], at = (keys, values), self.packed[layer]
                 PACKED.point(at, codec.dtype, tail_keys=keys, tail_values=values)
                 at["tail_room"] = codec.tail + 1

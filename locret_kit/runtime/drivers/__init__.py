@@ -1,0 +1,87 @@
+"""Who makes the next token of a text: chosen once for a cache, by what its settings and the device allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...backbones.wrapped import unwrapped
+from ...cache.bounded import BoundedCache
+from .cpu import cpu_driver
+from .graph import GraphDriver
+from .plain import PlainDriver
+
+
+class Driver(Protocol):
+    """Makes a token of each of several texts, or of one.
+
+    Attributes:
+        name: in ``cache.counters.decoding``.
+    """
+
+    name: str
+
+    def takes(self, cache: BoundedCache) -> str | None:
+        """Reason why a cache is decoded by the plain forward; None where it is not, as far as settings tell."""
+
+    def ready(self, cache: BoundedCache) -> bool:
+        """Whether the next token of a cache can come here."""
+
+    def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
+        """Logits ``[texts, V]`` (float32) after one token more of each text."""
+
+
+class Decoding:
+    """The driver of one cache. ``decoding(token)`` gives the logits ``[V]`` after a token.
+
+    Args:
+        model: attached.
+        cache: bound to it, after its prompt.
+        graph: True replays a CUDA graph for each token, None does so where it is possible, False never.
+
+    Raises:
+        ValueError: ``graph=True`` where it is not possible; says why. A reason may also show after a few tokens.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: BoundedCache, graph: bool | None = False) -> None:
+        model = unwrapped(model)
+        self._cache, self._graph, self._dynamic = cache, graph, PlainDriver(model)
+        self._driver: Driver = self._dynamic
+        chosen = _chosen(model, cache, graph)
+        if isinstance(chosen, str):
+            self._refuse(chosen)
+        else:
+            self._driver, cache.counters.decoding = chosen, chosen.name
+
+    def __call__(self, token: int) -> Tensor:
+        return self.next_driver()([self._cache], [token])[0]
+
+    def next_driver(self) -> Driver:
+        """The driver of the next token: the plain forward where the chosen one is not ready."""
+        if self._driver.ready(self._cache):
+            return self._driver
+        reason = self._driver.takes(self._cache)
+        if reason is not None:  # it was found on the way
+            self._refuse(reason)
+        return self._dynamic
+
+    def _refuse(self, reason: str) -> None:
+        if self._graph:
+            raise ValueError(f"graph=True is not possible here: {reason}")
+        self._driver, self._cache.counters.decoding = self._dynamic, f"dynamic: {reason}"
+
+
+def _chosen(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str:
+    """The driver that is asked for on the model's device, or why it cannot be."""
+    device = model.device.type
+    driver: Driver | str
+    if device == "cpu" and not graph:
+        driver = cpu_driver(model, cache.context.heads)
+    elif graph is False:
+        return PlainDriver(model)
+    else:
+        driver = GraphDriver(model, cache) if device == "cuda" else f"CUDA graphs need a CUDA device, not {device}"
+    return driver if isinstance(driver, str) else driver.takes(cache) or driver
