@@ -132,7 +132,7 @@ class Admission:
     def _read_prefix(self, request: ServerRequest, key: tuple[str, str], tokens: int) -> SharedPrefix:
         """Begin to read a shared prefix, in the place of the one that was used least recently."""
         # First: where it raises, nobody waits for what is never read.
-        cache = self._empty(request, tokens + self._tail + 1)
+        cache = self._spec.cache(tokens + self._tail + 1)
         if len(self.prefixes) >= self.max_prefixes:
             oldest = next(one for one, prefix in self.prefixes.items() if not prefix.reading)
             self.prefixes.pop(oldest).cache = None  # answers that came from it hold it too
@@ -155,10 +155,6 @@ class Admission:
         """Tokens of a prompt's end before which the last eviction comes: what is shared ends before them."""
         return self._spec.settings.local_len or 0
 
-    def _empty(self, request: ServerRequest, prompt_length: int) -> BoundedCache:
-        """A new cache for a prompt of so many tokens."""
-        return self._spec.cache(prompt_length, request.settings, request.policy)
-
     def _own(self, request: ServerRequest, prefix: SharedPrefix | None) -> BoundedCache:
         """A cache of its own, that has read a document, a shared prefix, or nothing."""
         if request.document is not None:
@@ -167,9 +163,9 @@ class Admission:
             try:
                 cache = prefix.cache.fork(len(request.ids))
             except CannotFork:  # a prompt of this length is read otherwise from its beginning on
-                cache = self._empty(request, len(request.ids))
+                cache = self._spec.cache(len(request.ids), request.settings, request.policy)
         else:
-            cache = self._empty(request, len(request.ids))
+            cache = self._spec.cache(len(request.ids), request.settings, request.policy)
         request.cache, request.document = cache, None
         return cache
 
