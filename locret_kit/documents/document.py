@@ -27,8 +27,8 @@ from ..cache.terms import Terms
 from ..heads import RetainingHeads, loaded
 from ..naming import blaming
 from ..policies.policy import Policy
-from ..runtime.kept_text import CONTEXT, token_texts
 from ..runtime.session import Answer, Sampling, prefill, ready
+from ..runtime.tokens import CHARACTER, token_texts
 from ..settings import RunSettings
 from ..text.spans import Span
 from ..text.template import protected_spans
@@ -366,8 +366,8 @@ class Kept:
 
     def texts(self, tokenizer: PreTrainedTokenizerBase, start: int, end: int) -> list[str]:
         """The texts of tokens ``start`` to ``end``, as ``token_texts`` of all has them."""
-        begin = max(0, start - 2 * CONTEXT)
-        return token_texts(tokenizer, self.ids[begin : end + CONTEXT])[start - begin : end - begin]
+        begin = max(0, start - 2 * CHARACTER)
+        return token_texts(tokenizer, self.ids[begin : end + CHARACTER])[start - begin : end - begin]
 
 
 def _one(items: list[T], number: int | None, what: str) -> list[T]:
