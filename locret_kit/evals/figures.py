@@ -17,7 +17,7 @@ import numpy as np
 from ..files import write_beside
 from ..naming import install_line
 from .engine import Row
-from .tables import LIKELIHOOD, grouped, mean_and_stderr, size
+from .tables import LIKELIHOOD, grouped, mean_and_stderr, over, size
 from .tasks.task import asked_depth
 
 if TYPE_CHECKING:
@@ -147,10 +147,6 @@ def needle_grid(rows: Sequence[Row]) -> Figure:
         axis.grid(False)
     figure.colorbar(image, ax=axes, label="mean score (blank: not run)", shrink=0.8, aspect=30)
     return figure
-
-
-def over(task: str, haystack: str) -> str:
-    return task if haystack == "-" else f"{task}, {haystack}"
 
 
 def _nominal_depth(row: Row) -> float | None:

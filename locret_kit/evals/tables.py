@@ -131,6 +131,11 @@ def size(tokens: float) -> str:
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
+def over(task: str, haystack: str) -> str:
+    """The task with its haystack, where it has one."""
+    return task if haystack == "-" else f"{task}, {haystack}"
+
+
 def policy_order(label: str) -> tuple:
     """Sorts full attention first, then `locret` in its forms."""
     return label != "full", not label.startswith("locret"), label
@@ -317,7 +322,7 @@ def differences_markdown(pairs: Iterable[Difference], against: str) -> str:
     """One table, a line per cell."""
     lines = [
         [
-            one.task if one.haystack == "-" else f"{one.task}, {one.haystack}",
+            over(one.task, one.haystack),
             size(one.length), str(one.budget or "-"), one.label,
             f"{one.figure} (lower is better)" if one.figure in LIKELIHOOD else one.figure,
             str(one.n), f"{one.theirs:.3f}", str(one),

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from ...samples.haystack import starts
 from ...text.spans import Span, encode
@@ -21,9 +21,6 @@ from ...text.template import render_prompt
 from ..metrics import library
 from ..tasks.task import Example
 from . import BM25
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PASSAGE = 64
 """Tokens that a passage has at most."""

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_kernels.backend import choose, function
 
@@ -34,9 +34,6 @@ from ...runtime.session import prefill
 from ...settings import read_protect
 from ...text.template import render_prompt
 from . import ORACLES, Setup, Variant
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CHUNK = 2048
 """Context tokens that one request asks to repeat."""

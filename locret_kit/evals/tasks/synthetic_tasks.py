@@ -177,18 +177,13 @@ _WORDS = read_table("words")
 ADJECTIVES, NOUNS, VERBS = (tuple(_WORDS[name].split()) for name in ("adjectives", "nouns", "verbs"))
 
 
-def singles() -> list[str]:
-    """All words, each once, in a fixed order."""
-    return list(dict.fromkeys((*NOUNS, *ADJECTIVES, *VERBS)))
-
-
 def distinct(rng: random.Random, n: int) -> list[str]:
     """``n`` different words in random order; where there are not enough, words run together ("rivergate").
 
     Raises:
         ValueError: more words are asked for than pairs of nouns give.
     """
-    words = singles()
+    words = list(dict.fromkeys((*NOUNS, *ADJECTIVES, *VERBS)))
     if n <= len(words):
         return rng.sample(words, n)
     known = set(words)
