@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..documents.document_text import DocumentText
     from ..heads import HeadsConfig, RetainingHeads
     from ..policies.policy import Policy
-    from ..text.spans import Span
+    from ..text.untrusted import Span
 
 ASKED = "rereading-locret"
 """The policy of the demo's heads where a text is read for its questions alone."""

@@ -48,8 +48,7 @@ def text_of(file: str | None) -> Iterator[str]:
                 raise ValueError(
                     f"{source} is no text but tensors: if locret-read wrote it, locret-ask answers about it"
                 )
-            from ..text.convert import convert
-            from ..text.reader import CONVERTED, LIMIT, may_be_text
+            from ..text.reader import CONVERTED, LIMIT, convert, may_be_text
 
             if name.lower().endswith(CONVERTED) or not may_be_text(first):
                 return iter([convert(first + stream.read(LIMIT), name, lost=to_stderr)])

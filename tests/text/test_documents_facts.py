@@ -14,8 +14,7 @@ import pytest
 from made_documents import WORD, at, book, docx_files, drawn, item, level, lists, looks, pdf, said, word, zipped
 
 from locret_kit.cli.terminal import text_of
-from locret_kit.text.convert import convert
-from locret_kit.text.reader import read_stream
+from locret_kit.text.reader import convert, read_stream
 
 FACT = "The rent is 4711 euros"
 OTHER = "Heating costs 815 euros"
@@ -499,6 +498,6 @@ def test_documents_that_take_a_parser_long_are_short_work_or_end(tmp_path, monke
     assert time.process_time() - began < 5
     (tmp_path / "a.html").write_bytes(b"<p>one two</p>")
     assert list(text_of(str(tmp_path / "a.html"))) == ["one two"]
-    monkeypatch.setattr("locret_kit.text.convert.convert", partial(convert, text=3))
+    monkeypatch.setattr("locret_kit.text.reader.convert", partial(convert, text=3))
     with pytest.raises(ValueError, match="its text has 7 bytes, at most 3 are taken"):
         text_of(str(tmp_path / "a.html"))
