@@ -13,8 +13,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval, Predicate
 
-from .naming import nearest
-from .sizes import parse_bytes
+from .naming import nearest, parse_bytes
 from .validation import NAME, Description, check, made
 
 BUDGET, CHUNK = 1024, 512

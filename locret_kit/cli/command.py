@@ -13,13 +13,13 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires
 from typing import ParamSpec
 
-from .. import threads
 from ..backbones.tested import newer
 from ..config.command_line import read
 from ..config.machine import Backbone, Plugin
 from ..config.schema import Command, T, UsageError
 from ..hub import OneRetryLine
 from ..naming import first_line, install_line
+from ..processes import choose_threads
 
 P = ParamSpec("P")
 _RETRIES = OneRetryLine()
@@ -69,7 +69,7 @@ def command(
         @functools.wraps(main)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
             open_streams()
-            threads.choose()
+            choose_threads()
             logging.getLogger(OneRetryLine.LOGGER).addFilter(_RETRIES)
             try:
                 status = main(*args, **kwargs)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from ..config.plan_options import PLAN, PlanOptions
 from ..config.recipes import known_recipes, read_recipe, recipes_folder
 from ..config.schema import Values
-from ..naming import nearest
-from ..sizes import parse_bytes, show
+from ..naming import nearest, parse_bytes, show
 from .command import entry
 
 if TYPE_CHECKING:

@@ -112,6 +112,7 @@ def run(args: ServeOptions) -> int:
 def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loading: LoadingApp) -> str:
     """Make the server, put it where requests find it, load the model; what is ready. Raises ValueError, OSError."""
     from ..backbones.probe import describe
+    from ..naming import parse_bytes
     from ..planning.inference_plan import Caches, Setting, refuse_unbounded
     from ..policies.grammar import parse_policy
     from ..serving.app import make_app
@@ -119,7 +120,6 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     from ..serving.process import give_back
     from ..serving.state import Limits, Server
     from ..serving.store import Store
-    from ..sizes import parse_bytes
 
     policies = [parse_policy(name) for name in args.policies]
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)

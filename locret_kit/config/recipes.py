@@ -103,6 +103,7 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     import torch
 
     from ..backbones.load import load_config, pick_device, pick_dtype
+    from ..naming import show
     from ..planning.backbone_sizes import BackboneSizes
     from ..planning.fitting_settings import (
         LONGEST,
@@ -113,7 +114,6 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
         choose_width,
         plan_training,
     )
-    from ..sizes import show
 
     cfg = build(TrainConfig, values)
     device = pick_device("cpu" if cfg.trainer.accelerator == "cpu" else None)

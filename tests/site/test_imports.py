@@ -8,7 +8,7 @@ import pytest
 from import_graph import imports, modules
 
 FLOORS = (
-    {"naming", "processes", "shapes", "sizes", "threads"},
+    {"naming", "processes"},
     {"files", "validation", "cis"},
     {"settings", "hub"},
     {"backbones", "text"},
