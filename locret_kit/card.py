@@ -16,7 +16,7 @@ from typing import Any
 
 from .backbones.load import resolve_model
 from .cis import TOP
-from .config.train_config import SMOOTH_L1
+from .config.train_options import SMOOTH_L1
 from .evals.engine.result_rows import KEY, Row, check_cells
 from .evals.tables import Cell, Figure, Table, summarize
 from .files import CONFIG, parse_json, read_json, write_json

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from ..config.document_options import ASK, AskOptions
+from ..config.infer_options import ASK, AskOptions
 from .command import entry
 from .loading import open_document
 from .terminal import check_question, check_sampling, check_saved, json_line, words_of, write_answer

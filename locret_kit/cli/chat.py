@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.document_options import CHAT, ChatOptions
+from ..config.infer_options import CHAT, ChatOptions
 from ..naming import first_line, nearest
 from .command import entry, install_hint
 from .loading import Chosen, check_run, choose, counted_text, open_document

@@ -15,7 +15,7 @@ from typing import ParamSpec
 
 from ..backbones.tested import newer
 from ..config.command_line import read
-from ..config.machine import Backbone, Plugin
+from ..config.infer_options import Backbone, Plugin
 from ..config.schema import Command, T, UsageError
 from ..hub import OneRetryLine
 from ..naming import first_line, install_line

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..config.document_options import INFO, InfoOptions
+from ..config.infer_options import INFO, InfoOptions
 from ..planning.reading import too_few
 from .command import entry
 from .terminal import plain

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from ..config.document_options import KEPT, KeptOptions
+from ..config.infer_options import KEPT, KeptOptions
 from ..config.schema import refuse
 from .command import entry
 from .terminal import check_saved, check_target, plain

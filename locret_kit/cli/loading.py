@@ -9,8 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ..config.document_options import AskOptions, ChatOptions, ReadOptions
-from ..config.machine import Dtype, Machine
+from ..config.infer_options import AskOptions, ChatOptions, Dtype, Machine, ReadOptions
 from ..config.schema import refuse
 from ..settings import RunSettings, read_protect
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.plan_options import PLAN, PlanOptions
-from ..config.recipes import known_recipes, read_recipe, recipes_folder
 from ..config.schema import Values
+from ..config.serve_options import PLAN, PlanOptions
+from ..config.train_options import known_recipes, read_recipe, recipes_folder
 from ..naming import nearest, parse_bytes, show
 from .command import entry
 

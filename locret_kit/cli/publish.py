@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..config.publish_options import PUBLISH, PublishOptions
+from ..config.train_options import PUBLISH, PublishOptions
 from .command import entry
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.document_options import READ, ReadOptions
+from ..config.infer_options import READ, ReadOptions
 from ..config.schema import refuse
 from ..settings import RunSettings
 from .command import entry

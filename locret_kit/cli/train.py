@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from ..config.command_line import read
-from ..config.recipes import TRAIN, USAGE
-from ..config.train_config import TrainConfig
+from ..config.train_options import TRAIN, TrainConfig
 from .command import command
 
 
@@ -16,7 +15,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train, and print where the result is and how to use it."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
-        print(USAGE)
+        print(TRAIN.usage)
         return 1
     cfg = read(TRAIN, argv)
     if cfg is None:

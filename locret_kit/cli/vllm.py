@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from ..config.command_line import read
-from ..config.vllm_options import VLLM, VllmOptions, shared_out
+from ..config.serve_options import VLLM, VllmOptions, shared_out
 from .command import command
 from .loading import check_run, choose
 

@@ -1,4 +1,6 @@
-"""One reader for the options of every command: ``--key value``, ``--key=value`` or ``key=value``, in any order. No torch."""
+"""One reader for the options of every command: ``--key value``, ``--key=value`` or ``key=value``, in any order; for those of a
+YAML file too, and back. No torch.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain, repeat
 from pathlib import Path
+from typing import get_args, get_origin
 
-from ..validation import checked, metadata_of, parts
-from .schema import Command, Option, Repeatable, T, UsageError, build, help_of, options_of, refuse_gone, typed, unknown
-from .yaml_values import nested, read_yaml, values_of
+from ..naming import nearest
+from ..validation import checked, choices, metadata_of, parts
+from .schema import Command, Option, Repeatable, T, UsageError, Values, build, help_of, options_of
 
 
 def read(command: Command[T], argv: list[str]) -> T | None:
@@ -108,3 +111,140 @@ def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) ->
 
 def _is_switch(known: Mapping[str, Option], name: str) -> bool:
     return name in known and bool in parts(known[name].annotation)
+
+
+def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
+    """Words for a name that is no option: the nearest of the same name elsewhere, else of its section, else any; or the
+    section's fields."""
+    inside = [leaf for leaf in known if leaf.startswith(f"{name}.")]
+    if inside:
+        return f"{name}{where} is a section; its fields: {', '.join(inside)}"
+    section, _, last = name.rpartition(".")
+    same = [leaf for leaf in known if leaf.endswith(f".{last}")]
+    beside = [leaf for leaf in known if section and leaf.startswith(f"{section}.")]
+    if beside and not same and not nearest(last, [leaf.rpartition(".")[2] for leaf in beside]):
+        return f"unknown key {name!r}{where}. Fields of {section}: {', '.join(beside)}."
+    near = nearest(same[0] if same else name, beside or known)
+    return f"unknown key {name!r}{where}.{near} --help all lists what there is"
+
+
+def refuse_gone(gone: Mapping[str, str], name: str, value: object, where: str = "") -> None:
+    """Raise UsageError for a name, a section or a ``name=value`` that there is no more; says what does its work."""
+    for word in (name, name.partition(".")[0], f"{name}={value}"):
+        if word in gone:
+            shown = f"--{word.replace('_', '-')}" if word == name and word.isidentifier() else word
+            raise UsageError(f"{shown}{where} is no option any more: {gone[word]}")
+
+
+def typed(annotation: object, text: str) -> object:
+    """A text as a value of an annotation's type, unchecked; ``null`` where that is allowed."""
+    kinds, text = list(parts(annotation)), text.strip()
+    if text == "null" and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if get_origin(kind) is list:
+            return [typed(get_args(kind)[0], item) for item in split_list(text)]
+    if known := {str(choice): choice for choice in choices(annotation)}:
+        return known.get(text, text)
+    return text if str in kinds else scalar(text)
+
+
+def scalar(text: str) -> object:
+    """The number or truth value that a text writes, or the text."""
+    if re.fullmatch(r"[+-]?\d{1,300}", text):
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return {"true": True, "false": False}.get(text, text)
+
+
+def split_list(text: str) -> list[str]:
+    """The items of ``[a,b]`` or ``a,b``; commas within parentheses belong to an item: ``kvcrush(base=h2o,anchor=mean)``."""
+    items, depth = [""], 0
+    for character in text[1:-1] if text.startswith("[") and text.endswith("]") else text:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and not depth:
+            items.append("")
+        else:
+            items[-1] += character
+    return [item for part in items if (item := part.strip().strip("\"'"))]
+
+
+def read_yaml(path: Path, said: str) -> Values:
+    """A YAML file of ``name: value``.
+
+    Raises:
+        ValueError: it cannot be read, is no YAML or holds something else; begins with ``said``.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses what would not be read as it is written: keys that are there twice, and aliases."""
+
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("aliases are not read")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+            names = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise yaml.YAMLError(f"{twice[0]} is there twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except OSError as error:
+        raise ValueError(f"{said} cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise ValueError(f"{said} is not valid YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an integer of thousands of digits, wrong UTF-8
+        raise ValueError(f"{said} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{said} must hold sections of key: value")
+    return loaded
+
+
+def values_of(command: Command[T], tree: Values, where: str) -> Values:
+    """Checked values by option, of what a YAML file holds.
+
+    Raises:
+        ValueError: an unknown name, or a value of a wrong type or out of bounds.
+        UsageError: a name, a section or a value that there is no more.
+    """
+    known, values = options_of(command.schema), Values()
+    for name, value in flattened(tree).items():
+        refuse_gone(command.gone, name, value, where)
+        if name not in known:
+            raise ValueError(unknown(name, known, where))
+        kinds = list(parts(known[name].annotation))
+        if isinstance(value, str) and str not in kinds:  # such as 1e-4, which YAML takes for a text
+            value = typed(known[name].annotation, value)
+        elif str in kinds and type(value) in (int, float):
+            value = str(value)
+        try:
+            values[name] = checked(name, known[name].annotation, value)
+        except ValueError as error:
+            raise ValueError(str(error).replace(" must be", f"{where} must be", 1)) from None
+    return values
+
+
+def flattened(tree: Mapping[str, object], prefix: str = "") -> Values:
+    """``{dotted name: value}`` of sections."""
+    values: Values = {}
+    for key, value in tree.items():
+        values |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return values
+
+
+def nested(values: Mapping[str, object]) -> Values:
+    """Sections of dotted names."""
+    tree: Values = {}
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        at = tree
+        for section in sections:
+            at = at.setdefault(section, {})  # type: ignore[assignment]
+        at[last] = value
+    return tree

@@ -11,7 +11,7 @@ from annotated_types import Ge, MinLen
 from ..settings import Budget, RunSettings, Slots
 from ..validation import check
 from .command_line import given_by
-from .machine import Machine
+from .infer_options import Machine
 from .schema import Command, build
 
 USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Generic, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ..naming import nearest
 from ..validation import annotations_of, choices, parts
 
 if TYPE_CHECKING:
@@ -126,64 +125,6 @@ def refuse(options: DataclassInstance, names: Iterable[str], why: str) -> None:
             shown = value[0] if isinstance(value, list) else value
             words = f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {shown}"
             raise ValueError(f"{words} has no effect {why}")
-
-
-def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
-    """Words for a name that is no option: the nearest of the same name elsewhere, else of its section, else any; or the
-    section's fields."""
-    inside = [leaf for leaf in known if leaf.startswith(f"{name}.")]
-    if inside:
-        return f"{name}{where} is a section; its fields: {', '.join(inside)}"
-    section, _, last = name.rpartition(".")
-    same = [leaf for leaf in known if leaf.endswith(f".{last}")]
-    beside = [leaf for leaf in known if section and leaf.startswith(f"{section}.")]
-    if beside and not same and not nearest(last, [leaf.rpartition(".")[2] for leaf in beside]):
-        return f"unknown key {name!r}{where}. Fields of {section}: {', '.join(beside)}."
-    near = nearest(same[0] if same else name, beside or known)
-    return f"unknown key {name!r}{where}.{near} --help all lists what there is"
-
-
-def refuse_gone(gone: Mapping[str, str], name: str, value: object, where: str = "") -> None:
-    """Raise UsageError for a name, a section or a ``name=value`` that there is no more; says what does its work."""
-    for word in (name, name.partition(".")[0], f"{name}={value}"):
-        if word in gone:
-            shown = f"--{word.replace('_', '-')}" if word == name and word.isidentifier() else word
-            raise UsageError(f"{shown}{where} is no option any more: {gone[word]}")
-
-
-def typed(annotation: object, text: str) -> object:
-    """A text as a value of an annotation's type, unchecked; ``null`` where that is allowed."""
-    kinds, text = list(parts(annotation)), text.strip()
-    if text == "null" and type(None) in kinds:
-        return None
-    for kind in kinds:
-        if get_origin(kind) is list:
-            return [typed(get_args(kind)[0], item) for item in split_list(text)]
-    if known := {str(choice): choice for choice in choices(annotation)}:
-        return known.get(text, text)
-    return text if str in kinds else scalar(text)
-
-
-def scalar(text: str) -> object:
-    """The number or truth value that a text writes, or the text."""
-    if re.fullmatch(r"[+-]?\d{1,300}", text):
-        return int(text)
-    try:
-        return float(text)
-    except ValueError:
-        return {"true": True, "false": False}.get(text, text)
-
-
-def split_list(text: str) -> list[str]:
-    """The items of ``[a,b]`` or ``a,b``; commas within parentheses belong to an item: ``kvcrush(base=h2o,anchor=mean)``."""
-    items, depth = [""], 0
-    for character in text[1:-1] if text.startswith("[") and text.endswith("]") else text:
-        depth += (character in "([") - (character in ")]")
-        if character == "," and not depth:
-            items.append("")
-        else:
-            items[-1] += character
-    return [item for part in items if (item := part.strip().strip("\"'"))]
 
 
 COMMON_OPTIONS = {
