@@ -1,1 +1,1 @@
-"""The recipes: one YAML file a backbone or experiment, read by `locret_kit.config.train_options`."""
+"""The recipes: one YAML file a backbone or experiment, read by `locret_kit.config.recipes`."""

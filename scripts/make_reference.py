@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from locret_kit.__main__ import COMMANDS as LISTED
-from locret_kit.config import train_options
+from locret_kit.config import recipes as recipe_files
 from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE
 from locret_kit.config.infer_options import ASK, CHAT, INFER, INFO, KEPT, READ, BatchPrompt
 from locret_kit.config.schema import COMMON_OPTIONS, REQUIRED, Command, Repeatable, docstrings, groups_of
@@ -27,7 +27,7 @@ from locret_kit.settings import PUBLISHED, RunSettings
 from locret_kit.validation import allowed, annotations_of, choices, metadata_of
 
 COMMANDS: tuple[Command, ...] = (
-    INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, VLLM, EVAL, PLAN, train_options.TRAIN, PUBLISH,
+    INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, VLLM, EVAL, PLAN, recipe_files.TRAIN, PUBLISH,
 )  # fmt: skip
 OF_EVAL = {
     "paired": PAIRED, "table": TABLE, "figure": FIGURE, "report": REPORT,
@@ -169,7 +169,7 @@ def options(command: Command) -> Iterator[str]:
     for title, known in groups_of(command):
         rows = []
         for name, option in known.items():
-            flag = name if command is train_options.TRAIN else f"--{name.replace('_', '-')}"
+            flag = name if command is recipe_files.TRAIN else f"--{name.replace('_', '-')}"
             bare = f"`{name.upper()}` or " if name in command.positional else ""
             said = docstrings(option.owner).get(option.field, "")
             rows.append((f"{bare}`{flag}`", type_of(option.annotation), shown(option.default), plain(said)))
@@ -285,9 +285,9 @@ def policies() -> str:
 
 def recipes() -> str:
     """Every recipe, with the comment that its file begins with."""
-    folder = train_options.recipes_folder()
+    folder = recipe_files.recipes_folder()
     rows = []
-    for path in (folder / f"{name}.yaml" for name in train_options.known_recipes()):
+    for path in (folder / f"{name}.yaml" for name in recipe_files.known_recipes()):
         first = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
         said = (f"`{line[1:].strip()}`" if line.startswith("#  ") else line[2:] for line in first)
         rows.append((f"`{path.stem}`", " ".join(said)))

@@ -4,59 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..config import eval_options as options
 from ..config.command_line import read
 from ..config.schema import Command, T
+from ..evals.engine.result_rows import Row, read_rows
+from ..evals.figures import draw
+from ..evals.report.html_report import write_page
+from ..evals.report.paired import differences, to_markdown
+from ..evals.report.summary import every_table, write_summary
+from ..evals.tasks import ALIASES, DESCRIPTIONS, groups, haystack_name, known_tasks, row_names
+from ..evals.tasks.document_tasks import entries
 from ..files import write_json
 from ..naming import install_line, nearest
 from .command import command
-
-if TYPE_CHECKING:
-    from ..evals.engine.result_rows import Row
-    from .eval_setup import EvalParts
-
-CONFIG = "config.json"
-
-
-def run_config(config: options.EvalConfig, parts: EvalParts) -> dict[str, object]:
-    """Settings that the folder's rows share, and the heads that there are rows of, for its ``config.json``. Rows of other
-    settings, or of other heads by the same name, are an error. Other checkpoints may come in later.
-
-    Raises:
-        ValueError: the folder holds rows of another setting or other heads; names it.
-    """
-    from ..evals.engine.result_rows import read_config
-
-    out, path = Path(config.out), Path(config.out) / CONFIG
-    if not (above := next(place for place in (out, *out.absolute().parents) if place.exists())).is_dir():
-        raise ValueError(f"out={config.out}: {above} is no folder")
-    heads = parts.facts()
-    now = {**asdict(config), "model": parts.model, "adapter": parts.adapter, "heads": heads}
-    before: dict[str, object] = {}
-    if path.exists() and any(file.stat().st_size for file in out.glob("rows.*.jsonl")):
-        before = read_config(out)
-        defaults = {item.name: item.default for item in fields(config)}
-        for key in options.FROZEN_KEYS:
-            then = before.get(key, defaults[key])
-            if then != now[key]:
-                raise ValueError(
-                    f"out={config.out} holds rows with {key}={then}, not {key}={now[key]}: choose another out"
-                )
-    known = before.get("heads") or {}
-    assert isinstance(known, dict)
-    for name, facts in heads.items():
-        for what, value in facts.items():
-            if known.get(name, facts)[what] != value:
-                raise ValueError(
-                    f"out={config.out} holds rows of heads {name} with {what}={known[name][what]}, not {what}={value}: "
-                    "choose another out"
-                )
-    return {**now, "heads": {**known, **heads}}
 
 
 def run(argv: list[str]) -> int:
@@ -66,9 +29,7 @@ def run(argv: list[str]) -> int:
         return 0
     from ..evals.engine.run_spec import check_policies
     from ..evals.engine.runner import answer, check, left
-    from ..evals.report.html_report import write_page
-    from ..evals.report.summary import write_summary
-    from .eval_setup import load_parts, run_of
+    from .eval_setup import CONFIG, load_parts, run_config, run_of
 
     draws = find_spec("matplotlib") is not None
     if not draws:
@@ -95,22 +56,15 @@ def run(argv: list[str]) -> int:
 
 
 def _report(config: options.FolderConfig) -> None:
-    from ..evals.report.html_report import write_page
-    from ..evals.report.summary import write_summary
-
     write_summary(config.folder)
     print(write_page(config.folder))
 
 
 def _table(config: options.RowsConfig) -> None:
-    from ..evals.report.summary import every_table
-
     print(every_table(chosen_rows(config)), end="")
 
 
 def _figure(config: options.FigureConfig) -> None:
-    from ..evals.figures import draw
-
     print("\n".join(map(str, draw(config.name, chosen_rows(config), Path(config.out) / "figures"))))
 
 
@@ -120,9 +74,6 @@ def chosen_rows(config: options.RowsConfig) -> list[Row]:
     Raises:
         ValueError: there are none.
     """
-    from ..evals.engine.result_rows import read_rows
-    from ..evals.tasks import haystack_name, row_names
-
     haystacks = {haystack_name(haystack) for haystack in config.haystacks}
     tasks = {name for task in config.tasks for name in row_names(task)}
     budgets = [0, *config.budgets] if config.budgets else []
@@ -142,8 +93,6 @@ def chosen_rows(config: options.RowsConfig) -> list[Row]:
 
 
 def _paired(config: options.PairedConfig) -> None:
-    from ..evals.report.paired import differences, to_markdown
-
     print(to_markdown(differences(chosen_rows(config), config.against, config.figure), config.against))
 
 
@@ -156,9 +105,6 @@ def _lm_eval(argv: list[str]) -> int:
 
 
 def _tasks(config: options.NoConfig) -> None:
-    from ..evals.tasks import ALIASES, DESCRIPTIONS, groups, known_tasks
-    from ..evals.tasks.document_tasks import entries
-
     for name in known_tasks():
         entry = entries().get(name)
         says = f"documents of a benchmark, by {entry.metric}" if entry else DESCRIPTIONS[ALIASES.get(name, name)]

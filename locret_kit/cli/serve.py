@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.serve_options import SERVE, ServeOptions
+from ..naming import parse_bytes
 from ..settings import read_protect
 from .command import entry
-from .loading import check_run, choose
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -112,7 +112,6 @@ def run(args: ServeOptions) -> int:
 def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loading: LoadingApp) -> str:
     """Make the server, put it where requests find it, load the model; what is ready. Raises ValueError, OSError."""
     from ..backbones.probe import describe
-    from ..naming import parse_bytes
     from ..planning.inference_plan import Caches, Setting, refuse_unbounded
     from ..policies.grammar import parse_policy
     from ..serving.app import make_app
@@ -120,6 +119,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     from ..serving.process import give_back
     from ..serving.state import Limits, Server
     from ..serving.store import Store
+    from .loading import check_run, choose
 
     policies = [parse_policy(name) for name in args.policies]
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)

@@ -1,28 +1,18 @@
-"""The options of ``locret-train``, the recipes that stand below them, and the options of ``locret-publish``.
-
-This module knows no model and imports neither torch nor Lightning.
-"""
+"""The options of ``locret-train`` and ``locret-publish``. This module knows no model and imports neither torch nor Lightning."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
 from ..backbones.gguf.gguf_place import is_gguf
-from ..naming import nearest, show
 from ..settings import PUBLISHED, Bytes, Count, RunSettings, Slots, is_positions
 from ..validation import Description
-from .command_line import given_by, read_yaml, refuse_gone, values_of
 from .infer_options import Dtype
-from .schema import Command, UsageError, Values, build
+from .schema import Command
 
 SMOOTH_L1 = "smooth_l1"
 Strategy = Literal["auto", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"]
@@ -269,191 +259,6 @@ class TrainConfig:
                 registry.load_plugin(self.plugin)
             grammar.parse_loss(self.loss.kind)
             grammar.parse_policy(self.infer.policy or "locret")
-
-
-_TRIED = """gates trains=end_to_end data.queries data.replay_chunk heads.form target.window target.values target.queries
-target.kind=log_mass recipe=smollm2-135m-end-to-end recipe=smollm2-135m-fast-kvzip recipe=smollm2-135m-indexmem
-recipe=smollm2-135m-kvpop recipe=smollm2-135m-kvzap recipe=smollm2-135m-trim-kv"""
-_LOSSES = "loss.budgets loss.temperature loss.kind=mse loss.kind=bce_rank loss.kind=bce_mass loss.kind=boundary"
-_CONSTANTS = "target.floor loss.top_fraction data.repetitive optim.betas trainer.log_every pool.gate"
-_AUTO = """recipe=deepseek-v2-lite recipe=lfm2-1.2b recipe=nemotron3-nano-30b-a3b recipe=olmo3-7b recipe=qwen3-30b-a3b
-recipe=qwen3.5-35b-a3b recipe=smollm3-3b"""
-RETIRED = {
-    **dict.fromkeys(
-        _TRIED.split(), "tried and left (docs/explanation/targets.md); commit 4ec06cb is the last that has it"
-    ),
-    **dict.fromkeys(
-        _LOSSES.split(), "loss.kind=NAME with plugin=FILE.py brings a loss of your own (docs/tutorials/train.md)"
-    ),
-    **dict.fromkeys(_CONSTANTS.split(), "nobody changed it, and it has its default"),
-    **dict.fromkeys(_AUTO.split(), "model=ID, its id on the Hub, takes recipe=auto, as it did"),
-    "loss.beta": "loss.kind=smooth_l1(beta=0.5)",
-    "trials": "run locret-train once for each setting, with an out of its own",
-    "recipe=smollm2-135m-lora": "recipe=smollm2-135m backbone.adapter=ADAPTER infer.policy=null",
-    "recipe=phi3-mini-narrow": "recipe=phi3-mini heads.d_hidden=256",
-    "recipe=phi3-mini-longalign": "recipe=phi3-mini data.sources=[THUDM/LongAlign-10k]",
-    "recipe=phi3-mini-antihaystack": "recipe=phi3-mini data.sources=[wenbopan/anti-haystack] data.val_samples=0 optim.steps=2424",
-}
-"""Words of ``locret-train`` that there were, and what does their work: by key, section, or ``key=value``."""
-
-
-TRAIN_USAGE = """usage: locret-train recipe=NAME [key=value ...]
-       locret-train model=NAME [key=value ...]
-
-  locret-train recipe=smollm2-135m optim.steps=200 out=runs/mine
-  locret-train recipe=phi3-mini data.sources=[path/to/records.jsonl]
-  locret-train model=Qwen/Qwen3-4B out=runs/qwen3-4b
-
-model=NAME is backbone.model=NAME; without a recipe it takes recipe=auto, which chooses width, length and batch for the device.
-Keys that are not given are the recipe's, then the defaults. An unknown key or recipe is an error that names the nearest;
---help all lists the keys."""
-
-
-AUTO = "auto"
-"""The recipe of a model that is named without one."""
-CHOSEN = ("heads.d_hidden", "data.max_tokens", "data.batch")
-"""Keys that a recipe may let the device choose."""
-Choose = Callable[[Values, Sequence[str]], Values]
-"""Makes values of keys from all others."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A YAML file of settings, with those of its base."""
-
-    name: str
-    values: Values
-    """By dotted key."""
-    choose: tuple[str, ...] = ()
-    """Keys of ``CHOSEN`` that the device decides where nobody gives them."""
-
-
-def with_recipe(given: Values, choose: Choose | None = None) -> Values:
-    """The recipe's values, and the ``given`` ones over them; those that it lets the device choose are left to ``choose``.
-
-    Raises:
-        ValueError: no recipe, an unknown one, or no backbone.
-    """
-    if not given.get("recipe"):
-        if not given.get("backbone.model"):
-            raise UsageError(
-                f"recipe=NAME is missing, or model=NAME for recipe={AUTO}; known recipes: {', '.join(known_recipes())}"
-            )
-        folder = str(given["backbone.model"]).rstrip("/").rpartition("/")[2]
-        given = {"out": f"runs/{folder.lower()}", **given, "recipe": AUTO}
-    recipe = read_recipe(str(given["recipe"]))
-    values = recipe.values | given
-    if not values.get("backbone.model"):
-        raise ValueError(f"recipe={recipe.name} names no model: add backbone.model=NAME (a Hub id or a folder)")
-    names = [name for name in recipe.choose if name not in values]
-    return values | (choose(values, names) if choose is not None and names else {})
-
-
-def choose_for_device(values: Values, names: Sequence[str]) -> Values:
-    """Values for the device that training runs on; says on stderr which, and why.
-
-    Raises:
-        ValueError: no such model, or nothing that fits the device. FileNotFoundError: no configuration.
-    """
-    import torch
-
-    from ..backbones.load import load_config, pick_device, pick_dtype
-    from ..planning import fitting_settings as fitting
-    from ..planning.backbone_sizes import BackboneSizes
-
-    cfg = build(TrainConfig, values)
-    device = pick_device("cpu" if cfg.trainer.accelerator == "cpu" else None)
-    on_card = device.type == "cuda"
-    memory = torch.cuda.get_device_properties(device).total_memory if on_card else machine_memory()
-    config = load_config(cfg.backbone.model, cfg.backbone.revision)
-    backbone = BackboneSizes.of(config)
-    dtype = str(pick_dtype(cfg.backbone.dtype, device, config)).removeprefix("torch.")
-    width = cfg.heads.d_hidden if "heads.d_hidden" in values else fitting.choose_width(backbone)
-    longest = fitting.LONGEST if on_card else fitting.LONGEST_ON_CPU
-    longest = min(longest, getattr(config, "max_position_embeddings", longest))
-    setting = fitting.TrainSetting(longest, dtype=dtype, d_hidden=width, weight_bits=cfg.backbone.weight_bits)
-    tokens = cfg.data.max_tokens if "data.max_tokens" in values else None
-    batch, samples = cfg.data.batch if "data.batch" in values else None, cfg.optim.accumulate
-    step = fitting.choose_step(
-        backbone, setting, memory - fitting.RESERVE, tokens=tokens, batch=batch, max_tokens=longest, samples=samples
-    )
-    chosen: Values = dict(zip(CHOSEN, (width, step.tokens, step.batch), strict=True))
-    words = " ".join(f"{name}={chosen[name]}" for name in names)
-    where = torch.cuda.get_device_name(device) if on_card else "this CPU"
-    size = f"{backbone.parameters / 1e9:.2f}e9 parameters, {dtype}"
-    peak = show(fitting.plan_training(backbone, step).peak)
-    print(
-        f"{cfg.backbone.model} ({size}) on {where} ({show(memory)}): chose {words}; a step is planned at {peak}", file=sys.stderr
-    )  # fmt: skip
-    return {name: chosen[name] for name in names}
-
-
-def machine_memory() -> int:
-    """Bytes of the memory of the machine, or of this container."""
-    from ..planning.fitting_settings import container_limit
-
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(whole, container_limit() or whole)
-
-
-MAIN = "backbone.model out data.sources data.max_tokens heads.d_hidden optim.steps optim.lr trainer.devices resume"
-TRAIN = Command(
-    "locret-train",
-    TrainConfig,
-    TRAIN_USAGE,
-    ("recipe", *MAIN.split()),
-    aliases={"model": "backbone.model"},
-    gone=RETIRED,
-    complete=partial(with_recipe, choose=choose_for_device),
-)
-
-
-def load_config(argv: list[str]) -> TrainConfig:
-    """The validated configuration of ``recipe=NAME key=value ...``; arguments may come in any order.
-
-    Defaults are the schema's, the recipe overrides them, and the other arguments override the recipe. Nothing is chosen for
-    a device.
-    """
-    return build(TrainConfig, with_recipe(given_by(TRAIN, argv)))
-
-
-def known_recipes() -> list[str]:
-    """Names of the recipes that ship."""
-    return sorted(file.stem for file in recipes_folder().glob("*.yaml"))
-
-
-def read_recipe(recipe: str, below: tuple[str, ...] = ()) -> Recipe:
-    """A recipe that ships, or the YAML file at a path. Where it gives no value, that of its ``base: NAME`` stands.
-
-    Raises:
-        ValueError: no such recipe, or what it holds is no recipe; bases go round in a circle.
-    """
-    refuse_gone(RETIRED, "recipe", recipe)
-    path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else recipes_folder() / f"{recipe}.yaml"
-    if not recipe.endswith((".yaml", ".yml")) and recipe not in (known := known_recipes()):
-        raise ValueError(f"recipe={recipe} is unknown; known: {', '.join(known)}.{nearest(recipe, known)}")
-    if recipe in below:
-        raise ValueError(f"base={recipe} in recipe {below[-1]!r} leads back to itself: {' -> '.join((*below, recipe))}")
-    tree, where = read_yaml(path, f"recipe={recipe}"), f" in recipe {path.stem!r}"
-    if "recipe" in tree:
-        raise ValueError(f"recipe{where} must not be set there: it is the recipe's own name")
-    base, choose = tree.pop("base", None), tree.pop("choose", None)
-    if not isinstance(base, str | None):
-        raise ValueError(f"base={base!r}{where} must be a recipe's name")
-    if choose is not None and not (isinstance(choose, list) and set(map(str, choose)) <= set(CHOSEN)):
-        raise ValueError(f"choose={choose}{where} must be a list of some of: {', '.join(CHOSEN)}")
-    low = Recipe(path.stem, {}) if base is None else read_recipe(base, (*below, recipe))
-    return Recipe(
-        path.stem, low.values | values_of(TRAIN, tree, where), low.choose if choose is None else tuple(choose)
-    )
-
-
-def recipes_folder() -> Path:
-    """The folder of the recipes that ship."""
-    try:
-        return Path(str(resources.files("locret_recipes")))
-    except ModuleNotFoundError:  # not installed: run from a checkout
-        return Path(__file__).resolve().parents[2] / "recipes"
 
 
 PUBLISH_USAGE = """usage: locret-publish HEADS USER/NAME [--key value | key=value ...]

@@ -30,7 +30,7 @@ from locret_kit.backbones.identity import first_difference, identity_of, tokeniz
 from locret_kit.backbones.load import load_backbone, load_config, load_tokenizer, other_backbone
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
-from locret_kit.config.train_options import load_config as load_train_config
+from locret_kit.config.recipes import load_config as load_train_config
 
 IDS = torch.arange(2, 42)[None]
 

@@ -32,7 +32,7 @@ from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
 from locret_kit.cli.train import main as train
 from locret_kit.config.eval_options import load_eval_config
-from locret_kit.config.train_options import load_config
+from locret_kit.config.recipes import load_config
 from locret_kit.planning import inference_plan as p
 from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.planning.fitting_settings import TrainSetting, plan_training

@@ -23,7 +23,7 @@ from locret_kit.backbones.intercept import attached
 from locret_kit.backbones.load import load_backbone
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.releases import CACHE
-from locret_kit.config.train_options import load_config
+from locret_kit.config.recipes import load_config
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.engine import Engine, Request, run
 from locret_kit.runtime.session import Answer, Sampling, decode, generate, prefill

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from locret_kit.config.command_line import given_by
+from locret_kit.config.recipes import TRAIN, known_recipes, load_config, read_recipe, with_recipe
 from locret_kit.config.schema import build, options_of
-from locret_kit.config.train_options import TRAIN, TrainConfig, known_recipes, load_config, read_recipe, with_recipe
+from locret_kit.config.train_options import TrainConfig
 from locret_kit.validation import metadata_of, parts
 
 ROOT = Path(__file__).resolve().parents[2]

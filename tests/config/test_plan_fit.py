@@ -9,7 +9,7 @@ from plan_cases import NAMES, backbone
 from planned import changed, setting_of
 
 from locret_kit.cli import plan as cli
-from locret_kit.config.train_options import known_recipes
+from locret_kit.config.recipes import known_recipes
 from locret_kit.naming import parse_bytes
 from locret_kit.planning import fitting_settings
 from locret_kit.planning import inference_plan as p

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from locret_kit.cli.plan import resolve, shipped_configs
-from locret_kit.config import train_options
-from locret_kit.config.train_options import choose_for_device
+from locret_kit.config import recipes
+from locret_kit.config.recipes import choose_for_device
 from locret_kit.planning import fitting_settings
 from locret_kit.planning.backbone_sizes import BackboneSizes, head_parameters
 from locret_kit.planning.fitting_settings import (
@@ -64,10 +64,10 @@ def test_a_number_that_is_given_stays():
 
 def test_a_container_s_bound_is_its_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(fitting_settings, "CGROUP", tmp_path)
-    whole = train_options.machine_memory()
+    whole = recipes.machine_memory()
     for words, memory in (("max\n", whole), (f"{GIB // 4}\n", GIB // 4), (f"{2**60}\n", whole)):
         (tmp_path / "memory.max").write_text(words)
-        assert train_options.machine_memory() == memory
+        assert recipes.machine_memory() == memory
         assert 0 < (fitting_settings.free_memory(torch.device("cpu")) or 1) <= memory
 
 
@@ -75,7 +75,7 @@ def test_it_says_what_it_chose(monkeypatch, capsys, tmp_path):
     config, _ = resolve("smollm2-135m")
     config.save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(train_options, "machine_memory", lambda: 16 * GIB)
+    monkeypatch.setattr(recipes, "machine_memory", lambda: 16 * GIB)
     values = {"recipe": "auto", "backbone.model": str(tmp_path), "backbone.dtype": "float32", "optim.accumulate": 2}
     chosen = choose_for_device(values, ["heads.d_hidden", "data.max_tokens", "data.batch"])
     assert chosen == {"heads.d_hidden": 256, "data.max_tokens": 2048, "data.batch": 2}

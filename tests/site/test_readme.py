@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from locret_kit.cli.eval import COMMANDS
-from locret_kit.config import train_options
+from locret_kit.config import recipes
 from locret_kit.config.command_line import given_by
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.config.infer_options import ASK, CHAT, INFER, INFO, KEPT, READ
@@ -65,7 +65,7 @@ def test_every_policy_and_no_other_has_a_line():
 
 def test_what_there_is_is_counted():
     assert re.findall(r"(\d+) (?:recipes|policies)", TEXT) == [
-        str(len(train_options.known_recipes())), str(len(registry.policies())),
+        str(len(recipes.known_recipes())), str(len(registry.policies())),
     ]  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_commands_are_understood(words):
     if name == "locret-eval" and given[0] not in COMMANDS:
         load_eval_config(given)
     elif name == "locret-train":
-        train_options.load_config(given)
+        recipes.load_config(given)
     elif name != "locret-eval":
         values = given_by(SIMPLE[name], given)
         if "policy" in values and "plugin" not in values:

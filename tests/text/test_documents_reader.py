@@ -23,7 +23,7 @@ from bs4 import BeautifulSoup
 from made_documents import OFFICE, REMOTE, at, docx, docx_files, drawn, epub, epub_files, html, pdf, zipped
 
 from locret_kit.cli import command
-from locret_kit.cli.terminal import text_of
+from locret_kit.cli.command import text_of
 from locret_kit.text.pdf_lines import reading_order
 from locret_kit.text.reader import read_document, read_stream
 

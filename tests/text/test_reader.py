@@ -13,9 +13,10 @@ from annotated_types import Ge
 from locret_kit.config.command_line import given_by, read
 from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE, TASKS
 from locret_kit.config.infer_options import ASK, CHAT, INFER, INFO, KEPT, READ
+from locret_kit.config.recipes import TRAIN
 from locret_kit.config.schema import Command, Repeatable, UsageError, full_help, options_of, short_help
 from locret_kit.config.serve_options import PLAN, SERVE, VLLM
-from locret_kit.config.train_options import PUBLISH, TRAIN
+from locret_kit.config.train_options import PUBLISH
 from locret_kit.evals.tasks.task import CHAT as CHAT_FORMS
 from locret_kit.samples.needles import ENDINGS
 from locret_kit.settings import RunSettings

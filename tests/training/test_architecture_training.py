@@ -14,7 +14,7 @@ from tiny_decoders.rows import rows
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import BoundedCache, RetainingHeads, attach
-from locret_kit.config.train_options import load_config
+from locret_kit.config.recipes import load_config
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.drivers import Decoding
 from locret_kit.runtime.session import prefill

@@ -12,7 +12,7 @@ from policy_runs import backbone, make, tokens
 from locret_kit import attach
 from locret_kit.backbones.releases import CACHE
 from locret_kit.cli.train import main as train
-from locret_kit.config.train_options import load_config
+from locret_kit.config.recipes import load_config
 from locret_kit.policies.methods.lococo import load_pool, save_pool
 from locret_kit.training.fit import read_curves
 from locret_kit.training.pool import PoolTraining

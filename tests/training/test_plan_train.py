@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from locret_kit.cli import train
 from locret_kit.cli.plan import resolve
-from locret_kit.config.train_options import load_config
+from locret_kit.config.recipes import load_config
 from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.planning.fitting_settings import TrainSetting, plan_training
 from locret_kit.training.module import HeadTraining

@@ -14,7 +14,7 @@ from locret_kit import HeadsConfig, RetainingHeads
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cis import cis_loss
 from locret_kit.cli.train import main
-from locret_kit.config.train_options import load_config
+from locret_kit.config.recipes import load_config
 from locret_kit.policies.base import Entry
 from locret_kit.policies.grammar import parse_loss
 from locret_kit.policies.methods.locret import Cis

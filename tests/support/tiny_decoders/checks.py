@@ -317,7 +317,7 @@ class Subject:
 
     def training(self) -> None:
         """One step: gradients for every head of a layer without a window, and the backbone's own hidden states."""
-        from locret_kit.config.train_options import load_config
+        from locret_kit.config.recipes import load_config
         from locret_kit.samples.sample import Sample
         from locret_kit.training.module import HeadTraining
 
