@@ -6,20 +6,17 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config import eval_options as options
 from ..config.command_line import read
 from ..config.schema import Command, T
-from ..evals.engine.result_rows import Row, read_rows
-from ..evals.figures import draw
-from ..evals.report.html_report import write_page
-from ..evals.report.paired import differences, to_markdown
-from ..evals.report.summary import every_table, write_summary
-from ..evals.tasks import ALIASES, DESCRIPTIONS, groups, haystack_name, known_tasks, row_names
-from ..evals.tasks.document_tasks import entries
 from ..files import write_json
 from ..naming import install_line, nearest
 from .command import command
+
+if TYPE_CHECKING:
+    from ..evals.engine.result_rows import Row
 
 
 def run(argv: list[str]) -> int:
@@ -29,6 +26,8 @@ def run(argv: list[str]) -> int:
         return 0
     from ..evals.engine.run_spec import check_policies
     from ..evals.engine.runner import answer, check, left
+    from ..evals.report.html_report import write_page
+    from ..evals.report.summary import write_summary
     from .eval_setup import CONFIG, load_parts, run_config, run_of
 
     draws = find_spec("matplotlib") is not None
@@ -56,15 +55,22 @@ def run(argv: list[str]) -> int:
 
 
 def _report(config: options.FolderConfig) -> None:
+    from ..evals.report.html_report import write_page
+    from ..evals.report.summary import write_summary
+
     write_summary(config.folder)
     print(write_page(config.folder))
 
 
 def _table(config: options.RowsConfig) -> None:
+    from ..evals.report.summary import every_table
+
     print(every_table(chosen_rows(config)), end="")
 
 
 def _figure(config: options.FigureConfig) -> None:
+    from ..evals.figures import draw
+
     print("\n".join(map(str, draw(config.name, chosen_rows(config), Path(config.out) / "figures"))))
 
 
@@ -74,6 +80,9 @@ def chosen_rows(config: options.RowsConfig) -> list[Row]:
     Raises:
         ValueError: there are none.
     """
+    from ..evals.engine.result_rows import read_rows
+    from ..evals.tasks import haystack_name, row_names
+
     haystacks = {haystack_name(haystack) for haystack in config.haystacks}
     tasks = {name for task in config.tasks for name in row_names(task)}
     budgets = [0, *config.budgets] if config.budgets else []
@@ -93,6 +102,8 @@ def chosen_rows(config: options.RowsConfig) -> list[Row]:
 
 
 def _paired(config: options.PairedConfig) -> None:
+    from ..evals.report.paired import differences, to_markdown
+
     print(to_markdown(differences(chosen_rows(config), config.against, config.figure), config.against))
 
 
@@ -105,6 +116,9 @@ def _lm_eval(argv: list[str]) -> int:
 
 
 def _tasks(config: options.NoConfig) -> None:
+    from ..evals.tasks import ALIASES, DESCRIPTIONS, groups, known_tasks
+    from ..evals.tasks.document_tasks import entries
+
     for name in known_tasks():
         entry = entries().get(name)
         says = f"documents of a benchmark, by {entry.metric}" if entry else DESCRIPTIONS[ALIASES.get(name, name)]

@@ -23,7 +23,7 @@ def backbone(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def no_drawing(monkeypatch):
     """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.cli.eval.write_page", lambda out: out / "report.html")
+    monkeypatch.setattr("locret_kit.evals.report.html_report.write_page", lambda out: out / "report.html")
 
 
 def words(backbone: Path, out: Path, **more: object) -> list[str]:

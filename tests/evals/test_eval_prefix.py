@@ -135,7 +135,7 @@ def test_a_haystack_is_read_once_up_to_each_depth(size, places, chunk, tail):
 @pytest.fixture(autouse=True)
 def no_drawing(monkeypatch):
     """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.cli.eval.write_page", lambda out: out / "report.html")
+    monkeypatch.setattr("locret_kit.evals.report.html_report.write_page", lambda out: out / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ figures = partial(eval_runs.figures, costs={*eval_runs.COSTS, "cache_bytes"})
 def alone(heads, tmp_path_factory) -> Path:
     """A run that shares nothing."""
     out = tmp_path_factory.mktemp("alone") / "run"
-    with mock.patch("locret_kit.cli.eval.write_page"):
+    with mock.patch("locret_kit.evals.report.html_report.write_page"):
         assert main(words(heads, out, share_prefix="false")) == 0
     rows = read_rows(out)
     assert {row.prefix_shared for row in rows} == {0} and not any(row.error for row in rows)

@@ -32,7 +32,7 @@ from locret_kit.samples.haystack import load_text
 @pytest.fixture(autouse=True)
 def no_drawing(monkeypatch):
     """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.cli.eval.write_page", lambda out: out / "report.html")
+    monkeypatch.setattr("locret_kit.evals.report.html_report.write_page", lambda out: out / "report.html")
 
 
 @pytest.fixture(scope="module")
