@@ -309,7 +309,7 @@ def _formatting(environment: ImmutableSandboxedEnvironment, method: object) -> C
         if getattr(method, "__name__", "") == "format_map":
             names, args = cast(dict[str, object], args[0]), ()
         formatter, numbers, parts = SandboxedFormatter(environment), count(), list[str]()
-        origin = OWN if set(traced(text).origin) == {OWN} else OTHERS
+        origin = OWN if isinstance(text, Traced) and set(text.origin) == {OWN} else OTHERS
         for literal, field, form, conversion in formatter.parse(text):
             parts.append(Traced(literal, origin))
             if field is not None:
