@@ -280,7 +280,8 @@ def run_kept(args: KeptOptions) -> int:
     from ..documents.kept_positions import read_kept
     from ..documents.text_record import describe
     from ..evals.report.html_report import kept_page
-    from ..runtime.kept_text import highlight, levels, token_texts
+    from ..runtime.kept_text import highlight, levels
+    from ..runtime.tokens import token_texts
 
     saved, about = describe(args.file)
     name = args.model or about.names.get("model")

@@ -24,9 +24,8 @@ from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..heads import RetainingHeads
 from ..policies.policy import Policy
-from ..runtime.kept_text import token_texts
 from ..runtime.session import Answer, Sampling
-from ..runtime.tokens import IdStream, ids_after
+from ..runtime.tokens import IdStream, ids_after, token_texts
 from ..settings import RunSettings, read_protect
 from ..text.template import around_turn, has_template, protected_spans, render_first, render_turn, spans_around
 from ..text.untrusted import Span
