@@ -18,13 +18,13 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .backbones.load import resolve_model
 from .cis import TOP
-from .config.train_options import SMOOTH_L1
 from .evals.engine.result_rows import KEY, Row, check_cells
 from .evals.tables import Cell, Figure, Table, summarize
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import FORMAT, HeadsConfig, RetainingHeads
 from .hub import REPO, push
 from .naming import blaming
+from .settings import SMOOTH_L1
 
 _FILE = re.compile(r"\.(json|jsonl|parquet|txt|gz|md|yaml|pt|bin|ckpt|safetensors)$")
 CARD, TRAINING = "README.md", "training.json"

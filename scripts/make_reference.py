@@ -23,8 +23,7 @@ from locret_kit.config.infer_options import ASK, CHAT, INFER, INFO, KEPT, READ, 
 from locret_kit.config.schema import COMMON_OPTIONS, REQUIRED, Command, Repeatable, docstrings, groups_of
 from locret_kit.config.serve_options import PLAN, SERVE, VLLM
 from locret_kit.config.train_options import PUBLISH
-from locret_kit.settings import PUBLISHED, RunSettings
-from locret_kit.validation import allowed, annotations_of, choices, metadata_of
+from locret_kit.settings import PUBLISHED, RunSettings, allowed, annotations_of, choices, metadata_of
 
 COMMANDS: tuple[Command, ...] = (
     INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, VLLM, EVAL, PLAN, recipe_files.TRAIN, PUBLISH,

@@ -5,7 +5,6 @@ And what commands share: text in, answers and progress out, files that can be wr
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
 import os
@@ -15,15 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import partial, wraps
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import BinaryIO, ParamSpec
 
 from ..backbones.tested import newer
-from ..config.command_line import read
 from ..config.infer_options import Backbone, Plugin
-from ..config.schema import Command, T, UsageError
+from ..config.schema import Command, T, UsageError, read
 from ..files import read_utf8
 from ..hub import OneRetryLine
 from ..naming import blaming, first_line, install_line
@@ -76,7 +74,7 @@ def command(
             say(line)
 
     def decorate(main: Callable[P, int]) -> Callable[P, int]:
-        @functools.wraps(main)
+        @wraps(main)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
             open_streams()
             choose_threads()

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import eval_options as options
-from ..config.command_line import read
-from ..config.schema import Command, T
+from ..config.schema import Command, T, read
 from ..files import write_json
 from ..naming import install_line, nearest
 from .command import command

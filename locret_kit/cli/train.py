@@ -7,8 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..config.command_line import read
 from ..config.recipes import TRAIN
+from ..config.schema import read
 from ..config.train_options import PUBLISH, PublishOptions, TrainConfig
 from .command import command, entry
 

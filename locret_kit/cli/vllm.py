@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
-from ..config.command_line import read
+from ..config.schema import read
 from ..config.serve_options import VLLM, VllmOptions, shared_out
 from ..vllm.refusals import DOCUMENTS, check_version, refuse
 from .command import command

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from ..settings import Count, RunSettings, Slots
-from ..validation import Description, check
+from ..settings import Count, Description, RunSettings, Slots, check
 from .schema import Command, Repeatable
 
 if TYPE_CHECKING:

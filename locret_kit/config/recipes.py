@@ -11,8 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from ..naming import nearest, show
-from .command_line import given_by, read_yaml, refuse_gone, values_of
-from .schema import Command, UsageError, Values, build
+from .schema import Command, UsageError, Values, build, given_by, read_yaml, refuse_gone, values_of
 from .train_options import TrainConfig
 
 _TRIED = """gates trains=end_to_end data.queries data.replay_chunk heads.form target.window target.values target.queries

@@ -9,12 +9,10 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
 from ..backbones.gguf.gguf_place import is_gguf
-from ..settings import PUBLISHED, Bytes, Count, RunSettings, Slots, is_positions
-from ..validation import Description
+from ..settings import PUBLISHED, SMOOTH_L1, Bytes, Count, Description, RunSettings, Slots, is_positions
 from .infer_options import Dtype
 from .schema import Command
 
-SMOOTH_L1 = "smooth_l1"
 Strategy = Literal["auto", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"]
 
 

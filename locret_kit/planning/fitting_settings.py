@@ -20,8 +20,7 @@ from ..cache.bounded import BoundedCache
 from ..cache.storage.codec import BITS
 from ..naming import UNITS, show
 from ..policies.policy import Policy
-from ..settings import RunSettings
-from ..validation import check, checked
+from ..settings import RunSettings, check, checked
 from .backbone_sizes import ITEM_BYTES, BackboneSizes, Dtype, head_parameters
 from .inference_plan import Plan, Setting, cache_bytes, plan_inference
 

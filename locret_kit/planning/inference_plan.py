@@ -30,8 +30,7 @@ from ..naming import show
 from ..policies.base import Recall
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
-from ..settings import INT32_MAX, Resolved, RunSettings
-from ..validation import checked, made
+from ..settings import INT32_MAX, Resolved, RunSettings, checked, made
 from .backbone_sizes import ITEM_BYTES, BackboneSizes, Dtype, head_parameters
 
 # ---- memory of recall -----------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, cast
 from jinja2 import Template, TemplateError, meta, nodes, pass_eval_context
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.filters import do_join
-from jinja2.nodes import EvalContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from markupsafe import Markup
 
@@ -347,7 +346,7 @@ class _Code(CodeGenerator):
 
 
 @pass_eval_context
-def _join(context: EvalContext, value: Iterable[object], d: str = "", attribute: str | None = None) -> str:
+def _join(context: nodes.EvalContext, value: Iterable[object], d: str = "", attribute: str | None = None) -> str:
     return do_join(context, value, traced(d), attribute)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..cis import ranks
-from ..config.command_line import flattened
+from ..config.schema import flattened
 from ..config.train_options import TrainConfig
 
 COLOURS = "cividis"
