@@ -30,8 +30,8 @@ from ..policies.policy import Policy
 from ..runtime.session import Answer, Sampling, prefill, ready
 from ..runtime.tokens import CHARACTER, token_texts
 from ..settings import RunSettings
-from ..text.spans import Span
 from ..text.template import protected_spans
+from ..text.untrusted import Span
 from .conversation import Chat
 from .document_text import IDS, DocumentText, TextRecord, hash_ids, restored, stated, stored_text
 

@@ -22,10 +22,9 @@ from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies.policy import Policy
 from ..runtime.tokens import IdStream
-from ..settings import Count, Share
+from ..settings import Count, Share, check, made, shown
 from ..text.template import has_template, render_prompt
 from ..text.untrusted import defused_pieces
-from ..validation import check, made, shown
 
 
 class DocumentText:

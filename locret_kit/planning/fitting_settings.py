@@ -19,10 +19,9 @@ from ..backbones.spec import text_config
 from ..backbones.weight_bits import WEIGHT_BITS, check_weight_bits, weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..cache.storage.codec import BITS
+from ..naming import UNITS, show
 from ..policies.policy import Policy
-from ..settings import RunSettings
-from ..sizes import UNITS, show
-from ..validation import check, checked
+from ..settings import RunSettings, check, checked
 from .inference_plan import (
     ITEM_BYTES,
     BackboneSizes,

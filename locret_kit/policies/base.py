@@ -26,7 +26,7 @@ from locret_kernels.column_stats.reference import window_attention
 from locret_kernels.select.reference import rank_of as rank_of
 
 from ..backbones.handler import Linear, Softmax
-from ..validation import Description, check
+from ..settings import Description, check
 
 if TYPE_CHECKING:
     from locret_kernels.sparse_attend import Blocks

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 
 from ..cis import Loss
 from ..naming import nearest
-from ..validation import allowed, checked
+from ..settings import allowed, checked
 from .allocation import Adaptive, Pyramid, PyramidAdaptive
 from .policy import Policy
 from .registry import KINDS, NamedPolicy, Parameter, Parts, parameters_of, parts_named, policies

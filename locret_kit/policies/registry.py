@@ -24,7 +24,7 @@ from typing_extensions import dataclass_transform
 
 from ..cis import SmoothL1
 from ..naming import blaming, first_line
-from ..validation import annotations_of
+from ..settings import annotations_of
 from . import methods
 from .base import Allocation, Merge, PrefillMask, Recall, Reread, Scope, Score, Selection, Sparse, TopK, Uniform
 from .policy import Policy

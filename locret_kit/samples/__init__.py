@@ -1,7 +1,7 @@
 """Samples of training: records of long-context question answering as chat messages, and conversations as token ids.
 
-An answer's span is the characters of the rendering that come from the message (``text.traced``). This stays right when its text
-also occurs elsewhere, and for templates that trim messages, leave their thoughts out, or tell the time.
+An answer's span is the characters of the rendering that come from the message (``text.untrusted``). This stays right when its
+text also occurs elsewhere, and for templates that trim messages, leave their thoughts out, or tell the time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Literal
 
 from ..files import parse_json
 from ..naming import blaming, nearest
-from ..text.spans import Span, encode, token_span
 from ..text.template import around_message, has_template, render_traced
-from ..text.traced import FIRST, Traced
-from ..text.untrusted import defused
+from ..text.untrusted import FIRST, Span, Traced, defused, encode, token_span
 
 # ---- records, from files and from the Hub, as lists of chat messages --------------------------------------------------
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import yaml
 
-from ..text.spans import encode
+from ..text.untrusted import encode
 from . import SUFFIXES, read_records
 
 JARGON = (

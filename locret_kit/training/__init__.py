@@ -24,8 +24,8 @@ from locret_kernels.provenance import peak_memory
 
 from ..backbones.intercept import attach
 from ..backbones.wrapped import unwrapped
-from ..config.train_config import TrainConfig
-from ..config.yaml_values import flattened
+from ..config.schema import flattened
+from ..config.train_options import TrainConfig
 from .strategy import finish_gradients
 
 TRAINING = "training.json"

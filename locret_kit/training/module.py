@@ -29,7 +29,7 @@ from ..backbones.rope import Rope, rotated_text
 from ..backbones.spec import AttentionLayer, decoder_of
 from ..cache.attend import attend_text
 from ..cis import SmoothL1, cis_loss, cis_target, ranks, top_recall
-from ..config.train_config import TrainConfig
+from ..config.train_options import TrainConfig
 from ..files import write_json
 from ..heads import HeadsConfig, RetainingHeads
 from ..naming import blaming

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...files import locked, read_json
-from ...settings import Resolved, RunSettings
-from ...validation import annotations_of, checked, made
+from ...settings import Resolved, RunSettings, annotations_of, checked, made
 from ..metrics import Answer
 from ..tasks.task import Example, Task
 

@@ -16,8 +16,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ...samples.haystack import starts
-from ...text.spans import Span, encode
 from ...text.template import render_prompt
+from ...text.untrusted import Span, encode
 from ..metrics import library
 from ..tasks.task import Example
 from . import BM25

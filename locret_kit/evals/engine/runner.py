@@ -20,7 +20,7 @@ from ...cache.due import Schedule
 from ...documents.document_text import hash_ids
 from ...planning.fitting_settings import OutOfMemory
 from ...samples.haystack import TooShort
-from ...validation import made
+from ...settings import made
 from ..metrics import get_metric
 from ..tasks.task import NEEDS_REFERENCE, Example
 from . import BM25, KEY, Key, Row, Run, Shard, Variant, bm25, is_oracle, oracle, read_rows, reads_alone

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...naming import nearest
 from ...samples.haystack import load_text, next_start, starts, take
-from ...text.spans import encode
+from ...text.untrusted import encode
 from . import synthetic_tasks as synthetic
 from .document_tasks import BENCHMARKS, averages, document_task, entries, is_file_of_records, read_table, records_task
 from .task import Example, Task, count_ids, needle_task, questions_task, spread_depth, wrap
