@@ -18,7 +18,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .backbones.load import resolve_model
 from .cis import TOP
-from .evals.engine.result_rows import KEY, Row, check_cells
+from .evals.engine import KEY, Row, check_cells
 from .evals.tables import Cell, Figure, Table, summarize
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import FORMAT, HeadsConfig, RetainingHeads

@@ -29,8 +29,7 @@ from locret_kit.backbones.load import freeze
 from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.attend import operator
 from locret_kit.naming import first_line
-from locret_kit.planning.backbone_sizes import ITEM_BYTES, BackboneSizes, head_parameters
-from locret_kit.planning.inference_plan import Setting, plan_inference
+from locret_kit.planning.inference_plan import ITEM_BYTES, BackboneSizes, Setting, head_parameters, plan_inference
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 WARM, TIMED = 8, 48

@@ -10,8 +10,7 @@ import sys
 
 from locret_kit.backbones.load import load_tokenizer
 from locret_kit.naming import first_line
-from locret_kit.samples.haystack import load_text
-from locret_kit.samples.needles import make_needle
+from locret_kit.samples.haystack import load_text, make_needle
 
 
 def main(argv: list[str] | None = None) -> int:

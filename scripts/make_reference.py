@@ -378,12 +378,12 @@ def files() -> str:
     """Files that the kit writes and reads."""
     from locret_kit.cache import file as cache_file
     from locret_kit.cache.saved import Saved
-    from locret_kit.documents.text_record import TextRecord
-    from locret_kit.evals.engine import result_rows
+    from locret_kit.documents.document_text import TextRecord
+    from locret_kit.evals import engine
     from locret_kit.heads import FORMAT, HeadsConfig
     from locret_kit.policies.methods import lococo
     from locret_kit.runtime.report import Report
-    from locret_kit.samples.records import SCHEMAS
+    from locret_kit.samples import SCHEMAS
 
     return page(
         "File formats",
@@ -409,8 +409,8 @@ def files() -> str:
         prose(Report.__doc__ or ""),
         fields_table(Report),
         "## Evaluation rows",
-        prose(result_rows.__doc__ or ""),
-        fields_table(result_rows.Row),
+        prose(engine.__doc__ or ""),
+        fields_table(engine.Row),
         "## Training records",
         "JSON, JSONL or Parquet; the schema is recognised by the keys. [One record of "
         "each](../tutorials/train.md#your-own-records).",

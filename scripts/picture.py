@@ -15,8 +15,8 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from locret_kit.evals.engine.result_rows import Row, read_rows
-from locret_kit.evals.figures.results import COLORS, RC
+from locret_kit.evals.engine import Row, read_rows
+from locret_kit.evals.figures import COLORS, RC
 from locret_kit.evals.tables import size, wilson
 from locret_kit.files import write_beside
 

@@ -19,8 +19,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from locret_kit.evals.engine.result_rows import Row, read_rows
-from locret_kit.evals.report.summary import to_markdown
+from locret_kit.evals.engine import Row, read_rows
+from locret_kit.evals.report import to_markdown
 from locret_kit.evals.tables import Cell, Table, size, summarize
 from locret_kit.files import write_beside
 

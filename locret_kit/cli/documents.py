@@ -21,7 +21,7 @@ from ..config.infer_options import ASK, INFO, KEPT, READ, AskOptions, InfoOption
 from ..config.schema import refuse
 from ..files import read_utf8, write_beside
 from ..naming import blaming
-from ..planning.reading import too_few
+from ..planning import too_few
 from ..settings import RunSettings
 from .command import check_question, check_target, entry, progress, text_of, title_of, write_answer
 
@@ -277,9 +277,9 @@ def run_kept(args: KeptOptions) -> int:
     read_record(Path(args.file))
 
     from ..backbones.load import load_tokenizer
-    from ..documents.kept_positions import read_kept
-    from ..documents.text_record import describe
-    from ..evals.report.html_report import kept_page
+    from ..documents.document import read_kept
+    from ..documents.document_text import describe
+    from ..evals.report import kept_page
     from ..runtime.kept_text import highlight, levels
     from ..runtime.tokens import token_texts
 

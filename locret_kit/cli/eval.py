@@ -15,7 +15,7 @@ from ..naming import install_line, nearest
 from .command import command
 
 if TYPE_CHECKING:
-    from ..evals.engine.result_rows import Row
+    from ..evals.engine import Row
 
 
 def run(argv: list[str]) -> int:
@@ -23,10 +23,9 @@ def run(argv: list[str]) -> int:
     config = read(options.EVAL, argv)
     if config is None:
         return 0
-    from ..evals.engine.run_spec import check_policies
+    from ..evals.engine import check_policies
     from ..evals.engine.runner import answer, check, left
-    from ..evals.report.html_report import write_page
-    from ..evals.report.summary import write_summary
+    from ..evals.report import write_page, write_summary
     from .eval_setup import CONFIG, load_parts, run_config, run_of
 
     draws = find_spec("matplotlib") is not None
@@ -54,15 +53,14 @@ def run(argv: list[str]) -> int:
 
 
 def _report(config: options.FolderConfig) -> None:
-    from ..evals.report.html_report import write_page
-    from ..evals.report.summary import write_summary
+    from ..evals.report import write_page, write_summary
 
     write_summary(config.folder)
     print(write_page(config.folder))
 
 
 def _table(config: options.RowsConfig) -> None:
-    from ..evals.report.summary import every_table
+    from ..evals.report import every_table
 
     print(every_table(chosen_rows(config)), end="")
 
@@ -79,7 +77,7 @@ def chosen_rows(config: options.RowsConfig) -> list[Row]:
     Raises:
         ValueError: there are none.
     """
-    from ..evals.engine.result_rows import read_rows
+    from ..evals.engine import read_rows
     from ..evals.tasks import haystack_name, row_names
 
     haystacks = {haystack_name(haystack) for haystack in config.haystacks}
@@ -101,9 +99,9 @@ def chosen_rows(config: options.RowsConfig) -> list[Row]:
 
 
 def _paired(config: options.PairedConfig) -> None:
-    from ..evals.report.paired import differences, to_markdown
+    from ..evals.tables import differences, differences_markdown
 
-    print(to_markdown(differences(chosen_rows(config), config.against, config.figure), config.against))
+    print(differences_markdown(differences(chosen_rows(config), config.against, config.figure), config.against))
 
 
 def _lm_eval(argv: list[str]) -> int:

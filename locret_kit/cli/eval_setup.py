@@ -13,8 +13,7 @@ import torch
 from ..backbones.load import choose_adapter, load_backbone
 from ..backbones.probe import describe
 from ..config.eval_options import FROZEN_KEYS, EvalConfig, load_eval_config
-from ..evals.engine.result_rows import read_config
-from ..evals.engine.run_spec import RANDOM_HEADS, UNTRAINED, Run, Setup, Variant, variants
+from ..evals.engine import RANDOM_HEADS, UNTRAINED, Run, Setup, Variant, read_config, variants
 from ..evals.tasks import find_tasks
 from ..heads import RetainingHeads
 from ..runtime.report import weights_hash

@@ -20,11 +20,10 @@ from ..cache.storage.codec import check_storage
 from ..config.infer_options import AskOptions, ChatOptions, Dtype, Generation, Machine, ReadOptions
 from ..config.schema import refuse
 from ..documents.document import Document
-from ..documents.document_text import DocumentText
-from ..documents.text_record import describe
+from ..documents.document_text import DocumentText, describe
 from ..heads import HeadsConfig, RetainingHeads
+from ..planning import reading_time, too_few
 from ..planning.fitting_settings import budget_of_text, explain_oom
-from ..planning.reading import reading_time, too_few
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
 from ..policies.registry import UNTRAINED

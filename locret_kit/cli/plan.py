@@ -18,8 +18,7 @@ from .command import entry
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from ..planning.backbone_sizes import BackboneSizes
-    from ..planning.inference_plan import Setting
+    from ..planning.inference_plan import BackboneSizes, Setting
 
 D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
 """Defaults where neither the user nor the recipe says."""
@@ -69,8 +68,7 @@ def run(args: PlanOptions) -> int:
     """Print the plan; 0 if it fits. Raises ValueError with what would."""
     from ..backbones.weight_bits import gguf_types, suffix
     from ..planning import fitting_settings as fitting
-    from ..planning.backbone_sizes import BackboneSizes
-    from ..planning.inference_plan import Caches, Setting, decoding_bytes, full_cache_bytes
+    from ..planning.inference_plan import BackboneSizes, Caches, Setting, decoding_bytes, full_cache_bytes
     from ..policies.grammar import parse_policy
 
     if args.ranks > 1 and args.engine != "vllm":

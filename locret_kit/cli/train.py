@@ -25,8 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     import torch
 
-    from ..training.fit import fit
-    from ..training.frozen_training import TrainingStopped
+    from ..training.fit import TrainingStopped, fit
 
     try:
         folder = fit(cfg, argv)
@@ -46,8 +45,8 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
     """One line from PyTorch's message, with the longest samples that the plan of a step lets in. Where the plan does not
     speak (a pool, a sharded or a spread backbone): PyTorch's first line."""
     from ..backbones.load import pick_device, pick_dtype
-    from ..planning.backbone_sizes import BackboneSizes
     from ..planning.fitting_settings import TrainSetting, allocator_figures, largest_sample, plan_training, shortage
+    from ..planning.inference_plan import BackboneSizes
     from .plan import resolve
 
     figures = allocator_figures(said)

@@ -102,7 +102,7 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
 
     from ..backbones.load import load_config, pick_device, pick_dtype
     from ..planning import fitting_settings as fitting
-    from ..planning.backbone_sizes import BackboneSizes
+    from ..planning.inference_plan import BackboneSizes
 
     cfg = build(TrainConfig, values)
     device = pick_device("cpu" if cfg.trainer.accelerator == "cpu" else None)

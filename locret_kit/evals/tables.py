@@ -1,5 +1,8 @@
-"""Figures of a run by cell: mean, standard error and number of the examples that differ in their number alone. And tables of
-them: made once, and rendered as Markdown, CSV, HTML (``report/page.html``) and in the card of published heads."""
+"""Figures of a run by cell: mean, standard error and number of the examples that differ in their number alone. Tables of
+them: made once, and rendered as Markdown, CSV, HTML (``report/page.html``) and in the card of published heads. And two policies
+on the same prompts: the mean difference example by example, whose standard error is smaller than that of the difference of two
+means wherever hard examples are hard for both.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
-from .engine.result_rows import Row, label_of
+from ..naming import nearest
+from .engine import Row, label_of
 
 T = TypeVar("T")
 LIKELIHOOD = ("nll", "nll_prefill")
@@ -127,6 +131,11 @@ def size(tokens: float) -> str:
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
+def over(task: str, haystack: str) -> str:
+    """The task with its haystack, where it has one."""
+    return task if haystack == "-" else f"{task}, {haystack}"
+
+
 def policy_order(label: str) -> tuple:
     """Sorts full attention first, then `locret` in its forms."""
     return label != "full", not label.startswith("locret"), label
@@ -229,3 +238,96 @@ def cells_table(cells: Iterable[Cell]) -> Table:
 
 def _whole(value: str | float | None, digits: int) -> str | Figure:
     return Figure(value, digits=digits) if value is None or isinstance(value, float) else str(value)
+
+
+# ---- two policies on the same prompts ---------------------------------------------------------------------------------
+
+
+Key = tuple[str, str, int, int | float, str, str]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A policy minus the one that it is compared with, over the examples that both have answered."""
+
+    task: str
+    haystack: str
+    length: int
+    budget: int | float
+    """Slots of the policy; those of the other are the same, or it has none (`full`)."""
+    label: str
+    figure: str
+    n: int
+    theirs: float
+    """Mean of the other policy."""
+    mean: float
+    """Mean of the differences."""
+    stderr: float | None
+    """Standard error of that mean; None below two examples."""
+
+    def __str__(self) -> str:
+        """The mean with its sign and its standard error."""
+        return f"{self.mean:+.3f}" + ("" if self.stderr is None else f" ± {self.stderr:.3f}")
+
+
+def differences(rows: Iterable[Row], against: str, figure: str | None = None) -> list[Difference]:
+    """Every label of the rows minus ``against``, one per cell; of the same budget, unless ``against`` has none.
+
+    Args:
+        against: a label as tables show it, such as 'locret (smollm2-135m-locret)' or 'full'.
+        figure: one of `Row.scores`; the main one by default.
+
+    Raises:
+        ValueError: no such label or figure, or rows of one example whose prompts differ.
+    """
+    rows = [row for row in rows if row.score is not None]
+    _require("against", against, "rows", {row.label for row in rows}, "Labels")
+    if figure is not None:
+        _require("figure", figure, "figure", {name for row in rows for name in _figures(row)}, "Figures")
+    base = {_example(row, row.budget): row for row in rows if row.label == against}
+    pairs: dict[Key, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        other = base.get(_example(row, row.budget)) or base.get(_example(row, 0))
+        name = figure or row.metric
+        if row.label == against or other is None or not {name} <= _figures(row).keys() & _figures(other).keys():
+            continue
+        if row.prompt_hash != other.prompt_hash:
+            raise ValueError(f"{row.task}, sample={row.sample}: {row.label} and {against} have read different prompts")
+        key = (row.task, row.haystack, row.length, row.budget, row.label, name)
+        pairs[key].append((_figures(row)[name], _figures(other)[name]))
+    result = []
+    for key, values in sorted(pairs.items()):
+        mean, stderr = mean_and_stderr([mine - theirs for mine, theirs in values])
+        theirs, _ = mean_and_stderr([theirs for _, theirs in values])
+        result.append(Difference(*key, len(values), theirs or 0.0, mean or 0.0, stderr))
+    return result
+
+
+def _require(key: str, given: str, what: str, known: set[str], names: str) -> None:
+    if given not in known:
+        listed = sorted(known)
+        raise ValueError(f"{key}={given!r}: no such {what}.{nearest(given, listed)} {names}: {', '.join(listed)}.")
+
+
+def _figures(row: Row) -> dict[str, float]:
+    """Every figure by name; the oldest rows have the main one alone."""
+    return {row.metric: row.score or 0.0, **row.scores}
+
+
+def _example(row: Row, budget: int | float) -> tuple[str, str, int, int, int | float]:
+    return row.task, row.haystack, row.length, row.sample, budget
+
+
+def differences_markdown(pairs: Iterable[Difference], against: str) -> str:
+    """One table, a line per cell."""
+    lines = [
+        [
+            over(one.task, one.haystack),
+            size(one.length), str(one.budget or "-"), one.label,
+            f"{one.figure} (lower is better)" if one.figure in LIKELIHOOD else one.figure,
+            str(one.n), f"{one.theirs:.3f}", str(one),
+        ]
+        for one in pairs
+    ]  # fmt: skip
+    head = ["task", "length", "budget", "policy", "figure", "n", against, "difference"]
+    return Table(head, lines).markdown().rstrip("\n")

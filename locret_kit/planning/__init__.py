@@ -1,1 +1,65 @@
-"""Memory of a run before it is run: sizes, plans, and the largest setting that fits."""
+"""Memory of a run before it is run: sizes, plans, and the largest setting that fits.
+
+Here, without torch: the reading of a text, judged before it begins, whether its slots are enough and how long it takes.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+SHARE = 8
+"""Tokens for each slot beyond which few facts of a text are found again (docs/tutorials/read.md)."""
+LONG = 4096
+"""Tokens of a text whose reading is worth a measurement."""
+MEASURED = 128
+"""Tokens of a measurement on a CPU; other devices are as fast as they can be in a whole chunk alone."""
+
+
+def too_few(budget: int, tokens: int) -> str | None:
+    """Words where a text has more tokens than ``SHARE`` for each slot."""
+    if tokens <= SHARE * budget:
+        return None
+    wanted = -(-tokens // SHARE)
+    step = 10 ** max(0, len(str(wanted)) - 2)
+    return (
+        f"{budget:,} slots for {tokens:,} tokens, 1 in {tokens // budget}: facts need about 1 in {SHARE}: "
+        f"--budget {-(-wanted // step) * step}"
+    )
+
+
+def reading_time(model: PreTrainedModel, ids: Sequence[int], chunk: int) -> str | None:
+    """Words for the time that the reading of a long text will take, from the rate of its first tokens in a plain forward.
+
+    Args:
+        model: the backbone, not attached. chunk: tokens that are read at once.
+    """
+    if len(ids) < LONG:
+        return None
+    import torch
+
+    from ..backbones.spec import decoder_of
+
+    tokens = min(chunk, len(ids), MEASURED if model.device.type == "cpu" else chunk)
+    ids_BT = torch.tensor([list(ids[:tokens])], device=model.device)
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(2):  # the first one prepares memory and kernels
+            began = time.perf_counter()
+            last = decoder_of(model)(input_ids=ids_BT, use_cache=False)[0]
+            last[0, -1, 0].item()  # waits for the device
+            seconds.append(time.perf_counter() - began)
+    rate = tokens / min(seconds)
+    return f"{len(ids):,} tokens take about {duration(len(ids) / rate)}, at the {rate:.0f} tok/s of the first {tokens}"
+
+
+def duration(seconds: float) -> str:
+    """A time in its largest fitting unit: "40 s", "12 min", "3.5 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from annotated_types import Ge
+from transformers import PreTrainedModel
 
 from ..backbones.probe import describe
 from ..backbones.spec import text_config
@@ -21,14 +22,16 @@ from ..cache.storage.codec import BITS
 from ..naming import UNITS, show
 from ..policies.policy import Policy
 from ..settings import RunSettings, check, checked
-from .backbone_sizes import ITEM_BYTES, BackboneSizes, Dtype, head_parameters
-from .inference_plan import Plan, Setting, cache_bytes, plan_inference
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from transformers import PreTrainedModel
-
+from .inference_plan import (
+    ITEM_BYTES,
+    BackboneSizes,
+    Dtype,
+    Plan,
+    Setting,
+    cache_bytes,
+    head_parameters,
+    plan_inference,
+)
 
 # ---- memory of a training step, predicted from a transformers configuration alone -----------------------------------
 

@@ -12,16 +12,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge
+from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..backbones.gguf.gguf_model import AT_ONCE, UNPACKED
-from ..backbones.spec import BackboneSpec
-from ..backbones.weight_bits import check_weight_bits, suffix
+from ..backbones.patches import SLICE
+from ..backbones.probe import outlined
+from ..backbones.spec import BackboneSpec, UnsupportedArchitecture, field_of
+from ..backbones.weight_bits import check_weight_bits, scratch_bytes, stored_bytes, suffix
 from ..cache.context import layer_rows
 from ..cache.due import PIECE, Schedule
 from ..cache.stages import TILE
@@ -31,7 +35,123 @@ from ..policies.base import Recall
 from ..policies.grammar import parse_policy
 from ..policies.policy import Policy
 from ..settings import INT32_MAX, Resolved, RunSettings, checked, made
-from .backbone_sizes import ITEM_BYTES, BackboneSizes, Dtype, head_parameters
+
+# ---- sizes of a backbone ----------------------------------------------------------------------------------------------
+
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class BackboneSizes:
+    """The sizes of a backbone that memory depends on."""
+
+    spec: BackboneSpec
+    vocab: int
+    hidden: int
+    intermediate: int
+    parameters: int
+    packed_bytes: int | None = None
+    """Bytes of the packed matrices of a GGUF file; None where the model is not out of one."""
+    plain_numbers: int = 0
+    """Other numbers of that file."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> BackboneSizes:
+        """Read a (text) configuration. The workspace is that of a like model of Llama's form."""
+        hidden = field_of(config, "hidden_size", "n_embd", "d_model")
+        inter = field_of(config, "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
+        model = without_weights(config)
+        weights = parameters_of(model)
+        if model.get_output_embeddings() is None:  # a decoder alone: whether they are tied is not said
+            weights += config.vocab_size * hidden
+        gguf = getattr(config, "gguf", None) or {}
+        return cls(
+            outlined(model),
+            config.vocab_size,
+            hidden,
+            inter,
+            weights,
+            gguf.get("packed_bytes"),
+            gguf.get("plain_numbers", 0),
+        )
+
+    @property
+    def fused(self) -> bool:
+        """Whether q, k, v come from one projection, and gate and up from another (Phi-3)."""
+        return self.spec.model_type == "phi3"
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of every matrix of a layer."""
+        q, kv = self.spec.n_heads * self.spec.head_dim, self.spec.n_kv_heads * self.spec.head_dim
+        inward = [self.spec.qkv_dim, 2 * self.intermediate] if self.fused else [q, kv, kv, *[self.intermediate] * 2]
+        return [*((self.hidden, out) for out in inward), (q, self.hidden), (self.intermediate, self.hidden)]
+
+    def weights(self, item: int, bits: int | None) -> int:
+        """Bytes of the weights, ``item`` a number; with ``bits`` matrices as bitsandbytes stores them, of a GGUF file as they
+        lie there."""
+        if self.packed_bytes is not None:
+            return self.packed_bytes + self.plain_numbers * item
+        if bits is None:
+            return self.parameters * item
+        layer = sum(item * inputs * out - stored_bytes(inputs, out, bits) for inputs, out in self.matrices)
+        return self.parameters * item - self.spec.n_layers * layer
+
+    def stream(self, T: int) -> int:
+        """Elements alive through a whole layer: embeddings, residual, normalised hidden states."""
+        return 3 * T * self.hidden
+
+    def mlp(self, T: int, item: int, bits: int | None) -> int:
+        """Bytes alive at the MLP's widest moment: the layer's input and what the first slice needs, or from the second on also
+        what all of them give."""
+        stream = T * self.hidden * item
+        first = stream + self._mlp_slice(min(T, SLICE), item, bits)
+        return first if T <= SLICE else max(first, 2 * stream + self._mlp_slice(min(T - SLICE, SLICE), item, bits))
+
+    def _mlp_slice(self, rows: int, item: int, bits: int | None) -> int:
+        """Bytes between an MLP's two products: activation, up and their product; a fused projection keeps gate too. With few
+        bits, if that is more, as up is made: beside the activation, or together with gate."""
+        wide = self.intermediate
+        product = rows * (4 if self.fused else 3) * wide * item
+        if bits is None:
+            return product
+        scratch = scratch_bytes(rows, self.hidden, 2 * wide if self.fused else wide, bits, item)
+        return max(product, rows * 2 * wide * item + scratch)
+
+    def projection(self, T: int, item: int, bits: int, before: int, after: int) -> int:
+        """Bytes alive as few-bit matrices make queries, with ``before`` elements beside, or take attention's output, with
+        ``after`` elements."""
+        hidden, q = self.hidden, self.spec.n_heads * self.spec.head_dim
+        made = self.spec.qkv_dim if self.fused else q
+        return max(
+            (before + T * made) * item + scratch_bytes(T, hidden, made, bits, item),
+            (after + T * hidden) * item + scratch_bytes(T, q, hidden, bits, item),
+        )
+
+
+def without_weights(config: PretrainedConfig) -> PreTrainedModel:
+    """A language model on the meta device, in float32, whose experts run without numbers; its decoder where transformers has the
+    text part of a multimodal model no other way."""
+    kind = next((one for one in (AutoModelForCausalLM, AutoModel) if type(config) in one._model_mapping), None)
+    if kind is None:
+        raise UnsupportedArchitecture(f"model_type={config.model_type!r}: transformers has no model of this part alone")
+    with torch.device("meta"):  # of a copy, since transformers writes the type into the configuration
+        model: PreTrainedModel = kind.from_config(deepcopy(config), dtype=torch.float32)
+    model.set_experts_implementation("batched_mm")
+    return model.eval()
+
+
+def parameters_of(model: PreTrainedModel) -> int:
+    """Weights of a language model, tied embeddings once."""
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def head_parameters(spec: BackboneSpec, d_hidden: int) -> int:
+    """Weights of all retaining heads."""
+    return d_hidden * sum(layer.qkv_dim + layer.n_kv_heads for layer in spec.layers)
+
 
 # ---- memory of recall -----------------------------------------------------------------------------------------------
 
@@ -41,12 +161,6 @@ from .backbone_sizes import ITEM_BYTES, BackboneSizes, Dtype, head_parameters
 def stored_blocks(recall: Recall, context: int) -> int:
     """Blocks of a head for a text of so many tokens."""
     return -(-context // recall.size)
-
-
-def stored_bytes(spec: BackboneSpec, recall: Recall, context: int, item: int) -> int:
-    """Bytes of the store of all layers without a window: room for every token of the text."""
-    a_block = spec.n_kv_heads * recall.size * 2 * spec.head_dim * item
-    return spec.windows.count(None) * a_block * stored_blocks(recall, context)
 
 
 def recall_bytes(spec: BackboneSpec, recall: Recall, context: int, item: int) -> int:
@@ -216,10 +330,12 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
 
 
 def store_bytes(spec: BackboneSpec, setting: Setting) -> int:
-    """Bytes in the host's memory of what was evicted and may come back."""
+    """Bytes in the host's memory of what was evicted and may come back: in every layer without a window, room for every token
+    of the text."""
     if setting.recall is None:
         return 0
-    return stored_bytes(spec, setting.recall, setting.context, ITEM_BYTES[setting.dtype])
+    a_block = spec.n_kv_heads * setting.recall.size * 2 * spec.head_dim * ITEM_BYTES[setting.dtype]
+    return spec.windows.count(None) * a_block * stored_blocks(setting.recall, setting.context)
 
 
 def full_cache_bytes(spec: BackboneSpec, context: int, dtype: str = "bfloat16") -> int:

@@ -1,1 +1,416 @@
-"""Data preparation: text in, token ids and answer spans out. Knows nothing of models, training or the runtime."""
+"""Samples of training: records of long-context question answering as chat messages, and conversations as token ids.
+
+An answer's span is the characters of the rendering that come from the message (``text.untrusted``). This stays right when its
+text also occurs elsewhere, and for templates that trim messages, leave their thoughts out, or tell the time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..files import parse_json
+from ..naming import blaming, nearest
+from ..text.template import around_message, has_template, render_traced
+from ..text.untrusted import FIRST, Span, Traced, defused, encode, token_span
+
+# ---- records, from files and from the Hub, as lists of chat messages --------------------------------------------------
+
+
+SUFFIXES = (".json", ".jsonl", ".parquet")
+WHOLE = 1 << 26
+"""Bytes of the largest files that are held whole."""
+PIECE = 1 << 20
+"""Characters of a larger JSON array that are read at a time."""
+SAVED = (("dataset_info.json", "state.json"), ("dataset_dict.json",))
+"""Files by which ``datasets`` knows a data set that ``save_to_disk`` wrote, and a dictionary of splits."""
+SCHEMAS = (
+    "messages: list of {role, content} (THUDM/LongAlign-10k)",
+    "conversations: list of {from, value}",
+    "input, instructions: list, outputs: list (L-Eval)",
+    "instruction, output, optionally input (Yukang/LongAlpaca-12k)",
+    "document or context or passage, question or query, answer or answers (wenbopan/anti-haystack)",
+)
+_UNKNOWN = "no known schema has the keys"
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""Beginning of a lone surrogate, and of a pair of them, in JSON."""
+ROLES = {name: name for name in ("system", "user", "assistant")}
+ROLES |= {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")}
+
+
+def read_records(
+    source: str | Path, *, split: str = "train", broken: Callable[[str], object] | None = None
+) -> Iterator[dict]:
+    """Records of a local .json, .jsonl or .parquet file, of a folder of them (by name, recursively), of a folder that
+    ``datasets`` saved, or of a data set of the Hub, which is streamed.
+
+    Args:
+        source: a path, or a Hub id such as "Yukang/LongAlpaca-12k".
+        split: the split of a data set of the Hub, or of a saved one that has several; files have none.
+        broken: called with the reason for each line that is no JSON object, which is then left out.
+
+    Raises:
+        FileNotFoundError: nothing is there (at once), or the Hub cannot deliver it.
+        ValueError: an unknown kind of file (at once), no such split, or, without ``broken``, a line that is no JSON object:
+            file and line are named.
+    """
+    path = Path(source)
+    if any(all((path / name).is_file() for name in names) for names in SAVED):
+        return _read_saved(path, split)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        if not files:
+            raise FileNotFoundError(f"source={source} has no {', '.join(SUFFIXES)} file")
+        return (record for file in files for record in _read_file(file, broken))
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"source={source} must end in one of {', '.join(SUFFIXES)}")
+        return _read_file(path, broken)
+    if path.suffix in SUFFIXES or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)) or str(source).startswith("."):
+        raise FileNotFoundError(f"source={source} does not exist, and is no id of a Hub data set (owner/name)")
+    return _read_hub(str(source), split)
+
+
+def to_messages(record: dict, *, index: int = 0) -> list[dict]:
+    """The conversation of one record, as dicts of 'role' and 'content'; the schema is recognised by its keys.
+
+    A document comes first, then a blank line, then the question.
+
+    Args:
+        index: which instruction of an L-Eval record is asked (modulo their number).
+
+    Raises:
+        ValueError: an unknown schema (the record's keys and the known schemas are listed), a field of a wrong type, or
+            a conversation without an assistant turn.
+    """
+    name, question = _first(record, "document", "context", "passage"), _first(record, "question", "query")
+    answer = _first(record, "answer", "answers")
+    if isinstance(record.get("messages"), list):
+        return _conversation(record["messages"], "role", "content")
+    if isinstance(record.get("conversations"), list):
+        return _conversation(record["conversations"], "from", "value")
+    if "input" in record and isinstance(record.get("instructions"), list) and isinstance(record.get("outputs"), list):
+        asked, given = record["instructions"], record["outputs"]
+        if not asked or len(asked) != len(given):
+            raise ValueError(f"instructions and outputs must be as many, and at least one: {len(asked)}, {len(given)}")
+        index %= len(asked)
+        turn = {f"instructions[{index}]": asked[index], f"outputs[{index}]": given[index]}
+        question, answer = (_text(turn, name) for name in turn)
+        return _turn(f"{_text(record, 'input')}\n\n{question}", answer)
+    if "instruction" in record and "output" in record:
+        extra = _text(record, "input") if record.get("input") else ""
+        return _turn(_text(record, "instruction") + (f"\n\n{extra}" if extra else ""), _text(record, "output"))
+    if name and question and answer:
+        if isinstance(record[answer], list) and record[answer]:  # several accepted answers: the first
+            record = {**record, answer: record[answer][0]}
+        value = _text(record, answer)
+        return _turn(f"{_text(record, name)}\n\n{_text(record, question)}", value)
+    known = "\n".join(f"  {schema}" for schema in SCHEMAS)
+    raise ValueError(f"{_UNKNOWN} {sorted(map(str, record))}\nKnown are\n{known}")
+
+
+def is_unknown(reason: str) -> bool:
+    """Whether a reason that ``to_messages`` gave is that a record has no known schema."""
+    return reason.startswith(_UNKNOWN)
+
+
+def _read_file(path: Path, broken: Callable[[str], object] | None) -> Iterator[dict]:
+    try:
+        yield from _read_parquet(path) if path.suffix == ".parquet" else _read_json(path, broken)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
+
+
+def _read_parquet(path: Path) -> Iterator[dict]:
+    import pyarrow.parquet
+
+    with blaming(f"{path} cannot be read", pyarrow.ArrowInvalid):
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=64):
+            yield from batch.to_pylist()
+
+
+def _read_json(path: Path, broken: Callable[[str], object] | None) -> Iterator[dict]:
+    whole = path.stat().st_size <= WHOLE
+    if path.suffix == ".json" and whole:
+        text = path.read_text(encoding="utf-8-sig")
+        try:
+            value = _loads(text, str(path))
+        except ValueError as error:
+            if "Extra data" not in str(error) or not text.lstrip().startswith("{"):
+                raise
+        else:
+            for i, record in enumerate(value if isinstance(value, list) else [value]):
+                yield _object(record, f"{path}, record {i}")
+            return
+    with path.open(encoding="utf-8-sig") as lines:
+        if path.suffix == ".json" and not whole and lines.read(64).lstrip().startswith("["):
+            yield from _read_array(path)
+            return
+        lines.seek(0)
+        for number, line in enumerate(lines, 1):  # JSON lines, which some data sets name .json
+            if line.strip():
+                where = f"{path}, line {number}"
+                try:
+                    yield _object(_loads(line, where), where)
+                except ValueError as error:
+                    if broken is None or isinstance(error, UnicodeDecodeError):
+                        raise
+                    broken(str(error))
+
+
+def _read_array(path: Path) -> Iterator[dict]:
+    """Records of a JSON array; a piece of its text is held at a time."""
+    decoder, number = json.JSONDecoder(), 0
+    with path.open(encoding="utf-8-sig") as file:
+        text, at = file.read(PIECE).lstrip(), 1
+        while text[at : at + 1] != "]":
+            if text[at : at + 1] in (*" \t\r\n,",):
+                at += 1
+                continue
+            where = f"{path}, record {number}"
+            try:
+                _, end = decoder.raw_decode(text, at)
+            except RecursionError:
+                end = len(text)  # its own error
+            except json.JSONDecodeError:
+                if more := file.read(max(PIECE, len(text) - at)):
+                    text, at = text[at:] + more, 0
+                    continue
+                end = len(text)
+            yield _object(_loads(text[at:end], where), where)
+            number, at = number + 1, end
+
+
+def _loads(text: str, where: str) -> object:
+    """The value of a JSON text. Half a character (a cut emoji), which no tokenizer takes, becomes a question mark."""
+    value = parse_json(text, where)
+    if _HALF.search(text):
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
+
+
+def _object(record: object, where: str) -> dict:
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: a record must be a JSON object, not {type(record).__name__}")
+    return record
+
+
+def _read_saved(path: Path, split: str) -> Iterator[dict]:
+    import datasets
+
+    with blaming(f"{path} cannot be read", OSError, ValueError):
+        saved = datasets.load_from_disk(str(path))
+    yield from map(dict, _of_split(saved, split, path))
+
+
+def _read_hub(name: str, split: str) -> Iterator[dict]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(name, split=split, streaming=True)
+        yield from map(dict, _of_split(rows, split, name))
+    except (OSError, datasets.exceptions.DatasetsError) as error:  # not found, damaged, or no connection
+        raise FileNotFoundError(f"source={name} is no local path, and the Hub did not deliver it: {error}") from error
+
+
+def _of_split(rows: Mapping | Iterable, split: str, source: object) -> Iterable:
+    """The rows of a split, where there are several. Raises ValueError where there is none of that name."""
+    if isinstance(rows, Mapping) and split not in rows:
+        raise ValueError(f"split={split} must be one that {source} has: {', '.join(rows)}.{nearest(split, rows)}")
+    return rows[split] if isinstance(rows, Mapping) else rows
+
+
+def _first(record: dict, *names: str) -> str | None:
+    """The first of the names that the record has."""
+    return next((name for name in names if name in record), None)
+
+
+def _text(record: dict, name: str) -> str:
+    if not isinstance(record[name], str):
+        raise ValueError(f"{name}={record[name]!r:.200} must be a string")
+    return record[name]
+
+
+def _turn(question: str, answer: str) -> list[dict]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _conversation(turns: list, role: str, content: str) -> list[dict]:
+    messages = []
+    for i, turn in enumerate(turns):
+        if not isinstance(turn, dict) or str(turn.get(role)) not in ROLES or not isinstance(turn.get(content), str):
+            raise ValueError(
+                f"turn {i} needs a {role!r} of {sorted(ROLES)} and a string {content!r}; it is {turn!r:.200}"
+            )
+        messages.append({"role": ROLES[turn[role]], "content": turn[content]})
+    if all(message["role"] != "assistant" for message in messages):
+        raise ValueError(f"no assistant turn among the {len(messages)} of the conversation")
+    return messages
+
+
+# ---- conversations as token ids, with the exact token span of every assistant answer ----------------------------------
+
+
+CHARACTERS = 64
+"""Characters per token that no text reaches on average."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training sample.
+
+    Raises:
+        ValueError: if the answers are not non-empty, ordered, disjoint half-open spans inside `ids`.
+    """
+
+    ids: tuple[int, ...]
+    """Token ids of the whole conversation, [S]."""
+    answers: tuple[Span, ...]
+    """Half-open token spans of the assistant's answers, in order."""
+
+    def __post_init__(self) -> None:
+        at = 0
+        for start, end in self.answers:
+            if not at <= start < end <= len(self.ids):
+                raise ValueError(f"answers={self.answers} must be ordered, disjoint spans in {len(self.ids)} tokens")
+            at = end
+
+    @property
+    def prompt_len(self) -> int:
+        """Start of the last answer, in tokens: everything in front of it, earlier answers included, is its prompt.
+        A sample without answers is all prompt."""
+        return self.answers[-1][0] if self.answers else len(self.ids)
+
+
+def encode_chat(
+    tokenizer, messages: Sequence[dict], *, max_tokens: int | None = None, cut: Literal["middle", "end"] = "middle"
+) -> Sample:
+    """Render `messages` with the tokenizer's chat template and tokenise them.
+
+    An answer's span holds its text and the end-of-turn token, if the template puts one right after it. Without a chat
+    template, the text is "{content}\\n" for each message, under the tokenizer's own special tokens (such as a BOS).
+
+    Args:
+        tokenizer: a fast tokenizer (offsets are needed).
+        messages: dicts of 'role' and 'content', both strings.
+        max_tokens: upper bound of the sample. A longer one loses tokens of its longest user message, then of the next
+            longest; answers are never cut.
+        cut: the part of a message that goes, its 'middle' (head and tail stay) or its 'end'.
+
+    Raises:
+        ValueError: for a malformed message, a slow tokenizer, a template that hides a message or refuses the
+            conversation, or one that does not fit `max_tokens` without cutting answers.
+    """
+    _check(messages)
+    if max_tokens is not None:
+        short = [_ends(message, CHARACTERS * max_tokens) for message in messages]
+        if short != list(messages):
+            sample = encode_chat(tokenizer, short, max_tokens=max_tokens, cut=cut)
+            if len(sample.ids) == max_tokens:  # so tokens of the middle went here too, and what is left is the same
+                return sample
+    if has_template(tokenizer):
+        text: str = (made := render_traced(tokenizer, messages))
+        where = [_located(made, i, message) for i, message in enumerate(messages)]
+        turns = [  # an answer's tail: the template's text after it when the conversation ends with it
+            (a, b, around_message(tokenizer, messages[: i + 1], i)[1] if messages[i]["role"] == "assistant" else "")
+            for i, (a, b) in enumerate(where)
+        ]
+    else:
+        text, turns = "", []
+        for message in messages:
+            content = defused(tokenizer, message["content"])
+            turns.append((len(text), len(text) + len(content), ""))
+            text += content + "\n"
+    ids, offsets = encode(tokenizer, text, special=not has_template(tokenizer))
+    answers, users = [], []
+    for message, (start, end, tail) in zip(messages, turns, strict=True):
+        if message["role"] == "assistant":
+            first, last = token_span(offsets, start, end)
+            answers.append((first, _with_end_token(tokenizer, text, ids, offsets, last, tail)))
+        elif message["role"] == "user":
+            users.append(token_span(offsets, start, end, inner=True))
+    if max_tokens is not None and len(ids) > max_tokens:
+        ids, answers = _shorten(ids, answers, users, max_tokens, cut)
+    return Sample(tuple(ids), tuple(answers))
+
+
+def _ends(message: dict, size: int) -> dict:
+    """A user's message without the middle that no shortening would keep: tokenising it would cost minutes.
+
+    Raises:
+        ValueError: another message that has more characters than tokens could hold.
+    """
+    content = message["content"]
+    if len(content) <= 2 * size:
+        return message
+    if message["role"] == "user":
+        return {**message, "content": content[:size] + content[-size:]}
+    raise ValueError(f"the {message['role']}'s message has {len(content)} characters, which are never cut")
+
+
+def _check(messages: Sequence[dict]) -> None:
+    for i, message in enumerate(messages):
+        for field in ("role", "content"):
+            if not isinstance(message.get(field), str):
+                raise ValueError(f"messages[{i}][{field!r}]={message.get(field)!r} must be a string")
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise ValueError(f"messages[{i}]['content']={message['content']!r} is an empty answer")
+
+
+def _located(text: Traced, index: int, message: Mapping[str, str]) -> Span:
+    """Half-open character span of message `index` in the rendering `text`. A system message may be anywhere."""
+    content, at = message["content"], 0
+    if message["role"] not in ("user", "assistant") or not content.strip():
+        return (0, 0)
+    parts = [part.span() for part in re.finditer(re.escape(chr(FIRST + index)) + "+", text.origin)]
+    for start, end in parts:
+        at = content.find(text[start:end], at)
+        if at < 0:
+            break
+        at += end - start
+    if not parts:
+        raise ValueError(f"the chat template shows messages[{index}] ({message['role']}) 0 times; it must show it once")
+    if at < 0:
+        raise ValueError(f"the chat template changes messages[{index}]; its span cannot be found exactly")
+    return parts[0][0], parts[-1][1]
+
+
+def _with_end_token(tokenizer, text: str, ids: list[int], offsets: list[Span], last: int, tail: str) -> int:
+    """End of an answer's token span, moved after the end-of-turn token if the turn's `tail` starts with one."""
+    blank = len(tail) - len(tail.lstrip(" "))
+    end = last
+    while end < len(ids) and blank and text[offsets[end][0] : offsets[end][1]].strip(" ") == "":
+        end += 1
+    if not tail.strip(" ") or end >= len(ids):
+        return last
+    added = tokenizer.added_tokens_decoder.items()
+    special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
+    word = text[offsets[end][0] : offsets[end][1]].strip(" ")
+    return end + 1 if ids[end] in special and word and tail.lstrip(" ").startswith(word) else last
+
+
+def _shorten(
+    ids: list[int], answers: list[Span], users: list[Span], max_tokens: int, cut: Literal["middle", "end"]
+) -> tuple[list[int], list[Span]]:
+    """Cut tokens from the middles or ends of the longest user messages; ids [S] -> [max_tokens], spans moved along."""
+    drop = []
+    excess = len(ids) - max_tokens
+    for start, end in sorted(users, key=lambda span: span[0] - span[1]):
+        size = min(excess, max(0, end - start - 2))  # a first and a last token stay
+        excess -= size
+        at = end - size if cut == "end" else start + (end - start - size) // 2
+        drop.append((at, at + size))
+    if excess > 0:
+        kept = len(ids) - sum(end - start for start, end in drop)
+        raise ValueError(
+            f"max_tokens={max_tokens} must be at least {kept}: the conversation has {len(ids)} tokens, its answers "
+            f"{sum(end - start for start, end in answers)}, and only user messages are cut"
+        )
+    for start, end in sorted(drop, reverse=True):
+        ids = ids[:start] + ids[end:]
+        answers = [(a - end + start, b - end + start) if a >= end else (a, b) for a, b in answers]
+    return ids, answers

@@ -11,18 +11,11 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
-
-import yaml
 
 from ..text.untrusted import encode, token_span
-from .haystack import cut, starts, take
-from .sample import Sample, encode_chat
+from . import Sample, encode_chat
+from .haystack import WORDS, cut, starts, take
 
-WORDS: dict[str, list] = yaml.safe_load(
-    resources.files(__package__).joinpath("wording.yaml").read_text(encoding="utf-8")
-)
-"""The wording of samples, by kind: its comments say what is what. What begins with "held" is for validation alone."""
 Template = tuple[str, str, str, str]
 """A fact's: kind of value, statement, question, first words of the answer; {v} is the value, {n} a name, {w} a thing, {p} a
 place, {r} a project, {k} a key. To add one, add a line to ``wording.yaml``: to ``facts``, which are trained on, or to

@@ -16,11 +16,10 @@ from fastapi.responses import JSONResponse, Response
 from transformers import PreTrainedModel
 
 from ..cache.bounded import BoundedCache
-from ..documents.document import Document, Progress
+from ..documents.document import Document, Progress, kept_of
 from ..documents.document_text import DocumentText
-from ..documents.kept_positions import kept_of
 from ..naming import blaming, first_line
-from ..planning.reading import too_few
+from ..planning import too_few
 from ..runtime.tokens import TooManyTokens
 from ..settings import INT32_MAX
 from ..text.reader import Unwanted

@@ -22,7 +22,7 @@ from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..cache.file import read
 from ..documents.document import Document, Progress
-from ..documents.text_record import restored, stated
+from ..documents.document_text import restored, stated
 from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies.policy import Policy

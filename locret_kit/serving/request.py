@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..cache.bounded import BoundedCache
 from ..documents.document import Document
-from ..documents.text_record import hash_ids
+from ..documents.document_text import hash_ids
 from ..policies.policy import Policy
 from ..runtime.sequence import Request, Sequence
 from ..settings import RunSettings
@@ -30,7 +30,7 @@ class PrefixKey:
     """The document that it goes on from; '' for none."""
     tokens: int
     sha256: str
-    """Hash of the token ids, see ``documents.text_record``."""
+    """Hash of the token ids, see ``documents.document_text``."""
 
     @classmethod
     def of(cls, name: str, owner: str, document_id: str, ids: array[int]) -> PrefixKey:

@@ -20,10 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config.train_options import DataConfig
 from ..naming import blaming, first_line, nearest
-from ..samples import overlap
+from ..samples import SCHEMAS, WHOLE, Sample, encode_chat, is_unknown, overlap, read_records, to_messages
 from ..samples.haystack import TEXTS, load_text, next_start
-from ..samples.records import SCHEMAS, WHOLE, is_unknown, read_records, to_messages
-from ..samples.sample import Sample, encode_chat
 from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
 
 SYNTHETIC = "synthetic"

@@ -1,4 +1,5 @@
-"""Run a training from its configuration: trainer, checkpoints that survive a full disk or a kill, what is exported.
+"""Run a training from its configuration: trainer, progress, seeds, signals, checkpoints that survive a full disk or a kill, what
+is exported.
 
 With what is exported go a run's curves: TensorBoard's scalars as one CSV file.
 """
@@ -7,9 +8,12 @@ from __future__ import annotations
 
 import csv
 import logging
+import random
 import shlex
+import signal
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,10 +23,11 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..backbones.load import load_backbone, load_config, load_tokenizer, pick_device, pick_dtype
@@ -31,20 +36,8 @@ from ..backbones.spec import text_config
 from ..config.train_options import TrainConfig
 from ..files import locked, write_beside, write_json
 from ..naming import first_line
-from .board import flat
+from . import SETTINGS, TRAINING, FrozenTraining, flat, gather, trained_with
 from .data import SampleModule
-from .frozen_training import (
-    SETTINGS,
-    TRAINING,
-    Bar,
-    FrozenTraining,
-    SaveEvery,
-    SeedSteps,
-    StopWhole,
-    TrainingStopped,
-    gather,
-    trained_with,
-)
 from .module import HeadTraining
 from .pool import PoolTraining
 from .strategy import make_strategy
@@ -76,6 +69,119 @@ def write_curves(run: Path, target: Path) -> None:
             rows.writerows((s, *(f"{curves[t][s]:.5g}" if s in curves[t] else "" for t in tags)) for s in steps)
 
     write_beside(target, write)
+
+
+# ---- callbacks --------------------------------------------------------------------------------------------------------
+
+
+class Bar(TQDMProgressBar):
+    """Progress in optimiser steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self._steps = steps
+
+    @property
+    def total_train_batches(self) -> int:
+        return self._steps
+
+    def on_train_start(self, trainer: L.Trainer, *rest: object) -> None:
+        """A run that goes on does so inside Lightning's one epoch, at whose beginning alone a bar is given its total."""
+        super().on_train_start(trainer, *rest)
+        bar = self.train_progress_bar
+        bar.total, bar.initial, bar.n = self._steps, trainer.global_step, trainer.global_step
+
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict:
+        return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
+
+
+class SeedSteps(Callback):
+    """Seed the generators from the run's seed and the step's number, as samples are. A resumed run then draws what the
+    uninterrupted one drew, and no generator's state has to be saved."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_batch_start(self, trainer: L.Trainer, *rest: object) -> None:
+        drawn = random.Random(f"{self.seed}:{trainer.global_step}").getrandbits(63)
+        random.seed(drawn)
+        torch.manual_seed(drawn)
+
+
+class SaveEvery(Callback):
+    """The state of every ``steps``-th optimiser step, once its validation is done; the newest one stays. And the trained module,
+    gathered before the strategy is torn down."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder, self.steps, self.saved, self.ended = folder, steps, 0, False
+        self.trained: nn.Module | None = None
+        """In the first process only, once the run has ended."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.saved = trainer.global_step
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *rest: object) -> None:
+        if trainer.global_step % self.steps == 0:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._save(trainer)
+        self.ended, self.trained = True, gather(trainer)
+
+    def _save(self, trainer: L.Trainer) -> None:
+        step = trainer.global_step
+        if step == self.saved:
+            return
+        trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
+        self.saved = step
+        if trainer.is_global_zero:
+            for older in (self.folder / "interrupted.ckpt", *self.folder.glob("step=*.ckpt")):
+                if older.stem != f"step={step}":
+                    older.unlink(missing_ok=True)
+
+
+class TrainingStopped(KeyboardInterrupt):
+    """A run was stopped, has saved its state and said how it goes on."""
+
+
+class StopWhole(Callback):
+    """Ctrl-C and SIGTERM let the step that runs and its validation finish, save the state and print the command that goes on.
+
+    A second signal stops at once, with the last checkpoint as it is.
+    """
+
+    def __init__(self, path: Path, command: str) -> None:
+        self.path, self.command = path, command
+        self.asked = self.whole = self.saved = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.whole = True
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):  # Lightning restores what was there before
+                signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: object) -> None:
+        if self.asked:
+            self.whole = False
+            raise KeyboardInterrupt
+        self.asked = True
+        print(f"\n{signal.Signals(number).name}: stopping after this step", file=sys.stderr, flush=True)
+
+    def on_train_batch_start(self, trainer: L.Trainer, *rest: object) -> None:
+        """Between steps, when the last one's validation is done: a run that goes on does not make it again."""
+        if trainer.strategy.reduce_boolean_decision(self.asked, all=False):
+            raise KeyboardInterrupt
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt) and self.whole and trainer.global_step > 0:
+            trainer.save_checkpoint(self.path)
+            self.saved = True
+            if trainer.is_global_zero:
+                said = f"\nstopped at step {trainer.global_step}; state saved. To go on:\n  {self.command}"
+                print(said, file=sys.stderr)
+
+
+# ---- states of a run --------------------------------------------------------------------------------------------------
 
 
 TRAININGS: dict[str, type[FrozenTraining]] = {"heads": HeadTraining, "pool": PoolTraining}

@@ -35,10 +35,10 @@ from ..policies.base import Folded, Merge, Score, Slots
 from ..policies.grammar import parse_policy
 from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool_slots, save_pool
 from ..policies.policy import Policy
-from ..samples.sample import Sample
+from ..samples import Sample
 from ..settings import RunSettings
+from . import FrozenTraining
 from .data import Step
-from .frozen_training import FrozenTraining
 
 
 class LearningMerge(Merge):

@@ -22,7 +22,7 @@ from locret_kit.cache.bounded import BoundedCache
 from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.session import prefill
 from locret_kit.runtime.tokens import stream_ids
-from locret_kit.samples.needles import make_needle
+from locret_kit.samples.haystack import make_needle
 
 
 def full_prefill(model: Any, ids: list[int]) -> float:

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-from locret_kit.evals.engine.result_rows import Row, label_of
-from locret_kit.evals.engine.run_spec import RANDOM_HEADS, reads_alone
-from locret_kit.evals.report.summary import usual_dtype
+from locret_kit.evals.engine import RANDOM_HEADS, Row, label_of, reads_alone
+from locret_kit.evals.report import usual_dtype
 from locret_kit.evals.tables import MARKS, Cell, Table, size
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.policy import Policy

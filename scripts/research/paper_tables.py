@@ -6,9 +6,8 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from locret_kit.evals.engine.result_rows import read_rows
-from locret_kit.evals.report.paired import differences
-from locret_kit.evals.tables import Table, mean_and_stderr
+from locret_kit.evals.engine import read_rows
+from locret_kit.evals.tables import Table, differences, mean_and_stderr
 
 FOLDER = "scripts/research/logs/papers"
 MARKERS = ("learned", "once")

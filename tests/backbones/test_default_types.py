@@ -27,7 +27,7 @@ from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cli.eval import main as evaluate
-from locret_kit.evals.engine.result_rows import read_rows
+from locret_kit.evals.engine import read_rows
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import generate
 

@@ -24,7 +24,7 @@ from locret_kit.backbones.releases import CACHE
 from locret_kit.cli.infer import main
 from locret_kit.cli.loading import Chosen, before_reading, choose
 from locret_kit.heads import RetainingHeads
-from locret_kit.planning.reading import duration, too_few
+from locret_kit.planning import duration, too_few
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
 
@@ -65,7 +65,7 @@ def test_the_time_that_a_long_text_takes_is_told_before_it_is_read(monkeypatch):
     ids = array("i", [5] * 5000)
     chosen = Chosen("", None, parse_policy("snapkv"), None, (), None)
     clock = iter((0.0, 9.0, 10.0, 10.25))
-    monkeypatch.setattr("locret_kit.planning.reading.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("locret_kit.planning.time.perf_counter", lambda: next(clock))
     said = before_reading(RunSettings(budget=1024, chunk=512), chosen, ids, tiny_model("llama"))
     assert said == ["5,000 tokens take about 10 s, at the 512 tok/s of the first 128"]
     assert [duration(seconds) for seconds in (0.4, 99, 720, 12600)] == ["0 s", "99 s", "12 min", "3.5 h"]

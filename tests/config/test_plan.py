@@ -17,8 +17,8 @@ from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import decoder_of, spec_of
 from locret_kit.cis import cis_loss
 from locret_kit.planning import inference_plan as p
-from locret_kit.planning.backbone_sizes import BackboneSizes, parameters_of, without_weights
 from locret_kit.planning.fitting_settings import TrainSetting, plan_training
+from locret_kit.planning.inference_plan import BackboneSizes, parameters_of, without_weights
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill
 from locret_kit.training.module import Observer

@@ -17,9 +17,9 @@ from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cli.eval import main
-from locret_kit.evals.engine.fidelity import nll_reading, teacher_force
+from locret_kit.evals.engine import Setup, Variant
 from locret_kit.evals.engine.harness import LocretLM, sampling_of
-from locret_kit.evals.engine.run_spec import Setup, Variant
+from locret_kit.evals.engine.measure import nll_reading, teacher_force
 from locret_kit.runtime import sequence
 from locret_kit.runtime.kept_text import kept_heads
 from locret_kit.runtime.session import Sampling

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from locret_kit.evals.engine.result_rows import Row
-from locret_kit.evals.figures import FIGURES, draw, results
+from locret_kit.evals import figures
+from locret_kit.evals.engine import Row
+from locret_kit.evals.figures import FIGURES, draw
 
 ROW = Row(
     task="R.PassKey", haystack="jargon", length=4096, budget=512, policy="locret", heads="h", sample=0, score=1.0, depth=0.25,
@@ -28,7 +29,7 @@ def rows() -> list[Row]:
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_has_title_and_units_and_goes_to_two_files(name, tmp_path):
-    function = getattr(results, name.replace("-", "_"))
+    function = getattr(figures, name.replace("-", "_"))
     figure = function(rows())
     panels = [axis for axis in figure.axes if axis.get_title()]
     assert figure.get_suptitle() and panels and all(axis.get_xlabel() and axis.get_ylabel() for axis in panels)
@@ -39,10 +40,10 @@ def test_a_figure_has_title_and_units_and_goes_to_two_files(name, tmp_path):
 
 
 def test_score_against_memory_shows_the_means():
-    figure = results.score_memory(rows())
+    figure = figures.score_memory(rows())
     drawn = {bar.get_label(): bar.lines[0].get_xydata().tolist() for bar in figure.axes[0].containers}
     assert drawn == {"full": [[1, 1]], "h2o": [[256, 0.5], [512, 0.5]], "$tova": [[256, 0.5], [512, 0.5]]}
-    on_gpu = results.score_memory([replace(row, device="cuda:0") for row in rows()])
+    on_gpu = figures.score_memory([replace(row, device="cuda:0") for row in rows()])
     assert on_gpu.axes[0].get_xlabel() == "peak memory (MiB)", "on a CPU it is the process's"
 
 
@@ -53,7 +54,7 @@ def test_the_grid_has_a_row_for_each_depth_asked_for():
         for n, depth in enumerate((0.5, 0.25, 0.75))
         for length in (4096, 8192)
     ]
-    axis = results.needle_grid(moved).axes[0]
+    axis = figures.needle_grid(moved).axes[0]
     assert [label.get_text() for label in axis.get_yticklabels()] == ["25", "50", "75"]
     assert np.isfinite(axis.images[0].get_array()).all()
 
@@ -61,5 +62,5 @@ def test_the_grid_has_a_row_for_each_depth_asked_for():
 def test_a_panel_of_the_grid_has_its_own_lengths_alone():
     """Those of other panels once stood empty in it."""
     two = [replace(ROW, length=length, budget=budget) for length, budget in ((4096, 256), (16384, 512))]
-    shown = [axis for axis in results.needle_grid(two).axes if axis.get_title()]
+    shown = [axis for axis in figures.needle_grid(two).axes if axis.get_title()]
     assert [[label.get_text() for label in axis.get_xticklabels()] for axis in shown] == [["4K"], ["16K"]]

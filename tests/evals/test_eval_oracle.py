@@ -9,8 +9,8 @@ from eval_runs import kept_of
 from tiny_tokenizer import save_tiny_backbone
 
 from locret_kit.cli.eval import main
-from locret_kit.evals.engine.result_rows import read_rows
-from locret_kit.evals.tasks import texts
+from locret_kit.evals import tasks
+from locret_kit.evals.engine import read_rows
 
 BUDGET, TAIL = 48, 8
 
@@ -23,7 +23,7 @@ def backbone(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def no_drawing(monkeypatch):
     """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.evals.report.html_report.write_page", lambda out: out / "report.html")
+    monkeypatch.setattr("locret_kit.evals.report.write_page", lambda out: out / "report.html")
 
 
 def words(backbone: Path, out: Path, **more: object) -> list[str]:
@@ -53,7 +53,7 @@ def test_kvzip_keeps_its_budget_and_what_follows_the_context(backbone, tmp_path,
 
 
 def test_with_room_for_all_it_is_full_attention(backbone, tmp_path, monkeypatch):
-    monkeypatch.setattr(texts, "CONTINUATION", 12)
+    monkeypatch.setattr(tasks, "CONTINUATION", 12)
     out = tmp_path / "run"
     more = {"tasks": "[passkey,perplexity,fidelity.continue]", "positions": "original", "policies": "[full,kvzip,bm25]"}
     assert main(words(backbone, out, budgets="[512]", **more)) == 0

@@ -13,7 +13,7 @@ import pytest
 from browser import BROWSER, BROWSERS
 
 from locret_kit.cli.eval import main
-from locret_kit.evals.engine.result_rows import Row
+from locret_kit.evals.engine import Row
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 

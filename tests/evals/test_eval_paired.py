@@ -10,8 +10,8 @@ import pytest
 
 from locret_kit.cli.eval import chosen_rows, main
 from locret_kit.config.eval_options import RowsConfig
-from locret_kit.evals.engine.result_rows import Row, Shard
-from locret_kit.evals.report.paired import differences
+from locret_kit.evals.engine import Row, Shard
+from locret_kit.evals.tables import differences
 
 ONE = Row(
     task="R.PassKey",

@@ -29,9 +29,8 @@ from locret_kit.cache.due import Schedule
 from locret_kit.cli.eval import main
 from locret_kit.cli.eval_setup import run_of
 from locret_kit.config.eval_options import load_eval_config
-from locret_kit.evals.engine import measure, runner
+from locret_kit.evals.engine import measure, read_rows, runner
 from locret_kit.evals.engine.measure import SharedBeginning, shared_lengths
-from locret_kit.evals.engine.result_rows import read_rows
 from locret_kit.evals.tables import cells_table, summarize
 from locret_kit.evals.tasks import Example, Task
 from locret_kit.runtime import drivers
@@ -135,7 +134,7 @@ def test_a_haystack_is_read_once_up_to_each_depth(size, places, chunk, tail):
 @pytest.fixture(autouse=True)
 def no_drawing(monkeypatch):
     """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.evals.report.html_report.write_page", lambda out: out / "report.html")
+    monkeypatch.setattr("locret_kit.evals.report.write_page", lambda out: out / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +157,7 @@ figures = partial(eval_runs.figures, costs={*eval_runs.COSTS, "cache_bytes"})
 def alone(heads, tmp_path_factory) -> Path:
     """A run that shares nothing."""
     out = tmp_path_factory.mktemp("alone") / "run"
-    with mock.patch("locret_kit.evals.report.html_report.write_page"):
+    with mock.patch("locret_kit.evals.report.write_page"):
         assert main(words(heads, out, share_prefix="false")) == 0
     rows = read_rows(out)
     assert {row.prefix_shared for row in rows} == {0} and not any(row.error for row in rows)

@@ -21,8 +21,7 @@ from tiny_heads import save_tiny_heads
 
 from locret_kit.cache.backend import runs_on_cpu
 from locret_kit.cli.eval import main
-from locret_kit.evals.engine import measure
-from locret_kit.evals.engine.result_rows import KEY, Row, Shard, read_rows
+from locret_kit.evals.engine import KEY, Row, Shard, measure, read_rows
 from locret_kit.evals.tasks import _text
 from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.report import weights_hash
@@ -32,7 +31,7 @@ from locret_kit.samples.haystack import load_text
 @pytest.fixture(autouse=True)
 def no_drawing(monkeypatch):
     """Figures and page take longer than these runs."""
-    monkeypatch.setattr("locret_kit.evals.report.html_report.write_page", lambda out: out / "report.html")
+    monkeypatch.setattr("locret_kit.evals.report.write_page", lambda out: out / "report.html")
 
 
 @pytest.fixture(scope="module")

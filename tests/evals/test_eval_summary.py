@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scripts_loaded import load_script
 
 from locret_kit.cli.eval import main
-from locret_kit.evals.engine.result_rows import Row, read_rows
-from locret_kit.evals.report.summary import overview, score_table, to_markdown
+from locret_kit.evals.engine import Row, read_rows
+from locret_kit.evals.report import overview, score_table, to_markdown
 from locret_kit.evals.tables import Cell, Table, cells_table, summarize
 from locret_kit.evals.tasks import known_tasks
 from locret_kit.evals.tasks.document_tasks import averages

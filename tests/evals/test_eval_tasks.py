@@ -26,12 +26,10 @@ from locret_kit.evals.tasks import (
     find_tasks,
     known_tasks,
 )
-from locret_kit.evals.tasks.retrieval import find
-from locret_kit.evals.tasks.ruler import insert
+from locret_kit.evals.tasks.synthetic_tasks import find, insert
 from locret_kit.evals.tasks.task import Example, count_ids, spread_depth
 from locret_kit.samples import overlap
-from locret_kit.samples.haystack import load_text
-from locret_kit.samples.needles import WORDINGS
+from locret_kit.samples.haystack import WORDINGS, load_text
 from locret_kit.samples.synthetic import FACTS, HELD_FACTS, WORDS, synthetic_sample
 from locret_kit.text.template import render_prompt
 

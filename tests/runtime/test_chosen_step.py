@@ -11,7 +11,6 @@ from locret_kit.cli.plan import resolve, shipped_configs
 from locret_kit.config import recipes
 from locret_kit.config.recipes import choose_for_device
 from locret_kit.planning import fitting_settings
-from locret_kit.planning.backbone_sizes import BackboneSizes, head_parameters
 from locret_kit.planning.fitting_settings import (
     LONGEST,
     SHARE,
@@ -22,6 +21,7 @@ from locret_kit.planning.fitting_settings import (
     choose_width,
     plan_training,
 )
+from locret_kit.planning.inference_plan import BackboneSizes, head_parameters
 
 GIB = 2**30
 

@@ -10,9 +10,8 @@ from planned import setting_of
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache
-from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.planning.fitting_settings import OutOfMemory, allocator_figures, explain_oom
-from locret_kit.planning.inference_plan import plan_inference
+from locret_kit.planning.inference_plan import BackboneSizes, plan_inference
 from locret_kit.runtime.session import generate
 
 GIB = 2**30

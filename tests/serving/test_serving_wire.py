@@ -207,7 +207,7 @@ def test_a_system_prompt_beside_a_document(url):
 
 def test_a_clock_in_the_template(engine):
     from locret_kit.documents.document_text import DocumentText
-    from locret_kit.samples.sample import encode_chat
+    from locret_kit.samples import encode_chat
     from locret_kit.serving.bodies import ChatBody
 
     _, tokenizer, _ = parts("llama")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from locret_kit.backbones import demo
-from locret_kit.evals.engine.result_rows import Row, read_rows
+from locret_kit.evals.engine import Row, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from locret_kit.evals.engine.result_rows import Row, read_rows
+from locret_kit.evals.engine import Row, read_rows
 from locret_kit.evals.tables import cells_table, summarize
 
 COSTS = frozenset(("prefix_shared", "prefill_s", "decode_s", "peak_bytes", "date", "rank"))

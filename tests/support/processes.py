@@ -13,8 +13,7 @@ from forked import ranks, start, status_of
 
 from locret_kit import RetainingHeads
 from locret_kit.cli.train import main
-from locret_kit.training import frozen_training
-from locret_kit.training.fit import read_curves
+from locret_kit.training.fit import SaveEvery, read_curves
 
 SETTINGS = ("recipe=tiny", "trainer.accelerator=cpu", "trainer.val_every=2", "heads.dtype_saved=float32")
 """Of every training here."""
@@ -36,7 +35,7 @@ def train(settings: Sequence[str], backbone: Path, out: Path, world: int, *more:
 @contextmanager
 def killed_after(step: int) -> Iterator[None]:
     """Every process ends with status 9 once the state of a step is saved."""
-    save = frozen_training.SaveEvery.on_train_batch_start
+    save = SaveEvery.on_train_batch_start
 
     def save_and_die(self, trainer, pl_module, *rest):
         save(self, trainer, pl_module, *rest)
@@ -45,7 +44,7 @@ def killed_after(step: int) -> Iterator[None]:
             os._exit(9)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frozen_training.SaveEvery, "on_train_batch_start", save_and_die)
+        patch.setattr(SaveEvery, "on_train_batch_start", save_and_die)
         with pytest.raises(AssertionError, match=r"^\[9"):
             yield
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from locret_kit.backbones.intercept import attach
 from locret_kit.config.recipes import load_config
 from locret_kit.planning.fitting_settings import TrainSetting
-from locret_kit.samples.sample import Sample
+from locret_kit.samples import Sample
 from locret_kit.training.module import HeadTraining
 
 LARGER = dict(

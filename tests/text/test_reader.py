@@ -17,7 +17,7 @@ from locret_kit.config.schema import Command, Repeatable, UsageError, full_help,
 from locret_kit.config.serve_options import PLAN, SERVE, VLLM
 from locret_kit.config.train_options import PUBLISH
 from locret_kit.evals.tasks.task import CHAT as CHAT_FORMS
-from locret_kit.samples.needles import ENDINGS
+from locret_kit.samples.haystack import ENDINGS
 from locret_kit.settings import RunSettings, choices
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from locret_kit.config.recipes import load_config
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.drivers import Decoding
 from locret_kit.runtime.session import prefill
-from locret_kit.samples.sample import Sample
+from locret_kit.samples import Sample
 from locret_kit.serving.engine import Engine
 from locret_kit.settings import RunSettings
 from locret_kit.training.module import HeadTraining

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import same, train, train_to
 
-from locret_kit.samples.sample import Sample
+from locret_kit.samples import Sample
 from locret_kit.training.data import Share
 from locret_kit.training.strategy import finish_gradients, make_strategy
 

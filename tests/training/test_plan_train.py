@@ -14,8 +14,8 @@ from transformers import AutoConfig
 from locret_kit.cli import train
 from locret_kit.cli.plan import resolve
 from locret_kit.config.recipes import load_config
-from locret_kit.planning.backbone_sizes import BackboneSizes
 from locret_kit.planning.fitting_settings import TrainSetting, plan_training
+from locret_kit.planning.inference_plan import BackboneSizes
 from locret_kit.training.module import HeadTraining
 
 SMALL = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2)

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_tokenizers import BARE, CHAT, HAYSTACK, PARAGRAPH, TOK, TRIM, make_tokenizer
 
-from locret_kit.samples import haystack, needles, synthetic
-from locret_kit.samples.records import read_records, to_messages
-from locret_kit.samples.sample import Sample, encode_chat
+from locret_kit.samples import Sample, encode_chat, haystack, read_records, synthetic, to_messages
+from locret_kit.samples.haystack import TASKS, make_needle
 
 
 def chat(*contents):
@@ -237,7 +236,7 @@ def test_the_jargon_file_and_needles_in_it_are_the_same_bytes_everywhere(monkeyp
     monkeypatch.delenv("LOCRET_JARGON", raising=False)
     read = haystack.load_text("jargon")
     assert sha256(read.encode()).hexdigest() == "40dfb4b98191a670a09a183d5798d50f243d23fdbd1495dcc0aca2ce5895ba97"
-    needle = needles.make_needle("R.PassKey", byte_tokenizer(), n_tokens=4000, depth=0.5, seed="bytes", haystack=read)
+    needle = make_needle("R.PassKey", byte_tokenizer(), n_tokens=4000, depth=0.5, seed="bytes", haystack=read)
     assert (sha256(needle.prompt.encode()).hexdigest()[:16], needle.answer) == ("b28db7a016a19cee", "30534")
 
 
@@ -275,7 +274,7 @@ def test_cut_length_and_start(source, n_tokens, seed):
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from(sorted(needles.TASKS)),
+    st.sampled_from(sorted(TASKS)),
     st.integers(220, 3000),
     st.floats(0, 1),
     st.integers(0, 99),
@@ -283,8 +282,8 @@ def test_cut_length_and_start(source, n_tokens, seed):
     st.sampled_from(["infinitebench", "open"]),
 )
 def test_needle(task, n_tokens, depth, seed, haystack, ending):
-    needle = needles.make_needle(task, TOK, n_tokens=n_tokens, depth=depth, seed=seed, haystack=haystack, ending=ending)
-    words = needles.TASKS[task]
+    needle = make_needle(task, TOK, n_tokens=n_tokens, depth=depth, seed=seed, haystack=haystack, ending=ending)
+    words = TASKS[task]
     assert needle.n_tokens == len(TOK(needle.prompt)["input_ids"]) <= n_tokens
     assert needle.n_tokens >= 0.99 * n_tokens - 1
     blank = "" if ending == "open" else "\n\n"

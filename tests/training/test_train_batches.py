@@ -17,7 +17,7 @@ from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.load import load_backbone
 from locret_kit.cli.train import main
 from locret_kit.config.recipes import load_config
-from locret_kit.samples.sample import Sample
+from locret_kit.samples import Sample
 from locret_kit.training.fit import read_curves
 from locret_kit.training.module import HeadTraining
 

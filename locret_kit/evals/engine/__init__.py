@@ -1,1 +1,454 @@
-"""Running examples: from settings to rows."""
+"""One row per answered example: the format that the runner writes, and that summaries, figures and the page read. And what a
+run does: its backbone, tasks and variants, built by the command line or by hand from Python.
+
+A run's folder (``out=``) holds::
+
+    config.json              the settings that every row of the folder shares
+    rows.<rank>.jsonl        one JSON line per finished example; the shards of all processes together are the run
+    kept/<kept>.npz          what the cache held after prefill, for rows that name a `kept`, see `measure.store_kept`
+    summary.md, summary.csv  written by `report`
+
+A kill leaves at most one half line, which readers leave aside and the next run of that shard cuts off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...files import locked, read_json
+from ...settings import Resolved, RunSettings, annotations_of, checked, made
+from ..metrics import Answer
+from ..tasks.task import Example, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ...heads import RetainingHeads
+
+RANDOM_HEADS = "random-heads"
+"""The policy `locret` with untrained heads."""
+UNTRAINED = "untrained"
+"""Its heads, as rows name them."""
+ORACLES = {"kvzip": False, "kvzip(joint=true)": True}
+"""Unbounded oracles, see `oracle`: whether heads and layers share the slots among them."""
+
+
+@dataclass
+class Setup:
+    """The backbone, the heads and the settings of every cache of a run."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    """The backbone, as it was named."""
+    settings_for: Callable[[Variant, int | None], Resolved]
+    """Settings of a variant's cache for a prompt of so many tokens (None: not known): those of its heads scaled to its
+    budget, of `full` at their own budget."""
+    heads: dict[str, RetainingHeads] = field(default_factory=dict)
+    """Heads by the name that rows give them: a checkpoint's, or 'untrained'."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """Hashes of the heads' weights, see `provenance.weights_hash`."""
+    adapter: str | None = None
+    """PEFT adapter on the backbone, as it was named."""
+    chat: str = "auto"
+    ending: str = "infinitebench"
+    seed: int = 0
+    max_new_tokens: int | None = None
+    """Answer tokens of every task; None takes each task's own."""
+
+    def __post_init__(self) -> None:
+        from ...backbones.wrapped import unwrapped
+
+        self.model = unwrapped(self.model)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One column of the comparison."""
+
+    policy: str
+    heads: str
+    budget: int | float
+    """Slots, or a share of the prompt; 0 for `full`."""
+
+    def key(self, example: Example) -> tuple[str | int | float, ...]:
+        """The key of an example's row, see `KEY`."""
+        task = example.task
+        return task.name, task.haystack, example.length, self.budget, self.policy, self.heads, example.sample
+
+
+@dataclass
+class Run:
+    """Everything that `runner.answer` does."""
+
+    setup: Setup
+    tasks: list[Task]
+    variants: list[Variant]
+    lengths: list[int]
+    samples: int
+    out: Path
+    keep: int = 0
+    """Examples of a task, the first ones, of which the tokens in the cache after the prompt are stored."""
+    share_prefix: bool = True
+    """Read what prompts about one document have in common once, see `measure.SharedBeginning`."""
+    rank: int = 0
+    world_size: int = 1
+
+    def batches(self) -> list[list[Example]]:
+        """All examples, in the same order in every process: those of a task that begin alike together, the others one by
+        one, first numbers of every task and length first."""
+        by_beginning: dict[tuple[str, str, int, int], list[Example]] = defaultdict(list)
+        for example in self.examples():
+            task, alike = example.task, self.share_prefix and example.task.begins_alike
+            by_beginning[task.name, task.haystack, example.length, -1 if alike else example.sample].append(example)
+        return list(by_beginning.values())
+
+    def row_keys(self) -> Iterator[tuple[str | int | float, ...]]:
+        """Keys of all rows."""
+        return (variant.key(example) for example in self.examples() for variant in self.variants)
+
+    def examples(self) -> Iterator[Example]:
+        """All examples, before they are made: first numbers of every task and length first."""
+        setup = self.setup
+        for sample in range(self.samples):
+            for length in self.lengths:
+                for task in self.tasks:
+                    if task.size is None or sample < task.size:
+                        yield Example(task, setup.tokenizer, length, sample, setup.seed, setup.chat, setup.ending)
+
+
+BM25 = "bm25"
+"""The policy that reads the best passages of a prompt with full attention, see `bm25`."""
+
+
+def reads_alone(policy: str) -> bool:
+    """Whether a policy is one of evaluations alone, an oracle or `BM25`: it looks at the whole prompt before it reads."""
+    return policy == BM25 or is_oracle(policy)
+
+
+def is_oracle(policy: str) -> bool:
+    """Whether a policy is one of `ORACLES`.
+
+    Raises:
+        ValueError: an oracle with other parameters.
+    """
+    if policy not in ORACLES and policy.split("(")[0].strip() == "kvzip":
+        raise ValueError(f"policy={policy} must be one of: {', '.join(ORACLES)}")
+    return policy in ORACLES
+
+
+def check_policies(policies: list[str], kv_bits: int | None) -> None:
+    """Before a backbone is loaded: raise ValueError at an unknown policy, or at one whose slots cannot be stored in
+    ``kv_bits`` bits."""
+    from ...cache.storage.codec import check_bits, check_storage
+    from ...policies.grammar import parse_policy
+
+    check_bits(kv_bits)
+    for policy in policies:
+        if policy != RANDOM_HEADS and not reads_alone(policy):
+            check_storage(kv_bits, parse_policy(policy))
+
+
+def variants(policies: list[str], budgets: Sequence[int | float], heads: list[str]) -> list[Variant]:
+    """Policies by budgets, in the order given; policies that need heads once for each checkpoint.
+
+    Raises:
+        ValueError: an unknown policy, or one that needs heads where there are none.
+    """
+    from ...policies.grammar import parse_policy
+
+    columns = []
+    for policy in policies:
+        if policy == RANDOM_HEADS:
+            names = [UNTRAINED]
+        elif reads_alone(policy):
+            names = ["-"]
+        else:
+            parsed = parse_policy(policy)
+            if parsed.needs_heads and not heads:
+                raise ValueError(f"policy={policy} needs retaining heads: give ckpt=PATH_OR_REPO")
+            names = heads if parsed.needs_heads else ["-"]
+            if parsed.keeps_everything:
+                columns += [Variant(policy, name, 0) for name in names]
+                continue
+        columns += [Variant(policy, name, budget) for name in names for budget in budgets]
+    return list(dict.fromkeys(columns))
+
+
+# ---- rows -------------------------------------------------------------------------------------------------------------
+
+
+KEY = ("task", "haystack", "length", "budget", "policy", "heads", "sample")
+"""Fields that tell examples apart; no two rows of a run have the same."""
+_RUN = tuple(item.name for item in fields(RunSettings) if item.name != "backend")
+SETTINGS = ("model", "heads_hash", "adapter", "dtype", *_RUN, "ending", "metric")
+"""Fields that must not differ among the examples of one cell of a table."""
+SCHEDULED = ("chunk", "stabilizers", "local_len")
+"""Those of them that say nothing of full attention, of a one-shot cache, whose chunk is its prompt, and of a budget that is a
+share of the prompt, which differs from one prompt to the next."""
+RECORDED = ("model", "heads_hash", "dtype", "text_hash")
+"""Fields that are '' where a run has not recorded them."""
+Key = tuple[str | int | float, ...]
+COLUMN = KEY[:3]
+"""Fields that the rows of one column of a table share; all of them are to be made of one text (`Row.text_hash`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(RunSettings):
+    """One example under one policy, with the settings of its run (see ``RunSettings``; ``chunk``, ``stabilizers`` and
+    ``local_len`` in tokens and slots)."""
+
+    task: str
+    """Name in the registry, such as 'R.PassKey', 'ruler.vt' or 'leval.coursera'."""
+    haystack: str
+    """Source of the text: 'repeated', 'jargon', a file's name; '-' for tasks that bring their own documents."""
+    length: int
+    """Prompt tokens asked for: synthetic prompts are made this long, documents are cut in the middle to it."""
+    budget: int | float
+    """Slots kept per key/value head and layer, or the share of the prompt (a fraction) that was asked for; 0 for `full`."""
+    policy: str
+    """As given on the command line, such as 'locret' or 'streaming(sinks=8)'; 'random-heads' is untrained locret."""
+    heads: str
+    """The heads' checkpoint by its folder's name; 'untrained'; '-' for policies without heads."""
+    sample: int
+    """Number of the example within its task, from 0; the same prompt for every policy and budget."""
+
+    score: float | None = None
+    """The task's main figure, see `metric`; None where the example failed (`error`)."""
+    metric: str = "match"
+    """Name of `score`: 'nll' and 'nll_prefill' are nats a token (lower is better), all others lie within [0, 1]."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Every figure of the example by metric, `metric` among them."""
+    output: str = ""
+    """Text that the model wrote; '' for perplexity tasks."""
+    answer: Answer = ""
+    """The reference: a string, a list of accepted or required ones, or for 'agreement' the ids of full attention's tokens."""
+    depth: float | None = None
+    """Place of the needle, as a fraction of the haystack; None where there is not one needle."""
+    tokens: int = 0
+    """Prompt tokens really read, special tokens included."""
+    new_tokens: int = 0
+    """Tokens generated, or tokens whose likelihood was measured."""
+    cut: int = 0
+    """Tokens removed from the document's middle so that the prompt has at most `length`."""
+    prefix_shared: int = 0
+    """First tokens of the prompt that were read once for several prompts (`measure.SharedBeginning`), whichever were still to be
+    answered."""
+    prefill_s: float = 0.0
+    """Wall-clock seconds of the prefill. Those of a shared beginning were taken once and count in every row that shares it,
+    the copies not at all; run with share_prefix=false to time every prompt by itself."""
+    decode_s: float = 0.0
+    """Wall-clock seconds of decoding (or of reading the continuation)."""
+    peak_bytes: int = 0
+    """CUDA: peak allocation of this example, caches of shared beginnings included. CPU: the process's peak resident size so
+    far."""
+    cache_bytes: int = 0
+    """Bytes of the cache's buffers; those of `full` have room for the longest prompt that shares a beginning."""
+    computed_share: float | None = None
+    """Share of the prompt's attention that sparse prefill computed, 0 to 1; None where prefill was not sparse."""
+    slots: int = 0
+    """Slots that the budget came to; 0 for `full`."""
+    ending: str = ""
+    """End of a hidden-digits prompt, see `evals.tasks.task.ending_of`; '' for other tasks."""
+    prompt_hash: str = ""
+    """First 16 hexadecimal digits of the SHA-256 of the prompt's token ids (little-endian int32)."""
+    text_hash: str = ""
+    """First 16 hexadecimal digits of the SHA-256 of the haystack's text (UTF-8), which may change under the same name; ''
+    for tasks that make or bring their own text, or where it is not known."""
+    kept: str | None = None
+    """Stem of the file in ``kept/``, for the first examples of a task."""
+    model: str = ""
+    """The backbone, as it was named; '' where it is not known."""
+    adapter: str | None = None
+    """PEFT adapter on the backbone."""
+    heads_hash: str = ""
+    """See `provenance.weights_hash`; '' for policies without heads, or where it is not known."""
+    device: str = ""
+    """'cpu', 'cuda:0', ..."""
+    dtype: str = ""
+    """The backbone's precision."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of python, torch, transformers, locret_kit and, where it runs from a checkout, its commit."""
+    rank: int = 0
+    """The process that made the row."""
+    date: str = ""
+    """UTC, ISO 8601 to the second."""
+    error: str | None = None
+    """Kind and message of the exception that this example ended with; None for a whole one."""
+
+    def __post_init__(self) -> None:
+        """Rows are read as they were written."""
+
+    @property
+    def key(self) -> Key:
+        """The values of `KEY`."""
+        return tuple(getattr(self, name) for name in KEY)
+
+    @property
+    def label(self) -> str:
+        """The policy with its heads, as a table or a legend names it."""
+        return label_of(self.policy, self.heads)
+
+    def to_json(self) -> str:
+        """One line, `KEY` first, without its end.
+
+        Raises:
+            ValueError, TypeError: a field is no JSON (NaN and infinity are none), see `writable`.
+        """
+        record = {**dict(zip(KEY, self.key, strict=True)), **asdict(self)}
+        return json.dumps(record, ensure_ascii=False, allow_nan=False)
+
+    def writable(self) -> Row:
+        """The row; where JSON has no words for a score or an answer, an error row without them."""
+        try:
+            self.to_json()
+            return self
+        except (TypeError, ValueError):
+            said = (
+                self.error
+                or f"ValueError: no JSON: score={self.score}, scores={self.scores}, answer={self.answer}"[:300]
+            )
+            return replace(self, score=None, scores={}, answer=str(self.answer), error=said)
+
+    @classmethod
+    def from_dict(cls, record: object) -> Row:
+        """A row of a file. Fields that it lacks have their defaults, so that files of other versions are read; unknown ones are
+        left aside.
+
+        Raises:
+            ValueError: no JSON object, one of `KEY` is missing, or a field of another type (NaN included); names it.
+        """
+        if not isinstance(record, dict):
+            raise ValueError(f"a row must be a JSON object, not {type(record).__name__}")
+        missing = [name for name in KEY if name not in record]
+        if missing:
+            raise ValueError(f"a row needs {', '.join(KEY)}; it lacks {', '.join(missing)}")
+        kinds = {name: kind for name, kind in annotations_of(Row).items() if name in record}
+        return made(cls, {name: checked(name, kind, record[name]) for name, kind in kinds.items()})
+
+
+def label_of(policy: str, heads: str) -> str:
+    """The policy with its heads, or with what it is where it is no bounded one."""
+    if policy in ORACLES:
+        return f"{policy} (unbounded oracle)"
+    return policy if heads in ("-", UNTRAINED) else f"{policy} ({heads})"
+
+
+def read_rows(source: str | Path | Iterable[Path]) -> list[Row]:
+    """The rows of a run's folder, of one file, or of several files, sorted by `KEY`. Of two alike one with a score counts
+    before an error, then the one of the later `date`.
+
+    A half line at a file's end is left aside.
+
+    Raises:
+        FileNotFoundError: no such file, or a folder without rows.
+        ValueError: a broken line elsewhere, by file and line; or rows of one cell that differ in one of `SETTINGS`.
+    """
+    every = [row for path in row_files(source) for row in _read_file(path)]
+    check_cells(every)
+    rows = {row.key: row for row in sorted(every, key=lambda row: (row.error is None, row.date))}
+    return [rows[key] for key in sorted(rows)]
+
+
+def check_cells(rows: Iterable[Row]) -> None:
+    """Raise ValueError where rows that a table would average differ in more than their number; names cell and setting."""
+    first: dict[tuple[Key, str], object] = {}
+    for row in rows:
+        for name in (*SETTINGS, "text_hash") if row.error is None else ():
+            value = getattr(row, name)
+            unset = (name in RECORDED and not value) or (name in SCHEDULED and (row.one_shot or row.budget < 1))
+            if unset:
+                continue
+            shared = row.key[: len(COLUMN)] if name == "text_hash" else row.key[:-1]
+            if first.setdefault((shared, name), value) != value:
+                raise ValueError(
+                    f"rows of {row.task}, {row.haystack}, length={row.length}, policy={row.policy}, budget={row.budget} "
+                    f"have {name}={first[shared, name]} and {name}={value}: one table cannot hold both"
+                )
+
+
+def row_files(source: str | Path | Iterable[Path]) -> list[Path]:
+    """The files with rows of a run's folder; a file, or files, as given."""
+    if not isinstance(source, (str, Path)):
+        return list(source)
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    files = sorted(path.glob("rows.*.jsonl"))
+    if not files:
+        raise FileNotFoundError(f"out={source} holds no rows (rows.*.jsonl)")
+    return files
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    *whole, _ = path.read_bytes().split(b"\n")
+    for number, line in enumerate(whole, 1):
+        if line.strip():
+            try:
+                yield Row.from_dict(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+
+
+class Shard:
+    """The file one process appends to, held for it alone while the object is open.
+
+    Raises:
+        OSError: the file cannot be opened, or another process is writing to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        with ExitStack() as stack:
+            busy = f"{path} is being written by another process"
+            stack.enter_context(locked(path.with_name(f".{path.name}.lock"), busy))
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            stack.callback(os.close, self._file)
+            os.ftruncate(self._file, path.read_bytes().rfind(b"\n") + 1)  # a kill leaves at most half a line
+            self._open = stack.pop_all()
+
+    def append(self, row: Row) -> None:
+        """The whole line is on the disk when this returns; on an error (a full disk) none of it is in the file.
+
+        Raises:
+            OSError: names the file and the reason.
+        """
+        line = (row.to_json() + "\n").encode("utf-8", "backslashreplace")  # half a surrogate pair as JSON's own escape
+        size = os.fstat(self._file).st_size
+        try:
+            done = 0
+            while done < len(line):
+                done += os.write(self._file, line[done:])
+            os.fsync(self._file)
+        except OSError as error:
+            os.ftruncate(self._file, size)
+            raise OSError(
+                f"cannot write {self.path}: {error.strerror}; finished examples are safe, run again to go on"
+            ) from error
+
+    def __enter__(self) -> Shard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+
+def read_config(out: Path) -> dict[str, object]:
+    """The settings that a folder's rows share; nothing where it says none.
+
+    Raises:
+        ValueError: ``config.json`` is no JSON object; names the file.
+    """
+    path = out / "config.json"
+    config = read_json(path) if path.exists() else {}
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(config).__name__}")
+    return config

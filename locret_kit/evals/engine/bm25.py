@@ -11,19 +11,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from ...samples.haystack import starts
 from ...text.template import render_prompt
 from ...text.untrusted import Span, encode
 from ..metrics import library
 from ..tasks.task import Example
-from .run_spec import BM25
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from . import BM25
 
 PASSAGE = 64
 """Tokens that a passage has at most."""

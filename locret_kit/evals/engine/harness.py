@@ -30,9 +30,8 @@ from ...runtime.session import Answer, Sampling, prefill
 from ...runtime.tokens import stream_ids
 from ...settings import made
 from ...text.template import render
-from .fidelity import nll_reading, score_continuation
-from .measure import cache_for
-from .run_spec import Setup, Variant
+from . import Setup, Variant
+from .measure import cache_for, nll_reading, score_continuation
 
 T = TypeVar("T")
 Load = Callable[[dict[str, object]], tuple[Setup, Variant]]

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_kernels.backend import choose, function
 
@@ -33,10 +33,7 @@ from ...policies.policy import Policy
 from ...runtime.session import prefill
 from ...settings import read_protect
 from ...text.template import render_prompt
-from .run_spec import ORACLES, Setup, Variant
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from . import ORACLES, Setup, Variant
 
 CHUNK = 2048
 """Context tokens that one request asks to repeat."""

@@ -17,16 +17,14 @@ import torch
 from tqdm import tqdm
 
 from ...cache.due import Schedule
-from ...documents.text_record import hash_ids
+from ...documents.document_text import hash_ids
 from ...planning.fitting_settings import OutOfMemory
 from ...samples.haystack import TooShort
 from ...settings import made
 from ..metrics import get_metric
 from ..tasks.task import NEEDS_REFERENCE, Example
-from . import bm25, oracle
+from . import BM25, KEY, Key, Row, Run, Shard, Variant, bm25, is_oracle, oracle, read_rows, reads_alone
 from .measure import Fields, NotStored, SharedBeginning, cache_for, measure_row, shared_lengths
-from .result_rows import KEY, Key, Row, Shard, read_rows
-from .run_spec import BM25, Run, Variant, is_oracle, reads_alone
 
 Rows = dict[Key, Row]
 """Rows by key."""

@@ -27,8 +27,7 @@ from locret_kit.backbones.probe import describe
 from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import BackboneSpec, decoder_of, text_config
 from locret_kit.naming import first_line
-from locret_kit.planning.backbone_sizes import BackboneSizes
-from locret_kit.planning.inference_plan import Setting, cache_bytes
+from locret_kit.planning.inference_plan import BackboneSizes, Setting, cache_bytes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.drivers import Decoding
 from locret_kit.runtime.engine import Engine, Request
@@ -318,7 +317,7 @@ class Subject:
     def training(self) -> None:
         """One step: gradients for every head of a layer without a window, and the backbone's own hidden states."""
         from locret_kit.config.recipes import load_config
-        from locret_kit.samples.sample import Sample
+        from locret_kit.samples import Sample
         from locret_kit.training.module import HeadTraining
 
         decoder, ids, seen = decoder_of(self.model), torch.tensor([self.ids]), []

@@ -1,26 +1,35 @@
-"""Figures of a run's rows: score against memory, and the needle grid. Their lines differ in dash and marker as in colour."""
+"""Figures of a run's rows: score against memory, and the needle grid. Their lines differ in dash and marker as in colour.
+
+To add one, write a function that returns a matplotlib figure, and name it in `FIGURES` and in `draw`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from ...files import write_beside
-from ..engine.result_rows import Row
-from ..tables import LIKELIHOOD, grouped, mean_and_stderr, size
-from ..tasks.task import asked_depth
+from ..files import write_beside
+from ..naming import install_line
+from .engine import Row
+from .tables import LIKELIHOOD, grouped, mean_and_stderr, over, size
+from .tasks.task import asked_depth
 
-S = TypeVar("S")
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FIGURES = {
+    "score-memory": "score against memory (Locret, figure 4)",
+    "needle-grid": "score by the needle's depth and the prompt's length",
+}
+"""Captions; whoever reads them alone needs no matplotlib."""
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2, 2, 2)))
 MARKERS = "osD^vPX*<>h"
@@ -43,11 +52,14 @@ def line(i: int) -> dict[str, Any]:
 
 def panels(count: int, title: str, width: float = 3.6) -> tuple[Figure, list[Axes]]:
     """A titled figure of ``count`` panels, three a row; ``width`` of each in inches."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
     columns = min(3, count)
     rows = math.ceil(count / columns)
     figure = Figure(figsize=(max(4.2, columns * width), rows * 2.9 + 0.7), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    figure.suptitle(title, fontsize=mpl.rcParams["font.size"] + 2)
+    figure.suptitle(title, fontsize=rcParams["font.size"] + 2)
     for unused in axes[count:]:
         unused.remove()
     return figure, axes[:count]
@@ -63,20 +75,6 @@ def shared_legend(figure: Figure) -> None:
     columns = max(1, min(4, len(handles), int(figure.get_figwidth() * 13 // (longest + 10))))
     figure.set_figheight(figure.get_figheight() + LEGEND_ROW * math.ceil(len(handles) / columns))
     figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=columns, handlelength=3.6)
-
-
-def draw(function: Callable[[S], Figure], source: S, folder: Path, name: str) -> list[Path]:
-    """Write ``name.png`` and ``name.svg`` of what a function draws; the same source gives the same bytes.
-
-    Raises:
-        OSError: names the file and the reason.
-    """
-    png, svg = folder / f"{name}.png", folder / f"{name}.svg"
-    with mpl.rc_context({**RC, "svg.hashsalt": name}):
-        figure = function(source)
-        write_beside(png, lambda beside: figure.savefig(beside, format="png", dpi=150))
-        write_beside(svg, lambda beside: figure.savefig(beside, format="svg", metadata={"Date": None}))
-    return [png, svg]
 
 
 DEPTHS = 10
@@ -151,10 +149,6 @@ def needle_grid(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def over(task: str, haystack: str) -> str:
-    return task if haystack == "-" else f"{task}, {haystack}"
-
-
 def _nominal_depth(row: Row) -> float | None:
     """The depth that the row's task asked for; four needles stand in each text of 'questions', whose rows have it already."""
     name = row.task.rpartition(":")[2]
@@ -169,3 +163,21 @@ def _grid(rows: list[Row], lengths: list[int], starts: np.ndarray) -> tuple[np.n
         total[at] += row.score or 0
         count[at] += 1
     return np.where(count > 0, total / np.maximum(count, 1), np.nan), count
+
+
+def draw(name: str, rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write ``NAME.png`` and ``NAME.svg`` of a figure; their paths. The same rows give the same bytes.
+
+    Raises:
+        ValueError: nothing to draw; says what is missing. OSError: names the file and the reason. ImportError: no matplotlib.
+    """
+    try:
+        from matplotlib import rc_context
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{error}: {install_line('eval')}") from error
+    png, svg = folder / f"{name}.png", folder / f"{name}.svg"
+    with rc_context({**RC, "svg.hashsalt": name}):
+        figure = {"score-memory": score_memory, "needle-grid": needle_grid}[name](rows)
+        write_beside(png, lambda beside: figure.savefig(beside, format="png", dpi=150))
+        write_beside(svg, lambda beside: figure.savefig(beside, format="svg", metadata={"Date": None}))
+    return [png, svg]
