@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import eager_mask
 from typing_extensions import Unpack
 
-from locret_kernels.attend.reference import attend_and_count
+from locret_kernels.attend import attend_and_count
 
 from .handler import Softmax
 from .releases import CACHE

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from locret_kernels import cpp
-from locret_kernels.attend import ChunkRotation
+from locret_kernels.attend import ChunkRotation, attend_and_count
 from locret_kernels.attend import cpu as attend_on_cpu
-from locret_kernels.attend.reference import attend_and_count
 from locret_kernels.backend import BackendUnavailable, choose, function
 from locret_kernels.column_stats import ColumnStats
 from locret_kernels.fused import cpu as fused_on_cpu

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from locret_kernels.column_stats.reference import MARGIN
+from locret_kernels.column_stats import MARGIN
 from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.rope import Rope, rotate

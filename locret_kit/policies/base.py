@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from locret_kernels.backend import function
-from locret_kernels.column_stats.reference import window_attention
-from locret_kernels.select.reference import rank_of as rank_of
+from locret_kernels.column_stats import window_attention
+from locret_kernels.select import rank_of as rank_of
 
 from ..backbones.handler import Linear, Softmax
 from ..validation import Description, check

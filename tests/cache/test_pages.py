@@ -9,7 +9,8 @@ import torch
 from pairwise import pairs
 from tiny_models import tiny_model
 
-from locret_kernels.ragged_decode import Rotation, Spans, cpu, reference
+from locret_kernels import ragged_decode as reference
+from locret_kernels.ragged_decode import Rotation, Spans, cpu
 from locret_kit import BoundedCache
 from locret_kit.backbones.handler import Softmax
 from locret_kit.cache.pages import PageShape, RowPool

@@ -12,9 +12,9 @@ from tiny_models import tiny_model
 
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.attend import cpu as attend_cpu
-from locret_kernels.column_stats.reference import MARGIN
+from locret_kernels.column_stats import MARGIN
 from locret_kernels.fused import cpu as fused_cpu
-from locret_kernels.fused.reference import rms_norm, swiglu
+from locret_kernels.fused import rms_norm, swiglu
 from locret_kernels.ragged_decode import Rotation, Spans, ragged_decode
 from locret_kernels.ragged_decode import cpu as decode_cpu
 from locret_kernels.rotate import rotate_rows

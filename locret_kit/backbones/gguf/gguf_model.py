@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from locret_kernels import cpp
-from locret_kernels.product import FORMATS, product
+from locret_kernels.product import FORMATS, product, unpack
 from locret_kernels.product import cpu as product_on_cpu
-from locret_kernels.product.reference import unpack
 
 from .gguf_config import FACTORS, LONG, SHORT
 from .gguf_file import FLOATS, GgufFile
