@@ -19,7 +19,7 @@ from locret_kernels.backend import function
 from locret_kernels.column_stats import MARGIN, ColumnStats
 from locret_kernels.ragged_decode import Float8Rows, PackedRows, Rotation, Spans
 
-from ..backbones.handler import Softmax
+from ..backbones.decoder_attention import Softmax
 from ..backbones.spec import AttentionLayer
 from ..naming import first_line
 

@@ -18,9 +18,8 @@ from locret_kernels.column_stats import ColumnStats
 from locret_kernels.fused import cpu as fused_on_cpu
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.handler import LayerOperations, Linear, Softmax
+from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rotate_lean
 from ..backbones.patches import product
-from ..backbones.rope import rotate_lean
 from .attend import attend_general, attend_rows, attend_rows_lse, varlen_operator
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..backbones.handler import Arguments, Handler, LayerOperations, Softmax
+from ..backbones.decoder_attention import Arguments, Handler, LayerOperations, Softmax
 from ..heads import RetainingHeads, loaded
 from ..settings import RunSettings
 from .bounded import BoundedCache

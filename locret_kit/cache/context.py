@@ -12,10 +12,9 @@ from torch import Tensor
 
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.decoder_attention import DecoderAttention, same_rotation
+from ..backbones.decoder_attention import DecoderAttention, Rope, same_rotation
 from ..backbones.probe import describe
-from ..backbones.rope import Rope
-from ..backbones.rotations import FARTHEST
+from ..backbones.recording import FARTHEST
 from ..backbones.spec import AttentionLayer, BackboneSpec, text_config
 from ..policies.base import Slots
 from ..policies.policy import Policy

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from locret_kernels.column_stats import MARGIN
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.rope import Rope, rotate
+from ..backbones.decoder_attention import Rope, rotate
 from ..policies.base import Found, Merge, Recall, Slots, Sparse, resolve_count, wide
 from ..policies.policy import Policy
 from ..settings import FIRST

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..backbones.rope import Rope, rotate
+from ..backbones.decoder_attention import Rope, rotate
 from ..policies.base import Entry, Reread, Slots
 from ..policies.methods.sirllm import token_entropy
 from ..policies.policy import Policy

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from typing import ParamSpec
 
 from .. import threads
-from ..backbones.tested import newer
+from ..backbones import newer
 from ..config.command_line import read
 from ..config.machine import Backbone, Plugin
 from ..config.schema import Command, T, UsageError

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..backbones.wrapped import unwrapped
+from ..backbones.libraries import unwrapped
 from ..cache.bounded import BoundedCache
 from ..heads import RetainingHeads
 from ..policies.policy import Policy

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..backbones.identity import tokenizer_identity
 from ..backbones.intercept import attached
+from ..backbones.weights import tokenizer_identity
 from ..cache.bounded import BoundedCache, CannotFork
 from ..cache.file import check_there, read
 from ..cache.saved import save_cache

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..backbones.identity import first_difference, tokenizer_identity
+from ..backbones.weights import first_difference, tokenizer_identity
 from ..cache.bounded import BoundedCache
 from ..cache.file import Record, read_record
 from ..cache.saved import Saved, restore

@@ -11,7 +11,7 @@ import torch
 from ..backbones.patches import SLICE
 from ..backbones.probe import outlined
 from ..backbones.spec import BackboneSpec, UnsupportedArchitecture, field_of
-from ..backbones.weight_bits import scratch_bytes, stored_bytes
+from ..backbones.weights import scratch_bytes, stored_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -15,7 +15,7 @@ from annotated_types import Ge
 
 from ..backbones.probe import describe
 from ..backbones.spec import text_config
-from ..backbones.weight_bits import WEIGHT_BITS, check_weight_bits, weight_bits_of
+from ..backbones.weights import WEIGHT_BITS, check_weight_bits, weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..cache.storage.codec import BITS
 from ..policies.policy import Policy

@@ -25,13 +25,13 @@ from locret_kernels.backend import function
 from locret_kernels.column_stats import window_attention
 from locret_kernels.select import rank_of as rank_of
 
-from ..backbones.handler import Linear, Softmax
+from ..backbones.decoder_attention import Linear, Softmax
 from ..validation import Description, check
 
 if TYPE_CHECKING:
     from locret_kernels.sparse_attend import Blocks
 
-    from ..backbones.rope import Rope
+    from ..backbones.decoder_attention import Rope
     from ..backbones.spec import BackboneSpec
 
 

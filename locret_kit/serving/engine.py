@@ -17,8 +17,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..backbones.libraries import unwrapped
 from ..backbones.spec import text_config
-from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..cache.file import read
 from ..documents.document import Document, Progress

@@ -24,7 +24,7 @@ from threading import Lock
 
 from transformers import PreTrainedModel
 
-from ..backbones.identity import NAMES, first_difference
+from ..backbones.weights import NAMES, first_difference
 from ..cache.bounded import BoundedCache
 from ..cache.file import LaterVersion, read, read_record, write
 from ..cache.saved import APART, CREATED, Origin, Saved, export, restore

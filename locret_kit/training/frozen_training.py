@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from locret_kernels.provenance import peak_memory
 
 from ..backbones.intercept import attach
-from ..backbones.wrapped import unwrapped
+from ..backbones.libraries import unwrapped
 from ..config.train_config import TrainConfig
 from ..files import write_json
 from ..heads import RetainingHeads

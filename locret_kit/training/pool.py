@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import DecoderAttention
-from ..backbones.handler import Softmax
+from ..backbones.decoder_attention import DecoderAttention, Softmax, rotate
+from ..backbones.libraries import forward
 from ..backbones.probe import describe
-from ..backbones.releases import forward
-from ..backbones.rope import rotate
 from ..backbones.spec import BackboneSpec
 from ..cache.attend import attend_rows
 from ..cache.bounded import BoundedCache

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ..backbones.decoder_attention import Described, same_rotation
-from ..backbones.handler import Softmax
+from ..backbones.decoder_attention import Described, Rope, Softmax, same_rotation
 from ..backbones.probe import assumed
-from ..backbones.rope import Rope
 from ..backbones.spec import BackboneSpec, spec_of
 from ..cache.bounded import BoundedCache
 from ..cache.context import CacheCounters, Context, make_layers

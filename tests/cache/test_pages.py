@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 from locret_kernels import ragged_decode as reference
 from locret_kernels.ragged_decode import Rotation, Spans, cpu
 from locret_kit import BoundedCache
-from locret_kit.backbones.handler import Softmax
+from locret_kit.backbones.decoder_attention import Softmax
 from locret_kit.cache.pages import PageShape, RowPool
 from locret_kit.cache.step import read_tokens
 from locret_kit.cache.storage.codec import Plain

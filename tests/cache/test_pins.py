@@ -15,7 +15,7 @@ from slot_layers import SELECTIONS, layers_of_slots, slots_of
 from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 
 from locret_kit import attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache import step
 from locret_kit.policies.allocation import Adaptive
 from locret_kit.policies.base import Scope, Score, Uniform, rank_of

@@ -20,9 +20,8 @@ from locret_kernels.ragged_decode import cpu as decode_cpu
 from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import patches
-from locret_kit.backbones.releases import CACHE
-from locret_kit.backbones.rope import Rope
-from locret_kit.backbones.wrapped import Undo
+from locret_kit.backbones.decoder_attention import Rope
+from locret_kit.backbones.libraries import CACHE, Undo
 from locret_kit.cache.backend import CpuBackend, runs_on_cpu
 from locret_kit.cache.storage.codec import Scratch
 from locret_kit.cache.storage.layouts import EqualRows

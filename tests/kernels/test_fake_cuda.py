@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.methods.h2o import Aas
 from locret_kit.runtime.drivers.graph import GraphDriver

@@ -21,8 +21,7 @@ from tiny_heads import tiny_heads
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, RetainingHeads
-from locret_kit.backbones.handler import Softmax
-from locret_kit.backbones.rope import Rope
+from locret_kit.backbones.decoder_attention import Rope, Softmax
 from locret_kit.policies.allocation import Adaptive, Pyramid
 from locret_kit.policies.base import Entry, Slots, rank_of
 from locret_kit.policies.grammar import parse_policy

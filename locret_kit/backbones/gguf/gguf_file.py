@@ -21,7 +21,7 @@ from torch import Tensor
 
 from locret_kernels.product import FORMATS
 
-from .gguf_place import part_names
+from . import part_names
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 MAX_HEAD, MAX_NAME, MAX_ENTRIES, MAX_DIMENSIONS = 1 << 27, 256, 1 << 16, 4

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from locret_kernels.backend import choose, function
 
-from ...backbones.handler import Handler, Softmax
+from ...backbones.decoder_attention import Handler, Softmax, rotate
 from ...backbones.intercept import attach
-from ...backbones.rope import rotate
 from ...cache.bounded import BoundedCache
 from ...cache.storage.codec import Plain
 from ...cache.storage.layouts import RaggedRows

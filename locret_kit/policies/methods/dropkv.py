@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...backbones.handler import Softmax
+from ...backbones.decoder_attention import Softmax
 from ..attention import Weight, of_recent_queries
 from ..base import Positive, Slots, wide
 from ..registry import part, register

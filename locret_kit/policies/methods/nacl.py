@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...backbones.rope import rotated_text
+from ...backbones.decoder_attention import rotated_text
 from ..attention import Weight, recent_attention
 from ..base import (
     Count,

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from locret_kernels import cpp, decoder_step
 from locret_kernels.decoder_step import Halves
 
-from ...backbones.dense import PRODUCTS, Dense, NotDense, Product, check_dense, dense
 from ...backbones.spec import text_config
+from ...backbones.weights import PRODUCTS, Dense, NotDense, Product, check_dense, dense
 from ...cache.bounded import BoundedCache
 from ...cache.step import evict_if_due, make_room
 from ...cache.storage.codec import Plain

@@ -23,8 +23,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import locret_kit
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach, load_cache, save_cache
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import BackboneSpec, decoder_of, text_config
 from locret_kit.naming import first_line
 from locret_kit.planning.backbone_sizes import BackboneSizes
@@ -35,10 +35,12 @@ from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import prefill
 from locret_kit.settings import RunSettings
 
+from ....locret_kit.evals.engine.result_rows import Row
+from ....locret_kit.evals.engine.run_spec import Run
+from ....locret_kit.planning.inference_plan import Plan
 from .needed import Sizes
-from .rows import Row
 from .shrink import tiny_decoder
-from .simulation import Plan, Run, Unknown, before_rotation, simulate
+from .simulation import Unknown, before_rotation, simulate
 
 PROMPT, NEW = 160, 8
 """Tokens of the text and of its answer."""
