@@ -28,7 +28,7 @@ from .texts import Span, TextBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..policies.policy import Policy
+    from ..policies import Policy
 
 
 class ForwardOfTexts(Cache, Handler):

@@ -25,8 +25,8 @@ from ..backbones.libraries import unwrapped
 from ..backbones.probe import describe
 from ..backbones.spec import StatefulCache, States
 from ..heads import RetainingHeads
+from ..policies import Policy
 from ..policies.grammar import composed_of
-from ..policies.policy import Policy
 from ..settings import INT32_MAX, RunSettings
 from .arguments import checked_arguments
 from .context import CacheCounters, Context, Pins, Stage, make_layers

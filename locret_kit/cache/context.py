@@ -16,8 +16,8 @@ from ..backbones.decoder_attention import DecoderAttention, Rope, same_rotation
 from ..backbones.probe import describe
 from ..backbones.recording import FARTHEST
 from ..backbones.spec import AttentionLayer, BackboneSpec, text_config
+from ..policies import Policy
 from ..policies.base import Slots
-from ..policies.policy import Policy
 from ..settings import Resolved
 from .backend import BACKENDS, Backend, backend_for
 from .due import Due, Schedule

@@ -24,8 +24,8 @@ from ..backbones.libraries import unwrapped
 from ..backbones.spec import AttentionLayer, text_config
 from ..backbones.weights import NAMES, fingerprint, first_difference, identity_of
 from ..naming import blaming, first_line
+from ..policies import Policy
 from ..policies.grammar import parse_policy, parts_of
-from ..policies.policy import Policy
 from ..policies.registry import parts_named
 from ..settings import INT32_MAX, Count, Resolved
 from ..validation import check, made, shown

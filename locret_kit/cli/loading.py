@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..documents.document import Document
     from ..documents.document_text import DocumentText
     from ..heads import HeadsConfig, RetainingHeads
-    from ..policies.policy import Policy
+    from ..policies import Policy
     from ..text.spans import Span
 
 ASKED = "rereading-locret"
@@ -80,7 +80,7 @@ class Chosen:
 
     def idle_stabilizers(self, options: RunSettings) -> str | None:
         """A warning where stabilizers are asked for and the policy has none."""
-        from ..policies.scopes import Stabilizers
+        from ..policies.registry import Stabilizers
 
         protects = any(isinstance(scope, Stabilizers) for scope in self.policy.scopes)
         said = f"warning: policy={self.policy.name} protects no stabilizers"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ..planning.backbone_sizes import BackboneSizes
     from ..planning.inference_plan import Setting
-    from ..policies.policy import Policy
+    from ..policies import Policy
 
 D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
 """Defaults where neither the user nor the recipe says."""

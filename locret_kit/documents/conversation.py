@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..backbones.libraries import unwrapped
 from ..cache.bounded import BoundedCache
 from ..heads import RetainingHeads
-from ..policies.policy import Policy
+from ..policies import Policy
 from ..runtime.kept_text import token_texts
 from ..runtime.session import Answer, Sampling
 from ..runtime.tokens import IdStream, ids_after

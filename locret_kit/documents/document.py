@@ -24,7 +24,7 @@ from ..cache.file import check_there, read
 from ..cache.saved import save_cache
 from ..cache.terms import Terms
 from ..heads import RetainingHeads, loaded
-from ..policies.policy import Policy
+from ..policies import Policy
 from ..runtime.session import Answer, Sampling, prefill, ready
 from ..settings import RunSettings
 from ..text.spans import Span

@@ -18,7 +18,7 @@ from ..cache.file import Record, read_record
 from ..cache.saved import Saved, restore
 from ..heads import RetainingHeads
 from ..naming import blaming
-from ..policies.policy import Policy
+from ..policies import Policy
 from ..settings import Count, Share
 from ..validation import check, made, shown
 from .document_text import DocumentText, open_stream

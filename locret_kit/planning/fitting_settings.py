@@ -18,7 +18,7 @@ from ..backbones.spec import text_config
 from ..backbones.weights import WEIGHT_BITS, check_weight_bits, weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..cache.storage.codec import BITS
-from ..policies.policy import Policy
+from ..policies import Policy
 from ..settings import RunSettings
 from ..sizes import UNITS, show
 from ..validation import check, checked

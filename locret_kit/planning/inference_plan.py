@@ -26,9 +26,9 @@ from ..cache.context import layer_rows
 from ..cache.due import PIECE, Schedule
 from ..cache.stages import TILE
 from ..cache.storage.codec import BITS, FLOAT8, Scratch, check_storage
+from ..policies import Policy
 from ..policies.base import Recall
 from ..policies.grammar import parse_policy
-from ..policies.policy import Policy
 from ..settings import INT32_MAX, Resolved, RunSettings
 from ..sizes import show
 from ..validation import checked, made

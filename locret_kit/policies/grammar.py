@@ -14,9 +14,19 @@ from typing import TypeVar, cast
 from ..cis import Loss
 from ..naming import nearest
 from ..validation import allowed, checked
-from .allocation import Adaptive, Pyramid, PyramidAdaptive
-from .policy import Policy
-from .registry import KINDS, NamedPolicy, Parameter, Parts, parameters_of, parts_named, policies
+from . import Policy
+from .registry import (
+    KINDS,
+    Adaptive,
+    NamedPolicy,
+    Parameter,
+    Parts,
+    Pyramid,
+    PyramidAdaptive,
+    parameters_of,
+    parts_named,
+    policies,
+)
 
 UNBOUNDED = "kvzip"
 ORACLE = "locret-eval sets it beside the policies (policies=[...,kvzip])"

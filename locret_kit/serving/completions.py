@@ -19,8 +19,8 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from ..naming import first_line
+from ..policies import Policy
 from ..policies.grammar import parse_policy
-from ..policies.policy import Policy
 from ..runtime.sampling import Constraint
 from ..runtime.tokens import TooManyTokens
 from .answers import AnswerPiece, AnswerStream

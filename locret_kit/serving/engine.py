@@ -25,7 +25,7 @@ from ..documents.document import Document, Progress
 from ..documents.text_record import restored, stated
 from ..heads import RetainingHeads
 from ..naming import blaming
-from ..policies.policy import Policy
+from ..policies import Policy
 from ..runtime.engine import Engine as Batch
 from ..runtime.engine import Sequence
 from ..runtime.sampling import stop_ids

@@ -33,8 +33,8 @@ from ..documents.document import Document
 from ..files import locked, write_beside
 from ..heads import RetainingHeads
 from ..naming import first_line
+from ..policies import Policy
 from ..policies.grammar import parts_of
-from ..policies.policy import Policy
 from ..settings import RunSettings
 from .request import LOG, PrefixKey
 

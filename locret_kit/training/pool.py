@@ -28,10 +28,10 @@ from ..cache.attend import attend_rows
 from ..cache.bounded import BoundedCache
 from ..config.train_config import TrainConfig
 from ..heads import RetainingHeads
+from ..policies import Policy
 from ..policies.base import Folded, Merge, Score, Slots
 from ..policies.grammar import parse_policy
 from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool_slots, save_pool
-from ..policies.policy import Policy
 from ..samples.sample import Sample
 from ..settings import RunSettings
 from .data import Step

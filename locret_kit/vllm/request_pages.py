@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from ..backbones.spec import BackboneSpec, spec_of
 from ..cache.pages import PageShape
-from ..policies.policy import Policy
+from ..policies import Policy
 from ..settings import Resolved
 from ..sizes import show
 from .ranks import Ranks, config_of_rank

@@ -10,8 +10,8 @@ from locret_kit.evals.engine.result_rows import Row, label_of
 from locret_kit.evals.engine.run_spec import RANDOM_HEADS, reads_alone
 from locret_kit.evals.report.summary import usual_dtype
 from locret_kit.evals.tables import MARKS, Cell, Table, size
+from locret_kit.policies import Policy
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.policies.policy import Policy
 
 HEADS, PAPER = "smollm2-135m-locret", "smollm2-135m-paper"
 """Heads that ship, and those of Locret's own target and loss."""

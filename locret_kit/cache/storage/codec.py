@@ -11,7 +11,7 @@ from torch import Tensor
 
 from locret_kernels.ragged_decode import Float8Rows, PackedRows
 
-from ...policies.policy import Policy
+from ...policies import Policy
 from .layouts import Index, Layout, Shapes
 
 # ---- uniform quantisation to 4 or 2 bits with a step and a zero point a group, and codes packed into bytes ----------

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ...backbones.decoder_attention import rotated_text
-from ..attention import Weight, recent_attention
 from ..base import (
     Count,
     Entry,
@@ -19,13 +18,14 @@ from ..base import (
     Selection,
     Size,
     Slots,
+    Weight,
     best_of,
+    recent_attention,
     resolve_count,
     share_of,
     wanted_count,
 )
-from ..registry import part, register
-from ..scopes import Sinks
+from ..registry import Sinks, part, register
 from .random import hashed
 
 
