@@ -1,8 +1,6 @@
 """Architectures: dimensions, windows and RoPE of a model, and where its attention is met. Here, without torch: the versions of
 PyTorch and transformers that were tested; newer ones are allowed, and named."""
 
-from __future__ import annotations
-
 import logging
 import re
 from functools import lru_cache

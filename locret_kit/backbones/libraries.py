@@ -1,7 +1,5 @@
 """Other libraries: changes of a model that can be taken back, models that a library wraps, and the releases of transformers."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Load a frozen backbone and its tokenizer; every failure is one line that says what to do."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Changes of a backbone's modules while it is attached, and how each is taken back: elementwise work in fewer launches, no
 rotation by zero, MLPs in slices, products of bfloat16 on a CPU without it, hidden states of the last layer as rows."""
 
-from __future__ import annotations
-
 import platform
 import sys
 import threading

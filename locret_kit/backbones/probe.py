@@ -6,8 +6,6 @@ differ by the rotation alone. A layer's rotation is the one of the known forms t
 first at every position. Windows are read off the mask that each layer is given. What is of no known form is refused.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import threading

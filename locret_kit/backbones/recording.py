@@ -1,8 +1,6 @@
 """Forwards of a decoder over a few tokens, whose attention calls are recorded, or answered with what they returned before; and
 the rotations and windows that two of them show."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """A backbone's weights: as plain matrices and vectors, for those who compute without its modules; in 4 or 8 bits, and what a GGUF
 file's are called; and their identity."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

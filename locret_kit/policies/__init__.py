@@ -14,22 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import (
-    Allocation,
-    Merge,
-    PolicyWarning,
-    PrefillMask,
-    Recall,
-    Reread,
-    Scope,
-    Score,
-    Selection,
-    Slots,
-    Sparse,
-    TopK,
-    Uniform,
-    best_of,
-)
+from . import base
 
 # ---- whole numbers of slots from shares -----------------------------------------------------------------------------
 
@@ -94,21 +79,21 @@ class Policy:
     """The parts of a policy under one name."""
 
     name: str
-    score: Score
-    scopes: tuple[Scope, ...] = ()
-    selection: Selection = field(default_factory=TopK)
-    allocation: Allocation = field(default_factory=Uniform)
+    score: base.Score
+    scopes: tuple[base.Scope, ...] = ()
+    selection: base.Selection = field(default_factory=base.TopK)
+    allocation: base.Allocation = field(default_factory=base.Uniform)
     source: str = ""
     keeps_everything: bool = False
-    merge: Merge | None = None
+    merge: base.Merge | None = None
     """None drops what is evicted."""
-    prefill_mask: PrefillMask | None = None
+    prefill_mask: base.PrefillMask | None = None
     """None: a token of the prompt sees every slot."""
-    sparse: Sparse | None = None
+    sparse: base.Sparse | None = None
     """None: a token of the prompt attends to all that it sees."""
-    recall: Recall | None = None
+    recall: base.Recall | None = None
     """None: what is evicted is gone."""
-    reread: Reread | None = None
+    reread: base.Reread | None = None
     """None: the prompt's end is read once and sees every slot."""
 
     def __post_init__(self) -> None:
@@ -200,12 +185,14 @@ class Policy:
         left = f", of which {self.selection} leaves {own}" if own < budget else ""
         for scope in self.scopes:
             if (asked := scope.reserved(own, chunk, stabilizers)) > own:
-                warnings.warn(f"{said} {scope} asks for {asked} slots{left}; the score chooses none", PolicyWarning, 3)
+                warnings.warn(
+                    f"{said} {scope} asks for {asked} slots{left}; the score chooses none", base.PolicyWarning, 3
+                )
         for part in (self.selection, self.recall):
             if part is not None and (shortfall := part.shortfall(budget)):
-                warnings.warn(f"{said} {part} {shortfall}", PolicyWarning, 3)
+                warnings.warn(f"{said} {part} {shortfall}", base.PolicyWarning, 3)
 
-    def protected(self, slots: Slots) -> Tensor:
+    def protected(self, slots: base.Slots) -> Tensor:
         """Boolean ``[B, H, S]``: the slots that are pinned, or that one of the scopes protects. Fractions are of what the
         selection leaves to score and scopes."""
         own = replace(slots, keep=slots.keep - self.selection.reserved_slots(slots.keep))
@@ -213,17 +200,17 @@ class Policy:
         masks += [scope.protects(own) for scope in self.scopes if not scope.idle]
         return reduce(torch.logical_or, masks) if masks else torch.zeros_like(slots.valid)
 
-    def verdicts(self, slots: Slots, scores_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor) -> Tensor:
+    def verdicts(self, slots: base.Slots, scores_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor) -> Tensor:
         """Boolean ``[B, H, G, S]``: the ``budgets`` slots of ``valid`` that score and scopes alone would keep in each query
         head. A score that reads no attention says the same of all query heads of a group."""
         kept = []
         for one in slots.group or (slots,):
             scores = self.score.score_slots(one) if slots.group and self.score.by_query_head else scores_BHS
-            kept_BHS = best_of(scores, self.protected(one) & valid_BHS, valid_BHS, budgets_BH, slots.backend)
+            kept_BHS = base.best_of(scores, self.protected(one) & valid_BHS, valid_BHS, budgets_BH, slots.backend)
             kept.append(kept_BHS & valid_BHS)
         return torch.stack(kept, dim=2)
 
-    def scores(self, slots: Slots) -> Tensor:
+    def scores(self, slots: base.Slots) -> Tensor:
         """Scores ``[B, H, S]`` of the slots. Raises ValueError where those of a plugin are no finite numbers of that shape."""
         scores_BHS = self.score.score_slots(slots)
         if _is_plugin(self.score):
@@ -237,7 +224,7 @@ class Policy:
                 )
         return scores_BHS
 
-    def choose(self, slots: Slots, scores_BHS: Tensor | None = None) -> Tensor:
+    def choose(self, slots: base.Slots, scores_BHS: Tensor | None = None) -> Tensor:
         """Boolean ``[B, H, S]``: the slots that stay, by their scores (computed where they are not given). Pinned slots stay;
         scopes and selection share what the head's budget leaves, as if the head held no others.
 
@@ -259,7 +246,7 @@ class Policy:
                 )
         return stay_BHS
 
-    def _chosen(self, slots: Slots, scores_BHS: Tensor) -> Tensor:
+    def _chosen(self, slots: base.Slots, scores_BHS: Tensor) -> Tensor:
         """``choose``, by scores that are at hand."""
         protected_BHS = self.protected(slots)
         budgets_BH = slots.valid.sum(-1).clamp(max=slots.keep)
@@ -276,6 +263,6 @@ class Policy:
         return self.selection.select(scores_BHS, protected_BHS & free_BHS, free_BHS, left_BH, slots) | pinned_BHS
 
 
-def _is_plugin(part: Score | Selection | Allocation) -> bool:
+def _is_plugin(part: base.Score | base.Selection | base.Allocation) -> bool:
     """Whether a part is none of the kit's own, so that what it gives is checked: for that the host waits."""
     return type(part).__module__.partition(".")[0] != __name__.partition(".")[0]

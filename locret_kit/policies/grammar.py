@@ -1,8 +1,6 @@
 """The grammar of policies: ``locret``, ``streaming(sinks=8)``, ``score=cis scope=stabilizers+sinks(4)``, and
 ``h2o merge=nearest``, a named policy with some of its parts changed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace

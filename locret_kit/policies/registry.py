@@ -7,8 +7,6 @@ point in the group ``locret_kit.policies``, a module that registers as it is imp
     mine = "my_package.my_policies"
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace

@@ -2,8 +2,6 @@
 cache's own (``locret_kit/cache/storage``).
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

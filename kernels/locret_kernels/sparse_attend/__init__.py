@@ -2,8 +2,6 @@
 never computed.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

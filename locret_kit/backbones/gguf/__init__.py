@@ -1,8 +1,6 @@
 """Backbones out of GGUF files: their matrices stay packed, as they lie in the file. Files are named by a path, or on the Hub
 ``user/name/FILE.gguf`` or, as llama.cpp has it, ``user/name:Q4_K_M``."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The ``gguf`` package's own reader makes arrays of every word of the vocabulary, 
 specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 from collections import Counter

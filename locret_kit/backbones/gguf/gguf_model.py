@@ -4,8 +4,6 @@ Converters write some weights otherwise than the model has them; that is undone 
 names, llama.cpp's ``convert_hf_to_gguf.py`` for what it changes.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from copy import copy

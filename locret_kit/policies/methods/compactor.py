@@ -1,7 +1,5 @@
 """Compactor, arXiv 2507.08143: leverage among the keys, and attention of each block to itself."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 from typing import Annotated, ClassVar
 

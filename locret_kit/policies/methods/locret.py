@@ -1,8 +1,6 @@
 """Locret, arXiv 2410.01805: importance predicted by retaining heads, and the forms that it combines to with merging, two-pass
 reading and a prefill mask."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, ClassVar, Literal

@@ -1,7 +1,5 @@
 """MInference 1.0, arXiv 2407.02490: each head attends by a pattern of its own, whose places the newest queries tell."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path

@@ -1,7 +1,5 @@
 """NaCl, arXiv 2408.03675: attention of proxy queries, part of what stays drawn at random."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

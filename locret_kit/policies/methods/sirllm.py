@@ -1,7 +1,5 @@
 """SirLLM, arXiv 2405.12528: the token's entropy, the first tokens and the newest."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch
