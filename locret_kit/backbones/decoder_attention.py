@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from locret_kernels.rotate import rotate_rows
 
@@ -217,8 +218,6 @@ def _rope(decoder: nn.Module, config: PreTrainedConfig, rotation: Rotation, span
     rope_type = getattr(module, "rope_type", "default")
     rope_type = rope_type.get(kind) if isinstance(rope_type, dict) else rope_type
     if rope_type in ("longrope", "dynamic"):
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
         of_type = {"layer_type": kind} if kind else {}
         own = getattr(module, "config", config)
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](own, inv_freq.device, seq_len=span, **of_type)
