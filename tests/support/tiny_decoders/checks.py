@@ -35,12 +35,10 @@ from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import prefill
 from locret_kit.settings import RunSettings
 
-from ....locret_kit.evals.engine.result_rows import Row
-from ....locret_kit.evals.engine.run_spec import Run
-from ....locret_kit.planning.inference_plan import Plan
 from .needed import Sizes
+from .rows import Row
 from .shrink import tiny_decoder
-from .simulation import Unknown, before_rotation, simulate
+from .simulation import Plan, Run, Unknown, before_rotation, simulate
 
 PROMPT, NEW = 160, 8
 """Tokens of the text and of its answer."""
