@@ -31,9 +31,11 @@ from locret_kernels.backend import function
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.libraries import forward
 from locret_kit.backbones.spec import decoder_of, spec_of
+from locret_kit.cache.pages import PagePool
 from locret_kit.cli.plan import resolve
 from locret_kit.planning.inference_plan import Setting
 from locret_kit.runtime.drivers.graph import GraphDriver
+from locret_kit.runtime.drivers.plain import PlainDriver
 from locret_kit.settings import RunSettings
 
 ALLOCATES = {
@@ -139,16 +141,21 @@ def moved(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
     return sum(map(extent, [*given, *made]))
 
 
-def record(config: PretrainedConfig, setting: Setting) -> tuple[list[Launch], list[Launch]]:
-    """Launches of a layer in a chunk that begins with a full cache, and for a token decoded as a graph."""
+def on_meta(config: PretrainedConfig, setting: Setting) -> tuple[nn.Module, RetainingHeads]:
+    """The model of two layers, and its heads. The second layer makes no tables that all layers share."""
     function("attend", "triton")  # an error here where Triton is missing
     small = deepcopy(config)
-    small.num_hidden_layers = 2  # the second one makes no tables that all layers share
+    small.num_hidden_layers = 2
     with torch.device("meta"):
         dtype = getattr(torch, setting.dtype)
         model = AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation="sdpa")
         heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(small), "recorded", setting.width))
-    model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False), heads
+
+
+def record(config: PretrainedConfig, setting: Setting) -> tuple[list[Launch], list[Launch]]:
+    """Launches of a layer in a chunk that begins with a full cache, and for a token decoded as a graph."""
+    model, heads = on_meta(config, setting)
     chunk, tokens = setting.chunk, (-(-setting.budget // setting.chunk) + 2) * setting.chunk
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     recorder = Recorder(decoder_of(model).layers[1])
@@ -166,6 +173,25 @@ def record(config: PretrainedConfig, setting: Setting) -> tuple[list[Launch], li
         recorder.launches.clear()
         decoder([cache], [0])
     return steady, recorder.launches
+
+
+def record_texts(config: PretrainedConfig, setting: Setting, texts: int) -> list[Launch]:
+    """Launches of a layer for a token of each of several texts, whose rows are pages of one pool."""
+    model, heads = on_meta(config, setting)
+    recorder, pool = Recorder(decoder_of(model).layers[1]), PagePool(texts)
+    ids = torch.zeros(1, setting.chunk, dtype=torch.int64, device="meta")
+    with torch.no_grad(), attach(model), recorder.recording():
+        run = replace(setting.run, backend="triton", one_shot=False)
+        caches = [BoundedCache(run, setting.policy, heads, prompt_length=setting.chunk) for _ in range(texts)]
+        for cache in caches:
+            cache.bind(model)
+            # Frequencies on this device cannot be compared: all texts have those of the first.
+            cache.move(replace(cache.context, ropes=caches[0].context.ropes), cache.bounded)
+            pool.enter(cache)
+            forward(model, ids, cache, logits_to_keep=1)
+        recorder.launches.clear()
+        PlainDriver(model)(caches, [0] * texts)
+    return recorder.launches
 
 
 def setting_of(model: str, tokens: int = 131072, dtype: str = "bfloat16") -> tuple[PretrainedConfig, Setting]:

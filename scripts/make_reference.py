@@ -52,7 +52,7 @@ PYTHON: dict[str, Sequence[str]] = {
     "locret_kit.runtime.session.Sampling": (),
     "locret_kit.runtime.engine.run": (),
     "locret_kit.runtime.engine.Request": (),
-    "locret_kit.cache.engine.EngineCache": (),
+    "locret_kit.cache.batch.BatchCache": (),
     "locret_kit.policies.grammar.parse_policy": (),
     "locret_kit.policies.registry.part": (),
     "locret_kit.policies.registry.register": (),
@@ -424,19 +424,10 @@ def files() -> str:
 
 def metrics() -> str:
     """Figures of the server's ``/metrics``."""
-    from locret_kit.serving.counters import Counters
-    from locret_kit.serving.metrics import Collected
-
-    class NothingRuns:
-        """Stands for an engine in which every count is 0."""
-
-        counters, store = Counters(), None
-
-        def __getattr__(self, name: str) -> int:
-            return 0
+    from locret_kit.serving.metrics import Counters, Figures
 
     rows = []
-    for metric in Collected(NothingRuns(), 0).collect():  # type: ignore[arg-type]
+    for metric in Figures(Counters(), {}).collect():
         name = f"{metric.name}_total" if metric.type == "counter" else metric.name
         rows.append(
             (f"`{name}`", "histogram, seconds" if metric.type == "histogram" else metric.type, metric.documentation)

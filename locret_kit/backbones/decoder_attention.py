@@ -192,7 +192,7 @@ class Described:
 def same_rotation(some: Sequence[Rope], others: Sequence[Rope]) -> bool:
     """Whether layers rotate by the same frequencies and factors."""
     pairs = zip(some, others, strict=True)
-    return all(a.scaling == b.scaling and torch.equal(a.inv_freq, b.inv_freq) for a, b in pairs)
+    return all(a is b or (a.scaling == b.scaling and torch.equal(a.inv_freq, b.inv_freq)) for a, b in pairs)
 
 
 def rotaries_of(decoder: nn.Module) -> dict[str, nn.Module]:

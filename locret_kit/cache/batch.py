@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 
 from ..backbones.decoder_attention import Arguments, Handler, LayerOperations, Softmax
 from ..heads import RetainingHeads, loaded
+from ..policies.capabilities import refuse
 from ..settings import RunSettings
 from .bounded import BoundedCache
 from .context import Stage
@@ -95,15 +96,6 @@ class ForwardOfTexts(Cache, Handler):
         return sum(text.nbytes for text in self.texts)
 
 
-def refuse_packing(cache: BoundedCache) -> None:
-    """Raise ValueError where a text of this cache cannot stand in one forward with others."""
-    if not cache.context.description.packs_texts:
-        raise ValueError(
-            f"model_type={cache.context.spec.model_type!r}: its layers hold states, or read each other's rows, so each text is a "
-            "forward of its own: use runtime.engine"
-        )
-
-
 class Packed(ForwardOfTexts):
     """One forward of several texts whose new tokens stand end to end in one row.
 
@@ -125,7 +117,7 @@ class Packed(ForwardOfTexts):
         for text in self.texts:
             text.bind(model)
             if len(self.texts) > 1:
-                refuse_packing(text)
+                refuse("forward of several texts", text.context.subject)
         self.place(self.spans, 1, self.ends[-1], ids.device)
         return {**kwargs, "position_ids": self.position_BT, "attention_mask": None}
 
@@ -184,12 +176,9 @@ class BatchCache(ForwardOfTexts):
             counts = fresh.sum(1).tolist()
             self.texts = [self._cache_for(count) for count in counts]
             for text in self.texts:
-                if text.policy.needs_logits or text.policy.reread is not None:
-                    raise ValueError(
-                        f"policy={text.policy.name!r} is not for model.generate with a batch: use runtime.engine"
-                    )
                 text.bind(model)
-                refuse_packing(text)
+                for who in ("batch of generate", "forward of several texts"):
+                    refuse(who, text.context.subject)
         elif len(self.texts) != B:
             raise ValueError(f"batch={B} must be {len(self.texts)}, for which this cache has its buffers")
         else:

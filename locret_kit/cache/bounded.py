@@ -328,6 +328,11 @@ class BoundedCache(StatefulCache, Handler):
         vars(self.context.recalls).update(vars(other.context.recalls))
         self.last_hidden = None if other.last_hidden is None else other.last_hidden.clone()
 
+    def move(self, context: Context, layers: list[BoundedLayer]) -> None:
+        """Go on with the same rows elsewhere."""
+        self._context = context
+        self.layers[:] = layers
+
     def take_back(self, tokens: int) -> bool:
         """Forget the newest ``tokens`` tokens after the prompt, as though they had never been read. False, and nothing has
         changed, where that cannot be: they were scored by attention or evicted something, or heads differ in length."""

@@ -18,6 +18,7 @@ from ..backbones.recording import FARTHEST
 from ..backbones.spec import AttentionLayer, BackboneSpec, text_config
 from ..policies import Policy
 from ..policies.base import Slots
+from ..policies.capabilities import Subject, refuse
 from ..settings import Resolved
 from .backend import BACKENDS, Backend, backend_for
 from .due import Due, Schedule
@@ -217,7 +218,7 @@ class Context:
         placed = Positions.parse(scheme, getattr(config, "max_position_embeddings", None) or 0)
         if placed.span is not None or policy.needs_unrotated:
             description.require_rotations()
-        refuse_policy(policy, description)
+        refuse("backbone", Subject(policy, description))
         if placed.span is None and policy.recall is not None and policy.recall.far:
             raise ValueError(
                 f"positions={scheme!r}: policy={policy.name!r} places slots itself, so it must be 'compact'"
@@ -274,6 +275,11 @@ class Context:
         return self.description.spec
 
     @property
+    def subject(self) -> Subject:
+        """What runs, as ``capabilities`` asks."""
+        return Subject(self.policy, self.description, self.settings.kv_bits)
+
+    @property
     def evicts_after_forward(self) -> bool:
         """Whether evictions wait for the end of a block's forward: for the final hidden states, by which its tokens are scored,
         or for later layers that read the same rows."""
@@ -314,27 +320,6 @@ def span_of(
     # Bounded rows: their number alone bounds the positions. One head of a ragged layer may hold the slots of all of them.
     rows = max(budgets, default=0) * (spec.n_kv_heads if policy.ragged else 1) + schedule.chunk
     return placed.largest(rows, tokens)
-
-
-def refuse_policy(policy: Policy, description: DecoderAttention) -> None:
-    """Raise ValueError where a policy computes attention of its own that knows no sinks, caps or shared rows, or compares heads
-    that the backbone's layers do not have alike."""
-    spec, parts = description.spec, {"recall": policy.recall, "sparse": policy.sparse}
-    # One at most: a policy with both is refused when it is made.
-    own = next((name for name, part in parts.items() if part is not None), None)
-    if own and not all(call.plain for call in description.calls):
-        raise ValueError(
-            f"policy={policy.name!r} computes attention over chosen blocks ({own}), which knows no sinks and no cap on logits, "
-            f"as {spec.model_type} has them"
-        )
-    if own and spec.shared:
-        raise ValueError(
-            f"policy={policy.name!r} ({own}) is not for layers that read another's rows, as {spec.model_type} has them"
-        )
-    if (own or policy.merge is not None) and not spec.is_uniform:
-        raise ValueError(
-            f"policy={policy.name!r} needs keys and values of one size in all layers, and those of {spec.model_type} differ"
-        )
 
 
 def layer_budgets(policy: Policy, schedule: Schedule, windows: Sequence[int | None]) -> list[int]:

@@ -7,14 +7,23 @@ texts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .storage.rows import BoundedLayer, Page
+from ..backbones.decoder_attention import Rope, same_rotation
+from ..policies.capabilities import reason
+from .context import Context, make_layers
+from .rotation import RotationTables
+from .storage.rows import BoundedLayer, Page, copy_rows
+
+if TYPE_CHECKING:
+    from .bounded import BoundedCache
 
 ALIGNMENT = 8
 """Bytes: a row's are a multiple of it, so that buffers of every type begin where they may."""
@@ -54,6 +63,12 @@ class PageShape:
         queries = self.query_heads * self.recent * self.head_dim * self.dtype.itemsize
         whole = own + -(-queries // (self.heads * self.rows))
         return -(-whole // ALIGNMENT) * ALIGNMENT
+
+    def holds(self, other: PageShape) -> bool:
+        """Whether rows of another shape fit into a page."""
+        return self == replace(other, rows=self.rows, statistics=self.statistics, recent=self.recent) and (
+            self.rows >= other.rows and self.statistics >= other.statistics and self.recent >= other.recent
+        )
 
     @property
     def nbytes(self) -> int:
@@ -124,3 +139,62 @@ class RowPool:
         # A tensor, no number: a scalar through an index on the device would be copied there every time.
         if len(self.stats):
             self.stats[:, at] = self.stats.new_zeros(())
+
+
+class SharedRotations:
+    """Rotations and their tables for many texts: equal ones are one object, by which texts are decoded together."""
+
+    def __init__(self) -> None:
+        self.tables = RotationTables()
+        self._known: list[Sequence[Rope]] = []
+
+    def of(self, ctx: Context) -> Context:
+        """A text's context with what is shared."""
+        ropes = ctx.ropes
+        if ropes is not None:
+            ropes = next((known for known in self._known if same_rotation(known, ropes)), ropes)
+            if all(known is not ropes for known in self._known):
+                self._known.append(ropes)
+        return replace(ctx, tables=self.tables, ropes=ropes)
+
+
+class PagePool:
+    """Pages of texts in all layers: what holds the caches of an engine, so that their tokens are made in one call a layer.
+
+    Args:
+        pages: texts at once. Memory is taken when the first text comes, whose rows say how large a page is; a text that needs
+            more, or has rows of another kind, keeps its own.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.pages, self._free = pages, list(range(pages))
+        self._pools: list[RowPool] = []
+        self._rotations = SharedRotations()
+
+    def enter(self, cache: BoundedCache) -> None:
+        """Move a text's rows into a page, which is free again when the cache is gone."""
+        ctx = cache.context
+        if not self._free or not _is_plain(cache):
+            return
+        sizes = ctx.spec.n_kv_heads, ctx.spec.n_heads, ctx.spec.head_dim, ctx.model.dtype
+        shapes = [PageShape.of([rows], *sizes) for rows in cache.bounded]
+        if not self._pools:
+            for shape in shapes:
+                memory = torch.empty(self.pages * shape.nbytes, dtype=torch.uint8, device=ctx.model.device)
+                self._pools.append(RowPool(shape, memory, self.pages))
+        if not all(pool.shape.holds(shape) for pool, shape in zip(self._pools, shapes, strict=True)):
+            return
+        page = self._free.pop()
+        weakref.finalize(cache, self._free.append, page)
+        layers = make_layers(ctx, cache.scratch)
+        for pool, rows, old in zip(self._pools, layers, cache.bounded, strict=True):
+            pool.lend(page, rows)
+            copy_rows(rows, old)
+        cache.move(self._rotations.of(ctx), layers)
+
+
+def _is_plain(cache: BoundedCache) -> bool:
+    """Whether a text's rows are of the kind that pages hold, and are in none yet."""
+    plain = not any(rows.chunked or rows.page for rows in cache.bounded)
+    on_one_device = len({parameter.device for parameter in cache.context.model.parameters()}) == 1
+    return plain and on_one_device and reason("page", cache.context.subject) is None

@@ -87,9 +87,9 @@ class StepTables:
 
 
 def batch_key(ctx: Context) -> Hashable | None:
-    """Texts of equal keys, which share their rotations, are decoded together. None for one that is read alone: it has stages or a
-    prefill mask of its own, its heads differ, or its rows are placed by more than their rank."""
-    if ctx.stages or ctx.policy.prefill_mask is not None or ctx.policy.ragged or ctx.positions.span not in (None, 0):
+    """Texts of equal keys, which share their rotations, are decoded together. None for one whose rows are placed by more than
+    their rank: it is read alone."""
+    if ctx.positions.span not in (None, 0):
         return None
     # Rotations by identity: tables are shared by the object, see RotationTables.
     return ctx.positions.span, ctx.statistics, ctx.group, ctx.backend.name, id(ctx.ropes)

@@ -25,7 +25,8 @@ def run(args: KeptOptions) -> int:
     from ..documents.kept_positions import read_kept
     from ..documents.text_record import describe
     from ..files import write_beside
-    from ..runtime.kept_text import highlight, levels, token_texts
+    from ..runtime.kept_text import highlight, levels
+    from ..runtime.tokens import token_texts
 
     saved, about = describe(args.file)
     name = args.model or about.names.get("model")

@@ -24,9 +24,8 @@ from ..backbones.libraries import unwrapped
 from ..cache.bounded import BoundedCache
 from ..heads import RetainingHeads
 from ..policies import Policy
-from ..runtime.kept_text import token_texts
 from ..runtime.session import Answer, Sampling
-from ..runtime.tokens import IdStream, ids_after
+from ..runtime.tokens import IdStream, ids_after, token_texts
 from ..settings import RunSettings, read_protect
 from ..text.spans import Span
 from ..text.template import around_turn, has_template, protected_spans, render_first, render_turn, spans_around

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..cache.file import read
 from ..naming import blaming
-from ..runtime.kept_text import CONTEXT, token_texts
+from ..runtime.tokens import CHARACTER, token_texts
 from .document import Document
 from .text_record import IDS, stated, stored_text
 
@@ -47,8 +47,8 @@ class Kept:
 
     def texts(self, tokenizer: PreTrainedTokenizerBase, start: int, end: int) -> list[str]:
         """The texts of tokens ``start`` to ``end``, as ``token_texts`` of all has them."""
-        begin = max(0, start - 2 * CONTEXT)
-        return token_texts(tokenizer, self.ids[begin : end + CONTEXT])[start - begin : end - begin]
+        begin = max(0, start - 2 * CHARACTER)
+        return token_texts(tokenizer, self.ids[begin : end + CHARACTER])[start - begin : end - begin]
 
 
 def _one(items: list[T], number: int | None, what: str) -> list[T]:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..backbones.intercept import attached
 from ..backbones.libraries import forward, unwrapped
 from ..cache.bounded import BoundedCache
+from ..cache.pages import PagePool
 from .drivers import Decoding, Driver
 from .drivers.cpu import cpu_driver
 from .drivers.plain import PlainDriver, logits_after
@@ -40,6 +41,7 @@ class Engine:
         alone: whether it runs one sequence, whose forwards may cross the boundaries at which its cache cuts them, and$
             whose errors ``step`` raises.
         graph: as in ``session.decode``.
+        pages: texts whose rows lie side by side, so that their tokens are made in one call a layer; see ``PagePool``.
 
     Attributes:
         running: sequences that have not ended. Nobody waits here: whoever adds sequences bounds how many there are.
@@ -57,11 +59,12 @@ class Engine:
         scheduler: PromptScheduler[Sequence] | None = None,
         alone: bool = False,
         graph: bool | None = False,
+        pages: int = 0,
     ) -> None:
         if piece < 1:
             raise ValueError(f"piece={piece} must be at least 1")
         self.model, self.stop, self.piece, self.scheduler = unwrapped(model), stop, piece, scheduler
-        self.alone, self.graph = alone, graph
+        self.alone, self.graph, self._pool = alone, graph, PagePool(pages)
         self.running: list[Sequence] = []
         self._added: list[tuple[Sequence, Callable[[], BoundedCache]]] = []
 
@@ -171,6 +174,8 @@ class Engine:
             try:
                 cache = make_cache()
                 cache.bind(self.model)
+                if sequence.request.max_new_tokens:  # who only reads keeps rows of its own
+                    self._pool.enter(cache)
                 sequence.start(cache, self.model.device)
             except Exception as error:
                 if self.alone:

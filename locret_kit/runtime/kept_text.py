@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .tokens import TextStream
-
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from ..cache.bounded import BoundedCache
 
 BRIGHT, DIM, PLAIN = "\033[1m", "\033[2m", "\033[0m"
-CONTEXT = 4
-"""Tokens before one that its text may depend on."""
-
-
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text of each token; together they are the text. Of the tokens of one character the last has it."""
-    stream = TextStream(tokenizer, special=True, row=0)
-    texts = [stream.add(token) for token in ids]
-    if texts:
-        texts[-1] += stream.end()
-    return texts
 
 
 def kept_heads(cache: BoundedCache, tokens: int) -> tuple[np.ndarray, int]:

@@ -199,6 +199,15 @@ class TextStream:
         return answer_text(self._tokenizer, self._tokens, special=self._special)
 
 
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> list[str]:
+    """The text of each token; together they are the text. Of the tokens of one character the last has it."""
+    stream = TextStream(tokenizer, special=True, row=0)
+    texts = [stream.add(token) for token in ids]
+    if texts:
+        texts[-1] += stream.end()
+    return texts
+
+
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
     """The bytes of a token in UTF-8, also of one that is a part of a character."""
     text, word = str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token))

@@ -13,7 +13,7 @@ from ..cache.bounded import BoundedCache, CannotFork
 from ..runtime.engine import Engine as Batch
 from ..runtime.engine import Sequence
 from ..runtime.sequence import PromptScheduler
-from .counters import Counters
+from .metrics import Counters
 from .request import ServerRequest
 from .sessions import Sessions
 from .store import SessionSpec
@@ -40,6 +40,7 @@ class Admission:
         max_caches: sessions' caches at once, waiting and running. max_prefixes: shared prefixes in memory at once.
     Attributes:
         queue: requests that wait, in the order in which they came. active: those that have entered and not ended.
+        prefixes: shared prefixes in memory, those that are being read included.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Admission:
         self.max_caches, self.max_prefixes = max_caches, max_prefixes
         self.queue: list[ServerRequest] = []
         self.active: list[ServerRequest] = []
-        self._prefixes: OrderedDict[tuple[str, str], SharedPrefix] = OrderedDict()
+        self.prefixes: OrderedDict[tuple[str, str], SharedPrefix] = OrderedDict()
 
     @property
     def caches(self) -> int:
@@ -59,11 +60,6 @@ class Admission:
         waiting = (request for request in self.queue if request.purpose == "answer")
         loaded = sum(request.loading or request.cache is not None for request in waiting)
         return len(self._sessions) + loaded + sum(request.purpose == "answer" for request in self.active)
-
-    @property
-    def prefixes(self) -> int:
-        """Shared prefixes in memory, those that are being read included."""
-        return len(self._prefixes)
 
     def admit(self) -> list[ServerRequest]:
         """Let those that wait enter, in the order in which they came, where it is their turn and there is a cache; those that
@@ -112,10 +108,10 @@ class Admission:
         prefix = None
         if tokens := self._shared_tokens(request):
             key = request.owner, request.prefixes.hash(tokens)
-            prefix = self._prefixes.get(key)
+            prefix = self.prefixes.get(key)
             if prefix is not None:
-                self._prefixes.move_to_end(key)
-            elif len(self._prefixes) < self.max_prefixes or not all(one.reading for one in self._prefixes.values()):
+                self.prefixes.move_to_end(key)
+            elif len(self.prefixes) < self.max_prefixes or not all(one.reading for one in self.prefixes.values()):
                 if not self._scheduler.takes(tokens):
                     return
                 prefix = self._read_prefix(request, key, tokens)
@@ -136,11 +132,11 @@ class Admission:
     def _read_prefix(self, request: ServerRequest, key: tuple[str, str], tokens: int) -> SharedPrefix:
         """Begin to read a shared prefix, in the place of the one that was used least recently."""
         # First: where it raises, nobody waits for what is never read.
-        cache = self._empty(request, tokens + self._tail + 1)
-        if len(self._prefixes) >= self.max_prefixes:
-            oldest = next(one for one, prefix in self._prefixes.items() if not prefix.reading)
-            self._prefixes.pop(oldest).cache = None  # answers that came from it hold it too
-        prefix = self._prefixes[key] = SharedPrefix(tokens)
+        cache = self._spec.cache(tokens + self._tail + 1)
+        if len(self.prefixes) >= self.max_prefixes:
+            oldest = next(one for one, prefix in self.prefixes.items() if not prefix.reading)
+            self.prefixes.pop(oldest).cache = None  # answers that came from it hold it too
+        prefix = self.prefixes[key] = SharedPrefix(tokens)
 
         def read() -> None:
             if reader.sequence is not None and reader.sequence.finish_reason is not None:
@@ -159,12 +155,6 @@ class Admission:
         """Tokens of a prompt's end before which the last eviction comes: what is shared ends before them."""
         return self._spec.settings.local_len or 0
 
-    def _empty(self, request: ServerRequest, prompt_length: int) -> BoundedCache:
-        """A new cache for a prompt of so many tokens."""
-        policy = request.policy or self._spec.policies[0]
-        heads = self._spec.heads if policy.needs_heads else None
-        return BoundedCache(request.settings or self._spec.settings, policy, heads, prompt_length=prompt_length)
-
     def _own(self, request: ServerRequest, prefix: SharedPrefix | None) -> BoundedCache:
         """A cache of its own, that has read a document, a shared prefix, or nothing."""
         if request.document is not None:
@@ -173,9 +163,9 @@ class Admission:
             try:
                 cache = prefix.cache.fork(len(request.ids))
             except CannotFork:  # a prompt of this length is read otherwise from its beginning on
-                cache = self._empty(request, len(request.ids))
+                cache = self._spec.cache(len(request.ids), request.settings, request.policy)
         else:
-            cache = self._empty(request, len(request.ids))
+            cache = self._spec.cache(len(request.ids), request.settings, request.policy)
         request.cache, request.document = cache, None
         return cache
 

@@ -12,6 +12,7 @@ from importlib.resources import files
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -22,7 +23,6 @@ from .document_routes import add_documents
 from .errors import add_errors
 from .guard import Guard, NamedRequests
 from .information import add_information
-from .metrics import metrics_of
 from .responses_routes import add_responses
 from .state import Server
 
@@ -61,7 +61,7 @@ def make_app(server: Server) -> ASGIApp:
     @app.get("/metrics")
     async def metrics(request: Request) -> PlainTextResponse:
         server.owner(request)
-        return PlainTextResponse(metrics_of(server.ready(), server.places), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(generate_latest(server.figures()), media_type="text/plain; version=0.0.4")
 
     for add in (add_completions, add_responses, add_anthropic, add_documents, add_information):
         add(app, server)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticKnownError
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +15,7 @@ from ..documents.document import Document
 from ..runtime.session import Sampling
 from ..runtime.tokens import IdStream, TooManyTokens
 from ..text.template import has_template, render_messages, takes
-from .messages import JsonObject, Message, ResponseFormat, TemplateMessage, Tool, call_of, form, without_nulls
+from .messages import JsonObject, Message, Part, ResponseFormat, TemplateMessage, Tool, call_of, form, nested
 from .tools import knows_tools, rewritten
 
 REFUSED = ("functions", "function_call", "audio", "modalities")
@@ -30,16 +30,14 @@ DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetit
 """What a request that says nothing means, as OpenAI has it, where neither server nor model says otherwise."""
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Part):
     """Options of a streamed answer."""
 
     include_usage: bool = False
 
-    _absent = model_validator(mode="before")(without_nulls)
 
-
-class CompletionBody(BaseModel):
-    """Fields of both kinds of completion. One that is null is absent."""
+class CompletionBody(Part):
+    """Fields of both kinds of completion."""
 
     model_config = ConfigDict(extra="ignore")  # what is not checked here is nowhere to be read
 
@@ -75,11 +73,8 @@ class CompletionBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, body: object) -> object:
-        if not isinstance(body, dict):
-            return body
-        body = {name: value for name, value in body.items() if value is not None}
         for name in REFUSED:
-            if body.get(name) not in (None, [], {}, "none", ["text"]):
+            if nested(body, name) not in (None, [], {}, "none", ["text"]):
                 raise ValueError(f"{name} is not supported")
         return body
 
@@ -93,11 +88,6 @@ class CompletionBody(BaseModel):
     def wanted_tokens(self) -> int | None:
         """Tokens of the answer, at most; None where the body does not say."""
         return self.max_tokens
-
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """Number of the likeliest tokens that each token comes with; None for no log-probabilities at all."""
-        raise NotImplementedError
 
     def sampling(self, defaults: Mapping[str, float], vocabulary: int) -> Sampling:
         """How tokens are chosen.
@@ -119,15 +109,10 @@ class CompletionBody(BaseModel):
             self.frequency_penalty, self.presence_penalty, tuple((int(at), bias) for at, bias in self.logit_bias.items()),
         )  # fmt: skip
 
-    def shared_tokens(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> int:
-        """Tokens with which other prompts may begin too; 0 for none."""
-        return 0
-
 
 def tool_name(tool: object) -> str:
     """The name of a tool that is chosen, in the form of chat completions or of responses; '' for none."""
-    function = tool.get("function", tool) if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
+    name = nested(tool, "function", "name") or nested(tool, "name")
     return name if isinstance(name, str) else ""
 
 
@@ -150,6 +135,7 @@ class ChatBody(CompletionBody):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] = Field(default_factory=list)
+    """Those that the answer may call, once the body is checked."""
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | JsonObject,
         form("'none', 'auto', 'required', or an object that names a tool"),
@@ -169,28 +155,23 @@ class ChatBody(CompletionBody):
     def _possible(self) -> ChatBody:
         for call in (call for message in self.messages for call in message.tool_calls):
             call_of(call)
-        if isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "allowed_tools":
-            self._offer(self.tool_choice.get("allowed_tools", self.tool_choice))
-        if self.called not in (None, *self._names):
-            raise ValueError(f"tool_choice names {str(self.called)[:64]!r}, which is none of tools")
+        known, choice, field = {tool.function.name for tool in self.tools}, self.tool_choice, "tool_choice"
+        names = {tool_name(choice)} if isinstance(choice, dict) else set()
+        if (
+            isinstance(choice, dict) and choice.get("type") == "allowed_tools"
+        ):  # some of the tools, and a choice among them
+            allowed, field = choice.get("allowed_tools", choice), "tool_choice.allowed_tools"
+            mode, tools = nested(allowed, "mode"), nested(allowed, "tools")
+            if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+                raise ValueError(f"{field} must have mode='auto' or 'required', and tools")
+            names = {tool_name(tool) for tool in tools}
+            self.tools, self.tool_choice = [tool for tool in self.tools if tool.function.name in names], mode
+        if absent := names - known:
+            raise ValueError(f"{field} names {min(absent)[:64]!r}, which is none of tools")
         if self.tool_choice == "required" and not self.tools:
             raise ValueError("tool_choice needs tools")
+        self.tools = [] if self.tool_choice == "none" else self.tools
         return self
-
-    @property
-    def _names(self) -> list[str]:
-        return [tool.function.name for tool in self.tools]
-
-    def _offer(self, allowed: object) -> None:
-        """Leave those tools that ``allowed_tools`` names, and its mode. Raises ValueError."""
-        mode, tools = (allowed.get(key) for key in ("mode", "tools")) if isinstance(allowed, dict) else (None, None)
-        if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
-            raise ValueError("tool_choice.allowed_tools must have mode='auto' or 'required', and tools")
-        names = {tool_name(tool) for tool in tools}
-        if absent := names.difference(self._names):
-            raise ValueError(f"tool_choice.allowed_tools names {min(absent)[:64]!r}, which is none of tools")
-        self.tools = [tool for tool in self.tools if tool.function.name in names]
-        self.tool_choice = mode
 
     @property
     def called(self) -> str | None:
@@ -203,16 +184,12 @@ class ChatBody(CompletionBody):
         return self.tool_choice == "required" or self.called is not None
 
     @property
-    def offered(self) -> list[Tool]:
-        """Tools that the answer may call."""
-        return [] if self.tool_choice == "none" else self.tools
-
-    @property
     def wanted_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:
+        """Number of the likeliest tokens that each token comes with; None for no log-probabilities at all."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -223,21 +200,25 @@ class ChatBody(CompletionBody):
         last = self.messages[-1]
         return self.continue_final_message and last.role == "assistant" and bool(last.content) and not last.tool_calls
 
-    def arguments(self, tokenizer: PreTrainedTokenizerBase) -> JsonObject:
-        """Arguments for the chat template."""
-        thinks = None if self.thinking is None else self.thinking.get("type") != "disabled"
-        said = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
-        known = {name: value for name, value in said.items() if value is not None and takes(tokenizer, name)}
-        return known | self.chat_template_kwargs
-
     def conversation(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[TemplateMessage], list[JsonObject]]:
         """Messages and tools for the chat template."""
         messages = [message.rendered() for message in self.messages]
         if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
             messages.pop()  # the beginning of an answer, of which there is nothing yet
         if knows_tools(tokenizer.chat_template):
-            return messages, [tool.model_dump() for tool in self.offered]
-        return rewritten(messages, self.offered), []
+            return messages, [tool.model_dump() for tool in self.tools]
+        return rewritten(messages, self.tools), []
+
+    def rendering(
+        self, tokenizer: PreTrainedTokenizerBase
+    ) -> tuple[list[TemplateMessage], Callable[..., tuple[str, str]]]:
+        """Messages for the chat template, and ``render_messages`` with all that the template takes beside them."""
+        messages, tools = self.conversation(tokenizer)
+        thinks = None if self.thinking is None else self.thinking.get("type") != "disabled"
+        said = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        known = {name: value for name, value in said.items() if value is not None and takes(tokenizer, name)}
+        arguments = known | self.chat_template_kwargs
+        return messages, partial(render_messages, tokenizer, tools=tools, continued=self.continued, arguments=arguments)
 
     def ids(
         self, tokenizer: PreTrainedTokenizerBase, document: Document | None, max_tokens: int | None = None
@@ -247,10 +228,7 @@ class ChatBody(CompletionBody):
         Raises:
             ValueError: the chat template refuses the conversation. TooManyTokens: there are more than ``max_tokens``.
         """
-        messages, tools = self.conversation(tokenizer)
-        render = partial(
-            render_messages, tokenizer, tools=tools, continued=self.continued, arguments=self.arguments(tokenizer)
-        )
+        messages, render = self.rendering(tokenizer)
         if document is not None:
             before, after = render(asked(messages), about=True)
             if self.chat_template_kwargs and before != document.text.before:
@@ -262,15 +240,13 @@ class ChatBody(CompletionBody):
         return [stream.finish(render(messages)[1])]
 
     def shared_tokens(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> int:
-        """All that comes before the first user message, where that is not only the template's own."""
-        messages, tools = self.conversation(tokenizer)
+        """Tokens with which other prompts may begin too: all before the first user message, where that is not only the template's
+        own; 0 for none."""
+        messages, render = self.rendering(tokenizer)
         first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
-        if first is None or not (first or tools) or not has_template(tokenizer):
+        if first is None or not (first or self.tools) or not has_template(tokenizer):
             return 0
-        before, _ = render_messages(
-            tokenizer, messages, about=True, tools=tools, continued=self.continued, arguments=self.arguments(tokenizer)
-        )
-        alone = IdStream(tokenizer).finish(before)
+        alone = IdStream(tokenizer).finish(render(messages, about=True)[0])
         return next(
             (at for at, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), min(len(alone), len(ids))
         )
@@ -305,6 +281,7 @@ class TextBody(CompletionBody):
 
     @property
     def wanted_logprobs(self) -> int | None:
+        """Number of the likeliest tokens that each token comes with; None for no log-probabilities at all."""
         return self.logprobs
 
     def ids(
@@ -319,10 +296,8 @@ class TextBody(CompletionBody):
             raise ValueError("suffix is not supported")
         if document is not None:
             raise ValueError("document_id is for chat completions")
-        if isinstance(self.prompt, str):
-            prompts: list[str | list[int]] = [self.prompt]
-        else:
-            prompts = [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)  # type: ignore[list-item]
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        prompts = cast(list[str | list[int]], [self.prompt] if one else self.prompt)
         return [self._ids(tokenizer, prompt, max_tokens) for prompt in prompts]
 
     def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str | list[int], max_tokens: int | None) -> array[int]:

@@ -1,122 +1,119 @@
-"""Completions of chats and of texts: from a body to the engine's requests, and the answers, whole or as server-sent events.
-Neither is silent for long.
-"""
+"""Completions of chats and of texts: from a body to the engine's requests, and the answers in OpenAI's words."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, lru_cache, partial
 
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from transformers import PreTrainedTokenizerBase
 
-from ..naming import first_line
-from ..policies import Policy
 from ..policies.grammar import parse_policy
 from ..runtime.sampling import Constraint
-from ..runtime.tokens import TooManyTokens
-from .answers import AnswerPiece, AnswerStream
-from .bodies import ChatBody, CompletionBody, TextBody
-from .constraint import AnswerForm, constraint
+from ..runtime.tokens import TooManyTokens, token_bytes
+from .answers import AnswerStream, Reply, Token
+from .bodies import ChatBody, TextBody
+from .constraint import constraint, json_rule
 from .engine import Engine
-from .errors import TOO_LONG, Failed, Refused, error_of, status_of
-from .request import ServerRequest, Stopping
+from .errors import TOO_LONG, Refused
+from .messages import JsonObject
+from .request import ServerRequest
 from .state import Server
-from .tools import Call, CallReader, call_forms, declared_by, form_of
+from .tools import CallReader, call_rules, declared_by, form_of
 
-Logprobs = dict[str, object] | None
-COMMENT = ": waiting\n\n"
-"""An event that says nothing: clients leave it out."""
+LEAST = -9999.0
+"""Log-probability of a token that cannot be, as OpenAI has it: JSON has no infinity."""
 
 
-async def events(
-    answers: Sequence[AnswerStream], body: CompletionBody, kind: str, head: dict[str, object]
-) -> AsyncIterator[str]:
-    """Server-sent events of a streamed answer; choices one after another."""
-    name = "chat.completion.chunk" if kind == "chat.completion" else kind
-    wants_usage = body.stream_options is not None and body.stream_options.include_usage
-    extra = {"usage": None} if wants_usage else {}
+class TextReply(Reply):
+    """Completions of texts; choices one after another."""
 
-    def event(*choices: dict[str, object]) -> str:
-        value = {**head, "object": name, "choices": list(choices), **extra}
-        return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    chat, prefix, chunk, kind = False, "cmpl", "text_completion", "text_completion"
+    last = "data: [DONE]\n\n"
 
-    try:
-        for i, answer in enumerate(answers):
-            if kind == "chat.completion":
-                yield event(delta(kind, i, "", None, first=True))
-            number, echoed, echo_logprobs = 0, answer.echoed, answer.echo_logprobs
-            async for piece in answer.pieces():
-                values = joined(echo_logprobs() if echoed else None, answer.logprobs(kind, piece.start, piece.end))
-                if (text := echoed + piece.text) or values is not None:
-                    yield event(delta(kind, i, text, None, values))
+    @cached_property
+    def head(self) -> JsonObject:
+        """What all events begin with."""
+        return {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.server.name}
+
+    def choice(self, index: int, said: JsonObject, tokens: Sequence[Token] | None, reason: str | None) -> JsonObject:
+        """A choice, or what an event says of it."""
+        answer = self.answers[index]
+        known = tokens is not None and answer.request.top_logprobs is not None
+        logprobs = logprobs_of(answer.engine.tokenizer, tokens or (), chat=self.chat) if known else None
+        return {"index": index, **said, "finish_reason": reason, "logprobs": logprobs}
+
+    async def values(self) -> AsyncIterator[JsonObject]:
+        options = self.asked.stream_options
+        counts: JsonObject = {"usage": None} if options is not None and options.include_usage else {}
+
+        def event(
+            index: int, delta: JsonObject, tokens: Sequence[Token] | None = None, reason: str | None = None
+        ) -> JsonObject:
+            said: JsonObject = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
+            choice = self.choice(index, said, tokens, reason)
+            return {**self.head, "object": self.chunk, "choices": [choice], **counts}
+
+        for index, answer in enumerate(self.answers):
+            number = 0
+            if self.chat:
+                yield event(index, {"role": "assistant", "content": ""})
+            async for piece in answer.stream_pieces():
+                if piece.text or answer.request.top_logprobs is not None:
+                    yield event(index, {"content": piece.text}, piece.tokens)
                 for call in piece.calls:
-                    yield event(called(i, call, number))
+                    yield event(index, {"tool_calls": [{"index": number, **call.shown()}]})
                     number += 1
-                echoed = ""
-            if echoed:
-                yield event(delta(kind, i, echoed, None, echo_logprobs()))
-            yield event(delta(kind, i, "", answer.reason, last=True))
-        if wants_usage:
-            value = {**head, "object": name, "choices": [], "usage": usage(answers, body.n)}
-            yield f"data: {json.dumps(value)}\n\n"
-        yield "data: [DONE]\n\n"
-    except (ValueError, Failed, Stopping) as error:  # with the type that a whole answer's error has
-        yield f"data: {json.dumps(error_of(status_of(error), first_line(error)))}\n\n"
+            yield event(index, {}, None, answer.reason)
+        if counts:
+            yield {**self.head, "object": self.chunk, "choices": [], "usage": usage(self.answers, self.asked.n)}
+
+    def whole(self) -> JsonObject:
+        choices = []
+        for index, answer in enumerate(self.answers):
+            text = "".join(piece.text for piece in answer.pieces)
+            tokens = [token for piece in answer.pieces for token in piece.tokens]
+            message: JsonObject = {"role": "assistant", "content": text}
+            if calls := [call.shown() for piece in answer.pieces for call in piece.calls]:
+                message |= {"content": text.strip() or None, "tool_calls": calls}
+            said: JsonObject = {"message": message} if self.chat else {"text": text}
+            choices.append(self.choice(index, said, tokens, answer.reason))
+        return {**self.head, "object": self.kind, "choices": choices, "usage": usage(self.answers, self.asked.n)}
 
 
-def named_event(value: Mapping[str, object]) -> str:
-    """A server-sent event that has its type as its name."""
-    return f"event: {value['type']}\ndata: {json.dumps(value, ensure_ascii=False)}\n\n"
+class ChatReply(TextReply):
+    """Completions of a chat."""
+
+    chat, prefix, chunk, kind = True, "chatcmpl", "chat.completion.chunk", "chat.completion"
 
 
-def called(index: int, call: Call, number: int) -> dict[str, object]:
-    """One choice of an event: a call of a tool."""
+def logprobs_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[Token], *, chat: bool) -> JsonObject:
+    """Log-probabilities of tokens, as completions of chats or of texts have them."""
+    spell = lru_cache(lambda token: str(tokenizer.decode([token])))
+
+    def entry(token: int, value: float) -> JsonObject:
+        return {"token": spell(token), "logprob": value, "bytes": [*token_bytes(tokenizer, token)]}
+
+    rows = [  # of each token the likeliest, and its own
+        [(id, max(value, LEAST)) for id, value in (*one.top, (token, one.token))] if one is not None else []
+        for token, one, _ in tokens
+    ]
+    if chat:
+        return {"content": [{**entry(*own), "top_logprobs": [entry(*one) for one in top]} for *top, own in rows]}
     return {
-        "index": index, "delta": {"tool_calls": [{"index": number, **call.shown()}]}, "finish_reason": None, "logprobs": None,
-    }  # fmt: skip
+        "tokens": [spell(token) for token, *_ in tokens],
+        "token_logprobs": [row[-1][1] if row else None for row in rows],
+        "top_logprobs": [{spell(id): value for id, value in row} or None for row in rows],
+        "text_offset": [offset for *_, offset in tokens],
+    }
 
 
-def joined(first: Logprobs, second: Logprobs) -> Logprobs:
-    """Log-probabilities of a prompt and of what follows it."""
-    if first is None or second is None:
-        return first or second
-    return {name: [*first[name], *second[name]] for name in first}  # type: ignore[misc]
-
-
-def choice(kind: str, index: int, whole: AnswerPiece, answer: AnswerStream) -> dict[str, object]:
-    """One choice of a whole answer."""
-    values, end = answer.logprobs(kind, whole.start, whole.end), {"finish_reason": answer.reason}
-    if kind != "chat.completion":
-        values = joined(answer.echo_logprobs(), values)
-        return {"index": index, "text": answer.echoed + whole.text, **end, "logprobs": values}
-    message: dict[str, object] = {"role": "assistant", "content": whole.text}
-    if whole.calls:
-        message |= {"content": whole.text.strip() or None, "tool_calls": [call.shown() for call in whole.calls]}
-    return {"index": index, "message": message, **end, "logprobs": values}
-
-
-def delta(
-    kind: str, index: int, text: str, reason: str | None, logprobs: Logprobs = None, *,
-    first: bool = False, last: bool = False,
-) -> dict[str, object]:  # fmt: skip
-    """One choice of an event."""
-    end: dict[str, object] = {"finish_reason": reason, "logprobs": logprobs}
-    if kind != "chat.completion":
-        return {"index": index, "text": text, **end}
-    said: dict[str, str] = {} if last else {"content": text}
-    return {"index": index, "delta": {"role": "assistant", **said} if first else said, **end}
-
-
-def usage(answers: Sequence[AnswerStream], n: int) -> dict[str, object]:
+def usage(answers: Sequence[AnswerStream], n: int = 1) -> JsonObject:
     """Tokens of a request with ``n`` answers to each prompt, as OpenAI's protocol counts them; ``locret`` has the cache's own
     figures."""
     requests = [answer.request for answer in answers]
@@ -129,118 +126,16 @@ def usage(answers: Sequence[AnswerStream], n: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-async def with_comments(events: AsyncIterator[str], seconds: float) -> AsyncIterator[str]:
-    """Events, with a comment after every ``seconds`` without one."""
-    next_one: asyncio.Future[str] | None = None
-    try:
-        while True:
-            next_one = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
-            while not (await asyncio.wait({next_one}, timeout=seconds))[0]:
-                yield COMMENT
-            try:
-                event = next_one.result()
-            except StopAsyncIteration:
-                return
-            yield event
-    finally:
-        if next_one is not None:
-            next_one.cancel()
-
-
-def given(answers: Sequence[AnswerStream]) -> dict[str, str]:
-    """A header with the most tokens that an answer may have, which may be fewer than were asked for."""
-    return {"x-max-tokens": str(answers[0].request.max_new_tokens)}
-
-
-class Streamed(StreamingResponse):
-    """Events of answers, which end with it, also where the client goes before the first."""
-
-    def __init__(self, answers: Sequence[AnswerStream], events: AsyncIterator[str], seconds: float) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **given(answers)}
-        super().__init__(with_comments(events, seconds), media_type="text/event-stream", headers=headers)
-        self.answers = answers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            for answer in self.answers:
-                answer.leave()
-
-
-class Whole(Response):
-    """A whole answer, which ends where the client goes. After ``seconds`` its status and headers are sent, and then a line's end
-    after every ``seconds``, which JSON may begin with. What fails after that breaks the connection off.
-    """
-
-    def __init__(
-        self, answers: Sequence[AnswerStream], work: Coroutine[None, None, dict[str, object]], seconds: float
-    ) -> None:
-        super().__init__(media_type="application/json")
-        self.answers, self.work, self.seconds = answers, work, seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work, gone = asyncio.ensure_future(self.work), asyncio.ensure_future(left(receive))
-        started = False
-        try:
-            while not work.done():
-                await asyncio.wait({work, gone}, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED)
-                if gone.done():
-                    return
-                if not work.done():
-                    if not started:
-                        headers = {"content-type": "application/json", **given(self.answers)}
-                        await send({"type": "http.response.start", "status": 200, "headers": Headers(headers).raw})
-                        started = True
-                    await send({"type": "http.response.body", "body": b"\n", "more_body": True})
-            result = work.result()
-            if not started:
-                await JSONResponse(result, headers=given(self.answers))(scope, receive, send)
-            else:
-                await send({"type": "http.response.body", "body": JSONResponse(result).body})
-        finally:
-            for answer in self.answers:
-                answer.leave()
-            for task in (work, gone):
-                task.cancel()
-            with suppress(Exception, asyncio.CancelledError):
-                await asyncio.gather(work, gone, return_exceptions=True)
-
-
-async def left(receive: Receive) -> None:
-    """Wait until the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def add_completions(app: FastAPI, server: Server) -> None:
     """Serve ``/v1/chat/completions`` and ``/v1/completions``."""
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
-        return await complete(server, request, body, "chat.completion")
+        return ChatReply(server, body, await begin(server, request, body))
 
     @app.post("/v1/completions")
     async def completion(body: TextBody, request: Request) -> Response:
-        return await complete(server, request, body, "text_completion")
-
-
-async def complete(server: Server, request: Request, body: ChatBody | TextBody, kind: str) -> Response:
-    """Answer a completion, streamed or whole."""
-    answers = await begin(server, request, body)
-    head: dict[str, object] = {
-        "id": f"{'chatcmpl' if kind[0] == 'c' else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
-        "model": server.name,
-    }  # fmt: skip
-    if body.stream:
-        return Streamed(answers, events(answers, body, kind, head), server.silence)
-
-    async def whole() -> dict[str, object]:
-        wholes = await asyncio.gather(*(answer.whole() for answer in answers))
-        choices = [choice(kind, i, *pair) for i, pair in enumerate(zip(wholes, answers, strict=True))]
-        return {**head, "object": kind, "choices": choices, "usage": usage(answers, body.n)}
-
-    return Whole(answers, whole(), server.silence)
+        return TextReply(server, body, await begin(server, request, body))
 
 
 async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> list[AnswerStream]:
@@ -271,7 +166,10 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     if body.best_of not in (None, body.n):
         raise Refused(400, f"best_of={body.best_of} must be n={body.n}: every answer is given", "best_of")
     top_logprobs, echoes = body.wanted_logprobs, isinstance(body, TextBody) and body.echo
-    policy = allowed_policy(server, body)
+    if body.policy not in (None, *server.policies):
+        allowed = ", ".join(server.policies) or "none but the server's"
+        raise Refused(400, f"policy={str(body.policy)[:64]!r} is not allowed here; allowed: {allowed}")
+    policy = None if body.policy is None else parse_policy(body.policy)
     settings = engine.session_settings(body.budget)
     constrain, calls = await asyncio.to_thread(form_of_answer, engine, body)
     sampling = replace(sampling, constrain=constrain)
@@ -284,10 +182,9 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     if not all(map(len, prompts)):
         raise Refused(400, "the prompt holds no tokens", where)
     shared_tokens = 0
-    if document is None and engine.beginnings:
+    if document is None and engine.beginnings and isinstance(body, ChatBody):
         shared_tokens = await asyncio.to_thread(body.shared_tokens, engine.tokenizer, prompts[0])
-    seed = secrets.randbelow(2**32) if body.seed in (None, -1) else body.seed
-    assert seed is not None
+    seed = secrets.randbelow(2**32) if body.seed is None or body.seed == -1 else body.seed
     if body.document_id is not None:  # from here on nothing is awaited: what is deleted later finds the requests
         server.document(owner, body.document_id)
     answers = [
@@ -314,20 +211,11 @@ def form_of_answer(
     form, declared = form_of(engine.tokenizer.chat_template), declared_by(engine.tokenizer)
     form = "declared" if declared is not None and form in ("list", "object") else form
     schema = None if body.response_format is None else body.response_format.schema_of_answer
-    forms, calls = [] if schema is None else [AnswerForm(schema)], None
-    if isinstance(body, ChatBody) and body.offered:
-        if body.must_call or forms:
-            forms = [*(() if body.must_call else forms), *call_forms(body.offered, body.called, form)]
+    rules, calls = [] if schema is None else [json_rule(schema)], None
+    if isinstance(body, ChatBody) and body.tools:
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
+        if body.must_call or rules:
+            called = tools if body.called is None else {body.called: tools[body.called]}
+            rules = [*(() if body.must_call else rules), *call_rules(called, form)]
         calls = partial(CallReader, form, tools, parallel=body.parallel_tool_calls, declared=declared)
-    return constraint(engine.tokenizer, engine.stop_ids, forms) if forms else None, calls
-
-
-def allowed_policy(server: Server, body: CompletionBody) -> Policy | None:
-    """The policy that a request asks for. Raises HTTPException 400 where it is not among those that are allowed."""
-    if body.policy is None:
-        return None
-    if body.policy not in server.policies:
-        allowed = ", ".join(server.policies) or "none but the server's"
-        raise HTTPException(400, f"policy={body.policy[:64]!r} is not allowed here; allowed: {allowed}")
-    return parse_policy(body.policy)
+    return constraint(engine.tokenizer, engine.stop_ids, rules) if rules else None, calls

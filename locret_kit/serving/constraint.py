@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -62,31 +61,18 @@ class Grammar:
         self._row = self._row + self._digits[token] if token in self._digits else 0
 
 
-@dataclass(frozen=True)
-class AnswerForm:
-    """A form that an answer may have: JSON of a schema, between other texts, in pieces. Where these are JSON too, each piece is
-    one of its tokens: the library tells forms apart by whole tokens.
+def json_rule(schema: Mapping[str, object], before: Sequence[str] = (), after: Sequence[str] = ()) -> str:
+    """The rule of JSON of a schema, between other texts, in pieces. Where these are JSON too, each piece is one of its tokens:
+    llguidance tells rules apart by whole tokens.
     """
-
-    schema: Mapping[str, object]
-    before: Sequence[str] = ()
-    after: Sequence[str] = ()
-    written: str = ""
-    """Its rule, where it is no JSON of a schema."""
-
-    @property
-    def rule(self) -> str:
-        """As llguidance's grammars have it."""
-        if self.written:
-            return self.written
-        value = f"%json {json.dumps({**self.schema, 'x-guidance': COMPACT})}"
-        return " ".join([*map(json.dumps, self.before), value, *map(json.dumps, self.after)])
+    value = f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}"
+    return " ".join([*map(json.dumps, before), value, *map(json.dumps, after)])
 
 
 def constraint(
-    tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], forms: Sequence[AnswerForm]
+    tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], rules: Sequence[str]
 ) -> Callable[[], Constraint]:
-    """A maker of constraints, by which an answer has one of the forms.
+    """A maker of constraints, by which an answer follows one of the rules.
 
     Raises:
         HTTPException: 400, a schema that is none or that cannot be followed, or the library is not installed.
@@ -97,16 +83,12 @@ def constraint(
         raise HTTPException(400, f"answers by a grammar need llguidance: {install_line('serve')}") from None
 
     try:
-        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(form.rule for form in forms) + TEXTS)
-        known = _tokenizer(tokenizer, stop)
-        error = LLMatcher.validate_grammar(grammar, known)
-    except (ValueError, RecursionError) as reason:
-        error = str(reason)
-    if error and not error.startswith("WARNING"):
-        raise HTTPException(400, f"the schema cannot be followed: {first_line(ValueError(error))}")
-    first = LLMatcher(known, grammar, log_level=0)
-    if first.is_error():
-        raise HTTPException(400, f"the schema cannot be followed: {first_line(ValueError(first.get_error()))}")
+        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(rules) + TEXTS)
+        first = LLMatcher(_tokenizer(tokenizer, stop), grammar, log_level=0)
+        if first.is_error():
+            raise ValueError(first.get_error())
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"the schema cannot be followed: {first_line(error)}") from None
     digits, letter = _digits(tokenizer)
     return lambda: Grammar(first.deep_copy(), digits, letter)
 

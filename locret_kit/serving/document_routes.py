@@ -25,7 +25,7 @@ from ..runtime.tokens import TooManyTokens
 from ..settings import INT32_MAX
 from ..text.convert import Unwanted
 from .engine import Engine
-from .errors import Refused, no_room
+from .errors import Refused
 from .request import LOG
 from .state import Server, UploadedDocument
 
@@ -47,7 +47,7 @@ def add_documents(app: FastAPI, server: Server) -> None:
         try:
             data: bytes | BinaryIO = await asyncio.to_thread(on_disk, file) if saved else await file.read()
         except OSError as error:
-            raise no_room(error) from None
+            raise HTTPException(507) from error
         if server.places >= server.limits.documents:  # after the last await: two uploads cannot both pass
             mine = next(
                 (one.title for one in server.documents.values() if one.owner == owner and one.error is None), None

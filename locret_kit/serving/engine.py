@@ -32,7 +32,7 @@ from ..runtime.sampling import stop_ids
 from ..runtime.sequence import PromptScheduler
 from ..settings import RunSettings
 from .admission import Admission
-from .counters import Counters
+from .metrics import Counters
 from .request import LOG, Busy, ServerRequest, Stopping
 from .sessions import Sessions
 from .store import SessionSpec, Store
@@ -68,7 +68,9 @@ class Engine:
         self.spec, self.counters = SessionSpec(model, settings, heads, (policy, *policies)), Counters()
         if store is not None:
             store.scan(lambda saved, about: self.spec.check(saved, session=not about), self.spec.origin)
-        self._batch = Batch(model, self.stop_ids, scheduler=scheduler)
+        self._batch = Batch(
+            model, self.stop_ids, scheduler=scheduler, pages=0 if model.device.type == "cpu" else sessions
+        )
         self._batch.warm_up()
         self._changed = threading.Condition()
         self._parked = Sessions(self.spec, store, self._changed)
@@ -101,7 +103,9 @@ class Engine:
             self._changed.notify_all()
 
     def cancel(self, request: ServerRequest) -> None:
-        """Let a request leave, at whatever step it is."""
+        """Let a request leave, at whatever step it is. One that has ended waits for no lock."""
+        if request.sequence is not None and request.sequence.finish_reason is not None:
+            return
         with self._changed:
             request.cancelled = True
             self._changed.notify_all()
@@ -204,7 +208,7 @@ class Engine:
     @property
     def prefixes(self) -> int:
         """Shared prefixes in memory, those that are being read included."""
-        return self._admission.prefixes
+        return len(self._admission.prefixes)
 
     # ---- the engine's thread ---------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -15,11 +15,10 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..naming import first_line
 from ..validation import BOUNDS
+from .messages import ANTHROPIC, field_of
 from .request import Busy, Stopping
 
 Body = TypeVar("Body", bound=BaseModel)
-ANTHROPIC = "/v1/messages"
-"""Beginning of the paths that are Anthropic's."""
 TOO_LONG = "context_length_exceeded"
 """Code of a prompt that is too long."""
 KINDS = {
@@ -31,23 +30,6 @@ CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 """Codes of OpenAI by which clients tell errors apart."""
 
 
-NAMES = {
-    ANTHROPIC: {"response_format": "output_config.format"},
-    "/v1/responses": {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"},
-}  # fmt: skip
-"""Fields of a chat completion by the names that a client of another protocol has for them, by the beginning of its paths."""
-
-
-def field_of(path: str, *parts: object) -> str | None:
-    """The name of a field as the client knows it; None for the whole body. Messages of another protocol are not numbered as its
-    own are."""
-    names = next((names for start, names in NAMES.items() if path.startswith(start)), None)
-    if names is not None and parts:
-        first = str(parts[0])
-        parts = names.get(first, first), *(() if first == "messages" else parts[1:])
-    return ".".join(map(str, parts)) or None
-
-
 class Refused(HTTPException):
     """A request that is refused.
 
@@ -56,46 +38,74 @@ class Refused(HTTPException):
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None
+        self, status: int, message: str, param: str | None = None, code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(status, message, headers)
         self.param, self.code = param, code
-
-
-def no_room(error: OSError) -> Refused:
-    """The refusal of an upload that the disk does not take. The error's own words may name folders of this machine."""
-    return Refused(507, f"the upload cannot be put on disk: {os.strerror(error.errno or errno.EIO)}")
 
 
 class Failed(Exception):
     """A request that the engine could not finish."""
 
 
-def error_of(
-    status: int, message: str, param: str | None = None, code: str | None = None, path: str = ""
-) -> dict[str, object]:
+STATUSES: dict[type[Exception], int] = {Busy: 429, Stopping: 503, Failed: 500, ValueError: 400}
+"""Statuses of what the engine and the bodies raise; their words are for the client."""
+
+
+def refusal_of(error: Exception, path: str) -> Refused:
+    """An error in words for the client. Of our own faults the log alone says more."""
+    if isinstance(error, Refused):
+        return Refused(
+            error.status_code, error.detail, error.param and field_of(path, error.param), error.code, error.headers
+        )
+    if isinstance(error, RequestValidationError):
+        return invalid(error.errors()[0], path)
+    if not isinstance(error, StarletteHTTPException):
+        status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), None)
+        headers = {"retry-after": str(error.retry_after)} if isinstance(error, Busy) else None
+        return Refused(status or 500, first_line(error) if status else "the server failed", headers=headers)
+    said, cause = str(error.detail), error.__cause__
+    if isinstance(cause, OSError):  # of an upload, whose words may name folders of this machine
+        return Refused(507, f"the upload cannot be put on disk: {os.strerror(cause.errno or errno.EIO)}")
+    if isinstance(cause, ValueError | RecursionError) and not path.startswith("/v1/documents"):  # uploads are forms
+        said = f"the body is not JSON: {first_line(cause)}"
+    elif said == "Not Found":  # Starlette's own words
+        hint = "" if path.startswith("/v1/") else ": OpenAI's paths begin with /v1"
+        said = f"there is no {path[:64]} here{hint}"
+    return Refused(error.status_code, said, headers=error.headers)
+
+
+def invalid(first: Mapping[str, Any], path: str) -> Refused:
+    """The refusal of a body by the first of its errors, as pydantic has it."""
+    if first["type"] == "json_invalid":  # its place is a character, no field
+        return Refused(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}")
+    where = field_of(path, *first["loc"][1:])
+    bounds = [f"{words} {first['ctx'][name]}" for name, words in BOUNDS.items() if name in first.get("ctx", ())]
+    if where and bounds:
+        return Refused(400, f"{where}={str(first['input'])[:40]} must be {bounds[0]}", where)
+    said = str(first["msg"]).removeprefix("Value error, ")
+    if where is None and first["type"] in ("missing", "model_attributes_type", "model_type", "dict_type"):
+        said = "the body must be a JSON object, with content-type: application/json"
+    return Refused(400, f"{where}: {said}" if where else said, where)
+
+
+def error_of(told: Refused, path: str) -> dict[str, object]:
     """The body of an error, in the shape of the protocol that ``path`` is of."""
+    status, message, code = told.status_code, told.detail, told.code
     if path.startswith(ANTHROPIC):
         kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
         said = f"prompt is too long: {message}" if code == TOO_LONG else message  # words by which its clients know it
         details = {"details": {"error_code": code}} if code not in (None, TOO_LONG) else {}
         return {"type": "error", "error": {"type": kind, "message": said, **details}}
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}}
+    return {"error": {"message": message, "type": kind, "param": told.param, "code": code or CODES.get(status)}}
 
 
-def status_of(error: Exception) -> int:
-    """The status of what the engine raises."""
-    known = {Busy: 429, Stopping: 503, ValueError: 400}
-    return next((status for kind, status in known.items() if isinstance(error, kind)), 500)
-
-
-def problem(
-    status: int, message: str, param: str | None = None, code: str | None = None, *,
-    headers: Mapping[str, str] | None = None, path: str = "",
-) -> JSONResponse:  # fmt: skip
-    """An error in the shape of the protocol that ``path`` is of."""
-    return JSONResponse(error_of(status, message, param, code, path), status, headers)
+def problem(error: Exception, path: str) -> JSONResponse:
+    """The answer to what a route raises."""
+    told = refusal_of(error, path)
+    return JSONResponse(error_of(told, path), told.status_code, told.headers)
 
 
 def checked(kind: type[Body], value: object) -> Body:
@@ -109,44 +119,8 @@ def checked(kind: type[Body], value: object) -> Body:
 def add_errors(app: FastAPI) -> None:
     """Answer whatever a route raises."""
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first, path = error.errors()[0], request.url.path
-        if first["type"] == "json_invalid":  # its place is a character, no field
-            said = f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][1]}"
-            return problem(400, said, path=path)
-        where = field_of(path, *first["loc"][1:])
-        bounds = [f"{words} {first['ctx'][name]}" for name, words in BOUNDS.items() if name in first.get("ctx", ())]
-        if where and bounds:
-            return problem(400, f"{where}={str(first['input'])[:40]} must be {bounds[0]}", where, path=path)
-        said = str(first["msg"]).removeprefix("Value error, ")
-        if where is None and first["type"] in ("missing", "model_attributes_type", "model_type", "dict_type"):
-            said = "the body must be a JSON object, with content-type: application/json"
-        return problem(400, f"{where}: {said}" if where else said, where, path=path)
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        return problem(error, request.url.path)
 
-    @app.exception_handler(StarletteHTTPException)
-    async def refused(request: Request, error: StarletteHTTPException) -> JSONResponse:
-        # FastAPI puts a form on disk, and takes all that stops it for a wrong one.
-        if isinstance(error.__cause__, OSError):
-            error = no_room(error.__cause__)
-        path, said, cause = request.url.path, str(error.detail), error.__cause__
-        param, code = (error.param, error.code) if isinstance(error, Refused) else (None, None)
-        param = param and field_of(path, param)
-        if isinstance(cause, ValueError | RecursionError) and not path.startswith("/v1/documents"):  # uploads are forms
-            said = f"the body is not JSON: {first_line(cause)}"
-        elif said == "Not Found":  # Starlette's own words
-            hint = "" if path.startswith("/v1/") else ": OpenAI's paths begin with /v1"
-            said = f"there is no {path[:64]} here{hint}"
-        return problem(error.status_code, said, param, code, headers=error.headers, path=path)
-
-    @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> JSONResponse:
-        return problem(500, "the server failed", path=request.url.path)  # how is in its log alone
-
-    @app.exception_handler(ValueError)
-    @app.exception_handler(Busy)
-    @app.exception_handler(Stopping)
-    @app.exception_handler(Failed)
-    async def raised(request: Request, error: Exception) -> JSONResponse:
-        headers = {"retry-after": str(error.retry_after)} if isinstance(error, Busy) else None
-        return problem(status_of(error), first_line(error), headers=headers, path=request.url.path)
+    for kind in (RequestValidationError, StarletteHTTPException, Exception, *STATUSES):
+        app.add_exception_handler(kind, answer)

@@ -59,7 +59,7 @@ class Guard:
         limits, upload = self.server.limits, scope["path"].startswith("/v1/documents")
         max_bytes = limits.upload_bytes if upload else limits.body_bytes
         seconds = limits.upload_seconds if upload else limits.body_seconds
-        had, whole, answered = 0, False, False
+        had, whole = 0, False
         end = time.monotonic() + seconds
 
         async def bounded() -> Message:
@@ -75,11 +75,6 @@ class Guard:
                 raise Refused(413, f"the body must be at most {max_bytes} bytes")
             return message
 
-        async def noting(message: Message) -> None:
-            nonlocal answered
-            answered = True
-            await send(message)
-
         try:
             keyless = not self.server.keys and scope["path"] != "/health"
             if keyless and (why := refusal(scope, self.server.hosts, self.server.origins)):
@@ -89,9 +84,8 @@ class Guard:
             length = next((int(v) for k, v in scope["headers"] if k == b"content-length" and v.isdigit()), 0)
             if length > max_bytes:
                 raise Refused(413, f"the body must be at most {max_bytes} bytes")
-            await self.app(scope, bounded, noting)
         except HTTPException as error:
-            if not answered:
-                closed = {"connection": "close"}  # the body is not read to its end
-                answer = problem(error.status_code, str(error.detail), headers=closed, path=scope["path"])
-                await answer(scope, receive, send)
+            closed = {"connection": "close"}  # the body is not read to its end
+            answer = problem(Refused(error.status_code, error.detail, headers=closed), scope["path"])
+            return await answer(scope, receive, send)
+        await self.app(scope, bounded, send)

@@ -50,10 +50,8 @@ def refusal(scope: Scope, names: Collection[str], origins: Collection[str] = ())
     if origin is not None and not {ANY, origin}.isdisjoint(origins):
         return ""
     if site is not None:  # of newer browsers; pages cannot set it, and proxies leave it as it is
-        foreign = site not in ("same-origin", "none")
+        own = site in ("same-origin", "none")
     else:
-        foreign = origin is not None and origin.partition("://")[2] != host
-    if foreign:
-        said = f"Origin {str(origin)[:100]!r}, Host {host[:100]!r}, Sec-Fetch-Site {str(site)[:100]!r}"
-        return f"a page of another origin asks: {said}"
-    return ""
+        own = origin is None or origin.partition("://")[2] == host
+    said = f"Origin {str(origin)[:100]!r}, Host {host[:100]!r}, Sec-Fetch-Site {str(site)[:100]!r}"
+    return "" if own else f"a page of another origin asks: {said}"

@@ -8,28 +8,25 @@ from typing import Annotated
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from ..runtime.kept_text import token_texts
-from ..runtime.tokens import IdStream, TooManyTokens
+from ..runtime.tokens import IdStream, TooManyTokens, token_texts
 from .bodies import ChatBody
 from .errors import checked
-from .messages import without_nulls
+from .messages import Part
 from .state import Server
 
 MAX_TOKENS = 1 << 20
 """Tokens of a text, at most; where each comes with its piece, as many as a prompt may have."""
 
 
-class Tokenize(BaseModel):
+class Tokenize(Part):
     """``POST /tokenize``: of a text, or of the prompt that messages make, with fields of a chat completion."""
 
     model_config = ConfigDict(extra="allow")
-    content: str | None = None
-    prompt: str | None = None
+    text: Annotated[str | None, Field(validation_alias=AliasChoices("content", "prompt"))] = None
     messages: list[dict[str, object]] | None = None
-    add_special: bool = False
-    add_special_tokens: bool | None = None
+    special: Annotated[bool, Field(validation_alias=AliasChoices("add_special_tokens", "add_special"))] = False
     with_pieces: bool = False
 
 
@@ -66,15 +63,12 @@ def add_information(app: FastAPI, server: Server) -> None:
         max_tokens = length if body.with_pieces else MAX_TOKENS
         try:
             if body.messages is not None:
-                messages = [without_nulls(message) for message in body.messages]
-                chat = checked(ChatBody, {**(body.model_extra or {}), "messages": messages})
+                chat = checked(ChatBody, {**(body.model_extra or {}), "messages": body.messages})
                 (ids,) = chat.ids(tokenizer, None, max_tokens)
             else:
-                text = body.content if body.content is not None else body.prompt
-                if text is None:
+                if body.text is None:
                     raise HTTPException(400, "content (or prompt, or messages) is missing")
-                special = body.add_special if body.add_special_tokens is None else body.add_special_tokens
-                ids = IdStream(tokenizer, special=special, max_tokens=max_tokens).finish(text)
+                ids = IdStream(tokenizer, special=body.special, max_tokens=max_tokens).finish(body.text)
         except TooManyTokens:
             raise HTTPException(400, f"the text has more than {max_tokens} tokens, the most that are listed") from None
         tokens: list[object] = list(ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal, TypedDict, cast
 
 from pydantic import BaseModel, Field, ValidationError, WrapValidator, field_validator, model_validator
 
@@ -34,6 +34,19 @@ def without_nulls(value: object) -> object:
     return {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, dict) else value
 
 
+class Part(BaseModel):
+    """A part of a body. A field that is null is absent."""
+
+    _absent = model_validator(mode="before")(without_nulls)
+
+
+def nested(value: object, *names: str) -> object:
+    """The value within objects, by its names from the outside in; None where there is none."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
 def text_of(content: object) -> str:
     """The text of a message's content: a text, or parts of one. Raises ValueError for parts of another type."""
     if isinstance(content, str):
@@ -42,11 +55,11 @@ def text_of(content: object) -> str:
         raise ValueError("content must be a text or a list of parts")
     texts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = nested(part, "type")
         if kind not in TEXTS:
             given = str(kind or type(part).__name__)[:40]
             raise ValueError(f"parts must be text (of type {', '.join(TEXTS)}), not {given!r}")
-        text = part.get("refusal" if kind == "refusal" else "text")
+        text = nested(part, "refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise ValueError(f"a part of type {kind!r} needs a text")
         texts.append(text)
@@ -63,7 +76,7 @@ class TemplateMessage(TypedDict, total=False):
     name: str
 
 
-class Message(BaseModel):
+class Message(Part):
     """A message of a conversation. An answer may have calls of tools in the place of a content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -74,24 +87,58 @@ class Message(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _absent(cls, message: object) -> object:
-        message = without_nulls(message)
-        if isinstance(message, dict) and "content" not in message and message.get("role") not in ("assistant", None):
-            raise ValueError(f"a message of role {str(message['role'])[:40]!r} needs a content")
+    def _speaks(cls, message: object) -> object:
+        if nested(message, "content") is None and (role := nested(message, "role")) not in ("assistant", None):
+            raise ValueError(f"a message of role {str(role)[:40]!r} needs a content")
         return message
 
     _text = field_validator("content", mode="before")(text_of)
 
     def rendered(self) -> TemplateMessage:
         """As chat templates have it."""
-        said: TemplateMessage = {"role": ROLES.get(self.role, self.role), "content": self.content}
-        if self.tool_calls:
-            said["tool_calls"] = [call_of(call) for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            said["tool_call_id"] = self.tool_call_id
-        if self.name is not None:
-            said["name"] = self.name
-        return said
+        said = self.model_dump(exclude_none=True) | {"role": ROLES.get(self.role, self.role)}
+        said["tool_calls"] = [call_of(call) for call in self.tool_calls]
+        return cast(TemplateMessage, {name: value for name, value in said.items() if value != []})
+
+
+ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"
+"""Beginnings of the paths of protocols that are not chat completions'."""
+SAME = (
+    "model", "stream", "temperature", "top_p", "top_k", "seed", "document_id", "budget", "policy", "chat_template_kwargs",
+)  # fmt: skip
+NAMES: dict[str, dict[str, str]] = {
+    ANTHROPIC: {
+        **{name: name for name in (*SAME, "messages", "max_tokens", "thread", "thinking")}, "stop": "stop_sequences",
+        "response_format": "output_config.format",
+    },
+    RESPONSES: {
+        **{name: name for name in (*SAME, "min_p", "tool_choice", "parallel_tool_calls", "store")},
+        "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    },
+}  # fmt: skip
+"""Fields of a chat completion, and what a client of another protocol calls them; of others it says nothing."""
+
+
+def fields_of(path: str, body: JsonObject) -> JsonObject:
+    """Fields of a chat completion that the body of another protocol has."""
+    values = {name: nested(body, *own.split(".")) for name, own in NAMES[path].items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def field_of(path: str, *parts: object) -> str | None:
+    """The name of a field as the client knows it; None for the whole body. Messages of another protocol are not numbered as its
+    own are."""
+    names = next((names for start, names in NAMES.items() if path.startswith(start)), None)
+    if names is not None and parts:
+        first = str(parts[0])
+        parts = names.get(first, first), *(() if first == "messages" else parts[1:])
+    return ".".join(map(str, parts)) or None
+
+
+def tool_call(id: object, name: object, arguments: object) -> JsonObject:
+    """A call of a tool, as chat completions have it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def call_of(call: JsonObject) -> JsonObject:
@@ -100,24 +147,20 @@ def call_of(call: JsonObject) -> JsonObject:
     Raises:
         ValueError: it names no function.
     """
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    name, arguments = nested(call, "function", "name"), nested(call, "function", "arguments") or "{}"
+    if not isinstance(name, str):
         raise ValueError("a tool call needs a function with a name")
-    arguments = function.get("arguments") or "{}"
     with suppress(ValueError, RecursionError):
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    called = {"name": function["name"], "arguments": arguments}
-    return {"type": "function", "id": str(call.get("id", "")), "function": called}
+    return {"type": "function", "id": str(call.get("id", "")), "function": {"name": name, "arguments": arguments}}
 
 
-class Function(BaseModel):
+class Function(Part):
     """A function that an answer may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     description: str = ""
     parameters: JsonObject = Field(default_factory=dict)
-
-    _absent = model_validator(mode="before")(without_nulls)
 
 
 class Tool(BaseModel):
@@ -127,15 +170,13 @@ class Tool(BaseModel):
     function: Function
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Part):
     """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonObject | None = None
     bare: JsonObject | None = Field(default=None, alias="schema")
     """A schema beside ``json_object``, as llama.cpp's clients send it."""
-
-    _absent = model_validator(mode="before")(without_nulls)
 
     @model_validator(mode="after")
     def _whole(self) -> ResponseFormat:

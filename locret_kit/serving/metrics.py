@@ -1,14 +1,16 @@
-"""Figures of the engine, in Prometheus' text format."""
+"""Figures of a running engine, in Prometheus' text format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .engine import Engine
+from ..runtime.sequence import Sequence
+from .request import LOG, ServerRequest
 
 GAUGES = {
     "requests_running": "Requests that have a cache",
@@ -34,32 +36,61 @@ COUNTERS = {
     "saved_files": "Files of sessions and documents that were written",
     "save_failures": "Files of sessions and documents that could not be written",
 }
+TIMES = {
+    "queue": "From a request to its admission",
+    "first_token": "From a request's admission to its first token",
+    "token": "Per token after the first, of each request",
+}
+"""Histograms of seconds."""
+BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+"""Bounds of the histograms, in seconds."""
 
 
-class Collected(Collector):
-    """Figures that Prometheus collects."""
+class Counters(SimpleNamespace):
+    """Counts since the start, by the names of ``COUNTERS``, and times, by those of ``TIMES`` with an ``_s``."""
 
-    def __init__(self, engine: Engine, documents: int) -> None:
-        self.engine, self.documents = engine, documents
+    def __init__(self) -> None:
+        super().__init__(**dict.fromkeys(COUNTERS, 0))
+        for name, says in TIMES.items():
+            times = Histogram(f"locret_{name}_seconds", says, buckets=BUCKETS, registry=None)
+            setattr(self, f"{name}_s", times)
+
+    def count(self, request: ServerRequest, sequence: Sequence) -> None:
+        """A request that has ended."""
+        if sequence.error is not None and not isinstance(sequence.error, ValueError):
+            LOG.error("a request failed", exc_info=sequence.error)
+        if sequence.error is not None:
+            sequence.error.__traceback__ = None  # its frames hold the cache
+        # A cache that goes on, or that is a copy, counts what was evicted of it before.
+        self.evictions += max(0, request.evictions - sequence.evictions_before)
+        if request.purpose == "prefix":
+            return
+        self.requests += 1
+        self.cancelled += sequence.finish_reason == "cancelled"
+        self.failed += sequence.finish_reason == "error"
+        self.prompt_tokens += len(request.ids)
+        self.cached_tokens += request.cached_tokens
+        self.new_tokens += len(sequence.tokens)
+        if sequence.first_token_s is not None and sequence.ended_s is not None:
+            self.first_token_s.observe(sequence.first_token_s)
+            if len(sequence.tokens) > 1:
+                self.token_s.observe((sequence.ended_s - sequence.first_token_s) / (len(sequence.tokens) - 1))
+
+
+class Figures(Collector):
+    """Figures that Prometheus collects.
+
+    Args:
+        now: those of ``GAUGES``, and of ``COUNTERS`` that are counted elsewhere; 0 where one is missing.
+    """
+
+    def __init__(self, counters: Counters, now: Mapping[str, float]) -> None:
+        self.values = {**vars(counters), **now}
 
     def collect(self) -> Iterator[Metric]:
-        """All figures now."""
-        engine, store = self.engine, self.engine.store
-        disk = (0, 0) if store is None else (store.bytes, int(store.failing is not None))
-        now = [engine.running, engine.waiting, engine.sessions, engine.caches, engine.idle, self.documents]
-        now += [engine.prefixes, *disk]
-        for (name, says), value in zip(GAUGES.items(), now, strict=True):
-            yield GaugeMetricFamily(f"locret_{name}", says, value)
-        files = {} if store is None else {"saved_files": store.written, "save_failures": store.failures}
-        counts = vars(engine.counters) | files
-        for name, says in COUNTERS.items():
-            yield CounterMetricFamily(f"locret_{name}", says, counts.get(name, 0))
-        for times in ("queue_s", "first_token_s", "token_s"):
-            yield from counts[times].collect()
-
-
-def metrics_of(engine: Engine, documents: int) -> str:
-    """All figures now, as text."""
-    registry = CollectorRegistry()
-    registry.register(Collected(engine, documents))
-    return generate_latest(registry).decode()
+        """All figures."""
+        for kind, names in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, says in names.items():
+                yield kind(f"locret_{name}", says, self.values.get(name, 0))
+        for name in TIMES:
+            yield from self.values[f"{name}_s"].collect()

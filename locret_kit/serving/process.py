@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 
 import uvicorn
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -36,13 +36,8 @@ class LoadingApp:
         if self.app is not None:
             await self.app(scope, receive, send)
             return
-        body = json.dumps({"status": "loading"} if scope["path"] == "/health" else {"error": ERROR}).encode()
-        headers = [
-            (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
-            (b"retry-after", b"5"), (b"connection", b"close"),
-        ]  # fmt: skip
-        await send({"type": "http.response.start", "status": 503, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        said = {"status": "loading"} if scope["path"] == "/health" else {"error": ERROR}
+        await JSONResponse(said, 503, {"retry-after": "5", "connection": "close"})(scope, receive, send)
 
 
 LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -133,20 +128,12 @@ SECONDS = 0.5
 """Between two times that memory goes back; as long a freed cache may count beside a new one."""
 
 
-def _trim() -> Callable[[int], int] | None:
-    """glibc's ``malloc_trim``; None where the C library has none."""
-    try:
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library; Windows
-        return None
-    return trim
-
-
 def give_back(ended: threading.Event) -> None:
     """Give freed memory back, now and every half second until ``ended``, by a thread of its own. ctypes lets other threads run
     meanwhile."""
-    trim = _trim()
-    if trim is None:
+    try:
+        trim = ctypes.CDLL(None).malloc_trim  # of glibc
+    except (AttributeError, OSError, TypeError):  # another C library; Windows
         return
 
     def again() -> None:

@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 from ..cache.bounded import BoundedCache
@@ -51,20 +51,14 @@ class PrefixHashes:
     """Hashes of a prompt's beginnings, each made once."""
 
     def __init__(self, ids: array[int]) -> None:
-        self._ids = ids
-        self._known: dict[int, str] = {}
+        self._ids, self.hash = ids, cache(lambda tokens: hash_ids(ids[:tokens]))
+        """The hash of the first ``tokens`` ids."""
 
     def longest(self, keys: Iterable[PrefixKey], owner: str, document_id: str) -> PrefixKey | None:
         """The longest of what an owner's caches have read about a document that the prompt begins with and goes on from."""
         mine = (key for key in keys if key.owner == owner and key.document_id == document_id)
         shorter = sorted((key for key in mine if key.tokens < len(self._ids)), key=lambda key: -key.tokens)
         return next((key for key in shorter if self.hash(key.tokens) == key.sha256), None)
-
-    def hash(self, tokens: int) -> str:
-        """The hash of the first ``tokens`` ids."""
-        if tokens not in self._known:
-            self._known[tokens] = hash_ids(self._ids[:tokens])
-        return self._known[tokens]
 
 
 class Stopping(RuntimeError):
@@ -77,10 +71,6 @@ class Busy(Exception):
     def __init__(self, waiting: int) -> None:
         super().__init__(f"{waiting} requests wait already")
         self.retry_after = max(1, waiting)
-
-
-def _nothing() -> None:
-    """Nobody wants to know."""
 
 
 @dataclass(eq=False)
@@ -119,7 +109,7 @@ class ServerRequest(Request):
     policy: Policy | None = None
     shared_tokens: int = 0
     parks: bool = True
-    on_change: Callable[[], None] = _nothing
+    on_change: Callable[[], None] = field(default=lambda: None)
     stop_at: Callable[[list[int]], int | None] | None = None
     sequence: Sequence | None = None
     cache: BoundedCache | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from itertools import count
 
 from fastapi import FastAPI, Request
@@ -14,20 +14,14 @@ from fastapi.responses import Response
 from pydantic import model_validator
 
 from ..naming import first_line
-from .answers import AnswerStream
+from .answers import AnswerStream, Reply
 from .bodies import ChatBody
-from .completions import Streamed, Whole, begin, named_event, usage
-from .errors import Failed, checked
-from .messages import JsonObject, without_nulls
-from .request import Stopping
+from .completions import begin, usage
+from .errors import checked
+from .messages import RESPONSES, JsonObject, fields_of, tool_call
 from .state import Server
 from .tools import Call
 
-PASSED = (
-    "model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "top_k", "min_p", "seed", "document_id",
-    "budget", "policy", "chat_template_kwargs",
-)  # fmt: skip
-"""Fields that mean the same in both protocols, or that are this server's own."""
 NOT_HERE = {
     "previous_response_id": "nothing is stored here: send the whole conversation as input",
     "conversation": "nothing is stored here: send the whole conversation as input",
@@ -47,6 +41,10 @@ ECHOED: dict[str, object] = {
 class ResponsesBody(ChatBody):
     """``POST /v1/responses``."""
 
+    store: object = None
+    """Whether items are remembered: false for not."""
+    echoed: JsonObject
+    """Fields that the answer repeats."""
     _translate = model_validator(mode="before")(lambda body: chat_fields(body) if isinstance(body, dict) else body)
 
 
@@ -61,22 +59,18 @@ def chat_fields(body: JsonObject) -> JsonObject:
             raise ValueError(f"{name} is not supported: {why}")
     if isinstance(include := body.get("include"), list) and "message.output_text.logprobs" in include:
         raise ValueError(f"message.output_text.logprobs is not supported: {NOT_HERE['top_logprobs']}")
-    fields = {name: body[name] for name in PASSED if name in body}
-    given, instructions = body.get("input"), body.get("instructions")
-    messages: object = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if isinstance(given, list):
-        messages = messages_of(given)
-    if isinstance(messages, list) and instructions:
-        messages.insert(0, {"role": "system", "content": instructions})
-    fields |= {"messages": messages, "max_completion_tokens": body.get("max_output_tokens")}
-    if isinstance(reasoning := body.get("reasoning"), dict):
-        fields["reasoning_effort"] = reasoning.get("effort")
+    fields, instructions = fields_of(RESPONSES, body), body.get("instructions")
+    if isinstance(given := fields.get("messages"), str | list):
+        fields["messages"] = messages = messages_of(
+            given if isinstance(given, list) else [{"role": "user", "content": given}]
+        )
+        messages[:0] = [{"role": "system", "content": instructions}] if instructions else []
+    fields["echoed"] = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
     if isinstance(tools := body.get("tools"), list):
         fields["tools"] = [
-            {"type": tool.get("type"), "function": without_nulls(tool)} if isinstance(tool, dict) else tool
-            for tool in tools
+            {"type": tool.get("type"), "function": tool} if isinstance(tool, dict) else tool for tool in tools
         ]
-    if isinstance(text := body.get("text"), dict) and isinstance(form := text.get("format"), dict):
+    if isinstance(form := fields.pop("response_format", None), dict):
         schema = {"json_schema": {"schema": form.get("schema")}} if form.get("type") == "json_schema" else {}
         fields["response_format"] = {"type": form.get("type"), **schema}
     return fields
@@ -93,11 +87,10 @@ def messages_of(items: list[object]) -> list[JsonObject]:
             calls = []
             made.append({"role": item.get("role"), "content": item.get("content"), "tool_calls": calls})
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
             if not made or made[-1]["role"] != "assistant":
                 calls = []
                 made.append({"role": "assistant", "tool_calls": calls})
-            calls.append({"id": item.get("call_id"), "type": "function", "function": function})
+            calls.append(tool_call(item.get("call_id"), item.get("name"), item.get("arguments")))
         elif kind == "function_call_output":
             made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind != "reasoning":
@@ -105,130 +98,100 @@ def messages_of(items: list[object]) -> list[JsonObject]:
     return made
 
 
-def add_responses(app: FastAPI, server: Server) -> None:
-    """Serve ``/v1/responses``."""
+class ResponseReply(Reply):
+    """A response; its items are remembered, unless ``store`` is false."""
 
-    @app.post("/v1/responses")
-    async def respond(asked: JsonObject, request: Request) -> Response:
-        owner = server.owner(request)
-        body = checked(ResponsesBody, {**asked, "input": server.items.resolved(owner, asked.get("input"))})
-        (answer,) = await begin(server, request, body)
+    asked: ResponsesBody
 
-        def keep(items: Sequence[JsonObject]) -> None:
-            if asked.get("store") is not False:
-                server.items.add(owner, items)
-
-        head: dict[str, object] = {
+    def __init__(self, server: Server, body: ResponsesBody, answers: Sequence[AnswerStream]) -> None:
+        super().__init__(server, body, answers)
+        self.names, self.numbers = list[str](), count()
+        self.head: JsonObject = {
             "id": f"resp_{secrets.token_hex(12)}", "object": "response", "created_at": int(time.time()), "model": server.name,
             "status": "in_progress", "error": None, "incomplete_details": None, "output": [], "usage": None, "store": False,
-            "previous_response_id": None, "background": False,
-            **{name: default if asked.get(name) is None else asked[name] for name, default in ECHOED.items()},
+            "previous_response_id": None, "background": False, **body.echoed,
         }  # fmt: skip
-        if body.stream:
-            return Streamed([answer], events(answer, head, keep), server.silence)
 
-        async def whole() -> dict[str, object]:
-            parts = await answer.whole_blocks()
-            items = items_of(answer, [*map(new_name, parts)], parts)
-            keep(items)
-            return {**head, **end_of(answer), "output": items}
+    def event(self, kind: str, **fields: object) -> JsonObject:
+        """An event of a kind."""
+        return {"type": f"response.{kind}", "sequence_number": next(self.numbers), **fields}
 
-        return Whole([answer], whole(), server.silence)
+    def items(self) -> list[JsonObject]:
+        """The output; where the answer was cut, its last item is incomplete."""
+        items = list[JsonObject]()
+        for name, part in zip(self.names, self.answer.blocks, strict=True):
+            item: JsonObject = {"type": "message", "role": "assistant", "content": [text_part(str(part))]}
+            if isinstance(part, Call):
+                item = {"type": "function_call", "call_id": part.id, "name": part.name, "arguments": part.arguments}
+            items.append({"id": name, "status": "completed"} | item)
+        if items and self.answer.reason == "length":
+            items[-1]["status"] = "incomplete"
+        return items
+
+    async def values(self) -> AsyncIterator[JsonObject]:
+        event = self.event
+        try:
+            yield event("created", response=self.head)
+            yield event("in_progress", response=self.head)
+            async for step, index, part in self.answer.stream_blocks():
+                text = isinstance(part, str)
+                if step == "begin":
+                    self.names.append(f"{'msg' if text else 'fc'}_{secrets.token_hex(12)}")
+                    empty: JsonObject = {"content": []} if text else {"arguments": ""}
+                    item = {**self.items()[index], "status": "in_progress", **empty}
+                    yield event("output_item.added", output_index=index, item=item)
+                place: JsonObject = {"item_id": self.names[index], "output_index": index}
+                if text:
+                    place["content_index"] = 0
+                match step, part:
+                    case "begin", str():
+                        yield event("content_part.added", **place, part=text_part(""))
+                    case "grow", str():
+                        yield event("output_text.delta", **place, delta=part, logprobs=[])
+                    case "grow", Call():
+                        yield event("function_call_arguments.delta", **place, delta=part.arguments)
+                    case "end", str():
+                        yield event("output_text.done", **place, text=part, logprobs=[])
+                        yield event("content_part.done", **place, part=text_part(part))
+                    case "end", Call():
+                        yield event("function_call_arguments.done", **place, name=part.name, arguments=part.arguments)
+                if step == "end":
+                    yield event("output_item.done", output_index=index, item=self.items()[index])
+            end = self.whole()
+            yield event(str(end["status"]), response=end)
+        finally:  # also where the client leaves before the end
+            if self.asked.store is not False:
+                self.server.items.add(self.answer.request.owner, self.items())
+
+    def whole(self) -> JsonObject:
+        tokens, cut = usage(self.answers), self.answer.reason == "length"
+        cached = {"cached_tokens": self.answer.request.cached_tokens, "cache_write_tokens": 0}
+        return {
+            **self.head, "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "output": self.items(),
+            "usage": {
+                "input_tokens": tokens["prompt_tokens"], "output_tokens": tokens["completion_tokens"],
+                "total_tokens": tokens["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+                "input_tokens_details": cached, "locret": tokens["locret"],
+            },
+        }  # fmt: skip
+
+    def failed(self, error: Exception) -> JsonObject:
+        code = "invalid_prompt" if isinstance(error, ValueError) else "server_error"
+        failed = {"status": "failed", "error": {"code": code, "message": first_line(error)}}
+        return self.event("failed", response={**self.head, **failed})
 
 
-def new_name(part: str | Call) -> str:
-    """A name for an item of an answer."""
-    return f"{'msg' if isinstance(part, str) else 'fc'}_{secrets.token_hex(12)}"
-
-
-def text_part(text: str) -> dict[str, object]:
+def text_part(text: str) -> JsonObject:
     """The content of a message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def item_of(name: str, part: str | Call) -> dict[str, object]:
-    """An item of an answer's output."""
-    head = {"id": name, "status": "completed"}
-    if isinstance(part, str):
-        return {**head, "type": "message", "role": "assistant", "content": [text_part(part)]}
-    return {**head, "type": "function_call", "call_id": part.id, "name": part.name, "arguments": part.arguments}
+def add_responses(app: FastAPI, server: Server) -> None:
+    """Serve ``/v1/responses``."""
 
-
-def items_of(answer: AnswerStream, names: Sequence[str], parts: Sequence[str | Call]) -> list[dict[str, object]]:
-    """An answer's output, when it has ended: where it was cut, its last item is incomplete."""
-    items = [item_of(*pair) for pair in zip(names, parts, strict=True)]
-    if items and answer.reason == "length":
-        items[-1]["status"] = "incomplete"
-    return items
-
-
-def end_of(answer: AnswerStream) -> dict[str, object]:
-    """What is known at an answer's end."""
-    tokens = usage([answer], 1)
-    cut, cached = answer.reason == "length", answer.request.cached_tokens
-    return {
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "usage": {
-            "input_tokens": tokens["prompt_tokens"], "output_tokens": tokens["completion_tokens"],
-            "total_tokens": tokens["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0}, "locret": tokens["locret"],
-        },
-    }  # fmt: skip
-
-
-async def events(
-    answer: AnswerStream, head: dict[str, object], keep: Callable[[Sequence[JsonObject]], None]
-) -> AsyncIterator[str]:
-    """Server-sent events of a streamed answer, whose items ``keep`` gets."""
-    numbers = count()
-    names: list[str] = []
-    made: list[str | Call] = []
-
-    def event(kind: str, **fields: object) -> str:
-        return named_event({"type": f"response.{kind}", "sequence_number": next(numbers), **fields})
-
-    def begin_item(part: str | Call) -> Iterator[str]:
-        names.append(new_name(part))
-        empty: dict[str, object] = {"content": []} if isinstance(part, str) else {"arguments": ""}
-        item = {**item_of(names[-1], part), "status": "in_progress", **empty}
-        yield event("output_item.added", output_index=len(made), item=item)
-        if isinstance(part, str):
-            yield event("content_part.added", **place(len(made)), content_index=0, part=text_part(""))
-
-    def end_item() -> Iterator[str]:
-        index = len(made) - 1
-        part = made[index]
-        if isinstance(part, str):
-            yield event("output_text.done", **place(index), content_index=0, text=part, logprobs=[])
-            yield event("content_part.done", **place(index), content_index=0, part=text_part(part))
-        else:
-            yield event("function_call_arguments.done", **place(index), name=part.name, arguments=part.arguments)
-        yield event("output_item.done", output_index=index, item=items_of(answer, names, made)[index])
-
-    def place(index: int) -> dict[str, object]:
-        return {"item_id": names[index], "output_index": index}
-
-    try:
-        yield event("created", response=head)
-        yield event("in_progress", response=head)
-        async for index, part in answer.blocks():
-            if index == len(made):
-                for one in [*(end_item() if made else ()), *begin_item(part)]:
-                    yield one
-                made.append("" if isinstance(part, str) else part)
-            if isinstance(part, str):
-                made[index] = f"{made[index]}{part}"
-                yield event("output_text.delta", **place(index), content_index=0, delta=part, logprobs=[])
-            else:
-                yield event("function_call_arguments.delta", **place(index), delta=part.arguments)
-        for one in end_item() if made else ():
-            yield one
-        end = end_of(answer)
-        yield event(str(end["status"]), response={**head, **end, "output": items_of(answer, names, made)})
-    except (ValueError, Failed, Stopping) as error:
-        code = "invalid_prompt" if isinstance(error, ValueError) else "server_error"
-        failed = {"status": "failed", "error": {"code": code, "message": first_line(error)}}
-        yield event("failed", response={**head, **failed})
-    finally:  # also where the client leaves before the end
-        keep([item_of(*pair) for pair in zip(names, made, strict=False)])
+    @app.post(RESPONSES)
+    async def respond(asked: JsonObject, request: Request) -> Response:
+        resolved = server.items.resolved(server.owner(request), asked.get("input"))
+        body = checked(ResponsesBody, {**asked, "input": resolved})
+        return ResponseReply(server, body, await begin(server, request, body))

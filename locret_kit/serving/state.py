@@ -25,6 +25,8 @@ from ..text.convert import Late, convert
 from ..text.reader import CONVERTED, may_be_text, read_stream
 from .engine import Engine
 from .errors import Refused
+from .messages import nested
+from .metrics import Figures
 from .request import LOG
 from .store import owner_of
 
@@ -55,21 +57,15 @@ class AnswerItems:
         Raises:
             Refused: 404, an item is not here.
         """
-        if not isinstance(given, list):
-            return given
-        return [
-            self._item(owner, number, item)
-            if isinstance(item, dict) and item.get("type") == "item_reference" else item
-            for number, item in enumerate(given)
-        ]  # fmt: skip
-
-    def _item(self, owner: str, number: int, reference: Mapping[str, object]) -> object:
-        name = str(reference.get("id"))
-        text = self._owners[owner].get(name)
-        if text is None:
-            said = "is not here, or not any more: send the item itself, as clients do with store=false"
-            raise Refused(404, f"input.{number}: item_reference {name[:64]!r} {said}", "input")
-        return json.loads(text)
+        mine, items = self._owners[owner], list(given) if isinstance(given, list) else []
+        for number, item in enumerate(items):
+            if nested(item, "type") == "item_reference":
+                name = str(nested(item, "id"))
+                if name not in mine:
+                    said = "is not here, or not any more: send the item itself, as clients do with store=false"
+                    raise Refused(404, f"input.{number}: item_reference {name[:64]!r} {said}", "input")
+                items[number] = json.loads(mine[name])
+        return items or given
 
 
 SHORT, LONG = 4, 60
@@ -151,19 +147,15 @@ class UploadedDocument:
 
     def shown(self) -> dict[str, object]:
         """As the protocol has it."""
-        status = "failed" if self.error else "ready" if self.document is not None else "reading"
-        shown: dict[str, object] = {
+        held = self.document
+        read, total = (self.read, self.total) if held is None else (held.tokens, held.tokens)
+        status = "failed" if self.error else "ready" if held is not None else "reading"
+        shown = {
             "id": self.id, "object": "document", "created_at": self.created, "title": self.title, "status": status,
-            "read_tokens": self.read, "total_tokens": self.total,
+            "read_tokens": read, "total_tokens": total, "error": self.error, "lost": self.lost,
+            "bytes": None if held is None else held.cache.nbytes,
         }  # fmt: skip
-        if self.error:
-            shown["error"] = self.error
-        if self.lost:
-            shown["lost"] = self.lost
-        if self.document is not None:
-            cache = self.document.cache
-            shown |= {"total_tokens": self.document.tokens, "read_tokens": self.document.tokens, "bytes": cache.nbytes}
-        return shown
+        return {name: value for name, value in shown.items() if value not in (None, "", [])}
 
 
 @dataclass
@@ -222,6 +214,19 @@ class Server:
         if not known:  # every key was compared, by its hash: equal time, whatever its length
             raise HTTPException(401, "the API key is missing or wrong")
         return known[0]
+
+    def figures(self) -> Figures:
+        """What ``/metrics`` says now. Raises HTTPException 503."""
+        engine = self.ready()
+        now = {
+            "requests_running": engine.running, "requests_waiting": engine.waiting, "sessions": engine.sessions,
+            "sessions_in_use": engine.caches, "sessions_idle": engine.idle, "documents": self.places,
+            "beginnings": engine.prefixes,
+        }  # fmt: skip
+        if (store := engine.store) is not None:
+            now |= {"session_disk_bytes": store.bytes, "session_disk_failing": int(store.failing is not None)}
+            now |= {"saved_files": store.written, "save_failures": store.failures}
+        return Figures(engine.counters, now)
 
     def document(self, owner: str, name: str) -> UploadedDocument:
         """An owner's document. Raises HTTPException 404, for another owner's too."""

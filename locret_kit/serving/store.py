@@ -56,6 +56,14 @@ class SessionSpec:
         """The model and the heads, by content."""
         return Origin.of(self.model, self.heads)
 
+    def cache(
+        self, prompt_length: int | None, settings: RunSettings | None = None, policy: Policy | None = None
+    ) -> BoundedCache:
+        """An empty cache for a prompt of so many tokens."""
+        policy = policy or self.policies[0]
+        heads = self.heads if policy.needs_heads else None
+        return BoundedCache(settings or self.settings, policy, heads, prompt_length=prompt_length)
+
     def check(self, saved: Saved, *, session: bool = False) -> None:
         """Refuse a saved cache.
 
@@ -74,8 +82,7 @@ class SessionSpec:
         if not any(saved.parts == parts_of(policy) for policy in policies):
             allowed = ", ".join(policy.name for policy in policies)
             raise ValueError(f"policy={saved.policy[:64]!r} is not allowed here; allowed: {allowed}")
-        mine = settings_of(self.settings, self.policies[0], self.heads, saved.prompt_length)
-        theirs = saved.resolved
+        mine, theirs = self.cache(saved.prompt_length).settings.portable, saved.resolved
         if theirs.share is not None:
             raise ValueError(f"budget={theirs.share} is a share of the prompt: the slots of a session are fixed")
         for name in ("budget", "chunk"):
@@ -90,14 +97,6 @@ class SessionSpec:
                 {name: stated[name] for name in sorted(chosen)}, {name: mine[name] for name in sorted(chosen)}
             ):
                 raise ValueError(difference)
-
-
-def settings_of(
-    settings: RunSettings, policy: Policy, heads: RetainingHeads | None, prompt_length: int | None
-) -> dict[str, object]:
-    """The settings of a session whose prompt has so many tokens."""
-    needed = heads if policy.needs_heads else None
-    return BoundedCache(settings, policy, needed, prompt_length=prompt_length).settings.portable
 
 
 SUFFIX, SALT = ".locret", "salt"

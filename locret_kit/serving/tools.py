@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from .constraint import AnswerForm
-from .messages import JsonObject, TemplateMessage, Tool
+from .constraint import json_rule
+from .messages import JsonObject, TemplateMessage, Tool, nested, tool_call
 
 KINDS = {
     str: "string",
@@ -37,19 +37,15 @@ KINDS = {
 
 def properties_of(schema: JsonObject) -> JsonObject:
     """The schemas of arguments by name."""
-    known = schema.get("properties")
-    return known if isinstance(known, dict) else {}
+    return known if isinstance(known := schema.get("properties"), dict) else {}
 
 
 def resolved(schema: object, root: JsonObject, depth: int = 8) -> JsonObject:
     """A schema, or what its reference to a definition of ``root`` leads to; empty where it is none."""
-    named = schema.get("$ref") if isinstance(schema, dict) and depth else None
-    if not isinstance(named, str):
-        return schema if isinstance(schema, dict) else {}
-    found: object = root
-    for step in named.removeprefix("#").split("/")[1:]:
-        found = found.get(step) if isinstance(found, dict) else None
-    return resolved(found, root, depth - 1)
+    named = nested(schema, "$ref") if depth else None
+    if isinstance(named, str):
+        return resolved(nested(root, *named.removeprefix("#").split("/")[1:]), root, depth - 1)
+    return schema if isinstance(schema, dict) else {}
 
 
 def types_of(schema: object, root: JsonObject, seen: set[int] | None = None) -> set[str]:
@@ -172,10 +168,8 @@ def rewritten(messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> lis
         said = WORDS.format(
             tools="\n".join(json.dumps(tool.function.model_dump(), ensure_ascii=False) for tool in tools)
         )
-        if made and made[0]["role"] == "system":
-            made[0] = {"role": "system", "content": f"{made[0]['content']}\n\n{said}"}
-        else:
-            made.insert(0, {"role": "system", "content": said})
+        before = f"{made.pop(0)['content']}\n\n" if made and made[0]["role"] == "system" else ""
+        made.insert(0, {"role": "system", "content": before + said})
     return made
 
 
@@ -194,25 +188,23 @@ def declared_by(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, object] | No
         return None
 
 
-def call_forms(tools: Sequence[Tool], name: str | None, form: Form) -> list[AnswerForm]:
-    """The forms of an answer that calls one of the tools, or the one called ``name``. Each has its tool's schema as it is, since
-    references in a schema count from its root."""
+def call_rules(tools: Mapping[str, JsonObject], form: Form) -> list[str]:
+    """The rules of an answer that calls one of the tools, whose names have the schemas of their arguments. Each has its schema as
+    it is, since references in one count from its root."""
     if form in ("gemma", "declared"):
         raise ValueError(
             "tool_choice must be 'auto' or 'none', without response_format: no grammar of this model's calls is here"
         )
     if form in WRITTEN:
-        chosen = [tool.function for tool in tools if name in (None, tool.function.name)]
-        return [AnswerForm({}, written=written(one.name, one.parameters, form)) for one in chosen]
+        return [written(*tool, form) for tool in tools.items()]
     arguments = "parameters" if form == "object" else "arguments"
     before, after = {"tags": ([f"{OPEN}\n"], [f"\n{CLOSE}"]), "list": (["["], ["]"]), "object": ([], [])}[form]
-    forms = []
-    for tool in tools:
-        if name in (None, tool.function.name):
-            said = json.dumps(tool.function.name, ensure_ascii=False)
-            before_arguments = [*before, "{", '"name"', ": ", said, ", ", f'"{arguments}"', ": "]
-            forms.append(AnswerForm(tool.function.parameters or {"type": "object"}, before_arguments, ["}", *after]))
-    return forms
+    rules = []
+    for name, schema in tools.items():
+        said = json.dumps(name, ensure_ascii=False)
+        before_arguments = [*before, "{", '"name"', ": ", said, ", ", f'"{arguments}"', ": "]
+        rules.append(json_rule(schema or {"type": "object"}, before_arguments, ["}", *after]))
+    return rules
 
 
 def written(name: str, schema: JsonObject, form: Form) -> str:
@@ -229,7 +221,7 @@ def written(name: str, schema: JsonObject, form: Form) -> str:
         elif not types or "string" in types:
             value = f"{form}_text"
         else:
-            value = AnswerForm({**one, **shared}, (), (end,)).rule
+            value = json_rule({**one, **shared}, (), (end,))
         needed = isinstance(required, list) and key in required
         rule += f" ({json.dumps(begin.format(key))} {value}){'' if needed else '?'}"
     return f"{rule} {json.dumps(tail)}"
@@ -253,8 +245,8 @@ class Call:
         return {}
 
     def shown(self) -> JsonObject:
-        """As the protocol has it."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        """As chat completions have it."""
+        return tool_call(self.id, self.name, self.arguments)
 
 
 class CallReader:
@@ -294,29 +286,26 @@ class CallReader:
         """Whether the answer has all the calls that it may have."""
         return bool(self.calls) and not self.parallel
 
-    def feed(self, text: str) -> tuple[str, list[Call]]:
-        """Text that is no part of a call, and the calls that end in this piece."""
-        self._held += text
-        if self._markup is not None and not self.ended:
-            return self._tagged()
-        begin = self._held.lstrip()
-        if self.ended or (not self._began and (not begin or begin[0] in "[{")):  # it begins as a call does, and waits
-            return "", []
-        self._began, said, self._held = True, self._held, ""
-        return said, []
+    def feed(self, text: str, *, final: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
+        """Text that is no part of a call, and the calls that end in this piece.
 
-    def end(self, *, cut: bool = False) -> tuple[str, list[Call]]:
-        """What is left when the answer ends; ``cut`` where it would have gone on, and a call without an end is none."""
-        if self._markup is not None and not self.ended:
-            said, calls = self._tagged(final=True, cut=cut)
-            return ("", calls) if self.ended else (said, calls)
+        Args:
+            final: the answer has ended. cut: it would have gone on, and a call without an end is none.
+        """
+        self._held += text
         if self.ended:
             return "", []
-        held, self._held = self._held, ""
-        self.calls += (calls := self._calls(held))
-        return "" if calls else held, calls
+        if self._markup is not None:
+            said, calls = self._tagged(final, cut)
+            return "" if final and self.ended else said, calls
+        begin = self._held.lstrip()
+        if not (final or self._began) and (not begin or begin[0] in "[{"):  # it begins as a call does, and waits
+            return "", []
+        self._began, said, self._held = True, self._held, ""
+        self.calls += (calls := self._calls(said) if final else [])
+        return "" if calls else said, calls
 
-    def _tagged(self, *, final: bool = False, cut: bool = False) -> tuple[str, list[Call]]:
+    def _tagged(self, final: bool, cut: bool) -> tuple[str, list[Call]]:
         said, made = "", list[Call]()
         while True:
             begin = self._open.search(self._held, partial=not final)

@@ -28,7 +28,7 @@ from ..cache.attend import attend_rows
 from ..cache.bounded import BoundedCache
 from ..config.train_config import TrainConfig
 from ..heads import RetainingHeads
-from ..policies import Policy
+from ..policies import Policy, capabilities
 from ..policies.base import Folded, Merge, Score, Slots
 from ..policies.grammar import parse_policy
 from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool_slots, save_pool
@@ -200,10 +200,7 @@ def refuse(cfg: TrainConfig, description: DecoderAttention, policy: Policy) -> N
         raise ValueError(f"{cfg.backbone.model} has layers with a window: no pool can be trained on it")
     if (unlike := description.unlike_llama) is not None:
         raise ValueError(f"no pool can be trained on {cfg.backbone.model}: {unlike}")
-    if policy.keeps_everything or policy.ragged or policy.merge is not None:
-        raise ValueError(
-            f"pool.policy={policy.name} must evict, keep as many slots in every head, and merge nothing itself, such as h2o"
-        )
+    capabilities.refuse("training of a pool", capabilities.Subject(policy))
     if cfg.infer.positions != "compact":
         raise ValueError(f"infer.positions={cfg.infer.positions} must be compact where a pool is trained")
     if cfg.trainer.strategy not in ("auto", "ddp"):

@@ -12,6 +12,7 @@ from ..cache.view import count, first_pins
 from ..heads import RetainingHeads, loaded
 from ..naming import nearest
 from ..policies import Policy
+from ..policies.capabilities import Subject, refuse
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, load_plugin
 from ..settings import Resolved, RunSettings, read_protect
@@ -142,17 +143,6 @@ def untrained() -> str:
 
 def check_policy(policy: Policy) -> None:
     """Raise ValueError for a policy whose rows no page of one size can hold, or whose parts remember more than rows."""
-    said = f"policy={policy.name!r}: with vLLM"
-    if policy.keeps_everything:
-        raise ValueError(f"{said} a request has a page of one size, and it evicts nothing")
-    if policy.ragged:
-        raise ValueError(f"{said} all heads of a layer hold as many slots, and its heads differ")
+    refuse("vllm", Subject(policy))
     if len({*policy.layer_budgets(64, 8, 16, 0, 0, 4096)}) > 1:
-        raise ValueError(f"{said} all layers hold as many slots, and its layers differ")
-    if policy.needs_logits:
-        raise ValueError(f"{said} evictions happen within a layer, and it scores by the model's probabilities")
-    for name in ("merge", "recall", "reread", "sparse", "prefill_mask"):
-        if getattr(policy, name) is not None:
-            raise ValueError(f"{said} slots are kept or dropped, and it has a part {name}")
-    if policy.score.memory(1 << 20):
-        raise ValueError(f"{said} a request has a page alone, and its score remembers more")
+        raise ValueError(f"policy={policy.name!r}: with vLLM all layers hold as many slots, and its layers differ")

@@ -7,7 +7,7 @@ nothing is told to vLLM, and a request that is preempted begins anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ..backbones.decoder_attention import Described, Rope, Softmax, same_rotation
+from ..backbones.decoder_attention import Described, Softmax
 from ..backbones.probe import assumed
 from ..backbones.spec import BackboneSpec, spec_of
 from ..cache.bounded import BoundedCache
 from ..cache.context import CacheCounters, Context, make_layers
 from ..cache.due import Schedule
-from ..cache.pages import PageShape, RowPool
-from ..cache.rotation import RotationTables
+from ..cache.pages import PageShape, RowPool, SharedRotations
 from ..cache.storage.codec import Scratch
 from ..cache.storage.rows import STATE, BoundedLayer, export_rows, restore_rows
 from ..cache.texts import TextBatch
@@ -122,7 +121,7 @@ class Worker:
         self.requests: dict[int, RequestInfo] = {}
         self.texts: dict[int, PagedText] = {}
         self.pools: dict[int, RowPool] = {}
-        self.tables, self.counters = RotationTables(), CacheCounters()
+        self.rotations, self.counters = SharedRotations(), CacheCounters()
         self.context(RequestInfo(1, {}))  # what is wrong is said here
 
     # ---- texts -------------------------------------------------------------------------------------------------------
@@ -133,14 +132,7 @@ class Worker:
         schedule = Schedule.of(settings, info.prompt_length)
         heads = self.heads if policy.needs_heads else None
         ctx = Context.of(self.model, policy, schedule, heads, settings, self.counters)  # type: ignore[arg-type]
-        return replace(ctx, pins=first_pins(settings), tables=self.tables, ropes=self._shared(ctx.ropes))
-
-    def _shared(self, ropes: Sequence[Rope] | None) -> Sequence[Rope] | None:
-        """Rotations; those of a text that is here in place of equal ones, so that texts share tables."""
-        if ropes is None:
-            return None
-        here = (text.context.ropes for text in self.texts.values())
-        return next((known for known in here if known is not None and same_rotation(known, ropes)), ropes)
+        return self.rotations.of(replace(ctx, pins=first_pins(settings)))
 
     def begin(self, info: RequestInfo, page: int) -> PagedText:
         """A new request, in a page that held another one."""
@@ -155,12 +147,8 @@ class Worker:
             empty = self.pool(number, kv_cache).keys.new_empty(1, self.spec.n_kv_heads, 0, self.spec.head_dim)
             rows = text.open(number, Softmax(1.0), empty, empty)
             counts, tensors = export_rows(document.bounded[number])
-            queries = rows.queries if rows.recent else None
             own = {name: of_rank(name, x, self.ranks, self.spec) for name, x in tensors.items()}
             restore_rows(rows, counts, own, empty, empty)
-            if queries is not None:  # they stay in the page
-                queries.copy_(rows.queries)
-                rows.queries = queries
         text.seen = document.get_seq_length()
 
     def text(self, turn: RequestTurn) -> PagedText:
@@ -192,7 +180,7 @@ class Worker:
         """Attention of a step's new tokens in one layer, into ``out``; they become rows, and what is due is evicted."""
         self.pool(number, kv_cache)
         if step.batch is None:  # in the first layer: by then documents are loaded
-            self.tables.clear()
+            self.rotations.tables.clear()
             texts = [self.text(turn) for turn in step.turns]
             for text, turn in zip(texts, step.turns, strict=True):
                 text.seen = turn.seen + turn.end - turn.start

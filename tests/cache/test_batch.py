@@ -218,7 +218,9 @@ def test_a_policy_that_generate_cannot_run_says_so():
         heads = make(policy).heads
         with (
             attach(model),
-            pytest.raises(ValueError, match="is not for model.generate with a batch: use runtime.engine"),
+            pytest.raises(
+                ValueError, match="is not for model.generate with a batch: use locret_kit.runtime.engine.run"
+            ),
         ):
             model.generate(ids, **{CACHE: BatchCache(24, policy, heads, chunk=13, local_len=5)}, max_new_tokens=2)
 

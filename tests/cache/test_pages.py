@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
 from pairwise import pairs
+from policy_runs import backbone, distinct_tokens, held, make
 from tiny_models import tiny_model
 
 from locret_kernels import ragged_decode as reference
 from locret_kernels.ragged_decode import Rotation, Spans, cpu
 from locret_kit import BoundedCache
 from locret_kit.backbones.decoder_attention import Softmax
+from locret_kit.cache import texts
 from locret_kit.cache.pages import PageShape, RowPool
 from locret_kit.cache.step import read_tokens
 from locret_kit.cache.storage.codec import Plain
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.cache.texts import TextBatch, batch_key
+from locret_kit.runtime.engine import Engine, Request
 
 BUDGETS = (24, 16, 20)
 LENGTHS = (90, 41, 7)
@@ -97,6 +101,36 @@ def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, po
             assert torch.equal(mine.kept(), theirs.kept()) and mine.evictions == theirs.evictions
             for name in ("keys", "values", "scores", "stats"):
                 torch.testing.assert_close(mine.slots(name), theirs.slots(name))
+
+
+def answers(pages, budgets, monkeypatch):
+    """Tokens of texts that run together, and how many calls attended to the tokens of how many."""
+    model, calls, real = backbone(), [], texts.decode_rows
+    monkeypatch.setattr(texts, "decode_rows", lambda q, *given: calls.append(len(q)) or real(q, *given))
+    engine = Engine(model, frozenset(), pages=pages)
+    prompts = [distinct_tokens(40 + 5 * i, i) for i in range(len(budgets))]
+    made = [
+        make("h2o", budget, length=len(ids), backend="reference") for budget, ids in zip(budgets, prompts, strict=True)
+    ]
+    running = [
+        engine.add(Request(ids, 12), lambda cache=cache: cache) for ids, cache in zip(prompts, made, strict=True)
+    ]
+    while engine.running:
+        engine.step()
+    assert all(one.error is None for one in running)
+    return [one.tokens for one in running], [held(cache) for cache in made], calls, engine
+
+
+def test_an_engine_makes_a_token_of_each_text_in_one_call_a_layer(monkeypatch):
+    """Of those that have a page: a text that needs a larger one than the first, and one that finds none, are read alone."""
+    budgets = (24, 24, 20, 30, 24)
+    alone = answers(0, budgets, monkeypatch)
+    assert not alone[2]
+    tokens, kept, calls, engine = answers(3, budgets, monkeypatch)
+    assert (tokens, kept) == alone[:2] and max(calls) == 3 and len(calls) % 3 == 0
+    del kept, alone
+    gc.collect()
+    assert sorted(engine._pool._free) == [0, 1, 2]  # the caches are gone
 
 
 def test_a_page_holds_all_that_its_rows_need():

@@ -31,6 +31,14 @@ def test_launches_and_bytes_of_a_layer(name, most):
     assert sum(found["compact_rows"]) == spec.n_kv_heads * setting.budget * (2 * row + 4 * 8)
 
 
+def test_eight_texts_take_the_launches_of_two():
+    """A token of each text: what is launched for one more text is nothing."""
+    config, setting = tool.setting_of("phi3-mini")
+    two, eight = (tool.record_texts(config, setting, texts) for texts in (2, 8))
+    assert [x.operator for x in two] == [x.operator for x in eight]
+    assert sum(x.operator == "ragged_decode" for x in eight) == 1
+
+
 def test_the_command(capsys):
     assert tool.main(["--model", "phi3-mini"]) == 0
     said = capsys.readouterr().out.splitlines()

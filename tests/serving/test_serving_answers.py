@@ -23,7 +23,6 @@ from locret_kit.runtime import engine as loop
 from locret_kit.runtime.session import Answer, Sampling
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.process import HeaderTimeout
-from locret_kit.serving.request import ServerRequest
 from locret_kit.settings import RunSettings
 
 # ---- stop texts --------------------------------------------------------------------------------------------------------
@@ -189,14 +188,14 @@ def test_equal_beginnings_are_read_once(monkeypatch):
 
 def test_a_beginning_that_cannot_be_begun_ends_one_request(engine, monkeypatch):
     """Those that begin alike do not wait for it."""
-    empty, errors, start = engine._admission._empty, [ValueError("no room")], random_ids(200, 11)
+    empty, errors, start = engine.spec.cache, [ValueError("no room")], random_ids(200, 11)
 
-    def make(request: ServerRequest, prompt_length: int) -> BoundedCache:
+    def make(*given: object) -> BoundedCache:
         if errors:
             raise errors.pop()
-        return empty(request, prompt_length)
+        return empty(*given)
 
-    monkeypatch.setattr(engine._admission, "_empty", make)
+    monkeypatch.setattr(engine.spec, "cache", make)
     prompts = [start + random_ids(20, seed) for seed in (12, 13, 14)]
     with pytest.raises(AssertionError, match="no room"):
         ask(engine, "anna", prompts[0], shared_tokens=200)
@@ -257,7 +256,7 @@ def test_the_plan_says_the_bytes_that_are_allocated():
         ids = random_ids(150, number)
         ask(engine, "anna", ids, shared_tokens=100 if number < 2 else 0)
     document = Document.read(model, tokenizer, text_of(150), SETTINGS, "locret", heads)
-    caches = [one.cache for held in (engine._parked._parked, engine._admission._prefixes) for one in held.values()]
+    caches = [one.cache for held in (engine._parked._parked, engine._admission.prefixes) for one in held.values()]
     planned = Caches.of(
         spec_of(model.config), Setting(4000, SETTINGS, dtype="float32"), [parse_policy("locret")], 3, 1, 2
     )

@@ -7,6 +7,7 @@ from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 
+import anthropic
 import httpx
 import pytest
 import torch
@@ -21,9 +22,8 @@ from tokenizers import AddedToken
 from locret_kit.serving import completions
 from locret_kit.serving.answers import AnswerStream
 from locret_kit.serving.bodies import ChatBody
-from locret_kit.serving.constraint import AnswerForm, constraint
-from locret_kit.serving.messages import Tool
-from locret_kit.serving.tools import Call, CallReader, call_forms, declared_by, form_of, knows_tools, rewritten
+from locret_kit.serving.constraint import constraint, json_rule
+from locret_kit.serving.tools import Call, CallReader, call_rules, declared_by, form_of, knows_tools, rewritten
 from locret_kit.text.template import render_messages
 
 TOOLS = [CHAT_TOOL, NOW]
@@ -46,7 +46,7 @@ def read(reader: CallReader, text: str, cuts: list[int]) -> tuple[str, list[Call
     for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
         shown, new = reader.feed(text[at:end])
         said, calls, at = said + shown, calls + new, end
-    shown, new = reader.end()
+    shown, new = reader.feed("", final=True)
     return said + shown, calls + new
 
 
@@ -86,16 +86,47 @@ class Dictated:
         self.ids.pop(0)
 
 
+NOW = '<tool_call>{"name": "now"}</tool_call>'
+
+
+def dictate(monkeypatch, text: str) -> int:
+    """Have every answer be this text. Gives its tokens."""
+    ids, form_of_answer = parts("llama")[1](text, add_special_tokens=False).input_ids, completions.form_of_answer
+    monkeypatch.setattr(
+        completions, "form_of_answer", lambda *given: (partial(Dictated, ids), form_of_answer(*given)[1])
+    )
+    return len(ids)
+
+
+def test_texts_and_calls_by_turns(url, client, monkeypatch):
+    """By the protocols that tell an answer block by block: whole, by its events, and by the last of them."""
+    asked = {"model": "tiny", "extra_body": {"temperature": 0}}
+    tokens = dictate(monkeypatch, f"I look. {NOW} {NOW} and then\n{NOW}  ")
+    want = ["I look.", "now", "now", " and then", "now"]
+    responses = partial(client.responses.create, **asked, input="a", tools=[{"type": "function", "name": "now"}])
+    whole, events = (responses(stream=stream, max_output_tokens=tokens) for stream in (False, True))
+    seen = list(events)
+    done = [event.item for event in seen if event.type == "response.output_item.done"]
+    for items in (whole.output, done, seen[-1].response.output):
+        assert [item.name if item.type == "function_call" else item.content[0].text for item in items] == want
+    assert "".join(event.delta for event in seen if event.type.endswith("text.delta")) == "I look. and then"
+    with anthropic.Anthropic(base_url=url, api_key=KEYS[0], max_retries=0) as claude:
+        asked |= {
+            "messages": user("a"),
+            "tools": [{"name": "now", "input_schema": {"type": "object"}}],
+            "max_tokens": tokens,
+        }
+        with claude.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+        for message in (claude.messages.create(**asked), streamed):
+            assert [block.name if block.type == "tool_use" else block.text for block in message.content] == want
+
+
 def test_an_answer_ends_with_its_first_call_where_calls_are_not_parallel(url, client, monkeypatch):
-    call, form_of_answer = '<tool_call>{"name": "now"}</tool_call>', completions.form_of_answer
-    first, ids = (parts("llama")[1](text, add_special_tokens=False).input_ids for text in (call, f"{call} {call} a"))
-
-    def dictated(engine, body):
-        return partial(Dictated, ids), form_of_answer(engine, body)[1]
-
-    monkeypatch.setattr(completions, "form_of_answer", dictated)
-    asked = {"model": "tiny", "messages": user("When?"), "tools": TOOLS, "temperature": 0, "max_tokens": len(ids)}
-    for fields, calls, tokens in (({}, 2, len(ids)), ({"parallel_tool_calls": False}, 1, len(first))):
+    first = len(parts("llama")[1](NOW, add_special_tokens=False).input_ids)
+    whole = dictate(monkeypatch, f"{NOW} {NOW} a")
+    asked = {"model": "tiny", "messages": user("When?"), "tools": TOOLS, "temperature": 0, "max_tokens": whole}
+    for fields, calls, tokens in (({}, 2, whole), ({"parallel_tool_calls": False}, 1, first)):
         answer = client.chat.completions.create(**asked, **fields)
         (made,) = answer.choices
         assert len(made.message.tool_calls) == calls and answer.usage.completion_tokens == tokens
@@ -217,7 +248,7 @@ def test_an_answer_that_is_cut_off_calls_nothing():
     for form, text in (("xml", f"<tool_call>{HALF}"), ("pairs", pair)):
         for cut in (True, False):
             reader = CallReader(form, {"w": LOOSE})
-            shown = reader.feed(text)[0] + reader.end(cut=cut)[0]
+            shown = reader.feed(text)[0] + reader.feed("", final=True, cut=cut)[0]
             assert (shown, len(reader.calls)) == ((text, 0) if cut else ("", 1))
 
 
@@ -247,9 +278,8 @@ def follows(grammar, tokenizer, text: str) -> bool:
 @pytest.mark.parametrize(("form", "make"), [("xml", xml), ("pairs", pairs)])
 def test_a_call_that_must_be_has_the_models_own_form(form, make):
     tokenizer = real_tokenizer("smollm2")
-    offered = [Tool.model_validate({"type": "function", "function": {"name": name, "parameters": schema}})
-               for name, schema in (("weather", TYPED), ("now", {}))]  # fmt: skip
-    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), call_forms(offered, None, form))
+    offered = {"weather": TYPED, "now": {}}
+    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), call_rules(offered, form))
     whole = {"city": "a </i>\n\nb < c", "days": "3", "wind": '{"gale": true}', "kind": "b"}
     for text, right in (
         (make("weather", whole), True), (make("now", {}), True), (make("weather", {"city": ""}), True),
@@ -259,7 +289,7 @@ def test_a_call_that_must_be_has_the_models_own_form(form, make):
     ):  # fmt: skip
         assert follows(maker(), tokenizer, text) == right, text
     with pytest.raises(ValueError, match="tool_choice must be 'auto'"):
-        call_forms(offered, None, "gemma")
+        call_rules(offered, "gemma")
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -351,7 +381,7 @@ def test_some_tools_are_allowed(mode):
     response = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "depth"}]}
     for choice in (allowed_tools(mode, "depth"), response):
         body = ChatBody.model_validate({"messages": user("a"), "tools": [other, *TOOLS], "tool_choice": choice})
-        assert [tool.function.name for tool in body.offered] == ["depth"]
+        assert [tool.function.name for tool in body.tools] == ["depth"]
         assert body.must_call == (mode == "required") and body.called is None
 
 
@@ -421,14 +451,13 @@ def test_an_answer_of_a_schema_or_a_call(client, first, reason):
 def test_forms_of_an_answer(form):
     """Every form of calls: the answer, a call, whose schema may refer to its own parts, and nothing else."""
     _, tokenizer, _ = parts("llama")
-    end, (depth, now) = tokenizer.eos_token_id, TOOLS
-    schema = json.loads(json.dumps(depth["function"]["parameters"]))
+    end = tokenizer.eos_token_id
+    schema = json.loads(json.dumps(TOOLS[0]["function"]["parameters"]))
     schema["$defs"] = {"Name": schema["properties"].pop("name")}  # as pydantic writes a class of its own
     schema["properties"] = {"name": {"$ref": "#/$defs/Name"}, **schema["properties"]}
-    referring = {"type": "function", "function": {"name": "depth", "parameters": schema}}
-    tools = ChatBody.model_validate({"messages": user("a"), "tools": [referring, now]}).offered
-    answer = AnswerForm({"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]})
-    make = constraint(tokenizer, frozenset({end}), [answer, *call_forms(tools, None, form)])
+    tools = {"depth": schema, "now": {}}
+    answer = json_rule({"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]})
+    make = constraint(tokenizer, frozenset({end}), [answer, *call_rules(tools, form)])
     call = FORMS[form][0].removeprefix("[TOOL_CALLS] ")
     fitting = {call, '{"deep": true}', call.replace("depth", "now")}
     for text in (*fitting, call.replace("north", "east"), call.replace("depth", "dept"), "It is deep", f"{call}{call}"):

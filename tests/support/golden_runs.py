@@ -91,7 +91,7 @@ def alone(policy: str, **given: object) -> list[object]:
 def together(policy: str) -> list[object]:
     """The same of texts of several lengths in one batch."""
     model = backbone("llama")
-    batch, caches, sequences = Engine(model, frozenset(), piece=40), [], []
+    batch, caches, sequences = Engine(model, frozenset(), piece=40, pages=TEXTS), [], []
     for text in range(TEXTS):
         ids = distinct_tokens(50 + 7 * text, text)
         made = new_cache(policy, len(ids))

@@ -12,6 +12,7 @@ from torch import Tensor
 from locret_kernels.ragged_decode import Float8Rows, PackedRows
 
 from ...policies import Policy
+from ...policies.capabilities import Subject, refuse
 from .layouts import Index, Layout, Shapes
 
 # ---- uniform quantisation to 4 or 2 bits with a step and a zero point a group, and codes packed into bytes ----------
@@ -99,15 +100,7 @@ def check_storage(kv_bits: int | None, policy: Policy) -> None:
     """Raise ValueError unless slots that ``policy`` keeps can be stored in ``kv_bits`` bits: a slot that was quantised is not
     written again."""
     check_bits(kv_bits)
-    if kv_bits is not None and policy.merge is not None:
-        raise ValueError(
-            f"kv_bits={kv_bits} stores a slot once; policy={policy.name!r} merges evicted slots into it: leave one out"
-        )
-    if kv_bits is not None and policy.ragged:
-        raise ValueError(
-            f"kv_bits={kv_bits} is for heads of one length; those of policy={policy.name!r} differ: take one whose heads are "
-            "equal, such as locret, snapkv or h2o"
-        )
+    refuse("few bits", Subject(policy, kv_bits=kv_bits))
 
 
 def check_head_size(bits: int, size: int) -> None:

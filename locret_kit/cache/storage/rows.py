@@ -418,8 +418,10 @@ def restore_rows(
     with torch.inference_mode(False):
         own = {name: x.to(rows.device, copy=True) for name, x in tensors.items() if name.startswith(STATE)}
         rows.state = {name.removeprefix(STATE): x for name, x in own.items()}
-        if "queries" in tensors:
+        if "queries" in tensors and rows.page is None:
             rows.queries = tensors["queries"].to(rows.device, copy=True)
+        elif "queries" in tensors:  # they stay in the page
+            rows.queries.copy_(tensors["queries"])
     rows.codec.fill(tensors)
 
 

@@ -29,6 +29,7 @@ from ...cache.storage.quantised import GroupedBits, fits
 from ...cache.view import entry_scores
 from ...heads import RetainingHeads
 from ...policies.base import Score
+from ...policies.capabilities import reason
 from ...policies.methods.locret import Cis
 from .row_pointers import FullTail, PositionTables, RowPointers, quantise
 
@@ -95,17 +96,11 @@ class CpuDriver:
 
     def takes(self, cache: BoundedCache) -> str | None:
         """Reason why a cache is decoded by the plain forward; None where it is not, as far as settings tell."""
-        policy, ctx = cache.policy, cache.context
+        ctx = cache.context
         if ctx.backend.name != "cpu":
             return f"backend={ctx.backend.name!r}"
-        if (unlike := ctx.description.unlike_llama) is not None:
-            return f"the backbone is not of the form that the compiled call takes: {unlike}"
-        if policy.needs_logits:
-            return f"policy={policy.name!r} scores tokens by the backbone's logits"
-        if policy.merge is not None:
-            return f"policy={policy.name!r} merges slots"
-        if policy.recall is not None:
-            return f"policy={policy.name!r} brings evicted slots back"
+        if (why := reason("compiled call", ctx.subject)) is not None:
+            return why
         if any(not isinstance(rows.codec, CODECS) for rows in cache.bounded):
             return "rows of another kind"
         if any(rows.is_initialized and rows.dtype != self.dtype for rows in cache.bounded):

@@ -24,9 +24,9 @@ from ...backbones.weights import weight_bits_of
 from ...cache.bounded import BoundedCache
 from ...cache.context import Pins
 from ...cache.step import Fixed, evict_if_due, make_room
-from ...cache.storage.codec import BITS
 from ...cache.storage.rows import COUNTS
 from ...naming import first_line
+from ...policies.capabilities import reason
 
 WARM = 2
 """Steps before the first capture: kernels are compiled and workspaces allocated in them."""
@@ -43,26 +43,14 @@ SYNCING_OPS = frozenset(
 
 def _reason_against(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     """Why this cache cannot be decoded with fixed shapes; None where it can, as far as settings tell."""
-    policy = cache.policy
-    if (unlike := cache.context.description.unlike_llama) is not None:
-        return f"the backbone is not of the form that graphs take: {unlike}"
+    if (why := reason("graph", cache.context.subject)) is not None:
+        return why
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "the backbone lies on several devices"
     if weight_bits_of(model) == 8:
         return "weights of 8 bits, whose products make the host look for large activations"
-    if cache.settings.kv_bits in BITS:
-        return f"kv_bits={cache.settings.kv_bits}: rows are quantised when the host says"
-    for flag, why in (
-        (policy.ragged, "heads of different lengths, which the host lays out"),
-        (policy.keeps_everything, "buffers that grow"),
-        (policy.needs_logits, "scores from the backbone's logits"),
-        (policy.merge is not None, "merging, head by head"),
-        (policy.recall is not None, "blocks that come back from the host"),
-    ):
-        if flag:
-            return f"policy={policy.name!r} has {why}"
     if any(rows.state for rows in cache.bounded):
-        return f"the score of policy={policy.name!r} keeps tensors of its own between tokens"
+        return f"the score of policy={cache.policy.name!r} keeps tensors of its own between tokens"
     return None
 
 

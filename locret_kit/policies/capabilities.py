@@ -1,0 +1,112 @@
+"""What each part of the kit cannot do with a policy, its rows or a backbone: one table of sentences, asked in one way."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from ..backbones.decoder_attention import DecoderAttention
+from . import Policy
+
+
+class Subject(NamedTuple):
+    """What is to run."""
+
+    policy: Policy
+    description: DecoderAttention | None = None
+    """Of the backbone, where it is asked about."""
+    kv_bits: int | None = None
+
+
+PARTS = ("merge", "recall", "reread", "sparse", "prefill_mask")
+"""Parts of a policy that most have not."""
+
+
+def traits(subject: Subject) -> Iterator[tuple[str, object]]:
+    """What a subject has; the value stands in a sentence as ``{value}``."""
+    policy, description, bits = subject
+    yield from ((name, getattr(policy, name) is not None) for name in PARTS)
+    yield from {"ragged": policy.ragged, "grows": policy.keeps_everything, "logits": policy.needs_logits}.items()
+    yield "memory", policy.score.memory(1 << 20)
+    yield from {"bits": bits is not None, "codes": bits in (4, 2)}.items()
+    yield "merge in bits", bits is not None and policy.merge is not None
+    yield "ragged in bits", bits is not None and policy.ragged
+    if description is None:
+        return
+    capped, uneven = not all(call.plain for call in description.calls), not description.spec.is_uniform
+    yield from {"unlike": description.unlike_llama, "states": not description.packs_texts}.items()
+    yield from {"capped": capped, "uneven": uneven}.items()
+    # One at most attends to chosen blocks: a policy with both is refused when it is made.
+    blocks = next((name for name in ("recall", "sparse") if getattr(policy, name) is not None), None)
+    yield from {"blocks capped": capped and blocks, "blocks shared": description.spec.shared and blocks}.items()
+    yield "blocks uneven", uneven and (blocks or policy.merge is not None)
+
+
+_VLLM = "policy={policy!r}: with vLLM "
+_VLLM_PART = _VLLM + "slots are kept or dropped, and it has a part {trait}"
+_PAGE = "policy={policy!r} has rows of its own kind ({trait})"
+_POOL = "pool.policy={policy} must evict, keep as many slots in every head, and merge nothing itself, such as h2o"
+CANNOT: Mapping[str, Mapping[str, str]] = {
+    "graph": {
+        "unlike": "the backbone is not of the form that graphs take: {value}",
+        "codes": "kv_bits={bits}: rows are quantised when the host says",
+        "ragged": "policy={policy!r} has heads of different lengths, which the host lays out",
+        "grows": "policy={policy!r} has buffers that grow",
+        "logits": "policy={policy!r} has scores from the backbone's logits",
+        "merge": "policy={policy!r} has merging, head by head",
+        "recall": "policy={policy!r} has blocks that come back from the host",
+    },
+    "compiled call": {
+        "unlike": "the backbone is not of the form that the compiled call takes: {value}",
+        "logits": "policy={policy!r} scores tokens by the backbone's logits",
+        "merge": "policy={policy!r} merges slots",
+        "recall": "policy={policy!r} brings evicted slots back",
+    },
+    "few bits": {
+        "merge in bits": "kv_bits={bits} stores a slot once; policy={policy!r} merges evicted slots into it: leave one out",
+        "ragged in bits": "kv_bits={bits} is for heads of one length; those of policy={policy!r} differ: take one whose heads "
+        "are equal, such as locret, snapkv or h2o",
+    },
+    "backbone": {
+        "blocks capped": "policy={policy!r} computes attention over chosen blocks ({value}), which knows no sinks and no cap on "
+        "logits, as {model} has them",
+        "blocks shared": "policy={policy!r} ({value}) is not for layers that read another's rows, as {model} has them",
+        "blocks uneven": "policy={policy!r} needs keys and values of one size in all layers, and those of {model} differ",
+    },
+    "batch of generate": dict.fromkeys(
+        ("logits", "reread"),
+        "policy={policy!r} is not for model.generate with a batch: use locret_kit.runtime.engine.run",
+    ),
+    "forward of several texts": {
+        "states": "model_type={model!r}: its layers hold states, or read each other's rows, so each text is a forward of its "
+        "own: use locret_kit.runtime.engine.run",
+    },
+    "page": dict.fromkeys(
+        ("ragged", "grows", "merge", "recall", "sparse", "prefill_mask", "bits", "states", "capped", "uneven"), _PAGE
+    ),
+    "vllm": {
+        "grows": _VLLM + "a request has a page of one size, and it evicts nothing",
+        "ragged": _VLLM + "all heads of a layer hold as many slots, and its heads differ",
+        "logits": _VLLM + "evictions happen within a layer, and it scores by the model's probabilities",
+        **dict.fromkeys(PARTS, _VLLM_PART),
+        "memory": _VLLM + "a request has a page alone, and its score remembers more",
+    },
+    "training of a pool": dict.fromkeys(("grows", "ragged", "merge"), _POOL),
+}
+"""Who cannot what, and why, in the order in which it is said."""
+
+
+def reason(who: str, subject: Subject) -> str | None:
+    """Why one of ``CANNOT`` cannot run a subject; None where it can."""
+    found = dict(traits(subject))
+    for trait, sentence in CANNOT[who].items():
+        if value := found.get(trait):
+            model = None if subject.description is None else subject.description.spec.model_type
+            return sentence.format(
+                policy=subject.policy.name, bits=subject.kv_bits, model=model, trait=trait, value=value
+            )
+    return None
+
+
+def refuse(who: str, subject: Subject) -> None:
+    """Raise ValueError with the ``reason``, where there is one."""
+    if (why := reason(who, subject)) is not None:
+        raise ValueError(why)
