@@ -20,7 +20,7 @@ from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
 LENGTH, CHUNK = 57, 13
-COPIED = "a copy between host and device in prefill"
+COPIED = "a copy between host and device in start"
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
     "short_factor": [1.0] * 32, "long_factor": [2.0] * 32,
