@@ -229,12 +229,6 @@ def test_layers_with_a_window_are_dense():
     assert 0 < full < len(cache.bounded) and cache.counters.dense_pairs == full * dense
 
 
-def test_pairs_by_hand():
-    """5 queries of 8 rows, in blocks of 3 and units of 4: the first three see up to row 5, the others up to row 7."""
-    seen = torch.tensor([[[[True, False], [True, True]], [[False, True], [False, False]]]])
-    assert pairs_of(Blocks(seen, 3, 4), 5, 8) == (3 * 4 + 2 * 8 + 3 * 2, 2 * (3 * 6 + 2 * 8))
-
-
 def test_patterns_are_read_for_a_backbone_and_never_for_a_file(tmp_path):
     """A saved cache may come from elsewhere: what it names is not opened."""
     with pytest.raises(ValueError, match="patterns='nowhere.json': No such file"):

@@ -13,8 +13,6 @@ import pyarrow.parquet
 import pytest
 from equal_runs import same_run
 from forked import start, status_of
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_tokenizer import tiny_tokenizer
 from torch.utils.data import DataLoader
 from word_grams import grams
@@ -32,7 +30,7 @@ from locret_kit.samples.synthetic import (
     make_fact,
 )
 from locret_kit.training import data as data_module
-from locret_kit.training.data import Samples, Share, divided, split_text
+from locret_kit.training.data import Samples, Share
 from locret_kit.training.module import HeadTraining
 
 TOKENIZER = tiny_tokenizer()
@@ -136,20 +134,6 @@ def test_val_samples_0_sets_nothing_aside(tmp_path):
     samples = samples_of(source, "synthetic", val_samples=0)
     assert samples.held == [] and samples.sources["synthetic"].texts == [load_text("pydoc")]
     assert sorted(number_of(samples.sources[source][place]) for place in range(3)) == [0, 0, 1]
-
-
-@given(st.text("ab .\n", min_size=1), st.integers(1, 50), st.integers(0, 99))
-def test_a_stretch_and_the_rest_are_the_text(text, least, seed):
-    stretch, rest = split_text(text, least, random.Random(seed))
-    assert Counter(f"{stretch}\n{rest}".split()) == Counter(text.split()) and stretch in text
-
-
-@given(st.integers(0, 100), st.lists(st.floats(0.01, 9), min_size=1, max_size=6))
-def test_samples_are_divided_by_weight(samples, weights):
-    names = [f"source {i}" for i in range(len(weights))]
-    found = divided(samples, names, weights)
-    assert sum(found.values()) == samples
-    assert all(abs(found[name] - samples * w / sum(weights)) < 1 + 1e-9 for name, w in zip(names, weights, strict=True))
 
 
 @pytest.mark.parametrize(
