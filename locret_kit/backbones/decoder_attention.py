@@ -271,6 +271,7 @@ def _unturned(answer: Turn) -> Turn:
 
 
 rotate = rotate_rows
+"""Rotation of rows by tables of cos and sin."""
 Tables = tuple[Tensor, Tensor]
 """cos and sin."""
 

@@ -164,9 +164,6 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# ---- the parts of an eviction policy ----
-
-
 # ---- base of the parts of a policy, and the types of their parameters -----------------------------------------------
 
 
