@@ -10,6 +10,8 @@ the same Triton; of a Triton or a kernel that the table lacks, a card's limits a
 a Triton. ``--csv`` replaces the rows of this Triton in the table.
 """
 
+from __future__ import annotations
+
 import argparse
 import csv
 import re

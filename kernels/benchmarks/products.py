@@ -6,6 +6,8 @@ One token is timed over more copies of a matrix than a cache holds, as a decoder
 512 over one matrix. Everything is timed by turns, and the best of all rounds counts: other work only makes it slower.
 """
 
+from __future__ import annotations
+
 import argparse
 import ctypes
 import sys

@@ -3,6 +3,8 @@
 A head of 96 columns is read as 64 + 32, so that no lane works on padding: ``D0`` and ``D1`` are powers of two, and ``D1`` may
 be 0."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
