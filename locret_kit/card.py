@@ -14,15 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
 from .backbones.load import resolve_model
 from .cis import TOP
-from .config.train_config import SMOOTH_L1
 from .evals.engine.result_rows import KEY, Row, check_cells
 from .evals.tables import Cell, Figure, Table, summarize
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import FORMAT, HeadsConfig, RetainingHeads
 from .hub import REPO, push
 from .naming import blaming
+from .settings import SMOOTH_L1
 
 _FILE = re.compile(r"\.(json|jsonl|parquet|txt|gz|md|yaml|pt|bin|ckpt|safetensors)$")
 CARD, TRAINING = "README.md", "training.json"
@@ -121,8 +123,6 @@ def make_card(
     training: Mapping[str, Any] | None = None,
 ) -> str:
     """The whole card; metadata that its author wrote by hand (``given``) comes first, results come from ``rows``."""
-    from huggingface_hub import EvalResult, ModelCardData
-
     given = {k: v for k, v in (given or {}).items() if k != "model-index"}
     sources = training["data"]["sources"] if training else []
     facts: dict[str, Any] = {
@@ -279,8 +279,6 @@ def read_card(file: Path) -> tuple[dict[str, object], str]:
     Raises:
         ValueError: metadata that cannot be read; names the file.
     """
-    from huggingface_hub import ModelCard
-
     if not file.is_file():
         return {}, ""
     with blaming(f"{file}: its metadata cannot be read", Exception):  # YAML's and the client's own

@@ -20,6 +20,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
+from safetensors import SafetensorError
+
 from .naming import blaming, first_line
 
 if TYPE_CHECKING:
@@ -44,8 +46,6 @@ def write_beside(target: Path, write: Callable[[Path], object]) -> None:
     """
     if target.exists() and not target.is_file():
         raise OSError(f"cannot write {target}: it is no regular file")
-    from safetensors import SafetensorError
-
     target.parent.mkdir(parents=True, exist_ok=True)
     here = _place()
     for left in target.parent.glob(".*.partial"):
@@ -219,7 +219,6 @@ def read_folder(folder: Path, what: str) -> tuple[dict[str, object], dict[str, T
     Raises:
         FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two belong to different saves.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load
 
     config, weights = _read_pair(folder, what)
@@ -234,7 +233,6 @@ def read_folder_config(folder: Path, what: str) -> dict[str, object]:
 
 def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
     """The configuration and the bytes of the weights, of one save."""
-    from safetensors import SafetensorError
     from safetensors.torch import load
 
     lacks = FileNotFoundError(f"{folder} holds no {what}: it needs {CONFIG} and {WEIGHTS}")
@@ -277,7 +275,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: it is damaged; names the file.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     with blaming(_CUT.format(path), SafetensorError):

@@ -27,8 +27,7 @@ from .backbones.spec import AttentionLayer, BackboneSpec, spec_of
 from .backbones.weights import fingerprint
 from .files import CONFIG, HASH, WEIGHTS, read_folder, read_json, read_weights, write_beside, write_folder
 from .naming import blaming
-from .settings import RunSettings
-from .validation import Description, annotations_of, check, checked, made
+from .settings import Description, RunSettings, annotations_of, check, checked, made
 
 FORMAT = "locret_kit.heads.v1"
 PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {

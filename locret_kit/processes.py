@@ -1,8 +1,15 @@
-"""Python processes that this one starts."""
+"""Python processes that this one starts; CPU threads of a command: as many as it may use, and asleep while they wait. No torch.
+
+The number of threads does not follow what else runs on the machine: it decides how sums are split, so a run that is resumed
+beside another process would follow another curve in its last bits.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import sys
+from pathlib import Path
 
 RUN = """import sys
 if sys.path[:1] == [""]:
@@ -23,3 +30,27 @@ def python(module: str, *words: str, before: str = "") -> list[str]:
         words: ``sys.argv`` behind the module's name. before: statements that run before the module is imported.
     """
     return [sys.executable, "-c", RUN.format(module=module, before=before), *words]
+
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def choose_threads() -> None:
+    """Set OpenMP's variables, but for those that the user has set; it reads them once, when torch is imported.
+
+    By default OpenMP's threads spin while they wait for one another. Two commands of two threads each on two cores then
+    take one another's time and become many times slower; threads that sleep leave each its share.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    quota = cores_allowed(QUOTA)
+    if quota is not None and quota < (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_NUM_THREADS", str(quota))
+
+
+def cores_allowed(quota: Path) -> int | None:
+    """Cores that a container's quota allows, rounded up; None where there is no quota. OpenMP counts the machine's."""
+    try:
+        limit, period = quota.read_text(encoding="ascii").split()
+        return max(1, math.ceil(int(limit) / int(period)))
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return None

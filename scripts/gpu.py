@@ -30,10 +30,9 @@ from transformers import AutoConfig, PretrainedConfig
 from locret_kernels.cases import Shape
 from locret_kernels.provenance import origin
 from locret_kit.backbones.load import pick_device
-from locret_kit.naming import first_line
+from locret_kit.naming import first_line, parse_bytes
 from locret_kit.planning.inference_plan import Setting
 from locret_kit.settings import RunSettings
-from locret_kit.sizes import parse_bytes
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"
 sys.path += [str(Path(__file__).parent), str(BENCHMARKS)]

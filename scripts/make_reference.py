@@ -18,16 +18,12 @@ from mkdocs.structure.pages import Page
 
 from locret_kit.__main__ import COMMANDS as LISTED
 from locret_kit.config import recipes as recipe_files
-from locret_kit.config.document_options import ASK, CHAT, INFO, KEPT, READ
 from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE
-from locret_kit.config.infer_options import INFER, BatchPrompt
-from locret_kit.config.plan_options import PLAN
-from locret_kit.config.publish_options import PUBLISH
+from locret_kit.config.infer_options import ASK, CHAT, INFER, INFO, KEPT, READ, BatchPrompt
 from locret_kit.config.schema import COMMON_OPTIONS, REQUIRED, Command, Repeatable, docstrings, groups_of
-from locret_kit.config.serve_options import SERVE
-from locret_kit.config.vllm_options import VLLM
-from locret_kit.settings import PUBLISHED, RunSettings
-from locret_kit.validation import allowed, annotations_of, choices, metadata_of
+from locret_kit.config.serve_options import PLAN, SERVE, VLLM
+from locret_kit.config.train_options import PUBLISH
+from locret_kit.settings import PUBLISHED, RunSettings, allowed, annotations_of, choices, metadata_of
 
 COMMANDS: tuple[Command, ...] = (
     INFER, READ, ASK, CHAT, KEPT, INFO, SERVE, VLLM, EVAL, PLAN, recipe_files.TRAIN, PUBLISH,

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..files import parse_json, write_beside
 from ..naming import first_line
-from ..validation import shown
+from ..settings import shown
 
 if TYPE_CHECKING:
     from torch import Tensor

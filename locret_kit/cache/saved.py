@@ -27,8 +27,7 @@ from ..naming import blaming, first_line
 from ..policies import Policy
 from ..policies.grammar import parse_policy, parts_of
 from ..policies.registry import parts_named
-from ..settings import INT32_MAX, Count, Resolved
-from ..validation import check, made, shown
+from ..settings import INT32_MAX, Count, Resolved, check, made, shown
 from .bounded import BoundedCache
 from .context import CacheCounters, Context
 from .due import Schedule

@@ -1,1 +1,1 @@
-"""The command-line tools, one module a command, and the configuration they share."""
+"""The command-line tools, a module for those that belong together, and the configuration they share."""

@@ -4,59 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import eval_options as options
-from ..config.command_line import read
-from ..config.schema import Command, T
+from ..config.schema import Command, T, read
 from ..files import write_json
 from ..naming import install_line, nearest
 from .command import command
 
 if TYPE_CHECKING:
     from ..evals.engine.result_rows import Row
-    from .eval_setup import EvalParts
-
-CONFIG = "config.json"
-
-
-def run_config(config: options.EvalConfig, parts: EvalParts) -> dict[str, object]:
-    """Settings that the folder's rows share, and the heads that there are rows of, for its ``config.json``. Rows of other
-    settings, or of other heads by the same name, are an error. Other checkpoints may come in later.
-
-    Raises:
-        ValueError: the folder holds rows of another setting or other heads; names it.
-    """
-    from ..evals.engine.result_rows import read_config
-
-    out, path = Path(config.out), Path(config.out) / CONFIG
-    if not (above := next(place for place in (out, *out.absolute().parents) if place.exists())).is_dir():
-        raise ValueError(f"out={config.out}: {above} is no folder")
-    heads = parts.facts()
-    now = {**asdict(config), "model": parts.model, "adapter": parts.adapter, "heads": heads}
-    before: dict[str, object] = {}
-    if path.exists() and any(file.stat().st_size for file in out.glob("rows.*.jsonl")):
-        before = read_config(out)
-        defaults = {item.name: item.default for item in fields(config)}
-        for key in options.FROZEN_KEYS:
-            then = before.get(key, defaults[key])
-            if then != now[key]:
-                raise ValueError(
-                    f"out={config.out} holds rows with {key}={then}, not {key}={now[key]}: choose another out"
-                )
-    known = before.get("heads") or {}
-    assert isinstance(known, dict)
-    for name, facts in heads.items():
-        for what, value in facts.items():
-            if known.get(name, facts)[what] != value:
-                raise ValueError(
-                    f"out={config.out} holds rows of heads {name} with {what}={known[name][what]}, not {what}={value}: "
-                    "choose another out"
-                )
-    return {**now, "heads": {**known, **heads}}
 
 
 def run(argv: list[str]) -> int:
@@ -68,7 +27,7 @@ def run(argv: list[str]) -> int:
     from ..evals.engine.runner import answer, check, left
     from ..evals.report.html_report import write_page
     from ..evals.report.summary import write_summary
-    from .eval_setup import load_parts, run_of
+    from .eval_setup import CONFIG, load_parts, run_config, run_of
 
     draws = find_spec("matplotlib") is not None
     if not draws:

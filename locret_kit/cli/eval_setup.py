@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
 from ..backbones.load import choose_adapter, load_backbone
 from ..backbones.probe import describe
-from ..config.eval_options import EvalConfig, load_eval_config
+from ..config.eval_options import FROZEN_KEYS, EvalConfig, load_eval_config
+from ..evals.engine.result_rows import read_config
 from ..evals.engine.run_spec import RANDOM_HEADS, UNTRAINED, Run, Setup, Variant, variants
 from ..evals.tasks import find_tasks
 from ..heads import RetainingHeads
 from ..runtime.report import weights_hash
 from ..settings import PUBLISHED, Resolved, read_protect
+
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,40 @@ def _adapter(given: str | None, heads: Mapping[str, RetainingHeads]) -> str | No
         if warning:
             print(f"{name}: {warning}", file=sys.stderr)
     return adapter
+
+
+def run_config(config: EvalConfig, parts: EvalParts) -> dict[str, object]:
+    """Settings that the folder's rows share, and the heads that there are rows of, for its ``config.json``. Rows of other
+    settings, or of other heads by the same name, are an error. Other checkpoints may come in later.
+
+    Raises:
+        ValueError: the folder holds rows of another setting or other heads; names it.
+    """
+    out, path = Path(config.out), Path(config.out) / CONFIG
+    if not (above := next(place for place in (out, *out.absolute().parents) if place.exists())).is_dir():
+        raise ValueError(f"out={config.out}: {above} is no folder")
+    heads = parts.facts()
+    now = {**asdict(config), "model": parts.model, "adapter": parts.adapter, "heads": heads}
+    before: dict[str, object] = {}
+    if path.exists() and any(file.stat().st_size for file in out.glob("rows.*.jsonl")):
+        before = read_config(out)
+        defaults = {item.name: item.default for item in fields(config)}
+        for key in FROZEN_KEYS:
+            then = before.get(key, defaults[key])
+            if then != now[key]:
+                raise ValueError(
+                    f"out={config.out} holds rows with {key}={then}, not {key}={now[key]}: choose another out"
+                )
+    known = before.get("heads") or {}
+    assert isinstance(known, dict)
+    for name, facts in heads.items():
+        for what, value in facts.items():
+            if known.get(name, facts)[what] != value:
+                raise ValueError(
+                    f"out={config.out} holds rows of heads {name} with {what}={known[name][what]}, not {what}={value}: "
+                    "choose another out"
+                )
+    return {**now, "heads": {**known, **heads}}
 
 
 def load_setup(config: EvalConfig, parts: EvalParts) -> Setup:

@@ -1,140 +1,124 @@
-"""``locret-infer long.txt --ckpt heads --budget 6000``: answer from a long text in a fixed key/value budget."""
+"""``locret-infer long.txt --ckpt heads --budget 6000``: answer from a long text in a fixed key/value budget.
+
+Here without torch: what is wrong with the files, of a text or of ``--batch``, is said before anything is loaded.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..config.infer_options import INFER, InferOptions
+from ..config.infer_options import INFER, InferOptions, Name
 from ..config.schema import refuse
-from .batch_files import open_batch
-from .command import entry
-from .loading import Chosen, before_reading, beyond_window, check_run, choose, not_shown, prompt_ids
-from .terminal import check_question, check_sampling, check_target, progress, text_of, title_of, write_answer
+from ..files import locked, parse_json, write_text
+from .command import check_question, check_target, entry, text_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..runtime.session import Answer, Sampling
-
-Say = Callable[[str], None]
+BatchFiles = tuple[Path, dict[str, tuple[Name, object]], set[str]]
+"""The file of answers; each prompt's id and its line's value, or the ValueError that says why there is none, by the id's key; and
+the keys of those that have an answer."""
 
 
 def run(args: InferOptions) -> int:
-    """Load, read, answer. Raises ValueError or OSError with a one-line message."""
-    for one in args.question:
-        check_question(one)
-    questions: list[str | None] = [*args.question] or [None]  # None: the text is continued
-    if args.report:
-        check_target(Path(args.report), "report", source=args.file)
-    if questions == [None]:
-        refuse(args, ("chat",), "without --question: the text is then the whole prompt")
-    text = text_of(args.file)  # before torch is imported: a name that is wrong is said at once
-    sampling = check_sampling(args)
-    reports: list[dict[str, object]] = []
-    say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
-    chosen, model, answers, warnings = of_text(args, text, questions, sampling, say)
-    for question, answer in zip(questions, answers, strict=True):
-        for line in (*warnings, beyond_window(model, answer.cache)) if not reports else ():
-            if line:
-                print(line, file=sys.stderr)
-        write_answer(answer, question if len(questions) > 1 else None, first=not reports)
-        for line in answer.report.lines():
-            say(line)
-        if answer.finish_reason == "length":
-            say(f"the answer was cut after max_new_tokens={args.max_new_tokens}")
-        asked = {"question": question} if len(questions) > 1 else {}
-        said = {"answer": str(answer), "finish_reason": answer.finish_reason}
-        reports.append({**asked, **answer.report.to_dict(), **said})
-    if args.report:
-        from ..files import write_json
-
-        found = reports[0] if len(reports) == 1 else {"answers": reports}
-        write_json(Path(args.report).resolve(), {**origin_of(chosen, reports[0]["backend"]), **found})
-    return 0
-
-
-def of_text(
-    args: InferOptions, text: Iterable[str], questions: Sequence[str | None], sampling: Sampling, say: Say
-) -> tuple[Chosen, PreTrainedModel, Iterator[Answer], list[str | None]]:
-    """What was chosen, the backbone, answers about a text, and warnings to be read when the first answer is begun. Each answer is
-    begun when it is asked for; the text is read once for all of them where they are then the same."""
-    from ..backbones.load import choose_precision, load_tokenizer, pick_device
-    from ..documents.document import Document
-    from ..runtime.session import Answer
-
-    pick_device(args.device)  # before a long text is tokenised
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits, asked=questions != [None])
-    check_run(args, chosen)
-    say(f"backbone: {chosen.backbone}")
-    if len(questions) > 1:
-        text = list(text)
-    tokenizer = load_tokenizer(chosen.backbone)
-    args.set_template(tokenizer)
-    prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
-    say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
-    run, longest = args.run, max(prompts, key=len)
-    model, tokenizer = chosen.load(args)
-    if args.dtype == "auto":
-        say(f"precision: {choose_precision(model.device, model.config)}")
-    run = chosen.with_text_budget(run, model, len(longest), say)
-    for line in before_reading(run, chosen, longest, model) if not args.quiet else ():
-        print(line, file=sys.stderr, flush=True)
-    warnings = [*chosen.warnings, chosen.idle_stabilizers(args)]
-    shown = None if args.quiet else progress
-
-    def alone(question: str | None, ids: array[int]) -> Answer:
-        cache, warning = chosen.cache(run, model, tokenizer, ids, asked=args.chat and question is not None)
-        warnings.append(warning)
-        return Answer(
-            model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
-            progress=shown and shown(),
-        )  # fmt: skip
-
-    if len(questions) == 1 or not reads_once(args, chosen, tokenizer):
-        return chosen, model, map(alone, questions, prompts), warnings
-    document = Document.read(
-        model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat, title=title_of(args.file),
-        progress=shown and shown(),
-    )  # fmt: skip
-    warnings.append(not_shown(args.protect, document.protected(document.prompt("?"))))
-    ask = partial(document.ask, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed)
-    return chosen, model, map(ask, map(str, questions)), warnings
-
-
-def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether answers are the same bit for bit where the text is read once for several questions: not where the budget, the
-    one chunk or the room hang on each prompt's length."""
-    by_length = isinstance(args.budget, float) or args.one_shot or chosen.policy.keeps_everything
-    return tokenizer.is_fast and not by_length
-
-
-def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
-    """The origin of a report. The heads are read anew for their hash, since the run has cast them."""
-    from ..heads import RetainingHeads
-    from ..runtime.report import provenance, weights_hash
-
-    heads = RetainingHeads.from_pretrained(chosen.ckpt, backbone=chosen.backbone) if chosen.ckpt else None
-    hashed = weights_hash(heads) if heads is not None else ""
-    return provenance(chosen.backbone, chosen.ckpt, hashed, chosen.adapter, str(backend or ""))
-
-
-def run_or_batch(args: InferOptions) -> int:
-    """The prompts of ``--batch``, or the questions about one text."""
+    """Check everything, read, answer. Raises ValueError or OSError with a one-line message."""
     if args.batch:
         with open_batch(args) as batch:
-            from .infer_batch import answer  # with torch
+            from .answers import answer_batch
 
-            return answer(args, batch)
+            return answer_batch(args, *batch)
     refuse(args, ("out", "batch_size"), "without --batch")
-    return run(args)
+    for one in args.question:
+        check_question(one)
+    if args.report:
+        check_target(Path(args.report), "report", source=args.file)
+    if not args.question:
+        refuse(args, ("chat",), "without --question: the text is then the whole prompt")
+    text = text_of(args.file)  # before torch is imported: a name that is wrong is said at once
+    from .answers import answer_questions
+
+    return answer_questions(args, text)
 
 
-main = entry(INFER, run_or_batch, also=(RuntimeError,))
+@contextmanager
+def open_batch(args: InferOptions) -> Iterator[BatchFiles]:
+    """The files, for this process alone. Raises ValueError or OSError with a one-line message."""
+    refuse(args, ("file", "question", "report"), "with --batch, whose lines say what is asked")
+    if not args.out:
+        raise ValueError("--batch needs a file for the answers: give -o answers.jsonl")
+    batch, target = Path(str(args.batch)), Path(args.out)
+    check_target(target, "out", source=args.batch)
+    busy = f"out={args.out!r} is being written by another process"
+    with locked(target.with_name(f".{target.name}.lock"), busy):
+        yield target, read_prompts(batch), keep_answers(target)
+
+
+def read_prompts(batch: Path) -> dict[str, tuple[Name, object]]:
+    """The lines of a file or a pipe; blank ones are left out. Raises ValueError where it cannot be read, is neither, holds no
+    prompts, or two have one id."""
+    if batch.is_char_device() or batch.is_block_device():
+        raise ValueError(f"batch={str(batch)!r} must be a file or a pipe")
+    try:
+        data = batch.read_bytes()
+    except OSError as error:
+        raise ValueError(f"batch={str(batch)!r} cannot be read: {error.strerror}") from error
+    found: dict[str, tuple[Name, object]] = {}
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        value = value_of(line, number)
+        name = value.get("id") if isinstance(value, dict) else None
+        name = name if isinstance(name, str) or type(name) is int else number
+        if (key := key_of(name)) in found:
+            said = f"id {key} is there twice (a prompt without one has its line's number)"
+            raise ValueError(f"batch={str(batch)!r}: {said}")
+        found[key] = name, value
+    if not found:
+        raise ValueError(f"batch={str(batch)!r} holds no prompts")
+    return found
+
+
+def value_of(line: bytes, number: int) -> object:
+    """A line's value, or the ValueError that says why there is none."""
+    try:
+        value = parse_json(line, f"line {number}")
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return ValueError(f"line {number} holds half of a character (a surrogate)")
+    except ValueError as error:
+        return error
+    return value
+
+
+def key_of(name: object) -> str:
+    """An id as JSON writes it: 1 and "1" are two."""
+    return json.dumps(name, ensure_ascii=False)
+
+
+def keep_answers(target: Path) -> set[str]:
+    """Ids that have an answer in the file. Of a run that was cut short, a last line without its end is dropped, and so are
+    errors, whose prompts are run again.
+
+    Raises:
+        ValueError: the file holds something else than answers.
+    """
+    whole = target.read_bytes() if target.exists() else b""
+    kept: dict[str, bytes] = {}
+    for number, line in enumerate(whole.splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break
+        record = parse_json(line, f"out={str(target)!r}: line {number}")
+        if not isinstance(record, dict) or "id" not in record or not {"answer", "error"} & record.keys():
+            raise ValueError(f"out={str(target)!r}: line {number} is no answer of a batch: name another file")
+        if "error" not in record:
+            kept[key_of(record["id"])] = line
+    if b"".join(kept.values()) != whole:
+        write_text(target.resolve(), b"".join(kept.values()).decode())
+    return set(kept)
+
+
+main = entry(INFER, run, also=(RuntimeError,))
 
 
 if __name__ == "__main__":

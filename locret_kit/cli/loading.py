@@ -7,22 +7,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from ..config.document_options import AskOptions, ChatOptions, ReadOptions
-from ..config.machine import Dtype, Machine
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..backbones import demo, probe
+from ..backbones.load import choose_adapter, load_backbone, other_backbone
+from ..backbones.spec import text_config
+from ..cache.bounded import BoundedCache
+from ..cache.due import Schedule
+from ..cache.storage.codec import check_storage
+from ..config.infer_options import AskOptions, ChatOptions, Dtype, Generation, Machine, ReadOptions
 from ..config.schema import refuse
+from ..documents.document import Document
+from ..documents.document_text import DocumentText
+from ..documents.text_record import describe
+from ..heads import HeadsConfig, RetainingHeads
+from ..planning.fitting_settings import budget_of_text, explain_oom
+from ..planning.reading import reading_time, too_few
+from ..policies import Policy
+from ..policies.grammar import parse_policy
+from ..policies.registry import UNTRAINED, Stabilizers
+from ..runtime.session import Sampling
+from ..runtime.tokens import stream_ids
 from ..settings import RunSettings, read_protect
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..cache.bounded import BoundedCache
-    from ..documents.document import Document
-    from ..documents.document_text import DocumentText
-    from ..heads import HeadsConfig, RetainingHeads
-    from ..policies import Policy
-    from ..text.spans import Span
+from ..text.template import has_template, protected_spans, render_prompt
+from ..text.untrusted import Span, defused_pieces
 
 ASKED = "rereading-locret"
 """The policy of the demo's heads where a text is read for its questions alone."""
@@ -66,22 +76,17 @@ class Chosen:
         Raises:
             ValueError, OSError: it cannot be loaded, or the heads have other shapes.
         """
-        from ..backbones.load import load_backbone
-        from ..backbones.probe import describe
-
         model, tokenizer = load_backbone(
             self.backbone, dtype=machine.dtype, device=machine.device, adapter=self.adapter,
             weight_bits=machine.weight_bits,
         )  # fmt: skip
         machine.set_template(tokenizer)
         if self.heads is not None:
-            self.heads.check_backbone(describe(model).spec)
+            self.heads.check_backbone(probe.describe(model).spec)
         return model, tokenizer
 
     def idle_stabilizers(self, options: RunSettings) -> str | None:
         """A warning where stabilizers are asked for and the policy has none."""
-        from ..policies.registry import Stabilizers
-
         protects = any(isinstance(scope, Stabilizers) for scope in self.policy.scopes)
         said = f"warning: policy={self.policy.name} protects no stabilizers"
         return None if protects or options.stabilizers is None else said
@@ -91,8 +96,6 @@ class Chosen:
     ) -> RunSettings:
         """The settings, with a budget for the text's tokens where nobody gave one, which ``say`` is told in a line; ``turns``
         slots come beside it."""
-        from ..planning.fitting_settings import budget_of_text
-
         if run.budget is not None or self.policy.keeps_everything:
             return run
         budget, line = budget_of_text(model, self.policy, run, self.published, tokens, turns)
@@ -113,10 +116,6 @@ class Chosen:
         Args:
             asked: whether the prompt is a user's one message in the chat template.
         """
-        from ..cache.bounded import BoundedCache
-        from ..planning.fitting_settings import explain_oom
-        from ..text.template import protected_spans
-
         cache = BoundedCache(run, self.policy, self.heads, prompt_length=len(ids))
         with explain_oom(model, cache, len(ids)):
             cache.bind(model)
@@ -137,13 +136,6 @@ def choose(
         ValueError, OSError: heads that cannot be read, an unknown policy, one that needs heads or does not store ``kv_bits``,
             a demo backbone that cannot be fetched.
     """
-    from ..backbones import demo
-    from ..backbones.load import choose_adapter, other_backbone
-    from ..cache.storage.codec import check_storage
-    from ..heads import RetainingHeads
-    from ..policies.grammar import parse_policy
-    from ..policies.registry import UNTRAINED
-
     if not ckpt and not model:
         ckpt, policy = demo.HEADS, policy or (ASKED if asked else None)
     named = parse_policy(policy) if policy is not None else None
@@ -165,14 +157,18 @@ def choose(
     return Chosen(name, heads, chosen, adapter, tuple(line for line in (warning, other) if line), ckpt)
 
 
+def check_sampling(args: Generation) -> Sampling:
+    """Options of sampling. Raises ValueError for what is out of bounds, and for options that could not act."""
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+    if args.temperature == 0:
+        refuse(args, ("top_k", "top_p"), "at temperature 0, which is greedy")
+    return sampling
+
+
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, text: Iterable[str], question: str | None, *, chat: bool
 ) -> array[int]:
     """Token ids of a text as it is, or with a question after it; through the chat template no control token forms in either."""
-    from ..runtime.tokens import stream_ids
-    from ..text.template import has_template, render_prompt
-    from ..text.untrusted import defused_pieces
-
     if question is None:
         return stream_ids(tokenizer, text, special=True)
     before, after = render_prompt(tokenizer, "", question, chat=chat)
@@ -183,8 +179,6 @@ def prompt_ids(
 
 def check_run(options: RunSettings, chosen: Chosen) -> None:
     """Raise ValueError for run settings that are out of bounds or could not act, before anything big is loaded."""
-    from ..cache.due import Schedule
-
     if options.one_shot:
         why = "with --one-shot, which evicts once, after the whole prompt"
         refuse(options, ("chunk", "stabilizers", "local_len"), why)
@@ -199,8 +193,6 @@ def counted_text(
 ) -> tuple[DocumentText, RunSettings]:  # fmt: skip
     """A document's tokens, and the settings with a budget for them; ``say`` is told what one wants to know before minutes of
     reading. Raises ValueError where there is no text."""
-    from ..documents.document_text import DocumentText
-
     whole = DocumentText.of(tokenizer, text, chat)
     run = chosen.with_text_budget(run, model, whole.tokens, say, turns)
     for line in before_reading(run, chosen, whole.ids, model):
@@ -216,8 +208,6 @@ def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
 
 def before_reading(options: RunSettings, chosen: Chosen, ids: Sequence[int], model: PreTrainedModel) -> list[str]:
     """Lines to be read before minutes of reading: slots that are too few for facts, and the time that a long text takes."""
-    from ..planning.reading import reading_time, too_few
-
     resolved, policy = options.resolved(chosen.published, len(ids)), chosen.policy
     few = None if policy.keeps_everything or policy.recall is not None else too_few(resolved.budget, len(ids))
     takes = None if options.one_shot else reading_time(model, ids, resolved.chunk)
@@ -226,8 +216,6 @@ def before_reading(options: RunSettings, chosen: Chosen, ids: Sequence[int], mod
 
 def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     """A warning where keys of the prompt are rotated by positions that the backbone was not made for."""
-    from ..backbones.spec import text_config
-
     window, s = getattr(text_config(model), "max_position_embeddings", None), cache.schedule
     budgets, places = cache.context.budgets, cache.context.positions
     rows = (s.prompt_length or 0) if cache.policy.keeps_everything else max(budgets) + s.chunk
@@ -247,9 +235,6 @@ def open_document(
         OSError: there is no such file. ValueError: it is damaged, what it names cannot be found, or the first difference to
             what was found.
     """
-    from ..documents.document import Document
-    from ..documents.text_record import describe
-
     saved, about = describe(path)
     ckpt, model = (
         args.ckpt or (about.names.get("heads") if saved.heads else None),

@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.plan_options import PLAN, PlanOptions
 from ..config.recipes import known_recipes, read_recipe, recipes_folder
 from ..config.schema import Values
-from ..naming import nearest
-from ..sizes import parse_bytes, show
+from ..config.serve_options import PLAN, PlanOptions
+from ..naming import nearest, parse_bytes, show
 from .command import entry
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
     from ..planning.backbone_sizes import BackboneSizes
     from ..planning.inference_plan import Setting
-    from ..policies import Policy
 
 D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
 """Defaults where neither the user nor the recipe says."""
@@ -72,8 +70,7 @@ def run(args: PlanOptions) -> int:
     from ..backbones.weights import gguf_types, suffix
     from ..planning import fitting_settings as fitting
     from ..planning.backbone_sizes import BackboneSizes
-    from ..planning.fitting_settings import TrainSetting, plan_training
-    from ..planning.inference_plan import Caches, decoding_bytes, full_cache_bytes
+    from ..planning.inference_plan import Caches, Setting, decoding_bytes, full_cache_bytes
     from ..policies.grammar import parse_policy
 
     if args.ranks > 1 and args.engine != "vllm":
@@ -100,8 +97,8 @@ def run(args: PlanOptions) -> int:
         if args.kv_bits is not None:
             raise ValueError(f"kv_bits={args.kv_bits} is for inference: a training step keeps no cache")
         batch = _given(args.batch, recipe, "data.batch", 1)
-        step = TrainSetting(args.train, batch=batch, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
-        plan = plan_training(backbone, step)
+        step = fitting.TrainSetting(args.train, batch=batch, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
+        plan = fitting.plan_training(backbone, step)
         longest = fitting.largest_sample(backbone, step, cap)
         print("\n".join([*say, f"training, {step}", *plan.lines(), f"longest sample that fits: {longest} tokens"]))
         if plan.peak > cap:
@@ -109,7 +106,10 @@ def run(args: PlanOptions) -> int:
         return 0
     if args.batch is not None:
         raise ValueError(f"batch={args.batch} is for a training step: give --train TOKENS too")
-    setting = _setting(args, recipe, policy, d_hidden)
+    given = {key.removeprefix("infer."): value for key, value in recipe.items() if key.startswith("infer.")}
+    planned = replace(args.run, one_shot=False).resolved({"budget": BUDGET, "chunk": CHUNK} | given, args.context)
+    planned = replace(planned, one_shot=args.one_shot)
+    setting = Setting(args.context, planned, dtype=args.dtype, d_hidden=d_hidden, policy=policy, weight_bits=bits)
     if args.engine == "vllm":
         print("\n".join([*say, *_vllm(args, config, backbone, setting, cap)]))
         return 0
@@ -141,7 +141,9 @@ def run(args: PlanOptions) -> int:
             f"at budget {setting.budget} the largest chunk is {fitting.largest_chunk(backbone, setting, cap)}"
         )
     if setting.width and types is None:
-        step = TrainSetting(TrainSetting.answer + 1, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
+        step = fitting.TrainSetting(
+            fitting.TrainSetting.answer + 1, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits
+        )
         longest = fitting.largest_sample(backbone, step, cap)
         say.append(f"training these heads: the longest sample that fits is {longest} tokens")
     print("\n".join(say))
@@ -179,19 +181,6 @@ def _vllm(
     rows = {"weights": plan.weights // args.ranks, "heads": plan.heads // args.ranks, "workspace": plan.workspace}
     lines = [f"{name:<10} {show(size):>11}" for name, size in {**rows, "pages": pages.bytes}.items()]
     return [f"policy {args.policy}, {setting}", *lines, f"vLLM: {pages}"]
-
-
-def _setting(args: PlanOptions, recipe: Values, policy: Policy, d_hidden: int) -> Setting:
-    """The run that is planned."""
-    from ..planning.inference_plan import Setting
-
-    published = {"budget": BUDGET, "chunk": CHUNK} | {
-        key.removeprefix("infer."): value for key, value in recipe.items() if key.startswith("infer.")
-    }
-    run_settings = replace(replace(args.run, one_shot=False).resolved(published, args.context), one_shot=args.one_shot)
-    return Setting(
-        args.context, run_settings, dtype=args.dtype, d_hidden=d_hidden, policy=policy, weight_bits=args.weight_bits
-    )
 
 
 def _given(value: int | None, recipe: Values, key: str, default: int) -> int:

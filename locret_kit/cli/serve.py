@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.serve_options import SERVE, ServeOptions
+from ..naming import parse_bytes
 from ..settings import read_protect
 from .command import entry
-from .loading import check_run, choose
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -119,7 +119,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     from ..serving.process import give_back
     from ..serving.state import Limits, Server
     from ..serving.store import Store
-    from ..sizes import parse_bytes
+    from .loading import check_run, choose
 
     policies = [parse_policy(name) for name in args.policies]
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)

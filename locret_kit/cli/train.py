@@ -1,14 +1,16 @@
-"""``locret-train recipe=NAME key=value ...``: train retaining heads, or a pool, on a frozen backbone."""
+"""``locret-train recipe=NAME key=value ...``: train retaining heads, or a pool, on a frozen backbone; and ``locret-publish``,
+which puts heads on the Hugging Face Hub, with card, curves and results."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
-from ..config.command_line import read
-from ..config.recipes import TRAIN, USAGE
-from ..config.train_config import TrainConfig
-from .command import command
+from ..config.recipes import TRAIN
+from ..config.schema import read
+from ..config.train_options import PUBLISH, PublishOptions, TrainConfig
+from .command import command, entry
 
 
 @command("locret-train", stopped="stopped; resume=auto goes on from the newest state that was saved, if there is one")
@@ -16,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train, and print where the result is and how to use it."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
-        print(USAGE)
+        print(TRAIN.usage)
         return 1
     cfg = read(TRAIN, argv)
     if cfg is None:
@@ -69,6 +71,33 @@ def pool_flags(cfg: TrainConfig, folder: Path) -> str:
     heads = f"--ckpt {cfg.pool.heads} " if cfg.pool.heads else ""
     sizes = f"--budget {cfg.infer.budget} --chunk {cfg.infer.chunk}"
     return f"{heads}--model {cfg.backbone.model} {sizes} --policy '{cfg.pool.policy} merge=lococo({folder})'"
+
+
+def run_publish(args: PublishOptions) -> int:
+    """Publish heads, or show what would be. Raises ValueError or OSError with a one-line message."""
+    from .. import card
+    from ..heads import RetainingHeads
+
+    source = Path(args.ckpt)
+    if not source.exists():
+        raise FileNotFoundError(f"ckpt={args.ckpt!r}: no such file or folder")
+    heads = RetainingHeads.from_pretrained(args.ckpt, backbone=args.base_model)
+    facts = {"base_model": args.base_model, "adapter": args.adapter, "license": args.license}
+    if not args.dry_run:
+        print(card.publish(heads, args.repo, source, private=args.private, message=args.message, **facts))
+        return 0
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        names = card.write_release(heads, args.repo, folder, source, **facts)
+        print(f"would go to {args.repo} ({'private' if args.private else 'public'} if it is new), as one commit:")
+        for name in names:
+            print(f"{(folder / name).stat().st_size:>12,}  {name}")
+        print(f"Beside the card, all of it is as {source} has it, but for local paths in JSON files.")
+        print(f"\n{card.CARD}:\n\n{(folder / card.CARD).read_text(encoding='utf-8')}", end="")
+    return 0
+
+
+publish = entry(PUBLISH, run_publish, stopped="stopped; whether the files have arrived, the repository says", usage=1)
 
 
 if __name__ == "__main__":

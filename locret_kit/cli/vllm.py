@@ -9,10 +9,10 @@ from argparse import Namespace
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
-from ..config.command_line import read
-from ..config.vllm_options import VLLM, VllmOptions, shared_out
+from ..config.schema import read
+from ..config.serve_options import VLLM, VllmOptions, shared_out
+from ..vllm.refusals import DOCUMENTS, check_version, refuse
 from .command import command
-from .loading import check_run, choose
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -25,8 +25,6 @@ ONCE = 1 << 30
 
 def run(args: VllmOptions, theirs: list[str]) -> int:
     """Check everything, then serve until stopped. Raises ValueError or OSError with a one-line message."""
-    from ..vllm.refusals import check_version
-
     check_version()
     from vllm.platforms import current_platform
 
@@ -53,6 +51,7 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     from ..backbones.gguf import is_gguf
     from ..backbones.load import resolve_model
     from ..vllm.server_settings import ServerSettings, VllmSettings, untrained
+    from .loading import check_run, choose
 
     policy = args.policy or (untrained() if args.model and not args.ckpt else None)
     chosen = choose(args.ckpt, args.model, None, policy)
@@ -82,7 +81,6 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
 
     from ..backbones.load import choose_precision, load_config, pick_device
     from ..backbones.spec import spec_of
-    from ..vllm.refusals import DOCUMENTS, refuse
     from ..vllm.request_pages import Pages, pages_of
     from ..vllm.worker_state import engine_options
 

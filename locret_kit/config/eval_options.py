@@ -8,11 +8,9 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, MinLen
 
-from ..settings import Budget, RunSettings, Slots
-from ..validation import check
-from .command_line import given_by
-from .machine import Machine
-from .schema import Command, build
+from ..settings import Budget, RunSettings, Slots, check
+from .infer_options import Machine
+from .schema import Command, build, given_by
 
 USAGE = """usage: locret-eval tasks=[...] out=FOLDER [key=value ...]
        locret-eval SUBCOMMAND [key=value ...]

@@ -1,18 +1,89 @@
-"""The options of ``locret-infer``. No torch."""
+"""The options of every command that loads a backbone, and those of ``locret-infer``, ``locret-read``, ``locret-info``,
+``locret-ask``, ``locret-kept`` and ``locret-chat``. No torch.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from ..settings import RunSettings
-from ..validation import Description, check
-from .machine import Backbone, Machine
+from ..settings import Count, Description, RunSettings, Slots, check
 from .schema import Command, Repeatable
 
-USAGE = """usage: locret-infer [FILE] [--key value | key=value ...]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """Policies of your own."""
+
+    plugin: str | None = None
+    """A module, or a Python file, that brings policies of your own."""
+
+    def load_plugin(self) -> None:
+        """Make the plugin's policies known."""
+        if self.plugin is not None:
+            from ..policies import registry
+
+            registry.load_plugin(self.plugin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Plugin):
+    """The machine."""
+
+    device: str | None = None
+    """'cpu', 'cuda', 'cuda:1', ... Default: the best there is."""
+    dtype: Dtype = "auto"
+    """Precision of backbone and cache; auto is bfloat16, unless a CPU is slower with it."""
+    template_kwargs: str | None = None
+    """Arguments of the chat template, as JSON: '{"enable_thinking": false}' switches off the thoughts of models that have such a
+    switch."""
+    weight_bits: Literal[8, 4] | None = None
+    """Bits of the layers' weights, quantised by bitsandbytes as they are loaded. Default: as ``dtype``."""
+
+    def set_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Give the tokenizer's template its arguments. Raises ValueError for what it does not take, or what is no JSON."""
+        if self.template_kwargs is None:
+            return
+        from ..text.template import DEFAULTS, render_messages
+
+        try:
+            arguments = json.loads(self.template_kwargs)
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise ValueError(f"template_kwargs={self.template_kwargs:.64} must be an object of JSON")
+        render_messages(tokenizer, [{"role": "user", "content": "?"}], arguments=arguments)
+        setattr(tokenizer, DEFAULTS, arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backbone:
+    """The backbone, its retaining heads and the policy."""
+
+    ckpt: str | None = None
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: with --model none, else the demo's, for
+    SmolLM2-135M-Instruct."""
+    model: str | None = None
+    """The backbone: a folder, a Hub id, or a GGUF file (a path; on the Hub user/name/FILE.gguf or user/name:Q4_K_M). Default: the
+    one the heads name."""
+    adapter: str | None = None
+    """PEFT adapter for the backbone, or none. Default: the one the heads name."""
+    policy: str | None = None
+    """A policy's name or an expression. Default: what the heads were published with (locret, where they name none); without
+    heads compactor; locret-infer with the demo's heads and a question rereading-locret."""
+    list_policies: bool = False
+    """Print every policy with its parts and leave."""
+
+
+INFER_USAGE = """usage: locret-infer [FILE] [--key value | key=value ...]
 
 Answer from a long text in a fixed key/value budget.
 
@@ -118,7 +189,7 @@ _READ_ONCE = "locret-read FILE -o X.locret reads a text once, and locret-ask X.l
 INFER = Command(
     "locret-infer",
     InferOptions,
-    USAGE,
+    INFER_USAGE,
     ("file", "question", "model", "ckpt", "budget", "policy", "max_new_tokens", "batch", "report", "quiet"),
     positional=("file",),
     short={"-o": "--out"},
@@ -130,4 +201,193 @@ INFER = Command(
         "graph": "Answer(..., graph=True) of locret_kit.runtime.session replays CUDA graphs",
         "decode_every": "decoded tokens are evicted when the buffers are full",
     },
+)
+
+
+READ_USAGE = """usage: locret-read [FILE] -o BOOK.locret [--key value | key=value ...]
+
+Read a text once into a file that locret-ask and locret-chat ask about.
+
+  locret-read book.txt -o book.locret
+  pdftotext paper.pdf - | locret-read -o paper.locret --model checkpoints/SmolLM2-135M-Instruct --policy snapkv
+  locret-read chapter-2.txt -o book.locret --append"""
+
+INFO_USAGE = """usage: locret-info BOOK.locret [--json]
+
+What a file of locret-read holds. No model is loaded.
+
+  locret-info book.locret
+  locret-info book.locret --json | python -m json.tool"""
+
+ASK_USAGE = """usage: locret-ask BOOK.locret [QUESTION ...] [--key value | key=value ...]
+
+Ask about a text that locret-read has read.
+
+  locret-ask book.locret "Who finds the key?" "Where is it hidden?"
+  locret-ask book.locret --question-file questions.txt --json > answers.jsonl
+  locret-ask from-a-friend.locret "Who finds the key?" --model ~/models/SmolLM2-135M-Instruct --ckpt ~/heads"""
+
+KEPT_USAGE = """usage: locret-kept BOOK.locret [-o PAGE.html] [--key value | key=value ...]
+
+The words that each layer and head kept of a text: in the terminal, or as a page for the browser.
+
+  locret-kept book.locret
+  locret-kept book.locret -o page.html
+  locret-kept book.locret --layer 12 --head 0"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """The text, and the file that it becomes."""
+
+    file: str | None = None
+    """The text, UTF-8; - or nothing is stdin. A .html, .pdf, .docx or .epub file is converted (extra `documents`)."""
+    out: str
+    """The file to write; -o is the same."""
+    append: bool = False
+    """Add the text to the end of the one that the file holds."""
+    overwrite: bool = False
+    """Replace the file if it is there."""
+    title: str | None = None
+    """A name for people. Default: the text's file name."""
+    text: bool = True
+    """Store the text's tokens. Without, the file answers the same questions, but no one can read the text out of it."""
+    chat: bool = True
+    """Put questions through the chat template; without, nothing follows a question."""
+    quiet: bool = False
+    """Nothing on stderr but errors and warnings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions(TextSource, Backbone, RunSettings, Machine):
+    """Options of ``locret-read``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoOptions:
+    """The file."""
+
+    file: str
+    """A file that locret-read wrote."""
+    json: bool = False
+    """The whole record as JSON, as the file holds it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """The backbone and its retaining heads, which must be those that read the text."""
+
+    ckpt: str | None = None
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: what the file names."""
+    model: str | None = None
+    """The backbone: a folder or a Hub id. Default: what the file names."""
+    adapter: str | None = None
+    """PEFT adapter for the backbone, or none. Default: what the file names."""
+    policy: str | None = None
+    """The same policy, where the file cannot name it: one that merges by weights of a folder. Default: the file's."""
+    force: bool = False
+    """Go on in a wider dtype than the text was read in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """Questions and answers."""
+
+    book: str
+    """A file that locret-read wrote."""
+    question: Annotated[list[str], Repeatable()] = field(default_factory=list)
+    """Asked about the text; each question starts from the text alone."""
+    question_file: str | None = None
+    """Questions from a file, one a line; - is stdin."""
+    json: bool = False
+    """One line of JSON for each answer, instead of its text as it is written."""
+    quiet: bool = False
+    """Nothing on stderr but errors and warnings."""
+    seed: Annotated[int, Interval(ge=0, lt=2**32)] | None = None
+    """Seed of sampling. Default: the one that the text was read with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskOptions(Questions, Names, Generation, Machine):
+    """Options of ``locret-ask``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptOptions:
+    """The file, and what is shown of it."""
+
+    file: str
+    """A file that locret-read wrote, with its text."""
+    out: str | None = None
+    """The page to write; -o is the same. Default: the text in the terminal."""
+    overwrite: bool = False
+    """Replace the page if it is there."""
+    layer: Count | None = None
+    """Show one layer, from 0. Default: all. A page shows each."""
+    head: Count | None = None
+    """Show one key/value head, from 0. Default: all."""
+    model: str | None = None
+    """The backbone whose tokenizer made the tokens: a folder or a Hub id. Default: what the file names."""
+
+
+READ = Command(
+    "locret-read",
+    ReadOptions,
+    READ_USAGE,
+    ("file", "out", "model", "ckpt", "budget", "policy", "append", "overwrite", "title", "quiet"),
+    positional=("file",),
+    short={"-o": "--out"},
+)
+INFO = Command("locret-info", InfoOptions, INFO_USAGE, positional=("file",))
+ASK = Command(
+    "locret-ask",
+    AskOptions,
+    ASK_USAGE,
+    ("book", "question", "question_file", "model", "ckpt", "max_new_tokens", "temperature", "json", "force", "quiet"),
+    positional=("book", "question"),
+    gone={"graph": "Document.ask(..., graph=True) replays CUDA graphs"},
+)
+KEPT = Command("locret-kept", KeptOptions, KEPT_USAGE, positional=("file",), short={"-o": "--out"})
+
+
+CHAT_USAGE = """usage: locret-chat [BOOK.locret | FILE] [--key value | key=value ...]
+
+Talk with a model in a terminal, about a document or about anything. Memory does not grow with the conversation.
+
+  locret-chat book.locret
+  locret-chat book.pdf --budget 2048
+  printf 'Who came in?\\nWhen?\\n' | locret-chat book.locret
+
+Enter sends, Alt-Enter or a backslash at the end begins another line, Ctrl-C stops an answer, Ctrl-D leaves; /help lists the
+commands. Without a terminal each line of stdin is a message: answers go to stdout, all else to stderr."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """The conversation."""
+
+    file: str | None = None
+    """Its subject: a document that locret-read or /save wrote, or a text (.txt, .md, .html, .pdf, .docx, .epub)."""
+    history: Slots = 1024
+    """Slots of a key/value head that the turns have, beside the document's budget. Older turns are evicted as text is."""
+    system: str | None = None
+    """A system prompt, for conversations without a document."""
+    history_file: str | None = None
+    """A file in which your messages are kept for the next time. Default: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(Conversation, Backbone, Generation, RunSettings, Machine):
+    """Options of ``locret-chat``."""
+
+    max_new_tokens: Annotated[int, Ge(1)] = 512
+    """Tokens of an answer, at most; one that is cut there says so."""
+
+
+CHAT = Command(
+    "locret-chat",
+    ChatOptions,
+    CHAT_USAGE,
+    ("file", "model", "ckpt", "budget", "history", "policy", "max_new_tokens", "temperature", "system", "history_file"),
+    positional=("file",),
 )

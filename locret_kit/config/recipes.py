@@ -10,11 +10,9 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 
-from ..naming import nearest
-from .command_line import given_by
-from .schema import Command, UsageError, Values, build, refuse_gone
-from .train_config import TrainConfig
-from .yaml_values import read_yaml, values_of
+from ..naming import nearest, show
+from .schema import Command, UsageError, Values, build, given_by, read_yaml, refuse_gone, values_of
+from .train_options import TrainConfig
 
 _TRIED = """gates trains=end_to_end data.queries data.replay_chunk heads.form target.window target.values target.queries
 target.kind=log_mass recipe=smollm2-135m-end-to-end recipe=smollm2-135m-fast-kvzip recipe=smollm2-135m-indexmem
@@ -42,7 +40,7 @@ RETIRED = {
 """Words of ``locret-train`` that there were, and what does their work: by key, section, or ``key=value``."""
 
 
-USAGE = """usage: locret-train recipe=NAME [key=value ...]
+TRAIN_USAGE = """usage: locret-train recipe=NAME [key=value ...]
        locret-train model=NAME [key=value ...]
 
   locret-train recipe=smollm2-135m optim.steps=200 out=runs/mine
@@ -103,17 +101,8 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     import torch
 
     from ..backbones.load import load_config, pick_device, pick_dtype
+    from ..planning import fitting_settings as fitting
     from ..planning.backbone_sizes import BackboneSizes
-    from ..planning.fitting_settings import (
-        LONGEST,
-        LONGEST_ON_CPU,
-        RESERVE,
-        TrainSetting,
-        choose_step,
-        choose_width,
-        plan_training,
-    )
-    from ..sizes import show
 
     cfg = build(TrainConfig, values)
     device = pick_device("cpu" if cfg.trainer.accelerator == "cpu" else None)
@@ -122,20 +111,20 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     config = load_config(cfg.backbone.model, cfg.backbone.revision)
     backbone = BackboneSizes.of(config)
     dtype = str(pick_dtype(cfg.backbone.dtype, device, config)).removeprefix("torch.")
-    width = cfg.heads.d_hidden if "heads.d_hidden" in values else choose_width(backbone)
-    longest = LONGEST if on_card else LONGEST_ON_CPU
+    width = cfg.heads.d_hidden if "heads.d_hidden" in values else fitting.choose_width(backbone)
+    longest = fitting.LONGEST if on_card else fitting.LONGEST_ON_CPU
     longest = min(longest, getattr(config, "max_position_embeddings", longest))
-    setting = TrainSetting(longest, dtype=dtype, d_hidden=width, weight_bits=cfg.backbone.weight_bits)
+    setting = fitting.TrainSetting(longest, dtype=dtype, d_hidden=width, weight_bits=cfg.backbone.weight_bits)
     tokens = cfg.data.max_tokens if "data.max_tokens" in values else None
     batch, samples = cfg.data.batch if "data.batch" in values else None, cfg.optim.accumulate
-    step = choose_step(
-        backbone, setting, memory - RESERVE, tokens=tokens, batch=batch, max_tokens=longest, samples=samples
+    step = fitting.choose_step(
+        backbone, setting, memory - fitting.RESERVE, tokens=tokens, batch=batch, max_tokens=longest, samples=samples
     )
     chosen: Values = dict(zip(CHOSEN, (width, step.tokens, step.batch), strict=True))
     words = " ".join(f"{name}={chosen[name]}" for name in names)
     where = torch.cuda.get_device_name(device) if on_card else "this CPU"
     size = f"{backbone.parameters / 1e9:.2f}e9 parameters, {dtype}"
-    peak = show(plan_training(backbone, step).peak)
+    peak = show(fitting.plan_training(backbone, step).peak)
     print(
         f"{cfg.backbone.model} ({size}) on {where} ({show(memory)}): chose {words}; a step is planned at {peak}", file=sys.stderr
     )  # fmt: skip
@@ -154,7 +143,7 @@ MAIN = "backbone.model out data.sources data.max_tokens heads.d_hidden optim.ste
 TRAIN = Command(
     "locret-train",
     TrainConfig,
-    USAGE,
+    TRAIN_USAGE,
     ("recipe", *MAIN.split()),
     aliases={"model": "backbone.model"},
     gone=RETIRED,

@@ -1,24 +1,28 @@
-"""Options of a command, as a dataclass states them; their help; and values from the words of a command line. No torch.
+"""Options of a command, as a dataclass states them; their help; and their values from the words of a command line and from YAML.
 
 Types and bounds of an option are its field's annotation, the docstring under the field is its help, and a field that is a
-dataclass is a section with dotted names. A field of ``HIDDEN`` is no option.
+dataclass is a section with dotted names. A field of ``HIDDEN`` is no option. A command line is ``--key value``, ``--key=value``
+or ``key=value``, in any order. No torch.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, get_args, get_origin
 
 from ..naming import nearest
-from ..validation import annotations_of, choices, parts
+from ..settings import annotations_of, checked, choices, metadata_of, parts
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -128,64 +132,6 @@ def refuse(options: DataclassInstance, names: Iterable[str], why: str) -> None:
             raise ValueError(f"{words} has no effect {why}")
 
 
-def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
-    """Words for a name that is no option: the nearest of the same name elsewhere, else of its section, else any; or the
-    section's fields."""
-    inside = [leaf for leaf in known if leaf.startswith(f"{name}.")]
-    if inside:
-        return f"{name}{where} is a section; its fields: {', '.join(inside)}"
-    section, _, last = name.rpartition(".")
-    same = [leaf for leaf in known if leaf.endswith(f".{last}")]
-    beside = [leaf for leaf in known if section and leaf.startswith(f"{section}.")]
-    if beside and not same and not nearest(last, [leaf.rpartition(".")[2] for leaf in beside]):
-        return f"unknown key {name!r}{where}. Fields of {section}: {', '.join(beside)}."
-    near = nearest(same[0] if same else name, beside or known)
-    return f"unknown key {name!r}{where}.{near} --help all lists what there is"
-
-
-def refuse_gone(gone: Mapping[str, str], name: str, value: object, where: str = "") -> None:
-    """Raise UsageError for a name, a section or a ``name=value`` that there is no more; says what does its work."""
-    for word in (name, name.partition(".")[0], f"{name}={value}"):
-        if word in gone:
-            shown = f"--{word.replace('_', '-')}" if word == name and word.isidentifier() else word
-            raise UsageError(f"{shown}{where} is no option any more: {gone[word]}")
-
-
-def typed(annotation: object, text: str) -> object:
-    """A text as a value of an annotation's type, unchecked; ``null`` where that is allowed."""
-    kinds, text = list(parts(annotation)), text.strip()
-    if text == "null" and type(None) in kinds:
-        return None
-    for kind in kinds:
-        if get_origin(kind) is list:
-            return [typed(get_args(kind)[0], item) for item in split_list(text)]
-    if known := {str(choice): choice for choice in choices(annotation)}:
-        return known.get(text, text)
-    return text if str in kinds else scalar(text)
-
-
-def scalar(text: str) -> object:
-    """The number or truth value that a text writes, or the text."""
-    if re.fullmatch(r"[+-]?\d{1,300}", text):
-        return int(text)
-    try:
-        return float(text)
-    except ValueError:
-        return {"true": True, "false": False}.get(text, text)
-
-
-def split_list(text: str) -> list[str]:
-    """The items of ``[a,b]`` or ``a,b``; commas within parentheses belong to an item: ``kvcrush(base=h2o,anchor=mean)``."""
-    items, depth = [""], 0
-    for character in text[1:-1] if text.startswith("[") and text.endswith("]") else text:
-        depth += (character in "([") - (character in ")]")
-        if character == "," and not depth:
-            items.append("")
-        else:
-            items[-1] += character
-    return [item for part in items if (item := part.strip().strip("\"'"))]
-
-
 COMMON_OPTIONS = {
     "config": "FILE  read options from a YAML file; those of the command line come before them",
     "print-config": "print every option as it would be used, as YAML that --config reads",
@@ -270,3 +216,236 @@ def _line(name: str, option: Option, width: int) -> str:
 def help_of(command: Command[T], argv: list[str]) -> str:
     """The help that the words of a command line ask for."""
     return full_help(command) if "all" in argv else short_help(command)
+
+
+def read(command: Command[T], argv: list[str]) -> T | None:
+    """The options that the words of a command line give; None after ``--help``, ``--help all``, ``--version`` or
+    ``--print-config``, which it answers on stdout.
+
+    Raises:
+        UsageError: an unknown option, suggests the nearest; one without a value, or given twice.
+        ValueError: a value of a wrong type or out of bounds; a file that cannot be read.
+    """
+    if {"-h", "--help"} & set(argv):
+        print(help_of(command, argv))
+        return None
+    if "--version" in argv:
+        from .. import __version__
+
+        print(f"{command.name} {__version__}")
+        return None
+    printing = "--print-config" in argv
+    values = command.complete(given_by(command, [word for word in argv if word != "--print-config"]))
+    options = build(command.schema, values)
+    if printing:
+        import yaml
+
+        tree = {name: operator.attrgetter(name)(options) for name in options_of(command.schema)} | {
+            name: values[name] for name in ("recipe",) if name in values
+        }
+        print(yaml.safe_dump(nested(tree), sort_keys=False, allow_unicode=True, default_flow_style=None), end="")
+        return None
+    return options
+
+
+def given_by(command: Command[T], argv: list[str]) -> dict[str, object]:
+    """dict[str, object] by option, those of a ``--config`` file below those of the command line."""
+    known = options_of(command.schema) | {"config": Option(str, None, Command, "")}
+    texts: dict[str, list[str]] = {}
+    for name, text in _pairs(command, known, argv):
+        refuse_gone(command.gone, name, text)
+        if name not in known:
+            meant = command.positional and any(word.partition("=")[0] == name for word in argv)  # such as "E=mc2?"
+            raise UsageError(unknown(name, known) + "; a text with = in it stands behind --" * bool(meant))
+        texts.setdefault(name, []).append(text)
+    values: dict[str, object] = {}
+    for name, words in texts.items():
+        annotation = known[name].annotation
+        if any(isinstance(item, Repeatable) for item in metadata_of(annotation)):
+            values[name] = checked(name, annotation, words)
+            continue
+        if len(words) > 1:
+            raise UsageError(f"{name} is given twice: {name}={words[0]} and {name}={words[1]}")
+        if not words[0].strip():
+            raise ValueError(f"{name} is empty: give it a value, or leave it out")
+        values[name] = checked(name, annotation, typed(annotation, words[0]))
+    if file := values.pop("config", None):
+        below = values_of(command, read_yaml(Path(str(file)), f"config={file}"), f" in config={file}")
+        values = below | values
+    return values
+
+
+def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) -> Iterator[tuple[str, str]]:
+    rest = deque(argv)
+    places = chain(command.positional, repeat(command.positional[-1])) if command.positional else repeat("")
+    while rest:
+        word = rest.popleft()
+        word = command.short.get(word, word)
+        if word == "--" and command.positional:
+            yield from zip(places, rest, strict=False)  # places never end
+            return
+        dashes = word.startswith("--")
+        if re.fullmatch(r"-[A-Za-z][\w-]*", word):
+            more = ". What begins with one goes after --" if command.positional else ""
+            raise UsageError(f"unknown option {word!r}: names have two dashes{more}")
+        if not dashes and not re.match(r"[A-Za-z_][\w.-]*=", word):
+            if not command.positional:
+                numbers = (f"{name}={option.default}" for name, option in known.items() if type(option.default) is int)
+                raise UsageError(
+                    f"argument {word!r} must be --key value or key=value, such as {next(numbers, 'key=1')}"
+                )
+            yield next(places), word
+            continue
+        name, equals, text = word[2 * dashes :].partition("=")
+        name = name.replace("-", "_")
+        name = command.aliases.get(name, name)
+        if not equals and _is_switch(known, name):
+            text = rest.popleft() if rest and rest[0] in ("true", "false") else "true"
+        elif not equals and name.startswith("no_") and _is_switch(known, name[3:]):
+            name, text = name[3:], "false"
+        elif not equals and name in known:
+            if not rest or re.match(r"--[a-z][\w.-]*(=|$)", rest[0]):
+                raise UsageError(f"{word} needs a value: {word} VALUE or {name}=VALUE")
+            text = rest.popleft()
+        yield name, text
+
+
+def _is_switch(known: Mapping[str, Option], name: str) -> bool:
+    return name in known and bool in parts(known[name].annotation)
+
+
+def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
+    """Words for a name that is no option: the nearest of the same name elsewhere, else of its section, else any; or the
+    section's fields."""
+    inside = [leaf for leaf in known if leaf.startswith(f"{name}.")]
+    if inside:
+        return f"{name}{where} is a section; its fields: {', '.join(inside)}"
+    section, _, last = name.rpartition(".")
+    same = [leaf for leaf in known if leaf.endswith(f".{last}")]
+    beside = [leaf for leaf in known if section and leaf.startswith(f"{section}.")]
+    if beside and not same and not nearest(last, [leaf.rpartition(".")[2] for leaf in beside]):
+        return f"unknown key {name!r}{where}. Fields of {section}: {', '.join(beside)}."
+    near = nearest(same[0] if same else name, beside or known)
+    return f"unknown key {name!r}{where}.{near} --help all lists what there is"
+
+
+def refuse_gone(gone: Mapping[str, str], name: str, value: object, where: str = "") -> None:
+    """Raise UsageError for a name, a section or a ``name=value`` that there is no more; says what does its work."""
+    for word in (name, name.partition(".")[0], f"{name}={value}"):
+        if word in gone:
+            shown = f"--{word.replace('_', '-')}" if word == name and word.isidentifier() else word
+            raise UsageError(f"{shown}{where} is no option any more: {gone[word]}")
+
+
+def typed(annotation: object, text: str) -> object:
+    """A text as a value of an annotation's type, unchecked; ``null`` where that is allowed."""
+    kinds, text = list(parts(annotation)), text.strip()
+    if text == "null" and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if get_origin(kind) is list:
+            return [typed(get_args(kind)[0], item) for item in split_list(text)]
+    if known := {str(choice): choice for choice in choices(annotation)}:
+        return known.get(text, text)
+    return text if str in kinds else scalar(text)
+
+
+def scalar(text: str) -> object:
+    """The number or truth value that a text writes, or the text."""
+    if re.fullmatch(r"[+-]?\d{1,300}", text):
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return {"true": True, "false": False}.get(text, text)
+
+
+def split_list(text: str) -> list[str]:
+    """The items of ``[a,b]`` or ``a,b``; commas within parentheses belong to an item: ``kvcrush(base=h2o,anchor=mean)``."""
+    items, depth = [""], 0
+    for character in text[1:-1] if text.startswith("[") and text.endswith("]") else text:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and not depth:
+            items.append("")
+        else:
+            items[-1] += character
+    return [item for part in items if (item := part.strip().strip("\"'"))]
+
+
+def read_yaml(path: Path, said: str) -> Values:
+    """A YAML file of ``name: value``.
+
+    Raises:
+        ValueError: it cannot be read, is no YAML or holds something else; begins with ``said``.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses what would not be read as it is written: keys that are there twice, and aliases."""
+
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("aliases are not read")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+            names = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise yaml.YAMLError(f"{twice[0]} is there twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except OSError as error:
+        raise ValueError(f"{said} cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise ValueError(f"{said} is not valid YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an integer of thousands of digits, wrong UTF-8
+        raise ValueError(f"{said} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{said} must hold sections of key: value")
+    return loaded
+
+
+def values_of(command: Command[T], tree: Values, where: str) -> Values:
+    """Checked values by option, of what a YAML file holds.
+
+    Raises:
+        ValueError: an unknown name, or a value of a wrong type or out of bounds.
+        UsageError: a name, a section or a value that there is no more.
+    """
+    known, values = options_of(command.schema), Values()
+    for name, value in flattened(tree).items():
+        refuse_gone(command.gone, name, value, where)
+        if name not in known:
+            raise ValueError(unknown(name, known, where))
+        kinds = list(parts(known[name].annotation))
+        if isinstance(value, str) and str not in kinds:  # such as 1e-4, which YAML takes for a text
+            value = typed(known[name].annotation, value)
+        elif str in kinds and type(value) in (int, float):
+            value = str(value)
+        try:
+            values[name] = checked(name, known[name].annotation, value)
+        except ValueError as error:
+            raise ValueError(str(error).replace(" must be", f"{where} must be", 1)) from None
+    return values
+
+
+def flattened(tree: Mapping[str, object], prefix: str = "") -> Values:
+    """``{dotted name: value}`` of sections."""
+    values: Values = {}
+    for key, value in tree.items():
+        values |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return values
+
+
+def nested(values: Mapping[str, object]) -> Values:
+    """Sections of dotted names."""
+    tree: Values = {}
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        at = tree
+        for section in sections:
+            at = at.setdefault(section, {})  # type: ignore[assignment]
+        at[last] = value
+    return tree

@@ -1,17 +1,22 @@
-"""The options of ``locret-serve``. No torch."""
+"""The options of ``locret-serve``, of ``locret-vllm`` (those of ``vllm serve`` may stand among them), and of ``locret-plan``.
+
+No torch.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import deque
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Interval
 
-from ..settings import Bytes, RunSettings
-from .machine import Backbone, Machine
-from .schema import Command, Repeatable
+from ..settings import Bytes, RunSettings, Slots
+from .infer_options import Backbone, Machine, Plugin
+from .schema import COMMON_OPTIONS, Command, Repeatable, options_of
 
-USAGE = """usage: locret-serve [--key value | key=value ...]
+SERVE_USAGE = """usage: locret-serve [--key value | key=value ...]
 
 Serve OpenAI's protocol with a fixed key/value budget per session.
 
@@ -71,7 +76,7 @@ _SAMPLING = "a request says it, or the backbone's generation_config.json"
 SERVE = Command(
     "locret-serve",
     ServeOptions,
-    USAGE,
+    SERVE_USAGE,
     ("model", "ckpt", "budget", "policy", "host", "port", "sessions", "documents", "session_dir", "api_key_file"),
     gone={
         "share_session_dir": "a folder of sessions is one server's, docs/serving.md says how several share the work",
@@ -81,4 +86,119 @@ SERVE = Command(
         "one_shot": "a conversation has no last chunk that is known before",
         "decode_every": "decoded tokens are evicted when the buffers are full",
     },
+)
+
+
+VLLM_USAGE = """usage: locret-vllm [--key value | key=value ...] [options of vllm serve ...]
+
+Serve with vLLM, whose requests then have a fixed key/value budget each: `vllm serve` with what must go together set.
+
+  locret-vllm --ckpt checkpoints/smollm2-135m-locret --budget 4096 --sessions 16
+  locret-vllm --ckpt user/heads --documents library --max-model-len 131072 --host 0.0.0.0 --api-key KEY"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmOptions(RunSettings, Plugin):
+    """The server. Other words go to vLLM."""
+
+    HIDDEN: ClassVar[tuple[str, ...]] = ("kv_bits", "one_shot", "seed")
+
+    ckpt: str | None = None
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: with --model none, else the demo's."""
+    model: str | None = None
+    """The backbone: a folder or a Hub id. Default: the one the heads name."""
+    policy: str | None = None
+    """A policy's name or an expression. Default: what the heads were published with; without heads compactor, or the
+    nearest that a page can hold."""
+    policies: Annotated[list[str], Repeatable()] = field(default_factory=list)
+    """A policy that requests may ask for; several times for several."""
+    sessions: Annotated[int, Ge(1)] | None = None
+    """Requests that run at once, each with a page; more wait. Default: as many as vLLM finds room for."""
+    documents: str | None = None
+    """Folder of documents that locret-read made: a prompt that begins with one goes on from its file."""
+
+
+VLLM = Command(
+    "locret-vllm",
+    VllmOptions,
+    VLLM_USAGE,
+    ("model", "ckpt", "budget", "policy", "policies", "sessions", "documents", "chunk", "protect", "plugin"),
+)
+
+
+def shared_out(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line that are the kit's options, and those that are vLLM's."""
+    known = {*options_of(VllmOptions), *(name.replace("-", "_") for name in COMMON_OPTIONS)}
+    ours, theirs, rest = list[str](), list[str](), deque(argv)
+    while rest:
+        word = rest.popleft()
+        match = re.match(r"(--)?([A-Za-z_][\w.-]*)(=|$)", word)
+        name = match[2].replace("-", "_") if match else ""
+        if word == "-h" or (name in known and match and (match[1] or match[3])):
+            ours.append(word)
+            alone = word == "-h" or name in ("help", "version", "print_config")
+            if not alone and match and not match[3] and rest:
+                ours.append(rest.popleft())
+            if name == "help" and rest and rest[0] == "all":
+                ours.append(rest.popleft())
+        else:
+            theirs.append(word)
+    return ours, theirs
+
+
+PLAN_USAGE = """usage: locret-plan --model NAME --gpu-memory SIZE [--key value | key=value ...]
+
+What a run needs, before it is run: no GPU, no weights, no Hub.
+
+  locret-plan --model phi3-mini --gpu-memory 24GiB --context 131072
+  locret-plan --model phi3-mini --gpu-memory 24GiB --sessions 16
+  locret-plan --model phi3-mini --gpu-memory 24GiB --engine vllm
+  locret-plan --model qwen3-8b --gpu-memory 24GiB --train 10240 --batch 4"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(RunSettings, Plugin):
+    """The plan."""
+
+    HIDDEN: ClassVar[tuple[str, ...]] = ("positions", "protect", "decode_every", "seed", "backend")
+
+    model: str
+    """A recipe, a folder with config.json, a Hub id, or a GGUF file. A recipe's settings stand in for those that are not
+    given."""
+    gpu_memory: Bytes
+    """Memory that the run may take, such as 24GiB."""
+    reserve: Bytes = "1GiB"
+    """Kept free for the CUDA context, libraries and fragmentation: an assumption."""
+    context: int = 131072
+    """Prompt tokens."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type of weights, heads, keys and values."""
+    policy: str = "locret"
+    """A policy's name or an expression."""
+    d_hidden: Slots | None = None
+    """Width of the retaining heads, for policies that need them. Default: the recipe's, or 1024."""
+    weight_bits: Literal[8, 4] | None = None
+    """Bits of the layers' weights. Default: as ``dtype``."""
+    engine: Literal["kit", "vllm"] = "kit"
+    """The server that is planned: locret-serve, or locret-vllm, in which each request has a page and nothing else is held."""
+    sessions: Annotated[int, Ge(1)] | None = None
+    """Plan the server with so many sessions instead. With vllm by default as many as fit."""
+    ranks: Annotated[int, Ge(1)] = 1
+    """Cards that share every layer, of ``engine=vllm``: its --tensor-parallel-size. The memory is that of each."""
+    documents: Annotated[int, Ge(0)] = 8
+    """Documents that the server holds."""
+    beginnings: Annotated[int, Ge(0)] = 2
+    """Equal beginnings of prompts that the server holds."""
+    train: int | None = None
+    """Plan a training step of samples of so many tokens instead."""
+    batch: int | None = None
+    """Samples of one forward in training. Default: the recipe's data.batch, or 1."""
+
+
+PLAN = Command(
+    "locret-plan",
+    PlanOptions,
+    PLAN_USAGE,
+    ("model", "gpu_memory", "context", "budget", "chunk", "kv_bits", "weight_bits", "sessions", "train"),
+    gone=dict.fromkeys(("speed", "gpu"), "scripts/launches.py counts launches and bytes of a layer"),
 )

@@ -27,8 +27,8 @@ from ..policies import Policy
 from ..runtime.session import Answer, Sampling
 from ..runtime.tokens import IdStream, ids_after, token_texts
 from ..settings import RunSettings, read_protect
-from ..text.spans import Span
 from ..text.template import around_turn, has_template, protected_spans, render_first, render_turn, spans_around
+from ..text.untrusted import Span
 
 
 class Source(Protocol):

@@ -27,8 +27,8 @@ from ..heads import RetainingHeads, loaded
 from ..policies import Policy
 from ..runtime.session import Answer, Sampling, prefill, ready
 from ..settings import RunSettings
-from ..text.spans import Span
 from ..text.template import protected_spans
+from ..text.untrusted import Span
 from .conversation import Chat
 from .document_text import DocumentText
 from .text_record import IDS, TextRecord, hash_ids, restored

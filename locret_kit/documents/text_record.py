@@ -19,8 +19,7 @@ from ..cache.saved import Saved, restore
 from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies import Policy
-from ..settings import Count, Share
-from ..validation import check, made, shown
+from ..settings import Count, Share, check, made, shown
 from .document_text import DocumentText, open_stream
 
 IDS = "document.ids"

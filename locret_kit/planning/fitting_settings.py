@@ -18,10 +18,9 @@ from ..backbones.spec import text_config
 from ..backbones.weights import WEIGHT_BITS, check_weight_bits, weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..cache.storage.codec import BITS
+from ..naming import UNITS, show
 from ..policies import Policy
-from ..settings import RunSettings
-from ..sizes import UNITS, show
-from ..validation import check, checked
+from ..settings import RunSettings, check, checked
 from .backbone_sizes import ITEM_BYTES, BackboneSizes, Dtype, head_parameters
 from .inference_plan import Plan, Setting, cache_bytes, plan_inference
 

@@ -26,12 +26,11 @@ from ..cache.context import layer_rows
 from ..cache.due import PIECE, Schedule
 from ..cache.stages import TILE
 from ..cache.storage.codec import BITS, FLOAT8, Scratch, check_storage
+from ..naming import show
 from ..policies import Policy
 from ..policies.base import Recall
 from ..policies.grammar import parse_policy
-from ..settings import INT32_MAX, Resolved, RunSettings
-from ..sizes import show
-from ..validation import checked, made
+from ..settings import INT32_MAX, Resolved, RunSettings, checked, made
 from .backbone_sizes import ITEM_BYTES, BackboneSizes, Dtype, head_parameters
 
 # ---- memory of recall -----------------------------------------------------------------------------------------------

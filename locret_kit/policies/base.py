@@ -28,7 +28,7 @@ from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.decoder_attention import Linear, Rope, Softmax
 from ..backbones.spec import BackboneSpec
-from ..validation import Description, check
+from ..settings import Description, check
 
 # ---- inputs of the parts of a policy --------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 
 from ..cis import Loss
 from ..naming import nearest
-from ..validation import allowed, checked
+from ..settings import allowed, checked
 from . import Policy
 from .registry import (
     KINDS,

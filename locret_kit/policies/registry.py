@@ -26,7 +26,7 @@ from typing_extensions import dataclass_transform
 
 from ..cis import SmoothL1
 from ..naming import blaming, first_line
-from ..validation import annotations_of
+from ..settings import annotations_of
 from . import WHOLE, Policy, methods, rounded, rounded_on_device
 from .base import (
     Allocation,

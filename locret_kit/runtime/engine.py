@@ -10,7 +10,7 @@ import time
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar
 
 import torch
@@ -38,7 +38,7 @@ class Engine:
         model: a causal language model; attached inside each step unless it is already.
         piece: tokens of prompts in one forward, at most; a chunk of one prompt may be more.
         scheduler: the order of prompts, which has a ``piece`` of its own; by default that in which they were added.
-        alone: whether it runs one sequence, whose forwards may cross the boundaries at which its cache cuts them, and$
+        alone: whether it runs one sequence, whose forwards may cross the boundaries at which its cache cuts them, and
             whose errors ``step`` raises.
         graph: as in ``session.decode``.
         pages: texts whose rows lie side by side, so that their tokens are made in one call a layer; see ``PagePool``.
@@ -231,7 +231,11 @@ def run(
     """
     if max_running < 1:
         raise ValueError(f"max_running={max_running} must be at least 1")
-    engine, waiting = Engine(model, stop_ids(model, tokenizer), piece=piece), iter(requests)
+    waiting = iter(requests)
+    first = [*islice(waiting, max_running)]
+    # On a CPU one compiled call makes the tokens of all texts, wherever their rows lie.
+    pages = 0 if unwrapped(model).device.type == "cpu" else len(first)
+    engine, waiting = Engine(model, stop_ids(model, tokenizer), piece=piece, pages=pages), chain(first, waiting)
     engine.warm_up()
     with attached(model):
         while True:

@@ -9,7 +9,7 @@ import re
 import zlib
 from pathlib import Path
 
-from ..text.spans import encode
+from ..text.untrusted import encode
 from .records import SUFFIXES, read_records
 
 JARGON = (

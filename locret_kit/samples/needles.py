@@ -12,7 +12,7 @@ import random
 import re
 from dataclasses import dataclass, replace
 
-from ..text.spans import encode
+from ..text.untrusted import encode
 from .haystack import TooShort, count, cut, starts
 from .synthetic import WORDS
 

@@ -1,6 +1,6 @@
 """Conversations as token ids, with the exact token span of every assistant answer.
 
-A span is the characters of the rendering that come from the message (``text.traced``). This stays right when an answer's text
+A span is the characters of the rendering that come from the message (``text.untrusted``). This stays right when an answer's text
 also occurs elsewhere, and for templates that trim messages, leave their thoughts out, or tell the time.
 """
 
@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..text.spans import Span, encode, token_span
 from ..text.template import around_message, has_template, render_traced
-from ..text.traced import FIRST, Traced
-from ..text.untrusted import defused
+from ..text.untrusted import FIRST, Span, Traced, defused, encode, token_span
 
 CHARACTERS = 64
 """Characters per token that no text reaches on average."""

@@ -15,7 +15,7 @@ from importlib import resources
 
 import yaml
 
-from ..text.spans import encode, token_span
+from ..text.untrusted import encode, token_span
 from .haystack import cut, starts, take
 from .sample import Sample, encode_chat
 

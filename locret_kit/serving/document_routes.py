@@ -23,7 +23,7 @@ from ..naming import blaming, first_line
 from ..planning.reading import too_few
 from ..runtime.tokens import TooManyTokens
 from ..settings import INT32_MAX
-from ..text.convert import Unwanted
+from ..text.reader import Unwanted
 from .engine import Engine
 from .errors import Refused
 from .request import LOG

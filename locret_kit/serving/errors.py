@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..naming import first_line
-from ..validation import BOUNDS
+from ..settings import BOUNDS
 from .messages import ANTHROPIC, field_of
 from .request import Busy, Stopping
 

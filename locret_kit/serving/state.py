@@ -21,8 +21,7 @@ from fastapi import HTTPException, Request
 
 from ..documents.document import Document
 from ..naming import first_line
-from ..text.convert import Late, convert
-from ..text.reader import CONVERTED, may_be_text, read_stream
+from ..text.reader import CONVERTED, Late, convert, may_be_text, read_stream
 from .engine import Engine
 from .errors import Refused
 from .messages import nested
@@ -97,7 +96,7 @@ class Conversions:
     long: Turns = field(default_factory=Turns)
 
     async def text(self, pool: Executor, data: bytes, upload: UploadedDocument) -> str:
-        """The text of an upload as ``text.convert`` gives it. Plain text, which needs no parser, waits for nobody."""
+        """The text of an upload as ``text.reader.convert`` gives it. Plain text, which needs no parser, waits for nobody."""
         loop, name, lines = asyncio.get_running_loop(), upload.title, list[str]()
         if not name.lower().endswith(CONVERTED) and may_be_text(data[:1024]):
             return await loop.run_in_executor(pool, partial(read_stream, BytesIO(data), name, lost=upload.lost.append))

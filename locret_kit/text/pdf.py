@@ -14,8 +14,7 @@ import pypdfium2.raw as pdfium
 from pypdfium2 import PdfDocument, PdfiumError, PdfPage
 
 from .losses import Refusal, told
-from .pdf_marks import GUTTER, Box, Piece, marked, pieces_of
-from .right_to_left import LETTER, in_reading_order
+from .pdf_lines import GUTTER, LETTER, Box, Piece, in_reading_order, marked, pieces_of
 
 HYPHEN = "\ufffe"
 """PDFium's mark for one at the end of a line, whose next line it has joined."""

@@ -1,23 +1,143 @@
-"""Text of others, in which no control token may form: documents, messages, names, tool results, earlier answers.
+"""Text of others: who wrote each of its characters, marks where no control token may form, and its tokens.
+
+A template looks for its own tokens in what it is given: it cuts an answer at ``</think>``. So it gets every text as it is, and
+each character of what it makes is traced to the template's own literals or to a text of others.
 
 ``defused`` breaks every control token that a text spells, by a mark after its first character; in what a chat template makes
-(``text.traced``), every one that is not its own. Whoever encodes the result (``text.spans.encode``, ``runtime.tokens.IdStream``)
-makes no token across a mark and leaves it out: what the text says stays, as ordinary tokens. Text that spells no control token is
-not changed.
+every one that is not its own. Whoever encodes the result (``encode``, ``runtime.tokens.IdStream``) makes no token across a
+mark and leaves it out: what the text says stays, as ordinary tokens. Text that spells no control token is not changed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING
-
-from .traced import OWN, Traced, traced
+from typing import TYPE_CHECKING, SupportsIndex, TypeVar, cast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+OTHERS, OWN, FIRST = "\0", "\1", 2
+"""Origins of a character: of others, or of the template; the content of messages[i] has chr(FIRST + i)."""
+
+
+class Traced(str):
+    """A text with the origin of each of its characters.
+
+    What templates do with texts keeps origins: slices, sums, joins, splits, strips, replacements, formats. What anything else
+    makes of it (JSON, ``indent``, ``escape``) is a plain text, of others: no text becomes the template's.
+
+    Args:
+        origin: one for each character, or one for all.
+    """
+
+    origin: str
+
+    def __new__(cls, text: str, origin: str = OTHERS) -> Traced:
+        made = super().__new__(cls, text)
+        made.origin = origin * len(text) if len(origin) == 1 else origin
+        return made
+
+    def __str__(self) -> str:
+        return self
+
+    def __add__(self, other: str) -> Traced:
+        return NOTHING.join((self, other)) if type(other) in (str, Traced) else NotImplemented
+
+    def __radd__(self, other: str) -> Traced:
+        return NOTHING.join((other, self)) if type(other) is str else NotImplemented
+
+    def __mul__(self, times: SupportsIndex) -> Traced:
+        return Traced(str.__mul__(self, times), self.origin * times)
+
+    __rmul__ = __mul__
+
+    def __getitem__(self, at: SupportsIndex | slice) -> Traced:
+        return Traced(str.__getitem__(self, at), self.origin[at])
+
+    def __iter__(self) -> Iterator[str]:
+        return map(Traced, str.__iter__(self), self.origin)
+
+    def __mod__(self, values: object) -> str:
+        made, parts = str.__mod__(self, values), self.split("%s")
+        given = list(values) if isinstance(values, tuple) else [values]
+        if len(parts) != len(given) + 1 or str.count(self, "%") != len(given):  # other signs than %s
+            return made
+        texts = [part for pair in zip(parts, map(str, given), strict=False) for part in pair]
+        return NOTHING.join([*texts, parts[-1]])
+
+    def join(self, parts: Iterable[str]) -> Traced:
+        parts = list(parts)
+        return Traced(str.join(self, parts), self.origin.join(map(_origin, parts)))
+
+    def lstrip(self, chars: str | None = None) -> Traced:
+        return self[len(self) - len(str.lstrip(self, chars)) :]
+
+    def rstrip(self, chars: str | None = None) -> Traced:
+        return self[: len(str.rstrip(self, chars))]
+
+    def strip(self, chars: str | None = None) -> Traced:
+        return self.lstrip(chars).rstrip(chars)
+
+    def removeprefix(self, prefix: str) -> Traced:
+        return self[len(self) - len(str.removeprefix(self, prefix)) :]
+
+    def removesuffix(self, suffix: str) -> Traced:
+        return self[: len(str.removesuffix(self, suffix))]
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._found(str.split(self, sep, maxsplit), sep)
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._found(str.rsplit(self, sep, maxsplit), sep)
+
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        return self._found(str.splitlines(self, keepends))
+
+    def partition(self, sep: str) -> tuple[str, str, str]:
+        return cast(tuple[str, str, str], tuple(self._found(str.partition(self, sep), "")))
+
+    def rpartition(self, sep: str) -> tuple[str, str, str]:
+        return cast(tuple[str, str, str], tuple(self._found(str.rpartition(self, sep), "")))
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
+        return traced(new).join(self.split(old, count)) if old else str.replace(self, old, new, count)
+
+    def _found(self, pieces: Iterable[str], sep: str | None = None) -> list[str]:
+        """Pieces of this text in their order, with ``sep`` between them; None for blanks or line ends, which begin no piece."""
+        at, made = 0, list[str]()
+        for piece in pieces:
+            at = str.find(self, piece, at) if sep is None else at
+            made.append(self[at : at + len(piece)])
+            at += len(piece) + len(sep or "")
+        return made
+
+
+def _recased(change: Callable[[str], str]) -> Callable[[Traced], str]:
+    return lambda text: Traced(made, text.origin) if len(made := change(text)) == len(text) else made
+
+
+for _change in (str.upper, str.lower, str.title, str.capitalize):
+    setattr(Traced, _change.__name__, _recased(_change))
+NOTHING = Traced("")
+
+
+def _origin(text: str) -> str:
+    return text.origin if isinstance(text, Traced) else OTHERS * len(text)
+
+
+def traced(value: T, origin: str = OTHERS) -> T:
+    """A value of JSON with every text in it traced; one that is traced already stays."""
+    if isinstance(value, str):
+        return cast(T, value if isinstance(value, Traced) else Traced(value, origin))
+    if isinstance(value, Mapping):
+        return cast(T, {traced(name, origin): traced(inner, origin) for name, inner in value.items()})
+    return cast(T, [traced(inner, origin) for inner in value]) if isinstance(value, (list, tuple)) else value
+
 
 CUT = "\ufdd0"
 """The mark: one of Unicode's noncharacters, which are for use inside of programs and in no text."""
@@ -111,3 +231,65 @@ def defused_pieces(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], be
 def plain(text: str) -> str:
     """The text without marks, for people to read."""
     return text.replace(CUT, "")
+
+
+Span = tuple[int, int]
+
+
+def encode(tokenizer, text: str, *, special: bool = False) -> tuple[list[int], list[Span]]:
+    """Token ids of `text` [S] and their half-open character offsets [S]. No token reaches across a mark.
+
+    Args:
+        special: whether the tokenizer adds its special tokens (of empty offset) around the text.
+
+    Raises:
+        ValueError: for a slow tokenizer, which has no offsets.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(f"tokenizer={type(tokenizer).__name__} must be a fast tokenizer: character offsets are needed")
+    if CUT in text:
+        return _encode_cut(tokenizer, text, special)
+    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+    return encoded["input_ids"], encoded["offset_mapping"]
+
+
+def _encode_cut(tokenizer, text: str, special: bool) -> tuple[list[int], list[Span]]:
+    """``encode`` of a text with marks, the parts between which are encoded one by one."""
+    prefix, suffix = special_ids(tokenizer) if special else ([], [])
+    ids, offsets, at = list(prefix), [(0, 0)] * len(prefix), 0
+    for part in text.split(CUT):
+        context = BORDER if at else ""
+        tokens, places = encode(tokenizer, context + part)
+        for token, (start, end) in zip(tokens, places, strict=True):
+            if end > len(context) or not context:
+                ids.append(token)
+                offsets.append((at + max(0, start - len(context)), at + end - len(context)))
+        at += len(part) + len(CUT)
+    return ids + suffix, offsets + [(len(text), len(text))] * len(suffix)
+
+
+def special_ids(tokenizer) -> tuple[list[int], list[int]]:
+    """Special tokens (BOS, EOS) that a tokenizer adds before and after a text."""
+    alone = tokenizer("a", add_special_tokens=False).input_ids
+    whole = tokenizer("a").input_ids
+    start = next(i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
+    return whole[:start], whole[start + len(alone) :]
+
+
+def token_span(offsets: Sequence[Span], start: int, end: int, *, inner: bool = False) -> Span:
+    """Half-open token span of the characters [start, end).
+
+    Args:
+        offsets: character offsets of the tokens.
+        inner: leave out tokens that reach beyond the characters; otherwise they belong to the span.
+
+    Raises:
+        ValueError: if no token lies there (never with `inner`, which then gives an empty span).
+    """
+    if inner:
+        tokens = [i for i, (a, b) in enumerate(offsets) if start <= a < b <= end]
+    else:  # a trimmed blank has an empty offset, and counts when it lies inside
+        tokens = [i for i, (a, b) in enumerate(offsets) if (a < end and b > start) or start < a == b < end]
+    if not tokens and not inner:
+        raise ValueError(f"no token covers the characters {start} to {end}: is the answer empty?")
+    return (tokens[0], tokens[-1] + 1) if tokens else (0, 0)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..cis import ranks
-from ..config.train_config import TrainConfig
-from ..config.yaml_values import flattened
+from ..config.schema import flattened
+from ..config.train_options import TrainConfig
 
 COLOURS = "cividis"
 """Brightness rises along it, so it reads in grey."""

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from ..config.train_config import DataConfig
+from ..config.train_options import DataConfig
 from ..naming import blaming, first_line, nearest
 from ..samples import overlap
 from ..samples.haystack import TEXTS, load_text, next_start

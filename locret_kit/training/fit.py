@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from ..backbones.load import load_backbone, load_config, load_tokenizer, pick_device, pick_dtype
 from ..backbones.probe import describe
 from ..backbones.spec import text_config
-from ..config.train_config import TrainConfig
+from ..config.train_options import TrainConfig
 from ..files import locked, write_beside, write_json
 from ..naming import first_line
 from .board import flat

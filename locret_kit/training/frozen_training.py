@@ -29,7 +29,7 @@ from locret_kernels.provenance import peak_memory
 
 from ..backbones.intercept import attach
 from ..backbones.libraries import unwrapped
-from ..config.train_config import TrainConfig
+from ..config.train_options import TrainConfig
 from ..files import write_json
 from ..heads import RetainingHeads
 from .board import flat

@@ -23,7 +23,7 @@ from ..backbones.probe import describe
 from ..backbones.spec import AttentionLayer, decoder_of
 from ..cache.attend import attend_text
 from ..cis import SmoothL1, cis_loss, cis_target, top_recall
-from ..config.train_config import TrainConfig
+from ..config.train_options import TrainConfig
 from ..heads import HeadsConfig, RetainingHeads
 from ..naming import blaming
 from ..policies.grammar import parse_loss

@@ -26,7 +26,7 @@ from ..backbones.probe import describe
 from ..backbones.spec import BackboneSpec
 from ..cache.attend import attend_rows
 from ..cache.bounded import BoundedCache
-from ..config.train_config import TrainConfig
+from ..config.train_options import TrainConfig
 from ..heads import RetainingHeads
 from ..policies import Policy, capabilities
 from ..policies.base import Folded, Merge, Score, Slots

@@ -10,9 +10,9 @@ from transformers import PretrainedConfig
 
 from ..backbones.spec import BackboneSpec, spec_of
 from ..cache.pages import PageShape
+from ..naming import show
 from ..policies import Policy
 from ..settings import Resolved
-from ..sizes import show
 from .ranks import Ranks, config_of_rank
 
 SPARE = 1

@@ -15,8 +15,7 @@ from ..policies import Policy
 from ..policies.capabilities import Subject, refuse
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, load_plugin
-from ..settings import Resolved, RunSettings, read_protect
-from ..validation import made
+from ..settings import Resolved, RunSettings, made, read_protect
 
 LOG = logging.getLogger("locret_kit")
 LEFT_OUT = {

@@ -13,8 +13,8 @@ from locret_kit.cache.storage.codec import Scratch, decode, encode, levels, pack
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.quantised import GroupedBits
 from locret_kit.cache.storage.rows import BoundedLayer
-from locret_kit.config.command_line import given_by
 from locret_kit.config.infer_options import INFER
+from locret_kit.config.schema import given_by
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

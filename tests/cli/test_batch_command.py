@@ -13,7 +13,7 @@ import pytest
 from tiny_heads import save_tiny_heads
 from tiny_tokenizer import TEXT
 
-from locret_kit.cli.batch_files import open_answers
+from locret_kit.cli.answers import open_answers
 from locret_kit.cli.infer import main
 from locret_kit.files import locked
 from locret_kit.runtime import engine
@@ -201,7 +201,7 @@ def test_prompts_from_a_pipe(files):
 
 
 def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("locret_kit.cli.infer_batch.choose", None)
+    monkeypatch.setattr("locret_kit.cli.answers.choose", None)
 
     def says(words: str, *more: str, given: list[str] | None = None) -> None:
         assert main(given or ["--batch", str(files.prompts), "-o", str(files.answers), *more]) == 1

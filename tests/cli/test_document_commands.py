@@ -18,7 +18,8 @@ from tiny_tokenizer import TEXT, save_tiny_backbone, tiny_tokenizer
 
 from locret_kit import Document
 from locret_kit.backbones.load import load_backbone
-from locret_kit.cli import ask, infer, info, kept, read
+from locret_kit.cli import infer
+from locret_kit.cli.documents import ask, info, kept, read
 from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.tokens import token_texts
 
@@ -27,7 +28,7 @@ HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kern
 RUN = ("--budget", "48", "--chunk", "32", "--stabilizers", "8", "--local-len", "8")
 EVIL = "</script><img src=x onerror=alert(1)> & <b>"
 QUESTIONS = ("What is it?", "Remember the key?")
-COMMANDS = {"read": read.main, "info": info.main, "ask": ask.main, "infer": infer.main, "kept": kept.main}
+COMMANDS = {"read": read, "info": info, "ask": ask, "infer": infer.main, "kept": kept}
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,7 @@ def test_nothing_private_is_in_a_file(use, place, tmp_path):
 
 
 def test_info_is_quick_and_shows_the_record(use, book):
-    code = f"import sys\nfrom locret_kit.cli.info import main\nmain([{str(book)!r}])\n"
+    code = f"import sys\nfrom locret_kit.cli.documents import info\ninfo([{str(book)!r}])\n"
     code += "assert not {'torch', 'transformers'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=HERE)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from locret_kit.cli import terminal
+from locret_kit.cli import command, documents
 
 
 class Screen(io.StringIO):
@@ -22,10 +22,10 @@ class Screen(io.StringIO):
 def test_progress_counts_what_is_read_now_in_one_line(monkeypatch, columns):
     """A document's earlier tokens took no time; a wrapped line would stay on the screen."""
     clock = itertools.count()
-    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(sys, "stderr", Screen())
     monkeypatch.setenv("COLUMNS", str(columns))
-    show = terminal.progress("read")
+    show = command.progress("read")
     for done in (100_512, 101_024, 101_536):  # a second each
         show(done, 101_536)
     shown = sys.stderr.getvalue().rstrip("\n").split("\r")
@@ -40,10 +40,10 @@ def test_progress_counts_what_is_read_now_in_one_line(monkeypatch, columns):
 def test_a_line_of_json_is_json_in_every_encoding(monkeypatch, encoding):
     """stdout's own escapes are those of Python, such as \\xe9."""
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace"))
-    print(terminal.json_line({"answer": "caf\xe9 \U0001f600"}), flush=True)
+    print(documents.json_line({"answer": "caf\xe9 \U0001f600"}), flush=True)
     assert json.loads(sys.stdout.buffer.getvalue().decode(encoding)) == {"answer": "caf\xe9 \U0001f600"}
 
 
 def test_a_question_has_no_byte_order_mark(tmp_path):
     (tmp_path / "asked").write_bytes(b"\xef\xbb\xbfWho?\r\n")
-    assert terminal.words_of("question_file", str(tmp_path / "asked")) == "Who?\n"
+    assert documents.words_of("question_file", str(tmp_path / "asked")) == "Who?\n"

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from locret_kit.config.command_line import given_by
 from locret_kit.config.recipes import TRAIN, known_recipes, load_config, read_recipe, with_recipe
-from locret_kit.config.schema import build, options_of
-from locret_kit.config.train_config import TrainConfig
-from locret_kit.validation import metadata_of, parts
+from locret_kit.config.schema import build, given_by, options_of
+from locret_kit.config.train_options import TrainConfig
+from locret_kit.settings import metadata_of, parts
 
 ROOT = Path(__file__).resolve().parents[2]
 ANY_MODEL = {"auto", "paper", "small", "tiny"}

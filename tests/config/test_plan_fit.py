@@ -10,10 +10,10 @@ from planned import changed, setting_of
 
 from locret_kit.cli import plan as cli
 from locret_kit.config.recipes import known_recipes
+from locret_kit.naming import parse_bytes
 from locret_kit.planning import fitting_settings
 from locret_kit.planning import inference_plan as p
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.sizes import parse_bytes
 
 GIB = 2**30
 H2O = parse_policy("h2o")

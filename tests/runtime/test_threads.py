@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from locret_kit.threads import cores_allowed
+from locret_kit.processes import cores_allowed
 
 SHOW = "from locret_kit.cli.command import command\n@command('x')\ndef main():\n    import torch\n    return 0\nmain()"
 

@@ -39,7 +39,7 @@ from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.engine import Engine
 from locret_kit.serving.request import Busy, ServerRequest, Stopping
 from locret_kit.serving.state import Limits, Server
-from locret_kit.text.convert import Late, Unwanted, convert
+from locret_kit.text.reader import Late, Unwanted, convert
 
 LIMITS = Limits(4000, 64, body_bytes=200_000, upload_bytes=100_000, documents=3, body_seconds=1.0)
 
@@ -445,7 +445,7 @@ def test_a_conversion_that_starts_slowly_gets_its_whole_input(tmp_path, monkeypa
     slow = tmp_path / "python"
     slow.write_text(f'#!/bin/sh\nsleep 0.8\nexec {sys.executable} "$@"\n')
     slow.chmod(0o700)
-    monkeypatch.setattr("locret_kit.text.convert.sys.executable", str(slow))
+    monkeypatch.setattr("locret_kit.text.reader.sys.executable", str(slow))
     assert convert(b"word " * 100_000, "a.txt", seconds=10) == "word " * 100_000
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from checkout import BACKBONE, forget_plugins, made_checkout
+from import_graph import COMMANDS
 from made_documents import pdf
 from scripts_loaded import load_script
 from tiny_gguf import write_gguf
@@ -90,8 +91,8 @@ def run(line: str, command) -> None:
     files = {mark: words[words.index(mark) + 1] for mark in "<>" if mark in words}
     given = words[: min(words.index(mark) for mark in files)] if files else words
     stdin = Path(files["<"]).read_bytes() if "<" in files else b""
-    main = import_module(f"locret_kit.cli.{name.removeprefix('locret-')}").main
-    status, out, err = command(main, *given, stdin=stdin)
+    module, main = COMMANDS[name.removeprefix("locret-")]
+    status, out, err = command(getattr(import_module(module), main), *given, stdin=stdin)
     assert status == 0, f"{line}\n{err}"
     if ">" in files:
         Path(files[">"]).write_text(out)

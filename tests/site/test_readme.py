@@ -13,13 +13,11 @@ import pytest
 
 from locret_kit.cli.eval import COMMANDS
 from locret_kit.config import recipes
-from locret_kit.config.command_line import given_by
-from locret_kit.config.document_options import ASK, CHAT, INFO, KEPT, READ
 from locret_kit.config.eval_options import load_eval_config
-from locret_kit.config.infer_options import INFER
-from locret_kit.config.plan_options import PLAN
-from locret_kit.config.publish_options import PUBLISH
-from locret_kit.config.serve_options import SERVE
+from locret_kit.config.infer_options import ASK, CHAT, INFER, INFO, KEPT, READ
+from locret_kit.config.schema import given_by
+from locret_kit.config.serve_options import PLAN, SERVE
+from locret_kit.config.train_options import PUBLISH
 from locret_kit.policies import grammar, registry
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from import_graph import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[2]
-PRELUDE = """
+PRELUDE = (
+    f"COMMANDS = {COMMANDS!r}"
+    + """
 import io, json, os, sys
 from contextlib import redirect_stderr, redirect_stdout
 def cli(name, *argv, stdin=""):
@@ -17,7 +21,8 @@ def cli(name, *argv, stdin=""):
     out, err = io.StringIO(), io.StringIO()
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()))
     with redirect_stdout(out), redirect_stderr(err):
-        status = import_module("locret_kit.cli." + name).main(list(argv))
+        module, main = COMMANDS[name]
+        status = getattr(import_module(module), main)(list(argv))
     return status, out.getvalue(), err.getvalue()
 def report(**values):
     print("REPORT", json.dumps(values))
@@ -28,6 +33,7 @@ def load(name, **more):
     except (OSError, ValueError) as error:
         return str(error)
 """
+)
 
 
 def client(hub_url: str, cache: Path, code: str, *argv: str, **env: str) -> dict:

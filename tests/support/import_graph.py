@@ -12,6 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = ("pyproject.toml", "constraints.txt", "setup.py", "tests/conftest.py")
 """Files on which every test depends."""
+COMMANDS = {
+    name: (module, main)
+    for name, module, main in re.findall(
+        r'^locret-(\w+) = "([\w.]+):(\w+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M
+    )
+}
+"""The module of each command, and its function there."""
 MENTION = re.compile(r"\blocret_kit(?:\.\w+)+|\blocret-(\w+)")
 """A module or a command in a text: programs that a test starts."""
 
@@ -104,4 +111,4 @@ def reached_names(file: Path, module: str) -> set[str]:
     if module in modules():
         return set(imports(module))
     mentions = MENTION.finditer(file.read_text(encoding="utf-8"))
-    return set(imported(file, [])) | {f"locret_kit.cli.{m[1]}" if m[1] else m[0] for m in mentions}
+    return set(imported(file, [])) | {COMMANDS[m[1]][0] if m[1] in COMMANDS else m[0] for m in mentions}

@@ -13,9 +13,8 @@ from functools import partial
 import pytest
 from made_documents import WORD, at, book, docx_files, drawn, item, level, lists, looks, pdf, said, word, zipped
 
-from locret_kit.cli.terminal import text_of
-from locret_kit.text.convert import convert
-from locret_kit.text.reader import read_stream
+from locret_kit.cli.command import text_of
+from locret_kit.text.reader import convert, read_stream
 
 FACT = "The rent is 4711 euros"
 OTHER = "Heating costs 815 euros"
@@ -445,12 +444,12 @@ def test_a_fact_is_in_the_text_or_its_loss_is_said(name, data, facts, losses):
 
 LOOKED = """
 import contextlib, io, sys
-from locret_kit.cli import ask, chat, infer, kept, read
-mains = {"ask": ask, "chat": chat, "infer": infer, "kept": kept, "read": read}
+from locret_kit.cli import chat, documents, infer
+mains = {**vars(documents), "chat": chat.main, "infer": infer.main}
 for line in sys.stdin.read().splitlines():
     command, *words = line.split("\t")
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        status = mains[command].main(words)
+        status = mains[command](words)
     print(status, "torch" in sys.modules, said.getvalue().strip(), sep="\t")
 """
 
@@ -499,6 +498,6 @@ def test_documents_that_take_a_parser_long_are_short_work_or_end(tmp_path, monke
     assert time.process_time() - began < 5
     (tmp_path / "a.html").write_bytes(b"<p>one two</p>")
     assert list(text_of(str(tmp_path / "a.html"))) == ["one two"]
-    monkeypatch.setattr("locret_kit.text.convert.convert", partial(convert, text=3))
+    monkeypatch.setattr("locret_kit.cli.command.convert", partial(convert, text=3))
     with pytest.raises(ValueError, match="its text has 7 bytes, at most 3 are taken"):
         text_of(str(tmp_path / "a.html"))

@@ -23,9 +23,9 @@ from bs4 import BeautifulSoup
 from made_documents import OFFICE, REMOTE, at, docx, docx_files, drawn, epub, epub_files, html, pdf, zipped
 
 from locret_kit.cli import command
-from locret_kit.cli.terminal import text_of
+from locret_kit.cli.command import text_of
+from locret_kit.text.pdf_lines import reading_order
 from locret_kit.text.reader import read_document, read_stream
-from locret_kit.text.right_to_left import reading_order
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE = "a cache keeps the well-known rows of long texts (some say 'prompts'), snake_case and *stars* too; 42% of 7,000"

@@ -10,20 +10,15 @@ import pytest
 import yaml
 from annotated_types import Ge
 
-from locret_kit.config.command_line import given_by, read
-from locret_kit.config.document_options import ASK, CHAT, INFO, KEPT, READ
 from locret_kit.config.eval_options import EVAL, FIGURE, PAIRED, REPORT, TABLE, TASKS
-from locret_kit.config.infer_options import INFER
-from locret_kit.config.plan_options import PLAN
-from locret_kit.config.publish_options import PUBLISH
+from locret_kit.config.infer_options import ASK, CHAT, INFER, INFO, KEPT, READ
 from locret_kit.config.recipes import TRAIN
-from locret_kit.config.schema import Command, Repeatable, UsageError, full_help, options_of, short_help
-from locret_kit.config.serve_options import SERVE
-from locret_kit.config.vllm_options import VLLM
+from locret_kit.config.schema import Command, Repeatable, UsageError, full_help, given_by, options_of, read, short_help
+from locret_kit.config.serve_options import PLAN, SERVE, VLLM
+from locret_kit.config.train_options import PUBLISH
 from locret_kit.evals.tasks.task import CHAT as CHAT_FORMS
 from locret_kit.samples.needles import ENDINGS
-from locret_kit.settings import RunSettings
-from locret_kit.validation import choices
+from locret_kit.settings import RunSettings, choices
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {"infer": INFER, "train": TRAIN, "eval": EVAL, "plan": PLAN, "publish": PUBLISH}

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from word_grams import grams
 
 from locret_kit.cli.train import main
-from locret_kit.config.train_config import DataConfig
+from locret_kit.config.train_options import DataConfig
 from locret_kit.samples import records as records_module
 from locret_kit.samples.haystack import load_text
 from locret_kit.samples.records import read_records, to_messages

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import RetainingHeads
 from locret_kit.cli.train import main
-from locret_kit.config.train_config import DataConfig
+from locret_kit.config.train_options import DataConfig
 from locret_kit.samples.haystack import load_text
 from locret_kit.samples.records import to_messages
 from locret_kit.samples.sample import encode_chat

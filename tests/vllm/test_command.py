@@ -11,8 +11,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from locret_kit.backbones import load as precision
 from locret_kit.cli.vllm import served_by, settle
-from locret_kit.config.command_line import read
-from locret_kit.config.vllm_options import VLLM
+from locret_kit.config.schema import read
+from locret_kit.config.serve_options import VLLM
 from locret_kit.vllm import worker_state
 from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
 

@@ -4,6 +4,8 @@ to. The definition, in torch.
 ``column_stats`` starts from that log-sum-exp, so it needs no pass over the rows of its own.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch

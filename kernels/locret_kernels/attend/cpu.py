@@ -4,6 +4,8 @@ Each weight is computed once, for the output and for what is summed over it, and
 values of bfloat16 are read as they are; weights and sums are of float32.
 """
 
+from __future__ import annotations
+
 from functools import cache, partial
 from pathlib import Path
 

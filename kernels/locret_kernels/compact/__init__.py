@@ -1,5 +1,7 @@
 """Compaction of buffers: rows that stay move to the front, in place; and the index of those rows. The definition, in torch."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

@@ -2,6 +2,8 @@
 The definition, in torch, rounded where transformers rounds.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -1,5 +1,7 @@
 """Normalisation with the residual, and the gated activation, each in one call (``cpu.cpp``), of float32 and bfloat16."""
 
+from __future__ import annotations
+
 from functools import cache
 from pathlib import Path
 

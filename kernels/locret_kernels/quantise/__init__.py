@@ -2,6 +2,8 @@
 cache's own (``locret_kit/cache/storage``).
 """
 
+from __future__ import annotations
+
 from functools import cache
 from pathlib import Path
 

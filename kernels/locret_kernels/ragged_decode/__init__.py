@@ -1,5 +1,7 @@
 """Attention of one new token over heads that hold different numbers of rows, in full or in few bits: the definition, in torch."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple

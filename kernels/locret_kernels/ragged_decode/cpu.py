@@ -1,6 +1,8 @@
 """Decoding attention over flat rows in one call (``cpu.cpp``): as the definition but for rounding. Rows in 8 bits are the
 reference's."""
 
+from __future__ import annotations
+
 from functools import cache
 from pathlib import Path
 

@@ -2,6 +2,8 @@
 rotates.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """The best rows of each head by score, protected rows first: the definition, in torch, by a stable sort."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -2,6 +2,8 @@
 never computed.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch

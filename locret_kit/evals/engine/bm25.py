@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...samples.haystack import starts
-from ...text.spans import Span, encode
 from ...text.template import render_prompt
+from ...text.untrusted import Span, encode
 from ..metrics import library
 from ..tasks.task import Example
 from .run_spec import BM25

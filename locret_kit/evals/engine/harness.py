@@ -28,8 +28,8 @@ from ...cache.bounded import BoundedCache
 from ...naming import nearest
 from ...runtime.session import Answer, Sampling, prefill
 from ...runtime.tokens import stream_ids
+from ...settings import made
 from ...text.template import render
-from ...validation import made
 from .fidelity import nll_reading, score_continuation
 from .measure import cache_for
 from .run_spec import Setup, Variant

@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from ...files import locked, read_json
-from ...settings import RunSettings
-from ...validation import annotations_of, checked, made
+from ...settings import RunSettings, annotations_of, checked, made
 from ..metrics import Answer
 from .run_spec import ORACLES, UNTRAINED
 

@@ -20,7 +20,7 @@ from ...cache.due import Schedule
 from ...documents.text_record import hash_ids
 from ...planning.fitting_settings import OutOfMemory
 from ...samples.haystack import TooShort
-from ...validation import made
+from ...settings import made
 from ..metrics import get_metric
 from ..tasks.task import NEEDS_REFERENCE, Example
 from . import bm25, oracle

@@ -25,7 +25,7 @@ import yaml
 
 from ...naming import blaming, first_line
 from ...samples.records import SUFFIXES, read_records, to_messages
-from ...text.spans import Span, encode
+from ...text.untrusted import Span, encode
 from ..metrics import Answer, Extra, get_metric
 from .task import Example, Task, count_ids, wrap
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from ...runtime.tokens import stream_ids
 from ...samples.haystack import TooShort
 from ...samples.needles import ENDINGS, gives_first_words
-from ...text.spans import Span
 from ...text.template import has_template, render_prompt
-from ...text.untrusted import defused
+from ...text.untrusted import Span, defused
 from ..metrics import Answer, Extra
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 
 from ...samples.haystack import next_start, starts, take
-from ...text.spans import encode
+from ...text.untrusted import encode
 from .task import Example, Task, count_ids, spread_depth, wrap
 
 CONTINUATION = 128

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from ...backbones.spec import BackboneSpec
 from ...files import CONFIG, WEIGHTS, read_folder, read_folder_config, write_folder
 from ...naming import blaming
-from ...validation import made
+from ...settings import made
 from ..base import Folded, Merge, Odd, Part, Positive, Score, Slots, rank_of
 from ..registry import part
 

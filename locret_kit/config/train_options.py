@@ -1,4 +1,4 @@
-"""The configuration of ``locret-train``: its schema. This module knows no model and imports neither torch nor Lightning."""
+"""The options of ``locret-train`` and ``locret-publish``. This module knows no model and imports neither torch nor Lightning."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
 from ..backbones.gguf import is_gguf
-from ..settings import PUBLISHED, Bytes, Count, RunSettings, Slots, is_positions
-from ..validation import Description
-from .machine import Dtype
+from ..settings import PUBLISHED, SMOOTH_L1, Bytes, Count, Description, RunSettings, Slots, is_positions
+from .infer_options import Dtype
+from .schema import Command
 
-SMOOTH_L1 = "smooth_l1"
 Strategy = Literal["auto", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"]
 
 
@@ -258,3 +257,35 @@ class TrainConfig:
                 registry.load_plugin(self.plugin)
             grammar.parse_loss(self.loss.kind)
             grammar.parse_policy(self.infer.policy or "locret")
+
+
+PUBLISH_USAGE = """usage: locret-publish HEADS USER/NAME [--key value | key=value ...]
+
+Put retaining heads on the Hugging Face Hub, with card, curves and results.
+
+  locret-publish runs/mine/heads user/name --dry-run"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions:
+    """Heads to publish, and their names on the Hub."""
+
+    ckpt: str
+    """Retaining heads: a folder or a .pt file; a .bin needs --base-model."""
+    repo: str
+    """USER/NAME: where they go; made if it is not there."""
+    private: bool = False
+    """Make a new repository private."""
+    dry_run: bool = False
+    """Print the files and the card, and send nothing."""
+    message: str = "Upload retaining heads"
+    """Message of the commit."""
+    base_model: str | None = None
+    """USER/NAME: the backbone as others load it. Default: what the heads say."""
+    adapter: str | None = None
+    """USER/NAME: the PEFT adapter as others load it. Default: what the heads say."""
+    license: str | None = None
+    """Default: the card's beside the heads, or apache-2.0."""
+
+
+PUBLISH = Command("locret-publish", PublishOptions, PUBLISH_USAGE, positional=("ckpt", "repo"))

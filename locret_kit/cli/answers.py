@@ -1,0 +1,237 @@
+"""Answers of ``locret-infer``, with torch: about one text, and to the lines of ``--batch``, which are answered together."""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import IO
+
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..backbones.load import choose_precision, load_tokenizer, pick_device
+from ..cache.bounded import BoundedCache
+from ..config.infer_options import BatchPrompt, Generation, InferOptions, Name
+from ..documents.document import Document
+from ..files import write_json
+from ..heads import RetainingHeads
+from ..naming import first_line
+from ..runtime.engine import run as answered
+from ..runtime.report import provenance, weights_hash
+from ..runtime.sequence import Request, Sequence
+from ..runtime.session import Answer, Sampling
+from ..runtime.tokens import answer_text, stream_ids
+from ..settings import made
+from ..text.template import has_template, render_messages
+from .command import check_question, progress, title_of, write_answer
+from .loading import Chosen, before_reading, beyond_window, check_run, check_sampling, choose, not_shown, prompt_ids
+
+Say = Callable[[str], None]
+SHARED = (*(item.name for item in fields(Generation)), "seed")
+"""Options that a line may have for itself."""
+
+
+def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
+    """Load, then answer the questions about a text, or continue it. Raises ValueError or OSError with a one-line message."""
+    questions: list[str | None] = [*args.question] or [None]  # None: the text is continued
+    sampling = check_sampling(args)
+    reports: list[dict[str, object]] = []
+    say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
+    chosen, model, answers, warnings = of_text(args, text, questions, sampling, say)
+    for question, answer in zip(questions, answers, strict=True):
+        for line in (*warnings, beyond_window(model, answer.cache)) if not reports else ():
+            if line:
+                print(line, file=sys.stderr)
+        write_answer(answer, question if len(questions) > 1 else None, first=not reports)
+        for line in answer.report.lines():
+            say(line)
+        if answer.finish_reason == "length":
+            say(f"the answer was cut after max_new_tokens={args.max_new_tokens}")
+        asked = {"question": question} if len(questions) > 1 else {}
+        said = {"answer": str(answer), "finish_reason": answer.finish_reason}
+        reports.append({**asked, **answer.report.to_dict(), **said})
+    if args.report:
+        found = reports[0] if len(reports) == 1 else {"answers": reports}
+        write_json(Path(args.report).resolve(), {**origin_of(chosen, reports[0]["backend"]), **found})
+    return 0
+
+
+def of_text(
+    args: InferOptions, text: Iterable[str], questions: list[str | None], sampling: Sampling, say: Say
+) -> tuple[Chosen, PreTrainedModel, Iterator[Answer], list[str | None]]:
+    """What was chosen, the backbone, answers about a text, and warnings to be read when the first answer is begun. Each answer is
+    begun when it is asked for; the text is read once for all of them where they are then the same."""
+    pick_device(args.device)  # before a long text is tokenised
+    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits, asked=questions != [None])
+    check_run(args, chosen)
+    say(f"backbone: {chosen.backbone}")
+    if len(questions) > 1:
+        text = list(text)
+    tokenizer = load_tokenizer(chosen.backbone)
+    args.set_template(tokenizer)
+    prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
+    say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
+    run, longest = args.run, max(prompts, key=len)
+    model, tokenizer = chosen.load(args)
+    if args.dtype == "auto":
+        say(f"precision: {choose_precision(model.device, model.config)}")
+    run = chosen.with_text_budget(run, model, len(longest), say)
+    for line in before_reading(run, chosen, longest, model) if not args.quiet else ():
+        print(line, file=sys.stderr, flush=True)
+    warnings = [*chosen.warnings, chosen.idle_stabilizers(args)]
+    shown = None if args.quiet else progress
+
+    def alone(question: str | None, ids: array[int]) -> Answer:
+        cache, warning = chosen.cache(run, model, tokenizer, ids, asked=args.chat and question is not None)
+        warnings.append(warning)
+        return Answer(
+            model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
+            progress=shown and shown(),
+        )  # fmt: skip
+
+    if len(questions) == 1 or not reads_once(args, chosen, tokenizer):
+        return chosen, model, map(alone, questions, prompts), warnings
+    document = Document.read(
+        model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat, title=title_of(args.file),
+        progress=shown and shown(),
+    )  # fmt: skip
+    warnings.append(not_shown(args.protect, document.protected(document.prompt("?"))))
+    ask = partial(document.ask, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed)
+    return chosen, model, map(ask, map(str, questions)), warnings
+
+
+def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether answers are the same bit for bit where the text is read once for several questions: not where the budget, the
+    one chunk or the room hang on each prompt's length."""
+    by_length = isinstance(args.budget, float) or args.one_shot or chosen.policy.keeps_everything
+    return tokenizer.is_fast and not by_length
+
+
+def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
+    """The origin of a report. The heads are read anew for their hash, since the run has cast them."""
+    heads = RetainingHeads.from_pretrained(chosen.ckpt, backbone=chosen.backbone) if chosen.ckpt else None
+    hashed = weights_hash(heads) if heads is not None else ""
+    return provenance(chosen.backbone, chosen.ckpt, hashed, chosen.adapter, str(backend or ""))
+
+
+@dataclass(eq=False)
+class Line(Request):
+    """The prompt of a line. ``asked``: whether it is a user's one message in the chat template."""
+
+    name: Name = 0
+    asked: bool = False
+
+
+def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, object]], done: set[str]) -> int:
+    """Load, and answer what has no answer yet; the exit status. Raises ValueError or OSError with a one-line message."""
+    left, total = [line for key, line in lines.items() if key not in done], len(lines)
+    Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
+    check_run(args, chosen)
+    if not left:
+        print(f"{target} has an answer for each of the {total} prompts", file=sys.stderr)
+        return 0
+    model, tokenizer = chosen.load(args)
+    warn = cache(partial(tqdm.write, file=sys.stderr))  # each once
+    for line in (*chosen.warnings, chosen.idle_stabilizers(args)):
+        if line:
+            warn(line)
+    errors: list[Name] = []
+    bar = tqdm(total=total, initial=total - len(left), unit="prompt", disable=args.quiet)
+    with open_answers(target) as out, bar:
+
+        def write(name: Name, **record: object) -> None:
+            print(json.dumps({"id": name, **record}, ensure_ascii=False), file=out, flush=True)
+            bar.update()
+            if "error" in record:
+                errors.append(name)
+
+        def new_cache(line: Line) -> BoundedCache:
+            settings = replace(args.run, seed=line.seed)
+            made, warning = chosen.cache(settings, model, tokenizer, line.ids, asked=line.asked)
+            if warning:
+                warn(warning)
+            return made
+
+        def requests() -> Iterator[Line]:
+            for name, data in left:
+                try:
+                    prompt, sampling = read_line(args, data)
+                    ids, asked = ids_of(args, prompt, tokenizer)
+                except ValueError as error:
+                    write(name, error=first_line(error))
+                    continue
+                yield Line(ids, prompt.max_new_tokens, sampling, prompt.seed, name=name, asked=asked)
+
+        for sequence in answered(model, tokenizer, requests(), new_cache, max_running=args.batch_size):
+            assert isinstance(sequence.request, Line)
+            write(sequence.request.name, **said(sequence, tokenizer))
+    if errors:
+        print(f"{len(errors)} of {len(left)} prompts have an error, which is in {target}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+@contextmanager
+def open_answers(target: Path) -> Iterator[IO[str]]:
+    """The file of the answers, to add to. Raises OSError that names it, as where the disk is full."""
+    try:
+        with open(target, "a", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise OSError(f"cannot write {target}: {error.strerror}") from error
+
+
+def read_line(args: InferOptions, data: object) -> tuple[BatchPrompt, Sampling]:
+    """A line's prompt and how its tokens are chosen; the command's options stand in for those that it leaves out.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    if isinstance(data, ValueError):
+        raise data
+    if not isinstance(data, Mapping):
+        raise ValueError('a prompt must be an object, such as {"prompt": "..."}')
+    prompt = made(BatchPrompt, {name: getattr(args, name) for name in SHARED} | dict(data), "field")
+    if not prompt.temperature and (idle := {"top_k", "top_p"} & data.keys()):
+        raise ValueError(f"{min(idle)} has no effect at temperature 0, which is greedy")
+    return prompt, Sampling(prompt.temperature, prompt.top_k, prompt.top_p, prompt.repetition_penalty)
+
+
+def ids_of(args: InferOptions, prompt: BatchPrompt, tokenizer: PreTrainedTokenizerBase) -> tuple[array[int], bool]:
+    """Token ids, and whether they are a user's one message in the chat template.
+
+    Raises:
+        ValueError: no tokens, an empty question, messages without a chat template or that it refuses.
+    """
+    asked = prompt.question is not None
+    if prompt.messages is not None:
+        if not args.chat:
+            raise ValueError("messages go through the chat template: leave out --no-chat")
+        asked = [message.get("role") for message in prompt.messages] == ["user"]
+        if not prompt.messages or prompt.messages[-1].get("role") == "assistant":
+            raise ValueError("messages must end with one that is to be answered")
+        if wrong := next((message for message in prompt.messages if message.keys() != {"role", "content"}), None):
+            raise ValueError(f"a message has role and content, not {', '.join(wrong) or 'nothing'}")
+        ids = stream_ids(tokenizer, render_messages(tokenizer, prompt.messages), special=not has_template(tokenizer))
+    else:
+        if prompt.question is not None:
+            check_question(prompt.question)
+        ids = prompt_ids(tokenizer, [prompt.text or prompt.prompt or ""], prompt.question, chat=args.chat)
+    if not len(ids):
+        raise ValueError("the prompt holds no tokens")
+    return ids, asked and args.chat
+
+
+def said(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """The record of a prompt whose answer has ended."""
+    if sequence.error is not None:
+        return {"error": first_line(sequence.error)}
+    answered = {"answer": answer_text(tokenizer, sequence.tokens), "finish_reason": sequence.finish_reason}
+    tokens = {"prompt_tokens": len(sequence.request.ids), "new_tokens": len(sequence.tokens)}
+    return {**answered, **tokens, "first_token_s": round(sequence.first_token_s or 0.0, 4)}
