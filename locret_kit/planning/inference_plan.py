@@ -236,7 +236,7 @@ def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
     q, k = T * spec.n_heads * spec.head_dim, T * spec.n_kv_heads * spec.head_dim
     rows, kinds = S * spec.n_kv_heads * spec.head_dim, len(set(spec.windows))
     # cos and sin: of the rows, of a chunk in windowed layers, and the ones and zeros that the backbone rotates by
-    always = backbone.stream(T) + 2 * spec.head_dim * (S + (2 * kinds - 1) * T) + backbone.vocab
+    always = backbone.stream(T) + 2 * spec.head_dim * (S + (2 * kinds - 1) * T)
     layer = always + (q + 2 * k) + (q + k if backbone.fused else 0)  # a fused projection outlives the rotated q and k
     phases = {
         "score": layer + 2 * (q + 2 * k) + 2 * T * setting.width if setting.width else 0,

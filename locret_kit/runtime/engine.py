@@ -152,14 +152,14 @@ class Engine:
         return changed
 
     def _forward(self, driver: Driver | None, sequences: list[Sequence]) -> Tensor:
-        """Logits ``[N, V]`` (float32) after the new tokens of each sequence."""
+        """Logits ``[N, V]`` after the new tokens of each sequence."""
         caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
         if driver is not None:
             return driver(caches, [sequence.tokens[-1] for sequence in sequences])
         tokens, first = [sequence.next_tokens(self.model.device) for sequence in sequences], sequences[0]
         ids_1T = torch.cat(tokens)[None]
         if not (first.reading and first.noted):
-            return logits_after(self.model, caches, ids_1T, [len(piece) for piece in tokens]).float()
+            return logits_after(self.model, caches, ids_1T, [len(piece) for piece in tokens])
         logits_TV = forward(self.model, ids_1T, caches[0])[0].float()
         first.note_prompt(logits_TV)
         return logits_TV[-1:]

@@ -140,11 +140,11 @@ class Sequence:
             self.cache.start_reread()
             if self.left:
                 return False
-            self.logits_V = logits_V
+            logits_V = self.logits_V = logits_V.float()
             if not self.request.max_new_tokens:
                 self.end("read")
                 return True
-        self.take(logits_V, stop)
+        self.take(logits_V.float(), stop)
         return True
 
     def note_prompt(self, logits_TV: Tensor) -> None:
