@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from locret_kit.backbones.libraries import cache_among
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.releases import cache_among
 from locret_kit.backbones.spec import text_config
 from locret_kit.cis import mean_of_next
 from locret_kit.heads import RetainingHeads

@@ -7,10 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from locret_kit.policies.attention import Weight
-from locret_kit.policies.base import Slots
-from locret_kit.policies.registry import part, register
-from locret_kit.policies.scopes import Sinks, Window
+from locret_kit.policies.base import Slots, Weight
+from locret_kit.policies.registry import Sinks, Window, part, register
 
 
 @part("score", "value-attention")

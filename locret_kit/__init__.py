@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 _EXPORTS = {
-    "CACHE": ".backbones.releases",
+    "CACHE": ".backbones.libraries",
     "BoundedCache": ".cache.bounded",
     "Chat": ".documents.conversation",
     "Document": ".documents.document",
@@ -46,7 +46,7 @@ __all__ = [*_EXPORTS, "__version__"]
 
 if TYPE_CHECKING:
     from .backbones.intercept import attach as attach
-    from .backbones.releases import CACHE as CACHE
+    from .backbones.libraries import CACHE as CACHE
     from .cache.bounded import BoundedCache as BoundedCache
     from .cache.saved import load_cache as load_cache
     from .cache.saved import save_cache as save_cache

@@ -22,9 +22,9 @@ from typing_extensions import Unpack
 
 from . import hub
 from .backbones import demo
-from .backbones.handler import Linear
-from .backbones.identity import fingerprint
+from .backbones.decoder_attention import Linear
 from .backbones.spec import AttentionLayer, BackboneSpec, spec_of
+from .backbones.weights import fingerprint
 from .files import CONFIG, HASH, WEIGHTS, read_folder, read_json, read_weights, write_beside, write_folder
 from .naming import blaming
 from .settings import Description, RunSettings, annotations_of, check, checked, made
@@ -235,7 +235,7 @@ class RetainingHeads(nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """See ``backbones.identity.fingerprint``; the same after a cast to float16, which rounds otherwise than bfloat16 does."""
+        """See ``backbones.weights.fingerprint``; the same after a cast to float16, which rounds otherwise than bfloat16 does."""
         return self._exact or fingerprint(self.parameters())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RetainingHeads:

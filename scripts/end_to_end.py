@@ -25,8 +25,8 @@ from triton.errors import TritonError
 from locret_kernels.backend import choose
 from locret_kernels.cases import Shape, cases
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.load import freeze
-from locret_kit.backbones.releases import CACHE
 from locret_kit.cache.attend import operator
 from locret_kit.naming import first_line
 from locret_kit.planning.inference_plan import ITEM_BYTES, BackboneSizes, Setting, head_parameters, plan_inference

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import isfunction
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,7 @@ def functions() -> dict[str, str]:
     """Function -> the folder that exports it; every folder of this package is looked into."""
     package, found = import_module(__package__), {}
     for folder in (module.name for module in iter_modules(package.__path__) if module.ispkg):
-        exports = import_module(f".{folder}", __package__)
-        found |= {name: folder for name in exports.__all__ if isfunction(getattr(exports, name))}
+        found |= dict.fromkeys(getattr(import_module(f".{folder}", __package__), "__all__", ()), folder)
     return found
 
 
@@ -47,7 +45,7 @@ def function(name: str, backend: str) -> Callable[..., Any]:
     if not has_form(name, backend):
         raise BackendUnavailable(f"function={name!r} has no form for backend={backend!r}")
     try:
-        module = import_module(f".{functions()[name]}.{backend}", __package__)
+        module = import_module(_place(name, backend))
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -58,8 +56,14 @@ def function(name: str, backend: str) -> Callable[..., Any]:
 @cache
 def has_form(name: str, backend: str) -> bool:
     """Whether the folder of function ``name`` has a file for ``backend`` that holds it."""
-    place = f"{__package__}.{functions()[name]}.{backend}"
+    place = _place(name, backend)
     return find_spec(place) is not None and (backend != "cpu" or hasattr(import_module(place), name))
+
+
+def _place(name: str, backend: str) -> str:
+    """Module of a backend's form of function ``name``; the reference is the folder's own."""
+    folder = f"{__package__}.{functions()[name]}"
+    return folder if backend == "reference" else f"{folder}.{backend}"
 
 
 def runnable(name: str, device: torch.device) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from . import backend
 from .column_stats import STATISTICS
-from .product.reference import FORMATS, format_of
+from .product import FORMATS, format_of
 from .ragged_decode import Float8Rows, PackedRows, Rotation, Spans
 from .sparse_attend import Blocks
 

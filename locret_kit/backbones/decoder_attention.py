@@ -1,19 +1,22 @@
-"""Attention of a decoder in words and numbers: what ``probe`` has measured, and the rotations that follow from it."""
+"""Attention of a decoder: what ``probe`` has measured of it, its rotations, its softmax, and who receives its calls."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .rope import Rope
+from locret_kernels.rotate import rotate_rows
+
+from .libraries import Undo, replace_forward
 from .spec import BackboneSpec, UnsupportedArchitecture, decoder_of, text_config
-from .wrapped import Undo, replace_forward
 
 Turn = Tensor | tuple[Tensor, Tensor]
 """Answer of a rotary module: cos and sin, or numbers of the complex plane."""
@@ -215,8 +218,6 @@ def _rope(decoder: nn.Module, config: PreTrainedConfig, rotation: Rotation, span
     rope_type = getattr(module, "rope_type", "default")
     rope_type = rope_type.get(kind) if isinstance(rope_type, dict) else rope_type
     if rope_type in ("longrope", "dynamic"):
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
         of_type = {"layer_type": kind} if kind else {}
         own = getattr(module, "config", config)
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](own, inv_freq.device, seq_len=span, **of_type)
@@ -261,3 +262,151 @@ def _unturned(answer: Turn) -> Turn:
     if isinstance(answer, tuple) and len(answer) == 2:
         return torch.ones_like(answer[0]), torch.zeros_like(answer[1])
     raise UnsupportedArchitecture(f"a rotary module answers {type(answer).__name__}, not cos and sin")
+
+
+# ---- rotary position embedding, chosen once per prompt and applied by the kit itself --------------------------------
+
+# The backbone's own rotation is switched off while a handler reads it (see ``intercept``), so queries and keys arrive before RoPE
+# and both position conventions, original and compact, are one multiplication here.
+
+
+rotate = rotate_rows
+"""Rotation of rows by tables of cos and sin."""
+Tables = tuple[Tensor, Tensor]
+"""cos and sin."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Inverse frequencies ``[R / 2]`` (radians per position) and the factor on cos and sin (LongRoPE, YaRN)."""
+
+    inv_freq: Tensor
+    scaling: float = 1.0
+    weight_R: Tensor | None = None
+    """Weight of a norm that comes after the rotation (Hunyuan); its scale is part of what is rotated already."""
+    queries: Rope | None = None
+    """Rotation of queries, where it is not that of keys."""
+
+    @property
+    def of_queries(self) -> Rope:
+        """Rotation of queries."""
+        return self if self.queries is None else self.queries
+
+    def tables(self, pos_T: Tensor, dtype: torch.dtype) -> Tables:
+        """cos and sin ``[T, R]`` of integer positions, computed in float32 as transformers does."""
+        angle = pos_T[:, None].float() * self.inv_freq.to(pos_T.device).float()
+        angle = torch.cat((angle, angle), dim=-1)
+        if (w_R := self.weight_R) is not None:
+            # diag(w) R diag(w)^-1: what a channel takes of its partner is scaled by the ratio of their weights.
+            sin = angle.sin() * (w_R / w_R.roll(len(w_R) // 2)).float().to(angle.device)
+            return angle.cos().to(dtype), sin.to(dtype)
+        return (angle.cos() * self.scaling).to(dtype), (angle.sin() * self.scaling).to(dtype)
+
+    def both_tables(self, pos_T: Tensor, dtype: torch.dtype) -> tuple[Tables, Tables]:
+        """``tables`` of keys and of queries."""
+        tables = self.tables(pos_T, dtype)
+        return tables, tables if self.queries is None else self.queries.tables(pos_T, dtype)
+
+
+def rotated_text(rope: Rope, q_BQTD: Tensor, k_BHSD: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys after RoPE, from position 0 on. Queries may be those of the newest tokens alone."""
+    T = q_BQTD.shape[2]
+    keys, queries = rope.both_tables(torch.arange(k_BHSD.shape[2], device=q_BQTD.device), q_BQTD.dtype)
+    return rotate(q_BQTD, *(table[-T:] for table in queries)), rotate(k_BHSD, *keys)
+
+
+def rotate_lean(x: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """``rotate``, bit for bit, in fewer passes over memory and with fewer temporaries; no gradient goes through it."""
+    r, half = cos_TR.shape[-1], cos_TR.shape[-1] // 2
+    turned = x * cos_TR if r == x.shape[-1] else torch.cat((x[..., :r] * cos_TR, x[..., r:]), dim=-1)
+    turned[..., :half] -= x[..., half:r] * sin_TR[..., :half]
+    turned[..., half:r] += x[..., :half] * sin_TR[..., half:]
+    return turned
+
+
+# ---- handlers: receivers of the attention calls of a backbone's forward, set by ``intercept`` -----------------------
+
+Arguments = dict[str, Any]
+"""Arguments of the decoder's forward, by name."""
+Linear = Callable[..., Tensor]
+"""As ``torch.nn.functional.linear``."""
+
+
+class Softmax(NamedTuple):
+    """Softmax of one layer's attention."""
+
+    scaling: float
+    """Factor on the products of queries and keys."""
+    cap: float | None = None
+    """Scaled logits ``x`` become ``cap * tanh(x / cap)`` (Gemma 2)."""
+    sinks_Q: Tensor | None = None
+    """One more logit for each query head, without a value (gpt-oss)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the scaling is all there is."""
+        return self.cap is None and self.sinks_Q is None
+
+    def of(self, heads: slice) -> Softmax:
+        """For some of the query heads."""
+        return self if self.sinks_Q is None else self._replace(sinks_Q=self.sinks_Q[heads])
+
+
+class LayerOperations(NamedTuple):
+    """Operations of a layer beside its attention, for a backbone whose own take more passes over memory."""
+
+    rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    """As ``locret_kernels.fused.rms_norm``."""
+    swiglu: Callable[[Tensor, Tensor], Tensor]
+    """As ``locret_kernels.fused.swiglu``."""
+    linear: Linear
+
+
+Choice = Callable[..., LayerOperations | None]
+"""Operations for all the tensors it is given, in the forward that runs now; None for the backbone's own."""
+
+
+class Handler(ABC):
+    """Receiver of a forward's attention calls, which is told where the forward begins and ends. The bounded cache is one, a
+    batch of them another, the training observer a third."""
+
+    wants_unrotated = False
+    """Whether q and k come before RoPE: the rotary module is not asked then."""
+    in_blocks = False
+    """Whether a forward is cut into ``blocks``, whose final hidden states are ``read`` one by one."""
+
+    @abstractmethod
+    def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+        """Attention output ``[B, Q, T, D]`` of a layer's new tokens. Layers are numbered as in ``BackboneSpec``."""
+
+    def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+        """Attention output ``[B, Q, T, D]`` of another layer that reads the keys and values of ``layer``, whose new ones are
+        given again. Queries may be those of the newest tokens alone."""
+        raise ValueError(f"{type(self).__name__} takes no layers that share keys and values")
+
+    def operations(self, x: Tensor) -> LayerOperations | None:
+        """Operations for tensors like ``x``; None where the backbone's own are used."""
+        return None
+
+    def begin(self, model: PreTrainedModel, arguments: Arguments) -> Arguments:
+        """Prepare for a forward with these arguments of the decoder.
+
+        Returns:
+            The arguments with which it runs.
+
+        Raises:
+            ValueError: arguments that do not go with this handler.
+        """
+        return arguments
+
+    def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
+        """Take the final hidden states of a whole forward, and its tokens as they were given."""
+        return None
+
+    def blocks(self, tokens: int) -> list[int]:
+        """Lengths of the blocks in which a forward of ``tokens`` runs, where it runs ``in_blocks``."""
+        return [tokens]
+
+    def read(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
+        """Take a block's final hidden states and its tokens, where it runs ``in_blocks``."""
+        return None

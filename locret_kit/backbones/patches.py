@@ -1,8 +1,6 @@
 """Changes of a backbone's modules while it is attached, and how each is taken back: elementwise work in fewer launches, no
 rotation by zero, MLPs in slices, products of bfloat16 on a CPU without it, hidden states of the last layer as rows."""
 
-from __future__ import annotations
-
 import platform
 import sys
 import threading
@@ -17,9 +15,9 @@ from transformers import PreTrainedModel
 
 from locret_kernels.fused import rms_norm, swiglu
 
-from .handler import Choice, LayerOperations
+from .decoder_attention import Choice, LayerOperations
+from .libraries import Undo, has_own_forward, replace_forward
 from .spec import DecoderStack, GatedMlp, Layer, RmsNorm, decoder_of, is_gated, is_rms_norm, is_silu
-from .wrapped import Undo, has_own_forward, replace_forward
 
 # ---- a backbone's elementwise work in fewer launches ----------------------------------------------------------------
 

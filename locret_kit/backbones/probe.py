@@ -6,8 +6,6 @@ differ by the rotation alone. A layer's rotation is the one of the known forms t
 first at every position. Windows are read off the mask that each layer is given. What is of no known form is refused.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import threading
@@ -24,21 +22,33 @@ from .decoder_attention import (
     AttentionCall,
     DecoderAttention,
     Described,
+    LayerOperations,
     Rotation,
     frequencies_of,
     rotaries_of,
+    rotate,
     unrotate,
 )
-from .handler import LayerOperations
+from .libraries import ASKED_FOR_STATES, CACHE, Undo, holds_states, layer_kinds, unwrapped
 from .patches import REFERENCE, fuse_layers, skip_rotations
-from .recording import NOW, IndexedCache, RecordedCall, RecordedRun, close, observed, run_recorded, storage_of
-from .releases import ASKED_FOR_STATES, CACHE, holds_states, layer_kinds
-from .rope import rotate
-from .rotations import FARTHEST, rotations_of, window_of
+from .recording import (
+    FARTHEST,
+    NOW,
+    IndexedCache,
+    RecordedCall,
+    RecordedRun,
+    close,
+    observed,
+    rotations_of,
+    run_recorded,
+    storage_of,
+    window_of,
+)
 from .spec import (
     AttentionLayer,
     BackboneSpec,
     DecoderStack,
+    States,
     StateSize,
     UnsupportedArchitecture,
     activation_of,
@@ -46,8 +56,6 @@ from .spec import (
     spec_of,
     text_config,
 )
-from .states import States
-from .wrapped import Undo, unwrapped
 
 # ---- shortcuts that a decoder allows --------------------------------------------------------------------------------
 

@@ -1,22 +1,24 @@
-"""Dimensions of a backbone, as heads, caches and plans need them, and where its decoder stands."""
+"""Dimensions of a backbone, as heads, caches and plans need them, where its decoder stands, and the states of its layers that are
+no attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..naming import nearest
-from .releases import layer_kinds
-from .wrapped import has_own_forward, unwrapped
+from .libraries import has_own_forward, layer_kinds, unwrapped
 
 # ---- modules of a decoder of Llama's form, with the members that are read by name -----------------------------------
 
@@ -142,7 +144,7 @@ class StateSize:
     """One state of a layer that is no attention."""
 
     name: str
-    """See ``states.States.tensors``."""
+    """See ``States.tensors``."""
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     """None for the model's own."""
@@ -345,3 +347,93 @@ def _shallow(module: M) -> M:
     vars(new)["_modules"] = dict(module._modules)
     vars(new).pop("forward", None)
     return new
+
+
+# ---- states of constant size of layers that are no attention: state spaces, linear attention, short convolutions ----
+
+# They live in transformers' own cache layers, which the backbone's modules write. A text's states are one object, so that whoever
+# copies, saves or forgets the text's rows does the same with them.
+
+
+class States:
+    """States of one text.
+
+    Attributes:
+        cache: transformers' own, of whose layers those with a state alone are used.
+    """
+
+    def __init__(self, cache: DynamicCache) -> None:
+        self.cache = cache
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, spec: BackboneSpec) -> States | None:
+        """Of a text of which nothing is read; None where a backbone has attention alone."""
+        return cls(DynamicCache(config=text_config(model))) if spec.states else None
+
+    def copy(self) -> States:
+        """An independent copy."""
+        return States(deepcopy(self.cache))
+
+    def reset(self) -> None:
+        """Forget the text."""
+        self.cache.reset()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """States by name, of the layers that have begun: ``states.LAYER.KIND.NUMBER``."""
+        found = {}
+        for index, layer in enumerate(self.cache.layers):
+            for kind in ("conv_states", "recurrent_states"):
+                for number, state in getattr(layer, kind, {}).items():
+                    if state is not None:
+                        found[f"states.{index}.{kind}.{number}"] = state
+        return found
+
+    def fill(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Take what ``tensors`` gave, where nothing is read yet."""
+        for name, state in tensors.items():
+            _, index, kind, number = name.split(".")
+            layer: Any = self.cache.layers[int(index)]
+            own = state.to(device, copy=True)
+            layer.lazy_initialization(**{kind: own, "state_idx": int(number)})
+            getattr(layer, kind)[int(number)].copy_(own)
+            layer.has_previous_state[int(number)] = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(state.nbytes for state in self.tensors().values())
+
+
+class StatefulCache(Cache):
+    """A cache whose layers hold attention alone; what the backbone asks of other layers goes to the states of the text.
+
+    Attributes:
+        states: None where the backbone has attention alone, or is not known yet.
+    """
+
+    states: States | None = None
+
+    def get_conv_state(self, *args: int, **named: int) -> Tensor | None:
+        return self._own_layers().get_conv_state(*args, **named)
+
+    def update_conv_state(self, conv_states: Tensor, *args: int, **named: int) -> Tensor:
+        with torch.inference_mode(False):  # one that begins in inference mode is written outside of it too
+            return self._own_layers().update_conv_state(conv_states, *args, **named)
+
+    def get_recurrent_state(self, *args: int, **named: int) -> Tensor | None:
+        return self._own_layers().get_recurrent_state(*args, **named)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *args: int, **named: int) -> Tensor:
+        with torch.inference_mode(False):
+            return self._own_layers().update_recurrent_state(recurrent_states, *args, **named)
+
+    def has_previous_state(self, *args: int | None, **named: int | None) -> bool:
+        return self.states is not None and bool(self.states.cache.has_previous_state(*args, **named))
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def _own_layers(self) -> Cache:
+        if self.states is None:
+            raise ValueError("a layer asks for its state, which this cache was not made for")
+        return self.states.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..backbones.handler import Arguments
+from ..backbones.decoder_attention import Arguments
 
 
 def checked_arguments(arguments: Arguments, seen: int, *, in_pieces: bool = True) -> Arguments:

@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from locret_kernels.attend.reference import attend_and_count
+from locret_kernels.attend import attend_and_count
 from locret_kernels.backend import function
-from locret_kernels.column_stats import ColumnStats
-from locret_kernels.column_stats.reference import MARGIN
+from locret_kernels.column_stats import MARGIN, ColumnStats
 from locret_kernels.ragged_decode import Float8Rows, PackedRows, Rotation, Spans
 
-from ..backbones.handler import Softmax
+from ..backbones.decoder_attention import Softmax
 from ..backbones.spec import AttentionLayer
 from ..naming import first_line
 
@@ -212,7 +211,7 @@ def attend_general(
     by_head: bool = False,
 ) -> tuple[Tensor, list[ColumnStats]]:
     """Attention ``[B, Q, T, D]`` in the type of the values, with a softmax of any form, and the statistics of its weights. See
-    ``locret_kernels.attend.reference.attend_and_count``."""
+    ``locret_kernels.attend.attend_and_count``."""
     out, counted = attend_and_count(
         q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want=want, by_head=by_head, window=window, cap=softmax.cap,
         sinks_Q=softmax.sinks_Q,

@@ -11,17 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from locret_kernels import cpp
-from locret_kernels.attend import ChunkRotation
+from locret_kernels.attend import ChunkRotation, attend_and_count
 from locret_kernels.attend import cpu as attend_on_cpu
-from locret_kernels.attend.reference import attend_and_count
 from locret_kernels.backend import BackendUnavailable, choose, function
 from locret_kernels.column_stats import ColumnStats
 from locret_kernels.fused import cpu as fused_on_cpu
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.handler import LayerOperations, Linear, Softmax
+from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rotate_lean
 from ..backbones.patches import product
-from ..backbones.rope import rotate_lean
 from .attend import attend_general, attend_rows, attend_rows_lse, varlen_operator
 
 logger = logging.getLogger(__name__)

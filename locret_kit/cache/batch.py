@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..backbones.handler import Arguments, Handler, LayerOperations, Softmax
+from ..backbones.decoder_attention import Arguments, Handler, LayerOperations, Softmax
 from ..heads import RetainingHeads, loaded
 from ..policies.capabilities import refuse
 from ..settings import RunSettings
@@ -29,7 +29,7 @@ from .texts import Span, TextBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..policies.policy import Policy
+    from ..policies import Policy
 
 
 class ForwardOfTexts(Cache, Handler):

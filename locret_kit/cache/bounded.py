@@ -19,15 +19,14 @@ import torch
 from torch import LongTensor, Tensor
 from typing_extensions import Self
 
-from ..backbones.decoder_attention import same_rotation
-from ..backbones.handler import Arguments, Handler, LayerOperations, Softmax
+from ..backbones.decoder_attention import Arguments, Handler, LayerOperations, Softmax, same_rotation
 from ..backbones.intercept import active_handler
+from ..backbones.libraries import unwrapped
 from ..backbones.probe import describe
-from ..backbones.states import StatefulCache, States
-from ..backbones.wrapped import unwrapped
+from ..backbones.spec import StatefulCache, States
 from ..heads import RetainingHeads
+from ..policies import Policy
 from ..policies.grammar import composed_of
-from ..policies.policy import Policy
 from ..settings import INT32_MAX, RunSettings
 from .arguments import checked_arguments
 from .context import CacheCounters, Context, Pins, Stage, make_layers

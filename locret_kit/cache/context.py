@@ -12,14 +12,13 @@ from torch import Tensor
 
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.decoder_attention import DecoderAttention, same_rotation
+from ..backbones.decoder_attention import DecoderAttention, Rope, same_rotation
 from ..backbones.probe import describe
-from ..backbones.rope import Rope
-from ..backbones.rotations import FARTHEST
+from ..backbones.recording import FARTHEST
 from ..backbones.spec import AttentionLayer, BackboneSpec, text_config
+from ..policies import Policy
 from ..policies.base import Slots
 from ..policies.capabilities import Subject, refuse
-from ..policies.policy import Policy
 from ..settings import Resolved
 from .backend import BACKENDS, Backend, backend_for
 from .due import Due, Schedule

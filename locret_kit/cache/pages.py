@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..backbones.decoder_attention import same_rotation
-from ..backbones.rope import Rope
+from ..backbones.decoder_attention import Rope, same_rotation
 from ..policies.capabilities import reason
 from .context import Context, make_layers
 from .rotation import RotationTables

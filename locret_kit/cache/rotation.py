@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..backbones.rope import Rope
+from ..backbones.decoder_attention import Rope
 from ..settings import read_positions
 
 # ---- by which position a cached key is rotated ----------------------------------------------------------------------

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from locret_kernels.provenance import versions
 
-from ..backbones.identity import NAMES, fingerprint, first_difference, identity_of
+from ..backbones.libraries import unwrapped
 from ..backbones.spec import AttentionLayer, text_config
-from ..backbones.wrapped import unwrapped
+from ..backbones.weights import NAMES, fingerprint, first_difference, identity_of
 from ..naming import blaming, first_line
+from ..policies import Policy
 from ..policies.grammar import parse_policy, parts_of
-from ..policies.policy import Policy
 from ..policies.registry import parts_named
 from ..settings import INT32_MAX, Count, Resolved, check, made, shown
 from .bounded import BoundedCache
@@ -59,7 +59,7 @@ class Saved:
     created: str
     """Date and time, UTC."""
     model: dict[str, object]
-    """See ``backbones.identity``."""
+    """See ``backbones.weights``."""
     heads: str | None
     """Fingerprint of the retaining heads."""
     policy: str
@@ -118,7 +118,7 @@ REREAD = "reread_positions"
 """Name of the tensor of positions that are read again; absent where none are."""
 HIDDEN = "last_hidden"
 STATES = "states."
-"""Prefix of the tensors of layers that are no attention, see ``backbones.states``."""
+"""Prefix of the tensors of layers that are no attention, see ``backbones.spec.States``."""
 Expected = dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]
 """Tensors by name: dtypes of which one must be theirs, and the shape."""
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from locret_kernels.column_stats.reference import MARGIN
+from locret_kernels.column_stats import MARGIN
 from locret_kernels.sparse_attend import Blocks
 
-from ..backbones.rope import Rope, rotate
+from ..backbones.decoder_attention import Rope, rotate
+from ..policies import Policy
 from ..policies.base import Found, Merge, Recall, Slots, Sparse, resolve_count, wide
-from ..policies.policy import Policy
 from ..settings import FIRST
 from .context import Context, Stage
 from .storage.blocks import BlockStore, Recalled

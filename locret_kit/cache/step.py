@@ -16,7 +16,7 @@ from torch import Tensor
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.backend import function
 
-from ..backbones.handler import Softmax
+from ..backbones.decoder_attention import Softmax
 from ..policies.base import PrefillMask
 from .attend import RowRotation, VarlenRows, attend_heads, decode_rows
 from .context import Context

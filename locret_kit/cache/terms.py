@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..heads import RetainingHeads, loaded
+from ..policies import Policy
 from ..policies.grammar import parse_policy
-from ..policies.policy import Policy
 from ..settings import Resolved, RunSettings
 from .due import Schedule
 from .storage.codec import check_storage

@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..backbones.handler import Softmax
-from ..backbones.rope import Rope
+from ..backbones.decoder_attention import Rope, Softmax
 from .attend import RowRotation, VarlenRows, decode_rows
 from .context import Context
 from .pages import RowPool

@@ -10,10 +10,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..backbones.rope import Rope, rotate
+from ..backbones.decoder_attention import Rope, rotate
+from ..policies import Policy
 from ..policies.base import Entry, Reread, Slots
 from ..policies.methods.sirllm import token_entropy
-from ..policies.policy import Policy
 from ..settings import FIRST, RunSettings, read_protect
 from .context import Context, Pins
 from .due import Schedule

@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import BinaryIO, ParamSpec
 
-from ..backbones.tested import newer
+from ..backbones import newer
 from ..config.infer_options import Backbone, Plugin
 from ..config.schema import Command, T, UsageError, read
 from ..files import read_utf8

@@ -24,10 +24,9 @@ from ..documents.document_text import DocumentText, describe
 from ..heads import HeadsConfig, RetainingHeads
 from ..planning import reading_time, too_few
 from ..planning.fitting_settings import budget_of_text, explain_oom
+from ..policies import Policy
 from ..policies.grammar import parse_policy
-from ..policies.policy import Policy
-from ..policies.registry import UNTRAINED
-from ..policies.scopes import Stabilizers
+from ..policies.registry import UNTRAINED, Stabilizers
 from ..runtime.session import Sampling
 from ..runtime.tokens import stream_ids
 from ..settings import RunSettings, read_protect

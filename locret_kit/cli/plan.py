@@ -66,7 +66,7 @@ def shipped_configs() -> dict[str, dict[str, object]]:
 
 def run(args: PlanOptions) -> int:
     """Print the plan; 0 if it fits. Raises ValueError with what would."""
-    from ..backbones.weight_bits import gguf_types, suffix
+    from ..backbones.weights import gguf_types, suffix
     from ..planning import fitting_settings as fitting
     from ..planning.inference_plan import BackboneSizes, Caches, Setting, decoding_bytes, full_cache_bytes
     from ..policies.grammar import parse_policy

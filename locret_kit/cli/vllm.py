@@ -48,7 +48,7 @@ def run(args: VllmOptions, theirs: list[str]) -> int:
 
 def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     """What is served, and the backbone. Raises ValueError, OSError: heads or a policy that do not go together, or with vLLM."""
-    from ..backbones.gguf.gguf_place import is_gguf
+    from ..backbones.gguf import is_gguf
     from ..backbones.load import resolve_model
     from ..vllm.server_settings import ServerSettings, VllmSettings, untrained
     from .loading import check_run, choose

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
-from ..backbones.gguf.gguf_place import is_gguf
+from ..backbones.gguf import is_gguf
 from ..settings import PUBLISHED, SMOOTH_L1, Bytes, Count, Description, RunSettings, Slots, is_positions
 from .infer_options import Dtype
 from .schema import Command

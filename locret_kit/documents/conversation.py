@@ -20,10 +20,10 @@ from typing import Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..backbones.wrapped import unwrapped
+from ..backbones.libraries import unwrapped
 from ..cache.bounded import BoundedCache
 from ..heads import RetainingHeads
-from ..policies.policy import Policy
+from ..policies import Policy
 from ..runtime.session import Answer, Sampling
 from ..runtime.tokens import IdStream, ids_after, token_texts
 from ..settings import RunSettings, read_protect

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..backbones.identity import tokenizer_identity
 from ..backbones.intercept import attached
+from ..backbones.weights import tokenizer_identity
 from ..cache.bounded import BoundedCache, CannotFork
 from ..cache.file import check_there, read
 from ..cache.saved import save_cache
 from ..cache.terms import Terms
 from ..heads import RetainingHeads, loaded
 from ..naming import blaming
-from ..policies.policy import Policy
+from ..policies import Policy
 from ..runtime.session import Answer, Sampling, prefill, ready
 from ..runtime.tokens import CHARACTER, token_texts
 from ..settings import RunSettings

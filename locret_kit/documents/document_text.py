@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..backbones.identity import first_difference, tokenizer_identity
+from ..backbones.weights import first_difference, tokenizer_identity
 from ..cache.bounded import BoundedCache
 from ..cache.file import Record, read_record
 from ..cache.saved import Saved, restore
 from ..heads import RetainingHeads
 from ..naming import blaming
-from ..policies.policy import Policy
+from ..policies import Policy
 from ..runtime.tokens import IdStream
 from ..settings import Count, Share, check, made, shown
 from ..text.template import has_template, render_prompt

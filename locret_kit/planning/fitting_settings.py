@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from ..backbones.probe import describe
 from ..backbones.spec import text_config
-from ..backbones.weight_bits import WEIGHT_BITS, check_weight_bits, weight_bits_of
+from ..backbones.weights import WEIGHT_BITS, check_weight_bits, weight_bits_of
 from ..cache.bounded import BoundedCache
 from ..cache.storage.codec import BITS
 from ..naming import UNITS, show
-from ..policies.policy import Policy
+from ..policies import Policy
 from ..settings import RunSettings, check, checked
 from .inference_plan import (
     ITEM_BYTES,

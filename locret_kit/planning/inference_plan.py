@@ -5,7 +5,7 @@ counts the same on PyTorch's meta device for the ``locret`` policy. A fused atte
 an explicit mask (on a CPU), ``chunk * rows`` elements and its scratch come on top. Scratch of attention statistics and of
 selecting stays below that of rotating the keys and is not a phase here; what a score remembers beside its queries
 (``expected-attention``, ``compactor``) is not counted. Few-bit weights are read as bitsandbytes does it on a GPU for many
-tokens (``weight_bits.scratch_bytes``). Library workspaces and the CUDA context are the caller's ``reserve``.
+tokens (``weights.scratch_bytes``). Library workspaces and the CUDA context are the caller's ``reserve``.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ..backbones.gguf.gguf_model import AT_ONCE, UNPACKED
 from ..backbones.patches import SLICE
 from ..backbones.probe import outlined
 from ..backbones.spec import BackboneSpec, UnsupportedArchitecture, field_of
-from ..backbones.weight_bits import check_weight_bits, scratch_bytes, stored_bytes, suffix
+from ..backbones.weights import check_weight_bits, scratch_bytes, stored_bytes, suffix
 from ..cache.context import layer_rows
 from ..cache.due import PIECE, Schedule
 from ..cache.stages import TILE
 from ..cache.storage.codec import BITS, FLOAT8, Scratch, check_storage
 from ..naming import show
+from ..policies import Policy
 from ..policies.base import Recall
 from ..policies.grammar import parse_policy
-from ..policies.policy import Policy
 from ..settings import INT32_MAX, Resolved, RunSettings, checked, made
 
 # ---- sizes of a backbone ----------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def recall_phases(
 
 
 ROTATION_COPIES = 4
-"""Copies alive while ``rope.rotate`` turns a tensor: the halves swapped, both products, their sum."""
+"""Copies alive while ``rotate`` turns a tensor: the halves swapped, both products, their sum."""
 UNPACK_BYTES, QUANTISE_BYTES = 17, 20
 """Bytes of a key's or value's number while codes are read (codes, both float16 levels, three float32), and while keys are written
 (the key, its levels, three float32)."""

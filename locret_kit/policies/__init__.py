@@ -1,1 +1,268 @@
-"""Eviction policies: score, scope, allocation and selection, each a small part, and the grammar that composes them."""
+"""Eviction policies. A policy: its parts under one name, which go together or are refused, and the slots that they choose.
+
+The parts are in ``base``, their names in ``registry``, and the grammar that composes them in ``grammar``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import partial, reduce
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import base
+
+# ---- whole numbers of slots from shares -----------------------------------------------------------------------------
+
+# Sums are exact, whatever is rounded.
+
+
+WHOLE = 10**6
+"""Parts of a slot in which shares are counted on the device."""
+
+
+def rounded(shares: list[Fraction], total: int, max_shares: list[int] | None = None) -> list[int]:
+    """Integers near ``shares`` whose sum is ``total``: each rounded down, then one more for the largest fractions (of equals,
+    the first), none above its ``max_shares``.
+
+    >>> rounded([Fraction(5, 2), Fraction(5, 2), Fraction(1)], 6)
+    [3, 2, 1]
+    """
+    max_shares = [total] * len(shares) if max_shares is None else max_shares
+    out = [min(share.__floor__(), top) for share, top in zip(shares, max_shares, strict=True)]
+    by_fraction = sorted(range(len(shares)), key=lambda i: out[i] - shares[i])
+    while (missing := total - sum(out)) > 0:
+        for i in [i for i in by_fraction if out[i] < max_shares[i]][:missing]:
+            out[i] += 1
+    return out
+
+
+def rounded_on_device(share_BH: Tensor, most_BH: Tensor, total: int | Tensor) -> Tensor:
+    """``rounded`` of every row ``[B, H]`` (int64), for which the host waits for nothing. Shares are in ``WHOLE``-ths; a row
+    sums to ``total`` (an integer, or ``[B]``), or to its ``max_shares`` where that is less."""
+    H = share_BH.shape[1]
+    down_BH = (share_BH // WHOLE).minimum(most_BH)
+    turn_BH = (share_BH - WHOLE * down_BH).argsort(dim=-1, descending=True, stable=True)
+    room_BH = (most_BH - down_BH).gather(1, turn_BH)
+    missing_B1 = (most_BH.sum(-1).clamp(max=total) - down_BH.sum(-1))[:, None]
+    # In a round every head that has room gets one. How many are given until k heads are full, and the last such k:
+    low_BK = F.pad(room_BH.sort(dim=-1).values, (1, 0))
+    left_K = torch.arange(H, -1, -1, device=share_BH.device)
+    given_BK = low_BK.cumsum(-1) + left_K * low_BK
+    k_B1 = (given_BK <= missing_B1).sum(-1, keepdim=True) - 1
+    rounds_B1 = low_BK.gather(1, k_B1) + (missing_B1 - given_BK.gather(1, k_B1)) // left_K[k_B1].clamp(min=1)
+    more_BH = room_BH.minimum(rounds_B1)
+    open_BH = room_BH > rounds_B1
+    more_BH = more_BH + (open_BH & (open_BH.cumsum(-1) <= missing_B1 - more_BH.sum(-1, keepdim=True)))
+    return down_BH.scatter_add(1, turn_BH, more_BH)
+
+
+def raised(budgets_BH: Tensor, least_BH: Tensor) -> Tensor:
+    """Budgets ``[B, H]`` (int64) of which each is at least ``least``; rows keep their sums, which are at least those of
+    ``least``. What some heads lack, the others give in proportion to what they have above theirs."""
+    spare_BH = (budgets_BH - least_BH).clamp(min=0)
+    total_B, spare_B1 = (budgets_BH - least_BH).sum(-1), spare_BH.sum(-1, keepdim=True).clamp(min=1)
+    # Whole slots and the rest apart: all three factors together would leave 64 bits at 32 heads of 500,000 slots.
+    whole_BH, rest_BH = spare_BH * total_B[:, None] // spare_B1, spare_BH * total_B[:, None] % spare_B1
+    return least_BH + rounded_on_device(whole_BH * WHOLE + rest_BH * WHOLE // spare_B1, spare_BH, total_B)
+
+
+# ---- a policy ----
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The parts of a policy under one name."""
+
+    name: str
+    score: base.Score
+    scopes: tuple[base.Scope, ...] = ()
+    selection: base.Selection = field(default_factory=base.TopK)
+    allocation: base.Allocation = field(default_factory=base.Uniform)
+    source: str = ""
+    keeps_everything: bool = False
+    merge: base.Merge | None = None
+    """None drops what is evicted."""
+    prefill_mask: base.PrefillMask | None = None
+    """None: a token of the prompt sees every slot."""
+    sparse: base.Sparse | None = None
+    """None: a token of the prompt attends to all that it sees."""
+    recall: base.Recall | None = None
+    """None: what is evicted is gone."""
+    reread: base.Reread | None = None
+    """None: the prompt's end is read once and sees every slot."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where parts do not go together."""
+        self._check_sparse()
+        self._check_recall()
+
+    def _check_recall(self) -> None:
+        """An evicted slot goes one way, and what comes back is seen in one way."""
+        others = {"merge": self.merge, "prefill_mask": self.prefill_mask, "sparse": self.sparse, "reread": self.reread}
+        present = [name for name, part in others.items() if part is not None]
+        if self.recall is not None and present:
+            why = (
+                "an evicted slot is merged or stored"
+                if present[0] == "merge"
+                else "both choose what a token attends to"
+            )
+            raise ValueError(f"policy={self.name!r}: recall does not go with {present[0]}, since {why}: leave one out")
+
+    def _check_sparse(self) -> None:
+        """Sparse prefill leaves attention out."""
+        if self.sparse is None:
+            return
+        said = f"policy={self.name!r}: sparse prefill"
+        if summed := sorted(self.statistics - {"count"}):
+            raise ValueError(
+                f"{said} leaves attention out, and score or scope read of all of it: {', '.join(summed)}; "
+                "choose others, such as score=cis or score=window"
+            )
+        if self.prefill_mask is not None:
+            raise ValueError(f"{said} chooses what a token attends to, and so does prefill_mask: leave one out")
+
+    @property
+    def needs_heads(self) -> bool:
+        """Whether retaining heads are needed."""
+        return self.score.needs_heads
+
+    @property
+    def needs_unrotated(self) -> bool:
+        """Whether queries and keys before RoPE are needed, as retaining heads and mergers need them too."""
+        far = self.recall is not None and self.recall.far > 0
+        return self.score.needs_unrotated or self.score.needs_heads or self.merge is not None or far
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the backbone's probability of each token is needed."""
+        return self.score.needs_logits
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        """Running statistics that the parts read."""
+        recall = frozenset() if self.recall is None else self.recall.statistics
+        return self.score.statistics.union(recall, *(scope.statistics for scope in self.scopes))
+
+    @property
+    def by_query_head(self) -> bool:
+        """Whether running statistics of every query head are kept, beside those of groups."""
+        recall = self.recall is not None and self.recall.by_query_head
+        return recall or (self.selection.by_query_head and self.score.by_query_head)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether heads of one layer may hold different numbers of slots."""
+        return self.allocation.ragged
+
+    def at(self, budget: int) -> Policy:
+        """The policy whose recall has the sizes for a budget of so many slots a head."""
+        return self if self.recall is None else replace(self, recall=self.recall.at(budget))
+
+    def recent(self, chunk: int) -> int:
+        """Number of the newest queries that must be kept at hand."""
+        return max(self.score.recent(chunk), self.reread.window if self.reread is not None else 0)
+
+    def layer_budgets(
+        self, budget: int, layers: int, chunk: int, stabilizers: int, tail: int = 0, longest: int | None = None
+    ) -> list[int]:
+        """Slots per head of each layer. ``tail``: tokens that are never evicted and must find room in every layer.
+
+        Warns (``PolicyWarning``) where the budget leaves no room for what the parts ask for.
+        """
+        self._warn_of_caps(budget, chunk, stabilizers)
+        own = budget - self.selection.reserved_slots(budget)
+        window = max((scope.window(own, chunk, stabilizers) for scope in self.scopes), default=0)
+        return self.allocation.layer_budgets(budget, layers, min(max(window, tail + 1), budget), longest)
+
+    def _warn_of_caps(self, budget: int, chunk: int, stabilizers: int) -> None:
+        own = budget - self.selection.reserved_slots(budget)
+        said = f"policy={self.name!r} at a budget of {budget} slots:"
+        left = f", of which {self.selection} leaves {own}" if own < budget else ""
+        for scope in self.scopes:
+            if (asked := scope.reserved(own, chunk, stabilizers)) > own:
+                warnings.warn(
+                    f"{said} {scope} asks for {asked} slots{left}; the score chooses none", base.PolicyWarning, 3
+                )
+        for part in (self.selection, self.recall):
+            if part is not None and (shortfall := part.shortfall(budget)):
+                warnings.warn(f"{said} {part} {shortfall}", base.PolicyWarning, 3)
+
+    def protected(self, slots: base.Slots) -> Tensor:
+        """Boolean ``[B, H, S]``: the slots that are pinned, or that one of the scopes protects. Fractions are of what the
+        selection leaves to score and scopes."""
+        own = replace(slots, keep=slots.keep - self.selection.reserved_slots(slots.keep))
+        masks = [] if slots.pinned is None else [slots.pinned]
+        masks += [scope.protects(own) for scope in self.scopes if not scope.idle]
+        return reduce(torch.logical_or, masks) if masks else torch.zeros_like(slots.valid)
+
+    def verdicts(self, slots: base.Slots, scores_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor) -> Tensor:
+        """Boolean ``[B, H, G, S]``: the ``budgets`` slots of ``valid`` that score and scopes alone would keep in each query
+        head. A score that reads no attention says the same of all query heads of a group."""
+        kept = []
+        for one in slots.group or (slots,):
+            scores = self.score.score_slots(one) if slots.group and self.score.by_query_head else scores_BHS
+            kept_BHS = base.best_of(scores, self.protected(one) & valid_BHS, valid_BHS, budgets_BH, slots.backend)
+            kept.append(kept_BHS & valid_BHS)
+        return torch.stack(kept, dim=2)
+
+    def scores(self, slots: base.Slots) -> Tensor:
+        """Scores ``[B, H, S]`` of the slots. Raises ValueError where those of a plugin are no finite numbers of that shape."""
+        scores_BHS = self.score.score_slots(slots)
+        if _is_plugin(self.score):
+            said = f"policy={self.name!r}, layer {slots.layer}: scores of {type(self.score).__name__} are"
+            if scores_BHS.shape != slots.valid.shape or not scores_BHS.is_floating_point():
+                there, shape = f"{scores_BHS.dtype} {list(scores_BHS.shape)}", list(slots.valid.shape)
+                raise ValueError(f"{said} {there}, they must be floating point {shape}")
+            if wrong := int((slots.valid & ~scores_BHS.isfinite()).sum()):
+                raise ValueError(
+                    f"{said} NaN or infinite for {wrong} of {scores_BHS.numel()} slots, they must be finite"
+                )
+        return scores_BHS
+
+    def choose(self, slots: base.Slots, scores_BHS: Tensor | None = None) -> Tensor:
+        """Boolean ``[B, H, S]``: the slots that stay, by their scores (computed where they are not given). Pinned slots stay;
+        scopes and selection share what the head's budget leaves, as if the head held no others.
+
+        Raises:
+            ValueError: a plugin's scores, see ``scores``, or a plugin that keeps other numbers of slots than it must.
+        """
+        stay_BHS = self._chosen(slots, self.scores(slots) if scores_BHS is None else scores_BHS)
+        if _is_plugin(self.selection) or _is_plugin(self.allocation):
+            most_BH, stays_BH = slots.valid.sum(-1), (stay_BHS & slots.valid).sum(-1)
+            budgets_BH = most_BH.clamp(max=slots.keep)
+            if self.ragged:  # heads may differ, their sum may not
+                budgets_BH = most_BH.sum(-1).clamp(max=slots.keep * most_BH.shape[1])
+                stays_BH = stays_BH.sum(-1)
+            if not torch.equal(stays_BH, budgets_BH) or (stay_BHS & ~slots.valid).any():
+                parts = f"{type(self.selection).__name__} and {type(self.allocation).__name__}"
+                raise ValueError(
+                    f"policy={self.name!r}, layer {slots.layer}: {parts} keep {stays_BH.tolist()} of the slots, they must keep "
+                    f"{budgets_BH.tolist()}"
+                )
+        return stay_BHS
+
+    def _chosen(self, slots: base.Slots, scores_BHS: Tensor) -> Tensor:
+        """``choose``, by scores that are at hand."""
+        protected_BHS = self.protected(slots)
+        budgets_BH = slots.valid.sum(-1).clamp(max=slots.keep)
+        if self.ragged:
+            measured_BHS = self.allocation.measured(self.score, scores_BHS, slots)
+            budgets_BH = self.allocation.head_budgets(measured_BHS, protected_BHS, slots.valid, slots.keep)
+        valid_BHS, pinned_BHS = slots.valid, slots.pinned
+        if self.selection.by_query_head:
+            slots = replace(slots, verdicts=partial(self.verdicts, slots, scores_BHS))
+        if pinned_BHS is None:
+            return self.selection.select(scores_BHS, protected_BHS, valid_BHS, budgets_BH, slots)
+        taken_BH, free_BHS = pinned_BHS.sum(-1), valid_BHS & ~pinned_BHS
+        left_BH = raised(budgets_BH, taken_BH) - taken_BH
+        return self.selection.select(scores_BHS, protected_BHS & free_BHS, free_BHS, left_BH, slots) | pinned_BHS
+
+
+def _is_plugin(part: base.Score | base.Selection | base.Allocation) -> bool:
+    """Whether a part is none of the kit's own, so that what it gives is checked: for that the host waits."""
+    return type(part).__module__.partition(".")[0] != __name__.partition(".")[0]

@@ -1,13 +1,10 @@
 """What each part of the kit cannot do with a policy, its rows or a backbone: one table of sentences, asked in one way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from ..backbones.decoder_attention import DecoderAttention
-    from .policy import Policy
+from ..backbones.decoder_attention import DecoderAttention
+from . import Policy
 
 
 class Subject(NamedTuple):

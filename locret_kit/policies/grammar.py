@@ -1,8 +1,6 @@
 """The grammar of policies: ``locret``, ``streaming(sinks=8)``, ``score=cis scope=stabilizers+sinks(4)``, and
 ``h2o merge=nearest``, a named policy with some of its parts changed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
@@ -14,9 +12,19 @@ from typing import TypeVar, cast
 from ..cis import Loss
 from ..naming import nearest
 from ..settings import allowed, checked
-from .allocation import Adaptive, Pyramid, PyramidAdaptive
-from .policy import Policy
-from .registry import KINDS, NamedPolicy, Parameter, Parts, parameters_of, parts_named, policies
+from . import Policy
+from .registry import (
+    KINDS,
+    Adaptive,
+    NamedPolicy,
+    Parameter,
+    Parts,
+    Pyramid,
+    PyramidAdaptive,
+    parameters_of,
+    parts_named,
+    policies,
+)
 
 UNBOUNDED = "kvzip"
 ORACLE = "locret-eval sets it beside the policies (policies=[...,kvzip])"

@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.intercept import attached
-from ..backbones.releases import forward
-from ..backbones.wrapped import unwrapped
+from ..backbones.libraries import forward, unwrapped
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
 from .drivers import Decoding, Driver

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ..backbones.wrapped import speaking
+from ..backbones.libraries import speaking
 
 
 class Constraint(Protocol):

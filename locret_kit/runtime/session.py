@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.intercept import attached
-from ..backbones.wrapped import unwrapped
+from ..backbones.libraries import unwrapped
 from ..cache.bounded import BoundedCache
 from ..planning.fitting_settings import explain_oom
 from .drivers import Decoding

@@ -17,15 +17,15 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..backbones.libraries import unwrapped
 from ..backbones.spec import text_config
-from ..backbones.wrapped import unwrapped
 from ..cache.bounded import BoundedCache
 from ..cache.file import read
 from ..documents.document import Document, Progress
 from ..documents.document_text import restored, stated
 from ..heads import RetainingHeads
 from ..naming import blaming
-from ..policies.policy import Policy
+from ..policies import Policy
 from ..runtime.engine import Engine as Batch
 from ..runtime.engine import Sequence
 from ..runtime.sampling import stop_ids

@@ -13,7 +13,7 @@ from typing import Literal
 from ..cache.bounded import BoundedCache
 from ..documents.document import Document
 from ..documents.document_text import hash_ids
-from ..policies.policy import Policy
+from ..policies import Policy
 from ..runtime.sequence import Request, Sequence
 from ..settings import RunSettings
 

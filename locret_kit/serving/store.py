@@ -24,7 +24,7 @@ from threading import Lock
 
 from transformers import PreTrainedModel
 
-from ..backbones.identity import NAMES, first_difference
+from ..backbones.weights import NAMES, first_difference
 from ..cache.bounded import BoundedCache
 from ..cache.file import LaterVersion, read, read_record, write
 from ..cache.saved import APART, CREATED, Origin, Saved, export, restore
@@ -33,8 +33,8 @@ from ..documents.document import Document
 from ..files import locked, write_beside
 from ..heads import RetainingHeads
 from ..naming import first_line
+from ..policies import Policy
 from ..policies.grammar import parts_of
-from ..policies.policy import Policy
 from ..settings import RunSettings
 from .request import LOG, PrefixKey
 

@@ -23,9 +23,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from ..backbones.handler import Handler, Softmax
+from ..backbones.decoder_attention import Handler, Rope, Softmax, rotated_text
 from ..backbones.probe import describe
-from ..backbones.rope import Rope, rotated_text
 from ..backbones.spec import AttentionLayer, decoder_of
 from ..cache.attend import attend_text
 from ..cis import SmoothL1, cis_loss, cis_target, ranks, top_recall

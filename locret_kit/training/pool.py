@@ -20,21 +20,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..backbones.decoder_attention import DecoderAttention
-from ..backbones.handler import Softmax
+from ..backbones.decoder_attention import DecoderAttention, Softmax, rotate
+from ..backbones.libraries import forward
 from ..backbones.probe import describe
-from ..backbones.releases import forward
-from ..backbones.rope import rotate
 from ..backbones.spec import BackboneSpec
 from ..cache.attend import attend_rows
 from ..cache.bounded import BoundedCache
 from ..config.train_options import TrainConfig
 from ..heads import RetainingHeads
-from ..policies import capabilities
+from ..policies import Policy, capabilities
 from ..policies.base import Folded, Merge, Score, Slots
 from ..policies.grammar import parse_policy
 from ..policies.methods.lococo import ConvPool, PoolConfig, fold_convolved, pool_slots, save_pool
-from ..policies.policy import Policy
 from ..samples import Sample
 from ..settings import RunSettings
 from . import FrozenTraining

@@ -25,8 +25,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from ..backbones.identity import identity_of
 from ..backbones.load import resolve_model
+from ..backbones.weights import identity_of
 from ..cache.bounded import BoundedCache, CannotFork, check_lengths, check_past
 from ..cache.context import Context
 from ..cache.file import read

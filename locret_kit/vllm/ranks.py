@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from ..backbones.handler import Linear
+from ..backbones.decoder_attention import Linear
 from ..backbones.spec import spec_of
 from ..heads import HeadsConfig, RetainingHead, RetainingHeads
 

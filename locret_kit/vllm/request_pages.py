@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from ..backbones.spec import BackboneSpec, spec_of
 from ..cache.pages import PageShape
 from ..naming import show
-from ..policies.policy import Policy
+from ..policies import Policy
 from ..settings import Resolved
 from .ranks import Ranks, config_of_rank
 

@@ -11,9 +11,9 @@ from ..cache.due import Schedule
 from ..cache.view import count, first_pins
 from ..heads import RetainingHeads, loaded
 from ..naming import nearest
+from ..policies import Policy
 from ..policies.capabilities import Subject, refuse
 from ..policies.grammar import parse_policy
-from ..policies.policy import Policy
 from ..policies.registry import UNTRAINED, load_plugin
 from ..settings import Resolved, RunSettings, made, read_protect
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ..backbones.decoder_attention import Described
-from ..backbones.handler import Softmax
+from ..backbones.decoder_attention import Described, Softmax
 from ..backbones.probe import assumed
 from ..backbones.spec import BackboneSpec, spec_of
 from ..cache.bounded import BoundedCache

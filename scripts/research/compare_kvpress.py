@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from locret_examples.press import LocretPress, arguments_for_kvpress
 from locret_kit.backbones.intercept import attach
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.load import load_backbone
-from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of, text_config
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.heads import HeadsConfig, RetainingHeads

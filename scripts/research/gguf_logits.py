@@ -27,8 +27,8 @@ from torch import Tensor
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.gguf import gguf_model
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.load import load_backbone, load_tokenizer
-from locret_kit.backbones.releases import CACHE
 from locret_kit.runtime.drivers.cpu import CpuDriver
 from locret_kit.runtime.report import versions
 from locret_kit.samples.haystack import load_text

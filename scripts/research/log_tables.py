@@ -9,8 +9,8 @@ from statistics import fmean
 from locret_kit.evals.engine import RANDOM_HEADS, Row, label_of, reads_alone
 from locret_kit.evals.report import usual_dtype
 from locret_kit.evals.tables import MARKS, Cell, Table, size
+from locret_kit.policies import Policy
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.policies.policy import Policy
 
 HEADS, PAPER = "smollm2-135m-locret", "smollm2-135m-paper"
 """Heads that ship, and those of Locret's own target and loss."""

@@ -18,7 +18,7 @@ from tiny_decoders.rows import rows
 from tiny_decoders.simulation import Plan, simulate
 
 from locret_kit import attach
-from locret_kit.backbones.releases import ASKED_FOR_STATES, CACHE
+from locret_kit.backbones.libraries import ASKED_FOR_STATES, CACHE
 from locret_kit.runtime.session import prefill
 
 ROWS = rows(Sizes())

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.handler import Handler
+from locret_kit.backbones.decoder_attention import Handler
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import UnsupportedArchitecture
 from locret_kit.runtime.session import prefill
 

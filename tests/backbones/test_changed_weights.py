@@ -14,8 +14,8 @@ from tiny_tokenizer import tiny_tokenizer
 from torch import nn
 
 from locret_kit import BoundedCache, attach
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.probe import UnsupportedArchitecture, describe
-from locret_kit.backbones.releases import CACHE
 from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import Answer
 

@@ -19,11 +19,11 @@ from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 
-from locret_kernels.ragged_decode.reference import hadamard
+from locret_kernels.ragged_decode import hadamard
 from locret_kit import BoundedCache, Document, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.load import load_backbone
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cli.eval import main as evaluate

@@ -10,7 +10,7 @@ from pairwise import pairs
 from tiny_models import FAMILIES, tiny_model
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 
 NEW = 6
 

@@ -21,13 +21,14 @@ from tiny_gguf import (
 from tiny_tokenizer import TEMPLATE, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from locret_kit.backbones import gguf
 from locret_kit.backbones.demo import unpack
-from locret_kit.backbones.gguf import gguf_model, gguf_place
+from locret_kit.backbones.gguf import gguf_model
 from locret_kit.backbones.gguf.gguf_config import tokenizer_of
 from locret_kit.backbones.gguf.gguf_file import open_gguf
 from locret_kit.backbones.gguf.gguf_model import PackedLinear
-from locret_kit.backbones.identity import first_difference, identity_of, tokenizer_identity
 from locret_kit.backbones.load import load_backbone, load_config, load_tokenizer, other_backbone
+from locret_kit.backbones.weights import first_difference, identity_of, tokenizer_identity
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
 from locret_kit.config.recipes import load_config as load_train_config
@@ -284,14 +285,14 @@ def test_parts_that_do_not_belong_together_are_one_line(change, message, tmp_pat
 
 def test_names_of_the_hub(monkeypatch):
     names = ["a/Tiny-Q4_K_M.gguf", "Tiny-Q8_0.gguf", "README.md"]
-    monkeypatch.setattr(gguf_place, "pull", lambda repo, choose, **rest: [Path(repo, name) for name in choose(names)])
+    monkeypatch.setattr(gguf, "pull", lambda repo, choose, **rest: [Path(repo, name) for name in choose(names)])
     for name, wanted in {"lab/Tiny:q4_k_m": "a/Tiny-Q4_K_M.gguf", "lab/Tiny/Tiny-Q8_0.gguf": "Tiny-Q8_0.gguf"}.items():
-        assert gguf_place.is_gguf(name) and gguf_place.pull_gguf(name) == Path("lab/Tiny", wanted)
+        assert gguf.is_gguf(name) and gguf.pull_gguf(name) == Path("lab/Tiny", wanted)
     with pytest.raises(
         ValueError, match="'lab/Tiny:Q5_0' names 0 files of lab/Tiny; of GGUF there are: a/Tiny-Q4_K_M.gguf, "
     ):
-        gguf_place.pull_gguf("lab/Tiny:Q5_0")
-    assert not gguf_place.is_gguf("lab/Tiny")
+        gguf.pull_gguf("lab/Tiny:Q5_0")
+    assert not gguf.is_gguf("lab/Tiny")
     pulled: list[str] = []
 
     def hub(*names: str) -> None:
@@ -299,19 +300,19 @@ def test_names_of_the_hub(monkeypatch):
             pulled[:] = choose(list(names))
             return [Path(repo, name) for name in pulled]
 
-        monkeypatch.setattr(gguf_place, "pull", pull)
+        monkeypatch.setattr(gguf, "pull", pull)
 
     parts = [f"Q8_0/tiny-q8_0-0000{n}-of-00003.gguf" for n in (3, 1, 2)]
     for named in ("lab/Tiny:Q8_0", f"lab/Tiny/{parts[0]}"):
         hub(*parts, "tiny-q2_k.gguf")
-        assert gguf_place.is_gguf(named) and gguf_place.pull_gguf(named) == Path("lab/Tiny", parts[1])
-        assert pulled == sorted(parts) and gguf_place.model_name(named).casefold() == "tiny"
+        assert gguf.is_gguf(named) and gguf.pull_gguf(named) == Path("lab/Tiny", parts[1])
+        assert pulled == sorted(parts) and gguf.model_name(named).casefold() == "tiny"
     hub(*parts[:2])
     with pytest.raises(ValueError, match="is in 3 parts, of which lab/Tiny lacks Q8_0/tiny-q8_0-00002-of-00003.gguf"):
-        gguf_place.pull_gguf("lab/Tiny:Q8_0")
+        gguf.pull_gguf("lab/Tiny:Q8_0")
     hub(*parts, "tiny-q8_0.gguf")
     with pytest.raises(ValueError, match="names 2 files of lab/Tiny"):
-        gguf_place.pull_gguf("lab/Tiny:Q8_0")
+        gguf.pull_gguf("lab/Tiny:Q8_0")
 
 
 @pytest.mark.parametrize("form", ["F32", "Q4_1"])

@@ -12,8 +12,8 @@ from tiny_models import FAMILIES, tiny_model
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import probe
+from locret_kit.backbones.libraries import ASKED_FOR_STATES, CACHE
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.releases import ASKED_FOR_STATES, CACHE
 from locret_kit.backbones.spec import UnsupportedArchitecture, spec_of, text_config
 from locret_kit.planning.inference_plan import BackboneSizes
 

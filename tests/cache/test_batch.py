@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from locret_kit import attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.batch import BatchCache
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.runtime.engine import Engine, Request, run

@@ -18,7 +18,7 @@ from tiny_heads import tiny_heads
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.due import Schedule
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling, decode, prefill

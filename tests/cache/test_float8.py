@@ -11,7 +11,7 @@ from tiny_models import tiny_model
 
 from locret_kernels.ragged_decode import Float8Rows, Rotation, Spans
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.storage.codec import LARGEST, MARGIN, Float8
 from locret_kit.cache.storage.layouts import EqualRows

@@ -11,7 +11,7 @@ import torch
 from policy_runs import POLICIES, backbone, held, logits_of, make, tokens, turn
 
 from locret_kit import attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.bounded import CannotFork
 from locret_kit.runtime.session import prefill
 

@@ -15,8 +15,8 @@ from policy_runs import LENGTH, backbone, make, recorded
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.handler import Softmax
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.decoder_attention import Softmax
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.spec import UnsupportedArchitecture
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.methods.locret import fold_nearest, nearest_kept

@@ -11,9 +11,10 @@ from pairwise import pairs
 from policy_runs import backbone, distinct_tokens, held, make
 from tiny_models import tiny_model
 
-from locret_kernels.ragged_decode import Rotation, Spans, cpu, reference
+from locret_kernels import ragged_decode as reference
+from locret_kernels.ragged_decode import Rotation, Spans, cpu
 from locret_kit import BoundedCache
-from locret_kit.backbones.handler import Softmax
+from locret_kit.backbones.decoder_attention import Softmax
 from locret_kit.cache import texts
 from locret_kit.cache.pages import PageShape, RowPool
 from locret_kit.cache.step import read_tokens

@@ -15,12 +15,12 @@ from slot_layers import SELECTIONS, layers_of_slots, slots_of
 from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 
 from locret_kit import attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache import step
-from locret_kit.policies.allocation import Adaptive
+from locret_kit.policies import WHOLE, Policy, raised, rounded
 from locret_kit.policies.base import Scope, Score, Uniform, rank_of
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.policies.policy import WHOLE, Policy, raised, rounded
+from locret_kit.policies.registry import Adaptive
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 PINS = ((0, 3), (19, 22), (40, 41), (70, 72))

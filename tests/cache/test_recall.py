@@ -12,7 +12,7 @@ from policy_runs import LENGTH, SMALL, backbone, held, logits_of, make, tokens
 from recall_oracle import OurBlocks, PublishedInfLLM, recorded
 
 from locret_kit import attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.planning.inference_plan import Setting, cache_bytes, store_bytes

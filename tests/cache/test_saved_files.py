@@ -21,7 +21,7 @@ from tiny_models import tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from locret_kit import BoundedCache, Document, attach, files
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache import file
 from locret_kit.cache.saved import DTYPES, export, load_cache, save_cache
 from locret_kit.files import write_text

@@ -9,7 +9,7 @@ from policy_runs import backbone, distinct_texts
 from tiny_heads import tiny_heads
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.step import read_block
 
 POLICIES = ("locret", "streaming", "h2o", "tova", "ada-snapkv", "knorm", "sirllm", "full")

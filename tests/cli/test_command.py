@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from locret_kit.backbones import tested
+from locret_kit import backbones
 from locret_kit.cli.command import command
 from locret_kit.hub import OneRetryLine
 
@@ -52,12 +52,12 @@ def test_a_bug_keeps_its_traceback_unless_the_command_names_its_kind(capsys):
 
 
 def test_a_newer_library_is_named_and_so_is_the_release_that_works(capsys, monkeypatch, caplog):
-    monkeypatch.setattr(tested, "version", {"transformers": "6.1.0.dev1", "torch": "2.13.1+cpu"}.get)
+    monkeypatch.setattr(backbones, "version", {"transformers": "6.1.0.dev1", "torch": "2.13.1+cpu"}.get)
     line = "transformers 6.1.0.dev1 is newer than 5.24, which was tested: pip install 'transformers==5.24.*'"
-    tested.warn_of_newer.cache_clear()
+    backbones.warn_of_newer.cache_clear()
     for _ in range(2):
-        tested.warn_of_newer()
-    tested.warn_of_newer.cache_clear()
+        backbones.warn_of_newer()
+    backbones.warn_of_newer.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [f"warning: {line} if something fails"]
     failed = f"locret-x: not attached\nlocret-x: {line}\n"
     assert ended(capsys, RuntimeError("not attached"), also=(RuntimeError,)) == (1, failed)
@@ -66,8 +66,8 @@ def test_a_newer_library_is_named_and_so_is_the_release_that_works(capsys, monke
     with pytest.raises(KeyError):
         ended(capsys, KeyError("cache"))
     assert capsys.readouterr().err == f"locret-x: {line}\n"
-    monkeypatch.setattr(tested, "version", {"transformers": "5.24.9", "torch": "2.12.0"}.get)
-    assert tested.newer() == []
+    monkeypatch.setattr(backbones, "version", {"transformers": "5.24.9", "torch": "2.12.0"}.get)
+    assert backbones.newer() == []
 
 
 def test_ctrl_c_says_what_there_is_to_say(capsys):

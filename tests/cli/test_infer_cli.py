@@ -19,8 +19,8 @@ from tiny_models import tiny_model
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from transformers import AutoModelForCausalLM
 
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.load import load_config
-from locret_kit.backbones.releases import CACHE
 from locret_kit.cli.infer import main
 from locret_kit.cli.loading import Chosen, before_reading, choose
 from locret_kit.heads import RetainingHeads

@@ -23,7 +23,7 @@ from tiny_heads import INFERENCE, save_tiny_heads
 from tiny_tokenizer import TEXT, tiny_tokenizer
 from transformers import LlamaForCausalLM
 
-from locret_kit.backbones.releases import cache_among
+from locret_kit.backbones.libraries import cache_among
 from locret_kit.cache.bounded import CannotFork
 from locret_kit.cache.due import Schedule
 from locret_kit.cli.eval import main

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.sparse_attend import Blocks
-from locret_kit.backbones.handler import Softmax
-from locret_kit.backbones.rope import Rope
+from locret_kit.backbones.decoder_attention import Rope, Softmax
 from locret_kit.cache.backend import BACKENDS, backend_for
 
 SCALING = 0.2

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from locret_kernels import cpp
+from locret_kernels import cpp, decoder_step, quantise
 from locret_kernels.attend import cpu as attend
-from locret_kernels.decoder_step import cpu as decoder_step
-from locret_kernels.quantise import cpu as quantise
 from locret_kernels.ragged_decode import cpu as ragged_decode
 
 HEADERS = cpp.HEADERS

@@ -12,17 +12,16 @@ from tiny_models import tiny_model
 
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.attend import cpu as attend_cpu
-from locret_kernels.column_stats.reference import MARGIN
+from locret_kernels.column_stats import MARGIN
 from locret_kernels.fused import cpu as fused_cpu
-from locret_kernels.fused.reference import rms_norm, swiglu
+from locret_kernels.fused import rms_norm, swiglu
 from locret_kernels.ragged_decode import Rotation, Spans, ragged_decode
 from locret_kernels.ragged_decode import cpu as decode_cpu
 from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import patches
-from locret_kit.backbones.releases import CACHE
-from locret_kit.backbones.rope import Rope
-from locret_kit.backbones.wrapped import Undo
+from locret_kit.backbones.decoder_attention import Rope
+from locret_kit.backbones.libraries import CACHE, Undo
 from locret_kit.cache.backend import CpuBackend, runs_on_cpu
 from locret_kit.cache.storage.codec import Scratch
 from locret_kit.cache.storage.layouts import EqualRows

@@ -12,15 +12,15 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.probe import describe
-from locret_kit.backbones.releases import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.methods.h2o import Aas
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
 LENGTH, CHUNK = 57, 13
-COPIED = "a copy between host and device in prefill"
+COPIED = "a copy between host and device in start"
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
     "short_factor": [1.0] * 32, "long_factor": [2.0] * 32,

@@ -14,7 +14,7 @@ from locret_kernels.ragged_decode import Spans
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
 def test_one_signature(name):
-    """What the kernels take; the reference takes forms of a softmax besides (``locret_kit.backbones.handler.Softmax``)."""
+    """What the kernels take; the reference takes forms of a softmax besides (``Softmax`` of ``backbones.decoder_attention``)."""
     mine, theirs = (inspect.signature(functions[name]).parameters for functions in (KERNELS, REFERENCES))
     assert dict(mine) == {key: value for key, value in theirs.items() if key in mine or key not in SOFTMAX}
 

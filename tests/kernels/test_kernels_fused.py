@@ -13,11 +13,10 @@ from torch.nn import functional as F
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import patches
-from locret_kit.backbones.handler import LayerOperations
+from locret_kit.backbones.decoder_attention import LayerOperations
 from locret_kit.backbones.intercept import operations
+from locret_kit.backbones.libraries import CACHE, Undo
 from locret_kit.backbones.patches import ROTATION, fuse_layers
-from locret_kit.backbones.releases import CACHE
-from locret_kit.backbones.wrapped import Undo
 from locret_kit.heads import _side_by_side
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -42,7 +42,7 @@ def test_compact_rows(functions, S, K, D):
 
 def test_a_backend_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "locret_kernels.column_max.triton")
+    monkeypatch.delitem(sys.modules, "locret_kernels.column_stats.triton")
     with pytest.raises(
         backend.BackendUnavailable, match="backend='triton' needs the package triton, which is not inst"
     ):

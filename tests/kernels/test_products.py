@@ -15,8 +15,7 @@ from gguf.quants import dequantize
 
 from locret_kernels import cpp
 from locret_kernels.cases import packed_matrix
-from locret_kernels.product import cpu
-from locret_kernels.product.reference import FORMATS, format_of, product, unpack
+from locret_kernels.product import FORMATS, cpu, format_of, product, unpack
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 EACH = pytest.mark.parametrize("form", FORMATS)

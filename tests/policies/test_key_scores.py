@@ -12,10 +12,9 @@ import torch
 from tiny_models import COMMON, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
-from locret_kit.backbones.handler import Handler, Softmax
+from locret_kit.backbones.decoder_attention import Handler, Rope, Softmax, rotate
 from locret_kit.backbones.intercept import attach
-from locret_kit.backbones.releases import CACHE
-from locret_kit.backbones.rope import Rope, rotate
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.evals.engine import oracle as kvzip
 from locret_kit.policies.base import Entry, Slots, rank_of

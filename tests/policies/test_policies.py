@@ -8,7 +8,7 @@ from policy_runs import LENGTH, POLICIES, backbone, held, logits_of, make, run, 
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.due import PIECE
 from locret_kit.policies.methods.sirllm import SLICE
 from locret_kit.runtime.session import prefill

@@ -21,14 +21,12 @@ from tiny_heads import tiny_heads
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret_kit import BoundedCache, RetainingHeads
-from locret_kit.backbones.handler import Softmax
-from locret_kit.backbones.rope import Rope
-from locret_kit.policies.allocation import Adaptive, Pyramid
+from locret_kit.backbones.decoder_attention import Rope, Softmax
 from locret_kit.policies.base import Entry, Slots, rank_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.methods.nacl import Sampled
 from locret_kit.policies.methods.random import hashed
-from locret_kit.policies.registry import policies
+from locret_kit.policies.registry import Adaptive, Pyramid, policies
 
 D = 8
 VOCABULARY = 11

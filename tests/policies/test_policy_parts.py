@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slot_layers import SELECTIONS, layers_of_slots, slots_of
 
-from locret_kit.policies.allocation import Adaptive, Mass
+from locret_kit.policies import WHOLE, rounded, rounded_on_device
 from locret_kit.policies.grammar import composed_of, describe_policies, parse_policy
 from locret_kit.policies.methods.locret import Cis
 from locret_kit.policies.methods.streaming import Recency
-from locret_kit.policies.policy import WHOLE, rounded, rounded_on_device
-from locret_kit.policies.registry import policies
+from locret_kit.policies.registry import Adaptive, Mass, policies
 
 # ---- allocation -----------------------------------------------------------------------------------------------------------
 

@@ -14,10 +14,9 @@ from policy_runs import held, run
 from tiny_tokenizer import TEXT, save_tiny_backbone
 
 from locret_kit.cli.infer import main
-from locret_kit.policies import registry
+from locret_kit.policies import Policy, registry
 from locret_kit.policies.base import PolicyWarning, Score, TopK, best_of
 from locret_kit.policies.grammar import describe_policies, parse_policy, spell
-from locret_kit.policies.policy import Policy
 
 VATP = '''"""VATP, arXiv 2406.12335: attention times the L1 norm of the value. The file has no postponed annotations."""
 
@@ -25,8 +24,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from locret_kit.policies.attention import Weight
-from locret_kit.policies.base import Slots
+from locret_kit.policies.base import Slots, Weight
 from locret_kit.policies.registry import part, register
 
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from locret_examples.press import LocretPress
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.session import prefill
 

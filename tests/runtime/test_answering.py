@@ -11,7 +11,7 @@ from bounded_masks import IDS, bounded, mask_by_definition
 from tiny_models import tiny_model
 
 from locret_kit.backbones.intercept import attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.policies.grammar import parse_policy

@@ -12,7 +12,7 @@ from policy_runs import LENGTH, SMALL, backbone, heads_of, held, make, tokens
 from tiny_models import tiny_model
 
 from locret_kernels.cases import packed_matrix
-from locret_kernels.decoder_step.cpu import Halves, load
+from locret_kernels.decoder_step import Halves, load
 from locret_kernels.product import FORMATS
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.gguf.gguf_model import PackedEmbedding, PackedLinear

@@ -6,7 +6,7 @@ import torch
 from policy_runs import held
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 

@@ -16,7 +16,7 @@ from policy_runs import POLICIES, distinct_tokens, held
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.engine import Engine

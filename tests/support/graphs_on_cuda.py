@@ -11,7 +11,7 @@ import tiny_models
 import torch
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import Sampling, decode, prefill

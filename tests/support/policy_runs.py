@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
 from locret_kit.backbones.intercept import attached
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.base import Selection
 from locret_kit.policies.grammar import parse_policy

@@ -16,7 +16,7 @@ from policy_runs import backbone, heads_of, make, tokens
 from torch import Tensor
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.runtime.session import prefill
 
 FIRST = 4

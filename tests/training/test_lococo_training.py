@@ -10,7 +10,7 @@ import torch
 from policy_runs import backbone, make, tokens
 
 from locret_kit import attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.cli.train import main as train
 from locret_kit.config.recipes import load_config
 from locret_kit.policies.methods.lococo import load_pool, save_pool

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.v1.attention import selector
 
 from locret_kit import BoundedCache, attach
-from locret_kit.backbones.releases import CACHE
+from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.vllm.worker_state import PROCESSOR, State

@@ -1,6 +1,123 @@
 """Attention of new tokens over the rows of a cache and themselves: with each query's log-sum-exp, or with what its weights add up
-to."""
+to. The definition, in torch.
 
-from .reference import ChunkRotation, attend, attend_and_count
+``column_stats`` starts from that log-sum-exp, so it needs no pass over the rows of its own.
+"""
 
-__all__ = ["ChunkRotation", "attend", "attend_and_count"]
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..column_stats import ColumnStats, Counts, causal, check_queries
+from ..rotate import rotate_rows
+
+__all__ = ["attend", "attend_and_count"]
+
+MAX_WEIGHTS = 1 << 20
+"""Weights at a time of attention that counts them, about: what a core's caches hold."""
+
+
+class ChunkRotation(NamedTuple):
+    """Tables by which keys ``[S, R]`` and a chunk's queries ``[T, R]`` are rotated."""
+
+    cos_SR: Tensor
+    sin_SR: Tensor
+    q_cos_TR: Tensor
+    q_sin_TR: Tensor
+
+    def applied(self, q_BQTD: Tensor, k_BHSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys after RoPE."""
+        return rotate_rows(q_BQTD, self.q_cos_TR, self.q_sin_TR), rotate_rows(k_BHSD, self.cos_SR, self.sin_SR)
+
+
+def attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Output ``[B, Q, T, D]`` in the queries' type, and natural log-sum-exp ``[B, Q, T]`` (float32 or wider) of each query's
+    scaled logits over the rows it sees. The last query sees all ``S`` rows, each one before it one row less.
+
+    Raises:
+        ValueError: no query, or more queries than rows, so that the first would see none.
+    """
+    check_queries(q_BQTD, k_BHSD)
+    B, Q, T = q_BQTD.shape[:3]
+    H, S = k_BHSD.shape[1:3]
+    dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
+    out = torch.empty_like(q_BQTD)
+    lse = torch.empty(B, Q, T, dtype=dtype, device=q_BQTD.device)
+    hidden = torch.ones(T, S, dtype=torch.bool, device=q_BQTD.device).triu_(S - T + 1)
+    for b in range(B):
+        for head in range(Q):  # one query head at a time, so that one matrix [T, S] exists
+            k, v = (x[b, head * H // Q].to(dtype) for x in (k_BHSD, v_BHSD))  # [S, D]
+            logits = (q_BQTD[b, head].to(dtype) @ k.T * scaling).masked_fill_(hidden, float("-inf"))  # [T, S]
+            lse[b, head] = logits.logsumexp(-1)
+            out[b, head] = (logits.sub_(lse[b, head, :, None]).exp_() @ v).to(out.dtype)
+    return out, lse
+
+
+def attend_and_count(
+    q_BQTD: Tensor,
+    k_BHSD: Tensor,
+    v_BHSD: Tensor,
+    scaling: float,
+    *,
+    want: frozenset[str] = frozenset(),
+    by_head: bool = False,
+    rotation: ChunkRotation | None = None,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks_Q: Tensor | None = None,
+) -> tuple[Tensor, list[ColumnStats]]:
+    """Attention ``[B, Q, T, D]`` and the statistics of its weights, which are computed once for both; causal as ``column_stats``.
+    Values may have other channels than keys.
+
+    Args:
+        want: some of ``column_stats.STATISTICS``; without any, no statistics are returned.
+        by_head: also of each query head of the groups alone.
+        rotation: of queries and keys that come before RoPE.
+        window: rows up to each query's own that it sees.
+        cap: scaled logits ``x`` become ``cap * tanh(x / cap)`` (Gemma 2).
+        sinks_Q: one more logit for each query head, without a value (gpt-oss): the weights of the rows sum to less than 1.
+
+    Returns:
+        Attention; statistics of the mean over each group, then of each of its query heads.
+    """
+    check_queries(q_BQTD, k_BHSD)
+    if rotation is not None:
+        q_BQTD, k_BHSD = rotation.applied(q_BQTD, k_BHSD)
+    dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
+    G = q_BQTD.shape[1] // k_BHSD.shape[1]
+    of_group, of_heads = Counts(k_BHSD, dtype, want), [Counts(k_BHSD, dtype, want) for _ in range(G * by_head)]
+    B, Q, T, D = q_BQTD.shape
+    H, S = k_BHSD.shape[1:3]
+    out_BHGTD = q_BQTD.new_empty(B, H, G, T, v_BHSD.shape[-1])
+    tile = max(16, min(T, MAX_WEIGHTS // (Q * S)))
+    # Logits and weights of a tile stand where those of the last one stood; not where gradients need them.
+    reused = not (torch.is_grad_enabled() and any(x.requires_grad for x in (q_BQTD, k_BHSD, v_BHSD)))
+    room = torch.empty(2, Q * tile * S, dtype=dtype, device=q_BQTD.device) if reused else None
+    for b in range(B):
+        q_HGTD = q_BQTD[b].view(H, G, T, D).to(dtype) * scaling
+        k_HDS, v_HSD = k_BHSD[b].to(dtype).transpose(1, 2), v_BHSD[b].to(dtype)
+        for start in range(0, T, tile):
+            stop = min(start + tile, T)
+            n, t = S - T + stop, stop - start
+            logits, weights = (None, None) if room is None else (x[: Q * t * n].view(H, G * t, n) for x in room)
+            logits = torch.bmm(q_HGTD[:, :, start:stop].reshape(H, -1, D), k_HDS[:, :, :n], out=logits)
+            if cap is not None:
+                logits = (logits / cap).tanh() * cap
+            causal(logits.view(Q, t, n), float("-inf"))
+            if window is not None:
+                old = torch.ones(t, n, dtype=torch.bool, device=logits.device).tril_(n - t - window)
+                logits.view(Q, t, n).masked_fill_(old, float("-inf"))
+            if sinks_Q is not None:
+                sink_HX1 = sinks_Q.to(dtype).view(H, G, 1).expand(H, G, t).reshape(H, G * t, 1)
+                weights = torch.softmax(torch.cat((logits, sink_HX1), -1), -1)[..., :-1]
+            else:
+                weights = torch.softmax(logits, -1, out=weights)
+            out_BHGTD[b, :, :, start:stop] = torch.bmm(weights, v_HSD[:, :n]).view(H, G, t, -1)
+            p_HGTN = weights.view(H, G, t, n)
+            of_group.add(b, slice(0, H), p_HGTN)
+            for g, counts in enumerate(of_heads):
+                counts.add(b, slice(0, H), p_HGTN[:, g : g + 1])
+    return out_BHGTD.flatten(1, 2), [counts.stats() for counts in (of_group, *of_heads) if want]

@@ -1,4 +1,4 @@
-// Attention of a chunk over cached rows, with the statistics of its weights where they are wanted: what `reference.py` beside this
+// Attention of a chunk over cached rows, with the statistics of its weights where they are wanted: what `__init__.py` beside this
 // file defines, of float32 or bfloat16, with sums of float32.
 //
 // Letters: B texts, Q query heads, H key/value heads, G of a group, T new tokens, S rows, D channels.

@@ -1,4 +1,4 @@
-"""Attention of a chunk and what its weights add up to, in one call (``cpu.cpp``): as ``reference.py`` but for rounding.
+"""Attention of a chunk and what its weights add up to, in one call (``cpu.cpp``): as the definition but for rounding.
 
 Each weight is computed once, for the output and for what is summed over it, and rows are rotated as they are read. Keys and
 values of bfloat16 are read as they are; weights and sums are of float32.
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import cpp
-from ..checks import check_queries
-from ..column_stats.reference import MARGIN, ColumnStats
-from .reference import ChunkRotation
+from ..column_stats import MARGIN, ColumnStats, check_queries
+from . import ChunkRotation
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 ATTENTION = cpp.Struct(SOURCE, "Attention")
@@ -56,7 +55,7 @@ def attend_and_count(
     by_head: bool = False,
     rotation: ChunkRotation | None = None,
 ) -> tuple[Tensor, list[ColumnStats]]:
-    """As ``reference.attend_and_count``, of queries and keys before RoPE where there is a ``rotation``.
+    """As the definition, ``attend_and_count``, of queries and keys before RoPE where there is a ``rotation``.
 
     Args:
         want: some of ``STATISTICS`` of this package.

@@ -1,4 +1,4 @@
-"""Attention forward with its log-sum-exp as a Triton kernel; ``reference.py`` defines it.
+"""Attention forward with its log-sum-exp as a Triton kernel; ``__init__.py`` defines it.
 
 A program owns a block of queries of one head and walks over the rows they see, keeping maximum, sum and output: first over
 the blocks of rows that all of them see, without a mask, then over the others. Few queries are spread over the card by splitting
@@ -17,12 +17,11 @@ from torch import Tensor
 from triton import cdiv
 
 from .. import common
-from ..checks import check_queries
-from ..column_stats.reference import ColumnStats
+from ..column_stats import ColumnStats, check_queries
 from ..column_stats.triton import column_stats
 from ..common import LOG2E, check_heads, dot_rows, head_blocks, load_rows, merge_splits, split_rows
 from ..rotate.triton import rotate_rows
-from .reference import ChunkRotation
+from . import ChunkRotation
 
 
 @triton.jit
@@ -100,7 +99,7 @@ def _attend(
 
 
 def attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """See ``reference.attend``."""
+    """See the definition, ``attend``."""
     B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD, v_BHSD)
     check_queries(q_BQTD, k_BHSD)
     D0, D1 = head_blocks(D, q_BQTD.dtype)
@@ -129,7 +128,7 @@ def attend_and_count(
     by_head: bool = False,
     rotation: ChunkRotation | None = None,
 ) -> tuple[Tensor, list[ColumnStats]]:
-    """See ``reference.attend_and_count``: weights are computed twice, from the log-sum-exp of the first pass."""
+    """See the definition, ``attend_and_count``: weights are computed twice, from the log-sum-exp of the first pass."""
     if rotation is not None:
         q_BQTD = rotate_rows(q_BQTD, rotation.q_cos_TR, rotation.q_sin_TR)
         k_BHSD = rotate_rows(k_BHSD, rotation.cos_SR, rotation.sin_SR)

@@ -1,4 +1,4 @@
-"""In-place compaction as a Triton kernel; ``reference.py`` defines it.
+"""In-place compaction as a Triton kernel; ``__init__.py`` defines it.
 
 Blocks of rows are read and written from the front. The index ascends, so a row is read before it is overwritten, and rows
 that stay where they are cost nothing. Columns are independent, so a head's columns are spread over programs.
@@ -15,8 +15,8 @@ from torch import Tensor
 from triton import cdiv
 
 from .. import common
-from ..checks import check_moves
 from ..common import check
+from . import check_moves
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Element size -> the type as which bits are copied, whatever they mean."""
@@ -57,7 +57,7 @@ def _kept_rows(stay, index, S, K, BLOCK_S: tl.constexpr):
 
 
 def kept_rows(stay_BHS: Tensor, keep: int) -> Tensor:
-    """See ``reference.kept_rows``."""
+    """See the definition, ``kept_rows``."""
     stay = stay_BHS.contiguous().view(torch.uint8)
     check(stay=stay)
     B, H, S = stay.shape
@@ -77,7 +77,7 @@ def kept_rows(stay_BHS: Tensor, keep: int) -> Tensor:
 
 
 def compact_rows(buffers: Sequence[Tensor], index_BHK: Tensor) -> None:
-    """See ``reference.compact_rows``."""
+    """See the definition, ``compact_rows``."""
     index = index_BHK.contiguous()
     B, H, K = index.shape
     for buffer in buffers:

@@ -196,8 +196,6 @@ def is_ours(file: Path) -> bool:
 
 # ---- compiling ------------------------------------------------------------------------------------------------------
 
-__all__: list[str] = []  # no operation
-
 HEADERS = Path(__file__).parent
 TYPES = {torch.float32: 32, torch.float64: 64, torch.bfloat16: 16}
 """Types of weights and rows. Sums are of float32, those of float64 of float64."""

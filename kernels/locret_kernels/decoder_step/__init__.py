@@ -1,4 +1,117 @@
-"""One decoded token of each of several texts through a whole decoder, in one call on a CPU. The operation has no form for other
-devices: the decoder's own forward is its definition."""
+"""One decoded token of each of several texts through a whole decoder, in one call on a CPU (``cpu.cpp``). The operation has no
+form for other devices: the decoder's own forward is its definition.
 
-__all__: list[str] = []
+A decoded token reads every weight once and computes little, so its time is that of memory, unless hundreds of small operations
+come between. Here a few threads stay in one function from the words to the logits, and read weights once for all texts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import cpp
+from ..product import cpu as product
+from ..product import format_of
+
+LAYOUT = cpp.HEADERS / "layout.h"
+FORMAT, LINEAR, PACKED, ROWS = (cpp.Struct(LAYOUT, name) for name in ("Format", "Linear", "Packed", "Rows"))
+LAYER, DECODER = (cpp.Struct(LAYOUT, name, Linear=LINEAR) for name in ("Layer", "Decoder"))
+
+
+@cache
+def load(dtype: torch.dtype, channels: int) -> cpp.Library:
+    """The compiled step for weights of a type and heads of so many channels.
+
+    Raises:
+        cpp.Unavailable: another type or system, no compiler, or one that fails.
+    """
+    if channels > cpp.MAX_CHANNELS:
+        raise cpp.Unavailable(f"heads of {channels} channels, more than {cpp.MAX_CHANNELS}")
+    if dtype not in cpp.TYPES:
+        raise cpp.Unavailable(f"weights of {str(dtype).removeprefix('torch.')}")
+    options = cpp.head_options(dtype, channels)
+    p, n, i = cpp.ADDRESS, cpp.NUMBER, cpp.INT
+    return cpp.load(
+        Path(__file__).with_name("cpu.cpp"), *options, locret_step=(p, n, p, p, p, p, i), locret_holds=(p, p, n, p, i)
+    )
+
+
+@cache
+def format_at(form: str) -> np.ndarray:
+    """A format of few bits as the step finds it, with its compiled calls.
+
+    Raises:
+        cpp.Unavailable: as ``load``.
+    """
+    size, library = format_of(form), product.load(form)
+    rows, unpack = (ctypes.cast(call, ctypes.c_void_p).value for call in (library.locret_rows, library.locret_unpack))
+    return FORMAT.of(block=size.block, nbytes=size.nbytes, rows=rows, unpack=unpack)
+
+
+# ---- copies of float32 weights in bfloat16, one after another in large pages ----
+
+
+ADVICE = 14
+"""``MADV_HUGEPAGE`` on Linux."""
+PAGE = 1 << 21
+ALIGNED = 32
+"""Numbers from whose multiples a copy begins: a cache line."""
+
+
+class Halves:
+    """Room for copies of some weights.
+
+    Args:
+        weights: those of which ``of`` may be asked, each once; what is not float32 takes no room.
+        library: the compiled step's.
+
+    Attributes:
+        read: bytes of the weights that were asked for, halved or not.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], library: cpp.Library) -> None:
+        self._room = torch.empty(sum(_room_of(x) for x in weights), dtype=torch.bfloat16, device="cpu")
+        self._library, self._copied = library, list[tuple[Tensor, Tensor]]()
+        self._used = self.read = 0
+        ask_for_large_pages(self._room)
+
+    def of(self, weight: Tensor) -> Tensor | None:
+        """The weight in bfloat16; None where that changes a number."""
+        half = None
+        if room := _room_of(weight):
+            half = self._room[self._used : self._used + weight.numel()].view(weight.shape).copy_(weight.detach())
+            half = half if self._holds(weight, half) else None
+        if half is not None:
+            self._used += room
+            self._copied.append((weight, half))
+        self.read += weight.nbytes if half is None else half.nbytes
+        return half
+
+    def hold(self) -> bool:
+        """Whether every copy is what its weight is now: all numbers are read, at the speed of memory."""
+        return all(self._holds(weight, half) for weight, half in self._copied)
+
+    def _holds(self, weight: Tensor, half: Tensor) -> bool:
+        same = np.zeros(1, np.int64)
+        self._library.locret_holds(
+            weight.data_ptr(), half.data_ptr(), weight.numel(), same.ctypes.data, torch.get_num_threads()
+        )
+        return bool(same[0])
+
+
+def _room_of(weight: Tensor) -> int:
+    return -(-weight.numel() // ALIGNED) * ALIGNED if weight.dtype == torch.float32 else 0
+
+
+def ask_for_large_pages(x: Tensor) -> None:
+    """Ask the system for pages of 2 MiB under memory that was not written yet; it may decline."""
+    first, end = -(-x.data_ptr() // PAGE) * PAGE, (x.data_ptr() + x.nbytes) // PAGE * PAGE
+    if end > first:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), ADVICE)

@@ -1,4 +1,4 @@
-// A layer's elementwise work between its products, each in one pass: what `reference.py` beside this file defines, of float32 or
+// A layer's elementwise work between its products, each in one pass: what `__init__.py` beside this file defines, of float32 or
 // bfloat16, rounded where the reference rounds.
 
 #include <vector>

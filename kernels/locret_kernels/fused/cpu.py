@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import cpp
-from . import reference
-from .reference import check_gate, check_norm
+from .. import fused as reference
+from . import check_gate, check_norm
 
 
 @cache
@@ -26,7 +26,7 @@ def load() -> cpp.Library:
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As ``reference.rms_norm``."""
+    """As the definition, ``rms_norm``."""
     check_norm(x, weight_C, residual)
     others = (weight_C,) if residual is None else (weight_C, residual)
     if x.dtype not in cpp.DTYPES or any(other.dtype != x.dtype for other in others):
@@ -42,7 +42,7 @@ def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = 
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """As ``reference.swiglu``."""
+    """As the definition, ``swiglu``."""
     check_gate(gate, up)
     if gate.dtype not in cpp.DTYPES or up.dtype != gate.dtype:
         return reference.swiglu(gate, up)

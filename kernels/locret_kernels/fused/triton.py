@@ -1,4 +1,4 @@
-"""Normalisation with the residual, and the gated activation, as Triton kernels; ``reference.py`` defines them.
+"""Normalisation with the residual, and the gated activation, as Triton kernels; ``__init__.py`` defines them.
 
 A row is read once and written once; torch's own operators pass over it ten times. Values are rounded where the reference
 rounds.
@@ -12,10 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from .. import common
-from ..checks import check_some
+from .. import check_some, common
 from ..common import check
-from .reference import check_gate, check_norm
+from . import check_gate, check_norm
 
 WIDEST = 16384
 """Columns of the widest row that a program holds."""
@@ -59,7 +58,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See ``reference.rms_norm``; at most ``WIDEST`` columns."""
+    """See the definition, ``rms_norm``; at most ``WIDEST`` columns."""
     check_norm(x, weight_C, residual)
     x_NC = _rows(x)
     (N, C), add = x_NC.shape, residual is not None
@@ -79,7 +78,7 @@ def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = 
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See ``reference.swiglu``."""
+    """See the definition, ``swiglu``."""
     check_gate(gate, up)
     gate_NC, up_NC = _rows(gate), _rows(up)
     check(gate=gate_NC, up=up_NC)

@@ -1,4 +1,4 @@
-// Products of activations with a matrix in few bits: what `reference.py` beside this file defines, with activations in 8 bits.
+// Products of activations with a matrix in few bits: what `__init__.py` beside this file defines, with activations in 8 bits.
 //
 // Of a few rows of activations, each row of the matrix is read once where it lies (`blocks.h`). Of more, `ROWS` rows are unpacked
 // at a time, as far as a core's nearest cache holds them, and multiplied with every row of activations: the lanes of a vector

@@ -1,4 +1,4 @@
-"""Products with matrices in few bits, in one call (``cpu.cpp``): as ``reference.py`` but for activations in 8 bits.
+"""Products with matrices in few bits, in one call (``cpu.cpp``): as the definition but for activations in 8 bits.
 
 Activations have a step per 32 numbers, their largest over 127. llama.cpp does the same, for formats of blocks of 256 with a step
 per 256 numbers.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import cpp
-from . import reference
+from .. import product as reference
 
 
 @cache
@@ -29,7 +29,7 @@ def load(form: str, *options: str) -> cpp.Library:
 
 
 def product(x: Tensor, data: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
-    """As ``reference.product``."""
+    """As the definition, ``product``."""
     if x.dtype not in cpp.DTYPES:
         return reference.product(x, data, form, bias)
     reference.check_packed(x, data, form)

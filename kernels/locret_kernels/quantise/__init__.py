@@ -1,4 +1,24 @@
-"""Rows of one layer brought into few bits and read back, in one call on a CPU. Their definition with tensors is the cache's own
-(``locret_kit/cache/storage``)."""
+"""Rows in few bits, read and quantised in one call for many layers on a CPU (``cpu.cpp``). Their definition with tensors is the
+cache's own (``locret_kit/cache/storage``).
+"""
 
-__all__: list[str] = []
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from .. import cpp
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+GROUP = cpp.Struct(SOURCE, "Group")
+
+
+@cache
+def load() -> cpp.Library:
+    """The compiled calls.
+
+    Raises:
+        cpp.Unavailable: another system, no compiler, or one that fails.
+    """
+    calls = {"locret_quantise": (cpp.ADDRESS, cpp.NUMBER, cpp.INT), "locret_open": (cpp.ADDRESS, cpp.INT, cpp.INT)}
+    return cpp.load(SOURCE, "-ffp-contract=off", **calls)  # it rounds as tensors do

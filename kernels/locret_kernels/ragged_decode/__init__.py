@@ -1,5 +1,216 @@
-"""Attention of one new token over heads that hold different numbers of rows, in full or in few bits."""
+"""Attention of one new token over heads that hold different numbers of rows, in full or in few bits: the definition, in torch."""
 
-from .reference import Decoded, Float8Rows, PackedRows, Rotation, Spans, packed_decode, ragged_decode
+from __future__ import annotations
 
-__all__ = ["Decoded", "Float8Rows", "PackedRows", "Rotation", "Spans", "packed_decode", "ragged_decode"]
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import check_some
+
+__all__ = ["packed_decode", "ragged_decode"]
+
+
+@cache
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """Sylvester's Hadamard matrix ``[size, size]`` (float32), orthonormal and its own inverse. Where ``size`` is no power of
+    two, blocks of the largest power that divides it stand on the diagonal."""
+    side = size & -size
+    with torch.inference_mode(False):  # the cached matrix may be used where gradients are needed
+        block = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+        pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=block.dtype, device="cpu")
+        while len(block) < side:
+            block = torch.kron(block, pair)
+        return torch.kron(torch.eye(size // side, dtype=block.dtype, device="cpu"), block / side**0.5).to(device)
+
+
+# ---- decoding attention over flat rows, in full or in few bits ----
+
+
+class Spans(NamedTuple):
+    """Where the rows of each head lie among the ``N`` rows of all heads."""
+
+    starts_BH: Tensor
+    """Integer: first row of each head, ``B * H`` heads in all."""
+    lengths_BH: Tensor
+    """Integer: number of rows of each head; the output of a head without rows is 0."""
+    longest: int
+    """At least the longest length. A host integer, so that nothing waits for the device."""
+
+
+class Rotation(NamedTuple):
+    """Rotary embedding of the first ``R`` columns of keys (halves convention: both halves of a table are alike); queries come
+    rotated."""
+
+    cos_SR: Tensor
+    sin_SR: Tensor
+    place_N: Tensor | None = None
+    """Integer: a row is rotated to its rank within its head, or to this place where it is higher."""
+
+
+FullRows = tuple[Tensor, Tensor]
+"""Keys and values ``[N, D]`` of all heads, one head's rows after another's; a uniform cache is a view of this form."""
+
+
+class Float8Rows(NamedTuple):
+    """Keys and values of all heads in floating point of 8 bits: ``code * scale``, the codes E4M3 as uint8, a scale for each of
+    the ``P = B * H`` heads."""
+
+    keys_ND: Tensor
+    values_ND: Tensor
+    key_scale_P: Tensor
+    """float32, and so are the values'."""
+    value_scale_P: Tensor
+
+
+class PackedRows(NamedTuple):
+    """Keys and values of all heads in 4 or 2 bits: ``N`` rows, one head's after another's. The newest rows of a head, its
+    tail, are held in full beside the codes.
+
+    A number is ``zero + code * step``; of the codes in a byte the first has the lowest bits. Keys have a step and a zero point
+    per channel for a group of rows, values per row for a group of channels (KIVI, arXiv 2402.02750). Values are stored rotated
+    (``hadamard``). ``P`` counts the heads of all batches, ``B * H``.
+    """
+
+    key_codes_NX: Tensor
+    """uint8 ``[N, D * bits / 8]``, as the values'."""
+    value_codes_NX: Tensor
+    group_N: Tensor
+    """Integer: a row's key group, as an index into its head's. Anything for rows of a tail."""
+    key_step_PMD: Tensor
+    """float16, for the ``M`` groups of each head, as the zero point."""
+    key_zero_PMD: Tensor
+    value_step_NC: Tensor
+    """float16 ``[N, groups of channels]``, as the zero point."""
+    value_zero_NC: Tensor
+    tail_keys_PRD: Tensor
+    """In the queries' type, as the values; the oldest row of the tail first."""
+    tail_values_PRD: Tensor
+    tail_BH: Tensor
+    """Integer: rows of each head that are in its tail, at most its rows and ``R``."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 * self.key_codes_NX.shape[1] // self.key_step_PMD.shape[2]
+
+
+class Decoded(NamedTuple):
+    """Attention of one token."""
+
+    out_BQD: Tensor
+    received_BHS: Tensor | None
+    """Attention (float32 or wider) that each of a head's first ``longest`` rows received, mean over the group, 0 after the
+    head's rows; None where it was not wanted."""
+
+
+def ragged_decode(
+    q_BQD: Tensor,
+    rows: FullRows | Float8Rows,
+    spans: Spans,
+    scaling: float,
+    turn: Rotation | None = None,
+    received: bool = False,
+) -> Decoded:
+    """Attention of one query per head over the rows of its key/value head. Nothing is read back to the host.
+
+    Args:
+        turn: rotation of the keys before they are used.
+        received: whether to return what each row received, too.
+
+    Raises:
+        ValueError: ``longest`` below 1.
+    """
+
+    def read(p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = rows[0][row_S], rows[1][row_S]
+        if not isinstance(rows, Float8Rows):
+            return keys, values
+        k, v = (x.view(torch.float8_e4m3fn).float() for x in (keys, values))
+        return k * rows.key_scale_P[p], v * rows.value_scale_P[p]
+
+    return _decode(q_BQD, len(rows[0]), read, spans, scaling, turn, received)
+
+
+def packed_decode(
+    q_BQD: Tensor, rows: PackedRows, spans: Spans, scaling: float, turn: Rotation | None = None, received: bool = False
+) -> Decoded:
+    """``ragged_decode`` over rows in few bits."""
+    channels = q_BQD.shape[2] // rows.value_step_NC.shape[1]
+    first_of_tail_P = (spans.lengths_BH - rows.tail_BH).flatten()
+    rotation = hadamard(q_BQD.shape[2], q_BQD.device)
+
+    def read(p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
+        rank_S = torch.arange(len(row_S), device=row_S.device)
+        packed_S1 = (there_S & (rank_S < first_of_tail_P[p]))[:, None]
+        group_S = rows.group_N[row_S].long().where(packed_S1[:, 0], 0)
+        step, zero = (x[p, group_S].float() for x in (rows.key_step_PMD, rows.key_zero_PMD))  # [S, D]
+        k = zero + _codes(rows.key_codes_NX[row_S], rows.bits) * step
+        levels = (x[row_S].float() for x in (rows.value_step_NC, rows.value_zero_NC))  # [S, C]
+        step, zero = (x.repeat_interleave(channels, -1) for x in levels)  # [S, D]
+        v = (zero + _codes(rows.value_codes_NX[row_S], rows.bits) * step) @ rotation
+        newest_S = (rank_S - first_of_tail_P[p]).clamp(0, rows.tail_keys_PRD.shape[1] - 1)
+        k = torch.where(packed_S1, k, rows.tail_keys_PRD[p, newest_S])
+        return k, torch.where(packed_S1, v, rows.tail_values_PRD[p, newest_S])
+
+    return _decode(q_BQD, len(rows.group_N), read, spans, scaling, turn, received)
+
+
+def _codes(packed_NX: Tensor, bits: int) -> Tensor:
+    """Codes ``[N, X * 8 / bits]`` of bytes."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed_NX.device)
+    return ((packed_NX[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
+
+
+def _decode(
+    q_BQD: Tensor,
+    N: int,
+    read: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
+    spans: Spans,
+    scaling: float,
+    turn: Rotation | None,
+    received: bool,
+) -> Decoded:
+    """Attention over keys and values ``[S, D]`` that ``read(b * H + h, rows, which of them the head has)`` returns."""
+    starts_BH, lengths_BH, longest = spans
+    check_some("longest", longest, "rows")
+    dtype = torch.promote_types(q_BQD.dtype, torch.float32)
+    (B, Q, _), H = q_BQD.shape, starts_BH.shape[1]
+    G, rank_S = Q // H, torch.arange(longest, device=q_BQD.device)
+    out = torch.empty_like(q_BQD)
+    got = q_BQD.new_empty(B, H, longest, dtype=dtype) if received else None
+    for b in range(B):
+        for h in range(H):
+            there_S = rank_S < lengths_BH[b, h]
+            # Some row stands in for those that a head lacks; a head without rows may start after the last one.
+            row_S = (starts_BH[b, h] + rank_S.where(there_S, 0)).clamp(max=N - 1)
+            k, v = (x.to(dtype) for x in read(b * H + h, row_S, there_S))  # [S, D]
+            if turn is not None:
+                place_S = rank_S if turn.place_N is None else torch.maximum(rank_S, turn.place_N[row_S])
+                k = _rotated(k, turn.cos_SR[place_S].to(dtype), turn.sin_SR[place_S].to(dtype))
+            group = slice(h * G, (h + 1) * G)
+            logits_GS = (q_BQD[b, group].to(dtype) @ k.T * scaling).masked_fill(~there_S, float("-inf"))
+            weights_GS = logits_GS.softmax(-1).masked_fill(~there_S, 0.0)  # NaN without rows
+            v = v.where(there_S[:, None], 0)  # what lies after a head's rows may be anything, and 0 times NaN is NaN
+            out[b, group] = (weights_GS @ v).to(out.dtype)
+            if got is not None:
+                got[b, h] = weights_GS.mean(0)
+    return Decoded(out, got)
+
+
+def _rotated(x_SD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
+    """Rows whose first ``R`` columns are rotated."""
+    R = cos_SR.shape[1]
+    part = x_SD[:, :R]
+    half = torch.cat((-part[:, R // 2 :], part[:, : R // 2]), -1)
+    return torch.cat((part * cos_SR + half * sin_SR, x_SD[:, R:]), -1)
+
+
+def check_tables(cos_SR: Tensor, sin_SR: Tensor, longest: int, D: int) -> None:
+    """Raise ValueError unless there are tables for every rank of the longest head, of columns that its rows have."""
+    (places, R), alike = cos_SR.shape, cos_SR.shape == sin_SR.shape
+    if not alike or R > D or R % 2 or places < longest:
+        raise ValueError(f"cos {tuple(cos_SR.shape)} must be [at least {longest}, even and at most {D}], and sin alike")

@@ -1,4 +1,4 @@
-// One token's attention over heads that hold different numbers of rows: what `reference.py` beside this file defines.
+// One token's attention over heads that hold different numbers of rows: what `__init__.py` beside this file defines.
 //
 // Compiled for a `TYPE` of rows (32: float32, 64: float64, 16: bfloat16) and a number of `CHANNELS` of a head (0: any); sums are of
 // float32, those of float64 of float64. Letters: B texts, Q query heads, H key/value heads, G = Q / H, P = B * H, D channels.

@@ -1,4 +1,4 @@
-"""Decoding attention over flat rows in one call (``cpu.cpp``): as ``reference.py`` but for rounding. Rows in 8 bits are the
+"""Decoding attention over flat rows in one call (``cpu.cpp``): as the definition but for rounding. Rows in 8 bits are the
 reference's."""
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import cpp
-from ..checks import check_some, check_tables
-from . import reference
-from .reference import Decoded, Float8Rows, FullRows, Rotation, Spans
+from .. import check_some, cpp
+from .. import ragged_decode as reference
+from . import Decoded, Float8Rows, FullRows, Rotation, Spans, check_tables
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 DECODE = cpp.Struct(SOURCE, "Decode")
@@ -36,7 +35,7 @@ def ragged_decode(
     turn: Rotation | None = None,
     received: bool = False,
 ) -> Decoded:
-    """See ``reference.ragged_decode``. Keys and values are contiguous."""
+    """See the definition, ``ragged_decode``. Keys and values are contiguous."""
     starts_BH, lengths_BH, longest = spans
     check_some("longest", longest, "rows")
     (B, Q, D), H = q_BQD.shape, starts_BH.shape[1]

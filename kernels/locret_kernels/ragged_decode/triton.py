@@ -1,4 +1,4 @@
-"""Decoding attention over flat rows, in full or in few bits, as Triton kernels; ``reference.py`` defines them.
+"""Decoding attention over flat rows, in full or in few bits, as Triton kernels; ``__init__.py`` defines them.
 
 The rows of a head are split over programs, so that one token fills the card. Each program returns its part of the output with
 its log-sum-exp, and the parts are merged in a fixed order. The queries of a group share every row that is read.
@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import common
-from ..checks import check_some, check_tables
+from .. import check_some, common
 from ..common import LN2, LOG2E, check, dot_rows, head_blocks, load_rows, merge_splits, split_rows
-from .reference import Decoded, Float8Rows, FullRows, PackedRows, Rotation, Spans, hadamard
+from . import Decoded, Float8Rows, FullRows, PackedRows, Rotation, Spans, check_tables, hadamard
 
 
 @triton.jit
@@ -279,7 +278,7 @@ def ragged_decode(
     turn: Rotation | None = None,
     received: bool = False,
 ) -> Decoded:
-    """See ``reference.ragged_decode``."""
+    """See the definition, ``ragged_decode``."""
     keys_ND, values_ND, *scales = rows
     check(q=q_BQD, keys=keys_ND, values=values_ND, longest=spans.longest)
     Q, D, H = *q_BQD.shape[1:], spans.starts_BH.shape[1]
@@ -304,7 +303,7 @@ def ragged_decode(
 def packed_decode(
     q_BQD: Tensor, rows: PackedRows, spans: Spans, scaling: float, turn: Rotation | None = None, received: bool = False
 ) -> Decoded:
-    """See ``reference.packed_decode``."""
+    """See the definition, ``packed_decode``."""
     check(q=q_BQD, longest=spans.longest, **rows._asdict())
     (B, Q, D), H = q_BQD.shape, spans.starts_BH.shape[1]
     (P, M, _), R = rows.key_step_PMD.shape, rows.tail_keys_PRD.shape[1]

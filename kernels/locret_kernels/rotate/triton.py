@@ -1,4 +1,4 @@
-"""Rotary position embedding as one Triton kernel; ``reference.py`` defines it.
+"""Rotary position embedding as one Triton kernel; ``__init__.py`` defines it.
 
 Rows are read once and written once, with float32 arithmetic between, and of each table one half, which the other one is like.
 torch's own operators pass over them five times, and each chunk rotates every row of the cache.
@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from .. import common
-from ..checks import check_some
+from .. import check_some, common
 from ..common import check, head_blocks
 
 
@@ -49,7 +48,7 @@ def _rotate_rows(
 
 
 def rotate_rows(x: Tensor, cos_TR: Tensor, sin_TR: Tensor, place_BHT: Tensor | None = None) -> Tensor:
-    """See ``reference.rotate_rows``; ``x`` is ``[B, H, T, D]``."""
+    """See the definition, ``rotate_rows``; ``x`` is ``[B, H, T, D]``."""
     check(x=x, cos=cos_TR, sin=sin_TR)
     (B, H, S, D), R = x.shape, cos_TR.shape[-1]
     head_blocks(D, x.dtype)

@@ -1,5 +1,42 @@
-"""The best rows of each head by score, protected rows first."""
+"""The best rows of each head by score, protected rows first: the definition, in torch, by a stable sort."""
 
-from .reference import select_rows
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import check_some
 
 __all__ = ["select_rows"]
+
+
+def rank_of(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor) -> Tensor:
+    """Place ``[B, H, S]`` (int64, 0 is the best) of every slot in its head: protected first, then by score, ties to the
+    newer slot, padding last. So runs repeat exactly. Infinities count as the type's largest numbers, NaN as the best of all."""
+    lowest = torch.finfo(scores_BHS.dtype).min
+    keys_BHS = scores_BHS.clamp(min=lowest, max=-lowest).masked_fill(protected_BHS, float("inf"))
+    keys_BHS = keys_BHS.masked_fill(~valid_BHS, float("-inf"))
+    worst_first_BHS = keys_BHS.argsort(dim=-1, stable=True)  # of equals the older one, which is then the worse
+    place_S = torch.arange(keys_BHS.shape[-1] - 1, -1, -1, device=keys_BHS.device).expand_as(worst_first_BHS)
+    return torch.empty_like(worst_first_BHS).scatter_(-1, worst_first_BHS, place_S)
+
+
+def select_rows(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, most_BH: Tensor) -> Tensor:
+    """Boolean ``[B, H, S]``: the ``most`` rows of each head that ``rank_of`` places first; all of them where there are fewer.
+
+    Raises:
+        ValueError: no rows, or shapes that do not fit each other.
+    """
+    check_scores(scores_BHS, protected_BHS, valid_BHS, most_BH)
+    return rank_of(scores_BHS, protected_BHS, valid_BHS) < most_BH[..., None]
+
+
+def check_scores(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, most_BH: Tensor) -> None:
+    """Raise ValueError unless there are rows, every one with a score and two marks, and a number of each head."""
+    check_some("scores", scores_BHS.numel(), "rows")
+    marks = {"protected": protected_BHS, "valid": valid_BHS}
+    for name, x in marks.items():
+        if x.shape != scores_BHS.shape:
+            raise ValueError(f"{name} {tuple(x.shape)} must have the shape of scores {tuple(scores_BHS.shape)}")
+    if most_BH.shape != scores_BHS.shape[:2]:
+        raise ValueError(f"most {tuple(most_BH.shape)} must be {tuple(scores_BHS.shape[:2])}, a number of each head")

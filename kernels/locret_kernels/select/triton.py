@@ -1,4 +1,4 @@
-"""Selection of rows as one Triton kernel; ``reference.py`` defines it.
+"""Selection of rows as one Triton kernel; ``__init__.py`` defines it.
 
 A score becomes an integer of the same order, and the smallest integer that stays is found bit by bit from the top: a radix
 select with digits of one bit, each a count over the head's rows. Rows that a program can hold stay in its registers. What
@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import common
-from ..checks import check_scores
 from ..common import check
+from . import check_scores
 
 HELD = 32768
 """Rows that a program holds in registers: 32 for each of its threads. Of longer heads it reads them anew for every bit."""
@@ -81,7 +81,7 @@ def _select_rows(
 
 
 def select_rows(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, most_BH: Tensor) -> Tensor:
-    """See ``reference.select_rows``."""
+    """See the definition, ``select_rows``."""
     check_scores(scores_BHS, protected_BHS, valid_BHS, most_BH)
     scores, most = scores_BHS.contiguous(), most_BH.contiguous()
     protected, valid = (x.contiguous().view(torch.uint8) for x in (protected_BHS, valid_BHS))

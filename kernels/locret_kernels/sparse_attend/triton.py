@@ -1,4 +1,4 @@
-"""Block-sparse attention forward as a Triton kernel; ``reference.py`` defines it.
+"""Block-sparse attention forward as a Triton kernel; ``__init__.py`` defines it.
 
 A program owns some queries of one block and walks over the rows that the block attends to, by an index of their units.
 """
@@ -12,9 +12,9 @@ from torch import Tensor
 from triton import cdiv
 
 from .. import common
-from ..checks import check_queries, check_units
+from ..column_stats import check_queries
 from ..common import LOG2E, check_heads, dot_rows, head_blocks, load_rows
-from .reference import Blocks
+from . import Blocks, check_units
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def _sparse_attend(
 
 
 def sparse_attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, blocks: Blocks) -> Tensor:
-    """See ``reference.sparse_attend``."""
+    """See the definition, ``sparse_attend``."""
     B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD, v_BHSD)
     check_queries(q_BQTD, k_BHSD)
     check_units(q_BQTD, k_BHSD, *blocks)

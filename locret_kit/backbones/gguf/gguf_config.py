@@ -3,8 +3,6 @@
 The file's words are llama.cpp's (``gguf/constants.py``), and so are the defaults of what it does not say (``llama-model.cpp``).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

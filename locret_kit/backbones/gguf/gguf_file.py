@@ -4,8 +4,6 @@ The ``gguf`` package's own reader makes arrays of every word of the vocabulary, 
 specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 from collections import Counter
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from locret_kernels.product import FORMATS
 
-from .gguf_place import part_names
+from . import part_names
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 MAX_HEAD, MAX_NAME, MAX_ENTRIES, MAX_DIMENSIONS = 1 << 27, 256, 1 << 16, 4

@@ -4,8 +4,6 @@ Converters write some weights otherwise than the model has them; that is undone 
 names, llama.cpp's ``convert_hf_to_gguf.py`` for what it changes.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from copy import copy
@@ -20,9 +18,8 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from locret_kernels import cpp
-from locret_kernels.product import FORMATS, product
+from locret_kernels.product import FORMATS, product, unpack
 from locret_kernels.product import cpu as product_on_cpu
-from locret_kernels.product.reference import unpack
 
 from .gguf_config import FACTORS, LONG, SHORT
 from .gguf_file import FLOATS, GgufFile

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from locret_kernels.ragged_decode import Float8Rows, PackedRows
 
+from ...policies import Policy
 from ...policies.capabilities import Subject, refuse
-from ...policies.policy import Policy
 from .layouts import Index, Layout, Shapes
 
 # ---- uniform quantisation to 4 or 2 bits with a step and a zero point a group, and codes packed into bytes ----------

@@ -31,9 +31,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from locret_kernels import cpp
-from locret_kernels.quantise import cpu as quantiser
-from locret_kernels.ragged_decode import PackedRows
-from locret_kernels.ragged_decode.reference import hadamard
+from locret_kernels import quantise as quantiser
+from locret_kernels.ragged_decode import PackedRows, hadamard
 
 from ...settings import INT32_MAX
 from .codec import Codec, Column, Scratch, check_head_size, decode, encode, levels, pack, unpack, value_group

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ...backbones.handler import Softmax
+from ...backbones.decoder_attention import Softmax
 from ..attend import VarlenRows
 from .blocks import BlockStore
 from .codec import Codec, Column

@@ -64,7 +64,7 @@ class Setup:
     """Answer tokens of every task; None takes each task's own."""
 
     def __post_init__(self) -> None:
-        from ...backbones.wrapped import unwrapped
+        from ...backbones.libraries import unwrapped
 
         self.model = unwrapped(self.model)
 

@@ -20,16 +20,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_kernels.backend import choose, function
 
-from ...backbones.handler import Handler, Softmax
+from ...backbones.decoder_attention import Handler, Softmax, rotate
 from ...backbones.intercept import attach
-from ...backbones.rope import rotate
 from ...cache.bounded import BoundedCache
 from ...cache.storage.codec import Plain
 from ...cache.storage.layouts import RaggedRows
 from ...cache.storage.rows import BoundedLayer
+from ...policies import Policy
 from ...policies.base import TopK, rank_of
 from ...policies.methods.streaming import Recency
-from ...policies.policy import Policy
 from ...runtime.session import prefill
 from ...settings import read_protect
 from ...text.template import render_prompt

@@ -1,7 +1,6 @@
 """Ada-KV, arXiv 2407.11550: SnapKV's score; heads share a layer's slots by need."""
 
-from ..allocation import Adaptive, PyramidAdaptive
-from ..registry import register
+from ..registry import Adaptive, PyramidAdaptive, register
 from .snapkv import NAMES, SNAPKV
 
 register(

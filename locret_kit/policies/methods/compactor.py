@@ -1,7 +1,5 @@
 """Compactor, arXiv 2507.08143: leverage among the keys, and attention of each block to itself."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 from typing import Annotated, ClassVar
 
@@ -10,7 +8,7 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...backbones.rope import Rope, rotated_text
+from ...backbones.decoder_attention import Rope, rotated_text
 from ..base import Count, Entry, Positive, Score, Slots, wide
 from ..registry import part, register
 

@@ -3,11 +3,9 @@
 import torch
 from torch import Tensor
 
-from ...backbones.handler import Softmax
-from ..attention import Weight, of_recent_queries
-from ..base import Positive, Slots, wide
-from ..registry import part, register
-from ..scopes import Window
+from ...backbones.decoder_attention import Softmax
+from ..base import Positive, Slots, Weight, of_recent_queries, wide
+from ..registry import Window, part, register
 
 
 def drop_residual(q_BQWD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, softmax: Softmax) -> Tensor:

@@ -4,10 +4,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..attention import Weight
-from ..base import Slots
-from ..registry import part, register
-from ..scopes import Window
+from ..base import Slots, Weight
+from ..registry import Window, part, register
 
 
 @part("score", "aas")

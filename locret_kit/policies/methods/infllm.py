@@ -16,8 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..base import Found, Positive, Recall, Slots, wide
-from ..registry import part, register
-from ..scopes import Sinks
+from ..registry import Sinks, part, register
 from .streaming import Recency
 
 PUBLISHED = 4224

@@ -1,7 +1,5 @@
 """KVCrush, arXiv 2503.00022: another policy's best slots, and representatives of those that it evicts."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

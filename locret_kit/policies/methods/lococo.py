@@ -21,20 +21,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...backbones.spec import BackboneSpec
 from ...files import CONFIG, WEIGHTS, read_folder, read_folder_config, write_folder
 from ...naming import blaming
 from ...settings import made
 from ..base import Folded, Merge, Odd, Part, Positive, Score, Slots, rank_of
 from ..registry import part
-
-if TYPE_CHECKING:
-    from ...backbones.spec import BackboneSpec
 
 FORMAT = "locret_kit.lococo.v1"
 DIMENSIONS = ("model_type", "n_layers", "n_kv_heads", "head_dim")

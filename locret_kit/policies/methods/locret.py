@@ -1,27 +1,32 @@
 """Locret, arXiv 2410.01805: importance predicted by retaining heads, and the forms that it combines to with merging, two-pass
 reading and a prefill mask."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Interval
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...backbones.spec import BackboneSpec
 from ...cis import mean_of_next
-from ..allocation import Adaptive, Pyramid
-from ..attention import recent_attention
-from ..base import Count, Entry, Folded, Merge, Odd, Positive, PrefillMask, Ratio, Reread, Score, Slots
-from ..registry import Parts, part, register
-from ..scopes import Sinks, Stabilizers, Window
-
-if TYPE_CHECKING:
-    from ...backbones.spec import BackboneSpec
-
+from ..base import (
+    Count,
+    Entry,
+    Folded,
+    Merge,
+    Odd,
+    Positive,
+    PrefillMask,
+    Ratio,
+    Reread,
+    Score,
+    Slots,
+    recent_attention,
+)
+from ..registry import Adaptive, Parts, Pyramid, Sinks, Stabilizers, Window, part, register
 
 # ---- merging --------------------------------------------------------------------------------------------------------
 

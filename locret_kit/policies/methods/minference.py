@@ -1,11 +1,9 @@
 """MInference 1.0, arXiv 2407.02490: each head attends by a pattern of its own, whose places the newest queries tell."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +11,11 @@ from torch.nn import functional as F
 
 from locret_kernels.sparse_attend import Blocks
 
+from ...backbones.spec import BackboneSpec
 from ...files import read_json
 from ..base import Count, Positive, Sparse, wide
 from ..registry import part, register
 from .streaming import Recency
-
-if TYPE_CHECKING:
-    from ...backbones.spec import BackboneSpec
 
 BLOCK = 64
 """Queries of a block, and rows of a tile."""

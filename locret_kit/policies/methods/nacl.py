@@ -1,15 +1,12 @@
 """NaCl, arXiv 2408.03675: attention of proxy queries, part of what stays drawn at random."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ...backbones.rope import rotated_text
-from ..attention import Weight, recent_attention
+from ...backbones.decoder_attention import rotated_text
 from ..base import (
     Count,
     Entry,
@@ -19,13 +16,14 @@ from ..base import (
     Selection,
     Size,
     Slots,
+    Weight,
     best_of,
+    recent_attention,
     resolve_count,
     share_of,
     wanted_count,
 )
-from ..registry import part, register
-from ..scopes import Sinks
+from ..registry import Sinks, part, register
 from .random import hashed
 
 

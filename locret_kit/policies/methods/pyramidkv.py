@@ -1,7 +1,6 @@
 """PyramidKV, arXiv 2406.02069: SnapKV's score; lower layers get more slots."""
 
-from ..allocation import Pyramid
-from ..registry import register
+from ..registry import Pyramid, register
 from .snapkv import NAMES, SNAPKV
 
 register(

@@ -5,8 +5,6 @@ is found, and the slots that were kept point to blocks too. Source of store, blo
 arXiv 2402.04617, whose published form is in ``infllm.py``.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

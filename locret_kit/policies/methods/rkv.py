@@ -7,8 +7,7 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from ..base import Odd, Positive, Score, Slots, wide
-from ..registry import part, register
-from ..scopes import Window
+from ..registry import Window, part, register
 from .snapkv import WindowAttention
 
 

@@ -5,8 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..attention import Weight
-from ..base import Count, Scope, Size, Slots, best_of, resolve_count, wanted_count
+from ..base import Count, Scope, Size, Slots, Weight, best_of, resolve_count, wanted_count
 from ..registry import part, register
 
 

@@ -1,20 +1,15 @@
 """SirLLM, arXiv 2405.12528: the token's entropy, the first tokens and the newest."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from ...backbones.spec import own_logits
-from ..attention import Weight
-from ..registry import part, register
-from ..scopes import Sinks, Window
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from ..base import Weight
+from ..registry import Sinks, Window, part, register
 
 SLICE = 64
 """Tokens whose logits exist at once."""

@@ -3,10 +3,8 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention import Weight, recent_attention
-from ..base import Odd, Positive, Slots
-from ..registry import Parts, part, register
-from ..scopes import Window
+from ..base import Odd, Positive, Slots, Weight, recent_attention
+from ..registry import Parts, Window, part, register
 
 
 @part("score", "window")

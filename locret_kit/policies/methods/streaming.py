@@ -5,8 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..base import Entry, Score
-from ..registry import part, register
-from ..scopes import Sinks
+from ..registry import Sinks, part, register
 
 
 @part("score", "recency")

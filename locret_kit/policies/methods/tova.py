@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from ..attention import Weight, recent_attention
-from ..base import Slots
+from ..base import Slots, Weight, recent_attention
 from ..registry import part, register
 
 

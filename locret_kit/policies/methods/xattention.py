@@ -1,7 +1,5 @@
 """XAttention, arXiv 2503.16428: blocks of attention chosen by sums over their antidiagonals."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import torch

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...backbones.wrapped import unwrapped
+from ...backbones.libraries import unwrapped
 from ...cache.bounded import BoundedCache
 from .cpu import cpu_driver
 from .graph import GraphDriver

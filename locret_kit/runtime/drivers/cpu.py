@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from locret_kernels import cpp
-from locret_kernels.decoder_step import cpu as decoder_step
-from locret_kernels.decoder_step.cpu import Halves
+from locret_kernels import cpp, decoder_step
+from locret_kernels.decoder_step import Halves
 
-from ...backbones.dense import PRODUCTS, Dense, NotDense, Product, check_dense, dense
 from ...backbones.spec import text_config
+from ...backbones.weights import PRODUCTS, Dense, NotDense, Product, check_dense, dense
 from ...cache.bounded import BoundedCache
 from ...cache.step import evict_if_due, make_room
 from ...cache.storage.codec import Plain

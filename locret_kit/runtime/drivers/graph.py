@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from ...backbones.releases import forward
-from ...backbones.weight_bits import weight_bits_of
+from ...backbones.libraries import forward
+from ...backbones.weights import weight_bits_of
 from ...cache.bounded import BoundedCache
 from ...cache.context import Pins
 from ...cache.step import Fixed, evict_if_due, make_room

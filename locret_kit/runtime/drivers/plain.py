@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...backbones.releases import forward
+from ...backbones.libraries import forward
 from ...cache.batch import Packed
 from ...cache.bounded import BoundedCache
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from locret_kernels import cpp
-from locret_kernels.decoder_step.cpu import PACKED, ROWS
-from locret_kernels.quantise import cpu as quantiser
+from locret_kernels import quantise as quantiser
+from locret_kernels.decoder_step import PACKED, ROWS
 from locret_kernels.ragged_decode import PackedRows
 
-from ...backbones.rope import Rope
+from ...backbones.decoder_attention import Rope
 from ...cache.bounded import BoundedCache
 from ...cache.context import Context
 from ...cache.storage.quantised import GroupedBits, describe
