@@ -82,7 +82,7 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
     from ..backbones.load import choose_precision, load_config, pick_device
     from ..backbones.spec import spec_of
     from ..vllm.request_pages import Pages, pages_of
-    from ..vllm.worker_state import engine_options
+    from ..vllm.worker import engine_options
 
     refuse(vars(options))
     given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in theirs if word.startswith("--")}

@@ -25,8 +25,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 
 from ..cache.pages import PageShape
-from .worker import NOBODY, RequestTurn, Step
-from .worker_state import State, section_of, worker_here
+from .worker import NOBODY, RequestTurn, State, Step, section_of, worker_here
 
 
 @dataclass(frozen=True, kw_only=True)

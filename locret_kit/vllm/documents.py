@@ -35,10 +35,9 @@ from ..documents.document import IDS
 from ..hub import pull
 from ..naming import blaming
 from ..policies.grammar import parts_of
-from .ranks import Ranks
+from .request_pages import Ranks
 from .server_settings import ServerSettings
-from .worker import RequestInfo, Standin, Worker
-from .worker_state import config_of, server_of, worker_here
+from .worker import RequestInfo, Standin, Worker, config_of, server_of, worker_here
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from locret_kit.documents.document import Document
 from locret_kit.vllm.documents import Documents
 from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
-from locret_kit.vllm.worker_state import engine_options
+from locret_kit.vllm.worker import engine_options
 
 POLICIES = ("locret", "snapkv", "h2o")
 SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16, positions="compact")

@@ -14,8 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
-from locret_kit.vllm.ranks import Ranks
-from locret_kit.vllm.request_pages import Pages, page_shape
+from locret_kit.vllm.request_pages import Pages, Ranks, page_shape
 from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
 from locret_kit.vllm.worker import RequestInfo, Worker
 

@@ -8,7 +8,7 @@ import torch
 
 from locret_kit.backbones.spec import spec_of
 from locret_kit.heads import RetainingHeads
-from locret_kit.vllm.ranks import Ranks, heads_of_rank
+from locret_kit.vllm.request_pages import Ranks, heads_of_rank
 
 
 def test_a_head_that_is_split_gives_the_scores_of_the_whole(tmp_path):

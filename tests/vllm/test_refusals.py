@@ -11,11 +11,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import _load_custom_logitsprocs, validate_logits_processors_parameters
 
 from locret_kit.vllm import attention_backend
-from locret_kit.vllm.ranks import Ranks
 from locret_kit.vllm.refusals import refuse, refuse_engine
+from locret_kit.vllm.request_pages import Ranks
 from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
-from locret_kit.vllm.worker import RequestInfo, Worker
-from locret_kit.vllm.worker_state import PROCESSOR, engine_options
+from locret_kit.vllm.worker import PROCESSOR, RequestInfo, Worker, engine_options
 
 SECTION = dict(budget=64, chunk=32, stabilizers=8, local_len=16, policy="streaming")
 

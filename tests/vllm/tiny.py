@@ -20,7 +20,7 @@ from locret_kit import BoundedCache, attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.heads import HeadsConfig, RetainingHeads
-from locret_kit.vllm.worker_state import PROCESSOR, State
+from locret_kit.vllm.worker import PROCESSOR, State
 
 COMMON = dict(
     vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
