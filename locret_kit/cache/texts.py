@@ -215,6 +215,6 @@ class TextBatch:
         # Each by its own schedule; what moves lies in its own page.
         for (own_ctx, own), due in zip(texts, dues, strict=True):
             own.count(1)
-            if due.keep is not None:
+            if due.keep is not None and not own_ctx.evicts_after_forward:
                 evict(own_ctx, layer, own, due.keep, last=due.last)
         return out[:, :, 0]

@@ -103,14 +103,15 @@ def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, po
                 torch.testing.assert_close(mine.slots(name), theirs.slots(name))
 
 
-def answers(pages, budgets, monkeypatch):
+def answers(pages, budgets, monkeypatch, policy="h2o", **given):
     """Tokens of texts that run together, and how many calls attended to the tokens of how many."""
     model, calls, real = backbone(), [], texts.decode_rows
     monkeypatch.setattr(texts, "decode_rows", lambda q, *given: calls.append(len(q)) or real(q, *given))
     engine = Engine(model, frozenset(), pages=pages)
     prompts = [distinct_tokens(40 + 5 * i, i) for i in range(len(budgets))]
     made = [
-        make("h2o", budget, length=len(ids), backend="reference") for budget, ids in zip(budgets, prompts, strict=True)
+        make(policy, budget, length=len(ids), backend="reference", **given)
+        for budget, ids in zip(budgets, prompts, strict=True)
     ]
     running = [
         engine.add(Request(ids, 12), lambda cache=cache: cache) for ids, cache in zip(prompts, made, strict=True)
@@ -131,6 +132,14 @@ def test_an_engine_makes_a_token_of_each_text_in_one_call_a_layer(monkeypatch):
     del kept, alone
     gc.collect()
     assert sorted(engine._pool._free) == [0, 1, 2]  # the caches are gone
+
+
+@pytest.mark.parametrize("policy", ["score=entropy", "snapkv(6,3)", "keydiff"])
+def test_texts_with_pages_evict_as_those_without(policy, monkeypatch):
+    """Every third token, one of them after the forward that scores it."""
+    budgets = (24, 20, 16)
+    runs = [answers(pages, budgets, monkeypatch, policy, decode_every=3, stabilizers=0)[:2] for pages in (0, 3)]
+    assert runs[0] == runs[1]
 
 
 def test_a_page_holds_all_that_its_rows_need():
