@@ -8,7 +8,7 @@ texts.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -141,20 +141,28 @@ class RowPool:
             self.stats[:, at] = self.stats.new_zeros(())
 
 
+class Rotations(list[Rope]):
+    """The rotations of a text, one per layer, that may be referred to weakly."""
+
+
 class SharedRotations:
-    """Rotations and their tables for many texts: equal ones are one object, by which texts are decoded together."""
+    """Rotations and their tables for many texts: equal ones are one object, by which texts are decoded together. Those of
+    lengths that no text has any more are gone."""
 
     def __init__(self) -> None:
         self.tables = RotationTables()
-        self._known: list[Sequence[Rope]] = []
+        self._known: list[weakref.ref[Rotations]] = []
 
     def of(self, ctx: Context) -> Context:
         """A text's context with what is shared."""
-        ropes = ctx.ropes
-        if ropes is not None:
-            ropes = next((known for known in self._known if same_rotation(known, ropes)), ropes)
-            if all(known is not ropes for known in self._known):
-                self._known.append(ropes)
+        ropes = None
+        if ctx.ropes is not None:
+            known = [alive for one in self._known if (alive := one()) is not None]
+            ropes = next((one for one in known if same_rotation(one, ctx.ropes)), None)
+            if ropes is None:
+                ropes = Rotations(ctx.ropes)
+                known.append(ropes)
+            self._known = [weakref.ref(one) for one in known]
         return replace(ctx, tables=self.tables, ropes=ropes)
 
 
@@ -179,9 +187,10 @@ class PagePool:
         sizes = ctx.spec.n_kv_heads, ctx.spec.n_heads, ctx.spec.head_dim, ctx.model.dtype
         shapes = [PageShape.of([rows], *sizes) for rows in cache.bounded]
         if not self._pools:
-            for shape in shapes:
-                memory = torch.empty(self.pages * shape.nbytes, dtype=torch.uint8, device=ctx.model.device)
-                self._pools.append(RowPool(shape, memory, self.pages))
+            with torch.inference_mode(False):  # so that rows can be written outside of it too
+                for shape in shapes:
+                    memory = torch.empty(self.pages * shape.nbytes, dtype=torch.uint8, device=ctx.model.device)
+                    self._pools.append(RowPool(shape, memory, self.pages))
         if not all(pool.shape.holds(shape) for pool, shape in zip(self._pools, shapes, strict=True)):
             return
         page = self._free.pop()

@@ -420,8 +420,8 @@ def restore_rows(
         rows.state = {name.removeprefix(STATE): x for name, x in own.items()}
         if "queries" in tensors and rows.page is None:
             rows.queries = tensors["queries"].to(rows.device, copy=True)
-        elif "queries" in tensors:  # they stay in the page
-            rows.queries.copy_(tensors["queries"])
+    if "queries" in tensors and rows.page is not None:  # they stay in the page
+        rows.queries.copy_(tensors["queries"])
     rows.codec.fill(tensors)
 
 
