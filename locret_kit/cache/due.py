@@ -117,7 +117,7 @@ class Schedule:
         Args:
             budget: the layer's. after_forward: whether evictions wait for the end of a forward, which crosses no boundary.
         """
-        # One token less would not see more rows: a block ends where the next eviction could fall due.
+        # A block ends where the next eviction could fall due.
         step, seen = self.until_boundary(rows.seen), rows.seen
         if self.prompt_length is not None and seen >= self.prompt_length and not after_forward:
             # To the next count of `decode_every` since the prompt's end, whichever turn that falls in.

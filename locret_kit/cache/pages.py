@@ -188,9 +188,9 @@ class PagePool:
         shapes = [PageShape.of([rows], *sizes) for rows in cache.bounded]
         if not self._pools:
             with torch.inference_mode(False):  # so that rows can be written outside of it too
-                for shape in shapes:
-                    memory = torch.empty(self.pages * shape.nbytes, dtype=torch.uint8, device=ctx.model.device)
-                    self._pools.append(RowPool(shape, memory, self.pages))
+                sizes_L = [self.pages * shape.nbytes for shape in shapes]
+                memory_L = [torch.empty(size, dtype=torch.uint8, device=ctx.model.device) for size in sizes_L]
+                self._pools = [RowPool(*pair, self.pages) for pair in zip(shapes, memory_L, strict=True)]
         if not all(pool.shape.holds(shape) for pool, shape in zip(self._pools, shapes, strict=True)):
             return
         page = self._free.pop()

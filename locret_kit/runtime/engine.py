@@ -156,10 +156,14 @@ class Engine:
         caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
         if driver is not None:
             return driver(caches, [sequence.tokens[-1] for sequence in sequences])
-        tokens, first = [sequence.next_tokens(self.model.device) for sequence in sequences], sequences[0]
-        ids_1T = torch.cat(tokens)[None]
+        first = sequences[0]
+        # Those that are decoded come first (see ``_turns``): one copy to the device for the tokens of all.
+        decoded = [sequence.tokens[-1] for sequence in sequences if not sequence.reading]
+        pieces = [sequence.next_piece() for sequence in sequences if sequence.reading]
+        newest = [torch.tensor(decoded, device=self.model.device)] if decoded else []
+        ids_1T = torch.cat([*newest, *pieces])[None]
         if not (first.reading and first.noted):
-            return logits_after(self.model, caches, ids_1T, [len(piece) for piece in tokens])
+            return logits_after(self.model, caches, ids_1T, [1] * len(decoded) + [len(piece) for piece in pieces])
         logits_TV = forward(self.model, ids_1T, caches[0])[0].float()
         first.note_prompt(logits_TV)
         return logits_TV[-1:]
@@ -186,7 +190,7 @@ class Engine:
         return failed
 
     def _turns(self) -> Iterator[Sequence]:
-        """Sequences of the next step."""
+        """Sequences of the next step, those that are decoded first."""
         yield from (sequence for sequence in self.running if not sequence.reading)
         reading = [sequence for sequence in self.running if sequence.reading]
         yield from self._in_turn(reading) if self.scheduler is None else self.scheduler.pick(reading)

@@ -123,10 +123,8 @@ class Sequence:
         self.choose = request.choose or Chooser(request.sampling, request.seed, device, request.ids)
         self.text = torch.as_tensor(request.ids, dtype=torch.long, device="cpu").to(device)
 
-    def next_tokens(self, device: torch.device) -> Tensor:
-        """Tokens ``[T]`` of the next forward: the answer's last one, or the prompt's next piece."""
-        if not self.reading:
-            return torch.tensor(self.tokens[-1:], device=device)
+    def next_piece(self) -> Tensor:
+        """Tokens ``[T]`` of the prompt's next piece."""
         assert self.cache is not None and self.text is not None
         done = self.cache.get_seq_length()
         at = self.cache.prompt_positions(done, done + self.step)
