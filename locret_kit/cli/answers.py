@@ -26,9 +26,9 @@ from ..runtime.engine import run as answered
 from ..runtime.report import provenance, weights_hash
 from ..runtime.sequence import Request, Sequence
 from ..runtime.session import Answer, Sampling
-from ..runtime.tokens import answer_text, stream_ids
 from ..settings import made
 from ..text.template import has_template, render_messages
+from ..text.tokens import answer_text, stream_ids
 from .command import check_question, progress, title_of, write_answer
 from .loading import Chosen, before_reading, beyond_window, check_run, check_sampling, choose, not_shown, prompt_ids
 

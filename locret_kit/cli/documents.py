@@ -281,7 +281,7 @@ def run_kept(args: KeptOptions) -> int:
     from ..documents.document_text import describe
     from ..evals.report import kept_page
     from ..runtime.kept_text import highlight, levels
-    from ..runtime.tokens import token_texts
+    from ..text.tokens import token_texts
 
     saved, about = describe(args.file)
     name = args.model or about.names.get("model")

@@ -28,9 +28,9 @@ from ..policies import Policy
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, Stabilizers
 from ..runtime.session import Sampling
-from ..runtime.tokens import stream_ids
 from ..settings import RunSettings, read_protect
 from ..text.template import has_template, protected_spans, render_prompt
+from ..text.tokens import stream_ids
 from ..text.untrusted import Span, defused_pieces
 
 ASKED = "rereading-locret"

@@ -25,9 +25,9 @@ from ..cache.bounded import BoundedCache
 from ..heads import RetainingHeads
 from ..policies import Policy
 from ..runtime.session import Answer, Sampling
-from ..runtime.tokens import IdStream, ids_after, token_texts
 from ..settings import RunSettings, read_protect
 from ..text.template import around_turn, has_template, protected_spans, render_first, render_turn, spans_around
+from ..text.tokens import IdStream, ids_after, token_texts
 from ..text.untrusted import Span
 
 

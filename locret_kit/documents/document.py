@@ -28,9 +28,9 @@ from ..heads import RetainingHeads, loaded
 from ..naming import blaming
 from ..policies import Policy
 from ..runtime.session import Answer, Sampling, prefill, ready
-from ..runtime.tokens import CHARACTER, token_texts
 from ..settings import RunSettings
 from ..text.template import protected_spans
+from ..text.tokens import CHARACTER, token_texts
 from ..text.untrusted import Span
 from .conversation import Chat
 from .document_text import IDS, DocumentText, TextRecord, hash_ids, restored, stated, stored_text

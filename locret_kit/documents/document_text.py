@@ -21,9 +21,9 @@ from ..cache.saved import Saved, restore
 from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies import Policy
-from ..runtime.tokens import IdStream
 from ..settings import Count, Share, check, made, shown
 from ..text.template import has_template, render_prompt
+from ..text.tokens import IdStream
 from ..text.untrusted import defused_pieces
 
 

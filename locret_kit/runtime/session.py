@@ -14,12 +14,12 @@ from ..backbones.intercept import attached
 from ..backbones.libraries import unwrapped
 from ..cache.bounded import BoundedCache
 from ..planning.fitting_settings import explain_oom
+from ..text.tokens import TextStream
 from .drivers import Decoding
 from .engine import Engine
 from .report import Report
 from .sampling import Sampling, stop_ids
 from .sequence import Request, Sequence
-from .tokens import TextStream
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..naming import first_line
 from ..runtime.sequence import Logprob
-from ..runtime.tokens import TextStream, token_texts
+from ..text.tokens import TextStream, token_texts
 from .bodies import CompletionBody
 from .engine import Engine
 from .errors import Failed, error_of, refusal_of

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..documents.document import Document
 from ..runtime.session import Sampling
-from ..runtime.tokens import IdStream, TooManyTokens
 from ..text.template import has_template, render_messages, takes
+from ..text.tokens import IdStream, TooManyTokens
 from .messages import JsonObject, Message, Part, ResponseFormat, TemplateMessage, Tool, call_of, form, nested
 from .tools import knows_tools, rewritten
 

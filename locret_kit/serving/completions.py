@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..policies.grammar import parse_policy
 from ..runtime.sampling import Constraint
-from ..runtime.tokens import TooManyTokens, token_bytes
+from ..text.tokens import TooManyTokens, token_bytes
 from .answers import AnswerStream, Reply, Token
 from .bodies import ChatBody, TextBody
 from .constraint import constraint, json_rule

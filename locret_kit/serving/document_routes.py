@@ -20,9 +20,9 @@ from ..documents.document import Document, Progress, kept_of
 from ..documents.document_text import DocumentText
 from ..naming import blaming, first_line
 from ..planning import too_few
-from ..runtime.tokens import TooManyTokens
 from ..settings import INT32_MAX
 from ..text.reader import Unwanted
+from ..text.tokens import TooManyTokens
 from .engine import Engine
 from .errors import Refused
 from .request import LOG

@@ -10,7 +10,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from ..runtime.tokens import IdStream, TooManyTokens, token_texts
+from ..text.tokens import IdStream, TooManyTokens, token_texts
 from .bodies import ChatBody
 from .errors import checked
 from .messages import Part

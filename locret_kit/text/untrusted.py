@@ -4,7 +4,7 @@ A template looks for its own tokens in what it is given: it cuts an answer at ``
 each character of what it makes is traced to the template's own literals or to a text of others.
 
 ``defused`` breaks every control token that a text spells, by a mark after its first character; in what a chat template makes
-every one that is not its own. Whoever encodes the result (``encode``, ``runtime.tokens.IdStream``) makes no token across a
+every one that is not its own. Whoever encodes the result (``encode``, ``text.tokens.IdStream``) makes no token across a
 mark and leaves it out: what the text says stays, as ordinary tokens. Text that spells no control token is not changed.
 """
 

@@ -31,8 +31,8 @@ from locret_kit.cache.bounded import BoundedCache
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.naming import first_line
 from locret_kit.runtime.session import prefill
-from locret_kit.runtime.tokens import stream_ids
 from locret_kit.samples.haystack import load_text
+from locret_kit.text.tokens import stream_ids
 
 INSTALL = "pip install --no-deps kvpress cachetools fire termcolor"
 WINDOW, LAG, BLOCK = 16, 32, 32  # tokens

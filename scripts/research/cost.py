@@ -21,8 +21,8 @@ from locret_kit.backbones.load import load_backbone
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.session import prefill
-from locret_kit.runtime.tokens import stream_ids
 from locret_kit.samples.haystack import make_needle
+from locret_kit.text.tokens import stream_ids
 
 
 def full_prefill(model: Any, ids: list[int]) -> float:

@@ -14,9 +14,9 @@ from locret_kit import attach
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cli.infer import main
 from locret_kit.runtime.session import prefill
-from locret_kit.runtime.tokens import stream_ids
 from locret_kit.settings import RunSettings
 from locret_kit.text.template import protected_spans, render_prompt
+from locret_kit.text.tokens import stream_ids
 
 ALL = "first+system+markers"
 GEMMA = (  # no system prompt of its own; a given one goes into the user's turn

@@ -21,7 +21,7 @@ from locret_kit.backbones.load import load_backbone
 from locret_kit.cli import infer
 from locret_kit.cli.documents import ask, info, kept, read
 from locret_kit.heads import RetainingHeads
-from locret_kit.runtime.tokens import token_texts
+from locret_kit.text.tokens import token_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}

@@ -18,6 +18,7 @@ FLOORS = (
     {"cache"},
     {"planning"},
     {"runtime"},
+    {"engine"},
     {"documents"},
     {"serving", "vllm"},
     {"config"},

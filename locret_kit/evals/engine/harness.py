@@ -27,9 +27,9 @@ from ...backbones.intercept import attach
 from ...cache.bounded import BoundedCache
 from ...naming import nearest
 from ...runtime.session import Answer, Sampling, prefill
-from ...runtime.tokens import stream_ids
 from ...settings import made
 from ...text.template import render
+from ...text.tokens import stream_ids
 from . import Setup, Variant
 from .measure import cache_for, nll_reading, score_continuation
 

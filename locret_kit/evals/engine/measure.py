@@ -34,8 +34,8 @@ from ...files import write_beside
 from ...runtime.kept_text import kept_heads
 from ...runtime.report import Report
 from ...runtime.session import decode, generate, prefill, stop_ids
-from ...runtime.tokens import stream_ids
 from ...text.template import protected_spans
+from ...text.tokens import stream_ids
 from ..metrics import get_metric
 from ..tasks.task import Example
 from . import BM25, RANDOM_HEADS, Key, Row, Run, Setup, Variant, bm25, is_oracle, oracle, reads_alone

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ...runtime.tokens import stream_ids
 from ...samples.haystack import ENDINGS, NOISE, WORDINGS, TooShort, count, cut, gives_first_words, make_needle, starts
 from ...text.template import has_template, render_prompt
+from ...text.tokens import stream_ids
 from ...text.untrusted import Span, defused
 from ..metrics import Answer, Extra
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from copy import copy
 from typing import TYPE_CHECKING
 
-from ..text.untrusted import BORDER, CUT, special_ids
+from .untrusted import BORDER, CUT, special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

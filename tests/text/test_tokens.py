@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from locret_kit.files import read_utf8
-from locret_kit.runtime.tokens import BYTES, IdStream, TextStream, TooManyTokens, stream_ids, token_bytes, token_texts
+from locret_kit.text.tokens import BYTES, IdStream, TextStream, TooManyTokens, stream_ids, token_bytes, token_texts
 
 BACKBONE = Path(__file__).resolve().parents[2] / "checkpoints" / "SmolLM2-135M-Instruct"
 CODE = "def f(x, y=None):\n    # a comment\n    return {'a': [x ** 2 for _ in range(10)]}\n\n\n\tif x:\n\t\tpass\n"

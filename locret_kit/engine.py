@@ -1,0 +1,18 @@
+"""What computes, for those who serve, measure, or drive another engine: they import these names and nothing behind them.
+
+``Engine`` answers requests, ``TextBatch`` is a step of texts in another engine's forward, ``BoundedCache`` is a text.
+"""
+
+from __future__ import annotations
+
+from .cache.bounded import BoundedCache as BoundedCache
+from .cache.bounded import CannotFork as CannotFork
+from .cache.due import Schedule as Schedule
+from .heads import RetainingHeads as RetainingHeads
+from .runtime.engine import Engine as Engine
+from .runtime.sampling import Sampling as Sampling
+from .runtime.sequence import Request as Request
+from .runtime.sequence import Sequence as Sequence
+from .runtime.session import Answer as Answer
+from .runtime.session import decode as decode
+from .runtime.session import prefill as prefill
