@@ -125,7 +125,7 @@ class Chosen:
 
 
 def choose(
-    ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, kv_bits: int | None = None, *,
+    ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, kv_bits: int | str | None = None, *,
     asked: bool = False,
 ) -> Chosen:  # fmt: skip
     """Backbone, heads and policy by the names that a user gives: the heads name what he leaves open. Where neither backbone nor

@@ -157,7 +157,7 @@ class Policy:
     @property
     def ragged(self) -> bool:
         """Whether heads of one layer may hold different numbers of slots."""
-        return self.allocation.ragged
+        return self.allocation.layout != "equal"
 
     def at(self, budget: int) -> Policy:
         """The policy whose recall has the sizes for a budget of so many slots a head."""

@@ -293,8 +293,9 @@ class Scope(Part, Protocol):
 class Allocation(Part, Protocol):
     """Number of slots of each layer and each head: by default the budget for all. Derive from it."""
 
-    ragged: ClassVar[bool] = False
-    """Whether heads of one layer may get different numbers."""
+    layout: ClassVar[str] = "equal"
+    """Name in ``cache.storage.layouts.LAYOUTS`` of how rows lie; with any but ``equal``, heads of one layer may get different
+    numbers."""
 
     def layer_budgets(self, budget: int, layers: int, window: int, longest: int | None = None) -> list[int]:
         """Slots per head of each layer; the sum is ``layers * budget``.
@@ -305,7 +306,7 @@ class Allocation(Part, Protocol):
         return [budget] * layers
 
     def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
-        """Slots ``[B, H]`` (int64) of each head, where they are ``ragged``; the sum over heads is ``H * keep``, and no head gets
+        """Slots ``[B, H]`` (int64) of each head, where they may differ; the sum over heads is ``H * keep``, and no head gets
         more than it holds. The scores are what ``measured`` makes of them."""
         raise TypeError(f"{type(self).__name__} is ragged, so it must define head_budgets")
 

@@ -13,7 +13,7 @@ class Subject(NamedTuple):
     policy: Policy
     description: DecoderAttention | None = None
     """Of the backbone, where it is asked about."""
-    kv_bits: int | None = None
+    kv_bits: int | str | None = None
 
 
 PARTS = ("merge", "recall", "reread", "sparse", "prefill_mask")
@@ -26,7 +26,7 @@ def traits(subject: Subject) -> Iterator[tuple[str, object]]:
     yield from ((name, getattr(policy, name) is not None) for name in PARTS)
     yield from {"ragged": policy.ragged, "grows": policy.keeps_everything, "logits": policy.needs_logits}.items()
     yield "memory", policy.score.memory(1 << 20)
-    yield from {"bits": bits is not None, "codes": bits in (4, 2)}.items()
+    yield from {"bits": bits is not None, "codes": bits not in (None, 8)}.items()
     yield "merge in bits", bits is not None and policy.merge is not None
     yield "ragged in bits", bits is not None and policy.ragged
     if description is None:
