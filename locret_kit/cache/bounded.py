@@ -29,7 +29,7 @@ from ..policies import Policy
 from ..policies.grammar import composed_of
 from ..settings import INT32_MAX, RunSettings
 from .arguments import checked_arguments
-from .context import CacheCounters, Context, Pins, Stage, make_layers
+from .context import CacheCounters, Context, Pins, RecallCounters, Stage, make_layers
 from .due import Schedule
 from .stages import stages_of
 from .step import Fixed, attend_again, evict_if_due, in_model_type, read_block, read_tokens
@@ -199,6 +199,21 @@ class BoundedCache(StatefulCache, Handler):
     def backend(self) -> str:
         """Name of the backend, once bound."""
         return self.context.backend.name
+
+    @property
+    def evicts(self) -> bool:
+        """Whether its budget bounds what it keeps."""
+        return not self.policy.keeps_everything
+
+    @property
+    def rereads(self) -> bool:
+        """Whether passages of the prompt may be read again."""
+        return self.policy.reread is not None
+
+    @property
+    def recall_counters(self) -> RecallCounters | None:
+        """Counts of what came back; None where nothing can."""
+        return None if self.policy.recall is None else self.context.recalls
 
     @property
     def run(self) -> RunSettings:

@@ -133,7 +133,7 @@ def run(args: PlanOptions) -> int:
     ]
     if setting.budget >= setting.context:
         say.append("the budget holds the whole context: nothing is evicted")
-    elif not setting.policy.keeps_everything:
+    elif setting.evicts:
         say.append(
             f"at chunk {setting.chunk} the largest budget that fits is {fitting.largest_budget(backbone, setting, cap)}; "
             f"at budget {setting.budget} the largest chunk is {fitting.largest_chunk(backbone, setting, cap)}"

@@ -164,7 +164,7 @@ def nearest_fitting(backbone: BackboneSizes, setting: Setting, cap: int) -> list
 
 def _nearest(backbone: BackboneSizes, setting: Setting, cap: int) -> list[Setting]:
     bits = [s for s in fewer_bits(setting) if plan_inference(backbone, s).peak <= cap][:1]
-    if setting.policy.keeps_everything:
+    if not setting.evicts:
         return bits
 
     def scaled(n: int) -> Setting:
@@ -214,7 +214,7 @@ def require_fit(backbone: BackboneSizes, setting: Setting, cap: int) -> Plan:
     if setting.weight_bits != min(WEIGHT_BITS) and backbone.packed_bytes is None:
         fewest = backbone.weights(ITEM_BYTES[setting.dtype], min(WEIGHT_BITS))
         least += f", with {min(WEIGHT_BITS)}-bit weights {show(fewest + plan.heads)}"
-    if setting.policy.keeps_everything:
+    if not setting.evicts:
         least += f", and policy={setting.policy.name!r} evicts nothing"
     raise DoesNotFit(f"{said}. No setting fits: {least}")
 

@@ -20,6 +20,7 @@ import torch
 from annotated_types import Interval, Predicate
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from locret_kernels.backend import function
 from locret_kernels.column_stats import window_attention
@@ -247,6 +248,18 @@ class Score(Part, Protocol):
     def scores_new_tokens(self) -> bool:
         """Whether ``score_new_tokens`` does more than this one."""
         return type(self).score_new_tokens is not Score.score_new_tokens
+
+    @property
+    def is_head(self) -> bool:
+        """Whether a token's score is what its retaining head says, and nothing else."""
+        return False
+
+    def score_by_logits(
+        self, model: PreTrainedModel, hidden_BTE: Tensor, ids_BT: Tensor, before_B1E: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Of a score that ``needs_logits``: scores ``[B, T]`` of new tokens by the backbone's final hidden states, and the last
+        of these for the next call; ``before`` is that of the call before."""
+        raise TypeError(f"{type(self).__name__} needs logits, so it must define score_by_logits")
 
     def score_slots(self, slots: Slots) -> Tensor:
         """Scores ``[B, H, S]`` (float32) at an eviction; larger is kept. Anything at padding."""

@@ -79,6 +79,9 @@ CANNOT: Mapping[str, Mapping[str, str]] = {
         "states": "model_type={model!r}: its layers hold states, or read each other's rows, so each text is a forward of its "
         "own: use locret_kit.runtime.engine.run",
     },
+    "prompt of unknown length": {
+        "prefill_mask": "policy={policy!r} reads the prompt otherwise than what follows: pass prompt_length="
+    },
     "page": dict.fromkeys(
         ("ragged", "grows", "merge", "recall", "sparse", "prefill_mask", "bits", "states", "capped", "uneven"), _PAGE
     ),
