@@ -30,11 +30,11 @@ from ..policies.grammar import composed_of
 from ..settings import INT32_MAX, RunSettings
 from .arguments import checked_arguments
 from .context import CacheCounters, Context, Pins, RecallCounters, Stage, make_layers
+from .options import CacheOptions
 from .stages import stages_of
-from .step import Fixed, attend_again, evict_if_due, in_model_type, read_block, read_tokens
+from .step import StaticStep, attend_again, evict_if_due, in_model_type, read_block, read_tokens
 from .storage.codec import BITS, Float8, Scratch
 from .storage.rows import BoundedLayer, copy_rows
-from .terms import Terms
 from .view import (
     Kept,
     check_room,
@@ -126,7 +126,7 @@ class BoundedCache(StatefulCache, Handler):
         ValueError: a setting out of range; names the setting, its value and the bound. FileNotFoundError: no such heads.
     """
 
-    fixed: Callable[[int], Fixed] | None = None
+    fixed: Callable[[int], StaticStep] | None = None
     """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.drivers.graph``)."""
 
     def __init__(
@@ -142,9 +142,9 @@ class BoundedCache(StatefulCache, Handler):
         super().__init__(layers=[])
         self.scratch = Scratch()
         self.unfinished = False
-        self.terms = Terms.of(settings, policy, heads, given)
-        self.policy, self.heads = self.terms.policy, self.terms.heads
-        self.settings, self.schedule = self.terms.at(prompt_length)
+        self.options = CacheOptions.of(settings, policy, heads, given)
+        self.policy, self.heads = self.options.policy, self.options.heads
+        self.settings, self.schedule = self.options.at(prompt_length)
         self.pins: Pins = first_pins(self.settings)
         self.counters = CacheCounters()
         self._stages = tuple(stages)
@@ -206,7 +206,7 @@ class BoundedCache(StatefulCache, Handler):
     @property
     def run(self) -> RunSettings:
         """Settings for another cache like this one: as resolved here, but for the backend, which is chosen anew."""
-        return replace(self.settings.run, backend=self.terms.settings.backend)
+        return replace(self.settings.run, backend=self.options.settings.backend)
 
     # ---- pinned text -----------------------------------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ class BoundedCache(StatefulCache, Handler):
     def _resize(self, prompt_length: int | None) -> None:
         """Settings, context and layers for a prompt of another length; buffers whose size stays are the same."""
         # Into another object first: what cannot be met leaves this one as it was.
-        settings, schedule = self.terms.at(prompt_length)
+        settings, schedule = self.options.at(prompt_length)
         new = object.__new__(type(self))
         vars(new).update(vars(self) | {"settings": settings, "schedule": schedule, "pins": first_pins(settings)})
         if self._context is not None:
@@ -477,7 +477,7 @@ class BoundedCache(StatefulCache, Handler):
         rows.update(k_BHTD, v_BHTD)
         if layer == 0:
             ctx.tables.clear()  # layers of one forward share tables
-            ctx.votes.clear()
+            ctx.block_scores.clear()
             if self.needs_reread and rows.seen >= (self.schedule.prompt_length or 0):
                 raise RuntimeError(
                     f"policy={self.policy.name!r} reads the end of the prompt twice, which locret_kit's own prefill does and "

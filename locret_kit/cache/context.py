@@ -58,7 +58,7 @@ class RecallCounters:
         vars(self).update(vars(RecallCounters()))
 
 
-class Votes:
+class BlockScores:
     """Scores that the layers of one forward gave to the blocks: the most of any layer so far, for each piece of the forward."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class Context:
     tables: RotationTables
     counters: CacheCounters
     recalls: RecallCounters = field(default_factory=RecallCounters)
-    votes: Votes = field(default_factory=Votes)
+    block_scores: BlockScores = field(default_factory=BlockScores)
     stages: tuple[Stage, ...] = ()
     """Work of the policy beside evicting."""
     pins: Pins = ()

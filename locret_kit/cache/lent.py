@@ -130,7 +130,7 @@ class LentPages:
         self.begin(page, text)
         for layer, rows in enumerate(text.bounded):
             pool = self.pool(layer, memory[layer])
-            pool.lend(page, rows)
+            pool.bind(page, rows)
             empty = pool.keys.new_empty(1, self.spec.n_kv_heads, 0, self.spec.head_dim)
             counts, tensors = export_rows(document.bounded[layer])
             part = {name: self.ranks.rows(name, x, self.spec) for name, x in tensors.items()}
@@ -175,5 +175,5 @@ class LentStep:
         for turn in self.turns:
             rows = self.pages.texts[turn.page].bounded[layer]
             if not rows.is_initialized:
-                pool.lend(turn.page, rows)
+                pool.bind(turn.page, rows)
         self.batch.attend(layer, q_NQD, k_NHD, v_NHD, Softmax(scaling), out_NQD)

@@ -126,17 +126,17 @@ class RowPool:
         cut, self._left = self._left[:size], self._left[size:]
         return cut.view(dtype).view(shape)
 
-    def lend(self, page: int, rows: BoundedLayer) -> None:
+    def bind(self, page: int, rows: BoundedLayer) -> None:
         """Let an empty layer keep its rows in a page: it may have less room than the page, and less of everything else."""
         H, D, capacity = self.shape.heads, self.shape.head_dim, rows.capacity
         # Heads stand this layer's capacity apart, not the page's: one with less room takes the page's beginning.
         first = page * H * self.shape.rows
         at = slice(first, first + H * capacity)
         whole = {name: getattr(self, name)[at] for name in ("keys", "values", "positions", "scores")}
-        lent = {name: x.view(H, capacity, *x.shape[1:]) for name, x in whole.items()}
-        lent["stats"] = self.stats[: rows.statistics, at].view(rows.statistics, H, capacity)
-        rows.lent, rows.page = lent, Page(self, first)
-        # Nothing is allocated: the layer finds its buffers in what is lent.
+        buffers = {name: x.view(H, capacity, *x.shape[1:]) for name, x in whole.items()}
+        buffers["stats"] = self.stats[: rows.statistics, at].view(rows.statistics, H, capacity)
+        rows.external, rows.page = buffers, Page(self, first)
+        # Nothing is allocated: the layer finds its buffers in those.
         empty = self.keys.new_empty(1, H, 0, D)
         rows.lazy_initialization(empty, empty)
         if rows.recent:
@@ -207,7 +207,7 @@ class PagePool:
         weakref.finalize(cache, self._free.append, page)
         layers = make_layers(ctx, cache.scratch)
         for pool, rows, old in zip(self._pools, layers, cache.bounded, strict=True):
-            pool.lend(page, rows)
+            pool.bind(page, rows)
             copy_rows(rows, old)
         cache.move(self._rotations.of(ctx), layers)
 

@@ -195,7 +195,7 @@ class TextBatch:
         # As they came: a score rotates the newest queries for the rows that an eviction leaves.
         for n, own in enumerate(rows):
             if own.recent:
-                own.remember(q_NQD[n : n + 1, :, None])
+                own.append_queries(q_NQD[n : n + 1, :, None])
         index, q_NQ1D = self._step.index(pool, rows), q_NQD[:, :, None]
         if (rope := ctx.write_rope(layer, first)) is not None:
             seen = tuple(own.seen for own in rows)

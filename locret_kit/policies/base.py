@@ -371,7 +371,7 @@ class Folded:
     """Their rows (int64, ascending)."""
     keys_RD: Tensor
     values_RD: Tensor
-    gained_R: Tensor | None = None
+    log_weight_R: Tensor | None = None
     """Logarithm of the weight that each takes over, where a merger remembers it."""
 
 
@@ -384,11 +384,11 @@ class Merge(Part, Protocol):
     def bind(self, spec: BackboneSpec, device: torch.device) -> None:
         """Make ready for a backbone. Raises ValueError where it does not fit."""
 
-    def told(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+    def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
         """Facts ``[B, H, S]`` about a layer's slots, asked for once per eviction and handed to ``fold``. ``protected_BHS``:
         slots that are pinned or in a scope; ``stay_BHS``: those that the policy keeps."""
 
-    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
+    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, facts_S: Tensor, stay_S: Tensor) -> Folded:
         """The slots of one head that take others over. ``stay_S``: bool; the others are evicted."""
 
 
@@ -431,7 +431,7 @@ class Reread(Part, Protocol):
 
 
 @dataclass(frozen=True)
-class Found:
+class BlockIndex:
     """Index, on the device, of a layer's stored blocks, ``N`` a head."""
 
     index_BHNRD: Tensor
@@ -505,7 +505,7 @@ class Recall(Part, Protocol):
         score says."""
         return (scores_BHS,)
 
-    def relevance(self, q_BQTD: Tensor, index: Found) -> Tensor:
+    def relevance(self, q_BQTD: Tensor, index: BlockIndex) -> Tensor:
         """Worth ``[B, H, N]`` of the stored blocks to all of the queries together, of key/value heads or, ``H`` being 1, of all
         of them; at least 0 where that of several layers is compared."""
 

@@ -236,7 +236,7 @@ class Scratch:
         """Whether it holds all values, and not the tail's alone."""
         self.keys = self.values = torch.empty(0, 0, 0, dtype=torch.float32, device="cpu")
 
-    def lend(self, codec: Codec) -> None:
+    def acquire(self, codec: Codec) -> None:
         """Give the buffers to a layer, made anew where they do not fit it."""
         rows = codec.layout
         for name, size in (("keys", codec.key_size), ("values", codec.value_size)):

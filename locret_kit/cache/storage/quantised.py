@@ -285,7 +285,7 @@ class GroupedBits(Codec):
         rows, newest = self.layout.every(), self.layout.last(self.tail)
         # All rows from their codes first, then the tail's over them: rows of the tail have no codes, or keep exact ones.
         if not was_open:
-            scratch.lend(self)
+            scratch.acquire(self)
             scratch.keys[rows] = self._read_keys(rows)
             scratch.keys[newest] = self.tail_keys[:, : self.tail]
         tail = scratch.values[newest].clone() if was_open else self.tail_values[:, : self.tail]
@@ -401,8 +401,8 @@ class GroupedBits(Codec):
 
     def moving(self) -> list[Tensor]:
         # Rows that are open move beside their codes, so that those of the tail are at hand.
-        lent = [self.scratch.keys, self.scratch.values] if self.open else []
-        return [*super().moving(), *lent]
+        open_rows = [self.scratch.keys, self.scratch.values] if self.open else []
+        return [*super().moving(), *open_rows]
 
     def grow(self) -> None:
         self.scratch.owner = None
@@ -497,7 +497,7 @@ class CompiledBits(GroupedBits):
         if self.open or not fits(self):
             super().read_all(values=values)
             return
-        self.scratch.lend(self)
+        self.scratch.acquire(self)
         quantiser.load().locret_open(self._described().ctypes.data, values, torch.get_num_threads())
         self.scratch.complete = values
 

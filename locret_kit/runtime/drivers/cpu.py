@@ -260,7 +260,7 @@ class CpuDriver:
                 score_BHT = entry_scores(ctx, layer, rows, pointers.seen, q, k, v)
                 rows.scores.view(-1)[newest] = score_BHT.reshape(-1).to(rows.scores.dtype)
             if rows.recent:
-                rows.remember(q)
+                rows.append_queries(q)
 
 
 def _places(x: object) -> object:

@@ -1,4 +1,4 @@
-"""Terms of a cache: what it is asked for, before its prompt and its model are known."""
+"""Options of a cache, as they were given, before its prompt and its model are known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .view import check_reread
 
 
 @dataclass(frozen=True)
-class Terms:
+class CacheOptions:
     """Settings, a policy and the retaining heads with which it scores."""
 
     settings: RunSettings
@@ -34,8 +34,8 @@ class Terms:
         policy: str | Policy | None,
         heads: RetainingHeads | str | Path | None,
         given: Mapping[str, object],
-    ) -> Terms:
-        """Terms as ``BoundedCache`` takes them. Raises as it does."""
+    ) -> CacheOptions:
+        """Options as ``BoundedCache`` takes them. Raises as it does."""
         heads = loaded(heads)
         # Heads name the policy that they were measured with.
         if policy is None:
