@@ -47,8 +47,8 @@ from ..registry import Adaptive, Parts, Pyramid, Sinks, Stabilizers, Window, par
 # To attention a merged slot is one key, not several: it draws what its mean key draws.
 # Source: the training-free baseline of attention pools, as Locret 4.4 combines eviction with LoCoCo (arXiv 2406.05317).
 #
-# A merger is asked for facts about a layer's slots once (``facts [B, H, S]``), and then folds one head after the other; ``remembers``
-# says whether a slot carries the weight that it took over.
+# A merger is asked for facts about a layer's slots once (``facts [B, H, S]``), and then folds one head after the other;
+# ``remembers`` says whether a slot carries the weight that it took over.
 
 
 Metric = Literal["cosine", "l2"]
