@@ -28,9 +28,8 @@ from ..heads import RetainingHeads
 from ..policies import Policy
 from ..policies.grammar import composed_of
 from ..settings import INT32_MAX, RunSettings
-from .arguments import checked_arguments
 from .context import CacheCounters, Context, Pins, RecallCounters, Stage, make_layers
-from .options import CacheOptions
+from .options import CacheOptions, checked_arguments
 from .stages import stages_of
 from .step import StaticStep, attend_again, evict_if_due, in_model_type, read_block, read_tokens
 from .storage.codec import BITS, Float8, Scratch

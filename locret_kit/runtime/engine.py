@@ -21,9 +21,8 @@ from ..backbones.intercept import attached
 from ..backbones.libraries import forward, unwrapped
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
-from .drivers import Decoding, Driver
+from .drivers import Decoding, Driver, PlainDriver, logits_after
 from .drivers.cpu import cpu_driver
-from .drivers.plain import PlainDriver, logits_after
 from .sampling import Chooser, stop_ids
 from .sequence import PromptScheduler, Request, Sequence
 

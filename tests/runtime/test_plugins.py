@@ -72,7 +72,7 @@ class WideAdaptive(Adaptive):
 '''
 DRIVER = """
 from locret_kit.runtime.drivers import DRIVERS
-from locret_kit.runtime.drivers.plain import PlainDriver
+from locret_kit.runtime.drivers import PlainDriver
 
 
 class Listening(PlainDriver):
