@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..config.schema import read
 from ..config.serve_options import VLLM, VllmOptions, shared_out
-from ..vllm import DOCUMENTS, check_version, refuse
+from ..vllm.refusals import DOCUMENTS, check_version, refuse
 from .command import command
 
 if TYPE_CHECKING:
