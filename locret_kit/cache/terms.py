@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ..heads import RetainingHeads, loaded
 from ..policies import Policy
+from ..policies.capabilities import Subject, refuse
 from ..policies.grammar import parse_policy
 from ..settings import Resolved, RunSettings
 from .due import Schedule
-from .storage.codec import check_storage
 from .view import check_reread
 
 
@@ -48,7 +48,7 @@ class Terms:
         if policy.needs_heads and heads is None:
             raise ValueError(f"policy={policy.name!r} scores with retaining heads: pass heads=")
         # Refused here and not at the first forward: a model takes minutes to load.
-        check_storage(settings.kv_bits, policy)
+        refuse("few bits", Subject(policy, kv_bits=settings.kv_bits))
         published = heads.config.inference if heads is not None else {}
         return cls(settings, policy, heads if policy.needs_heads else None, published)
 

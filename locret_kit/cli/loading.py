@@ -16,7 +16,6 @@ from ..backbones.load import choose_adapter, load_backbone, other_backbone
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.due import Schedule
-from ..cache.storage.codec import check_storage
 from ..config.infer_options import AskOptions, ChatOptions, Dtype, Generation, Machine, ReadOptions
 from ..config.schema import refuse
 from ..documents.document import Document
@@ -24,7 +23,7 @@ from ..documents.document_text import DocumentText, describe
 from ..heads import HeadsConfig, RetainingHeads
 from ..planning import reading_time, too_few
 from ..planning.fitting_settings import budget_of_text, explain_oom
-from ..policies import Policy
+from ..policies import Policy, capabilities
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, Stabilizers
 from ..runtime.session import Sampling
@@ -138,14 +137,12 @@ def choose(
     if not ckpt and not model:
         ckpt, policy = demo.HEADS, policy or (ASKED if asked else None)
     named = parse_policy(policy) if policy is not None else None
-    if named is not None:
-        check_storage(kv_bits, named)
-        if named.needs_heads and not ckpt:
-            raise ValueError(f"policy={named.name!r} needs retaining heads: give --ckpt")
+    if named is not None and named.needs_heads and not ckpt:
+        raise ValueError(f"policy={named.name!r} needs retaining heads: give --ckpt")
     heads = RetainingHeads.from_pretrained(ckpt, backbone=model) if ckpt else None
     config = heads.config if heads else None
     chosen = named or parse_policy(config.policy if config else UNTRAINED[0])
-    check_storage(kv_bits, chosen)
+    capabilities.refuse("few bits", capabilities.Subject(chosen, kv_bits=kv_bits))
     name = model or (config.backbone if config else "")
     if config and (known := Path(config.backbone)).is_absolute() and known.exists() and not Path(name).exists():
         name = config.backbone if known.name == name else name  # a document has but the last part of its path

@@ -29,10 +29,11 @@ from ..backbones.weights import check_weight_bits, scratch_bytes, stored_bytes, 
 from ..cache.context import layer_rows
 from ..cache.due import PIECE, Schedule
 from ..cache.stages import TILE
-from ..cache.storage.codec import BITS, FLOAT8, Scratch, check_storage
+from ..cache.storage.codec import BITS, FLOAT8, Scratch
 from ..naming import show
 from ..policies import Policy
 from ..policies.base import Recall
+from ..policies.capabilities import Subject, refuse
 from ..policies.grammar import parse_policy
 from ..settings import INT32_MAX, Resolved, RunSettings, checked, made
 
@@ -221,7 +222,7 @@ class Setting:
         if not 1 <= self.context <= INT32_MAX:
             raise ValueError(f"context={self.context} must be from 1 to {INT32_MAX} (32-bit positions)")
         _ = self.schedule  # names the field that is out of bounds
-        check_storage(self.run.kv_bits, self.policy)
+        refuse("few bits", Subject(self.policy, kv_bits=self.run.kv_bits))
         check_weight_bits(self.weight_bits)
         checked("dtype", Dtype, self.dtype)
         checked("d_hidden", Annotated[int, Ge(0)], self.d_hidden)

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from locret_kernels.ragged_decode import Float8Rows, PackedRows
 
-from ...policies import Policy
-from ...policies.capabilities import Subject, refuse
 from .layouts import Index, Layout, Shapes
 
 # ---- uniform quantisation to 4 or 2 bits with a step and a zero point a group, and codes packed into bytes ----------
@@ -86,21 +84,6 @@ def _shifts(like: Tensor, bits: int) -> Tensor:
 
 FLOAT8 = 8
 """Bits that are no codes of groups but floating point: see ``codec.Float8``."""
-
-
-def check_bits(kv_bits: int | None) -> None:
-    """Raise ValueError unless ``kv_bits`` is 8, 4, 2 or None."""
-    if kv_bits is not None and kv_bits not in (FLOAT8, *BITS):
-        raise ValueError(
-            f"kv_bits={kv_bits} must be 8, 4 or 2; without it, keys and values are kept in the model's dtype"
-        )
-
-
-def check_storage(kv_bits: int | None, policy: Policy) -> None:
-    """Raise ValueError unless slots that ``policy`` keeps can be stored in ``kv_bits`` bits: a slot that was quantised is not
-    written again."""
-    check_bits(kv_bits)
-    refuse("few bits", Subject(policy, kv_bits=kv_bits))
 
 
 def check_head_size(bits: int, size: int) -> None:
