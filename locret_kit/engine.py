@@ -10,9 +10,9 @@ from .cache.bounded import CannotFork as CannotFork
 from .cache.due import Schedule as Schedule
 from .heads import RetainingHeads as RetainingHeads
 from .runtime.engine import Engine as Engine
+from .runtime.repetition import KVzip as KVzip
 from .runtime.sampling import Sampling as Sampling
 from .runtime.sequence import Request as Request
 from .runtime.sequence import Sequence as Sequence
 from .runtime.session import Answer as Answer
-from .runtime.session import decode as decode
 from .runtime.session import prefill as prefill

@@ -467,7 +467,7 @@ class BoundedCache(StatefulCache, Handler):
             if self.needs_reread and rows.seen >= (self.schedule.prompt_length or 0):
                 raise RuntimeError(
                     f"policy={self.policy.name!r} reads the end of the prompt twice, which locret_kit's own prefill does and "
-                    "model.generate does not: use locret_kit.runtime.session.generate"
+                    "model.generate does not: use locret_kit.runtime.session.Answer"
                 )
         # Not undone by an exception: a cache that stopped between two layers must not be read on.
         self.unfinished = True

@@ -277,10 +277,9 @@ def run_kept(args: KeptOptions) -> int:
     read_record(Path(args.file))
 
     from ..backbones.load import load_tokenizer
-    from ..documents.document import read_kept
+    from ..documents.document import highlight, read_kept
     from ..documents.document_text import describe
     from ..evals.report import kept_page
-    from ..runtime.kept_text import highlight, levels
     from ..text.tokens import token_texts
 
     saved, about = describe(args.file)
@@ -302,7 +301,7 @@ def run_kept(args: KeptOptions) -> int:
         f"{plain(title)}: {plain(lead)}; {(counts > 0).sum()} of {found.seen} held ({where or 'all layers and heads'})\n"
     )
     shown = ["".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text) for text in texts[: found.seen]]
-    print(highlight(shown, levels(counts / heads), color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    print(highlight(shown, counts / heads, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0
 
 
