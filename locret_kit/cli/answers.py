@@ -30,7 +30,7 @@ from ..settings import made
 from ..text.template import has_template, render_messages
 from ..text.tokens import answer_text, stream_ids
 from .command import check_question, progress, title_of, write_answer
-from .loading import Chosen, before_reading, beyond_window, check_run, check_sampling, choose, not_shown, prompt_ids
+from .loading import Chosen, before_reading, beyond_window, check_sampling, choose, not_shown, prompt_ids
 
 Say = Callable[[str], None]
 SHARED = (*(item.name for item in fields(Generation)), "seed")
@@ -68,8 +68,7 @@ def of_text(
     """What was chosen, the backbone, answers about a text, and warnings to be read when the first answer is begun. Each answer is
     begun when it is asked for; the text is read once for all of them where they are then the same."""
     pick_device(args.device)  # before a long text is tokenised
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits, asked=questions != [None])
-    check_run(args, chosen)
+    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args, asked=questions != [None])
     say(f"backbone: {chosen.backbone}")
     if len(questions) > 1:
         text = list(text)
@@ -78,13 +77,13 @@ def of_text(
     prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
     run, longest = args.run, max(prompts, key=len)
-    model, tokenizer = chosen.load(args)
+    model, _ = chosen.load(args, tokenizer)
     if args.dtype == "auto":
         say(f"precision: {choose_precision(model.device, model.config)}")
     run = chosen.with_text_budget(run, model, len(longest), say)
     for line in before_reading(run, chosen, longest, model) if not args.quiet else ():
         print(line, file=sys.stderr, flush=True)
-    warnings = [*chosen.warnings, chosen.idle_stabilizers(args)]
+    warnings: list[str | None] = [*chosen.warnings]
     shown = None if args.quiet else progress
 
     def alone(question: str | None, ids: array[int]) -> Answer:
@@ -132,16 +131,14 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
     """Load, and answer what has no answer yet; the exit status. Raises ValueError or OSError with a one-line message."""
     left, total = [line for key, line in lines.items() if key not in done], len(lines)
     Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
-    check_run(args, chosen)
+    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args)
     if not left:
         print(f"{target} has an answer for each of the {total} prompts", file=sys.stderr)
         return 0
     model, tokenizer = chosen.load(args)
     warn = cache(partial(tqdm.write, file=sys.stderr))  # each once
-    for line in (*chosen.warnings, chosen.idle_stabilizers(args)):
-        if line:
-            warn(line)
+    for line in chosen.warnings:
+        warn(line)
     errors: list[Name] = []
     bar = tqdm(total=total, initial=total - len(left), unit="prompt", disable=args.quiet)
     with open_answers(target) as out, bar:

@@ -66,10 +66,9 @@ Done = tuple["Document", dict[str, str], int, float]
 def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     """The text as a new document."""
     from ..documents.document import Document
-    from .loading import beyond_window, check_run, choose, counted_text, not_shown
+    from .loading import beyond_window, choose, counted_text, not_shown
 
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
-    check_run(args.run, chosen)
+    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.run)
     model, tokenizer = chosen.load(args)
     began = time.perf_counter()
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
@@ -80,8 +79,7 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     )  # fmt: skip
     seconds = time.perf_counter() - began
     unseen = not_shown(args.protect, document.protected(document.prompt("?")))
-    idle = chosen.idle_stabilizers(args)
-    for line in (*chosen.warnings, idle, unseen, beyond_window(model, document.cache)):
+    for line in (*chosen.warnings, unseen, beyond_window(model, document.cache)):
         if line:
             print(line, file=sys.stderr)
     return document, chosen.names, document.cache.get_seq_length(), seconds

@@ -20,7 +20,7 @@ from ..config.infer_options import AskOptions, ChatOptions, Dtype, Generation, M
 from ..config.schema import refuse
 from ..documents.document import Document
 from ..documents.document_text import DocumentText, describe
-from ..heads import HeadsConfig, RetainingHeads
+from ..heads import RetainingHeads
 from ..planning import reading_time, too_few
 from ..planning.fitting_settings import budget_of_text, explain_oom
 from ..policies import Policy, capabilities
@@ -50,7 +50,7 @@ class Chosen:
     @property
     def names(self) -> dict[str, str]:
         """Names that a file may say: as they were given, but of an absolute path the last part alone."""
-        recorded = self.config.adapter if self.config else None
+        recorded = self.heads.config.adapter if self.heads else None
         names = {
             "model": self.backbone,
             "heads": self.ckpt if self.policy.needs_heads else None,
@@ -59,35 +59,26 @@ class Chosen:
         return {what: Path(name).name if Path(name).is_absolute() else name for what, name in names.items() if name}
 
     @property
-    def config(self) -> HeadsConfig | None:
-        """The heads' configuration."""
-        return self.heads.config if self.heads is not None else None
-
-    @property
     def published(self) -> Mapping[str, object]:
         """Settings that the heads were published with."""
-        return self.config.inference if self.config else {}
+        return self.heads.config.inference if self.heads else {}
 
-    def load(self, machine: Machine) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The backbone and its tokenizer.
+    def load(
+        self, machine: Machine, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """The backbone and its tokenizer, which may be there already.
 
         Raises:
             ValueError, OSError: it cannot be loaded, or the heads have other shapes.
         """
         model, tokenizer = load_backbone(
             self.backbone, dtype=machine.dtype, device=machine.device, adapter=self.adapter,
-            weight_bits=machine.weight_bits,
+            weight_bits=machine.weight_bits, tokenizer=tokenizer,
         )  # fmt: skip
         machine.set_template(tokenizer)
         if self.heads is not None:
             self.heads.check_backbone(probe.describe(model).spec)
         return model, tokenizer
-
-    def idle_stabilizers(self, options: RunSettings) -> str | None:
-        """A warning where stabilizers are asked for and the policy has none."""
-        protects = any(isinstance(scope, Stabilizers) for scope in self.policy.scopes)
-        said = f"warning: policy={self.policy.name} protects no stabilizers"
-        return None if protects or options.stabilizers is None else said
 
     def with_text_budget(
         self, run: RunSettings, model: PreTrainedModel, tokens: int, say: Callable[[str], None], turns: int = 0
@@ -124,15 +115,15 @@ class Chosen:
 
 
 def choose(
-    ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, kv_bits: int | None = None, *,
+    ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, run: RunSettings | None = None, *,
     asked: bool = False,
 ) -> Chosen:  # fmt: skip
     """Backbone, heads and policy by the names that a user gives: the heads name what he leaves open. Where neither backbone nor
     heads are named, they are the demo's; its backbone is fetched once. ``asked``: the text is read for its questions alone.
 
     Raises:
-        ValueError, OSError: heads that cannot be read, an unknown policy, one that needs heads or does not store ``kv_bits``,
-            a demo backbone that cannot be fetched.
+        ValueError, OSError: heads that cannot be read, an unknown policy, one that needs heads, settings of the ``run`` that are
+            out of bounds, could not act or are not for the policy, a demo backbone that cannot be fetched.
     """
     if not ckpt and not model:
         ckpt, policy = demo.HEADS, policy or (ASKED if asked else None)
@@ -142,15 +133,25 @@ def choose(
     heads = RetainingHeads.from_pretrained(ckpt, backbone=model) if ckpt else None
     config = heads.config if heads else None
     chosen = named or parse_policy(config.policy if config else UNTRAINED[0])
-    capabilities.refuse("few bits", capabilities.Subject(chosen, kv_bits=kv_bits))
+    warnings: list[str | None] = []
+    if run is not None:  # before anything big is loaded
+        capabilities.refuse("few bits", capabilities.Subject(chosen, kv_bits=run.kv_bits))
+        if run.one_shot:
+            why = "with --one-shot, which evicts once, after the whole prompt"
+            refuse(run, ("chunk", "stabilizers", "local_len"), why)
+        elif not isinstance(run.budget, float):
+            length = None if run.decode_every is None else 1
+            Schedule.of(run.resolved(config.inference if config else {}, length), length)
+        if run.stabilizers is not None and not any(isinstance(scope, Stabilizers) for scope in chosen.scopes):
+            warnings.append(f"warning: policy={chosen.name} protects no stabilizers")
     name = model or (config.backbone if config else "")
     if config and (known := Path(config.backbone)).is_absolute() and known.exists() and not Path(name).exists():
         name = config.backbone if known.name == name else name  # a document has but the last part of its path
     if demo.is_missing(name):
         demo.fetch()
     adapter, warning = choose_adapter(config.adapter if config else None, adapter)
-    other = other_backbone(config.backbone, name) if config else None
-    return Chosen(name, heads, chosen, adapter, tuple(line for line in (warning, other) if line), ckpt)
+    warnings[:0] = warning, other_backbone(config.backbone, name) if config else None
+    return Chosen(name, heads, chosen, adapter, tuple(filter(None, warnings)), ckpt)
 
 
 def check_sampling(args: Generation) -> Sampling:
@@ -171,16 +172,6 @@ def prompt_ids(
     if chat:
         text = defused_pieces(tokenizer, text, before)
     return stream_ids(tokenizer, chain([before], text, [after]), special=not (chat and has_template(tokenizer)))
-
-
-def check_run(options: RunSettings, chosen: Chosen) -> None:
-    """Raise ValueError for run settings that are out of bounds or could not act, before anything big is loaded."""
-    if options.one_shot:
-        why = "with --one-shot, which evicts once, after the whole prompt"
-        refuse(options, ("chunk", "stabilizers", "local_len"), why)
-    elif not isinstance(options.budget, float):
-        length = None if options.decode_every is None else 1
-        Schedule.of(options.resolved(chosen.published, length), length)
 
 
 def counted_text(
