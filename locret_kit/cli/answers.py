@@ -30,7 +30,7 @@ from ..settings import made
 from ..text.template import has_template, render_messages
 from ..text.tokens import answer_text, stream_ids
 from .command import check_question, progress, title_of, write_answer
-from .loading import Chosen, before_reading, beyond_window, check_sampling, choose, not_shown, prompt_ids
+from .loading import Chosen, beyond_window, check_sampling, choose, not_shown, prompt_ids
 
 Say = Callable[[str], None]
 SHARED = (*(item.name for item in fields(Generation)), "seed")
@@ -76,18 +76,15 @@ def of_text(
     args.set_template(tokenizer)
     prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
-    run, longest = args.run, max(prompts, key=len)
     model, _ = chosen.load(args, tokenizer)
     if args.dtype == "auto":
         say(f"precision: {choose_precision(model.device, model.config)}")
-    run = chosen.with_text_budget(run, model, len(longest), say)
-    for line in before_reading(run, chosen, longest, model) if not args.quiet else ():
-        print(line, file=sys.stderr, flush=True)
+    run = chosen.for_text(args.run, model, max(prompts, key=len), None if args.quiet else say)
     warnings: list[str | None] = [*chosen.warnings]
     shown = None if args.quiet else progress
 
     def alone(question: str | None, ids: array[int]) -> Answer:
-        cache, warning = chosen.cache(run, model, tokenizer, ids, asked=args.chat and question is not None)
+        cache, warning = chosen.cache(run, tokenizer, ids, asked=args.chat and question is not None)
         warnings.append(warning)
         return Answer(
             model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
@@ -151,7 +148,7 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
 
         def new_cache(line: Line) -> BoundedCache:
             settings = replace(args.run, seed=line.seed)
-            made, warning = chosen.cache(settings, model, tokenizer, line.ids, asked=line.asked)
+            made, warning = chosen.cache(settings, tokenizer, line.ids, asked=line.asked)
             if warning:
                 warn(warning)
             return made

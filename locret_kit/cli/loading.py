@@ -22,7 +22,7 @@ from ..documents.document import Document
 from ..documents.document_text import DocumentText, describe
 from ..heads import RetainingHeads
 from ..planning import reading_time, too_few
-from ..planning.fitting_settings import budget_of_text, explain_oom
+from ..planning.fitting_settings import budget_of_text
 from ..policies import Policy, capabilities
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, Stabilizers
@@ -80,21 +80,29 @@ class Chosen:
             self.heads.check_backbone(probe.describe(model).spec)
         return model, tokenizer
 
-    def with_text_budget(
-        self, run: RunSettings, model: PreTrainedModel, tokens: int, say: Callable[[str], None], turns: int = 0
-    ) -> RunSettings:
-        """The settings, with a budget for the text's tokens where nobody gave one, which ``say`` is told in a line; ``turns``
-        slots come beside it."""
-        if run.budget is not None or self.policy.keeps_everything:
-            return run
-        budget, line = budget_of_text(model, self.policy, run, self.published, tokens, turns)
-        say(line)
-        return replace(run, budget=budget)
+    def for_text(
+        self, run: RunSettings, model: PreTrainedModel, ids: Sequence[int], say: Callable[[str], None] | None,
+        turns: int = 0,
+    ) -> RunSettings:  # fmt: skip
+        """The settings, with a budget for the text where nobody gave one; ``turns`` slots come beside it. ``say`` is told what is
+        to be read before minutes of reading: the budget, slots that are too few for facts, the time that a long text takes."""
+        lines: list[str | None] = []
+        if run.budget is None and not self.policy.keeps_everything:
+            budget, line = budget_of_text(model, self.policy, run, self.published, len(ids), turns)
+            run, lines = replace(run, budget=budget), [line]
+        if say is not None:
+            resolved = run.resolved(self.published, len(ids))
+            if not self.policy.keeps_everything and self.policy.recall is None:
+                few = too_few(resolved.budget, len(ids))
+                lines.append(few and f"warning: {few}")
+            lines.append(None if run.one_shot else reading_time(model, ids, resolved.chunk))
+            for said in filter(None, lines):
+                say(said)
+        return run
 
     def cache(
         self,
         run: RunSettings,
-        model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         ids: Sequence[int],
         *,
@@ -106,11 +114,8 @@ class Chosen:
             asked: whether the prompt is a user's one message in the chat template.
         """
         cache = BoundedCache(run, self.policy, self.heads, prompt_length=len(ids))
-        with explain_oom(model, cache, len(ids)):
-            cache.bind(model)
         spans = protected_spans(tokenizer, ids, run.protect) if asked else []
-        for span in spans:
-            cache.pin(*span)
+        cache.pin_all(spans)
         return cache, not_shown(run.protect, spans)
 
 
@@ -178,27 +183,15 @@ def counted_text(
     text: Iterable[str], run: RunSettings, chosen: Chosen, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None], *, chat: bool = True, turns: int = 0,
 ) -> tuple[DocumentText, RunSettings]:  # fmt: skip
-    """A document's tokens, and the settings with a budget for them; ``say`` is told what one wants to know before minutes of
-    reading. Raises ValueError where there is no text."""
+    """A document's tokens, and the settings ``for_text``. Raises ValueError where there is no text."""
     whole = DocumentText.of(tokenizer, text, chat)
-    run = chosen.with_text_budget(run, model, whole.tokens, say, turns)
-    for line in before_reading(run, chosen, whole.ids, model):
-        say(line)
-    return whole, run
+    return whole, chosen.for_text(run, model, whole.ids, say, turns)
 
 
 def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
     """A warning where a chat template's text is to be protected, and the prompt shows none."""
     asked = read_protect(protect) - {"first"}
     return f"warning: protect={protect}: the prompt shows no such text" if asked and not spans else None
-
-
-def before_reading(options: RunSettings, chosen: Chosen, ids: Sequence[int], model: PreTrainedModel) -> list[str]:
-    """Lines to be read before minutes of reading: slots that are too few for facts, and the time that a long text takes."""
-    resolved, policy = options.resolved(chosen.published, len(ids)), chosen.policy
-    few = None if policy.keeps_everything or policy.recall is not None else too_few(resolved.budget, len(ids))
-    takes = None if options.one_shot else reading_time(model, ids, resolved.chunk)
-    return [line for line in (few and f"warning: {few}", takes) if line]
 
 
 def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
