@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ...documents.document import Kept
-from ...engine import Answer, BoundedCache, CannotFork, KVzip, Schedule, prefill
+from ...engine import Answer, BoundedCache, CannotFork, KVzip, prefill
 from ...files import write_beside
 from ...text.template import protected_spans
 from ...text.tokens import stream_ids
@@ -107,15 +107,16 @@ def nll_reading(setup: Setup, cache: BoundedCache, ids: Sequence[int], skip: int
 # ---- a document that prompts begin with -------------------------------------------------------------------------------
 
 
-def shared_lengths(prompts: Sequence[array[int]], schedule: Schedule) -> list[int]:
-    """First tokens of each prompt that are read for a neighbour too: whole chunks, the last of them before the eviction that
-    precedes either tail. They only grow, so that no cache is needed that ends before the one that is held."""
-    beside = [_common(a, b, schedule) for a, b in pairwise(prompts)]
+def shared_lengths(prompts: Sequence[array[int]], cache: BoundedCache) -> list[int]:
+    """First tokens of each prompt that are read for a neighbour too, in such a cache: whole chunks, the last of them before the
+    eviction that precedes either tail. They only grow, so that no cache is needed that ends before the one that is held."""
+    beside = [_common(a, b, cache) for a, b in pairwise(prompts)]
     grown = [*accumulate(reversed(beside), min)][::-1]
     return [*grown, *grown[-1:]] if grown else [0] * len(prompts)
 
 
-def _common(a: array[int], b: array[int], schedule: Schedule) -> int:
+def _common(a: array[int], b: array[int], cache: BoundedCache) -> int:
+    schedule = cache.schedule
     end = 0 if schedule.one_shot else schedule.safe(min(len(a), len(b)) - 1)
     while a[:end] != b[:end]:
         end -= schedule.chunk

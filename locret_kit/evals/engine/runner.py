@@ -189,8 +189,7 @@ def _document(run: Run, variant: Variant, examples: list[Example]) -> tuple[Shar
     alone = reads_alone(variant.policy) or isinstance(variant.budget, float)  # whose slots differ with the prompt
     if len(examples) < 2 or alone or examples[0].task.kind == "nll_prefill":
         return document, [0] * len(examples)
-    schedule = cache_for(setup, variant, longest).schedule
-    return document, shared_lengths([example.ids for example in examples], schedule)
+    return document, shared_lengths([example.ids for example in examples], cache_for(setup, variant, longest))
 
 
 def _answer(
