@@ -54,7 +54,7 @@ def attend_token(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed:
         tables = (ctx.tables.upto(one, max(span, flat.longest), q) for one in (rope, rope.of_queries))
         turn = RowRotation(*next(tables), *next(tables), span, now)
     statistics = ctx.statistics if rows.window is None else ()
-    return decode_rows(q, flat, rows.scaling, ctx.backend.name, statistics, turn, ctx.group)
+    return decode_rows(q, flat, rows.scaling, ctx.backend.kernels, statistics, turn, ctx.group)
 
 
 def attend_again(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedR
         if not ctx.positions.by_rank:
             place_HT = ctx.positions.place(place_HT, rows.positions[starts_H[:, None] + place_HT], rows.seen)
             place_N = ctx.positions.place(place_N, rows.positions, rows.seen).clamp(0, size - 1)
-        (cos, sin), turned = ctx.tables.upto(rope, size, q), function("rotate_rows", ctx.backend.name)
+        (cos, sin), turned = ctx.tables.upto(rope, size, q), function("rotate_rows", ctx.backend.kernels)
         keys = turned(keys[None, None], cos, sin, place_N.int()[None, None])[0, 0]
         cos, sin = ctx.tables.upto(rope.of_queries, size, q)
         q = turned(q, cos, sin, place_HT.int().repeat_interleave(Q // H, 0)[None])

@@ -12,6 +12,7 @@ from ..policies.capabilities import Subject, refuse
 from ..policies.grammar import parse_policy
 from ..settings import Resolved, RunSettings
 from .due import Schedule
+from .storage.codec import check_storage
 from .view import check_reread
 
 
@@ -45,20 +46,17 @@ class Terms:
             settings = RunSettings.of(given if settings is None else {"budget": settings, **given})
         elif given:
             raise ValueError(f"{', '.join(given)}: given twice, within settings and by name")
-        if policy.needs_heads and heads is None:
-            raise ValueError(f"policy={policy.name!r} scores with retaining heads: pass heads=")
+        needed = policy.heads_for(heads)
         # Refused here and not at the first forward: a model takes minutes to load.
-        refuse("few bits", Subject(policy, kv_bits=settings.kv_bits))
+        check_storage(settings.kv_bits, policy)
         published = heads.config.inference if heads is not None else {}
-        return cls(settings, policy, heads if policy.needs_heads else None, published)
+        return cls(settings, policy, needed, published)
 
     def at(self, prompt_length: int | None) -> tuple[Resolved, Schedule]:
         """Settings and schedule of a prompt of so many tokens. Raises ValueError where the prompt must be longer or shorter, or
         its length known."""
-        if self.policy.prefill_mask is not None and prompt_length is None:
-            raise ValueError(
-                f"policy={self.policy.name!r} reads the prompt otherwise than what follows: pass prompt_length="
-            )
+        if prompt_length is None:
+            refuse("prompt of unknown length", Subject(self.policy))
         resolved = self.settings.resolved(self.published, prompt_length)
         schedule = Schedule.of(resolved, prompt_length)
         check_reread(self.policy, schedule)

@@ -16,6 +16,7 @@ from ..backbones.load import choose_adapter, load_backbone, other_backbone
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.due import Schedule
+from ..cache.storage.codec import check_storage
 from ..config.infer_options import AskOptions, ChatOptions, Dtype, Generation, Machine, ReadOptions
 from ..config.schema import refuse
 from ..documents.document import Document
@@ -23,7 +24,7 @@ from ..documents.document_text import DocumentText, describe
 from ..heads import RetainingHeads
 from ..planning import reading_time, too_few
 from ..planning.fitting_settings import budget_of_text
-from ..policies import Policy, capabilities
+from ..policies import Policy
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, Stabilizers
 from ..runtime.session import Sampling
@@ -53,7 +54,7 @@ class Chosen:
         recorded = self.heads.config.adapter if self.heads else None
         names = {
             "model": self.backbone,
-            "heads": self.ckpt if self.policy.needs_heads else None,
+            "heads": self.policy.heads_for(self.ckpt),
             "adapter": self.adapter or (recorded and "none"),
         }
         return {what: Path(name).name if Path(name).is_absolute() else name for what, name in names.items() if name}
@@ -62,6 +63,11 @@ class Chosen:
     def published(self) -> Mapping[str, object]:
         """Settings that the heads were published with."""
         return self.heads.config.inference if self.heads else {}
+
+    @property
+    def evicts(self) -> bool:
+        """Whether a budget bounds what is kept."""
+        return not self.policy.keeps_everything
 
     def load(
         self, machine: Machine, tokenizer: PreTrainedTokenizerBase | None = None
@@ -87,12 +93,12 @@ class Chosen:
         """The settings, with a budget for the text where nobody gave one; ``turns`` slots come beside it. ``say`` is told what is
         to be read before minutes of reading: the budget, slots that are too few for facts, the time that a long text takes."""
         lines: list[str | None] = []
-        if run.budget is None and not self.policy.keeps_everything:
+        if run.budget is None and self.evicts:
             budget, line = budget_of_text(model, self.policy, run, self.published, len(ids), turns)
             run, lines = replace(run, budget=budget), [line]
         if say is not None:
             resolved = run.resolved(self.published, len(ids))
-            if not self.policy.keeps_everything and self.policy.recall is None:
+            if self.evicts and self.policy.recall is None:
                 few = too_few(resolved.budget, len(ids))
                 lines.append(few and f"warning: {few}")
             lines.append(None if run.one_shot else reading_time(model, ids, resolved.chunk))
@@ -133,14 +139,14 @@ def choose(
     if not ckpt and not model:
         ckpt, policy = demo.HEADS, policy or (ASKED if asked else None)
     named = parse_policy(policy) if policy is not None else None
-    if named is not None and named.needs_heads and not ckpt:
-        raise ValueError(f"policy={named.name!r} needs retaining heads: give --ckpt")
+    if named is not None:
+        named.heads_for(ckpt, "give --ckpt")
     heads = RetainingHeads.from_pretrained(ckpt, backbone=model) if ckpt else None
     config = heads.config if heads else None
     chosen = named or parse_policy(config.policy if config else UNTRAINED[0])
     warnings: list[str | None] = []
     if run is not None:  # before anything big is loaded
-        capabilities.refuse("few bits", capabilities.Subject(chosen, kv_bits=run.kv_bits))
+        check_storage(run.kv_bits, chosen)
         if run.one_shot:
             why = "with --one-shot, which evicts once, after the whole prompt"
             refuse(run, ("chunk", "stabilizers", "local_len"), why)
@@ -198,7 +204,7 @@ def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     """A warning where keys of the prompt are rotated by positions that the backbone was not made for."""
     window, s = getattr(text_config(model), "max_position_embeddings", None), cache.schedule
     budgets, places = cache.context.budgets, cache.context.positions
-    rows = (s.prompt_length or 0) if cache.policy.keeps_everything else max(budgets) + s.chunk
+    rows = max(budgets) + s.chunk if cache.evicts else s.prompt_length or 0
     if window is None or not any(budgets) or (reach := places.largest(rows, s.prompt_length)) <= window:
         return None
     advice = "--positions compact, with budget and chunk together below it, does not"

@@ -290,7 +290,7 @@ class Document:
 
     def _without_text(self) -> Document:
         """The same document with every token read and no ids."""
-        if self.cache.policy.reread is not None:
+        if self.cache.rereads:
             raise ValueError(
                 f"policy={self.cache.policy.name!r} reads passages of the text again: it cannot be saved without its text"
             )

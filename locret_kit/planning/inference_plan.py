@@ -29,11 +29,10 @@ from ..backbones.weights import check_weight_bits, scratch_bytes, stored_bytes, 
 from ..cache.context import layer_rows
 from ..cache.due import PIECE, Schedule
 from ..cache.stages import TILE
-from ..cache.storage.codec import BITS, FLOAT8, Scratch
+from ..cache.storage.codec import BITS, FLOAT8, Scratch, check_storage
 from ..naming import show
 from ..policies import Policy
 from ..policies.base import Recall
-from ..policies.capabilities import Subject, refuse
 from ..policies.grammar import parse_policy
 from ..settings import INT32_MAX, Resolved, RunSettings, checked, made
 
@@ -222,7 +221,7 @@ class Setting:
         if not 1 <= self.context <= INT32_MAX:
             raise ValueError(f"context={self.context} must be from 1 to {INT32_MAX} (32-bit positions)")
         _ = self.schedule  # names the field that is out of bounds
-        refuse("few bits", Subject(self.policy, kv_bits=self.run.kv_bits))
+        check_storage(self.run.kv_bits, self.policy)
         check_weight_bits(self.weight_bits)
         checked("dtype", Dtype, self.dtype)
         checked("d_hidden", Annotated[int, Ge(0)], self.d_hidden)
@@ -257,12 +256,17 @@ class Setting:
     @property
     def width(self) -> int:
         """Width of the retaining heads; 0 where the policy needs none."""
-        return self.d_hidden if self.policy.needs_heads else 0
+        return self.policy.heads_for(self.d_hidden) or 0
+
+    @property
+    def evicts(self) -> bool:
+        """Whether the budget bounds what is kept."""
+        return not self.policy.keeps_everything
 
     def capacities(self, layers: int) -> list[int]:
         """Rows of a key/value head of each full-attention layer."""
         s = self.schedule
-        if self.policy.keeps_everything:
+        if not self.evicts:
             return [self.context] * layers
         shares = self.policy.layer_budgets(s.budget, layers, s.chunk, s.stabilizers, s.tail, self.context)
         return [share + s.chunk for share in shares]

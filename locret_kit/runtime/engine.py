@@ -206,7 +206,7 @@ class Engine:
         if sequence.decoding is None:
             sequence.decoding = Decoding(self.model, sequence.cache, self.graph)
         driver = sequence.decoding.next_driver()
-        return None if isinstance(driver, PlainDriver) else driver
+        return None if type(driver) is PlainDriver else driver
 
 
 def run(

@@ -108,12 +108,8 @@ class PoolTraining(FrozenTraining):
         self.policy = parse_policy(cfg.pool.policy)
         self._heads: list[RetainingHeads] = []
         """Those that the policy scores with, if it does; no submodule."""
-        if self.policy.needs_heads:
-            if cfg.pool.heads is None:
-                raise ValueError(
-                    f"pool.policy={self.policy.name} scores with retaining heads: name them with pool.heads"
-                )
-            self._heads = [RetainingHeads.from_pretrained(cfg.pool.heads).requires_grad_(False)]
+        if heads := self.policy.heads_for(cfg.pool.heads, "name them with pool.heads"):
+            self._heads = [RetainingHeads.from_pretrained(heads).requires_grad_(False)]
             self._heads[0].check_backbone(spec)
         refuse(cfg, description, self.policy)
         described = PoolConfig.for_backbone(

@@ -4,15 +4,20 @@ To vLLM's scheduler a bounded cache is a state of constant size. Attention, scor
 that vLLM owns; nothing is told to the scheduler, and nothing of vLLM is changed.
 
 An engine asks for it by naming ``locret_kit.vllm:Requests`` among its logits processors. The kit has one of vLLM's entry
-points, which warns (``unasked``): every engine of the environment loads them.
+points, ``warn``: every engine of the environment loads them. Nothing of vLLM is imported for it.
 """
 
 from __future__ import annotations
 
+import logging
+import re
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .requests import Requests
+
+LOG = logging.getLogger("locret_kit")
 
 
 def __getattr__(name: str) -> type[Requests]:
@@ -25,3 +30,11 @@ def __getattr__(name: str) -> type[Requests]:
     from .requests import Requests
 
     return Requests
+
+
+def warn() -> None:
+    """Say so where this process's own arguments have a section and not the logits processor: vLLM ignores it in silence."""
+    said = " ".join(sys.argv)
+    ours = "locret_kit.vllm:" in said or "locret-vllm" in said
+    if not ours and re.search(r'"locret"\s*:|additional.config\.locret\b', said):
+        LOG.warning("warning: the section 'locret' has no effect without --logits-processors locret_kit.vllm:Requests")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from locret_kernels.ragged_decode import Float8Rows, PackedRows
 
+from ...policies import Policy
+from ...policies.capabilities import Subject, refuse
+from ...policies.registry import Registry
 from .layouts import Index, Layout, Shapes
 
 # ---- uniform quantisation to 4 or 2 bits with a step and a zero point a group, and codes packed into bytes ----------
@@ -84,6 +87,14 @@ def _shifts(like: Tensor, bits: int) -> Tensor:
 
 FLOAT8 = 8
 """Bits that are no codes of groups but floating point: see ``codec.Float8``."""
+
+
+def check_storage(kv_bits: int | str | None, policy: Policy) -> None:
+    """Raise ValueError unless there is such a codec (8, 4, 2, or a plugin's name), and it can store the slots that ``policy``
+    keeps: a slot that was quantised is not written again."""
+    if kv_bits is not None:
+        _ = CODECS[str(kv_bits)]
+    refuse("few bits", Subject(policy, kv_bits=kv_bits))
 
 
 def check_head_size(bits: int, size: int) -> None:
@@ -183,6 +194,11 @@ class Codec(ABC):
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise ValueError for exported numbers by which something would be read out of bounds. Needs the counts."""
+
+
+CODECS: Registry[Callable[[int | str, Scratch, bool, bool], Codec]] = Registry("kv_bits")
+"""What makes a layer's codec, by the values of ``kv_bits``: called with that value, the scratch of all layers, whether compiled
+calls read and write rows, and whether nothing is evicted."""
 
 
 class Plain(Codec):
@@ -321,3 +337,9 @@ class Float8(Codec):
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         for name in self.tables():
             getattr(self, name).copy_(tensors[name])
+
+
+@CODECS.register(str(FLOAT8))
+def float8(bits: int | str, scratch: Scratch, compiled: bool, grows: bool) -> Codec:
+    """Codec of ``kv_bits=8``."""
+    return Float8()

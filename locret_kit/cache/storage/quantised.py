@@ -35,7 +35,20 @@ from locret_kernels import quantise as quantiser
 from locret_kernels.ragged_decode import PackedRows, hadamard
 
 from ...settings import INT32_MAX
-from .codec import Codec, Column, Scratch, check_head_size, decode, encode, levels, pack, unpack, value_group
+from .codec import (
+    BITS,
+    CODECS,
+    Codec,
+    Column,
+    Scratch,
+    check_head_size,
+    decode,
+    encode,
+    levels,
+    pack,
+    unpack,
+    value_group,
+)
 from .layouts import EqualRows, Index, Layout, Shapes
 
 # ---- grouping of rows whose keys are quantised together -------------------------------------------------------------
@@ -504,3 +517,10 @@ class CompiledBits(GroupedBits):
         # All layers share the scratch, so it may have room for more rows than this one.
         at["room"] = self.scratch.keys.shape[1]
         return at
+
+
+@CODECS.register(*map(str, BITS))
+def few_bits(bits: int | str, scratch: Scratch, compiled: bool, grows: bool) -> Codec:
+    """Codec of ``kv_bits=4`` and ``2``."""
+    # Under full attention no group ever gets sparse, so the table needs no spare ones.
+    return (CompiledBits if compiled else GroupedBits)(int(bits), scratch, spare=0.0 if grows else SPARE)

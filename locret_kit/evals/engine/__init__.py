@@ -139,15 +139,15 @@ def is_oracle(policy: str) -> bool:
     return policy in ORACLES
 
 
-def check_policies(policies: list[str], kv_bits: int | None) -> None:
+def check_policies(policies: list[str], kv_bits: int | str | None) -> None:
     """Before a backbone is loaded: raise ValueError at an unknown policy, or at one whose slots cannot be stored in
     ``kv_bits`` bits."""
-    from ...policies.capabilities import Subject, refuse
+    from ...engine import BoundedCache
     from ...policies.grammar import parse_policy
 
     for policy in policies:
         if policy != RANDOM_HEADS and not reads_alone(policy):
-            refuse("few bits", Subject(parse_policy(policy), kv_bits=kv_bits))
+            BoundedCache.check_storage(kv_bits, parse_policy(policy))
 
 
 def variants(policies: list[str], budgets: Sequence[int | float], heads: list[str]) -> list[Variant]:

@@ -249,6 +249,10 @@ class Cis(Score):
             return score_BHT
         return score_BHT + self.decay * entry.positions
 
+    @property
+    def is_head(self) -> bool:
+        return type(self) is Cis and not self.decay
+
     def score_slots(self, slots: Slots) -> Tensor:
         if not self.lookahead:
             return slots.entry_scores

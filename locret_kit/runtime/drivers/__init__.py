@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ...backbones.libraries import unwrapped
 from ...cache.bounded import BoundedCache
+from ...policies.registry import Registry
 from .cpu import cpu_driver
 from .graph import GraphDriver
 from .plain import PlainDriver
@@ -32,6 +33,11 @@ class Driver(Protocol):
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
         """Logits ``[texts, V]`` (float32) after one token more of each text."""
+
+
+DRIVERS: Registry[Callable[[PreTrainedModel, BoundedCache, bool | None], Driver | str | None]] = Registry("driver")
+"""What makes a cache's driver, given the model, the cache and ``graph``, see ``Decoding``: gives a driver, why there is none, or
+None to leave the cache to the next; the last that was registered is asked first."""
 
 
 class Decoding:
@@ -76,12 +82,22 @@ class Decoding:
 
 def _chosen(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str:
     """The driver that is asked for on the model's device, or why it cannot be."""
+    DRIVERS.load()
+    for make in reversed(DRIVERS.values()):
+        driver = make(model, cache, graph)
+        if driver is not None:
+            return driver if isinstance(driver, str) else driver.takes(cache) or driver
+    return PlainDriver(model)
+
+
+@DRIVERS.register("graph")
+def _graph(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str | None:
     device = model.device.type
-    driver: Driver | str
-    if device == "cpu" and not graph:
-        driver = cpu_driver(model, cache.context.heads)
-    elif graph is False:
-        return PlainDriver(model)
-    else:
-        driver = GraphDriver(model, cache) if device == "cuda" else f"CUDA graphs need a CUDA device, not {device}"
-    return driver if isinstance(driver, str) else driver.takes(cache) or driver
+    if graph is False:
+        return None
+    return GraphDriver(model, cache) if device == "cuda" else f"CUDA graphs need a CUDA device, not {device}"
+
+
+@DRIVERS.register("cpu")
+def _compiled(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str | None:
+    return None if graph or model.device.type != "cpu" else cpu_driver(model, cache.context.heads)
