@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from .cache.bounded import BoundedCache as BoundedCache
 from .cache.bounded import CannotFork as CannotFork
-from .cache.due import Schedule as Schedule
 from .cache.lent import LentPages as LentPages
 from .cache.ranks import Ranks as Ranks
 from .heads import RetainingHeads as RetainingHeads
