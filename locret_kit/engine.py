@@ -8,6 +8,7 @@ from __future__ import annotations
 from .cache.bounded import BoundedCache as BoundedCache
 from .cache.bounded import CannotFork as CannotFork
 from .cache.due import Schedule as Schedule
+from .cache.saved import CacheFile as CacheFile
 from .heads import RetainingHeads as RetainingHeads
 from .runtime.engine import Engine as Engine
 from .runtime.sampling import Sampling as Sampling

@@ -20,9 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..backbones.libraries import unwrapped
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
-from ..cache.file import read
+from ..cache.saved import CacheFile
 from ..documents.document import Document, Progress
-from ..documents.document_text import restored, stated
 from ..heads import RetainingHeads
 from ..naming import blaming
 from ..policies import Policy
@@ -67,7 +66,7 @@ class Engine:
         self.sessions, self.queue, self.beginnings, self.store = sessions, queue, beginnings, store
         self.spec, self.counters = SessionSpec(model, settings, heads, (policy, *policies)), Counters()
         if store is not None:
-            store.scan(lambda saved, about: self.spec.check(saved, session=not about), self.spec.origin)
+            store.scan(self.spec)
         self._batch = Batch(
             model, self.stop_ids, scheduler=scheduler, pages=0 if model.device.type == "cpu" else sessions
         )
@@ -158,13 +157,11 @@ class Engine:
 
     def load_document(self, path: Path) -> Document:
         """The document in a file. Raises OSError, ValueError as ``Document.load`` and ``SessionSpec.check``."""
-        record, tensors, _ = read(path)
-        saved, _ = stated(record, path)
+        file = CacheFile.read(path)
         with blaming(str(path), ValueError):
-            self.spec.check(saved)
-        policy = next((policy for policy in self.spec.policies if policy.name == saved.policy), None)
-        text, cache, about = restored(record, tensors, path, self.model, self.tokenizer, self.heads, policy)
-        return Document(self.model, text, cache, title=about.title, share=about.share)
+            self.spec.check(file)
+        policy = next((policy for policy in self.spec.policies if policy.name == file.saved.policy), None)
+        return Document.of_file(file, self.model, self.tokenizer, self.heads, policy)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, when there is a store, in the order of all files. Does not wait."""

@@ -103,7 +103,7 @@ class Sessions:
             assert self.store is not None
             cache = None
             try:
-                cache = self.store.load(key, self.spec)
+                cache = self.store.load(key)
             except Exception:  # the store has caught what a file can do
                 LOG.exception("a session could not be loaded")
             if cache is not None and cache.context.outgrown(len(request.ids)):

@@ -29,8 +29,7 @@ from ..backbones.load import resolve_model
 from ..backbones.weights import identity_of
 from ..cache.bounded import BoundedCache, CannotFork, check_lengths, check_past
 from ..cache.context import Context
-from ..cache.file import read
-from ..cache.saved import APART, Origin, Saved, restore
+from ..cache.saved import CacheFile, Origin
 from ..documents.document import IDS
 from ..hub import pull
 from ..naming import blaming
@@ -155,12 +154,9 @@ class DocumentReader:
         Raises:
             OSError: there is no such file. ValueError: it is damaged, of another model, or was saved without its text.
         """
-        record, tensors, _ = read(Path(path))
-        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
-        saved = Saved.of(record, path)
-        heads = self.server.heads if saved.heads else None
-        cache = restore(saved, own, self.model, heads, where=path, origin=self.origin)  # type: ignore[arg-type]
-        ids = tensors.get(IDS)
+        file = CacheFile.read(path)
+        cache = file.restore(self.model, self.server.heads if file.saved.heads else None, origin=self.origin)  # type: ignore[arg-type]
+        ids = file.apart.get(IDS)
         with blaming(path, ValueError):
             if ids is None or cache.get_seq_length() > len(ids):
                 raise ValueError("it was saved without its text, so nobody can say which prompts begin with it")

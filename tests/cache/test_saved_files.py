@@ -23,7 +23,7 @@ from tiny_tokenizer import tiny_tokenizer
 from locret_kit import BoundedCache, Document, attach, files
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache import file
-from locret_kit.cache.saved import DTYPES, export, load_cache, save_cache
+from locret_kit.cache.saved import DTYPES, CacheFile, load_cache, save_cache
 from locret_kit.files import write_text
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling, decode, prefill
@@ -194,7 +194,7 @@ SHAPES: dict[str, tuple[str, dict[str, object], dict[str, tuple[int, ...]]]] = {
 def test_a_file_has_an_axis_of_one_text(case):
     """As every file of version 1 has it, whatever shape the layers hold, so that files of earlier kits are read."""
     policy, settings, expected = SHAPES[case]
-    tensors = export(read("llama", policy, text_of(260), **SETTINGS, **settings).cache)[1]
+    tensors = CacheFile.of(read("llama", policy, text_of(260), **SETTINGS, **settings).cache).tensors
     assert {name: tuple(tensors[f"layers.1.{name}"].shape)[: len(x)] for name, x in expected.items()} == expected
 
 

@@ -148,10 +148,10 @@ def test_a_file_that_went_on_meanwhile_stays(tmp_path):
         (before,) = store.sessions(ANNA)
         ask(engine, ANNA, text + array("i", said) + random_ids(30, 5))
         saved(engine)
-        assert store.load(before, engine.spec) is None
+        assert store.load(before) is None
         (after,) = store.sessions(ANNA)
         assert after.name == before.name and after.tokens > before.tokens
-        assert store.load(after, engine.spec).get_seq_length() == after.tokens
+        assert store.load(after).get_seq_length() == after.tokens
 
 
 def failing(*given: object, **more: object) -> None:
@@ -161,8 +161,8 @@ def failing(*given: object, **more: object) -> None:
 @pytest.mark.parametrize(
     ("place", "error"),
     [
-        ("serving.store.read", OSError(errno.EMFILE, "Too many open files")),
-        ("serving.store.read", RuntimeError("no memory")),
+        ("cache.file.read", OSError(errno.EMFILE, "Too many open files")),
+        ("cache.file.read", RuntimeError("no memory")),
         ("cache.storage.rows.BoundedLayer.planned_bytes", None),  # more bytes than there are
     ],
 )
