@@ -22,11 +22,9 @@ from threading import Lock
 
 from transformers import PreTrainedModel
 
-from ..cache.bounded import BoundedCache
-from ..cache.saved import CacheFile
 from ..documents.document import Document
+from ..engine import BoundedCache, CacheFile, RetainingHeads
 from ..files import LaterVersion, locked, write_beside
-from ..heads import RetainingHeads
 from ..naming import first_line
 from ..policies import Policy
 from ..policies.grammar import parts_of
@@ -110,6 +108,9 @@ class Store:
         OSError: it cannot be written, another server has it, or its salt is no file.
     """
 
+    _spec: SessionSpec
+    """Of the sessions, from ``scan`` on."""
+
     def __init__(self, folder: str | Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = Path(folder), max_bytes
         try:
@@ -123,7 +124,6 @@ class Store:
         self._open.enter_context(locked(self.folder / ".lock", busy))
         self._lock = Lock()
         self._files: OrderedDict[str, File] = OrderedDict()
-        self._spec: SessionSpec
         self._damaged: list[str] = []
         self._others: list[str] = []
         self.failing: str | None = None
@@ -265,9 +265,9 @@ class Store:
         path = self.folder / owner / f"{name}{SUFFIX}"
         try:
             file = make()
-            if file.nbytes > self.max_bytes:
-                raise OSError(f"{name} has {file.nbytes} bytes, the folder may have {self.max_bytes}")
-            self._make_room(file.nbytes, name)
+            if (size := file.nbytes) > self.max_bytes:
+                raise OSError(f"{name} has {size} bytes, the folder may have {self.max_bytes}")
+            self._make_room(size, name)
             path.parent.mkdir(mode=0o700, exist_ok=True)
             file.write(path)
             path.chmod(0o600)

@@ -21,7 +21,7 @@ from read_texts import parts, text_of
 from served import KEYS, LIMITS, SETTINGS, ask, random_ids, running_engine, serve_until_killed, serving
 
 from locret_kit.documents.document import Document
-from locret_kit.serving.engine import Engine
+from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.process import give_back
 from locret_kit.serving.state import Server, UploadedDocument
 from locret_kit.serving.store import Store, owner_of
@@ -37,12 +37,12 @@ def engine_with(folder: Path | None, sessions: int = 8, most: int = 1 << 30, set
         yield engine
 
 
-def saved(engine: Engine) -> None:
+def saved(engine: EngineThread) -> None:
     """Wait until what is to be saved is."""
     engine._parked._saver.submit(int).result()
 
 
-def talk(engine: Engine, conversations: int = 3, turns: int = 2, owner: str = ANNA) -> list:
+def talk(engine: EngineThread, conversations: int = 3, turns: int = 2, owner: str = ANNA) -> list:
     """Conversations that take turns: the answers' tokens, and how many tokens were not read again."""
     texts = [random_ids(60 + 90 * number, number) for number in range(conversations)]
     said = []
