@@ -405,7 +405,9 @@ class CacheFile:
         """Raise ValueError where it is not of this model and these heads; ``more``: further fields of the record."""
         # The same model under another name or revision is the same: those two are for people.
         names = {name: self.saved.model.get(name) for name in NAMES}
-        here = {"model": origin.model | names, **more, "heads": origin.heads}
+        self._check(model=origin.model | names, **more, heads=origin.heads)
+
+    def _check(self, **here: object) -> None:
         _refuse({name: getattr(self.saved, name) for name in here}, here)
 
     def check_settings(self, here: Mapping[str, object]) -> None:
@@ -425,12 +427,11 @@ class CacheFile:
             )  # nothing is allocated yet
             known = (origin or Origin.of(model, cache.heads)).scored(by_heads=cache.heads is not None)
             self.check_origin(known, parts=parts_of(cache.policy))
-            _refuse({"pool": saved.pool}, {"pool": _pool(cache.policy)})
+            self._check(pool=_pool(cache.policy))
             # Frequencies are chosen by the prompt's length, so they are known once the cache is bound.
             cache.bind(model)
-            _refuse({"ropes": saved.ropes}, {"ropes": rotations(cache.context)})
-            settings = cache.settings.portable | {"backend": saved.settings["backend"]}
-            _refuse({"settings": saved.settings}, {"settings": settings})
+            self._check(ropes=rotations(cache.context))
+            self._check(settings=cache.settings.portable | {"backend": saved.settings["backend"]})
             # A narrower dtype fits a wider one without a change; the other way would round rows that were never rounded.
             stored, wanted = DTYPES[saved.dtype], model.dtype
             wider = torch.promote_types(stored, wanted) == wanted
