@@ -9,6 +9,7 @@ from .cache.bounded import BoundedCache as BoundedCache
 from .cache.bounded import CannotFork as CannotFork
 from .cache.lent import LentPages as LentPages
 from .cache.ranks import Ranks as Ranks
+from .cache.saved import CacheFile as CacheFile
 from .heads import RetainingHeads as RetainingHeads
 from .runtime.engine import Engine as Engine
 from .runtime.repetition import KVzip as KVzip

@@ -35,6 +35,10 @@ ABANDONED = 86400
 _CUT = "{} is truncated or no safetensors file"
 
 
+class LaterVersion(ValueError):
+    """A file of a later kit."""
+
+
 def write_beside(target: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file in the target's folder, then rename it over the target.
 

@@ -375,3 +375,19 @@ class Resolved(RunSettings):
     local_len: Count = 0
     share: Share | None = None
     """The budget as a share of the prompt, where it was given so."""
+
+
+TOKENS_PER_SLOT = 8
+"""Tokens for each slot beyond which few facts of a text are found again (docs/tutorials/read.md)."""
+
+
+def too_few(budget: int, tokens: int) -> str | None:
+    """Words where a text has more tokens than ``TOKENS_PER_SLOT`` for each slot."""
+    if tokens <= TOKENS_PER_SLOT * budget:
+        return None
+    wanted = -(-tokens // TOKENS_PER_SLOT)
+    step = 10 ** max(0, len(str(wanted)) - 2)
+    return (
+        f"{budget:,} slots for {tokens:,} tokens, 1 in {tokens // budget}: facts need about 1 in {TOKENS_PER_SLOT}: "
+        f"--budget {-(-wanted // step) * step}"
+    )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 from safetensors import SafetensorError, safe_open
 
-from ..files import parse_json, write_beside
+from ..files import LaterVersion, parse_json, write_beside
 from ..naming import first_line
 from ..settings import shown
 
@@ -33,10 +33,6 @@ LARGEST = 1 << 20
 Record = dict[str, object]
 
 
-class LaterVersion(ValueError):
-    """A file of a later kit."""
-
-
 def write(path: Path, record: Record, tensors: Mapping[str, Tensor], check: Callable[[], object] | None = None) -> str:
     """Write a file as ``files.write_beside`` does; its digest.
 
@@ -48,16 +44,13 @@ def write(path: Path, record: Record, tensors: Mapping[str, Tensor], check: Call
     """
     from safetensors.torch import save
 
-    record = {"version": VERSION, **record}
     body = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    record["digest"] = digest(record, body)
-    text = json.dumps(record, ensure_ascii=False)
-    size = len(json.dumps(text, ensure_ascii=False).encode()) + 200 * len(body)  # 200: name, dtype, shape and place
+    record = {**record, "digest": digest(record, body)}
     # Our own reader would refuse it.
-    if size > LARGEST:
+    if (size := header_bytes(record, len(body))) > LARGEST:
         raise ValueError(f"cannot write {path}: its header would take {size} bytes, of at most {LARGEST}")
     data = save(
-        body, metadata={RECORD: text}
+        body, metadata={RECORD: json.dumps(record, ensure_ascii=False)}
     )  # its save_file has a temporary file of its own, which a kill would leave
 
     def whole(beside: Path) -> None:
@@ -67,6 +60,12 @@ def write(path: Path, record: Record, tensors: Mapping[str, Tensor], check: Call
 
     write_beside(path, whole)
     return str(record["digest"])
+
+
+def header_bytes(record: Record, tensors: int) -> int:
+    """Bytes of a header, about, with so many tensors."""
+    text = json.dumps(record, ensure_ascii=False)
+    return len(json.dumps(text, ensure_ascii=False).encode()) + 200 * tensors  # 200: name, dtype, shape and place
 
 
 def read_record(path: Path) -> Record:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from calendar import timegm
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,10 +29,10 @@ from ..policies import Policy
 from ..policies.grammar import parse_policy, parts_of
 from ..policies.registry import parts_named
 from ..settings import INT32_MAX, Count, Resolved, check, made, shown
+from . import file
 from .bounded import BoundedCache
 from .context import CacheCounters, Context
 from .due import Schedule
-from .file import Record, read, write
 from .storage.rows import STATE, BoundedLayer, export_rows, exported_shapes, restore_rows, set_counts
 
 if TYPE_CHECKING:
@@ -92,21 +93,12 @@ class Saved:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={shown(self.dtype)} must be one of: {', '.join(DTYPES)}")
 
-    @classmethod
-    def of(cls, record: Record, where: object) -> Saved:
-        """The record of a file. Raises ValueError that begins with ``where``."""
-        with blaming(f"{where}", ValueError, TypeError):
-            return made(cls, record, "field", whole=True)
-
     @property
     def resolved(self) -> Resolved:
         """The run settings; the backend is chosen anew."""
         own = {name: value for name, value in self.settings.items() if name != "store_bits"}
         with blaming("settings", ValueError):
             return replace(made(Resolved, own, whole=True), backend=None)
-
-
-# ---- a bound cache as a file ----
 
 
 # ---- a cache filled with the tensors of a file, whose digest is right -----------------------------------------------
@@ -296,13 +288,164 @@ class Origin:
         """Identity of retaining heads."""
         return None if heads is None else heads.fingerprint
 
-    def of_cache(self, cache: BoundedCache) -> Origin:
+    def scored(self, *, by_heads: bool) -> Origin:
         """Of a cache, which may be scored without the heads."""
-        return self if cache.heads is not None else replace(self, heads=None)
+        return self if by_heads else replace(self, heads=None)
+
+
+@dataclass(frozen=True)
+class CacheFile:
+    """A cache as a file holds it.
+
+    Attributes:
+        saved: its record. tensors: the cache's. apart: those that are not the cache's; their names begin with ``APART``.
+        path: where it was read. digest: of what was read; both are empty before there is a file.
+    """
+
+    saved: Saved
+    tensors: Mapping[str, Tensor]
+    apart: Mapping[str, Tensor]
+    path: str = ""
+    digest: str = ""
+
+    @classmethod
+    def of(
+        cls, cache: BoundedCache, origin: Origin | None = None, *, document: file.Record | None = None,
+        apart: Mapping[str, Tensor] | None = None,
+    ) -> CacheFile:  # fmt: skip
+        """A cache, its tensors in logical order; they may share its memory.
+
+        Args:
+            origin: where it is known. document: further fields of the record; plain JSON values. apart: further tensors.
+
+        Raises:
+            ValueError: an interrupt left rows half written, or the policy cannot be written in the grammar.
+        """
+        cache.refuse_interrupted()
+        ctx = cache.context
+        if ctx.policy.keeps_everything and ctx.settings.kv_bits is not None and cache.schedule.prompt_length is None:
+            raise ValueError(
+                f"policy={cache.policy.name!r} in {ctx.settings.kv_bits} bits is saved with a prompt_length= alone"
+            )
+        try:
+            parts = parts_of(cache.policy)
+        except KeyError as error:
+            raise ValueError(
+                f"policy={cache.policy.name!r} has a part that is not registered, so no file can name it"
+            ) from error
+        # Counts go into the record, rows into the body: "layers.0.keys" and so on.
+        tensors: dict[str, Tensor] = {}
+        layers = []
+        for number, rows in enumerate(cache.bounded):
+            counts, held = export_rows(rows)
+            held = {name: x.view(_in_file(rows, name, x.shape)) for name, x in held.items()}
+            held |= {} if rows.store is None else rows.store.export()
+            layers.append(counts)
+            tensors |= {f"layers.{number}.{name}": tensor for name, tensor in held.items()}
+        if cache.states is not None and cache.get_seq_length():
+            tensors |= cache.states.tensors()
+        if cache.last_hidden is not None:
+            tensors[HIDDEN] = cache.last_hidden
+        if cache.reread_positions:
+            tensors[REREAD] = torch.tensor(cache.reread_positions, dtype=torch.int32, device="cpu")
+        if len(cache.pins) > MOST_PINS:
+            raise ValueError(f"pins: {len(cache.pins)} ranges must be at most {MOST_PINS} in a file")
+        # By content: names are written for people, fingerprints decide.
+        known = (origin or Origin.of(ctx.model, cache.heads)).scored(by_heads=cache.heads is not None)
+        saved = Saved(
+            version=file.VERSION, kit=versions("locret_kit")["locret_kit"], created=time.strftime(CREATED, time.gmtime()),
+            model=known.model, heads=known.heads, policy=cache.policy.name, parts=parts, pool=_pool(cache.policy),
+            settings=cache.settings.portable, ropes=rotations(ctx), dtype=str(ctx.model.dtype).removeprefix("torch."),
+            batch=1, prompt_length=cache.schedule.prompt_length, counters=asdict(cache.counters), layers=layers,
+            pins=[list(pin) for pin in cache.pins], document=document,
+        )  # fmt: skip
+        return cls(saved, tensors, apart or {})
+
+    @classmethod
+    def read(cls, path: str | Path) -> CacheFile:
+        """A file, whole. Raises OSError: there is no such file. ValueError: it is damaged, or of a later version."""
+        record, tensors, digest = file.read(Path(path))
+        saved = cls._saved(record, path)
+        apart = {name: tensors.pop(name) for name in [*tensors] if name.startswith(APART)}
+        return cls(saved, tensors, apart, str(path), digest)
+
+    @classmethod
+    def read_record(cls, path: str | Path) -> CacheFile:
+        """A file without its tensors. Errors as ``read``, but that nobody compares its digest."""
+        record = file.read_record(Path(path))
+        digest = str(record.pop("digest", ""))
+        return cls(cls._saved(record, path), {}, {}, str(path), digest)
+
+    @staticmethod
+    def _saved(record: file.Record, path: str | Path) -> Saved:
+        with blaming(str(path), ValueError, TypeError):
+            return made(Saved, record, "field", whole=True)
+
+    @staticmethod
+    def origin(model: PreTrainedModel, heads: RetainingHeads | None) -> Origin:
+        """What files of these have in common. Reads all weights of the heads: a server asks once."""
+        return Origin.of(model, heads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the file takes, about."""
+        tensors = (*self.tensors.values(), *self.apart.values())
+        return sum(tensor.nbytes for tensor in tensors) + file.header_bytes(asdict(self.saved), len(tensors))
+
+    @property
+    def created(self) -> int:
+        """Second in which it was written, since 1970."""
+        return timegm(time.strptime(self.saved.created, CREATED))
+
+    def write(self, path: str | Path, check: Callable[[], object] | None = None) -> str:
+        """Write it; the digest. Arguments and errors as of ``file.write``."""
+        return file.write(Path(path), asdict(self.saved), {**self.tensors, **self.apart}, check)
+
+    def check_origin(self, origin: Origin, **more: object) -> None:
+        """Raise ValueError where it is not of this model and these heads; ``more``: further fields of the record."""
+        # The same model under another name or revision is the same: those two are for people.
+        names = {name: self.saved.model.get(name) for name in NAMES}
+        self._check(model=origin.model | names, **more, heads=origin.heads)
+
+    def _check(self, **here: object) -> None:
+        _refuse({name: getattr(self.saved, name) for name in here}, here)
+
+    def check_settings(self, here: Mapping[str, object]) -> None:
+        """Raise ValueError where a run setting is not as ``here``."""
+        settings = self.saved.resolved.portable
+        _refuse({name: settings[name] for name in here}, dict(here))
+
+    def restore(
+        self, model: PreTrainedModel, heads: RetainingHeads | str | Path | None = None, policy: str | Policy | None = None, *,
+        force: bool = False, origin: Origin | None = None,
+    ) -> BoundedCache:  # fmt: skip
+        """The cache; everything is checked first. Arguments and errors as of ``load_cache``; ``origin`` where it is known."""
+        model, saved = unwrapped(model), self.saved
+        with blaming(self.path, ValueError):
+            cache = BoundedCache(
+                saved.resolved, _policy(saved, policy), heads, prompt_length=saved.prompt_length
+            )  # nothing is allocated yet
+            known = (origin or Origin.of(model, cache.heads)).scored(by_heads=cache.heads is not None)
+            self.check_origin(known, parts=parts_of(cache.policy))
+            self._check(pool=_pool(cache.policy))
+            # Frequencies are chosen by the prompt's length, so they are known once the cache is bound.
+            cache.bind(model)
+            self._check(ropes=rotations(cache.context))
+            self._check(settings=cache.settings.portable | {"backend": saved.settings["backend"]})
+            # A narrower dtype fits a wider one without a change; the other way would round rows that were never rounded.
+            stored, wanted = DTYPES[saved.dtype], model.dtype
+            wider = torch.promote_types(stored, wanted) == wanted
+            if stored != wanted and not (force and wider):
+                raise ValueError(
+                    f"dtype: {saved.dtype} in the file, {str(wanted).removeprefix('torch.')} here"
+                    + (": --force takes rows of a narrower dtype as they are" if wider else "")
+                )
+            fill(cache, saved, self.tensors, self.path)
+        return cache
 
 
 def save_cache(
-    cache: BoundedCache, path: str | Path, document: Record | None = None, more: Mapping[str, Tensor] | None = None,
+    cache: BoundedCache, path: str | Path, document: file.Record | None = None, more: Mapping[str, Tensor] | None = None,
     check: Callable[[], object] | None = None,
 ) -> str:  # fmt: skip
     """Write a cache to ``path``; the digest of what was written.
@@ -314,62 +457,7 @@ def save_cache(
         ValueError: an interrupt left rows half written, or the policy cannot be written in the grammar.
         OSError: the file cannot be written; the one that was there is whole.
     """
-    record, tensors = export(cache)
-    return write(Path(path), {**record, "document": document}, {**tensors, **(more or {})}, check)
-
-
-def export(cache: BoundedCache, origin: Origin | None = None) -> tuple[Record, dict[str, Tensor]]:
-    """The record and the tensors of a cache, in logical order; ``origin`` where it is known. Raises ValueError as
-    ``save_cache``."""
-    cache.refuse_interrupted()
-    ctx = cache.context
-    if ctx.policy.keeps_everything and ctx.settings.kv_bits is not None and cache.schedule.prompt_length is None:
-        raise ValueError(
-            f"policy={cache.policy.name!r} in {ctx.settings.kv_bits} bits is saved with a prompt_length= alone"
-        )
-    try:
-        parts = parts_of(cache.policy)
-    except KeyError as error:
-        raise ValueError(
-            f"policy={cache.policy.name!r} has a part that is not registered, so no file can name it"
-        ) from error
-    # Counts go into the record, rows into the body: "layers.0.keys" and so on.
-    tensors: dict[str, Tensor] = {}
-    layers = []
-    for number, rows in enumerate(cache.bounded):
-        counts, held = export_rows(rows)
-        held = {name: x.view(_in_file(rows, name, x.shape)) for name, x in held.items()}
-        held |= {} if rows.store is None else rows.store.export()
-        layers.append(counts)
-        tensors |= {f"layers.{number}.{name}": tensor for name, tensor in held.items()}
-    if cache.states is not None and cache.get_seq_length():
-        tensors |= cache.states.tensors()
-    if cache.last_hidden is not None:
-        tensors[HIDDEN] = cache.last_hidden
-    if cache.reread_positions:
-        tensors[REREAD] = torch.tensor(cache.reread_positions, dtype=torch.int32, device="cpu")
-    if len(cache.pins) > MOST_PINS:
-        raise ValueError(f"pins: {len(cache.pins)} ranges must be at most {MOST_PINS} in a file")
-    # By content: names are written for people, fingerprints decide.
-    known = (origin or Origin.of(ctx.model, cache.heads)).of_cache(cache)
-    record: Record = {
-        "kit": versions("locret_kit")["locret_kit"],
-        "created": time.strftime(CREATED, time.gmtime()),
-        "model": known.model,
-        "heads": known.heads,
-        "policy": cache.policy.name,
-        "parts": parts,
-        "pool": _pool(cache.policy),
-        "settings": cache.settings.portable,
-        "ropes": rotations(ctx),
-        "dtype": str(ctx.model.dtype).removeprefix("torch."),
-        "batch": 1,
-        "prompt_length": cache.schedule.prompt_length,
-        "counters": asdict(cache.counters),
-        "layers": layers,
-        "pins": [list(pin) for pin in cache.pins],
-    }
-    return record, tensors
+    return CacheFile.of(cache, document=document, apart=more).write(path, check)
 
 
 def _pool(policy: Policy) -> str | None:
@@ -412,54 +500,7 @@ def load_cache(
         OSError: there is no such file, or no memory for the cache. ValueError: the file is damaged, or the first difference to
             what is at hand.
     """
-    record, tensors, _ = read(Path(path))
-    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
-    return restore(Saved.of(record, path), own, model, heads, policy, where=str(path), force=force)
-
-
-def restore(
-    saved: Saved,
-    tensors: Mapping[str, Tensor],
-    model: PreTrainedModel,
-    heads: RetainingHeads | str | Path | None = None,
-    policy: str | Policy | None = None,
-    *,
-    where: str,
-    force: bool = False,
-    origin: Origin | None = None,
-) -> BoundedCache:
-    """A cache from its record and tensors, which are checked first. Arguments and errors as in ``load_cache``;
-    ``origin`` where it is known."""
-    model = unwrapped(model)
-    with blaming(where, ValueError):
-        cache = BoundedCache(
-            saved.resolved, _policy(saved, policy), heads, prompt_length=saved.prompt_length
-        )  # nothing is allocated yet
-        # The same model under another name or revision is the same: those two are for people.
-        known = (origin or Origin.of(model, cache.heads)).of_cache(cache)
-        here: dict[str, object] = {
-            "model": known.model | {name: saved.model.get(name) for name in NAMES},
-            "parts": parts_of(cache.policy),
-            "heads": known.heads,
-            "pool": _pool(cache.policy),
-        }
-        _refuse({name: getattr(saved, name) for name in here}, here)
-        # Frequencies are chosen by the prompt's length, so they are known once the cache is bound.
-        cache.bind(model)
-        _refuse({"ropes": saved.ropes}, {"ropes": rotations(cache.context)})
-        _refuse(
-            {"settings": saved.settings}, {"settings": cache.settings.portable | {"backend": saved.settings["backend"]}}
-        )
-        # A narrower dtype fits a wider one without a change; the other way would round rows that were never rounded.
-        stored, wanted = DTYPES[saved.dtype], model.dtype
-        if stored != wanted and not (force and torch.promote_types(stored, wanted) == wanted):
-            wider = torch.promote_types(stored, wanted) == wanted
-            raise ValueError(
-                f"dtype: {saved.dtype} in the file, {str(wanted).removeprefix('torch.')} here"
-                + (": --force takes rows of a narrower dtype as they are" if wider else "")
-            )
-        fill(cache, saved, tensors, where)
-    return cache
+    return CacheFile.read(path).restore(model, heads, policy, force=force)
 
 
 def _policy(saved: Saved, given: str | Policy | None) -> Policy:

@@ -21,8 +21,7 @@ from ..config.infer_options import ASK, INFO, KEPT, READ, AskOptions, InfoOption
 from ..config.schema import refuse
 from ..files import read_utf8, write_beside
 from ..naming import blaming
-from ..planning import too_few
-from ..settings import RunSettings
+from ..settings import RunSettings, too_few
 from .command import check_question, check_target, entry, progress, text_of, title_of, write_answer
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ from ..config.schema import refuse
 from ..documents.document import Document
 from ..documents.document_text import DocumentText, describe
 from ..heads import RetainingHeads
-from ..planning import reading_time, too_few
+from ..planning import reading_time
 from ..planning.fitting_settings import budget_of_text
 from ..policies import Policy
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, Stabilizers
 from ..runtime.session import Sampling
-from ..settings import RunSettings, read_protect
+from ..settings import RunSettings, read_protect, too_few
 from ..text.template import has_template, protected_spans, render_prompt
 from ..text.tokens import stream_ids
 from ..text.untrusted import Span, defused_pieces

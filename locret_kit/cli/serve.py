@@ -44,7 +44,7 @@ def keys_of(args: ServeOptions) -> tuple[str, ...]:
 
 def hosts_of(args: ServeOptions) -> frozenset[str]:
     """Names of the server. Raises ValueError for what is neither a name nor an address."""
-    from ..serving.hosts import ANY, name_of
+    from ..serving.process import ANY, name_of
 
     names = set()
     for option, given in (("host", args.host), *(("allowed_hosts", given) for given in args.allowed_hosts)):
@@ -67,8 +67,7 @@ def run(args: ServeOptions) -> int:
     """Listen, load, serve. Raises ValueError or OSError with a one-line message."""
     import uvicorn
 
-    from ..serving.hosts import ANY
-    from ..serving.process import HeaderTimeout, LoadingApp, Stoppable
+    from ..serving.process import ANY, HeaderTimeout, LoadingApp, Stoppable
 
     if isinstance(args.budget, float):
         raise ValueError(f"budget={args.budget}: a session's slots must be known before the start: give an integer")
@@ -115,7 +114,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     from ..planning.inference_plan import Caches, Setting, refuse_unbounded
     from ..policies.grammar import parse_policy
     from ..serving.app import make_app
-    from ..serving.engine import Engine
+    from ..serving.engine_thread import EngineThread
     from ..serving.process import give_back
     from ..serving.state import Limits, Server
     from ..serving.store import Store
@@ -136,7 +135,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     model, tokenizer = chosen.load(args)
     server.defaults = sampling_defaults(args, model.generation_config)
     settings = args.run.resolved(chosen.published, None).run
-    engine = Engine(
+    engine = EngineThread(
         model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions,
         store=store, policies=policies, beginnings=args.beginnings,
     )  # fmt: skip

@@ -7,7 +7,7 @@ is read with each question, in a copy of the cache. So an answer equals that of 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,9 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.weights import tokenizer_identity
 from ..cache.bounded import BoundedCache, CannotFork
-from ..cache.file import check_there, read
+from ..cache.file import check_there
 from ..cache.options import CacheOptions
-from ..cache.saved import save_cache
+from ..cache.saved import CacheFile
 from ..heads import RetainingHeads, loaded
 from ..naming import blaming
 from ..policies import Policy
@@ -33,7 +33,7 @@ from ..text.template import protected_spans
 from ..text.tokens import CHARACTER, token_texts
 from ..text.untrusted import Span
 from .conversation import Chat
-from .document_text import IDS, DocumentText, TextRecord, hash_ids, restored, stated, stored_text
+from .document_text import IDS, DocumentText, TextRecord, hash_ids, stated, stored_text
 
 Progress = Callable[[int, int], None]
 Reader = Callable[["PreTrainedModel", "array[int]", BoundedCache, Progress | None], object]
@@ -274,6 +274,13 @@ class Document:
                 hangs on the question. OSError: the file cannot be written, or somebody else has written it since it was
                 loaded; the one that was there is whole.
         """
+        file = self.as_file(text=text, names=names)
+        target = Path(path).resolve()
+        expected = self._file[1] if self._file is not None and self._file[0] == target else None
+        self._file = target, file.write(path, partial(check_there, target, expected, replace))
+
+    def as_file(self, *, text: bool = True, names: dict[str, str] | None = None) -> CacheFile:
+        """The document as a file holds it. Arguments and errors as of ``save``."""
         document = self if self.text.bare or (text and self.has_text) else self._without_text()
         stream = document.text.stream
         record = TextRecord(
@@ -283,10 +290,7 @@ class Document:
             tokenizer=tokenizer_identity(self.tokenizer), names=names or {},
         )  # fmt: skip
         more = {IDS: torch.tensor(stream.ids, dtype=torch.int32, device="cpu")} if record.text else {}
-        target = Path(path).resolve()
-        expected = self._file[1] if self._file is not None and self._file[0] == target else None
-        check = partial(check_there, target, expected, replace)
-        self._file = target, save_cache(document.cache, path, asdict(record), more, check)
+        return CacheFile.of(document.cache, document=asdict(record), apart=more)
 
     def _without_text(self) -> Document:
         """The same document with every token read and no ids."""
@@ -320,10 +324,27 @@ class Document:
             OSError: there is no such file. ValueError: it is damaged or holds no document, or the first difference to what
                 is at hand.
         """
-        record, tensors, digest = read(Path(path))
-        text, cache, about = restored(record, tensors, path, model, tokenizer, heads, policy, force=force)
+        return cls.of_file(CacheFile.read(path), model, tokenizer, heads, policy, force=force)
+
+    @classmethod
+    def of_file(
+        cls, file: CacheFile, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
+        heads: RetainingHeads | str | Path | None = None, policy: str | Policy | None = None, *, force: bool = False,
+    ) -> Document:  # fmt: skip
+        """The document that a file holds, which was read. Arguments and errors as of ``load``."""
+        about = stated(file)
+        with blaming(file.path, ValueError):
+            text = stored_text(about, file.apart, tokenizer)
+        cache = file.restore(model, heads, policy, force=force)
+        seen = cache.get_seq_length()
+        text.unknown = 0 if about.text else seen
+        with blaming(file.path, ValueError):
+            if about.text and (hash_ids(text.ids) != about.sha256 or seen > len(text.settled)):
+                raise ValueError("document: its token ids do not have the hash that it states")
+            if text.tokens != about.tokens:
+                raise ValueError(f"document: tokens={about.tokens} must be {text.tokens}")
         document = cls(model, text, cache, title=about.title, share=about.share)
-        document._file = Path(path).resolve(), digest
+        document._file = Path(file.path).resolve(), file.digest
         return document
 
 
@@ -410,23 +431,23 @@ def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:
     Raises:
         OSError: there is no such file. ValueError: it is damaged, is of another tokenizer, or holds no text.
     """
-    record, tensors, _ = read(Path(path))
-    saved, about = stated(record, path)
+    file = CacheFile.read(path)
+    about, layers = stated(file), file.saved.layers
     with blaming(str(path), ValueError):
         if not about.text:
             raise ValueError("it was written with --no-text, so nobody can say which words it holds")
-        text = stored_text(about, tensors.get(IDS), tokenizer)
-        seen = int(saved.layers[0].get("seen", 0)) if saved.layers else 0
+        text = stored_text(about, file.apart, tokenizer)
+        seen = int(layers[0].get("seen", 0)) if layers else 0
         if not seen:
             raise ValueError("its cache holds nothing: a text this short is read with each question")
-        layers = [_positions(tensors, number, seen) for number in range(len(saved.layers))]
+        positions = [_positions(file.tensors, number, seen) for number in range(len(layers))]
         ids = text.ids
         if not 0 < seen <= len(ids):
             raise ValueError(f"its cache has seen {seen} tokens of {len(ids)}")
-    return Kept(ids, seen, layers)
+    return Kept(ids, seen, positions)
 
 
-def _positions(tensors: dict[str, torch.Tensor], layer: int, seen: int) -> list[np.ndarray]:
+def _positions(tensors: Mapping[str, torch.Tensor], layer: int, seen: int) -> list[np.ndarray]:
     """Positions of each head of a layer: rows of ``[1, H, rows]``, or stretches of ``[rows of all heads]``."""
     name = f"layers.{layer}"
     positions, lengths = (tensors.get(f"{name}.{part}") for part in ("positions", "lengths"))

@@ -5,22 +5,18 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..backbones.weights import first_difference, tokenizer_identity
-from ..cache.bounded import BoundedCache
-from ..cache.file import Record, read_record
-from ..cache.saved import Saved, restore
-from ..heads import RetainingHeads
+from ..cache.saved import CacheFile, Saved
 from ..naming import blaming
-from ..policies import Policy
 from ..settings import Count, Share, check, made, shown
 from ..text.template import has_template, render_prompt
 from ..text.tokens import IdStream
@@ -214,49 +210,33 @@ def describe(path: str | Path) -> tuple[Saved, TextRecord]:
     Raises:
         OSError: there is no such file. ValueError: its record is damaged, or it holds no document.
     """
-    return stated({name: value for name, value in read_record(Path(path)).items() if name != "digest"}, path)
+    file = CacheFile.read_record(path)
+    return file.saved, stated(file)
 
 
-def stated(record: Record, path: str | Path) -> tuple[Saved, TextRecord]:
-    """The parts of a file's record: of its cache and of its text."""
-    saved = Saved.of(record, path)
-    with blaming(str(path), ValueError):
-        if saved.document is None:
+def stated(file: CacheFile) -> TextRecord:
+    """A file's record of its text. Raises ValueError as ``describe``."""
+    with blaming(file.path, ValueError):
+        if file.saved.document is None:
             raise ValueError("it holds a cache without a document: load_cache reads it")
         with blaming("document", ValueError):
-            return saved, made(TextRecord, saved.document, "field", whole=True)
+            return made(TextRecord, file.saved.document, "field", whole=True)
 
 
-def restored(
-    record: Record, tensors: dict[str, torch.Tensor], path: str | Path, model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase, heads: RetainingHeads | str | Path | None, policy: str | Policy | None, *,
-    force: bool = False,
-) -> tuple[DocumentText, BoundedCache, TextRecord]:  # fmt: skip
-    """Text and cache of a file that was read, and what it says of the text. Arguments and errors as of ``Document.load``."""
-    saved, about = stated(record, path)
-    with blaming(str(path), ValueError):
-        text = stored_text(about, tensors.pop(IDS, None), tokenizer)
-    cache = restore(saved, tensors, model, heads, policy, where=str(path), force=force)
-    seen = cache.get_seq_length()
-    text.unknown = 0 if about.text else seen
-    with blaming(str(path), ValueError):
-        if about.text and (hash_ids(text.ids) != about.sha256 or seen > len(text.settled)):
-            raise ValueError("document: its token ids do not have the hash that it states")
-        if text.tokens != about.tokens:
-            raise ValueError(f"document: tokens={about.tokens} must be {text.tokens}")
-    return text, cache, about
-
-
-def stored_text(about: TextRecord, ids: torch.Tensor | None, tokenizer: PreTrainedTokenizerBase) -> DocumentText:
-    """The text that a record and the tensor ``IDS`` of its file state; without the text, the end that is not read yet.
+def stored_text(
+    about: TextRecord, apart: Mapping[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase
+) -> DocumentText:
+    """The text that a record and the tensors beside a file's cache state; without the text, the end that is not read yet.
 
     Raises:
-        ValueError: another tokenizer, or ids that are none of its vocabulary.
+        ValueError: another tokenizer, ids that are none of its vocabulary, or another tensor than ``IDS``.
     """
+    if others := sorted(apart.keys() - {IDS}):
+        raise ValueError(f"{shown(others[0])}: no such tensor")
     if difference := first_difference({"tokenizer": about.tokenizer}, {"tokenizer": tokenizer_identity(tokenizer)}):
         raise ValueError(difference)
     stream = open_stream(tokenizer, about.chat)
-    stream.ids = _stored_ids(ids, len(tokenizer)) if about.text else array("i")
+    stream.ids = _stored_ids(apart.get(IDS), len(tokenizer)) if about.text else array("i")
     stream.text, stream.done = about.open, about.done
     return DocumentText(stream, chat=about.chat, before=about.before)
 

@@ -1,6 +1,6 @@
 """Memory of a run before it is run: sizes, plans, and the largest setting that fits.
 
-Here, without torch: the reading of a text, judged before it begins, whether its slots are enough and how long it takes.
+Here, without torch: how long the reading of a text takes, judged before it begins.
 """
 
 from __future__ import annotations
@@ -13,24 +13,10 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-SHARE = 8
-"""Tokens for each slot beyond which few facts of a text are found again (docs/tutorials/read.md)."""
 LONG = 4096
 """Tokens of a text whose reading is worth a measurement."""
 MEASURED = 128
 """Tokens of a measurement on a CPU; other devices are as fast as they can be in a whole chunk alone."""
-
-
-def too_few(budget: int, tokens: int) -> str | None:
-    """Words where a text has more tokens than ``SHARE`` for each slot."""
-    if tokens <= SHARE * budget:
-        return None
-    wanted = -(-tokens // SHARE)
-    step = 10 ** max(0, len(str(wanted)) - 2)
-    return (
-        f"{budget:,} slots for {tokens:,} tokens, 1 in {tokens // budget}: facts need about 1 in {SHARE}: "
-        f"--budget {-(-wanted // step) * step}"
-    )
 
 
 def reading_time(model: PreTrainedModel, ids: Sequence[int], chunk: int) -> str | None:

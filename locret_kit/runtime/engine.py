@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.intercept import attached
 from ..backbones.libraries import forward, unwrapped
+from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
 from .drivers import Decoding, Driver, PlainDriver, logits_after
@@ -36,7 +37,8 @@ class Engine:
     Args:
         model: a causal language model; attached inside each step unless it is already.
         piece: tokens of prompts in one forward, at most; a chunk of one prompt may be more.
-        scheduler: the order of prompts, which has a ``piece`` of its own; by default that in which they were added.
+        chunk: tokens of a chunk, by which prompts are read in the order of ``PromptScheduler``; None reads them in the order in
+            which they were added.
         alone: whether it runs one sequence, whose forwards may cross the boundaries at which its cache cuts them, and
             whose errors ``step`` raises.
         graph: as in ``session.decode``.
@@ -55,27 +57,47 @@ class Engine:
         stop: frozenset[int],
         *,
         piece: int = 512,
-        scheduler: PromptScheduler[Sequence] | None = None,
+        chunk: int | None = None,
         alone: bool = False,
         graph: bool | None = False,
         pages: int = 0,
     ) -> None:
         if piece < 1:
             raise ValueError(f"piece={piece} must be at least 1")
-        self.model, self.stop, self.piece, self.scheduler = unwrapped(model), stop, piece, scheduler
+        self.model, self.stop, self.piece = unwrapped(model), stop, piece
+        self._scheduler: PromptScheduler[Sequence] | None = None if chunk is None else PromptScheduler(chunk, piece)
         self.alone, self.graph, self._pool = alone, graph, PagePool(pages)
         self.running: list[Sequence] = []
         self._added: list[tuple[Sequence, Callable[[], BoundedCache]]] = []
 
-    def warm_up(self) -> None:
-        """Compile what the first token would wait for."""
-        cpu_driver(self.model)
+    @classmethod
+    def shared(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: int, *, piece: int = 512, chunk: int | None = None
+    ) -> Engine:  # fmt: skip
+        """An engine for so many texts at once. What the first token would wait for is compiled."""
+        model = unwrapped(model)
+        # On a CPU one compiled call makes the tokens of all texts, wherever their rows lie.
+        pages = 0 if model.device.type == "cpu" else texts
+        cpu_driver(model)
+        return cls(model, stop_ids(model, tokenizer), piece=piece, chunk=chunk, pages=pages)
 
-    def add(self, request: Request, make_cache: Callable[[], BoundedCache]) -> Sequence:
-        """A sequence that is answered from the next step on.
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the model has logits for."""
+        return int(text_config(self.model).vocab_size)
+
+    def takes(self, left: int, *, background: bool = False) -> bool:
+        """Whether a prompt with ``left`` tokens to read may be added now."""
+        return self._scheduler is None or self._scheduler.takes(left, background=background)
+
+    def add(
+        self, request: Request, make_cache: Callable[[], BoundedCache], *, seen: int = 0, background: bool = False
+    ) -> Sequence:
+        """A sequence that is answered from the next step on; ``takes`` has said that it may be added.
 
         Args:
             make_cache: called by the next step; an empty cache, or one that has read the prompt's beginning.
+            seen: tokens of the prompt that this cache will have read. background: as of ``PromptScheduler``.
 
         Raises:
             ValueError: no tokens, or fewer than none asked for.
@@ -87,6 +109,8 @@ class Engine:
         sequence = Sequence(request, began=time.perf_counter(), alone=self.alone)
         self.running.append(sequence)
         self._added.append((sequence, make_cache))
+        if self._scheduler is not None:
+            self._scheduler.enter(sequence, len(request.ids) - seen, background=background)
         return sequence
 
     def resume(self, request: Request, cache: BoundedCache, logits_V: Tensor) -> Sequence:
@@ -192,8 +216,8 @@ class Engine:
         """Sequences of the next step, those that are decoded first."""
         yield from (sequence for sequence in self.running if not sequence.reading)
         reading, room = [sequence for sequence in self.running if sequence.reading], self.piece
-        for sequence in reading if self.scheduler is None else self.scheduler.pick(reading):
-            if self.scheduler is None and sequence.step > room and room < self.piece:
+        for sequence in reading if self._scheduler is None else self._scheduler.pick(reading):
+            if self._scheduler is None and sequence.step > room and room < self.piece:
                 break
             room -= sequence.step
             yield sequence
@@ -231,10 +255,7 @@ def run(
         raise ValueError(f"max_running={max_running} must be at least 1")
     waiting = iter(requests)
     first = [*islice(waiting, max_running)]
-    # On a CPU one compiled call makes the tokens of all texts, wherever their rows lie.
-    pages = 0 if unwrapped(model).device.type == "cpu" else len(first)
-    engine, waiting = Engine(model, stop_ids(model, tokenizer), piece=piece, pages=pages), chain(first, waiting)
-    engine.warm_up()
+    engine, waiting = Engine.shared(model, tokenizer, len(first), piece=piece), chain(first, waiting)
     with attached(model):
         while True:
             for request in islice(waiting, max_running - len(engine.running)):

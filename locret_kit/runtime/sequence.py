@@ -38,16 +38,9 @@ class Request:
     """Takes the logits ``[T, V]`` (float32) of each piece of the prompt, and the tokens read with it, where they are wanted."""
 
 
-@dataclass(frozen=True)
-class Logprob:
-    """Natural logarithms of probabilities, by the model's own distribution: before temperature and penalties.
-
-    Attributes:
-        token: of the token that was chosen. top: the likeliest ids, best first, and theirs.
-    """
-
-    token: float
-    top: tuple[tuple[int, float], ...]
+Logprobs = list[tuple[int, float]]
+"""Token ids with the natural logarithms of their probabilities, by the model's own distribution (before temperature and
+penalties): the likeliest, best first, and the token that was chosen."""
 
 
 @dataclass(eq=False)
@@ -63,8 +56,8 @@ class Sequence:
 
     request: Request
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
     stopped_by: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     error: Exception | None = None
@@ -161,12 +154,11 @@ class Sequence:
             for logits_V, token in zip(logits_TV[: len(following)], following, strict=True):  # nothing follows the last
                 self.prompt_logprobs.append(self._logprob(logits_V, token))
 
-    def _logprob(self, logits_V: Tensor, token: int) -> Logprob:
-        """The log-probability of a token, with those of the likeliest."""
+    def _logprob(self, logits_V: Tensor, token: int) -> Logprobs:
+        """The log-probability of a token, after those of the likeliest."""
         logprobs_V = logits_V.float().log_softmax(-1)
         top = logprobs_V.topk(min(self.request.top_logprobs or 0, len(logprobs_V)))
-        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return Logprob(float(logprobs_V[token]), tuple(pairs))
+        return [*zip(top.indices.tolist(), top.values.tolist(), strict=True), (token, float(logprobs_V[token]))]
 
     def take(self, logits_V: Tensor, stop: frozenset[int]) -> bool:
         """Choose the next token; False where it is one of ``stop``, which ends the answer.

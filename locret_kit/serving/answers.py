@@ -17,12 +17,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..naming import first_line
-from ..runtime.sequence import Logprob
 from ..text.tokens import TextStream, token_texts
 from .bodies import CompletionBody
-from .engine import Engine
-from .errors import Failed, error_of, refusal_of
-from .messages import JsonObject
+from .engine_thread import EngineThread
+from .messages import Failed, JsonObject, error_of, refusal_of
 from .request import ServerRequest, Stopping
 from .state import Server
 from .tools import Call, CallReader
@@ -30,8 +28,8 @@ from .tools import Call, CallReader
 Step = Literal["begin", "grow", "end"]
 
 
-Token = tuple[int, Logprob | None, int]
-"""A token, its log-probability (a prompt's first has none), and the characters of the text before it."""
+Token = tuple[int, list[tuple[int, float]], int]
+"""A token, log-probabilities of the likeliest and its own (of a prompt's first none), and the characters before it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class AnswerStream:
     """
 
     def __init__(
-        self, engine: Engine, request: ServerRequest, stops: Sequence[str], *, echoes: bool = False,
+        self, engine: EngineThread, request: ServerRequest, stops: Sequence[str], *, echoes: bool = False,
         calls: CallReader | None = None,
     ) -> None:  # fmt: skip
         self.engine, self.request, self.stops, self.echoes, self.calls = engine, request, stops, echoes, calls
@@ -184,7 +182,7 @@ class AnswerStream:
         if sequence is None or not self.request.prompt_logprobs:
             return ()
         offsets = accumulate(map(len, token_texts(self.engine.tokenizer, ids)[:-1]), initial=0)
-        return zip(ids, [None, *sequence.prompt_logprobs], offsets, strict=True)
+        return zip(ids, [[], *sequence.prompt_logprobs], offsets, strict=True)
 
 
 class Reply(StreamingResponse, ABC):

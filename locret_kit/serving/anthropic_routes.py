@@ -14,11 +14,9 @@ from fastapi.responses import Response
 from pydantic import Field, model_validator
 
 from .answers import Reply
-from .bodies import ChatBody, Tokens
+from .bodies import MAX_TOKENS, ChatBody, Tokens
 from .completions import begin, usage
-from .errors import Refused
-from .information import MAX_TOKENS
-from .messages import ANTHROPIC, JsonObject, fields_of, nested, tool_call
+from .messages import ANTHROPIC, JsonObject, Refused, fields_of, nested, tool_call
 from .state import Server
 from .tools import Call
 

@@ -1,30 +1,198 @@
 """OpenAI's and Anthropic's protocols over the engine: models, completions, documents, health, metrics, and a page.
 
-Prompts and answers are never logged. Every document and every cache belongs to the key with which it was made.
+Around every request stand its name and refusals before a body is held. Prompts and answers are never logged. Every document and
+every cache belongs to the key with which it was made.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.resources import files
+from typing import Annotated
+from urllib.parse import quote
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import generate_latest
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..text.tokens import IdStream, TooManyTokens, token_texts
 from .anthropic_routes import add_anthropic
+from .bodies import MAX_TOKENS, ChatBody
 from .completions import add_completions
 from .document_routes import add_documents
-from .errors import add_errors
-from .guard import Guard, NamedRequests
-from .information import add_information
+from .messages import Part, Refused, add_errors, checked, problem
+from .process import refusal
+from .request import LOG
 from .responses_routes import add_responses
 from .state import Server
+
+# ---- what the server is, and texts as tokens -------------------------------------------------------------------------
+
+
+class Tokenize(Part):
+    """``POST /tokenize``: of a text, or of the prompt that messages make, with fields of a chat completion."""
+
+    model_config = ConfigDict(extra="allow")
+    text: Annotated[str | None, Field(validation_alias=AliasChoices("content", "prompt"))] = None
+    messages: list[dict[str, object]] | None = None
+    special: Annotated[bool, Field(validation_alias=AliasChoices("add_special_tokens", "add_special"))] = False
+    with_pieces: bool = False
+
+
+class Detokenize(BaseModel):
+    """``POST /detokenize``."""
+
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_TOKENS)]
+
+
+def add_information(app: FastAPI, server: Server) -> None:
+    """Serve ``/v1/models``, ``/tokenize`` and ``/detokenize``, as vLLM and llama.cpp have them."""
+
+    def model() -> dict[str, object]:
+        length = server.limits.prompt_tokens
+        return {
+            "id": server.name, "object": "model", "created": server.started, "owned_by": "locret_kit", "root": server.name,
+            "max_model_len": length, "context_length": length, "meta": {"n_ctx": length},
+        }  # fmt: skip
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, object]:
+        server.owner(request)
+        return {"object": "list", "data": [model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one(name: str, request: Request) -> dict[str, object]:
+        server.owner(request)
+        if name != server.name:
+            raise HTTPException(404, f"model {name[:64]!r} is not here: {server.name} is")
+        return model()
+
+    def tokenized(body: Tokenize) -> Response:
+        tokenizer, length = server.ready().tokenizer, server.limits.prompt_tokens
+        max_tokens = length if body.with_pieces else MAX_TOKENS
+        try:
+            if body.messages is not None:
+                chat = checked(ChatBody, {**(body.model_extra or {}), "messages": body.messages})
+                (ids,) = chat.ids(tokenizer, None, max_tokens)
+            else:
+                if body.text is None:
+                    raise HTTPException(400, "content (or prompt, or messages) is missing")
+                ids = IdStream(tokenizer, special=body.special, max_tokens=max_tokens).finish(body.text)
+        except TooManyTokens:
+            raise HTTPException(400, f"the text has more than {max_tokens} tokens, the most that are listed") from None
+        tokens: list[object] = list(ids)
+        if body.with_pieces:
+            pieces = token_texts(tokenizer, list(ids))
+            tokens = [{"id": token, "piece": piece} for token, piece in zip(ids, pieces, strict=True)]
+        return JSONResponse({"tokens": tokens, "count": len(ids), "max_model_len": length})
+
+    async def tokenize(body: Tokenize, request: Request) -> Response:
+        server.owner(request)
+        return await asyncio.to_thread(tokenized, body)
+
+    async def detokenize(body: Detokenize, request: Request) -> dict[str, object]:
+        server.owner(request)
+        tokenizer = server.ready().tokenizer
+        if wrong := next((token for token in body.tokens if token >= len(tokenizer)), None):
+            raise HTTPException(400, f"tokens holds {wrong}, which is no token from 0 to {len(tokenizer) - 1}")
+        text = str(await asyncio.to_thread(tokenizer.decode, list(array("q", body.tokens))))
+        return {"content": text, "prompt": text}
+
+    for base in ("", "/v1"):
+        app.post(f"{base}/tokenize")(tokenize)
+        app.post(f"{base}/detokenize")(detokenize)
+
+
+# ---- what stands around every request --------------------------------------------------------------------------------
+
+
+GONE = 499
+"""Status in the log where the client went before there was one."""
+
+
+class NamedRequests:
+    """Name requests; log each with its status and the seconds to the end of its answer. What the client sends is passed on as it
+    is, so that routes see when it goes."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        name, began, status = f"req_{secrets.token_hex(8)}", time.perf_counter(), GONE
+
+        async def naming(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", name.encode())]}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, naming)
+        finally:
+            seconds = time.perf_counter() - began
+            LOG.info("%s %s %s %d %.2fs", name, scope["method"], quote(scope["path"]), status, seconds)  # no line ends
+
+
+class Guard:
+    """Refuse, before a body is held: a request without a key, or, where none is asked for, by a foreign name or page
+    (see ``process``); and bodies beyond a size, with or without a Content-Length, or slower than a time.
+    """
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self.app, self.server = app, server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        limits, upload = self.server.limits, scope["path"].startswith("/v1/documents")
+        max_bytes = limits.upload_bytes if upload else limits.body_bytes
+        seconds = limits.upload_seconds if upload else limits.body_seconds
+        had, whole = 0, False
+        end = time.monotonic() + seconds
+
+        async def bounded() -> Message:
+            nonlocal had, whole
+            if whole:  # what comes now is that the client goes
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), end - time.monotonic())
+            except asyncio.TimeoutError:
+                raise Refused(408, f"the body took more than {seconds:g} s") from None
+            had, whole = had + len(message.get("body", b"")), not message.get("more_body", False)
+            if had > max_bytes:
+                raise Refused(413, f"the body must be at most {max_bytes} bytes")
+            return message
+
+        try:
+            keyless = not self.server.keys and scope["path"] != "/health"
+            if keyless and (why := refusal(scope, self.server.hosts, self.server.origins)):
+                raise Refused(403, why)
+            if scope["path"].startswith(("/v1/", "/metrics", "/tokenize", "/detokenize")):
+                self.server.owner(Request(scope))
+            length = next((int(v) for k, v in scope["headers"] if k == b"content-length" and v.isdigit()), 0)
+            if length > max_bytes:
+                raise Refused(413, f"the body must be at most {max_bytes} bytes")
+        except HTTPException as error:
+            closed = {"connection": "close"}  # the body is not read to its end
+            answer = problem(Refused(error.status_code, error.detail, headers=closed), scope["path"])
+            return await answer(scope, receive, send)
+        await self.app(scope, bounded, send)
+
+
+# ---- the application -------------------------------------------------------------------------------------------------
+
 
 FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
 """The page: three files that ask for nothing but this server."""

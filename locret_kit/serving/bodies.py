@@ -12,7 +12,7 @@ from pydantic_core import PydanticKnownError
 from transformers import PreTrainedTokenizerBase
 
 from ..documents.document import Document
-from ..runtime.session import Sampling
+from ..engine import Sampling
 from ..text.template import has_template, render_messages, takes
 from ..text.tokens import IdStream, TooManyTokens
 from .messages import JsonObject, Message, Part, ResponseFormat, TemplateMessage, Tool, call_of, form, nested
@@ -24,6 +24,8 @@ STOPS = 64
 """Stop texts of a request, at most: the engine's thread looks for each after every token, while all others wait."""
 MESSAGES = 1 << 14
 """Messages of a conversation, at most: each takes its time, however short it is."""
+MAX_TOKENS = 1 << 20
+"""Tokens of a text that is turned into a list, at most; where each comes with its piece, as many as a prompt may have."""
 MIN_TOP_P = 1e-6
 """Share of the probability, at least; any so small is the likeliest token's."""
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

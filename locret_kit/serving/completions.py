@@ -14,14 +14,12 @@ from fastapi.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 from ..policies.grammar import parse_policy
-from ..runtime.sampling import Constraint
 from ..text.tokens import TooManyTokens, token_bytes
 from .answers import AnswerStream, Reply, Token
 from .bodies import ChatBody, TextBody
-from .constraint import constraint, json_rule
-from .engine import Engine
-from .errors import TOO_LONG, Refused
-from .messages import JsonObject
+from .constraint import Grammar, constraint, json_rule
+from .engine_thread import EngineThread
+from .messages import TOO_LONG, JsonObject, Refused
 from .request import ServerRequest
 from .state import Server
 from .tools import CallReader, call_rules, declared_by, form_of
@@ -99,10 +97,7 @@ def logprobs_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[Token], *, 
     def entry(token: int, value: float) -> JsonObject:
         return {"token": spell(token), "logprob": value, "bytes": [*token_bytes(tokenizer, token)]}
 
-    rows = [  # of each token the likeliest, and its own
-        [(id, max(value, LEAST)) for id, value in (*one.top, (token, one.token))] if one is not None else []
-        for token, one, _ in tokens
-    ]
+    rows = [[(id, max(value, LEAST)) for id, value in row] for _, row, _ in tokens]
     if chat:
         return {"content": [{**entry(*own), "top_logprobs": [entry(*one) for one in top]} for *top, own in rows]}
     return {
@@ -142,7 +137,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     """Queue what a body asks for: its answers, ``n`` to each prompt.
 
     Raises:
-        HTTPException, ValueError: it is refused. Busy, Stopping: see ``Engine.submit``.
+        HTTPException, ValueError: it is refused. Busy, Stopping: see ``EngineThread.submit``.
     """
     engine = server.ready()
     owner = server.owner(request)
@@ -204,8 +199,8 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
 
 
 def form_of_answer(
-    engine: Engine, body: ChatBody | TextBody
-) -> tuple[Callable[[], Constraint] | None, Callable[[], CallReader] | None]:
+    engine: EngineThread, body: ChatBody | TextBody
+) -> tuple[Callable[[], Grammar] | None, Callable[[], CallReader] | None]:
     """The constraint of an answer's tokens, and the reader of its calls; None for neither. An answer of a schema that need not
     call a tool may do so. Raises HTTPException 400."""
     form, declared = form_of(engine.tokenizer.chat_template), declared_by(engine.tokenizer)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-    from ..runtime.sampling import Constraint
-
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Blanks between the parts of JSON: one way, so that no answer is a row of blanks."""
 
@@ -33,7 +31,7 @@ DIGITS = 40
 
 
 class Grammar:
-    """The tokens that a grammar lets come next in one answer: a ``runtime.sampling.Constraint``.
+    """The tokens that a grammar lets come next in one answer: see ``Sampling.constrain``.
 
     Args:
         digits: number of digits of each token that is nothing else. letter: a token that no number goes on with.
@@ -69,9 +67,7 @@ def json_rule(schema: Mapping[str, object], before: Sequence[str] = (), after: S
     return " ".join([*map(json.dumps, before), value, *map(json.dumps, after)])
 
 
-def constraint(
-    tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], rules: Sequence[str]
-) -> Callable[[], Constraint]:
+def constraint(tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], rules: Sequence[str]) -> Callable[[], Grammar]:
     """A maker of constraints, by which an answer follows one of the rules.
 
     Raises:

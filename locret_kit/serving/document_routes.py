@@ -15,16 +15,15 @@ from fastapi import FastAPI, HTTPException, Query, Request, UploadFile
 from fastapi.responses import JSONResponse, Response
 from transformers import PreTrainedModel
 
-from ..cache.bounded import BoundedCache
 from ..documents.document import Document, Progress, kept_of
 from ..documents.document_text import DocumentText
+from ..engine import BoundedCache
 from ..naming import blaming, first_line
-from ..planning import too_few
-from ..settings import INT32_MAX
+from ..settings import INT32_MAX, too_few
 from ..text.reader import Unwanted
 from ..text.tokens import TooManyTokens
-from .engine import Engine
-from .errors import Refused
+from .engine_thread import EngineThread
+from .messages import Refused
 from .request import LOG
 from .state import Server, UploadedDocument
 
@@ -109,7 +108,7 @@ def on_disk(upload: UploadFile) -> BinaryIO:
     return file
 
 
-async def read_document(server: Server, engine: Engine, upload: UploadedDocument, data: bytes | BinaryIO) -> None:
+async def read_document(server: Server, engine: EngineThread, upload: UploadedDocument, data: bytes | BinaryIO) -> None:
     """Convert an upload and read it, among other requests, or load it as the saved cache that it is; a document that is
     deleted meanwhile ends here."""
 
@@ -119,7 +118,7 @@ async def read_document(server: Server, engine: Engine, upload: UploadedDocument
         upload.read, upload.total = done, total
 
     def reader(model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
-        if cache.policy.recall is None and not cache.policy.keeps_everything and isinstance(cache.settings.budget, int):
+        if cache.policy.recall is None and not cache.policy.keeps_everything:
             few = too_few(cache.settings.budget, len(ids))
             upload.lost += [few] if few else []
         engine.read(model, ids, cache, progress)

@@ -17,8 +17,7 @@ from ..naming import first_line
 from .answers import AnswerStream, Reply
 from .bodies import ChatBody
 from .completions import begin, usage
-from .errors import checked
-from .messages import RESPONSES, JsonObject, fields_of, tool_call
+from .messages import RESPONSES, JsonObject, checked, fields_of, tool_call
 from .state import Server
 from .tools import Call
 

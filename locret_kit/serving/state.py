@@ -22,11 +22,9 @@ from fastapi import HTTPException, Request
 from ..documents.document import Document
 from ..naming import first_line
 from ..text.reader import CONVERTED, Late, convert, may_be_text, read_stream
-from .engine import Engine
-from .errors import Refused
-from .messages import nested
-from .metrics import Figures
-from .request import LOG
+from .engine_thread import EngineThread
+from .messages import Refused, nested
+from .request import LOG, Figures
 from .store import owner_of
 
 MAX_CHARACTERS = 4 << 20
@@ -161,7 +159,7 @@ class UploadedDocument:
 class Server:
     """Everything that requests share."""
 
-    engine: Engine | None
+    engine: EngineThread | None
     name: str
     keys: tuple[str, ...] = ()
     policies: tuple[str, ...] = ()
@@ -196,7 +194,7 @@ class Server:
         """The owner's name of each key, by the key's hash; without keys all callers are one owner."""
         return {hashlib.sha256(key.encode()).digest(): owner_of(key, self.salt) for key in self.keys or ("",)}
 
-    def ready(self) -> Engine:
+    def ready(self) -> EngineThread:
         """The engine. Raises HTTPException 503 while it is loading."""
         if self.engine is None:
             raise HTTPException(503, "the model is being loaded")
@@ -248,7 +246,7 @@ class Server:
             self.engine.stop(grace)
         self.readers.shutdown(wait=False, cancel_futures=True)
 
-    def restore(self, engine: Engine) -> None:
+    def restore(self, engine: EngineThread) -> None:
         """Load documents that are on disk, as many as there may be, those first that were used last. No request comes yet."""
         left = 0
         for name, owner, created, path in engine.store.documents({*self.owners.values()}) if engine.store else ():

@@ -12,26 +12,19 @@ import os
 import re
 import secrets
 import stat
-import time
-from calendar import timegm
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 
 from transformers import PreTrainedModel
 
-from ..backbones.weights import NAMES, first_difference
-from ..cache.bounded import BoundedCache
-from ..cache.file import LaterVersion, read, read_record, write
-from ..cache.saved import APART, CREATED, Origin, Saved, export, restore
-from ..cache.storage.rows import export_rows
 from ..documents.document import Document
-from ..files import locked, write_beside
-from ..heads import RetainingHeads
+from ..engine import BoundedCache, CacheFile, RetainingHeads
+from ..files import LaterVersion, locked, write_beside
 from ..naming import first_line
 from ..policies import Policy
 from ..policies.grammar import parts_of
@@ -50,11 +43,8 @@ class SessionSpec:
         self, model: PreTrainedModel, settings: RunSettings, heads: RetainingHeads | None, policies: Sequence[Policy]
     ) -> None:
         self.model, self.settings, self.heads, self.policies = model, settings, heads, policies
-
-    @cached_property
-    def origin(self) -> Origin:
+        self.origin = lru_cache(partial(CacheFile.origin, model, heads))
         """The model and the heads, by content."""
-        return Origin.of(self.model, self.heads)
 
     def cache(
         self, prompt_length: int | None, settings: RunSettings | None = None, policy: Policy | None = None
@@ -64,7 +54,7 @@ class SessionSpec:
         heads = self.heads if policy.needs_heads else None
         return BoundedCache(settings or self.settings, policy, heads, prompt_length=prompt_length)
 
-    def check(self, saved: Saved, *, session: bool = False) -> None:
+    def check(self, file: CacheFile, *, session: bool = False) -> None:
         """Refuse a saved cache.
 
         Args:
@@ -73,11 +63,8 @@ class SessionSpec:
         Raises:
             ValueError: it is another model's, its policy is not allowed here, or it has more slots than a session.
         """
-        names = {name: saved.model.get(name) for name in NAMES}
-        heads = None if saved.heads is None else self.origin.heads
-        there: dict[str, object] = {"model": saved.model, "heads": saved.heads}
-        if difference := first_difference(there, {"model": self.origin.model | names, "heads": heads}):
-            raise ValueError(difference)
+        saved = file.saved
+        file.check_origin(self.origin().scored(by_heads=saved.heads is not None))
         policies = self.policies[:1] if session else self.policies
         if not any(saved.parts == parts_of(policy) for policy in policies):
             allowed = ", ".join(policy.name for policy in policies)
@@ -92,19 +79,13 @@ class SessionSpec:
             raise ValueError(f"kv_bits={theirs.kv_bits} must be {mine['kv_bits']}, that of a session")
         if session:
             chosen = {name for name, value in mine.items() if value is not None or name not in ("backend", "positions")}
-            stated = theirs.portable
-            if difference := first_difference(
-                {name: stated[name] for name in sorted(chosen)}, {name: mine[name] for name in sorted(chosen)}
-            ):
-                raise ValueError(difference)
+            file.check_settings({name: mine[name] for name in sorted(chosen)})
 
 
 SUFFIX, SALT = ".locret", "salt"
 SESSION = re.compile(r"session_[0-9a-f]{32}")
 DOCUMENT = re.compile(r"doc_[0-9a-f]{32}")
 OWNER = re.compile(r"[0-9a-f]{32}")
-MARGIN = 1 << 13
-"""Bytes of a file beside its tensors, about; a layer's part of its header has an eighth at most."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +108,9 @@ class Store:
         OSError: it cannot be written, another server has it, or its salt is no file.
     """
 
+    _spec: SessionSpec
+    """Of the sessions, from ``scan`` on."""
+
     def __init__(self, folder: str | Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = Path(folder), max_bytes
         try:
@@ -140,8 +124,6 @@ class Store:
         self._open.enter_context(locked(self.folder / ".lock", busy))
         self._lock = Lock()
         self._files: OrderedDict[str, File] = OrderedDict()
-        self._origin: Origin | None = None
-        self._check: Callable[[Saved, str], None] = lambda saved, about: None
         self._damaged: list[str] = []
         self._others: list[str] = []
         self.failing: str | None = None
@@ -163,11 +145,11 @@ class Store:
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 
-    def scan(self, check: Callable[[Saved, str], None], origin: Origin) -> None:
-        """Find what an earlier server left. Damaged files are removed; those of a later version, and those that
-        ``check(record, about)`` refuses, stay and count, since another server may want them. Both are said in one line each.
+    def scan(self, spec: SessionSpec) -> None:
+        """Find what an earlier server left. Damaged files are removed; those of a later version, and those that ``spec`` refuses,
+        stay and count, since another server may want them. Both are said in one line each.
         """
-        self._origin, self._check = origin, check
+        self._spec = spec
         files = []
         for path in self.folder.glob(f"*/*{SUFFIX}"):
             try:
@@ -199,11 +181,9 @@ class Store:
             found = path.lstat()
             if not stat.S_ISREG(found.st_mode):
                 return None
-            record = read_record(path)
-            record.pop("digest", None)
-            saved = Saved.of(record, path)
+            file = CacheFile.read_record(path)
             if SESSION.fullmatch(name):
-                key = PrefixKey.from_record(name, owner, saved.document or {})
+                key = PrefixKey.from_record(name, owner, file.saved.document or {})
         except LaterVersion as error:
             self._others.append(first_line(error))
             return File(path, found.st_size, None, False)
@@ -212,7 +192,7 @@ class Store:
             path.unlink(missing_ok=True)
             return None
         try:
-            self._check(saved, key.document_id if key is not None else name)
+            self._spec.check(file, session=key is not None and not key.document_id)
         except ValueError as error:
             self._others.append(f"{path}: {first_line(error)}")
             key, usable = None, False
@@ -231,10 +211,10 @@ class Store:
             owner = file.path.parent.name
             if DOCUMENT.fullmatch(name) and file.usable and owner in owners:
                 try:
-                    created = str(read_record(file.path)["created"])
+                    created = CacheFile.read_record(file.path).created
                 except (OSError, ValueError):  # it has just been removed
                     continue
-                yield name, owner, timegm(time.strptime(created, CREATED)), file.path
+                yield name, owner, created, file.path
 
     @property
     def bytes(self) -> int:
@@ -275,28 +255,21 @@ class Store:
     def save(self, key: PrefixKey, cache: BoundedCache) -> None:
         """Write a session's file. What a disk can do to it is said, and counted, and no error."""
         about = {"about": key.document_id, "tokens": key.tokens, "sha256": key.sha256}
-
-        def to(path: Path) -> None:
-            record, tensors = export(cache, self._origin)
-            write(path, {**record, "document": about}, tensors)
-
-        layers = (export_rows(rows)[1].values() for rows in cache.bounded)
-        size = cache.host_nbytes + sum(MARGIN // 8 + sum(tensor.nbytes for tensor in layer) for layer in layers)
-        self._write(key.name, key.owner, size, to, key)
+        self._write(key.name, key.owner, key, lambda: CacheFile.of(cache, self._spec.origin(), document=about))
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, as ``save``."""
-        size = document.cache.nbytes + document.cache.host_nbytes + 4 * document.tokens
-        self._write(name, owner, size, document.save, None)
+        self._write(name, owner, None, document.as_file)
 
-    def _write(self, name: str, owner: str, size: int, to: Callable[[Path], None], key: PrefixKey | None) -> None:
+    def _write(self, name: str, owner: str, key: PrefixKey | None, make: Callable[[], CacheFile]) -> None:
         path = self.folder / owner / f"{name}{SUFFIX}"
         try:
-            if size + MARGIN > self.max_bytes:
+            file = make()
+            if (size := file.nbytes) > self.max_bytes:
                 raise OSError(f"{name} has {size} bytes, the folder may have {self.max_bytes}")
-            self._make_room(size + MARGIN, name)
+            self._make_room(size, name)
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            to(path)
+            file.write(path)
             path.chmod(0o600)
             made = path.stat().st_size
         except (OSError, ValueError) as error:
@@ -327,18 +300,16 @@ class Store:
         for other in gone:
             self.remove(other)
 
-    def load(self, key: PrefixKey, spec: SessionSpec) -> BoundedCache | None:
+    def load(self, key: PrefixKey) -> BoundedCache | None:
         """A session's cache; None for a file that is gone or damaged, which is said and removed, and for one that cannot be read
         now, which stays."""
         path = self.folder / key.owner / f"{key.name}{SUFFIX}"
         try:
-            record, tensors, _ = read(path)
-            saved = Saved.of(record, path)
-            if PrefixKey.from_record(key.name, key.owner, saved.document or {}) != key:
+            file, spec = CacheFile.read(path), self._spec
+            if PrefixKey.from_record(key.name, key.owner, file.saved.document or {}) != key:
                 return None  # it went on since the key was looked up
-            own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
-            policy = spec.policies[0] if saved.policy == spec.policies[0].name else None
-            cache = restore(saved, own, spec.model, spec.heads, policy, where=str(path), origin=self._origin)
+            policy = spec.policies[0] if file.saved.policy == spec.policies[0].name else None
+            cache = file.restore(spec.model, spec.heads, policy, origin=spec.origin())
             if cache.get_seq_length() != key.tokens:
                 raise ValueError(f"{path}: its cache has read {cache.get_seq_length()} tokens, not {key.tokens}")
         except (FileNotFoundError, ValueError) as error:

@@ -20,10 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from ..cache.file import read
-from ..cache.saved import APART, Origin, Saved, restore
 from ..documents.document import IDS
-from ..engine import BoundedCache, CannotFork
+from ..engine import BoundedCache, CacheFile, CannotFork
 from ..naming import blaming
 from ..policies.grammar import parts_of
 from .server_settings import ServerSettings
@@ -94,7 +92,7 @@ class DocumentReader:
     def __init__(self, model: ModelConfig, server: ServerSettings) -> None:
         self.server, self.worker = server, Worker.of(server, model, torch.device("cpu"))
         self.model = self.worker.pages.model
-        self.origin = Origin.of(self.model, server.heads)  # type: ignore[arg-type]
+        self.origin = CacheFile.origin(self.model, server.heads)  # type: ignore[arg-type]
 
     def cache(self, path: str) -> tuple[BoundedCache, list[int]]:
         """A document's cache in the host's memory, and the tokens that it has read.
@@ -102,12 +100,9 @@ class DocumentReader:
         Raises:
             OSError: there is no such file. ValueError: it is damaged, of another model, or was saved without its text.
         """
-        record, tensors, _ = read(Path(path))
-        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(APART)}
-        saved = Saved.of(record, path)
-        heads = self.server.heads if saved.heads else None
-        cache = restore(saved, own, self.model, heads, where=path, origin=self.origin)  # type: ignore[arg-type]
-        ids = tensors.get(IDS)
+        file = CacheFile.read(path)
+        cache = file.restore(self.model, self.server.heads if file.saved.heads else None, origin=self.origin)  # type: ignore[arg-type]
+        ids = file.apart.get(IDS)
         with blaming(path, ValueError):
             if ids is None or cache.get_seq_length() > len(ids):
                 raise ValueError("it was saved without its text, so nobody can say which prompts begin with it")

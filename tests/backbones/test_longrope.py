@@ -17,7 +17,7 @@ from locret_kit import BoundedCache, Document, attach
 from locret_kit.documents.conversation import Chat
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Answer, prefill
-from locret_kit.serving.engine import Engine
+from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.settings import RunSettings
 
 BORDER = 64
@@ -99,7 +99,7 @@ def test_sessions_and_questions_over_the_border_equal_fresh_runs(policy, positio
         for budget in (250, 96 if positions == "original" else 250)
     )
     document = Document.read(model, tokenizer, text_of(60), documents, policy, needed)
-    engine = Engine(model, tokenizer, own, parse_policy(policy), heads, sessions=8, queue=6, piece=64)
+    engine = EngineThread(model, tokenizer, own, parse_policy(policy), heads, sessions=8, queue=6, piece=64)
 
     def fresh(ids, settings):
         cache = BoundedCache(settings, policy, needed, prompt_length=len(ids))

@@ -27,7 +27,7 @@ from locret_kit.config.recipes import load_config
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.engine import Engine, Request, run
 from locret_kit.runtime.session import Answer, Sampling, decode, prefill
-from locret_kit.serving.engine import Engine as ServerEngine
+from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.settings import RunSettings
 from locret_kit.training.module import HeadTraining
 
@@ -140,7 +140,7 @@ def test_documents_servers_and_training(wrap, tmp_path):
         said.append((str(loaded.ask("Which key?", max_new_tokens=8)), "".join(chat.say("Which key?")), str(by_ids)))
         save_cache(mine, tmp_path / "cache.safetensors")
         assert load_cache(tmp_path / "cache.safetensors", one).get_seq_length() == mine.get_seq_length()
-        engine = ServerEngine(one, tokenizer, RunSettings(budget=64), parse_policy("snapkv(6,3)"), None)
+        engine = EngineThread(one, tokenizer, RunSettings(budget=64), parse_policy("snapkv(6,3)"), None)
         assert engine.model is model
         assert HeadTraining(one, load_config(["recipe=tiny", "backbone.model=some/model"])).backbone is model
     assert said[0] == said[1]

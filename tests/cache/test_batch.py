@@ -234,7 +234,7 @@ def test_what_is_read_twice_is_noted_once():
         while batch.running:
             batch.step()
         assert text.error is None
-        noted.append([one.token for one in text.prompt_logprobs])
+        noted.append([row[-1][1] for row in text.prompt_logprobs])
     assert noted[0] == noted[1] and len(noted[0]) == len(tokens()) - 1
 
 

@@ -24,9 +24,9 @@ from locret_kit.backbones.load import load_config
 from locret_kit.cli.infer import main
 from locret_kit.cli.loading import Chosen, choose
 from locret_kit.heads import RetainingHeads
-from locret_kit.planning import duration, too_few
+from locret_kit.planning import duration
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.settings import RunSettings
+from locret_kit.settings import RunSettings, too_few
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,7 +21,7 @@ from locret_kit.planning.inference_plan import Caches, Setting
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime import engine as loop
 from locret_kit.runtime.session import Answer, Sampling
-from locret_kit.serving.engine import Engine
+from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.process import HeaderTimeout
 from locret_kit.settings import RunSettings
 
@@ -101,11 +101,11 @@ def test_logprobs_are_those_of_the_model(engine, temperature):
     said = request.sequence
     logprobs_TV = truth(list(ids), said.tokens)
     assert len(said.logprobs) == len(said.tokens) == 8
-    for one, token, row_V in zip(said.logprobs, said.tokens, logprobs_TV, strict=True):
-        assert one.token == pytest.approx(float(row_V[token]), abs=1e-5)
+    for row, token, row_V in zip(said.logprobs, said.tokens, logprobs_TV, strict=True):
+        assert row.pop() == (token, pytest.approx(float(row_V[token]), abs=1e-5))
         best = row_V.topk(4)
-        assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-5)
-        assert [token for token, _ in one.top] == best.indices.tolist()
+        assert [value for _, value in row] == pytest.approx(best.values.tolist(), abs=1e-5)
+        assert [token for token, _ in row] == best.indices.tolist()
 
 
 def test_logprobs_of_chat_completions(client):
@@ -251,7 +251,7 @@ def test_saved_caches_that_do_not_fit_are_refused_with_their_sentence(url, tmp_p
 def test_the_plan_says_the_bytes_that_are_allocated():
     model, tokenizer, heads = parts("llama")
     model, heads = type(model)(model.config).float(), type(heads)(heads.config).float()
-    engine = Engine(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, piece=64, beginnings=2)
+    engine = EngineThread(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, piece=64, beginnings=2)
     for number in range(3):
         ids = random_ids(150, number)
         ask(engine, "anna", ids, shared_tokens=100 if number < 2 else 0)

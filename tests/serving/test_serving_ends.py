@@ -90,7 +90,7 @@ def test_a_stop_while_a_long_prompt_is_read(tmp_path, caplog):
     assert engine.counters.cancelled >= 2
     assert [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR] == []
     again = Store(tmp_path, 1 << 30)  # nobody else has it any more
-    again.scan(lambda saved, about: None, engine.spec.origin)
+    again.scan(engine.spec)
     (key,) = again.sessions(next(iter(server.owners.values())))
     assert key.tokens >= first["usage"]["prompt_tokens"] and not list(again.documents({key.owner}))
     again.close()

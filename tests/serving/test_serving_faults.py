@@ -36,7 +36,7 @@ from locret_kit.runtime import engine as loop
 from locret_kit.serving import document_routes, state
 from locret_kit.serving.app import make_app
 from locret_kit.serving.bodies import ChatBody
-from locret_kit.serving.engine import Engine
+from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.request import Busy, ServerRequest, Stopping
 from locret_kit.serving.state import Limits, Server
 from locret_kit.text.reader import Late, Unwanted, convert
@@ -44,7 +44,7 @@ from locret_kit.text.reader import Late, Unwanted, convert
 LIMITS = Limits(4000, 64, body_bytes=200_000, upload_bytes=100_000, documents=3, body_seconds=1.0)
 
 
-class Watched(Engine):
+class Watched(EngineThread):
     """An engine that notes, after every step and by its own thread, how many caches there were."""
 
     seen = 0
@@ -85,7 +85,7 @@ def url(server):
     server.engine = engine
 
 
-def quiet(engine: Engine) -> None:
+def quiet(engine: EngineThread) -> None:
     """Wait until nothing runs."""
     until(lambda: engine.running == engine.waiting == 0)
     assert engine.caches == engine.idle <= engine.sessions and engine.seen <= engine.sessions
@@ -228,7 +228,7 @@ def test_a_fault_of_a_route_has_the_shape_of_an_error(url, server, monkeypatch, 
 
 
 @contextmanager
-def waiting(**sizes: int) -> Iterator[tuple[Engine, threading.Event, threading.Event]]:
+def waiting(**sizes: int) -> Iterator[tuple[EngineThread, threading.Event, threading.Event]]:
     """An engine whose forwards wait for the second event; the first says that one has begun."""
     engine = new_engine(**sizes)
     forward, begun, goes_on = loop.logits_after, threading.Event(), threading.Event()

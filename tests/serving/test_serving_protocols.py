@@ -311,13 +311,13 @@ def test_a_response_by_a_schema(client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_silence_and_an_engine_that_fails(engine, monkeypatch, url, path, fields, stream):
     """Comments or line ends while nothing comes; the error in the protocol's shape, where headers are gone already too."""
-    step, go = engine._batch.step, threading.Event()
+    step, go = engine._engine.step, threading.Event()
 
     def fails():
         go.wait(10)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(engine._batch, "step", fails)
+    monkeypatch.setattr(engine._engine, "step", fails)
     seen = b""
     try:
         body = {**fields, "stream": stream}
@@ -330,7 +330,7 @@ def test_no_silence_and_an_engine_that_fails(engine, monkeypatch, url, path, fie
         assert not stream  # broken off: a whole answer's status is gone
     finally:
         go.set()
-        monkeypatch.setattr(engine._batch, "step", step)
+        monkeypatch.setattr(engine._engine, "step", step)
     if stream:
         last = json.loads(seen.decode().strip().splitlines()[-1].removeprefix("data: "))
         error = last["error"] if path == "messages" else last["response"]["error"]

@@ -21,7 +21,7 @@ from read_texts import parts, text_of
 from served import KEYS, LIMITS, SETTINGS, ask, random_ids, running_engine, serve_until_killed, serving
 
 from locret_kit.documents.document import Document
-from locret_kit.serving.engine import Engine
+from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.process import give_back
 from locret_kit.serving.state import Server, UploadedDocument
 from locret_kit.serving.store import Store, owner_of
@@ -37,12 +37,12 @@ def engine_with(folder: Path | None, sessions: int = 8, most: int = 1 << 30, set
         yield engine
 
 
-def saved(engine: Engine) -> None:
+def saved(engine: EngineThread) -> None:
     """Wait until what is to be saved is."""
     engine._parked._saver.submit(int).result()
 
 
-def talk(engine: Engine, conversations: int = 3, turns: int = 2, owner: str = ANNA) -> list:
+def talk(engine: EngineThread, conversations: int = 3, turns: int = 2, owner: str = ANNA) -> list:
     """Conversations that take turns: the answers' tokens, and how many tokens were not read again."""
     texts = [random_ids(60 + 90 * number, number) for number in range(conversations)]
     said = []
@@ -148,10 +148,10 @@ def test_a_file_that_went_on_meanwhile_stays(tmp_path):
         (before,) = store.sessions(ANNA)
         ask(engine, ANNA, text + array("i", said) + random_ids(30, 5))
         saved(engine)
-        assert store.load(before, engine.spec) is None
+        assert store.load(before) is None
         (after,) = store.sessions(ANNA)
         assert after.name == before.name and after.tokens > before.tokens
-        assert store.load(after, engine.spec).get_seq_length() == after.tokens
+        assert store.load(after).get_seq_length() == after.tokens
 
 
 def failing(*given: object, **more: object) -> None:
@@ -161,8 +161,8 @@ def failing(*given: object, **more: object) -> None:
 @pytest.mark.parametrize(
     ("place", "error"),
     [
-        ("serving.store.read", OSError(errno.EMFILE, "Too many open files")),
-        ("serving.store.read", RuntimeError("no memory")),
+        ("cache.file.read", OSError(errno.EMFILE, "Too many open files")),
+        ("cache.file.read", RuntimeError("no memory")),
         ("cache.storage.rows.BoundedLayer.planned_bytes", None),  # more bytes than there are
     ],
 )

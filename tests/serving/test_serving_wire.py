@@ -17,7 +17,7 @@ from locret_kit.backbones.intercept import attached
 from locret_kit.cli.serve import sampling_defaults
 from locret_kit.config.serve_options import ServeOptions
 from locret_kit.runtime.sampling import Chooser, Sampling
-from locret_kit.serving.information import Detokenize
+from locret_kit.serving.app import Detokenize
 from locret_kit.text.template import render_messages
 
 NULLS = {
@@ -255,7 +255,7 @@ def test_models_and_tokens(url, engine):
 
 
 def test_lists_of_tokens_have_a_bound(url, monkeypatch):
-    monkeypatch.setattr("locret_kit.serving.information.MAX_TOKENS", 5000)
+    monkeypatch.setattr("locret_kit.serving.app.MAX_TOKENS", 5000)
     text = "word " * 1100  # more than a prompt may have: who cuts it wants to know how many there are
     answer = httpx.post(f"{url}/tokenize", json={"content": text}, headers=bearer()).json()
     assert answer["count"] == len(answer["tokens"]) > answer["max_model_len"] == 4000

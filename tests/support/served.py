@@ -18,7 +18,7 @@ from strangers import tokens
 
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.app import make_app
-from locret_kit.serving.engine import Engine
+from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.process import HeaderTimeout
 from locret_kit.serving.request import ServerRequest
 from locret_kit.serving.state import Limits, Server
@@ -30,14 +30,14 @@ KEYS = ("key-of-anna", "key-of-bert")
 LIMITS = Limits(prompt_tokens=4000, answer_tokens=64, body_bytes=200_000, upload_bytes=1_000_000, documents=3)
 
 
-def new_engine(kind: type[Engine] = Engine, settings: RunSettings = SETTINGS, **sizes: Any) -> Engine:
+def new_engine(kind: type[EngineThread] = EngineThread, settings: RunSettings = SETTINGS, **sizes: Any) -> EngineThread:
     """An engine over the tiny backbone."""
     model, tokenizer, heads = parts("llama")
     return kind(model, tokenizer, settings, parse_policy("locret"), heads, piece=64, **sizes)
 
 
 @contextmanager
-def running_engine(kind: type[Engine] = Engine, **sizes: Any) -> Iterator[Engine]:
+def running_engine(kind: type[EngineThread] = EngineThread, **sizes: Any) -> Iterator[EngineThread]:
     """An engine, of four sessions where nothing else is said."""
     made = new_engine(kind, **{"sessions": 4, "queue": 6, **sizes})
     try:
@@ -46,13 +46,13 @@ def running_engine(kind: type[Engine] = Engine, **sizes: Any) -> Iterator[Engine
         made.stop()
 
 
-def ask(engine: Engine, owner: str, ids: array[int], **given: object) -> ServerRequest:
+def ask(engine: EngineThread, owner: str, ids: array[int], **given: object) -> ServerRequest:
     """A request that has ended, for four tokens."""
     return ask_together(engine, ids, owner=owner, **given)[0]
 
 
 def ask_together(
-    engine: Engine, *prompts: array[int], owner: str = "", tokens: int = 4, **given: object
+    engine: EngineThread, *prompts: array[int], owner: str = "", tokens: int = 4, **given: object
 ) -> list[ServerRequest]:
     """Requests that were submitted at once and have ended."""
     requests, ended = [ServerRequest(ids, tokens, owner=owner, **given) for ids in prompts], threading.Semaphore(0)
@@ -70,16 +70,17 @@ def random_ids(length: int, seed: int) -> array[int]:
 
 
 @contextmanager
-def slowly(engine: Engine, seconds: float) -> Iterator[None]:
+def slowly(engine: EngineThread, seconds: float) -> Iterator[None]:
     """Every forward takes so long at least."""
-    step = engine._batch.step
-    with mock.patch.object(engine._batch, "step", lambda: (time.sleep(seconds), step())[1]):
+    step = engine._engine.step
+    with mock.patch.object(engine._engine, "step", lambda: (time.sleep(seconds), step())[1]):
         yield
 
 
 @contextmanager
 def serving(
-    engine: Engine | None, limits: Limits = LIMITS, keys: tuple[str, ...] = KEYS, address: str = "127.0.0.1", **given: object
+    engine: EngineThread | None, limits: Limits = LIMITS, keys: tuple[str, ...] = KEYS, address: str = "127.0.0.1",
+    **given: object,
 ) -> Iterator[str]:  # fmt: skip
     """The address of a server, which is still loading without an engine; an engine goes on when it ends."""
     with listening(Server(engine, "tiny", keys, ("h2o",), limits, **given), address) as url:

@@ -19,7 +19,7 @@ from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.drivers import Decoding
 from locret_kit.runtime.session import prefill
 from locret_kit.samples import Sample
-from locret_kit.serving.engine import Engine
+from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.settings import RunSettings
 from locret_kit.training.module import HeadTraining
 
@@ -53,7 +53,7 @@ def test_heads_learn_and_run(name, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), training.heads.parameters(), strict=True))
     prompts = [subject.ids, subject.ids[::-1][:120]]
     alone = [answer(subject.model, heads, ids) for ids in prompts]
-    engine = Engine(subject.model, tiny_tokenizer(), SETTINGS, parse_policy("locret"), heads, sessions=2)
+    engine = EngineThread(subject.model, tiny_tokenizer(), SETTINGS, parse_policy("locret"), heads, sessions=2)
     try:
         together = ask_together(engine, *(array("i", ids) for ids in prompts), tokens=NEW)
         assert [one.sequence.tokens for one in together] == alone

@@ -1,4 +1,4 @@
-"""The engine: one thread owns the model, and all requests share its forwards (see ``runtime.engine``).
+"""The engine's thread: it owns the model, and all requests share its forwards (see ``engine.Engine``).
 
 Every session has one cache of fixed size, so what fits is counted before the start: at most ``sessions`` caches exist, those
 of requests that run and those that wait for the next turn of their conversation together. A prompt that begins with all that
@@ -17,33 +17,22 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..backbones.libraries import unwrapped
-from ..backbones.spec import text_config
-from ..cache.bounded import BoundedCache
-from ..cache.file import read
 from ..documents.document import Document, Progress
-from ..documents.document_text import restored, stated
-from ..heads import RetainingHeads
+from ..engine import BoundedCache, CacheFile, Engine, RetainingHeads, Sequence
 from ..naming import blaming
 from ..policies import Policy
-from ..runtime.engine import Engine as Batch
-from ..runtime.engine import Sequence
-from ..runtime.sampling import stop_ids
-from ..runtime.sequence import PromptScheduler
 from ..settings import RunSettings
-from .admission import Admission
-from .metrics import Counters
-from .request import LOG, Busy, ServerRequest, Stopping
-from .sessions import Sessions
+from .admission import Admission, Sessions
+from .request import LOG, Busy, Counters, ServerRequest, Stopping
 from .store import SessionSpec, Store
 
 
-class Engine:
+class EngineThread:
     """Runs requests.
 
     Args:
         settings, policy, heads: of every session, unless a request says otherwise.
-        sessions: caches at once, running and idle. queue: requests that may wait for one. piece: see ``PromptScheduler``.
+        sessions: caches at once, running and idle. queue: requests that may wait for one. piece: see ``Engine``.
         store: where sessions are saved after each turn; None keeps them in memory alone.
         policies: others that requests and saved caches may have.
         beginnings: equal beginnings of prompts (system prompts) in memory at once, each of which has a cache beside those of
@@ -56,26 +45,21 @@ class Engine:
         sessions: int = 8, queue: int = 64, piece: int = 512, store: Store | None = None, policies: abc.Sequence[Policy] = (),
         beginnings: int = 2,
     ) -> None:  # fmt: skip
-        model = unwrapped(model)
         for name, value in (("sessions", sessions), ("queue", queue)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         chunk = settings.resolved({}, 1).chunk
-        scheduler: PromptScheduler[Sequence] = PromptScheduler(chunk, piece)
-        self.stop_ids = stop_ids(model, tokenizer)
-        self.model, self.tokenizer, self.settings, self.policy, self.heads = model, tokenizer, settings, policy, heads
+        self._engine = Engine.shared(model, tokenizer, sessions, piece=piece, chunk=chunk)
+        self.model, self.stop_ids, self.vocabulary = self._engine.model, self._engine.stop, self._engine.vocabulary
+        self.tokenizer, self.settings, self.policy, self.heads = tokenizer, settings, policy, heads
         self.sessions, self.queue, self.beginnings, self.store = sessions, queue, beginnings, store
-        self.spec, self.counters = SessionSpec(model, settings, heads, (policy, *policies)), Counters()
+        self.spec, self.counters = SessionSpec(self.model, settings, heads, (policy, *policies)), Counters()
         if store is not None:
-            store.scan(lambda saved, about: self.spec.check(saved, session=not about), self.spec.origin)
-        self._batch = Batch(
-            model, self.stop_ids, scheduler=scheduler, pages=0 if model.device.type == "cpu" else sessions
-        )
-        self._batch.warm_up()
+            store.scan(self.spec)
         self._changed = threading.Condition()
         self._parked = Sessions(self.spec, store, self._changed)
         self._admission = Admission(
-            self._batch, scheduler, self._parked, self.spec, self.counters, max_caches=sessions, max_prefixes=beginnings
+            self._engine, self._parked, self.spec, self.counters, max_caches=sessions, max_prefixes=beginnings
         )  # fmt: skip
         self._stopping = False
         self.failed = False
@@ -158,13 +142,11 @@ class Engine:
 
     def load_document(self, path: Path) -> Document:
         """The document in a file. Raises OSError, ValueError as ``Document.load`` and ``SessionSpec.check``."""
-        record, tensors, _ = read(path)
-        saved, _ = stated(record, path)
+        file = CacheFile.read(path)
         with blaming(str(path), ValueError):
-            self.spec.check(saved)
-        policy = next((policy for policy in self.spec.policies if policy.name == saved.policy), None)
-        text, cache, about = restored(record, tensors, path, self.model, self.tokenizer, self.heads, policy)
-        return Document(self.model, text, cache, title=about.title, share=about.share)
+            self.spec.check(file)
+        policy = next((policy for policy in self.spec.policies if policy.name == file.saved.policy), None)
+        return Document.of_file(file, self.model, self.tokenizer, self.heads, policy)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, when there is a store, in the order of all files. Does not wait."""
@@ -179,14 +161,9 @@ class Engine:
                 request.parks = request.parks and request.document_id != document_id
 
     @property
-    def vocabulary(self) -> int:
-        """Number of tokens that the model has logits for."""
-        return int(text_config(self.model).vocab_size)
-
-    @property
     def running(self) -> int:
         """Requests with a cache."""
-        return len(self._batch.running)
+        return len(self._engine.running)
 
     @property
     def waiting(self) -> int:
@@ -240,20 +217,20 @@ class Engine:
                 while True:
                     for request in [request for request in self._admission.active if request.cancelled]:
                         assert request.sequence is not None
-                        self._batch.cancel(request.sequence)
+                        self._engine.cancel(request.sequence)
                         self._tell(request)  # now: the next step counts on its cache
                     for request in self._admission.admit():
                         self._tell(request)
-                    if self._batch.running:
+                    if self._engine.running:
                         break
                     if self._stopping and not self._admission.queue:
                         return
                     self._changed.wait()
             try:
-                self._batch.step()
+                self._engine.step()
             except Exception as error:  # of one text or one forward, the batch has caught it already
                 LOG.exception("a step failed")
-                self._batch.fail(error)
+                self._engine.fail(error)
             self.counters.forwards += 1
             for request in list(self._admission.active):
                 self._tell(request)
@@ -268,9 +245,9 @@ class Engine:
             stays = request.stop_at(sequence.tokens) if request.stop_at is not None and sequence.tokens else None
         except Exception as error:
             stays = None
-            self._batch.fail(error, [sequence])
+            self._engine.fail(error, [sequence])
         if stays is not None:
-            self._batch.cancel(sequence, "stop")
+            self._engine.cancel(sequence, "stop")
             if request.cache is not None and (more := request.cache.get_seq_length() - len(request.ids) - stays) > 0:
                 request.cache.take_back(more)  # the next turn begins with the answer as it was shown
         if sequence.finish_reason is not None:
