@@ -279,6 +279,16 @@ class Context:
         return Subject(self.policy, self.description, self.settings.kv_bits)
 
     @property
+    def scores_new_tokens(self) -> bool:
+        """Whether a token is scored as it enters."""
+        return self.policy.score.scores_new_tokens
+
+    @property
+    def scores_by_head(self) -> bool:
+        """Whether a token enters with what its retaining head says, and nothing else."""
+        return self.policy.score.is_head
+
+    @property
     def evicts_after_forward(self) -> bool:
         """Whether evictions wait for the end of a block's forward: for the final hidden states, by which its tokens are scored,
         or for later layers that read the same rows."""

@@ -17,13 +17,12 @@ from locret_kernels.attend import ChunkRotation
 from locret_kernels.backend import function
 
 from ..backbones.decoder_attention import Softmax
-from ..policies.base import PrefillMask
 from .attend import RowRotation, VarlenRows, attend_heads, decode_rows
 from .context import Context
 from .due import Due
 from .storage.layouts import EqualRows, RaggedRows
 from .storage.rows import BoundedLayer, EqualLengthHeads
-from .view import entry_scores, slots_of
+from .view import entry_scores, prefill_mask, slots_of
 
 # ---- attention of new tokens, which are rows already, over the rows of their layer ----------------------------------
 
@@ -141,12 +140,6 @@ def _attend_part(
             for stat, name in zip(stats, ctx.statistics, strict=True):
                 _add_picked(stat, getattr(made, name), seen)
     return out
-
-
-def prefill_mask(ctx: Context, rows: BoundedLayer) -> PrefillMask | None:
-    """The policy's prefill mask, where it holds for the tokens that this layer took last."""
-    holds = rows.window is None and rows.evictions and rows.seen <= (ctx.schedule.body or 0)
-    return ctx.policy.prefill_mask if holds else None
 
 
 def _picked(rows: Tensor, seen: Sequence[slice] | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..backbones.decoder_attention import Rope, rotate
 from ..policies import Policy
-from ..policies.base import Entry, Reread, Slots
+from ..policies.base import Entry, PrefillMask, Reread, Slots
 from ..settings import FIRST, RunSettings, read_protect
 from .context import Context, Pins
 from .due import Schedule
@@ -216,6 +216,12 @@ def _queries(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -
         G = q.shape[1] // cos.shape[1]  # [B, H, W, R] -> [B, Q, W, R]
         cos, sin = cos.repeat_interleave(G, 1), sin.repeat_interleave(G, 1)
     return rotate(q, cos, sin)
+
+
+def prefill_mask(ctx: Context, rows: BoundedLayer) -> PrefillMask | None:
+    """The policy's prefill mask, where it holds for the tokens that this layer took last."""
+    holds = rows.window is None and rows.evictions and rows.seen <= (ctx.schedule.body or 0)
+    return ctx.policy.prefill_mask if holds else None
 
 
 def score_alike(contexts: Sequence[Context]) -> bool:

@@ -118,18 +118,17 @@ async def read_document(server: Server, engine: EngineThread, upload: UploadedDo
         upload.read, upload.total = done, total
 
     def reader(model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
-        if cache.policy.recall is None and not cache.policy.keeps_everything:
+        if cache.evicts and cache.recall_counters is None:
             few = too_few(cache.settings.budget, len(ids))
             upload.lost += [few] if few else []
         engine.read(model, ids, cache, progress)
 
     def read(text: str) -> Document:
-        heads = engine.heads if engine.policy.needs_heads else None
         with blaming(upload.title, TooManyTokens):
             whole = DocumentText.of(engine.tokenizer, text, True, server.limits.prompt_tokens)
         return Document.read(
-            engine.model, engine.tokenizer, whole, engine.settings, engine.policy, heads, title=upload.title,
-            progress=progress, reader=reader, ahead=True,
+            engine.model, engine.tokenizer, whole, engine.settings, engine.policy, engine.policy.heads_for(engine.heads),
+            title=upload.title, progress=progress, reader=reader, ahead=True,
         )  # fmt: skip
 
     loop, name = asyncio.get_running_loop(), "" if isinstance(data, bytes) else f"/dev/fd/{data.fileno()}"

@@ -51,8 +51,9 @@ class SessionSpec:
     ) -> BoundedCache:
         """An empty cache for a prompt of so many tokens."""
         policy = policy or self.policies[0]
-        heads = self.heads if policy.needs_heads else None
-        return BoundedCache(settings or self.settings, policy, heads, prompt_length=prompt_length)
+        return BoundedCache(
+            settings or self.settings, policy, policy.heads_for(self.heads), prompt_length=prompt_length
+        )
 
     def check(self, file: CacheFile, *, session: bool = False) -> None:
         """Refuse a saved cache.

@@ -166,9 +166,7 @@ def variants(policies: list[str], budgets: Sequence[int | float], heads: list[st
             names = ["-"]
         else:
             parsed = parse_policy(policy)
-            if parsed.needs_heads and not heads:
-                raise ValueError(f"policy={policy} needs retaining heads: give ckpt=PATH_OR_REPO")
-            names = heads if parsed.needs_heads else ["-"]
+            names = parsed.heads_for(heads or None, "give ckpt=PATH_OR_REPO") or ["-"]
             if parsed.keeps_everything:
                 columns += [Variant(policy, name, 0) for name in names]
                 continue
