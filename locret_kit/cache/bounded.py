@@ -28,7 +28,7 @@ from ..heads import RetainingHeads
 from ..policies import Policy
 from ..policies.grammar import composed_of
 from ..settings import INT32_MAX, RunSettings
-from .context import CacheCounters, Context, Pins, RecallCounters, Stage, make_layers
+from .context import CacheCounters, Context, Pins, Stage, make_layers
 from .options import CacheOptions, checked_arguments
 from .stages import stages_of
 from .step import StaticStep, attend_again, evict_if_due, in_model_type, read_block, read_tokens
@@ -199,9 +199,9 @@ class BoundedCache(StatefulCache, Handler):
         return self.policy.reread is not None
 
     @property
-    def recall_counters(self) -> RecallCounters | None:
-        """Counts of what came back; None where nothing can."""
-        return None if self.policy.recall is None else self.context.recalls
+    def recalls(self) -> bool:
+        """Whether evicted slots may come back."""
+        return self.policy.recall is not None
 
     @property
     def run(self) -> RunSettings:
