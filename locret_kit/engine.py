@@ -1,6 +1,6 @@
 """What computes, for those who serve, measure, or drive another engine: they import these names and nothing behind them.
 
-``Engine`` answers requests, ``TextBatch`` is a step of texts in another engine's forward, ``BoundedCache`` is a text.
+``Engine`` answers requests, ``LentPages`` are texts in another engine's forward, ``BoundedCache`` is a text.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from .cache.bounded import BoundedCache as BoundedCache
 from .cache.bounded import CannotFork as CannotFork
 from .cache.due import Schedule as Schedule
+from .cache.lent import LentPages as LentPages
+from .cache.ranks import Ranks as Ranks
 from .cache.saved import CacheFile as CacheFile
 from .heads import RetainingHeads as RetainingHeads
 from .runtime.engine import Engine as Engine

@@ -253,12 +253,18 @@ def is_protect(text: str) -> bool:
     return bool(read_protect(text)) or text == "none"
 
 
+def is_word(text: str) -> bool:
+    """Whether a text may be a name that a plugin brings. Whether one does is asked when it is used."""
+    return text.isidentifier()
+
+
 def is_size(text: str) -> bool:
     """Whether a text is a number of bytes. Raises ValueError with what is, which names the setting."""
     return parse_bytes(text, NAME) > 0
 
 
 Bytes = Annotated[str, Predicate(is_size)]
+Word = Annotated[str, Predicate(is_word)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,17 +292,18 @@ class RunSettings:
     protect: Annotated[str, Predicate(is_protect)] | None = None
     """Text that is never evicted, whatever the policy: 'first' (the first 4 tokens), 'system' (the chat template's system
     prompt), 'markers' (the template's own tokens around the messages), or several, as in 'first+system'. Default: none."""
-    kv_bits: Literal[8, 4, 2] | None = None
-    """Bits of a stored key or value: 8 (floating point, a scale for each head), 4 or 2 (but for the newest rows). Default: the
-    model's dtype."""
+    kv_bits: Literal[8, 4, 2] | Word | None = None
+    """Bits of a stored key or value: 8 (floating point, a scale for each head), 4 or 2 (but for the newest rows); or a
+    plugin's codec. Default: the model's dtype."""
     one_shot: bool = False
     """Evict once, when the whole prompt has been read, instead of after every chunk."""
     decode_every: Slots | None = None
     """Decoded tokens between evictions. Default: only when the buffers are full."""
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
     """Seed of policies that draw, and of sampling."""
-    backend: Literal["reference", "triton", "cpu"] | None = None
-    """Who computes. Default: triton on CUDA in half precision, cpu (C++) on a CPU where a compiler is, reference otherwise."""
+    backend: Literal["reference", "triton", "cpu"] | Word | None = None
+    """Who computes; or a plugin's backend. Default: triton on CUDA in half precision, cpu (C++) on a CPU where a compiler
+    is, reference otherwise."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -5,20 +5,22 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_kernels.fused import rms_norm
 
-from ..naming import install_line
+from ..hub import pull
+from ..naming import blaming, install_line
 from .decoder_attention import rotate
 from .gguf.gguf_model import PackedEmbedding, PackedLinear, packed_product, unpacked_rows
 from .libraries import has_own_forward, unwrapped
@@ -363,6 +365,28 @@ def identity_of(model: PreTrainedModel) -> dict[str, object]:
         "weight_bits": weight_bits_of(model) or gguf_types(config),
         "weights": fingerprint(model.parameters(), SAMPLES),
     }
+
+
+def stored_weights(name: str, names: Iterable[str]) -> Iterator[Tensor]:
+    """Weights by their names, one at a time, from the files of a model that is not loaded: a folder, or a repository of the Hub.
+
+    Raises:
+        ValueError: a weight is missing, or a file is damaged.
+    """
+    folder = Path(name)
+    where: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")) if folder.exists() else pull(name, _safetensors):
+        with blaming(f"{path} cannot be read", SafetensorError), safe_open(path, framework="pt") as file:
+            where |= dict.fromkeys(file.keys(), path)
+    for weight in names:
+        if weight not in where:
+            raise ValueError(f"{name} holds no weight {weight} in .safetensors: no document can be compared with it")
+        with safe_open(where[weight], framework="pt") as file:
+            yield file.get_tensor(weight)
+
+
+def _safetensors(names: list[str]) -> list[str]:
+    return [name for name in names if name.endswith(".safetensors")]
 
 
 def fingerprint(weights: Iterable[Tensor], samples: int | None = None) -> str:

@@ -20,6 +20,7 @@ from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rotate_lean
 from ..backbones.patches import product
+from ..policies.registry import Registry
 from .attend import attend_general, attend_rows, attend_rows_lse, varlen_operator
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,8 @@ class Backend:
     """PyTorch, and the definitions of ``locret_kernels``, on any device; the base of the others, which replace what they have a
     faster form of."""
 
-    name = "reference"
-    """Name in ``locret_kernels.backend``, by which policies and rows choose their operations."""
+    name = kernels = "reference"
+    """The setting ``backend``; and the name in ``locret_kernels.backend`` by which policies and rows choose their operations."""
     linear: ClassVar[Linear] = staticmethod(F.linear)
     """Product of what the kit computes beside the backbone."""
 
@@ -43,7 +44,7 @@ class Backend:
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rows ``[B, H, T, D]`` after RoPE, by tables ``[..., T, R]``."""
-        turned: Tensor = function("rotate_rows", self.name)(x, cos, sin)
+        turned: Tensor = function("rotate_rows", self.kernels)(x, cos, sin)
         return turned
 
     def attend(
@@ -72,11 +73,11 @@ class Backend:
             return attend_general(q_BQTD, k_BHSD, v_BHSD, softmax, window=window, want=want, by_head=by_head)
         if want:
             return self._attend_and_count(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want, by_head)
-        return attend_rows(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, window, self.name), []
+        return attend_rows(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, window, self.kernels), []
 
     def attend_blocks(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, blocks: Blocks) -> Tensor:
         """Attention ``[B, Q, T, D]`` of a chunk over chosen blocks of rows."""
-        out: Tensor = function("sparse_attend", self.name)(q_BQTD, k_BHSD, v_BHSD, scaling, blocks)
+        out: Tensor = function("sparse_attend", self.kernels)(q_BQTD, k_BHSD, v_BHSD, scaling, blocks)
         return out
 
     def attends_ragged(self, q_BQTD: Tensor) -> bool:
@@ -105,12 +106,12 @@ class Backend:
 class TritonBackend(Backend):
     """Kernels of ``locret_kernels`` on a card, and PyTorch's FlashAttention where it runs."""
 
-    name = "triton"
+    name = kernels = "triton"
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         if x.device.type == "cpu":  # kernels are interpreted there
             return None
-        return LayerOperations(function("rms_norm", self.name), function("swiglu", self.name), F.linear)
+        return LayerOperations(function("rms_norm", self.kernels), function("swiglu", self.kernels), F.linear)
 
     def attends_ragged(self, q_BQTD: Tensor) -> bool:
         return varlen_operator(q_BQTD.device, q_BQTD.dtype, q_BQTD.shape[-1]) is not None
@@ -118,9 +119,9 @@ class TritonBackend(Backend):
     def _attend_and_count(
         self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
     ) -> Counted:
-        out, lse_BQT = attend_rows_lse(q_BQTD, k_BHSD, v_BHSD, scaling, self.name)
+        out, lse_BQT = attend_rows_lse(q_BQTD, k_BHSD, v_BHSD, scaling, self.kernels)
         # First the whole group's, then that of each of its query heads.
-        G, column_stats = q_BQTD.shape[1] // k_BHSD.shape[1], function("column_stats", self.name)
+        G, column_stats = q_BQTD.shape[1] // k_BHSD.shape[1], function("column_stats", self.kernels)
         heads = [slice(None), *(slice(g, None, G) for g in range(G * by_head))]
         return out, [column_stats(q_BQTD[:, own], k_BHSD, scaling, lse_BQT[:, own], want=want) for own in heads]
 
@@ -128,7 +129,7 @@ class TritonBackend(Backend):
 class CpuBackend(Backend):
     """C++ of ``locret_kernels`` on a CPU, where it takes what it is given; PyTorch elsewhere."""
 
-    name = "cpu"
+    name = kernels = "cpu"
     linear: ClassVar[Linear] = staticmethod(product)
 
     def packs(self, dtype: torch.dtype) -> bool:
@@ -175,7 +176,10 @@ def runs_on_cpu() -> bool:
     return True
 
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Backend(), TritonBackend(), CpuBackend())}
+BACKENDS: Registry[Backend] = Registry("backend")
+"""Backends by name, one of each."""
+for backend in (Backend(), TritonBackend(), CpuBackend()):
+    BACKENDS.register(backend.name)(backend)
 
 
 def backend_for(name: str | None, device: torch.device, head_size: int, dtype: torch.dtype) -> Backend:
@@ -188,6 +192,10 @@ def backend_for(name: str | None, device: torch.device, head_size: int, dtype: t
     # Decided once for a cache: no step asks again what runs here.
     if name is None and device.type == "cpu" and dtype in cpp.TYPES and runs_on_cpu():
         name = "cpu"
-    if name == "cpu" and not runs_on_cpu():
-        raise BackendUnavailable("backend='cpu' needs a C++ compiler that knows OpenMP: see the warning before")
-    return BACKENDS[choose(name, device, head_size, dtype)]
+    backend = BACKENDS[name or choose(None, device, head_size, dtype)]
+    if backend.kernels == "cpu" and not runs_on_cpu():
+        raise BackendUnavailable(
+            f"backend={backend.name!r} needs a C++ compiler that knows OpenMP: see the warning before"
+        )
+    choose(backend.kernels, device, head_size, dtype)
+    return backend

@@ -28,14 +28,12 @@ from ..heads import RetainingHeads
 from ..policies import Policy
 from ..policies.grammar import composed_of
 from ..settings import INT32_MAX, RunSettings
-from .arguments import checked_arguments
-from .context import CacheCounters, Context, Pins, Stage, make_layers
-from .due import Schedule
+from .context import CacheCounters, Context, Pins, RecallCounters, Stage, make_layers
+from .options import CacheOptions, checked_arguments
 from .stages import stages_of
-from .step import Fixed, attend_again, evict_if_due, in_model_type, read_block, read_tokens
+from .step import StaticStep, attend_again, evict_if_due, in_model_type, read_block, read_tokens
 from .storage.codec import BITS, Float8, Scratch
 from .storage.rows import BoundedLayer, copy_rows
-from .terms import Terms
 from .view import (
     Kept,
     check_room,
@@ -60,18 +58,7 @@ class CannotFork(ValueError):
     """A copy would not hold what a fresh run of that prompt holds."""
 
 
-def check_lengths(old: Schedule, new: Schedule, seen: int) -> None:
-    """Raise CannotFork where ``seen`` tokens reach into the new prompt's tail, or past the old prompt."""
-    if new.body is not None and seen > new.body:
-        raise CannotFork(
-            f"prompt_length={new.prompt_length}: {seen} tokens are read already, more than the {new.body} before its tail"
-        )
-    # Decoded tokens are no part of another prompt.
-    if old.decoding(seen):
-        raise CannotFork("this cache has decoded already: fork it before")
-
-
-def check_past(old: Context, new: Context, windows: Sequence[int | None], seen: int) -> None:
+def check_past(old: Context, new: Context, seen: int) -> None:
     """Raise CannotFork where a run of ``new`` would not hold what ``old`` holds after ``seen`` tokens."""
     if not same_rotation(old.ropes or [], new.ropes or []):
         raise CannotFork("a prompt of that length is rotated by other frequencies (LongRoPE)")
@@ -83,7 +70,7 @@ def check_past(old: Context, new: Context, windows: Sequence[int | None], seen: 
         )
     # Integers alone: the evictions of both runs so far, simulated once for layers of equal budgets.
     earlier, later = cache(partial(old.schedule.evictions, seen)), cache(partial(new.schedule.evictions, seen))
-    for i, (mine, theirs, window) in enumerate(zip(old.budgets, new.budgets, windows, strict=True)):
+    for i, (mine, theirs, window) in enumerate(zip(old.budgets, new.budgets, old.spec.windows, strict=True)):
         before, after = earlier(mine), later(theirs)
         if window is None and before != after:
             raise CannotFork(
@@ -138,7 +125,7 @@ class BoundedCache(StatefulCache, Handler):
         ValueError: a setting out of range; names the setting, its value and the bound. FileNotFoundError: no such heads.
     """
 
-    fixed: Callable[[int], Fixed] | None = None
+    fixed: Callable[[int], StaticStep] | None = None
     """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.drivers.graph``)."""
 
     def __init__(
@@ -154,9 +141,9 @@ class BoundedCache(StatefulCache, Handler):
         super().__init__(layers=[])
         self.scratch = Scratch()
         self.unfinished = False
-        self.terms = Terms.of(settings, policy, heads, given)
-        self.policy, self.heads = self.terms.policy, self.terms.heads
-        self.settings, self.schedule = self.terms.at(prompt_length)
+        self.options = CacheOptions.of(settings, policy, heads, given)
+        self.policy, self.heads = self.options.policy, self.options.heads
+        self.settings, self.schedule = self.options.at(prompt_length)
         self.pins: Pins = first_pins(self.settings)
         self.counters = CacheCounters()
         self._stages = tuple(stages)
@@ -201,9 +188,24 @@ class BoundedCache(StatefulCache, Handler):
         return self.context.backend.name
 
     @property
+    def evicts(self) -> bool:
+        """Whether its budget bounds what it keeps."""
+        return not self.policy.keeps_everything
+
+    @property
+    def rereads(self) -> bool:
+        """Whether passages of the prompt may be read again."""
+        return self.policy.reread is not None
+
+    @property
+    def recall_counters(self) -> RecallCounters | None:
+        """Counts of what came back; None where nothing can."""
+        return None if self.policy.recall is None else self.context.recalls
+
+    @property
     def run(self) -> RunSettings:
         """Settings for another cache like this one: as resolved here, but for the backend, which is chosen anew."""
-        return replace(self.settings.run, backend=self.terms.settings.backend)
+        return replace(self.settings.run, backend=self.options.settings.backend)
 
     # ---- pinned text -----------------------------------------------------------------------------------------------
 
@@ -274,9 +276,8 @@ class BoundedCache(StatefulCache, Handler):
                 otherwise so far, or this cache was interrupted.
         """
         self.refuse_interrupted()
-        s, seen = self.schedule, self.get_seq_length()
         # A share of the prompt is a share of the new one.
-        settings = replace(self.run, budget=self.settings.share or s.budget)
+        settings = replace(self.run, budget=self.settings.share or self.schedule.budget)
         if local_len is not None:
             settings = replace(settings, local_len=local_len)
         if prompt_length is None:
@@ -285,16 +286,28 @@ class BoundedCache(StatefulCache, Handler):
         if self._context is None:
             new.pins = self.pins
             return new
-        check_lengths(s, new.schedule, seen)
-        new.bind(self._context.model)
-        check_past(self._context, new.context, self._context.spec.windows, seen)
+        self.check_fork(new, self.get_seq_length())
+        new._take_over(self)
+        new._set_pins(self.pins)
+        return new
+
+    def check_fork(self, new: BoundedCache, seen: int) -> None:
+        """Bind a cache of another prompt, and raise CannotFork where after ``seen`` tokens, which both begin with, it would not
+        hold what this one holds then."""
+        if new.schedule.body is not None and seen > new.schedule.body:
+            raise CannotFork(
+                f"prompt_length={new.schedule.prompt_length}: {seen} tokens are read already, more than the "
+                f"{new.schedule.body} before its tail"
+            )
+        # Decoded tokens are no part of another prompt.
+        if self.schedule.decoding(seen):
+            raise CannotFork("this cache has decoded already: fork it before")
+        new.bind(self.context.model)
+        check_past(self.context, new.context, seen)
         # A prompt that keeps more queries would have kept some that are gone.
         kept, wanted = ([rows.recent for rows in cache.bounded] for cache in (self, new))
         if seen and kept != wanted:
             raise CannotFork(f"{max(kept)} queries are kept here, and {max(wanted)} in a prompt of that length")
-        new._take_over(self)
-        new._set_pins(self.pins)
-        return new
 
     def with_budget(self, budget: int, *, stabilizers: int | None = None) -> Self:
         """An independent copy that holds the same rows and goes on with another budget, larger than what it holds: later
@@ -381,7 +394,7 @@ class BoundedCache(StatefulCache, Handler):
     def _resize(self, prompt_length: int | None) -> None:
         """Settings, context and layers for a prompt of another length; buffers whose size stays are the same."""
         # Into another object first: what cannot be met leaves this one as it was.
-        settings, schedule = self.terms.at(prompt_length)
+        settings, schedule = self.options.at(prompt_length)
         new = object.__new__(type(self))
         vars(new).update(vars(self) | {"settings": settings, "schedule": schedule, "pins": first_pins(settings)})
         if self._context is not None:
@@ -463,7 +476,7 @@ class BoundedCache(StatefulCache, Handler):
         rows.update(k_BHTD, v_BHTD)
         if layer == 0:
             ctx.tables.clear()  # layers of one forward share tables
-            ctx.votes.clear()
+            ctx.block_scores.clear()
             if self.needs_reread and rows.seen >= (self.schedule.prompt_length or 0):
                 raise RuntimeError(
                     f"policy={self.policy.name!r} reads the end of the prompt twice, which locret_kit's own prefill does and "

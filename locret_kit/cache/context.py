@@ -24,9 +24,8 @@ from .backend import BACKENDS, Backend, backend_for
 from .due import Due, Schedule
 from .rotation import Positions, RotationTables
 from .storage.blocks import BlockStore
-from .storage.codec import FLOAT8, Codec, Float8, Plain, Scratch
-from .storage.layouts import EqualRows, RaggedRows
-from .storage.quantised import SPARE, CompiledBits, GroupedBits
+from .storage.codec import CODECS, Plain, Scratch
+from .storage.layouts import LAYOUTS, EqualRows
 from .storage.rows import BoundedLayer
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class RecallCounters:
         vars(self).update(vars(RecallCounters()))
 
 
-class Votes:
+class BlockScores:
     """Scores that the layers of one forward gave to the blocks: the most of any layer so far, for each piece of the forward."""
 
     def __init__(self) -> None:
@@ -181,7 +180,7 @@ class Context:
     tables: RotationTables
     counters: CacheCounters
     recalls: RecallCounters = field(default_factory=RecallCounters)
-    votes: Votes = field(default_factory=Votes)
+    block_scores: BlockScores = field(default_factory=BlockScores)
     stages: tuple[Stage, ...] = ()
     """Work of the policy beside evicting."""
     pins: Pins = ()
@@ -346,7 +345,7 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
             room = -(-(s.prompt_length or 0) // policy.recall.size)
             views = policy.recall.count(layer.n_heads // layer.n_kv_heads)
             rows.store = BlockStore(policy.recall.size, policy.recall.representatives, views, room)
-        rows.backend, rows.grows = ctx.backend.name, policy.keeps_everything
+        rows.backend, rows.grows = ctx.backend.kernels, policy.keeps_everything
         layers.append(rows)
     return layers
 
@@ -356,7 +355,7 @@ def layer_rows(
     layer: AttentionLayer,
     capacity: int,
     chunk: int,
-    bits: int | None,
+    bits: int | str | None,
     scratch: Scratch,
     *,
     compiled: bool = False,
@@ -367,18 +366,11 @@ def layer_rows(
         # A chunk forgets everything at its end; before a sliding block stands the window of its first token.
         capacity = layer.window if layer.chunked else layer.window - 1 + chunk
         return BoundedLayer(EqualRows(capacity), Plain(), layer.window, chunked=layer.chunked)
-    codec: Codec = Plain()
-    if bits == FLOAT8:
-        codec = Float8()
-    elif bits is not None:
-        # Under full attention no group ever gets sparse, so the table needs no spare ones.
-        kind = CompiledBits if compiled else GroupedBits
-        codec = kind(bits, scratch, spare=0.0 if policy.keeps_everything else SPARE)
+    codec = Plain() if bits is None else CODECS[str(bits)](bits, scratch, compiled, policy.keeps_everything)
     statistics = recent = 0
     if not policy.keeps_everything:
         # Those of the group first, then of each of its query heads where the policy asks for them.
         group = layer.n_heads // layer.n_kv_heads if policy.by_query_head else 0
         statistics, recent = len(policy.statistics - {"count"}) * (1 + group), policy.recent(chunk)
-    layout = RaggedRows if policy.ragged else EqualRows
     merges = policy.merge is not None and policy.merge.remembers
-    return BoundedLayer(layout(capacity), codec, None, statistics, recent, merges=merges)
+    return BoundedLayer(LAYOUTS[policy.allocation.layout](capacity), codec, None, statistics, recent, merges=merges)

@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 
 from ..backbones.decoder_attention import Rope, same_rotation
+from ..backbones.spec import BackboneSpec
+from ..policies import Policy
 from ..policies.capabilities import reason
-from .context import Context, make_layers
+from ..settings import Resolved
+from .context import Context, layer_rows, make_layers
 from .rotation import RotationTables
+from .storage.codec import Scratch
 from .storage.rows import BoundedLayer, Page, copy_rows
 
 if TYPE_CHECKING:
@@ -45,14 +49,21 @@ class PageShape:
     """Newest queries at hand."""
 
     @classmethod
-    def of(
-        cls, layers: Iterable[BoundedLayer], heads: int, query_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> PageShape:
+    def of(cls, layers: Iterable[BoundedLayer], spec: BackboneSpec, dtype: torch.dtype) -> PageShape:
         """The page that is large enough for any of these layers, which need not have met a token."""
         layers = list(layers)
         largest = (max(getattr(rows, name) for rows in layers) for name in ("capacity", "statistics", "recent"))
         rows, statistics, recent = largest
-        return cls(heads, query_heads, head_dim, rows, dtype, statistics, recent)
+        return cls(spec.n_kv_heads, spec.n_heads, spec.head_dim, rows, dtype, statistics, recent)
+
+    @classmethod
+    def for_policies(
+        cls, spec: BackboneSpec, settings: Resolved, policies: Iterable[Policy], dtype: torch.dtype
+    ) -> PageShape:
+        """The page that is large enough for a text of any of these policies, in every layer."""
+        sizes = settings.budget + settings.chunk, settings.chunk
+        layers = [layer_rows(policy, layer, *sizes, None, Scratch()) for policy in policies for layer in spec.layers]
+        return cls.of(layers, spec, dtype)
 
     @property
     def row_bytes(self) -> int:
@@ -115,17 +126,17 @@ class RowPool:
         cut, self._left = self._left[:size], self._left[size:]
         return cut.view(dtype).view(shape)
 
-    def lend(self, page: int, rows: BoundedLayer) -> None:
+    def bind(self, page: int, rows: BoundedLayer) -> None:
         """Let an empty layer keep its rows in a page: it may have less room than the page, and less of everything else."""
         H, D, capacity = self.shape.heads, self.shape.head_dim, rows.capacity
         # Heads stand this layer's capacity apart, not the page's: one with less room takes the page's beginning.
         first = page * H * self.shape.rows
         at = slice(first, first + H * capacity)
         whole = {name: getattr(self, name)[at] for name in ("keys", "values", "positions", "scores")}
-        lent = {name: x.view(H, capacity, *x.shape[1:]) for name, x in whole.items()}
-        lent["stats"] = self.stats[: rows.statistics, at].view(rows.statistics, H, capacity)
-        rows.lent, rows.page = lent, Page(self, first)
-        # Nothing is allocated: the layer finds its buffers in what is lent.
+        buffers = {name: x.view(H, capacity, *x.shape[1:]) for name, x in whole.items()}
+        buffers["stats"] = self.stats[: rows.statistics, at].view(rows.statistics, H, capacity)
+        rows.external, rows.page = buffers, Page(self, first)
+        # Nothing is allocated: the layer finds its buffers in those.
         empty = self.keys.new_empty(1, H, 0, D)
         rows.lazy_initialization(empty, empty)
         if rows.recent:
@@ -184,8 +195,7 @@ class PagePool:
         ctx = cache.context
         if not self._free or not _is_plain(cache):
             return
-        sizes = ctx.spec.n_kv_heads, ctx.spec.n_heads, ctx.spec.head_dim, ctx.model.dtype
-        shapes = [PageShape.of([rows], *sizes) for rows in cache.bounded]
+        shapes = [PageShape.of([rows], ctx.spec, ctx.model.dtype) for rows in cache.bounded]
         if not self._pools:
             with torch.inference_mode(False):  # so that rows can be written outside of it too
                 sizes_L = [self.pages * shape.nbytes for shape in shapes]
@@ -197,7 +207,7 @@ class PagePool:
         weakref.finalize(cache, self._free.append, page)
         layers = make_layers(ctx, cache.scratch)
         for pool, rows, old in zip(self._pools, layers, cache.bounded, strict=True):
-            pool.lend(page, rows)
+            pool.bind(page, rows)
             copy_rows(rows, old)
         cache.move(self._rotations.of(ctx), layers)
 

@@ -14,7 +14,7 @@ from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.decoder_attention import Rope, rotate
 from ..policies import Policy
-from ..policies.base import Found, Merge, Recall, Slots, Sparse, resolve_count, wide
+from ..policies.base import BlockIndex, Merge, Recall, Slots, Sparse, resolve_count, wide
 from ..settings import FIRST
 from .context import Context, Stage
 from .storage.blocks import BlockStore, Recalled
@@ -39,7 +39,7 @@ class MergeStage(Stage):
         merger = self.merger
         raw = ctx.read_rope(layer, rows) is not None  # keys are stored before RoPE
         rope = ctx.rope(layer)
-        facts_BHS = merger.told(ctx.policy.score, slots, scores_BHS, ctx.policy.protected(slots), stay_BHS)
+        facts_BHS = merger.facts(ctx.policy.score, slots, scores_BHS, ctx.policy.protected(slots), stay_BHS)
         _, H, S = stay_BHS.shape
         for h in range(H):
             keys, values, positions = (rows.head(name, h) for name in ("keys", "values", "positions"))
@@ -55,9 +55,9 @@ class MergeStage(Stage):
             if not raw:
                 folded = rotate(folded, *rope.tables(positions[at], exact))
             keys[at], values[at] = folded.to(keys.dtype), new.values_RD.to(values.dtype)
-            if merger.remembers and new.gained_R is not None:
+            if merger.remembers and new.log_weight_R is not None:
                 absorbed = rows.head("absorbed", h)
-                absorbed[at] = torch.logaddexp(absorbed[at], new.gained_R)
+                absorbed[at] = torch.logaddexp(absorbed[at], new.log_weight_R)
 
 
 # ---- sparse prefill -------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def _choose(
     older = slice(0, kept.shape[2] - T - later)
     block_BHS = positions.div(recall.size, rounding_mode="floor")
     block_BHS = block_BHS.masked_fill(~valid | (positions < FIRST) | (block_BHS >= N), -1)
-    found = Found(
+    found = BlockIndex(
         stored.index[None, :, :N],
         stored.worth[None, :, :N].isfinite(),
         kept[:, :, older],
@@ -202,7 +202,7 @@ def _choose(
     )
     worth_BHN = recall.relevance(q_BQTD, found)
     if recall.across == "model":
-        worth_BHN = ctx.votes.raised(rows.seen - later - T, T, worth_BHN)[..., :N]
+        worth_BHN = ctx.block_scores.raised(rows.seen - later - T, T, worth_BHN)[..., :N]
     holds_BHN = stored.held[None, :, :N].any(-1)
     holds_BHN = holds_BHN if worth_BHN.shape[1] > 1 else holds_BHN.any(1, keepdim=True)
     # Stable: of equals the older block, so that runs repeat exactly.

@@ -1,7 +1,7 @@
 """One step of a layer: new tokens become rows, attend to what they see, and the policy evicts where the schedule says.
 
 Dynamic decoding and decoding with fixed shapes (``runtime.drivers.graph``) take the same step. In the second the text's length,
-the row of the new token and the lengths of heads are numbers on the device (``Fixed``), and nothing is read back.
+the row of the new token and the lengths of heads are numbers on the device (``StaticStep``), and nothing is read back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .view import entry_scores, slots_of
 
 
 @dataclass(frozen=True)
-class Fixed:
+class StaticStep:
     """Where one token stands whose step has fixed shapes: numbers on the device."""
 
     seen: Tensor
@@ -44,7 +44,7 @@ class Fixed:
     """Rows that it sees, its own included."""
 
 
-def attend_token(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed: Fixed | None = None) -> Tensor:
+def attend_token(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed: StaticStep | None = None) -> Tensor:
     """Attention ``[B, Q, 1, D]`` of one token over all heads in one call, of rows that lie end to end."""
     flat = rows.flat().newest(rows.window) if fixed is None else fixed.flat
     turn = None
@@ -54,7 +54,7 @@ def attend_token(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed:
         tables = (ctx.tables.upto(one, max(span, flat.longest), q) for one in (rope, rope.of_queries))
         turn = RowRotation(*next(tables), *next(tables), span, now)
     statistics = ctx.statistics if rows.window is None else ()
-    return decode_rows(q, flat, rows.scaling, ctx.backend.name, statistics, turn, ctx.group)
+    return decode_rows(q, flat, rows.scaling, ctx.backend.kernels, statistics, turn, ctx.group)
 
 
 def attend_again(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedR
         if not ctx.positions.by_rank:
             place_HT = ctx.positions.place(place_HT, rows.positions[starts_H[:, None] + place_HT], rows.seen)
             place_N = ctx.positions.place(place_N, rows.positions, rows.seen).clamp(0, size - 1)
-        (cos, sin), turned = ctx.tables.upto(rope, size, q), function("rotate_rows", ctx.backend.name)
+        (cos, sin), turned = ctx.tables.upto(rope, size, q), function("rotate_rows", ctx.backend.kernels)
         keys = turned(keys[None, None], cos, sin, place_N.int()[None, None])[0, 0]
         cos, sin = ctx.tables.upto(rope.of_queries, size, q)
         q = turned(q, cos, sin, place_HT.int().repeat_interleave(Q // H, 0)[None])
@@ -208,7 +208,7 @@ def read_block(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    fixed: Fixed | None = None,
+    fixed: StaticStep | None = None,
     score_BHT: Tensor | None = None,
 ) -> Tensor:
     """Attend over the rows and one block of new tokens, which become rows: ``[B, Q, T, D]``."""
@@ -216,7 +216,7 @@ def read_block(
     if score_BHT is None:
         score_BHT = entry_scores(ctx, layer, rows, seen, q, k, v)
     if rows.recent:
-        rows.remember(q)  # as it came: scores rotate the newest queries for the rows that are left
+        rows.append_queries(q)  # as it came: scores rotate the newest queries for the rows that are left
     if (rope := ctx.write_rope(layer, rows)) is not None:
         tables, T = ctx.tables.between(rope, seen, q.shape[2], q), q.shape[2]
         of_queries = tables if rope.queries is None else ctx.tables.between(rope.queries, seen, T, q)

@@ -92,7 +92,7 @@ def batch_key(ctx: Context) -> Hashable | None:
     if ctx.positions.span not in (None, 0):
         return None
     # Rotations by identity: tables are shared by the object, see RotationTables.
-    return ctx.positions.span, ctx.statistics, ctx.group, ctx.backend.name, id(ctx.ropes)
+    return ctx.positions.span, ctx.statistics, ctx.group, ctx.backend.kernels, id(ctx.ropes)
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class TextBatch:
         # As they came: a score rotates the newest queries for the rows that an eviction leaves.
         for n, own in enumerate(rows):
             if own.recent:
-                own.remember(q_NQD[n : n + 1, :, None])
+                own.append_queries(q_NQD[n : n + 1, :, None])
         index, q_NQ1D = self._step.index(pool, rows), q_NQD[:, :, None]
         if (rope := ctx.write_rope(layer, first)) is not None:
             seen = tuple(own.seen for own in rows)
@@ -211,7 +211,7 @@ class TextBatch:
         ).newest(first.window)
         rope = ctx.read_rope(layer, first)
         rotation = None if rope is None else self._step.rotation(index, rope, ctx.tables, q_NQD)
-        out = decode_rows(q_NQ1D, flat, first.scaling, ctx.backend.name, statistics, rotation, ctx.group)
+        out = decode_rows(q_NQ1D, flat, first.scaling, ctx.backend.kernels, statistics, rotation, ctx.group)
         # Each by its own schedule; what moves lies in its own page.
         for (own_ctx, own), due in zip(texts, dues, strict=True):
             own.count(1)

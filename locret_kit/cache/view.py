@@ -13,7 +13,6 @@ from torch import Tensor
 from ..backbones.decoder_attention import Rope, rotate
 from ..policies import Policy
 from ..policies.base import Entry, Reread, Slots
-from ..policies.methods.sirllm import token_entropy
 from ..settings import FIRST, RunSettings, read_protect
 from .context import Context, Pins
 from .due import Schedule
@@ -262,7 +261,7 @@ def score_by_logits(
         raise ValueError(
             f"policy={ctx.policy.name!r} scores tokens by their probability: give input_ids, not inputs_embeds"
         )
-    score_BT, last_hidden = token_entropy(ctx.model, hidden_BTE, ids_BT, before)
+    score_BT, last_hidden = ctx.policy.score.score_by_logits(ctx.model, hidden_BTE, ids_BT, before)
     for rows in layers:
         if rows.window is None:
             rows.scores[rows.layout.last(score_BT.shape[1])] = score_BT

@@ -109,7 +109,7 @@ def of_text(
 def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether answers are the same bit for bit where the text is read once for several questions: not where the budget, the
     one chunk or the room hang on each prompt's length."""
-    by_length = isinstance(args.budget, float) or args.one_shot or chosen.policy.keeps_everything
+    by_length = isinstance(args.budget, float) or args.one_shot or not chosen.evicts
     return tokenizer.is_fast and not by_length
 
 

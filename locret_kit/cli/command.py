@@ -26,6 +26,7 @@ from ..files import read_utf8
 from ..hub import OneRetryLine
 from ..naming import blaming, first_line, install_line
 from ..processes import choose_threads
+from ..settings import RunSettings, annotations_of, choices
 from ..text.losses import ENCODED, is_encoded
 from ..text.reader import CONVERTED, LIMIT, convert, may_be_text
 
@@ -121,6 +122,11 @@ def entry(
             return 0
         if isinstance(args, Plugin):
             args.load_plugin()
+        named = args.backend if isinstance(args, RunSettings) else None
+        if named is not None and named not in choices(annotations_of(RunSettings)["backend"]):
+            from ..cache.backend import BACKENDS
+
+            _ = BACKENDS[named]  # before a backbone is loaded
         if isinstance(args, Backbone) and args.list_policies:
             from ..policies.grammar import describe_policies
 

@@ -54,7 +54,7 @@ class Chosen:
         recorded = self.config.adapter if self.config else None
         names = {
             "model": self.backbone,
-            "heads": self.ckpt if self.policy.needs_heads else None,
+            "heads": self.policy.heads_for(self.ckpt),
             "adapter": self.adapter or (recorded and "none"),
         }
         return {what: Path(name).name if Path(name).is_absolute() else name for what, name in names.items() if name}
@@ -68,6 +68,11 @@ class Chosen:
     def published(self) -> Mapping[str, object]:
         """Settings that the heads were published with."""
         return self.config.inference if self.config else {}
+
+    @property
+    def evicts(self) -> bool:
+        """Whether a budget bounds what is kept."""
+        return not self.policy.keeps_everything
 
     def load(self, machine: Machine) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The backbone and its tokenizer.
@@ -95,7 +100,7 @@ class Chosen:
     ) -> RunSettings:
         """The settings, with a budget for the text's tokens where nobody gave one, which ``say`` is told in a line; ``turns``
         slots come beside it."""
-        if run.budget is not None or self.policy.keeps_everything:
+        if run.budget is not None or not self.evicts:
             return run
         budget, line = budget_of_text(model, self.policy, run, self.published, tokens, turns)
         say(line)
@@ -125,7 +130,7 @@ class Chosen:
 
 
 def choose(
-    ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, kv_bits: int | None = None, *,
+    ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, kv_bits: int | str | None = None, *,
     asked: bool = False,
 ) -> Chosen:  # fmt: skip
     """Backbone, heads and policy by the names that a user gives: the heads name what he leaves open. Where neither backbone nor
@@ -140,8 +145,7 @@ def choose(
     named = parse_policy(policy) if policy is not None else None
     if named is not None:
         check_storage(kv_bits, named)
-        if named.needs_heads and not ckpt:
-            raise ValueError(f"policy={named.name!r} needs retaining heads: give --ckpt")
+        named.heads_for(ckpt, "give --ckpt")
     heads = RetainingHeads.from_pretrained(ckpt, backbone=model) if ckpt else None
     config = heads.config if heads else None
     chosen = named or parse_policy(config.policy if config else UNTRAINED[0])
@@ -217,7 +221,7 @@ def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     """A warning where keys of the prompt are rotated by positions that the backbone was not made for."""
     window, s = getattr(text_config(model), "max_position_embeddings", None), cache.schedule
     budgets, places = cache.context.budgets, cache.context.positions
-    rows = (s.prompt_length or 0) if cache.policy.keeps_everything else max(budgets) + s.chunk
+    rows = max(budgets) + s.chunk if cache.evicts else s.prompt_length or 0
     if window is None or not any(budgets) or (reach := places.largest(rows, s.prompt_length)) <= window:
         return None
     advice = "--positions compact, with budget and chunk together below it, does not"

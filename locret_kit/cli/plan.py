@@ -133,7 +133,7 @@ def run(args: PlanOptions) -> int:
     ]
     if setting.budget >= setting.context:
         say.append("the budget holds the whole context: nothing is evicted")
-    elif not setting.policy.keeps_everything:
+    elif setting.evicts:
         say.append(
             f"at chunk {setting.chunk} the largest budget that fits is {fitting.largest_budget(backbone, setting, cap)}; "
             f"at budget {setting.budget} the largest chunk is {fitting.largest_chunk(backbone, setting, cap)}"
@@ -158,16 +158,16 @@ def _vllm(
     """
     import torch
 
+    from ..cache.lent import page_bytes
     from ..planning.fitting_settings import DoesNotFit
     from ..planning.inference_plan import plan_inference
-    from ..vllm.request_pages import Pages, pages_of
-    from ..vllm.server_settings import check_policy, check_settings
+    from ..vllm.server_settings import Pages, check_policy, check_settings
 
     check_policy(setting.policy)
     check_settings(args.run)
     plan = plan_inference(backbone, setting)
     dtype = getattr(torch, setting.dtype)
-    each = pages_of(config, setting.chunked, [setting.policy], dtype, args.ranks)
+    each = page_bytes(config, setting.chunked, [setting.policy], dtype, args.ranks)
     beside = (plan.weights + plan.heads) // args.ranks + plan.workspace
     pages = Pages.within(each, max(0, cap - beside))
     if not pages.requests or pages.requests < (args.sessions or 0):

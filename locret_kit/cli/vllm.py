@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..config.schema import read
 from ..config.serve_options import VLLM, VllmOptions, shared_out
-from ..vllm.refusals import DOCUMENTS, check_version, refuse
+from ..vllm import DOCUMENTS, check_version, refuse
 from .command import command
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
 
     from ..backbones.load import choose_precision, load_config, pick_device
     from ..backbones.spec import spec_of
-    from ..vllm.request_pages import Pages, pages_of
+    from ..cache.lent import page_bytes
+    from ..vllm.server_settings import Pages
     from ..vllm.worker import engine_options
 
     refuse(vars(options))
@@ -115,7 +116,7 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
     refuse({"architecture": model.architecture, "runner": model.runner_type})
     if server.heads is not None:
         server.heads.check_backbone(spec_of(config))
-    each = pages_of(config, server.settings, server.policies.values(), model.dtype, options.tensor_parallel_size)
+    each = page_bytes(config, server.settings, server.policies.values(), model.dtype, options.tensor_parallel_size)
     if sessions is not None:
         options.kv_cache_memory_bytes = Pages(each, sessions).bytes
     return each
@@ -125,7 +126,7 @@ async def serve(options: Namespace, page: int) -> None:
     """Serve until stopped; say when requests are taken, and how many fit, of whose pages each has so many bytes."""
     from vllm.entrypoints.launchers.api_server import entry
 
-    from ..vllm.request_pages import SPARE, Pages
+    from ..vllm.server_settings import SPARE, Pages
 
     host = options.host if options.host not in (None, "", "0.0.0.0", "::") else "127.0.0.1"
     where, build = f"[{host}]" if ":" in host else host, entry.build_and_serve

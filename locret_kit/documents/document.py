@@ -22,8 +22,8 @@ from ..backbones.intercept import attached
 from ..backbones.weights import tokenizer_identity
 from ..cache.bounded import BoundedCache, CannotFork
 from ..cache.file import check_there
+from ..cache.options import CacheOptions
 from ..cache.saved import CacheFile
-from ..cache.terms import Terms
 from ..heads import RetainingHeads, loaded
 from ..naming import blaming
 from ..policies import Policy
@@ -105,9 +105,9 @@ class Document:
         title = title or (text.name if isinstance(text, Path) else "")
         whole = text if isinstance(text, DocumentText) else DocumentText.of(tokenizer, text, chat)
         heads = loaded(heads)
-        terms = Terms.of(settings, policy, heads, given)
-        resolved = terms.settings.resolved(terms.published, whole.tokens)
-        run = replace(terms.settings, budget=resolved.budget)
+        options = CacheOptions.of(settings, policy, heads, given)
+        resolved = options.settings.resolved(options.published, whole.tokens)
+        run = replace(options.settings, budget=resolved.budget)
         empty = BoundedCache(run, policy, heads, prompt_length=whole.tokens + resolved.local_len + 1)
         empty.bind(model)
         document = cls(model, whole, empty, title=title, share=resolved.share)
@@ -294,7 +294,7 @@ class Document:
 
     def _without_text(self) -> Document:
         """The same document with every token read and no ids."""
-        if self.cache.policy.reread is not None:
+        if self.cache.rereads:
             raise ValueError(
                 f"policy={self.cache.policy.name!r} reads passages of the text again: it cannot be saved without its text"
             )

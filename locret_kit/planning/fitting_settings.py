@@ -21,6 +21,7 @@ from ..cache.bounded import BoundedCache
 from ..cache.storage.codec import BITS
 from ..naming import UNITS, show
 from ..policies import Policy
+from ..policies.capabilities import Subject, reason
 from ..settings import RunSettings, check, checked
 from .inference_plan import (
     ITEM_BYTES,
@@ -163,7 +164,7 @@ def nearest_fitting(backbone: BackboneSizes, setting: Setting, cap: int) -> list
 
 def _nearest(backbone: BackboneSizes, setting: Setting, cap: int) -> list[Setting]:
     bits = [s for s in fewer_bits(setting) if plan_inference(backbone, s).peak <= cap][:1]
-    if setting.policy.keeps_everything:
+    if not setting.evicts:
         return bits
 
     def scaled(n: int) -> Setting:
@@ -191,11 +192,9 @@ def listed(backbone: BackboneSizes, settings: list[Setting]) -> str:
 def fewer_bits(setting: Setting) -> list[Setting]:
     """The same lengths in half precision, then with keys and values in 4 and in 2 bits."""
     half = replace(setting, dtype="bfloat16") if setting.dtype == "float32" else setting
-    packed = [
-        b
-        for b in BITS
-        if setting.policy.merge is None and not setting.policy.ragged and b < (setting.run.kv_bits or 16)
-    ]
+    stored = 16 if setting.run.kv_bits is None else setting.run.kv_bits
+    takes = isinstance(stored, int) and reason("few bits", Subject(setting.policy, kv_bits=4)) is None
+    packed = [bits for bits in BITS if takes and bits < int(stored)]
     return [half] * (half is not setting) + [half.with_run(kv_bits=b) for b in packed]
 
 
@@ -215,7 +214,7 @@ def require_fit(backbone: BackboneSizes, setting: Setting, cap: int) -> Plan:
     if setting.weight_bits != min(WEIGHT_BITS) and backbone.packed_bytes is None:
         fewest = backbone.weights(ITEM_BYTES[setting.dtype], min(WEIGHT_BITS))
         least += f", with {min(WEIGHT_BITS)}-bit weights {show(fewest + plan.heads)}"
-    if setting.policy.keeps_everything:
+    if not setting.evicts:
         least += f", and policy={setting.policy.name!r} evicts nothing"
     raise DoesNotFit(f"{said}. No setting fits: {least}")
 
@@ -395,10 +394,10 @@ def budget_of_text(
 
         more = largest(fits, tokens // PER_SLOT // STEP)
         limits[f"as many as half of the free {free / 2**30:.1f} GiB holds"] = least.budget + STEP * more
-    reason, budget = min(limits.items(), key=lambda item: item[1])
+    limit, budget = min(limits.items(), key=lambda item: item[1])
     if budget <= least.budget:
-        reason, budget = "the least that a text gets", least.budget
-    return budget, f"budget: {budget} slots for {tokens} tokens, {reason}; --budget N takes another"
+        limit, budget = "the least that a text gets", least.budget
+    return budget, f"budget: {budget} slots for {tokens} tokens, {limit}; --budget N takes another"
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -256,12 +256,17 @@ class Setting:
     @property
     def width(self) -> int:
         """Width of the retaining heads; 0 where the policy needs none."""
-        return self.d_hidden if self.policy.needs_heads else 0
+        return self.policy.heads_for(self.d_hidden) or 0
+
+    @property
+    def evicts(self) -> bool:
+        """Whether the budget bounds what is kept."""
+        return not self.policy.keeps_everything
 
     def capacities(self, layers: int) -> list[int]:
         """Rows of a key/value head of each full-attention layer."""
         s = self.schedule
-        if self.policy.keeps_everything:
+        if not self.evicts:
             return [self.context] * layers
         shares = self.policy.layer_budgets(s.budget, layers, s.chunk, s.stabilizers, s.tail, self.context)
         return [share + s.chunk for share in shares]

@@ -9,12 +9,15 @@ import warnings
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial, reduce
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from . import base
+
+H = TypeVar("H")
 
 # ---- whole numbers of slots from shares -----------------------------------------------------------------------------
 
@@ -131,6 +134,13 @@ class Policy:
         """Whether retaining heads are needed."""
         return self.score.needs_heads
 
+    def heads_for(self, heads: H | None, give: str = "pass heads=") -> H | None:
+        """The retaining heads with which it scores: None where it needs none. Raises ValueError where it has none but needs some;
+        ``give`` says how."""
+        if self.needs_heads and heads is None:
+            raise ValueError(f"policy={self.name!r} scores with retaining heads: {give}")
+        return heads if self.needs_heads else None
+
     @property
     def needs_unrotated(self) -> bool:
         """Whether queries and keys before RoPE are needed, as retaining heads and mergers need them too."""
@@ -157,7 +167,7 @@ class Policy:
     @property
     def ragged(self) -> bool:
         """Whether heads of one layer may hold different numbers of slots."""
-        return self.allocation.ragged
+        return self.allocation.layout != "equal"
 
     def at(self, budget: int) -> Policy:
         """The policy whose recall has the sizes for a budget of so many slots a head."""

@@ -20,6 +20,7 @@ import torch
 from annotated_types import Interval, Predicate
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from locret_kernels.backend import function
 from locret_kernels.column_stats import window_attention
@@ -248,6 +249,18 @@ class Score(Part, Protocol):
         """Whether ``score_new_tokens`` does more than this one."""
         return type(self).score_new_tokens is not Score.score_new_tokens
 
+    @property
+    def is_head(self) -> bool:
+        """Whether a token's score is what its retaining head says, and nothing else."""
+        return False
+
+    def score_by_logits(
+        self, model: PreTrainedModel, hidden_BTE: Tensor, ids_BT: Tensor, before_B1E: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Of a score that ``needs_logits``: scores ``[B, T]`` of new tokens by the backbone's final hidden states, and the last
+        of these for the next call; ``before`` is that of the call before."""
+        raise TypeError(f"{type(self).__name__} needs logits, so it must define score_by_logits")
+
     def score_slots(self, slots: Slots) -> Tensor:
         """Scores ``[B, H, S]`` (float32) at an eviction; larger is kept. Anything at padding."""
         return slots.entry_scores
@@ -293,8 +306,9 @@ class Scope(Part, Protocol):
 class Allocation(Part, Protocol):
     """Number of slots of each layer and each head: by default the budget for all. Derive from it."""
 
-    ragged: ClassVar[bool] = False
-    """Whether heads of one layer may get different numbers."""
+    layout: ClassVar[str] = "equal"
+    """Name in ``cache.storage.layouts.LAYOUTS`` of how rows lie; with any but ``equal``, heads of one layer may get different
+    numbers."""
 
     def layer_budgets(self, budget: int, layers: int, window: int, longest: int | None = None) -> list[int]:
         """Slots per head of each layer; the sum is ``layers * budget``.
@@ -305,7 +319,7 @@ class Allocation(Part, Protocol):
         return [budget] * layers
 
     def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
-        """Slots ``[B, H]`` (int64) of each head, where they are ``ragged``; the sum over heads is ``H * keep``, and no head gets
+        """Slots ``[B, H]`` (int64) of each head, where they may differ; the sum over heads is ``H * keep``, and no head gets
         more than it holds. The scores are what ``measured`` makes of them."""
         raise TypeError(f"{type(self).__name__} is ragged, so it must define head_budgets")
 
@@ -357,7 +371,7 @@ class Folded:
     """Their rows (int64, ascending)."""
     keys_RD: Tensor
     values_RD: Tensor
-    gained_R: Tensor | None = None
+    log_weight_R: Tensor | None = None
     """Logarithm of the weight that each takes over, where a merger remembers it."""
 
 
@@ -370,11 +384,11 @@ class Merge(Part, Protocol):
     def bind(self, spec: BackboneSpec, device: torch.device) -> None:
         """Make ready for a backbone. Raises ValueError where it does not fit."""
 
-    def told(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+    def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
         """Facts ``[B, H, S]`` about a layer's slots, asked for once per eviction and handed to ``fold``. ``protected_BHS``:
         slots that are pinned or in a scope; ``stay_BHS``: those that the policy keeps."""
 
-    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
+    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, facts_S: Tensor, stay_S: Tensor) -> Folded:
         """The slots of one head that take others over. ``stay_S``: bool; the others are evicted."""
 
 
@@ -417,7 +431,7 @@ class Reread(Part, Protocol):
 
 
 @dataclass(frozen=True)
-class Found:
+class BlockIndex:
     """Index, on the device, of a layer's stored blocks, ``N`` a head."""
 
     index_BHNRD: Tensor
@@ -491,7 +505,7 @@ class Recall(Part, Protocol):
         score says."""
         return (scores_BHS,)
 
-    def relevance(self, q_BQTD: Tensor, index: Found) -> Tensor:
+    def relevance(self, q_BQTD: Tensor, index: BlockIndex) -> Tensor:
         """Worth ``[B, H, N]`` of the stored blocks to all of the queries together, of key/value heads or, ``H`` being 1, of all
         of them; at least 0 where that of several layers is compared."""
 

@@ -13,7 +13,7 @@ class Subject(NamedTuple):
     policy: Policy
     description: DecoderAttention | None = None
     """Of the backbone, where it is asked about."""
-    kv_bits: int | None = None
+    kv_bits: int | str | None = None
 
 
 PARTS = ("merge", "recall", "reread", "sparse", "prefill_mask")
@@ -26,7 +26,7 @@ def traits(subject: Subject) -> Iterator[tuple[str, object]]:
     yield from ((name, getattr(policy, name) is not None) for name in PARTS)
     yield from {"ragged": policy.ragged, "grows": policy.keeps_everything, "logits": policy.needs_logits}.items()
     yield "memory", policy.score.memory(1 << 20)
-    yield from {"bits": bits is not None, "codes": bits in (4, 2)}.items()
+    yield from {"bits": bits is not None, "codes": bits not in (None, 8)}.items()
     yield "merge in bits", bits is not None and policy.merge is not None
     yield "ragged in bits", bits is not None and policy.ragged
     if description is None:
@@ -78,6 +78,9 @@ CANNOT: Mapping[str, Mapping[str, str]] = {
     "forward of several texts": {
         "states": "model_type={model!r}: its layers hold states, or read each other's rows, so each text is a forward of its "
         "own: use locret_kit.runtime.engine.run",
+    },
+    "prompt of unknown length": {
+        "prefill_mask": "policy={policy!r} reads the prompt otherwise than what follows: pass prompt_length="
     },
     "page": dict.fromkeys(
         ("ragged", "grows", "merge", "recall", "sparse", "prefill_mask", "bits", "states", "capped", "uneven"), _PAGE

@@ -1,9 +1,9 @@
-"""Names of parts and policies: ``part`` and ``register`` add them; packages and files of a user's bring more.
+"""Names of parts and policies, and registries of whatever else has names: packages and files of a user's bring more.
 
 They are found when one is first asked for: in ``methods/``, one file per method, and in installed packages that have an entry
-point in the group ``locret_kit.policies``, a module that registers as it is imported::
+point in the group ``locret_kit.plugins``, a module that registers as it is imported::
 
-    [project.entry-points."locret_kit.policies"]
+    [project.entry-points."locret_kit.plugins"]
     mine = "my_package.my_policies"
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from ..cis import SmoothL1
-from ..naming import blaming, first_line
+from ..naming import blaming, first_line, nearest
 from ..settings import annotations_of
 from . import WHOLE, Policy, methods, rounded, rounded_on_device
 from .base import (
@@ -48,13 +48,54 @@ from .base import (
     wanted_count,
 )
 
-GROUP = "locret_kit.policies"
+GROUP = "locret_kit.plugins"
 UNTRAINED = ("compactor", "snapkv")
 """Policies of a backbone without heads, the default first: of those that need no training, it finds most (docs/howto/choose.md),
 and the other one takes any decoder and any cache."""
 KINDS = ("score", "scope", "allocation", "selection", "merge", "recall", "prefill_mask", "sparse", "reread")
 """Kinds of a policy's parts, in the grammar's order. A training's loss is a part too, of the kind 'loss'."""
 T = TypeVar("T")
+
+
+class Registry(dict[str, T]):
+    """Items of one kind by name. A name that is not there yet is looked for in installed packages.
+
+    Raises:
+        ValueError: a name that nobody has, with those that there are; a name that another module has.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self._modules: dict[str, str] = {}
+
+    @staticmethod
+    def load() -> None:
+        """Import what installed packages bring."""
+        _load()
+
+    def __missing__(self, name: str) -> T:
+        self.load()
+        if name in self:
+            return self[name]
+        near = nearest(name, self)
+        raise ValueError(f"{self.kind}={name!r} must be one of: {', '.join(self)}{near and f'.{near}'}")
+
+    def add(self, name: str, item: T, module: str) -> None:
+        """Give an item a name. A module may do so again, as a notebook's cell does that is run twice."""
+        if self._modules.setdefault(name, module) != module:
+            raise ValueError(f"{self.kind}={name} is registered already, by {self._modules[name]}")
+        self[name] = item
+
+    def register(self, *names: str) -> Callable[[T], T]:
+        """Decorator of a class or a function that gets these names."""
+
+        def add(item: T) -> T:
+            for name in names:
+                self.add(name, item, item.__module__)
+            return item
+
+        return add
 
 
 class Parts(TypedDict, total=False):
@@ -123,10 +164,8 @@ class NamedPolicy:
         return Policy(self.name, source=self.source, keeps_everything=self.keeps_everything, **cast(Parts, parts))
 
 
-_parts: dict[str, dict[str, type]] = {kind: {} for kind in (*KINDS, "loss")}
-_policies: dict[str, NamedPolicy] = {}
-_owners: dict[tuple[str, str], str] = {}
-"""Module that registered a kind and name."""
+_parts: dict[str, Registry[type]] = {kind: Registry(kind) for kind in (*KINDS, "loss")}
+_policies: Registry[NamedPolicy] = Registry("policy")
 
 
 @dataclass_transform(frozen_default=True)
@@ -139,8 +178,8 @@ def part(kind: str, name: str) -> Callable[[type[T]], type[T]]:
     """
 
     def add(made: type[T]) -> type[T]:
-        _own(kind, name, made.__module__)
-        _parts[kind][name] = made if "__dataclass_fields__" in vars(made) else dataclass(frozen=True)(made)
+        whole = made if "__dataclass_fields__" in vars(made) else dataclass(frozen=True)(made)
+        _parts[kind].add(name, whole, made.__module__)
         return made
 
     return add
@@ -169,14 +208,8 @@ def register(
     Raises:
         ValueError: another module has the name.
     """
-    _own("policy", name, sys._getframe(1).f_globals["__name__"])
-    _policies[name] = NamedPolicy(name, source, parts, base, names or {}, keeps, keeps_everything)
-
-
-def _own(kind: str, name: str, module: str) -> None:
-    """Note who has a name. A module may register again, as a notebook's cell does that is run twice."""
-    if _owners.setdefault((kind, name), module) != module:
-        raise ValueError(f"{kind}={name} is registered already, by {_owners[kind, name]}")
+    named = NamedPolicy(name, source, parts, base, names or {}, keeps, keeps_everything)
+    _policies.add(name, named, sys._getframe(1).f_globals["__name__"])
 
 
 part("allocation", "uniform")(Uniform)
@@ -231,7 +264,7 @@ def parameters_of(made: type) -> dict[str, Parameter]:
 
 
 def load_plugin(text: str) -> None:
-    """Import a user's module, or a ``.py`` file, whose policies and parts then work by name. A second time does nothing.
+    """Import a user's module, or a ``.py`` file, whose names then work. A second time does nothing.
 
     Raises:
         ValueError: it is not there, or raises; names it.
@@ -329,7 +362,7 @@ class Adaptive(Uniform):
     safeguard)."""
 
     alpha: Ratio = 0.5
-    ragged: ClassVar[bool] = True
+    layout: ClassVar[str] = "ragged"
 
     def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
         return shared_out(scores_BHS, protected_BHS, valid_BHS, keep, self.alpha)
@@ -342,7 +375,7 @@ class Mass(Uniform):
     none shares out alike. Source: the code of IndexMem++ (arXiv 2605.25475), which finds the share by bisection."""
 
     alpha: Ratio = 1.0
-    ragged: ClassVar[bool] = True
+    layout: ClassVar[str] = "ragged"
 
     def measured(self, score: Score, scores_BHS: Tensor, slots: Slots) -> Tensor:
         weight_BHS = score.log_weight(scores_BHS).masked_fill(~slots.valid, float("-inf"))

@@ -22,9 +22,8 @@ from ..backbones.libraries import forward, unwrapped
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
-from .drivers import Decoding, Driver
+from .drivers import Decoding, Driver, PlainDriver, logits_after
 from .drivers.cpu import cpu_driver
-from .drivers.plain import PlainDriver, logits_after
 from .sampling import Chooser, stop_ids
 from .sequence import PromptScheduler, Request, Sequence
 
@@ -235,7 +234,7 @@ class Engine:
         if sequence.decoding is None:
             sequence.decoding = Decoding(self.model, sequence.cache, self.graph)
         driver = sequence.decoding.next_driver()
-        return None if isinstance(driver, PlainDriver) else driver
+        return None if type(driver) is PlainDriver else driver
 
 
 def run(

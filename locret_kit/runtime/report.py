@@ -108,7 +108,7 @@ class Report:
         decode_s: float, kept_rows: list[int], read_before: int = 0,
     ) -> Report:  # fmt: skip
         """Gather the figures of a finished run."""
-        c, recalls = cache.counters, cache.policy.recall is not None
+        c, recalls = cache.counters, cache.recall_counters
         return cls(
             policy=cache.policy.name, settings=cache.settings, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
             prefill_s=prefill_s, decode_s=decode_s, kept_rows=kept_rows, read_before=read_before,
@@ -116,7 +116,7 @@ class Report:
             evictions=c.evictions, evicted_rows=c.evicted_rows, clipped=cache.clipped, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=precision_of(model),
             computed_share=c.computed_share, decoding=c.decoding, versions=versions(),
-            host_bytes=cache.host_nbytes, recall=asdict(cache.context.recalls) if recalls else None,
+            host_bytes=cache.host_nbytes, recall=None if recalls is None else asdict(recalls),
         )  # fmt: skip
 
     @property

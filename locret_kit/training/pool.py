@@ -52,12 +52,12 @@ class LearningMerge(Merge):
     def bind(self, spec: BackboneSpec, device: torch.device) -> None:
         self.pool.check_backbone(spec)
 
-    def told(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+    def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
         return pool_slots(slots, scores_BHS, protected_BHS, stay_BHS, self.pool.config.slots)
 
-    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
+    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, facts_S: Tensor, stay_S: Tensor) -> Folded:
         with torch.set_grad_enabled(self.grad):
-            new = fold_convolved(self.pool[layer], keys_SD, values_SD, told_S, stay_S)
+            new = fold_convolved(self.pool[layer], keys_SD, values_SD, facts_S, stay_S)
         row_S = stay_S.cumsum(0) - 1
         self.folds[layer].append((row_S[new.slots_R], new.keys_RD, new.values_RD))
         return new
@@ -108,12 +108,8 @@ class PoolTraining(FrozenTraining):
         self.policy = parse_policy(cfg.pool.policy)
         self._heads: list[RetainingHeads] = []
         """Those that the policy scores with, if it does; no submodule."""
-        if self.policy.needs_heads:
-            if cfg.pool.heads is None:
-                raise ValueError(
-                    f"pool.policy={self.policy.name} scores with retaining heads: name them with pool.heads"
-                )
-            self._heads = [RetainingHeads.from_pretrained(cfg.pool.heads).requires_grad_(False)]
+        if heads := self.policy.heads_for(cfg.pool.heads, "name them with pool.heads"):
+            self._heads = [RetainingHeads.from_pretrained(heads).requires_grad_(False)]
             self._heads[0].check_backbone(spec)
         refuse(cfg, description, self.policy)
         described = PoolConfig.for_backbone(

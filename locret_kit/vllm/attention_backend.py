@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
     AttentionLayer,
+    AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
@@ -24,8 +25,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 
-from ..cache.pages import PageShape
-from .worker import NOBODY, RequestTurn, State, Step, section_of, worker_here
+from ..engine import LentPages
+from .worker import NOBODY, State, section_of, worker_here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,9 @@ class BoundedSpec(CircularBufferSpec):
     """One block a request. vLLM finds the manager of its base class, which claims a block when a request comes and no other."""
 
     @classmethod
-    def of(cls, shape: PageShape) -> BoundedSpec:
-        """The block that is such a page."""
+    def of(cls, pages: LentPages) -> BoundedSpec:
+        """The block that is a page."""
+        shape = pages.shape
         return cls(
             block_size=shape.rows, num_kv_heads=shape.heads, head_size=shape.head_dim, dtype=shape.dtype,
             state_content_bytes=shape.row_bytes, dcp_sharded=False,
@@ -76,7 +78,7 @@ class BoundedBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: object) -> BoundedSpec:
         # vLLM's own says the same of heads and their size; a layer with a window asks twice.
-        return BoundedSpec.of(worker_here().shape)
+        return BoundedSpec.of(worker_here().pages)
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
@@ -88,7 +90,7 @@ class BoundedBackend(AttentionBackend):
 
 
 class BatchBuilder(AttentionMetadataBuilder):
-    """Makes a step's ``Step``. Graphs are piecewise, and attention is between the pieces."""
+    """Makes what a forward has in all of its layers. Graphs are piecewise, and attention is between the pieces."""
 
     def __init__(
         self, kv_cache_spec: BoundedSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -98,17 +100,19 @@ class BatchBuilder(AttentionMetadataBuilder):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Step:
+    ) -> AttentionMetadata:
         c = common_attn_metadata
         starts = c.query_start_loc_cpu.tolist()
         # Exact without speculative decoding; the lengths on the device would be waited for.
         known = c.seq_lens if c.seq_lens.device.type == "cpu" else c.seq_lens_cpu_upper_bound
         lengths, pages = known.tolist(), c.block_table_tensor[:, 0].tolist()
-        turns = []
+        turns, worker = [], self.worker
         for row, (start, end, length, page) in enumerate(zip(starts, starts[1:], lengths, pages, strict=False)):
             if end > start and page != NOBODY:
-                turns.append(RequestTurn(start, end, length - (end - start), page, self.worker.requests[row]))
-        return Step(turns)
+                turns.append((page, start, end, length - (end - start)))
+                if length == end - start:
+                    worker.pages.begin(page, worker.text(worker.requests[row]))
+        return worker.pages.step(turns)
 
 
 class BoundedImpl(AttentionImpl):
@@ -129,17 +133,17 @@ class BoundedImpl(AttentionImpl):
             raise ValueError(f"this model's attention has {', '.join(unknown)}, which locret_kit's has not")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
         self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
-        self.worker, self.number = worker_here(), -1
+        self.number = -1
 
     def forward(
-        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Step | None,
-        output: Tensor, output_scale: object = None, output_block_scale: object = None,
+        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: AttentionMetadata | None, output: Tensor, output_scale: object = None, output_block_scale: object = None,
     ) -> Tensor:  # fmt: skip
         if attn_metadata is None:  # a run that measures memory or warms up
             return output.zero_()
         if self.number < 0:
             self.number = extract_layer_index(layer.layer_name)
-        self.worker.attend(self.number, query, key, value, kv_cache, attn_metadata, self.scale, output)
+        attn_metadata.attend(self.number, query, key, value, kv_cache, self.scale, output)
         return output
 
 

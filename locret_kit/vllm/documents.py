@@ -8,16 +8,11 @@ forward. A document stands in for a fresh run only where that would have evicted
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from transformers import PretrainedConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -25,67 +20,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from ..backbones.load import resolve_model
-from ..backbones.weights import identity_of
-from ..cache.bounded import BoundedCache, CannotFork, check_lengths, check_past
-from ..cache.context import Context
-from ..cache.saved import CacheFile, Origin
 from ..documents.document import IDS
-from ..hub import pull
+from ..engine import BoundedCache, CacheFile, CannotFork
 from ..naming import blaming
 from ..policies.grammar import parts_of
-from .request_pages import Ranks
 from .server_settings import ServerSettings
-from .worker import RequestInfo, Standin, Worker, config_of, server_of, worker_here
+from .worker import RequestInfo, Worker, server_of, worker_here
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-
-class Files:
-    """A model as ``identity_of`` reads one: its configuration, and its weights in the order of transformers' own, from its files:
-    vLLM's own weights are joined and split.
-
-    Raises:
-        ValueError: the weights are no ``.safetensors`` files with transformers' names.
-    """
-
-    def __init__(self, name: str, config: PretrainedConfig) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.config, self.name = config, name
-        with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)
-        self.names = [weight for weight, _ in made.named_parameters()]
-
-    def parameters(self) -> Iterator[Tensor]:
-        """The weights, one at a time."""
-        where: dict[str, Path] = {}
-        folder = Path(resolve_model(self.name))
-        for path in sorted(folder.glob("*.safetensors")) if folder.exists() else pull(self.name, _weights):
-            with self._opened(path) as file:
-                where |= dict.fromkeys(file.keys(), path)
-        for name in self.names:
-            if name not in where:
-                raise ValueError(
-                    f"documents: {self.name} holds no weight {name}: no document can be compared with this model"
-                )
-            with self._opened(where[name]) as file:
-                yield file.get_tensor(name)
-
-    @staticmethod
-    def _opened(path: Path) -> safe_open:
-        try:
-            return safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(f"documents: {path} cannot be read: {error}") from error
-
-
-def _weights(names: list[str]) -> list[str]:
-    return [name for name in names if name.endswith(".safetensors")]
 
 
 MAX_LOADED = 8
@@ -112,12 +58,13 @@ class Loads(KVConnectorMetadata):
 
 @dataclass
 class LibraryDocument:
-    """A document as the scheduler needs it: without its rows."""
+    """A document as the scheduler needs it."""
 
     path: str
     ids: list[int]
     """Tokens that were read into it."""
-    context: Context
+    cache: BoundedCache
+    """As it was before them: without rows."""
 
 
 def info_of(request: Request) -> RequestInfo:
@@ -126,7 +73,7 @@ def info_of(request: Request) -> RequestInfo:
     return RequestInfo(len(request.prompt_token_ids or ()), (params and params.extra_args) or {})
 
 
-def difference(there: Context, here: Context) -> str | None:
+def difference(there: BoundedCache, here: BoundedCache) -> str | None:
     """The first setting in which a document is not what a request asks for, in words."""
     for name in SHARED:
         theirs, ours = getattr(there.settings, name), getattr(here.settings, name)
@@ -143,10 +90,9 @@ class DocumentReader:
     """
 
     def __init__(self, model: ModelConfig, server: ServerSettings) -> None:
-        config = config_of(model)
-        self.server = server
-        self.origin = Origin(identity_of(Files(model.model, config)), Origin.of_heads(server.heads))  # type: ignore[arg-type]
-        self.model = Standin(config, Ranks(), model.dtype, torch.device("cpu"))
+        self.server, self.worker = server, Worker.of(server, model, torch.device("cpu"))
+        self.model = self.worker.pages.model
+        self.origin = CacheFile.origin(self.model, server.heads)  # type: ignore[arg-type]
 
     def cache(self, path: str) -> tuple[BoundedCache, list[int]]:
         """A document's cache in the host's memory, and the tokens that it has read.
@@ -180,8 +126,8 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
             folder = server.section.documents
             if folder is None:
                 raise ValueError("the connector of documents needs a folder: documents=... in the section locret")
-            self.worker = Worker(server, config_of(model), model.dtype, torch.device("cpu"), Ranks())
             self.reader = DocumentReader(model, server)
+            self.worker = self.reader.worker
             self.library = [self._listed(str(path)) for path in sorted(Path(folder).glob("*.locret"))]
         else:
             self.worker = worker_here()
@@ -193,27 +139,25 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
     def _listed(self, path: str) -> LibraryDocument:
         """A document of the folder; what its settings have in common with the server's is checked."""
         (cache, ids), policies = self.reader.cache(path), self.reader.server.policies
-        there = cache.context
-        name = next((name for name, policy in policies.items() if parts_of(policy) == parts_of(there.policy)), None)
+        name = next((name for name, policy in policies.items() if parts_of(policy) == parts_of(cache.policy)), None)
         with blaming(path, ValueError):
             if name is None:
-                raise ValueError(f"policy={there.policy.name!r} in the file, here {', '.join(policies)}")
-            here = self.worker.context(RequestInfo(len(ids) + 1, {"policy": name}))
-            if words := difference(there, here):
+                raise ValueError(f"policy={cache.policy.name!r} in the file, here {', '.join(policies)}")
+            if words := difference(cache, self.worker.text(RequestInfo(len(ids) + 1, {"policy": name}))):
                 raise ValueError(words)
-        return LibraryDocument(path, ids, there)
+        unread = BoundedCache(cache.run, cache.policy, cache.heads, prompt_length=cache.schedule.prompt_length)
+        return LibraryDocument(path, ids, self.worker.pages.bind(unread))
 
     def _fits(self, document: LibraryDocument, prompt: list[int], info: RequestInfo) -> bool:
         """Whether a fresh run of a prompt would be where the document is, after its tokens."""
         seen = len(document.ids)
         if not seen < len(prompt) or prompt[:seen] != document.ids:
             return False
-        here, there = self.worker.context(info), document.context
+        here, there = self.worker.text(info), document.cache
         if difference(there, here) or parts_of(here.policy) != parts_of(there.policy):
             return False
         try:
-            check_lengths(there.schedule, here.schedule, seen)
-            check_past(there, here, here.spec.windows, seen)
+            there.check_fork(here, seen)
         except CannotFork:
             return False
         return True
@@ -253,7 +197,8 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         """Fill the pages of requests that begin with a document."""
         for load in self._get_connector_metadata().loads:  # type: ignore[attr-defined]
-            self.worker.take(load.info, load.page, self._document(load.path), self.layers)
+            document, text = self._document(load.path), self.worker.text(load.info)
+            self.worker.pages.take(load.page, text, document, self.layers)
 
     def _document(self, path: str) -> BoundedCache:
         if path not in self.loaded:

@@ -1,21 +1,18 @@
-"""Settings of a server of vLLM, and of one of its requests. Nothing of vLLM is imported."""
+"""Settings of a server of vLLM and of one of its requests, and how many of them fit. Nothing of vLLM is imported."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 
-from ..cache.due import Schedule
-from ..cache.view import count, first_pins
-from ..heads import RetainingHeads, loaded
-from ..naming import nearest
+from ..engine import BoundedCache, RetainingHeads
+from ..naming import nearest, show
 from ..policies import Policy
 from ..policies.capabilities import Subject, refuse
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, load_plugin
-from ..settings import Resolved, RunSettings, made, read_protect
+from ..settings import RunSettings, made, read_protect
 
 LOG = logging.getLogger("locret_kit")
 LEFT_OUT = {
@@ -64,6 +61,7 @@ class ServerSettings:
 
     Attributes:
         policies: those that requests may have, by name; the first is that of requests that ask for none.
+        settings: of a request that asks for nothing; the prompt's length changes none of them.
 
     Raises:
         ValueError: a policy that a page cannot hold, one that needs heads where there are none, settings that cannot be met.
@@ -74,25 +72,20 @@ class ServerSettings:
         self.section = section
         if section.plugin is not None:
             load_plugin(section.plugin)
-        heads = loaded(section.heads)
-        self.inference: Mapping[str, object] = heads.config.inference if heads is not None else {}
-        self.heads: RetainingHeads | None = heads.requires_grad_(False) if heads is not None else None
+        heads = None if section.heads is None else RetainingHeads.from_pretrained(section.heads).requires_grad_(False)
+        self.heads: RetainingHeads | None = heads
         self.default = section.policy or (heads.config.policy if heads is not None else untrained())
         self.policies = {name: parse_policy(name) for name in dict.fromkeys([self.default, *section.policies])}
-        for policy in self.policies.values():
+        self.settings = section.run.resolved({} if heads is None else heads.config.inference, None)
+        for name, policy in self.policies.items():
             check_policy(policy)
-            if policy.needs_heads and heads is None:
-                raise ValueError(f"policy={policy.name!r} scores with retaining heads: give --ckpt")
-        self.request({}, 1)
+            self.request({"policy": name}, 1)
 
-    @cached_property
-    def settings(self) -> Resolved:
-        """Settings of a request that asks for nothing; the prompt's length changes none of them."""
-        return self.section.run.resolved(self.inference, None)
-
-    def request(self, own: Mapping[str, object], prompt_length: int) -> tuple[Policy, Resolved]:
-        """Policy and settings of a request of so many tokens, which asks for a ``budget`` or a ``policy`` of its ``own``
-        (``vllm_xargs`` over HTTP, ``SamplingParams.extra_args``).
+    def request(
+        self, own: Mapping[str, object], prompt_length: int, heads: RetainingHeads | None = None
+    ) -> BoundedCache:
+        """The cache of a request of so many tokens, bound to no model. It asks for a ``budget`` or a ``policy`` of its ``own``
+        (``vllm_xargs`` over HTTP, ``SamplingParams.extra_args``). ``heads``: in place of the server's.
 
         Raises:
             ValueError: a budget above the server's, a policy that is not allowed, settings that cannot be met.
@@ -106,8 +99,9 @@ class ServerSettings:
         # Numbers of vllm_xargs may come as floating point.
         if not isinstance(budget, int | float) or budget is True or not 1 <= budget <= largest or budget != int(budget):
             raise ValueError(f"budget={budget!r} must be an integer from 1 to {largest}, the server's")
-        settings = replace(self.section.run, budget=int(budget)).resolved(self.inference, prompt_length)
-        schedule, pinned = Schedule.of(settings, prompt_length), count(first_pins(settings))
+        settings, heads = replace(self.section.run, budget=int(budget)), self.heads if heads is None else heads
+        text = BoundedCache(settings, self.policies[policy], heads, prompt_length=prompt_length)
+        schedule, pinned = text.schedule, sum(end - start for start, end in text.pins)
         # Said here, where requests arrive, for the longest tail: a worker that raises ends the engine.
         beside = max(schedule.stabilizers, schedule.local_len)
         if schedule.budget <= pinned + beside:
@@ -115,7 +109,7 @@ class ServerSettings:
                 f"budget={schedule.budget} must be above {pinned + beside}: {pinned} protected tokens and {beside} stabilizers "
                 "or tail tokens"
             )
-        return self.policies[policy], settings
+        return text
 
 
 def check_settings(run: RunSettings) -> None:
@@ -145,3 +139,30 @@ def check_policy(policy: Policy) -> None:
     refuse("vllm", Subject(policy))
     if len({*policy.layer_budgets(64, 8, 16, 0, 0, 4096)}) > 1:
         raise ValueError(f"policy={policy.name!r}: with vLLM all layers hold as many slots, and its layers differ")
+
+
+SPARE = 1
+"""Pages that vLLM keeps for itself: its block 0 belongs to nobody."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages of a server, those of all layers of one rank."""
+
+    each: int
+    """Bytes of a request's pages."""
+    requests: int
+    """Requests that run at once; more wait."""
+
+    @classmethod
+    def within(cls, each: int, memory: int) -> Pages:
+        """As many as fit into so many bytes."""
+        return cls(each, max(0, memory // each - SPARE))
+
+    @property
+    def bytes(self) -> int:
+        """Of all pages, vLLM's own among them."""
+        return (self.requests + SPARE) * self.each
+
+    def __str__(self) -> str:
+        return f"{self.requests} requests fit, each of any length in {show(self.each)}: {self.bytes} bytes"

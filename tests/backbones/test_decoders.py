@@ -6,9 +6,9 @@ import pytest
 from decoder_runs import same
 from policy_runs import backbone, make, tokens
 
+from locret_kit.runtime.drivers import PlainDriver
 from locret_kit.runtime.drivers.cpu import CpuDriver
 from locret_kit.runtime.drivers.graph import GraphDriver
-from locret_kit.runtime.drivers.plain import PlainDriver
 
 DECODERS = {
     "dynamic": lambda model, cache: PlainDriver(model),

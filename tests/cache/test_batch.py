@@ -136,7 +136,7 @@ def test_generate_takes_a_padded_batch(policy, side, family):
         place = slice(longest - len(text), None) if side == "left" else slice(0, len(text))
         ids[row, place], mask[row, place] = torch.tensor(text), 1
     like = make(policy, length=None, family=family)
-    cache = BatchCache(like.terms.settings, policy, like.heads)
+    cache = BatchCache(like.options.settings, policy, like.heads)
     with attach(model):
         out = model.generate(
             ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=NEW, do_sample=False, eos_token_id=None

@@ -142,11 +142,11 @@ def test_a_part_of_the_head_is_rotated():
 def test_a_token_reads_no_row_back(policy):
     """Rows are brought back from their bits where the tail is full and before an eviction, and for no other token."""
     model, cache, opened = backbone(), make(policy, 60, length=150, chunk=50, kv_bits=4), []
-    real = Scratch.lend
+    real = Scratch.acquire
     with attach(model), torch.no_grad():
         prefill(model, tokens(150), cache)
         codecs, due, seen = [rows.codec for rows in cache.bounded], [], []
-        with mock.patch.object(Scratch, "lend", lambda scratch, codec: (opened.append(codec), real(scratch, codec))):
+        with mock.patch.object(Scratch, "acquire", lambda scratch, codec: (opened.append(codec), real(scratch, codec))):
             for token in range(100):
                 full = [r.codec.tail == r.codec.max_tail or r.rows == r.capacity for r in cache.bounded]
                 due.append({layer for layer, is_full in enumerate(full) if is_full})

@@ -81,7 +81,7 @@ def test_one_head_is_the_definition(case, metric):
     for i, s in enumerate(got.slots_R.tolist()):
         np.testing.assert_allclose(got.keys_RD[i].numpy(), want[s][0], rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(got.values_RD[i].numpy(), want[s][1], rtol=1e-9, atol=1e-9)
-        total = math.exp(log_weight[s]) + math.exp(got.gained_R[i])
+        total = math.exp(log_weight[s]) + math.exp(got.log_weight_R[i])
         assert total == pytest.approx(want[s][2], rel=1e-9)
 
 
@@ -93,13 +93,13 @@ def test_weights_are_conserved_in_any_unit(case, metric, shift):
     far = fold_nearest(keys, values, log_weight + shift, stay, metric)
     for name in ("slots_R", "keys_RD", "values_RD"):
         torch.testing.assert_close(getattr(far, name), getattr(got, name), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(far.gained_R, got.gained_R + shift)
+    torch.testing.assert_close(far.log_weight_R, got.log_weight_R + shift)
     if stay.any():
-        after = torch.cat([log_weight[stay], got.gained_R]).logsumexp(0)
+        after = torch.cat([log_weight[stay], got.log_weight_R]).logsumexp(0)
         torch.testing.assert_close(after, log_weight.logsumexp(0))
     assert bool(stay[got.slots_R].all()) and got.slots_R.unique().tolist() == got.slots_R.tolist()
     if stay.all() or not stay.any():  # nothing goes, or there is nothing to go into
-        assert len(got.slots_R) == len(got.keys_RD) == len(got.values_RD) == len(got.gained_R) == 0
+        assert len(got.slots_R) == len(got.keys_RD) == len(got.values_RD) == len(got.log_weight_R) == 0
 
 
 @given(case=heads_of_slots(), metric=st.sampled_from(METRICS), tile=st.integers(1, 40))

@@ -70,7 +70,7 @@ def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, po
         pool, pages = RowPool(shape, memory.clone(), 4), [2, 1, 3]
         rows = [cache.bounded[layer] for cache in pooled]
         for page, mine in zip(pages, rows, strict=True):
-            pool.lend(page, mine)
+            pool.bind(page, mine)
 
         def tokens(n: int) -> list[torch.Tensor]:
             heads = (spec.n_heads, spec.n_kv_heads, spec.n_kv_heads)
@@ -153,7 +153,7 @@ def test_a_page_holds_all_that_its_rows_need():
     pages = []
     for page in range(3):
         rows = BoundedLayer(EqualRows(7 + page), Plain(), statistics=page, recent=page % 2 + 1)
-        pool.lend(page, rows)
+        pool.bind(page, rows)
         pages.append(rows)
     for page, rows in enumerate(pages):
         for x in (rows.codec.keys, rows.codec.values, rows.positions, rows.scores, rows.stats, rows.queries):

@@ -124,7 +124,7 @@ def test_choice_by_definition(case, selection, allocation, pinned_share, scope_s
     stay = Policy("test", score(), (scope(),), selection, allocation).choose(slots)
     assert not (stay & ~valid).any() and (slots.pinned <= stay).all()
     asked = valid.sum(-1).clamp(max=keep)
-    if allocation.ragged:
+    if allocation.layout == "ragged":
         asked = allocation.head_budgets(scores, slots.pinned | scoped, valid, keep)
     assert torch.equal(stay.sum((1, 2)), asked.sum(-1))
     enough = (asked >= slots.pinned.sum(-1)).all(-1, keepdim=True)

@@ -196,7 +196,7 @@ def test_rows_lie_in_memory_of_somebody_else(layout, codec):
     filled(layout, codec, own)
     lent = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in own.shapes().items()}
     rows = made(layout, codec)
-    rows.lent = lent
+    rows.external = lent
     lists, taken = filled(layout, codec, rows), export_rows(own)[1]
     assert all(torch.equal(x, taken[name]) for name, x in export_rows(rows)[1].items())
     assert all(getattr(rows.holder(name), name) is x for name, x in lent.items())

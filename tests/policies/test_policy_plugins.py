@@ -195,9 +195,7 @@ def test_a_package_brings_policies_by_an_entry_point(tmp_path, monkeypatch):
     assert parse_policy("vatp-package").score.power == 1.0
     found.append(EntryPoint("bad", "no_such_package", registry.GROUP))
     registry._load.cache_clear()
-    with pytest.raises(
-        ValueError, match=r"entry point bad = no_such_package of locret_kit.policies: .*no_such_package"
-    ):
+    with pytest.raises(ValueError, match=r"entry point bad = no_such_package of locret_kit.plugins: .*no_such_package"):
         parse_policy("h2o")
     found.clear()
     registry._load.cache_clear()

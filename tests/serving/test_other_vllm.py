@@ -10,7 +10,6 @@ import pytest
 
 import locret_kit.vllm
 from locret_kit.cli.vllm import main
-from locret_kit.vllm import unasked
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = {
@@ -46,7 +45,7 @@ def test_an_engine_is_told_of_settings_that_nothing_reads(words, warns, monkeypa
         r".*vllm.general_plugins.*", declared
     )
     monkeypatch.setattr(sys, "argv", ["vllm", *words.split()])
-    unasked.warn()
+    locret_kit.vllm.warn()
     assert [record.getMessage() for record in caplog.records if "--logits-processors" in record.getMessage()] == [
         "warning: the section 'locret' has no effect without --logits-processors locret_kit.vllm:Requests"
     ] * warns

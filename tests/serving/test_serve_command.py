@@ -167,7 +167,7 @@ def test_errors_are_one_line(files, tmp_path, capsys):
         cases = [
             ([*heads, "--port", str(port)], 1, f"host=127.0.0.1 port={port} cannot be listened on: Address already in use"),
             (["--model", str(tmp_path / "none"), "--port", "0"], 1, "none"),
-            (["--model", str(files / "backbone"), "--policy", "locret"], 1, "needs retaining heads: give --ckpt"),
+            (["--model", str(files / "backbone"), "--policy", "locret"], 1, "scores with retaining heads: give --ckpt"),
             ([*heads, "--budget", "0.5"], 1, "budget=0.5: a session's slots must be known before the start"),
             ([*heads, "--protect", "first+system"], 1, "protect='first+system': the server's conversations"),
             ([*heads, "--api-key-file", str(tmp_path / "empty.txt")], 1, "holds no key"),

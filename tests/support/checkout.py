@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,5 @@ def made_checkout(folder: Path, *linked: str) -> Path:
 def forget_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the registry be after a test what it was before."""
     registry.policies()
-    for name in ("_policies", "_owners"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
-    monkeypatch.setattr(registry, "_parts", {kind: dict(table) for kind, table in registry._parts.items()})
+    for name in ("_policies", "_parts"):
+        monkeypatch.setattr(registry, name, deepcopy(getattr(registry, name)))

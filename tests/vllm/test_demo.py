@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from locret_kit.cache.lent import page_bytes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
-from locret_kit.vllm.request_pages import Pages, pages_of
+from locret_kit.vllm.server_settings import Pages
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKBONE, HEADS = ROOT / "checkpoints" / "SmolLM2-135M-Instruct", str(ROOT / "checkpoints" / "smollm2-135m-locret")
@@ -58,7 +59,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
         tmp_path / "model.safetensors", {"format": "pt"},
     )  # fmt: skip
     settings = RunSettings.of(SETTINGS).resolved({}, None)
-    pages = Pages(pages_of(config, settings, [parse_policy("streaming")], torch.float32), 2)
+    pages = Pages(page_bytes(config, settings, [parse_policy("streaming")], torch.float32), 2)
     section = {**SETTINGS, "policy": "streaming", "positions": "compact"}
     more = {
         "max_num_batched_tokens": 2048,

@@ -11,12 +11,11 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from locret_kit.backbones.spec import spec_of
+from locret_kit import BoundedCache
+from locret_kit.cache.lent import LentPages, page_bytes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
-from locret_kit.vllm.request_pages import Pages, Ranks, page_shape
-from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
-from locret_kit.vllm.worker import RequestInfo, Worker
+from locret_kit.vllm.server_settings import Pages
 
 SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16, positions="compact")
 POLICIES = ["streaming", "h2o", "snapkv"]
@@ -26,16 +25,16 @@ POLICIES = ["streaming", "h2o", "snapkv"]
 def test_planned_bytes_are_allocated_and_requests_wait_for_a_page(tmp_path):
     model = tiny.make(tmp_path / "model", "llama")
     settings = RunSettings.of(SETTINGS).resolved({}, None)
-    each = page_shape(spec_of(model.config), settings, [parse_policy(name) for name in POLICIES], torch.float32).nbytes
-    pages = Pages(2 * each, 5)
+    each = page_bytes(model.config, settings, [parse_policy(name) for name in POLICIES], torch.float32)
+    pages = Pages(each, 5)
     section = {**SETTINGS, "policy": POLICIES[0], "policies": POLICIES[1:]}
     with tiny.started(
         tmp_path / "model", section, kv_cache_memory_bytes=pages.bytes, max_num_seqs=12, max_num_batched_tokens=512
     ) as llm:
         config = tiny.scheduler(llm).kv_cache_config
         assert config.num_blocks == 6 and sum(tensor.size for tensor in config.kv_cache_tensors) == pages.bytes
-        assert str(pages) == f"5 requests fit, each of any length in {2 * each / 2**20:.1f} MiB: {12 * each} bytes"
-        assert Pages.within(2 * each, pages.bytes + each) == pages
+        assert str(pages) == f"5 requests fit, each of any length in {each / 2**20:.1f} MiB: {6 * each} bytes"
+        assert Pages.within(each, pages.bytes + each // 2) == pages
 
         engine = llm.llm_engine
         params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
@@ -59,11 +58,15 @@ def test_rotations_are_those_of_the_pages(tmp_path):
     """Texts of one length share them; of lengths that nobody has any more (each has its own, by dynamic NTK) none is kept."""
     config = tiny.make(tmp_path, "llama").config
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    server = ServerSettings(VllmSettings(budget=64, chunk=32, positions="original"))
-    worker = Worker(server, config, torch.float32, torch.device("cpu"), Ranks())
+    config.save_pretrained(tmp_path)
+    settings, policy = RunSettings.of(SETTINGS | {"positions": "original"}), parse_policy(POLICIES[0])
+    pages = LentPages(
+        str(tmp_path), settings.resolved({}, None), [policy], None, dtype=torch.float32, device=torch.device("cpu")
+    )
 
     def begin(tokens: int, page: int):
-        return worker.begin(RequestInfo(tokens, {}), page).context.ropes
+        pages.begin(page, BoundedCache(settings, policy, prompt_length=tokens))
+        return pages.texts[page].context.ropes
 
     assert begin(5000, 1) is begin(5000, 2) is not begin(6000, 3)
     kept = [weakref.ref(begin(tokens, 1)[0]) for tokens in range(5001, 5009)]

@@ -7,8 +7,7 @@ import tiny
 import torch
 
 from locret_kit.backbones.spec import spec_of
-from locret_kit.heads import RetainingHeads
-from locret_kit.vllm.request_pages import Ranks, heads_of_rank
+from locret_kit.engine import Ranks, RetainingHeads
 
 
 def test_a_head_that_is_split_gives_the_scores_of_the_whole(tmp_path):
@@ -25,11 +24,11 @@ def test_a_head_that_is_split_gives_the_scores_of_the_whole(tmp_path):
 
     mine = [(q[:, 2 * rank : 2 * rank + 2], k[:, rank : rank + 1], v[:, rank : rank + 1]) for rank in (0, 1)]
     for rank in (0, 1):
-        heads_of_rank(whole, Ranks(rank, 2, noted))[1](*mine[rank])
+        Ranks(rank, 2, noted).heads(whole)[1](*mine[rank])
     total = sums[0] + sums[1]
-    scores = [heads_of_rank(whole, Ranks(rank, 2, lambda x: total))[1](*mine[rank]) for rank in (0, 1)]
+    scores = [Ranks(rank, 2, lambda x: total).heads(whole)[1](*mine[rank]) for rank in (0, 1)]
     torch.testing.assert_close(torch.cat(scores, 1), whole[1](q, k, v))
-    split = heads_of_rank(whole, Ranks(1, 2, noted))
+    split = Ranks(1, 2, noted).heads(whole)
     assert split.config.n_kv_heads == 1 and spec_of(model.config).n_kv_heads == 2
 
 

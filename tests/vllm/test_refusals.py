@@ -10,9 +10,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import _load_custom_logitsprocs, validate_logits_processors_parameters
 
-from locret_kit.vllm import attention_backend
-from locret_kit.vllm.refusals import refuse, refuse_engine
-from locret_kit.vllm.request_pages import Ranks
+from locret_kit.vllm import attention_backend, refuse, refuse_engine
 from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
 from locret_kit.vllm.worker import PROCESSOR, RequestInfo, Worker, engine_options
 
@@ -45,14 +43,15 @@ def test_what_a_server_cannot_have_is_refused(section, said):
 def test_a_budget_without_room_for_what_is_protected_is_refused_where_a_request_arrives(tmp_path):
     """Whatever its length: a worker that raises would end the engine for everybody. What is taken runs."""
     server = ServerSettings(VllmSettings.read({**SECTION, "protect": "first"}))
-    worker = Worker(server, tiny.make(tmp_path, "llama").config, torch.float32, torch.device("cpu"), Ranks())
+    tiny.make(tmp_path, "llama")
+    worker = Worker.of(server, tiny.configuration(tmp_path, SECTION).model_config, torch.device("cpu"))
     with pytest.raises(
         ValueError, match="budget=20 must be above 20: 4 protected tokens and 16 stabilizers or tail tokens"
     ):
         server.request({"budget": 20}, 1)
     server.request({"budget": 21}, 1)
     for tokens in (1, 16, 500):
-        worker.context(RequestInfo(tokens, {"budget": 21}))
+        worker.text(RequestInfo(tokens, {"budget": 21}))
 
 
 @pytest.mark.parametrize(

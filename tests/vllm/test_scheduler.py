@@ -21,7 +21,7 @@ from locret_kit.vllm.attention_backend import BoundedSpec
 
 LAYERS, BLOCKS, LONGEST = 30, 10, 131072
 SHAPE = PageShape(3, 9, 64, 1024, torch.bfloat16, statistics=1, recent=4)
-SPEC = BoundedSpec.of(SHAPE)
+SPEC = BoundedSpec.of(SimpleNamespace(shape=SHAPE))
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,3 @@
-"""Rows of a layer: a layout (where they lie) and a codec (how they are stored), and what was evicted."""
+"""Rows of a layer: how they lie, and how their keys and values are stored."""
+
+from . import quantised as quantised

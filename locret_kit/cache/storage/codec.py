@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from locret_kernels.ragged_decode import Float8Rows, PackedRows
 
 from ...policies import Policy
 from ...policies.capabilities import Subject, refuse
+from ...policies.registry import Registry
 from .layouts import Index, Layout, Shapes
 
 # ---- uniform quantisation to 4 or 2 bits with a step and a zero point a group, and codes packed into bytes ----------
@@ -88,18 +89,11 @@ FLOAT8 = 8
 """Bits that are no codes of groups but floating point: see ``codec.Float8``."""
 
 
-def check_bits(kv_bits: int | None) -> None:
-    """Raise ValueError unless ``kv_bits`` is 8, 4, 2 or None."""
-    if kv_bits is not None and kv_bits not in (FLOAT8, *BITS):
-        raise ValueError(
-            f"kv_bits={kv_bits} must be 8, 4 or 2; without it, keys and values are kept in the model's dtype"
-        )
-
-
-def check_storage(kv_bits: int | None, policy: Policy) -> None:
-    """Raise ValueError unless slots that ``policy`` keeps can be stored in ``kv_bits`` bits: a slot that was quantised is not
-    written again."""
-    check_bits(kv_bits)
+def check_storage(kv_bits: int | str | None, policy: Policy) -> None:
+    """Raise ValueError unless there is such a codec (8, 4, 2, or a plugin's name), and it can store the slots that ``policy``
+    keeps: a slot that was quantised is not written again."""
+    if kv_bits is not None:
+        _ = CODECS[str(kv_bits)]
     refuse("few bits", Subject(policy, kv_bits=kv_bits))
 
 
@@ -202,6 +196,11 @@ class Codec(ABC):
         """Raise ValueError for exported numbers by which something would be read out of bounds. Needs the counts."""
 
 
+CODECS: Registry[Callable[[int | str, Scratch, bool, bool], Codec]] = Registry("kv_bits")
+"""What makes a layer's codec, by the values of ``kv_bits``: called with that value, the scratch of all layers, whether compiled
+calls read and write rows, and whether nothing is evicted."""
+
+
 class Plain(Codec):
     """Keys and values in the model's dtype."""
 
@@ -237,7 +236,7 @@ class Scratch:
         """Whether it holds all values, and not the tail's alone."""
         self.keys = self.values = torch.empty(0, 0, 0, dtype=torch.float32, device="cpu")
 
-    def lend(self, codec: Codec) -> None:
+    def acquire(self, codec: Codec) -> None:
         """Give the buffers to a layer, made anew where they do not fit it."""
         rows = codec.layout
         for name, size in (("keys", codec.key_size), ("values", codec.value_size)):
@@ -338,3 +337,9 @@ class Float8(Codec):
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         for name in self.tables():
             getattr(self, name).copy_(tensors[name])
+
+
+@CODECS.register(str(FLOAT8))
+def float8(bits: int | str, scratch: Scratch, compiled: bool, grows: bool) -> Codec:
+    """Codec of ``kv_bits=8``."""
+    return Float8()

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from locret_kernels.backend import function
 from locret_kernels.compact import kept_rows
 
+from ...policies.registry import Registry
+
 Index = tuple[slice | Tensor | int | None, ...]
 """Index of rows in a buffer."""
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -337,3 +339,9 @@ class RaggedRows(Layout):
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         self._lay_out(tensors["lengths"].to(self.device, copy=True))
+
+
+LAYOUTS: Registry[type[Layout]] = Registry("layout")
+"""Layouts by the names that allocations have for them."""
+LAYOUTS.register("equal")(EqualRows)
+LAYOUTS.register("ragged")(RaggedRows)

@@ -35,7 +35,20 @@ from locret_kernels import quantise as quantiser
 from locret_kernels.ragged_decode import PackedRows, hadamard
 
 from ...settings import INT32_MAX
-from .codec import Codec, Column, Scratch, check_head_size, decode, encode, levels, pack, unpack, value_group
+from .codec import (
+    BITS,
+    CODECS,
+    Codec,
+    Column,
+    Scratch,
+    check_head_size,
+    decode,
+    encode,
+    levels,
+    pack,
+    unpack,
+    value_group,
+)
 from .layouts import EqualRows, Index, Layout, Shapes
 
 # ---- grouping of rows whose keys are quantised together -------------------------------------------------------------
@@ -272,7 +285,7 @@ class GroupedBits(Codec):
         rows, newest = self.layout.every(), self.layout.last(self.tail)
         # All rows from their codes first, then the tail's over them: rows of the tail have no codes, or keep exact ones.
         if not was_open:
-            scratch.lend(self)
+            scratch.acquire(self)
             scratch.keys[rows] = self._read_keys(rows)
             scratch.keys[newest] = self.tail_keys[:, : self.tail]
         tail = scratch.values[newest].clone() if was_open else self.tail_values[:, : self.tail]
@@ -388,8 +401,8 @@ class GroupedBits(Codec):
 
     def moving(self) -> list[Tensor]:
         # Rows that are open move beside their codes, so that those of the tail are at hand.
-        lent = [self.scratch.keys, self.scratch.values] if self.open else []
-        return [*super().moving(), *lent]
+        open_rows = [self.scratch.keys, self.scratch.values] if self.open else []
+        return [*super().moving(), *open_rows]
 
     def grow(self) -> None:
         self.scratch.owner = None
@@ -484,7 +497,7 @@ class CompiledBits(GroupedBits):
         if self.open or not fits(self):
             super().read_all(values=values)
             return
-        self.scratch.lend(self)
+        self.scratch.acquire(self)
         quantiser.load().locret_open(self._described().ctypes.data, values, torch.get_num_threads())
         self.scratch.complete = values
 
@@ -504,3 +517,10 @@ class CompiledBits(GroupedBits):
         # All layers share the scratch, so it may have room for more rows than this one.
         at["room"] = self.scratch.keys.shape[1]
         return at
+
+
+@CODECS.register(*map(str, BITS))
+def few_bits(bits: int | str, scratch: Scratch, compiled: bool, grows: bool) -> Codec:
+    """Codec of ``kv_bits=4`` and ``2``."""
+    # Under full attention no group ever gets sparse, so the table needs no spare ones.
+    return (CompiledBits if compiled else GroupedBits)(int(bits), scratch, spare=0.0 if grows else SPARE)

@@ -82,7 +82,7 @@ class BoundedLayer(CacheLayerMixin):
     """The newest ``recent`` queries ``[Q, recent, D]`` as they came, the newest last."""
     store: BlockStore | None = None
     """What was evicted, where it may come back."""
-    lent: Mapping[str, Tensor] | None = None
+    external: Mapping[str, Tensor] | None = None
     """Buffers of somebody else, for every name of ``shapes`` and of those sizes; such a layer does not grow."""
     page: Page | None = None
     """Whose they are, where they lie in a pool."""
@@ -139,7 +139,11 @@ class BoundedLayer(CacheLayerMixin):
         # Allocated once, for budget + chunk rows; nothing is ever concatenated.
         with torch.inference_mode(False):  # so that buffers of a prefill in inference mode can be written outside of it
             for name, (dtype, shape) in self.shapes().items():
-                own = torch.empty(shape, dtype=dtype, device=self.device) if self.lent is None else self.lent[name]
+                own = (
+                    torch.empty(shape, dtype=dtype, device=self.device)
+                    if self.external is None
+                    else self.external[name]
+                )
                 setattr(self.holder(name), name, own)
             self.layout.begin()
             self.codec.begin()
@@ -225,7 +229,7 @@ class BoundedLayer(CacheLayerMixin):
         self.seen -= tokens
         self.since_eviction -= tokens
 
-    def remember(self, q_BQTD: Tensor) -> None:
+    def append_queries(self, q_BQTD: Tensor) -> None:
         """Keep the newest ``recent`` queries at hand, where that is any."""
         if not hasattr(self, "queries"):
             _, Q, _, D = q_BQTD.shape
@@ -299,7 +303,7 @@ class BoundedLayer(CacheLayerMixin):
     def grow(self, rows: int) -> None:
         """Make room for ``rows`` rows at least, twice as many as before or more (full attention of unknown length). Raises
         ValueError where the buffers are somebody else's."""
-        if self.lent is not None:
+        if self.external is not None:
             raise ValueError(f"buffers: room for {self.capacity} rows a head, {rows} are needed")
         # Doubling makes the copies of a whole text linear in its length.
         self.layout.capacity = max(rows, 2 * self.capacity)

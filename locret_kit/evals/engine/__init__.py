@@ -144,13 +144,12 @@ def is_oracle(policy: str) -> bool:
     return policy in ORACLES
 
 
-def check_policies(policies: list[str], kv_bits: int | None) -> None:
+def check_policies(policies: list[str], kv_bits: int | str | None) -> None:
     """Before a backbone is loaded: raise ValueError at an unknown policy, or at one whose slots cannot be stored in
     ``kv_bits`` bits."""
-    from ...cache.storage.codec import check_bits, check_storage
+    from ...cache.storage.codec import check_storage
     from ...policies.grammar import parse_policy
 
-    check_bits(kv_bits)
     for policy in policies:
         if policy != RANDOM_HEADS and not reads_alone(policy):
             check_storage(kv_bits, parse_policy(policy))

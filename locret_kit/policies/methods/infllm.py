@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..base import Found, Positive, Recall, Slots, wide
+from ..base import BlockIndex, Positive, Recall, Slots, wide
 from ..registry import Sinks, part, register
 from .streaming import Recency
 
@@ -48,7 +48,7 @@ class Infllm(Recall):
     def views(self, slots: Slots, scores_BHS: Tensor) -> Sequence[Tensor]:
         return [one.stats["sum"] for one in slots.group]
 
-    def relevance(self, q_BQTD: Tensor, index: Found) -> Tensor:
+    def relevance(self, q_BQTD: Tensor, index: BlockIndex) -> Tensor:
         B, H, _, _, D = index.index_BHNRD.shape
         there_BHNGR = index.there_BHNR.unflatten(-1, (-1, self.representatives))
         keys_BHNGRD = wide(index.index_BHNRD).unflatten(3, (-1, self.representatives))

@@ -205,10 +205,10 @@ class Lococo(Merge):
         self.weights.check_backbone(spec)
         self.weights.to(device)
 
-    def told(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+    def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
         """The pool of each head."""
         return pool_slots(slots, scores_BHS, protected_BHS, stay_BHS, self.weights.config.slots)
 
-    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
+    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, facts_S: Tensor, stay_S: Tensor) -> Folded:
         """One head's pool, with what was evicted in it."""
-        return fold_convolved(self.weights[layer], keys_SD, values_SD, told_S, stay_S)
+        return fold_convolved(self.weights[layer], keys_SD, values_SD, facts_S, stay_S)

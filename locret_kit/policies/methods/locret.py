@@ -47,8 +47,8 @@ from ..registry import Adaptive, Parts, Pyramid, Sinks, Stabilizers, Window, par
 # To attention a merged slot is one key, not several: it draws what its mean key draws.
 # Source: the training-free baseline of attention pools, as Locret 4.4 combines eviction with LoCoCo (arXiv 2406.05317).
 #
-# A merger is told of a layer's slots once (``told [B, H, S]``) and then folds one head after the other; ``remembers`` says
-# whether a slot carries the weight that it took over.
+# A merger is asked for facts about a layer's slots once (``facts [B, H, S]``), and then folds one head after the other;
+# ``remembers`` says whether a slot carries the weight that it took over.
 
 
 Metric = Literal["cosine", "l2"]
@@ -89,13 +89,13 @@ def fold_nearest(
     own_R, other_E = log_weight_S[slots_R], log_weight_S[leaving_E]
     top_R = own_R.scatter_reduce(0, into_E, other_E, "amax")  # weights are relative to the largest of a fold
     own_R, other_E = (own_R - top_R).exp(), (other_E - top_R[into_E]).exp()
-    gained_R = torch.zeros_like(own_R).index_add(0, into_E, other_E)
+    weight_R = torch.zeros_like(own_R).index_add(0, into_E, other_E)
 
     def mean(x_SD: Tensor) -> Tensor:
         total_RD = (own_R[:, None] * x_SD[slots_R]).index_add(0, into_E, other_E[:, None] * x_SD[leaving_E])
-        return total_RD / (own_R + gained_R)[:, None]
+        return total_RD / (own_R + weight_R)[:, None]
 
-    return Folded(slots_R, mean(keys_SD), mean(values_SD), top_R + gained_R.log())
+    return Folded(slots_R, mean(keys_SD), mean(values_SD), top_R + weight_R.log())
 
 
 @part("merge", "nearest")
@@ -112,15 +112,15 @@ class Nearest(Merge):
     def bind(self, spec: BackboneSpec, device: torch.device) -> None:
         """Any backbone will do."""
 
-    def told(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+    def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
         """Logarithm of what each slot's own token weighs ``[B, H, S]`` (float32), by the policy's score."""
         if self.weight == "count":
             return torch.zeros_like(scores_BHS, dtype=torch.float32)
         return score.log_weight(scores_BHS).float()
 
-    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, told_S: Tensor, stay_S: Tensor) -> Folded:
+    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, facts_S: Tensor, stay_S: Tensor) -> Folded:
         """One head's slots that take others over."""
-        return fold_nearest(keys_SD, values_SD, told_S, stay_S, self.metric)
+        return fold_nearest(keys_SD, values_SD, facts_S, stay_S, self.metric)
 
 
 # ---- two-pass reading -----------------------------------------------------------------------------------------------
@@ -248,6 +248,10 @@ class Cis(Score):
         if not self.decay:
             return score_BHT
         return score_BHT + self.decay * entry.positions
+
+    @property
+    def is_head(self) -> bool:
+        return type(self) is Cis and not self.decay
 
     def score_slots(self, slots: Slots) -> Tensor:
         if not self.lookahead:

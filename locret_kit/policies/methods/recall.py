@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..base import Count, Found, Positive, Recall, Size, wide
+from ..base import BlockIndex, Count, Positive, Recall, Size, wide
 from ..registry import part, register
 
 PIECE = 64
@@ -41,7 +41,7 @@ class Blocks(Recall):
     far: Count = 0
     """Distance (tokens) at which all slots stand that are further away; 0: where the run's positions place them."""
 
-    def relevance(self, q_BQTD: Tensor, index: Found) -> Tensor:
+    def relevance(self, q_BQTD: Tensor, index: BlockIndex) -> Tensor:
         B, H, N, R, D = index.index_BHNRD.shape
         stored_BHN = index.there_BHNR.any(-1)
         any_BHN = stored_BHN if self.across == "head" else stored_BHN.any(1, keepdim=True).expand(B, H, N)

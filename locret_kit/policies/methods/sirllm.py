@@ -44,6 +44,11 @@ class Entropy(Weight):
 
     needs_logits: ClassVar[bool] = True
 
+    def score_by_logits(
+        self, model: PreTrainedModel, hidden_BTE: Tensor, ids_BT: Tensor, before_B1E: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return token_entropy(model, hidden_BTE, ids_BT, before_B1E)
+
 
 register(
     "sirllm",

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...backbones.libraries import unwrapped
+from ...backbones.libraries import forward, unwrapped
+from ...cache.batch import Packed
 from ...cache.bounded import BoundedCache
+from ...policies.registry import Registry
 from .cpu import cpu_driver
 from .graph import GraphDriver
-from .plain import PlainDriver
 
 
 class Driver(Protocol):
@@ -32,6 +34,49 @@ class Driver(Protocol):
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
         """Logits ``[texts, V]`` (float32) after one token more of each text."""
+
+
+class PlainDriver:
+    """One forward for a token of each text."""
+
+    name = "dynamic"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def takes(self, cache: BoundedCache) -> str | None:
+        return None
+
+    def ready(self, cache: BoundedCache) -> bool:
+        return True
+
+    def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
+        ids = torch.tensor([tokens], device=self.model.device)
+        return logits_after(self.model, caches, ids, [1] * len(caches)).float()
+
+
+def logits_after(
+    model: PreTrainedModel, caches: Sequence[BoundedCache], ids_1T: Tensor, counts: Sequence[int]
+) -> Tensor:
+    """Logits ``[texts, V]`` in the model's type after the last new token of each text, in one forward.
+
+    Args:
+        model: attached.
+        ids_1T: new tokens of the texts, end to end. counts: how many are each text's.
+    """
+    if len(caches) == 1:
+        return forward(model, ids_1T, caches[0], logits_to_keep=1)[:, -1]
+    if not caches[0].context.description.packs_texts:
+        own = zip(caches, ids_1T.split(list(counts), 1), strict=True)
+        return torch.cat([logits_after(model, [cache], ids, [ids.shape[1]]) for cache, ids in own])
+    packed = Packed(caches, counts)
+    last = torch.tensor(packed.ends, device=model.device) - 1
+    return forward(model, ids_1T, packed, logits_to_keep=last)[0]
+
+
+DRIVERS: Registry[Callable[[PreTrainedModel, BoundedCache, bool | None], Driver | str | None]] = Registry("driver")
+"""What makes a cache's driver, given the model, the cache and ``graph``, see ``Decoding``: gives a driver, why there is none, or
+None to leave the cache to the next; the last that was registered is asked first."""
 
 
 class Decoding:
@@ -76,12 +121,22 @@ class Decoding:
 
 def _chosen(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str:
     """The driver that is asked for on the model's device, or why it cannot be."""
+    DRIVERS.load()
+    for make in reversed(DRIVERS.values()):
+        driver = make(model, cache, graph)
+        if driver is not None:
+            return driver if isinstance(driver, str) else driver.takes(cache) or driver
+    return PlainDriver(model)
+
+
+@DRIVERS.register("graph")
+def _graph(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str | None:
     device = model.device.type
-    driver: Driver | str
-    if device == "cpu" and not graph:
-        driver = cpu_driver(model, cache.context.heads)
-    elif graph is False:
-        return PlainDriver(model)
-    else:
-        driver = GraphDriver(model, cache) if device == "cuda" else f"CUDA graphs need a CUDA device, not {device}"
-    return driver if isinstance(driver, str) else driver.takes(cache) or driver
+    if graph is False:
+        return None
+    return GraphDriver(model, cache) if device == "cuda" else f"CUDA graphs need a CUDA device, not {device}"
+
+
+@DRIVERS.register("cpu")
+def _compiled(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str | None:
+    return None if graph or model.device.type != "cpu" else cpu_driver(model, cache.context.heads)

@@ -28,9 +28,7 @@ from ...cache.storage.codec import Plain
 from ...cache.storage.quantised import GroupedBits, fits
 from ...cache.view import entry_scores
 from ...heads import RetainingHeads
-from ...policies.base import Score
 from ...policies.capabilities import reason
-from ...policies.methods.locret import Cis
 from .row_pointers import FullTail, PositionTables, RowPointers, quantise
 
 logger = logging.getLogger(__name__)
@@ -193,7 +191,7 @@ class CpuDriver:
     def _shared_heads(self, caches: Sequence[BoundedCache]) -> RetainingHeads | None:
         """The retaining heads that the call itself asks: where all texts have them and want nothing else."""
         heads = caches[0].context.heads
-        alike = all(cache.context.heads is heads and _is_plain(cache.policy.score) for cache in caches)
+        alike = all(cache.context.heads is heads and cache.policy.score.is_head for cache in caches)
         fits = heads is not None and heads.config.activation == "silu"
         return heads if alike and fits else None
 
@@ -262,12 +260,7 @@ class CpuDriver:
                 score_BHT = entry_scores(ctx, layer, rows, pointers.seen, q, k, v)
                 rows.scores.view(-1)[newest] = score_BHT.reshape(-1).to(rows.scores.dtype)
             if rows.recent:
-                rows.remember(q)
-
-
-def _is_plain(score: Score) -> bool:
-    """Whether a token enters with what its retaining head says; a mean over the next tokens is taken at evictions."""
-    return type(score) is Cis and not score.decay
+                rows.append_queries(q)
 
 
 def _places(x: object) -> object:

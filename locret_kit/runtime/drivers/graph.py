@@ -23,7 +23,7 @@ from ...backbones.libraries import forward
 from ...backbones.weights import weight_bits_of
 from ...cache.bounded import BoundedCache
 from ...cache.context import Pins
-from ...cache.step import Fixed, evict_if_due, make_room
+from ...cache.step import StaticStep, evict_if_due, make_room
 from ...cache.storage.rows import COUNTS
 from ...naming import first_line
 from ...policies.capabilities import reason
@@ -228,7 +228,7 @@ class GraphDriver:
         self._make_room(before)
         # Once for all layers: the rows of every head, the new token's included, and its own rank.
         last_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape).contiguous()
-        self.cache.fixed = partial(self._fixed, self.seen.int(), last_LBH + 1, last_LBH)
+        self.cache.fixed = partial(self._static_step, self.seen.int(), last_LBH + 1, last_LBH)
         try:
             logits_BTV = forward(self.model, self.ids, self.cache, logits_to_keep=1)
         finally:
@@ -238,7 +238,7 @@ class GraphDriver:
         self._evict(after)
         return logits_BTV[:, -1].float()
 
-    def _fixed(self, position: Tensor, lengths_LBH: Tensor, last_LBH: Tensor, layer: int) -> Fixed:
+    def _static_step(self, position: Tensor, lengths_LBH: Tensor, last_LBH: Tensor, layer: int) -> StaticStep:
         """Where a layer's new token stands, and the rows that it sees: as many as the device says."""
         flat, rows = self.flats[layer], self.cache.bounded[layer]
         starts_BH, lengths_BH, last_BH = flat.starts_BH, lengths_LBH[layer], last_LBH[layer]
@@ -246,7 +246,7 @@ class GraphDriver:
             seen_BH = lengths_BH.clamp(max=rows.window)
             starts_BH, lengths_BH, last_BH = starts_BH + (lengths_BH - seen_BH), seen_BH, seen_BH - 1
         seen = replace(flat, starts_BH=starts_BH, lengths_BH=lengths_BH, last_BH=last_BH, longest=rows.capacity)
-        return Fixed(self.seen, position, self.length_L[layer : layer + 1], seen)
+        return StaticStep(self.seen, position, self.length_L[layer : layer + 1], seen)
 
     def _make_room(self, cuts: Cuts) -> None:
         for cut in cuts:

@@ -1,0 +1,179 @@
+"""Texts whose rows lie in another engine's memory: that engine runs the model and says which text has which page; attention,
+scores and evictions are the kit's.
+
+New tokens are scored at once, the texts that have one new token are decoded in one call, and the others are read one after
+another (see ``texts``). What a layer counts follows from what it was given, so nothing is told to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from ..backbones.decoder_attention import Described, Softmax
+from ..backbones.load import load_config, resolve_model
+from ..backbones.patches import lacks_bfloat16
+from ..backbones.probe import assumed
+from ..backbones.spec import spec_of
+from ..backbones.weights import stored_weights
+from ..heads import RetainingHeads
+from ..policies import Policy
+from ..settings import Resolved
+from .bounded import BoundedCache
+from .pages import PageShape, RowPool, SharedRotations
+from .ranks import Ranks
+from .storage.rows import export_rows, restore_rows
+from .texts import TextBatch
+
+
+def page_bytes(
+    config: PretrainedConfig, settings: Resolved, policies: Iterable[Policy], dtype: torch.dtype, ranks: int = 1
+) -> int:
+    """Bytes of a text's pages on one rank, of a model whose heads are split over ``ranks``."""
+    spec = spec_of(Ranks(0, ranks).config(config))
+    return PageShape.for_policies(spec, settings, policies, dtype).nbytes * spec.n_layers
+
+
+class Standin(nn.Module, Described):
+    """The model of a cache whose forward is another engine's: the language model's configuration of one rank, its rotary
+    embedding, and its device. Its attention is what the configuration says."""
+
+    def __init__(self, name: str, revision: str | None, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
+        from transformers import AutoModelForCausalLM
+
+        super().__init__()
+        config = load_config(name, revision)
+        with torch.device("meta"):
+            shell = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)
+        self.name, self.names = name, [weight for weight, _ in shell.named_parameters()]
+        self.config, self.dtype, self.device = ranks.config(config), dtype, device
+        kind_of_rope = type(shell.get_decoder().rotary_emb)
+        self.rotary_emb = kind_of_rope(config=deepcopy(config)).to(device)
+        self.description = assumed(self.config, self.rotary_emb)
+
+    def get_decoder(self) -> Standin:
+        return self
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The whole model's weights, by which it is told from others, from its files: the engine's are joined and split.
+
+        Raises:
+            ValueError: they are no ``.safetensors`` files with transformers' names.
+        """
+        return map(nn.Parameter, stored_weights(resolve_model(self.name), self.names))
+
+
+class Turn(NamedTuple):
+    """New tokens of a text in a forward: ``start`` to ``end`` of all, after ``seen`` others of the text."""
+
+    page: int
+    start: int
+    end: int
+    seen: int
+
+
+class LentPages:
+    """Texts by their pages.
+
+    Args:
+        model: name of a folder or of a repository of the Hub, with ``revision``. settings, policies: the largest that a text
+            may have, and all from which it may choose. heads: of the whole model.
+
+    Attributes:
+        model: stands in for it. heads: the part of this rank. shape: of a page in one layer. texts: by page.
+
+    Raises:
+        ValueError: heads that do not fit the model, or heads that the ranks cannot share. FileNotFoundError: no such model.
+    """
+
+    def __init__(
+        self, model: str, settings: Resolved, policies: Iterable[Policy], heads: RetainingHeads | None, *,
+        dtype: torch.dtype, device: torch.device, ranks: Ranks | None = None, revision: str | None = None,
+    ) -> None:  # fmt: skip
+        self.ranks = ranks or Ranks()
+        self.model = Standin(model, revision, self.ranks, dtype, device)
+        self.spec = self.model.description.spec
+        self.shape = PageShape.for_policies(self.spec, settings, policies, dtype)
+        self.heads: RetainingHeads | None = None
+        if heads is not None:
+            part = self.ranks.heads(heads)
+            part.check_backbone(self.spec)
+            # The whole stays on the host, where files are compared with it.
+            self.heads = (deepcopy(part) if part is heads and device.type != "cpu" else part).to(device, dtype)
+        self.texts: dict[int, BoundedCache] = {}
+        self._pools: dict[int, RowPool] = {}
+        self._rotations = SharedRotations()
+
+    @property
+    def widens(self) -> bool:
+        """Whether the processor must widen each number of the model's type."""
+        return self.model.device.type == "cpu" and self.model.dtype == torch.bfloat16 and lacks_bfloat16()
+
+    def bind(self, text: BoundedCache) -> BoundedCache:
+        """A text that has read nothing, bound to the model. Raises ValueError as ``BoundedCache.bind``."""
+        text.bind(self.model)  # type: ignore[arg-type]
+        return text
+
+    def begin(self, page: int, text: BoundedCache) -> None:
+        """Give a text that has read nothing a page, which held another one."""
+        self.bind(text).move(self._rotations.of(text.context), text.bounded)
+        self.texts[page] = text
+
+    def take(self, page: int, text: BoundedCache, document: BoundedCache, memory: Mapping[int, Tensor]) -> None:
+        """Give a text a page, and to read what a document of all ranks has read; ``memory``: of every layer, as in
+        ``LentStep.attend``."""
+        self.begin(page, text)
+        for layer, rows in enumerate(text.bounded):
+            pool = self.pool(layer, memory[layer])
+            pool.bind(page, rows)
+            empty = pool.keys.new_empty(1, self.spec.n_kv_heads, 0, self.spec.head_dim)
+            counts, tensors = export_rows(document.bounded[layer])
+            part = {name: self.ranks.rows(name, x, self.spec) for name, x in tensors.items()}
+            restore_rows(rows, counts, part, empty, empty)
+
+    def pool(self, layer: int, memory: Tensor) -> RowPool:
+        """Pages of a layer in the engine's memory ``[pages, ...]``."""
+        if layer not in self._pools:
+            self._pools[layer] = RowPool(self.shape, memory, len(memory))
+        return self._pools[layer]
+
+    def text(self, page: int, seen: int) -> BoundedCache:
+        """The text of a page. Raises RuntimeError where it is another one than the engine says."""
+        text = self.texts.get(page)
+        if text is None or text.get_seq_length() != seen:
+            tokens = "nothing" if text is None else f"{text.get_seq_length()} tokens"
+            raise RuntimeError(f"page {page} holds {tokens}, and the engine says {seen} tokens: please report this")
+        return text
+
+    def step(self, turns: Iterable[tuple[int, int, int, int]]) -> LentStep:
+        """A forward, by the turn of each text that has new tokens, in the order of ``Turn``."""
+        return LentStep(self, [Turn(*turn) for turn in turns])
+
+
+class LentStep:
+    """New tokens of one forward."""
+
+    def __init__(self, pages: LentPages, turns: Sequence[Turn]) -> None:
+        self.pages, self.turns = pages, turns
+        self.batch: TextBatch | None = None
+
+    def attend(
+        self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, memory: Tensor, scaling: float, out_NQD: Tensor
+    ) -> None:
+        """Attention of the new tokens in one layer, into ``out``; they become rows, and what is due is evicted. ``memory``: the
+        layer's, ``[pages, ...]``."""
+        pool = self.pages.pool(layer, memory)
+        if self.batch is None:  # in the first layer: by then documents are taken
+            texts = [self.pages.text(turn.page, turn.seen) for turn in self.turns]
+            spans = [(turn.start, turn.end) for turn in self.turns]
+            self.batch = TextBatch(texts, spans, [turn.seen for turn in self.turns])
+        for turn in self.turns:
+            rows = self.pages.texts[turn.page].bounded[layer]
+            if not rows.is_initialized:
+                pool.bind(turn.page, rows)
+        self.batch.attend(layer, q_NQD, k_NHD, v_NHD, Softmax(scaling), out_NQD)

@@ -1,0 +1,176 @@
+"""A codec, a layout, a backend and a driver from outside, each in one file of a user's."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from policy_runs import backbone, held, make, tokens
+
+from locret_kit.cache.backend import BACKENDS
+from locret_kit.cache.storage.codec import CODECS
+from locret_kit.cache.storage.layouts import LAYOUTS
+from locret_kit.cli.infer import main
+from locret_kit.policies.registry import load_plugin
+from locret_kit.runtime.drivers import DRIVERS
+from locret_kit.runtime.session import decode, prefill
+
+CODEC = '''
+from locret_kit.cache.storage.codec import CODECS, Plain
+
+
+class Negative(Plain):
+    """Keys and values with the other sign."""
+
+    def write(self, at, k_HTD, v_HTD):
+        super().write(at, -k_HTD, -v_HTD)
+
+    def read(self, name, at):
+        return -super().read(name, at)
+
+    def flat(self):
+        keys, values = super().flat()
+        return -keys, -values
+
+
+@CODECS.register("negative")
+def negative(bits, scratch, compiled, grows):
+    return Negative()
+'''
+BACKEND = """
+from locret_kit.cache.backend import BACKENDS, Backend
+
+calls = []
+
+
+class Counting(Backend):
+    name = "counting"
+
+    def attend(self, q_BQTD, *args, **rest):
+        calls.append(q_BQTD.shape[2])
+        return super().attend(q_BQTD, *args, **rest)
+
+
+BACKENDS.register("counting")(Counting())
+"""
+LAYOUT = '''
+from locret_kit.cache.storage.layouts import LAYOUTS, RaggedRows
+from locret_kit.policies.registry import Adaptive, part
+
+
+@LAYOUTS.register("wide")
+class Wide(RaggedRows):
+    """Ragged rows under a name of their own."""
+
+
+@part("allocation", "wide")
+class WideAdaptive(Adaptive):
+    """Adaptive, in that layout."""
+
+    layout = "wide"
+'''
+DRIVER = """
+from locret_kit.runtime.drivers import DRIVERS
+from locret_kit.runtime.drivers import PlainDriver
+
+
+class Listening(PlainDriver):
+    name = "listening"
+    heard = []
+
+    def __call__(self, caches, tokens):
+        self.heard += tokens
+        return super().__call__(caches, tokens)
+
+
+@DRIVERS.register("listening")
+def listening(model, cache, graph):
+    return Listening(model) if cache.policy.name == "h2o" else None
+"""
+REGISTRIES = (CODECS, BACKENDS, LAYOUTS, DRIVERS)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load a plugin; what it registers is forgotten after the test."""
+    before = [dict(registry) for registry in REGISTRIES]
+
+    def from_text(text: str):
+        path = tmp_path / "plugin.py"
+        path.write_text(text)
+        load_plugin(str(path))
+        return sys.modules[str(path.resolve())]
+
+    yield from_text
+    for registry, items in zip(REGISTRIES, before, strict=True):
+        registry.clear()
+        registry.update(items)
+
+
+def answer(policy: str = "h2o", **settings):
+    """A cache after its prompt and an answer, and the answer's tokens."""
+    cache, model, ids = make(policy, **settings), backbone(), tokens()
+    logits = prefill(model, ids, cache)
+    return cache, [*decode(model, cache, logits, prompt=ids, max_new_tokens=9)]
+
+
+def same(mine, plain) -> None:
+    assert mine[1] == plain[1] and held(mine[0]) == held(plain[0])
+
+
+def test_a_codec(load):
+    load(CODEC)
+    mine, plain = answer(kv_bits="negative", backend="reference"), answer(backend="reference")
+    same(mine, plain)
+    assert all(torch.equal(a.codec.keys, -b.codec.keys) for a, b in zip(mine[0].bounded, plain[0].bounded, strict=True))
+
+
+def test_a_backend(load):
+    calls = load(BACKEND).calls
+    mine = answer(backend="counting")
+    same(mine, answer(backend="reference"))
+    assert mine[0].backend == mine[0].settings.backend == "counting" and max(calls) > 1 and min(calls) == 1
+
+
+def test_a_layout(load):
+    wide = load(LAYOUT).Wide
+    mine, plain = (
+        answer(f"score=aas allocation={name} scope=window", backend="reference") for name in ("wide", "adaptive")
+    )
+    same(mine, plain)
+    assert all(type(rows.layout) is wide for rows in mine[0].bounded)
+
+
+def test_a_driver(load):
+    heard = load(DRIVER).Listening.heard
+    mine = answer()
+    assert mine[0].counters.decoding == "listening" and heard == mine[1][:-1]
+    same(mine, answer(backend="reference"))
+    assert answer("snapkv", backend="reference")[0].counters.decoding != "listening" and len(heard) == 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"backend": "refrence"},
+            r"backend='refrence' must be one of: reference, triton, cpu. Did you mean 'reference'?",
+        ),
+        ({"kv_bits": "nf4"}, "kv_bits='nf4' must be one of: 8, 4, 2"),
+        ({"kv_bits": "a b"}, "kv_bits=a b must be one of: 8, 4, 2"),
+        ({"backend": 3}, "backend=3 must be one of: reference, triton, cpu"),
+    ],
+)
+def test_a_name_that_nobody_has(given, said):
+    with pytest.raises(ValueError) as caught:
+        answer(**given)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize("option", ["backend", "kv_bits"])
+def test_a_command_says_so_before_it_loads_a_backbone(option, capsys):
+    assert (
+        main([f"--{option.replace('_', '-')}", "mine", "--model", "no/such/model", "--policy", "h2o", "README.md"]) == 1
+    )
+    assert f"{option}='mine' must be one of" in capsys.readouterr().err
