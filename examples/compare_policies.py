@@ -9,7 +9,7 @@ import sys
 
 from locret_kit import BoundedCache
 from locret_kit.backbones.load import load_backbone
-from locret_kit.runtime.session import generate
+from locret_kit.runtime.session import Answer
 
 FACT = "The pass key is 71432."
 TEXT = " ".join(["The grass is green. The sky is blue. The sun is yellow. Here we go."] * 40)
@@ -24,8 +24,8 @@ def main(name: str, *policies: str, budget: int = 256) -> None:
     start, end = (len(tokenizer(text).input_ids) for text in (f"{TEXT}\n", before))
     for policy in policies:
         cache = BoundedCache(budget=budget, chunk=128, policy=policy, prompt_length=len(ids))
-        answer, report = generate(model, tokenizer, ids, cache, max_new_tokens=8)
-        heads = [head for layer in range(len(report.kept_rows)) for head in cache.kept_positions(layer)[0]]
+        answer = str(Answer(model, tokenizer, ids, cache, max_new_tokens=8))
+        heads = [head for layer in range(len(cache.layers)) for head in cache.kept_positions(layer)[0]]
         kept = sum(int(((head >= start) & (head < end)).sum()) for head in heads) / (len(heads) * (end - start))
         print(f"{policy:<20} {answer.strip()[:40]!r:<44} the fact: {kept:.0%} kept")
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from .cache.bounded import BoundedCache as BoundedCache
 from .cache.bounded import CannotFork as CannotFork
-from .cache.due import Schedule as Schedule
 from .cache.lent import LentPages as LentPages
 from .cache.ranks import Ranks as Ranks
 from .cache.saved import CacheFile as CacheFile
 from .heads import RetainingHeads as RetainingHeads
 from .runtime.engine import Engine as Engine
+from .runtime.repetition import KVzip as KVzip
 from .runtime.sampling import Sampling as Sampling
 from .runtime.sequence import Request as Request
 from .runtime.sequence import Sequence as Sequence
 from .runtime.session import Answer as Answer
-from .runtime.session import decode as decode
 from .runtime.session import prefill as prefill

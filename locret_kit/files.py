@@ -209,7 +209,8 @@ def write_folder(folder: Path, config: dict[str, object], state: dict[str, Tenso
         def weights(path: Path) -> None:
             save_file(state, path, metadata={CONFIG: json.dumps(config)})  # of two, any may come first
             settings.write_text(
-                json.dumps({**config, HASH: _digest(path.read_bytes())}, indent=2) + "\n", encoding="utf-8"
+                json.dumps({**config, HASH: hashlib.sha256(path.read_bytes()).hexdigest()}, indent=2) + "\n",
+                encoding="utf-8",
             )
 
         write_beside(folder / WEIGHTS, weights)
@@ -247,7 +248,7 @@ def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
     config = read_json(folder / CONFIG) if there else None
     if there and not isinstance(config, dict):
         raise ValueError(f"{folder / CONFIG} is not a configuration of {what}")
-    if isinstance(config, dict) and config.pop(HASH, None) in (None, _digest(weights)):
+    if isinstance(config, dict) and config.pop(HASH, None) in (None, hashlib.sha256(weights).hexdigest()):
         return config, weights
     # A save was cut short between the two renames: its weights say what it is.
     metadata = _header(weights).get("__metadata__")
@@ -283,10 +284,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
     with blaming(_CUT.format(path), SafetensorError):
         return load_file(path)
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 @contextmanager

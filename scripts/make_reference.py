@@ -43,7 +43,6 @@ PYTHON: dict[str, Sequence[str]] = {
     "locret_kit.publish": (),
     "locret_kit.settings.RunSettings": (),
     "locret_kit.backbones.load.load_backbone": (),
-    "locret_kit.runtime.session.generate": (),
     "locret_kit.runtime.session.Answer": (),
     "locret_kit.runtime.session.Sampling": (),
     "locret_kit.runtime.engine.run": (),

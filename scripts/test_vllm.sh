@@ -9,7 +9,7 @@ set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${LOCRET_VLLM_VENV:-$root/.venv-vllm}"
-vllm="${LOCRET_VLLM_VERSION:-0.32.0}" # locret_kit/vllm/__init__.py
+vllm="${LOCRET_VLLM_VERSION:-0.32.0}" # locret_kit/vllm/refusals.py
 
 # torch as vLLM pins it. --no-deps: vLLM asks for builds with CUDA of torchvision, torchaudio and torchcodec, which break a CPU's, and
 # for triton, numba and opencv, a gigabyte that a text model never loads.

@@ -170,8 +170,8 @@ def _reading(what: str, kind: type[Exception] = FileNotFoundError) -> Iterator[N
         raise kind(f"{what}: {name}{said}") from error
 
 
-def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
-    """The configuration of a backbone's text model, by folder or Hub id. Code that comes with it is never run.
+def load_config(name: str, revision: str | None = None, *, whole: bool = False) -> PreTrainedConfig:
+    """The configuration of a backbone's text model, or the ``whole``, by folder or Hub id. Code that comes with it is never run.
 
     Raises:
         FileNotFoundError: there is none that can be read, or a field's value is impossible.
@@ -187,7 +187,7 @@ def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
             raise ValueError("it is of retaining heads, not of a backbone: --ckpt takes them")
         check_config(fields.get("text_config") or fields)
         config = AutoConfig.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
-    return config.get_text_config(decoder=True)
+    return config if whole else config.get_text_config(decoder=True)
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -221,6 +221,7 @@ def load_backbone(
     device_map: str | dict[str, int | str] | None = None,
     gpu_memory: str | None = None,
     weight_bits: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """``(model, tokenizer)``: frozen, in evaluation mode, on ``device``, with a PEFT adapter merged in where one is named.
 
@@ -230,6 +231,7 @@ def load_backbone(
         weight_bits: 4 or 8 quantises the layers' matrices as they are loaded, see ``quantisation``.
         device_map: 'auto' and its like, or accelerate's map of module to device: spread the model over the GPUs and the
             CPU's memory instead of putting it on ``device``. gpu_memory: most that weights take of each GPU, such as 18GiB.
+        tokenizer: the one to give back; by default it is loaded.
     """
     warn_of_newer()
     logging.set_verbosity_error()  # bars and warnings of loading are noise: what matters is checked
@@ -244,12 +246,12 @@ def load_backbone(
         fields = load_config(name, revision)
         with _reading(f"model={name!r} cannot be loaded"):
             packed: Any = model_of(_gguf(name, revision), fields, pick_dtype(dtype, where, fields))
-        return freeze(packed.to(where)), load_tokenizer(name, revision)
+        return freeze(packed.to(where)), tokenizer or load_tokenizer(name, revision)
     spread: dict[str, object] = (
         {} if device_map is None else {"device_map": device_map, "max_memory": _limits(gpu_memory)}
     )
-    config = load_config(name, revision)
-    precision = pick_dtype(dtype, where, config)
+    config = load_config(name, revision, whole=True)
+    precision = pick_dtype(dtype, where, config.get_text_config(decoder=True))
     if weight_bits is not None:
         if adapter:
             raise ValueError(
@@ -261,14 +263,14 @@ def load_backbone(
     bits = "" if weight_bits is None else f" with weight_bits={weight_bits}"
     with _reading(f"model={name!r} cannot be loaded{bits}"):  # an unknown architecture; truncated weights; a pickle
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=precision, revision=revision, trust_remote_code=False, output_loading_info=True,
+            path, config=config, dtype=precision, revision=revision, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True, **spread,
         )  # fmt: skip
     model, found = loaded
     if absent := [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]:
         some = ", ".join(sorted(absent)[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
         raise ValueError(f"model={name!r}: its files lack weights, or hold them in another shape: {some}")
-    tokenizer = load_tokenizer(name, revision)
+    tokenizer = tokenizer or load_tokenizer(name, revision)
     if adapter:
         if any(weight.is_meta for weight in model.parameters()):
             raise ValueError(

@@ -32,7 +32,7 @@ from .context import CacheCounters, Context, Pins, RecallCounters, Stage, make_l
 from .options import CacheOptions, checked_arguments
 from .stages import stages_of
 from .step import StaticStep, attend_again, evict_if_due, in_model_type, read_block, read_tokens
-from .storage.codec import BITS, Float8, Scratch
+from .storage.codec import BITS, Float8, Scratch, check_storage
 from .storage.rows import BoundedLayer, copy_rows
 from .view import (
     Kept,
@@ -125,6 +125,7 @@ class BoundedCache(StatefulCache, Handler):
         ValueError: a setting out of range; names the setting, its value and the bound. FileNotFoundError: no such heads.
     """
 
+    check_storage = staticmethod(check_storage)
     fixed: Callable[[int], StaticStep] | None = None
     """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.drivers.graph``)."""
 
@@ -480,7 +481,7 @@ class BoundedCache(StatefulCache, Handler):
             if self.needs_reread and rows.seen >= (self.schedule.prompt_length or 0):
                 raise RuntimeError(
                     f"policy={self.policy.name!r} reads the end of the prompt twice, which locret_kit's own prefill does and "
-                    "model.generate does not: use locret_kit.runtime.session.generate"
+                    "model.generate does not: use locret_kit.runtime.session.Answer"
                 )
         # Not undone by an exception: a cache that stopped between two layers must not be read on.
         self.unfinished = True

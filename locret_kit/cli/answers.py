@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..backbones.load import choose_precision, load_tokenizer, pick_device
 from ..cache.bounded import BoundedCache
@@ -30,7 +30,7 @@ from ..settings import made
 from ..text.template import has_template, render_messages
 from ..text.tokens import answer_text, stream_ids
 from .command import check_question, progress, title_of, write_answer
-from .loading import Chosen, before_reading, beyond_window, check_run, check_sampling, choose, not_shown, prompt_ids
+from .loading import Chosen, beyond_window, check_sampling, choose, not_shown, prompt_ids
 
 Say = Callable[[str], None]
 SHARED = (*(item.name for item in fields(Generation)), "seed")
@@ -38,12 +38,44 @@ SHARED = (*(item.name for item in fields(Generation)), "seed")
 
 
 def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
-    """Load, then answer the questions about a text, or continue it. Raises ValueError or OSError with a one-line message."""
+    """Load, then answer the questions about a text, or continue it. Each answer is begun when it is shown; the text is read once
+    for all of them where they are then the same. Raises ValueError or OSError with a one-line message."""
     questions: list[str | None] = [*args.question] or [None]  # None: the text is continued
-    sampling = check_sampling(args)
-    reports: list[dict[str, object]] = []
+    sampling, shown = check_sampling(args), None if args.quiet else progress
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
-    chosen, model, answers, warnings = of_text(args, text, questions, sampling, say)
+    pick_device(args.device)  # before a long text is tokenised
+    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args, asked=questions != [None])
+    warnings: list[str | None] = [*chosen.warnings]
+    say(f"backbone: {chosen.backbone}")
+    if len(questions) > 1:
+        text = list(text)
+    tokenizer = load_tokenizer(chosen.backbone)
+    args.set_template(tokenizer)
+    prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
+    say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
+    model, _ = chosen.load(args, tokenizer)
+    if args.dtype == "auto":
+        say(f"precision: {choose_precision(model.device, model.config)}")
+    run = chosen.for_text(args.run, model, max(prompts, key=len), None if args.quiet else say)
+
+    def alone(question: str | None, ids: array[int]) -> Answer:
+        cache, warning = chosen.cache(run, tokenizer, ids, asked=args.chat and question is not None)
+        warnings.append(warning)
+        return Answer(
+            model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
+            progress=shown and shown(),
+        )  # fmt: skip
+
+    answers = map(alone, questions, prompts)
+    if len(questions) > 1 and reads_once(args, chosen, tokenizer):
+        document = Document.read(
+            model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat, title=title_of(args.file),
+            progress=shown and shown(),
+        )  # fmt: skip
+        warnings.append(not_shown(args.protect, document.protected(document.prompt("?"))))
+        ask = partial(document.ask, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed)
+        answers = map(ask, args.question)
+    reports: list[dict[str, object]] = []
     for question, answer in zip(questions, answers, strict=True):
         for line in (*warnings, beyond_window(model, answer.cache)) if not reports else ():
             if line:
@@ -60,50 +92,6 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
         found = reports[0] if len(reports) == 1 else {"answers": reports}
         write_json(Path(args.report).resolve(), {**origin_of(chosen, reports[0]["backend"]), **found})
     return 0
-
-
-def of_text(
-    args: InferOptions, text: Iterable[str], questions: list[str | None], sampling: Sampling, say: Say
-) -> tuple[Chosen, PreTrainedModel, Iterator[Answer], list[str | None]]:
-    """What was chosen, the backbone, answers about a text, and warnings to be read when the first answer is begun. Each answer is
-    begun when it is asked for; the text is read once for all of them where they are then the same."""
-    pick_device(args.device)  # before a long text is tokenised
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits, asked=questions != [None])
-    check_run(args, chosen)
-    say(f"backbone: {chosen.backbone}")
-    if len(questions) > 1:
-        text = list(text)
-    tokenizer = load_tokenizer(chosen.backbone)
-    args.set_template(tokenizer)
-    prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
-    say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
-    run, longest = args.run, max(prompts, key=len)
-    model, tokenizer = chosen.load(args)
-    if args.dtype == "auto":
-        say(f"precision: {choose_precision(model.device, model.config)}")
-    run = chosen.with_text_budget(run, model, len(longest), say)
-    for line in before_reading(run, chosen, longest, model) if not args.quiet else ():
-        print(line, file=sys.stderr, flush=True)
-    warnings = [*chosen.warnings, chosen.idle_stabilizers(args)]
-    shown = None if args.quiet else progress
-
-    def alone(question: str | None, ids: array[int]) -> Answer:
-        cache, warning = chosen.cache(run, model, tokenizer, ids, asked=args.chat and question is not None)
-        warnings.append(warning)
-        return Answer(
-            model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
-            progress=shown and shown(),
-        )  # fmt: skip
-
-    if len(questions) == 1 or not reads_once(args, chosen, tokenizer):
-        return chosen, model, map(alone, questions, prompts), warnings
-    document = Document.read(
-        model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat, title=title_of(args.file),
-        progress=shown and shown(),
-    )  # fmt: skip
-    warnings.append(not_shown(args.protect, document.protected(document.prompt("?"))))
-    ask = partial(document.ask, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed)
-    return chosen, model, map(ask, map(str, questions)), warnings
 
 
 def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -132,16 +120,14 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
     """Load, and answer what has no answer yet; the exit status. Raises ValueError or OSError with a one-line message."""
     left, total = [line for key, line in lines.items() if key not in done], len(lines)
     Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
-    check_run(args, chosen)
+    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args)
     if not left:
         print(f"{target} has an answer for each of the {total} prompts", file=sys.stderr)
         return 0
     model, tokenizer = chosen.load(args)
     warn = cache(partial(tqdm.write, file=sys.stderr))  # each once
-    for line in (*chosen.warnings, chosen.idle_stabilizers(args)):
-        if line:
-            warn(line)
+    for line in chosen.warnings:
+        warn(line)
     errors: list[Name] = []
     bar = tqdm(total=total, initial=total - len(left), unit="prompt", disable=args.quiet)
     with open_answers(target) as out, bar:
@@ -154,7 +140,7 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
 
         def new_cache(line: Line) -> BoundedCache:
             settings = replace(args.run, seed=line.seed)
-            made, warning = chosen.cache(settings, model, tokenizer, line.ids, asked=line.asked)
+            made, warning = chosen.cache(settings, tokenizer, line.ids, asked=line.asked)
             if warning:
                 warn(warning)
             return made

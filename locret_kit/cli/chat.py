@@ -319,9 +319,8 @@ class Talk:
     def read_text(self, text: Iterable[str], title: str) -> None:
         """Begin a conversation about a text."""
         from ..documents.document import Document
-        from .loading import check_run, counted_text
+        from .loading import counted_text
 
-        check_run(self.args.run, self.chosen)
         began = time.perf_counter()
         whole, run = counted_text(
             text, self.args.run, self.chosen, self.model, self.tokenizer, self.screen.note, turns=self.args.history
@@ -380,7 +379,7 @@ def run(args: ChatOptions) -> int:
             read_record(file)
         else:
             text = text_of(str(file))
-    from .loading import check_run, check_sampling, choose, open_document
+    from .loading import check_sampling, choose, open_document
 
     sampling = check_sampling(args)
     screen, document = Screen(args.history_file), None
@@ -389,8 +388,7 @@ def run(args: ChatOptions) -> int:
         document, chosen = open_document(str(file), args)
         model, tokenizer = document.model, document.tokenizer
     else:
-        chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
-        check_run(args.run, chosen)
+        chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.run)
         model, tokenizer = chosen.load(args)
     for line in chosen.warnings:
         screen.note(line)

@@ -65,10 +65,9 @@ Done = tuple["Document", dict[str, str], int, float]
 def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     """The text as a new document."""
     from ..documents.document import Document
-    from .loading import beyond_window, check_run, choose, counted_text, not_shown
+    from .loading import beyond_window, choose, counted_text, not_shown
 
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
-    check_run(args.run, chosen)
+    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.run)
     model, tokenizer = chosen.load(args)
     began = time.perf_counter()
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
@@ -79,8 +78,7 @@ def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     )  # fmt: skip
     seconds = time.perf_counter() - began
     unseen = not_shown(args.protect, document.protected(document.prompt("?")))
-    idle = chosen.idle_stabilizers(args)
-    for line in (*chosen.warnings, idle, unseen, beyond_window(model, document.cache)):
+    for line in (*chosen.warnings, unseen, beyond_window(model, document.cache)):
         if line:
             print(line, file=sys.stderr)
     return document, chosen.names, document.cache.get_seq_length(), seconds
@@ -276,10 +274,9 @@ def run_kept(args: KeptOptions) -> int:
     read_record(Path(args.file))
 
     from ..backbones.load import load_tokenizer
-    from ..documents.document import read_kept
+    from ..documents.document import highlight, read_kept
     from ..documents.document_text import describe
     from ..evals.report import kept_page
-    from ..runtime.kept_text import highlight, levels
     from ..text.tokens import token_texts
 
     saved, about = describe(args.file)
@@ -301,7 +298,7 @@ def run_kept(args: KeptOptions) -> int:
         f"{plain(title)}: {plain(lead)}; {(counts > 0).sum()} of {found.seen} held ({where or 'all layers and heads'})\n"
     )
     shown = ["".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text) for text in texts[: found.seen]]
-    print(highlight(shown, levels(counts / heads), color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    print(highlight(shown, counts / heads, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0
 
 

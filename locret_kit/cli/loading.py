@@ -21,9 +21,9 @@ from ..config.infer_options import AskOptions, ChatOptions, Dtype, Generation, M
 from ..config.schema import refuse
 from ..documents.document import Document
 from ..documents.document_text import DocumentText, describe
-from ..heads import HeadsConfig, RetainingHeads
+from ..heads import RetainingHeads
 from ..planning import reading_time
-from ..planning.fitting_settings import budget_of_text, explain_oom
+from ..planning.fitting_settings import budget_of_text
 from ..policies import Policy
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, Stabilizers
@@ -51,7 +51,7 @@ class Chosen:
     @property
     def names(self) -> dict[str, str]:
         """Names that a file may say: as they were given, but of an absolute path the last part alone."""
-        recorded = self.config.adapter if self.config else None
+        recorded = self.heads.config.adapter if self.heads else None
         names = {
             "model": self.backbone,
             "heads": self.policy.heads_for(self.ckpt),
@@ -60,56 +60,55 @@ class Chosen:
         return {what: Path(name).name if Path(name).is_absolute() else name for what, name in names.items() if name}
 
     @property
-    def config(self) -> HeadsConfig | None:
-        """The heads' configuration."""
-        return self.heads.config if self.heads is not None else None
-
-    @property
     def published(self) -> Mapping[str, object]:
         """Settings that the heads were published with."""
-        return self.config.inference if self.config else {}
+        return self.heads.config.inference if self.heads else {}
 
     @property
     def evicts(self) -> bool:
         """Whether a budget bounds what is kept."""
         return not self.policy.keeps_everything
 
-    def load(self, machine: Machine) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The backbone and its tokenizer.
+    def load(
+        self, machine: Machine, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """The backbone and its tokenizer, which may be there already.
 
         Raises:
             ValueError, OSError: it cannot be loaded, or the heads have other shapes.
         """
         model, tokenizer = load_backbone(
             self.backbone, dtype=machine.dtype, device=machine.device, adapter=self.adapter,
-            weight_bits=machine.weight_bits,
+            weight_bits=machine.weight_bits, tokenizer=tokenizer,
         )  # fmt: skip
         machine.set_template(tokenizer)
         if self.heads is not None:
             self.heads.check_backbone(probe.describe(model).spec)
         return model, tokenizer
 
-    def idle_stabilizers(self, options: RunSettings) -> str | None:
-        """A warning where stabilizers are asked for and the policy has none."""
-        protects = any(isinstance(scope, Stabilizers) for scope in self.policy.scopes)
-        said = f"warning: policy={self.policy.name} protects no stabilizers"
-        return None if protects or options.stabilizers is None else said
-
-    def with_text_budget(
-        self, run: RunSettings, model: PreTrainedModel, tokens: int, say: Callable[[str], None], turns: int = 0
-    ) -> RunSettings:
-        """The settings, with a budget for the text's tokens where nobody gave one, which ``say`` is told in a line; ``turns``
-        slots come beside it."""
-        if run.budget is not None or not self.evicts:
-            return run
-        budget, line = budget_of_text(model, self.policy, run, self.published, tokens, turns)
-        say(line)
-        return replace(run, budget=budget)
+    def for_text(
+        self, run: RunSettings, model: PreTrainedModel, ids: Sequence[int], say: Callable[[str], None] | None,
+        turns: int = 0,
+    ) -> RunSettings:  # fmt: skip
+        """The settings, with a budget for the text where nobody gave one; ``turns`` slots come beside it. ``say`` is told what is
+        to be read before minutes of reading: the budget, slots that are too few for facts, the time that a long text takes."""
+        lines: list[str | None] = []
+        if run.budget is None and self.evicts:
+            budget, line = budget_of_text(model, self.policy, run, self.published, len(ids), turns)
+            run, lines = replace(run, budget=budget), [line]
+        if say is not None:
+            resolved = run.resolved(self.published, len(ids))
+            if self.evicts and self.policy.recall is None:
+                few = too_few(resolved.budget, len(ids))
+                lines.append(few and f"warning: {few}")
+            lines.append(None if run.one_shot else reading_time(model, ids, resolved.chunk))
+            for said in filter(None, lines):
+                say(said)
+        return run
 
     def cache(
         self,
         run: RunSettings,
-        model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         ids: Sequence[int],
         *,
@@ -121,43 +120,49 @@ class Chosen:
             asked: whether the prompt is a user's one message in the chat template.
         """
         cache = BoundedCache(run, self.policy, self.heads, prompt_length=len(ids))
-        with explain_oom(model, cache, len(ids)):
-            cache.bind(model)
         spans = protected_spans(tokenizer, ids, run.protect) if asked else []
-        for span in spans:
-            cache.pin(*span)
+        cache.pin_all(spans)
         return cache, not_shown(run.protect, spans)
 
 
 def choose(
-    ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, kv_bits: int | str | None = None, *,
+    ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, run: RunSettings | None = None, *,
     asked: bool = False,
 ) -> Chosen:  # fmt: skip
     """Backbone, heads and policy by the names that a user gives: the heads name what he leaves open. Where neither backbone nor
     heads are named, they are the demo's; its backbone is fetched once. ``asked``: the text is read for its questions alone.
 
     Raises:
-        ValueError, OSError: heads that cannot be read, an unknown policy, one that needs heads or does not store ``kv_bits``,
-            a demo backbone that cannot be fetched.
+        ValueError, OSError: heads that cannot be read, an unknown policy, one that needs heads, settings of the ``run`` that are
+            out of bounds, could not act or are not for the policy, a demo backbone that cannot be fetched.
     """
     if not ckpt and not model:
         ckpt, policy = demo.HEADS, policy or (ASKED if asked else None)
     named = parse_policy(policy) if policy is not None else None
     if named is not None:
-        check_storage(kv_bits, named)
         named.heads_for(ckpt, "give --ckpt")
     heads = RetainingHeads.from_pretrained(ckpt, backbone=model) if ckpt else None
     config = heads.config if heads else None
     chosen = named or parse_policy(config.policy if config else UNTRAINED[0])
-    check_storage(kv_bits, chosen)
+    warnings: list[str | None] = []
+    if run is not None:  # before anything big is loaded
+        check_storage(run.kv_bits, chosen)
+        if run.one_shot:
+            why = "with --one-shot, which evicts once, after the whole prompt"
+            refuse(run, ("chunk", "stabilizers", "local_len"), why)
+        elif not isinstance(run.budget, float):
+            length = None if run.decode_every is None else 1
+            Schedule.of(run.resolved(config.inference if config else {}, length), length)
+        if run.stabilizers is not None and not any(isinstance(scope, Stabilizers) for scope in chosen.scopes):
+            warnings.append(f"warning: policy={chosen.name} protects no stabilizers")
     name = model or (config.backbone if config else "")
     if config and (known := Path(config.backbone)).is_absolute() and known.exists() and not Path(name).exists():
         name = config.backbone if known.name == name else name  # a document has but the last part of its path
     if demo.is_missing(name):
         demo.fetch()
     adapter, warning = choose_adapter(config.adapter if config else None, adapter)
-    other = other_backbone(config.backbone, name) if config else None
-    return Chosen(name, heads, chosen, adapter, tuple(line for line in (warning, other) if line), ckpt)
+    warnings[:0] = warning, other_backbone(config.backbone, name) if config else None
+    return Chosen(name, heads, chosen, adapter, tuple(filter(None, warnings)), ckpt)
 
 
 def check_sampling(args: Generation) -> Sampling:
@@ -180,41 +185,19 @@ def prompt_ids(
     return stream_ids(tokenizer, chain([before], text, [after]), special=not (chat and has_template(tokenizer)))
 
 
-def check_run(options: RunSettings, chosen: Chosen) -> None:
-    """Raise ValueError for run settings that are out of bounds or could not act, before anything big is loaded."""
-    if options.one_shot:
-        why = "with --one-shot, which evicts once, after the whole prompt"
-        refuse(options, ("chunk", "stabilizers", "local_len"), why)
-    elif not isinstance(options.budget, float):
-        length = None if options.decode_every is None else 1
-        Schedule.of(options.resolved(chosen.published, length), length)
-
-
 def counted_text(
     text: Iterable[str], run: RunSettings, chosen: Chosen, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None], *, chat: bool = True, turns: int = 0,
 ) -> tuple[DocumentText, RunSettings]:  # fmt: skip
-    """A document's tokens, and the settings with a budget for them; ``say`` is told what one wants to know before minutes of
-    reading. Raises ValueError where there is no text."""
+    """A document's tokens, and the settings ``for_text``. Raises ValueError where there is no text."""
     whole = DocumentText.of(tokenizer, text, chat)
-    run = chosen.with_text_budget(run, model, whole.tokens, say, turns)
-    for line in before_reading(run, chosen, whole.ids, model):
-        say(line)
-    return whole, run
+    return whole, chosen.for_text(run, model, whole.ids, say, turns)
 
 
 def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
     """A warning where a chat template's text is to be protected, and the prompt shows none."""
     asked = read_protect(protect) - {"first"}
     return f"warning: protect={protect}: the prompt shows no such text" if asked and not spans else None
-
-
-def before_reading(options: RunSettings, chosen: Chosen, ids: Sequence[int], model: PreTrainedModel) -> list[str]:
-    """Lines to be read before minutes of reading: slots that are too few for facts, and the time that a long text takes."""
-    resolved, policy = options.resolved(chosen.published, len(ids)), chosen.policy
-    few = None if policy.keeps_everything or policy.recall is not None else too_few(resolved.budget, len(ids))
-    takes = None if options.one_shot else reading_time(model, ids, resolved.chunk)
-    return [line for line in (few and f"warning: {few}", takes) if line]
 
 
 def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:

@@ -118,12 +118,11 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     from ..serving.process import give_back
     from ..serving.state import Limits, Server
     from ..serving.store import Store
-    from .loading import check_run, choose
+    from .loading import choose
 
     policies = [parse_policy(name) for name in args.policies]
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.kv_bits)
+    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args)
     refuse_unbounded(chosen.policy, *policies)
-    check_run(args, chosen)
     name = args.model_name or Path(args.ckpt or chosen.backbone).name
     limits = Limits(args.max_prompt_tokens, args.max_answer_tokens, documents=args.documents)
     store = None

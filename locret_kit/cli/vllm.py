@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..config.schema import read
 from ..config.serve_options import VLLM, VllmOptions, shared_out
-from ..vllm import DOCUMENTS, check_version, refuse
+from ..vllm.refusals import DOCUMENTS, check_version, refuse
 from .command import command
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     from ..backbones.gguf import is_gguf
     from ..backbones.load import resolve_model
     from ..vllm.server_settings import ServerSettings, VllmSettings, untrained
-    from .loading import check_run, choose
+    from .loading import choose
 
     policy = args.policy or (untrained() if args.model and not args.ckpt else None)
-    chosen = choose(args.ckpt, args.model, None, policy)
+    chosen = choose(args.ckpt, args.model, None, policy, args)
     if chosen.adapter is not None:
         raise ValueError(
             f"adapter={chosen.adapter!r}: vLLM takes weights as they are; merge the adapter into the backbone first"
@@ -63,7 +63,6 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
         raise ValueError(
             f"model={chosen.backbone!r} is a GGUF file, which locret-serve runs: for vLLM name the float model"
         )
-    check_run(args, chosen)
     for line in chosen.warnings:
         print(line, file=sys.stderr)
     section = VllmSettings(

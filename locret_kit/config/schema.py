@@ -276,7 +276,7 @@ def given_by(command: Command[T], argv: list[str]) -> dict[str, object]:
 
 
 def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) -> Iterator[tuple[str, str]]:
-    rest = deque(argv)
+    rest, switches = deque(argv), {name for name, option in known.items() if bool in parts(option.annotation)}
     places = chain(command.positional, repeat(command.positional[-1])) if command.positional else repeat("")
     while rest:
         word = rest.popleft()
@@ -299,19 +299,15 @@ def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) ->
         name, equals, text = word[2 * dashes :].partition("=")
         name = name.replace("-", "_")
         name = command.aliases.get(name, name)
-        if not equals and _is_switch(known, name):
+        if not equals and name in switches:
             text = rest.popleft() if rest and rest[0] in ("true", "false") else "true"
-        elif not equals and name.startswith("no_") and _is_switch(known, name[3:]):
+        elif not equals and name.startswith("no_") and name[3:] in switches:
             name, text = name[3:], "false"
         elif not equals and name in known:
             if not rest or re.match(r"--[a-z][\w.-]*(=|$)", rest[0]):
                 raise UsageError(f"{word} needs a value: {word} VALUE or {name}=VALUE")
             text = rest.popleft()
         yield name, text
-
-
-def _is_switch(known: Mapping[str, Option], name: str) -> bool:
-    return name in known and bool in parts(known[name].annotation)
 
 
 def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..backbones.intercept import attached
 from ..backbones.weights import tokenizer_identity
 from ..cache.bounded import BoundedCache, CannotFork
 from ..cache.file import check_there
@@ -36,7 +36,7 @@ from .conversation import Chat
 from .document_text import IDS, DocumentText, TextRecord, hash_ids, stated, stored_text
 
 Progress = Callable[[int, int], None]
-Reader = Callable[["PreTrainedModel", "array[int]", BoundedCache, Progress | None], None]
+Reader = Callable[["PreTrainedModel", "array[int]", BoundedCache, Progress | None], object]
 
 
 class Document:
@@ -64,7 +64,7 @@ class Document:
         self.model, self.tokenizer, self.cache = model, text.tokenizer, cache
         self.chat_template, self.title, self.share = text.chat, title, share
         self.text = text
-        self._reader: Reader = read_alone
+        self._reader: Reader = prefill
         self._ahead = False
         self._file: tuple[Path, str] | None = None
         self.reads = 0
@@ -95,7 +95,7 @@ class Document:
             settings, policy, heads, given: as of ``BoundedCache``. A budget that is a share is one of the document's tokens.
             chat: questions go through the chat template.
             progress: called as ``progress(done, total)`` in tokens.
-            reader: reads tokens into a cache, as ``read_alone`` does; a server reads among other work.
+            reader: reads tokens into a cache, as ``prefill`` does; a server reads among other work.
             ahead: as after ``prepare``, without its second cache.
 
         Raises:
@@ -113,7 +113,7 @@ class Document:
         document = cls(model, whole, empty, title=title, share=resolved.share)
         # What follows the text is pinned with each question.
         empty.pin_all(span for span in document.protected(document.prompt("?")) if span[1] <= document.tokens)
-        document._reader, document._ahead = reader or read_alone, ahead
+        document._reader, document._ahead = reader or prefill, ahead
         document._go_on(whole, progress)
         return document
 
@@ -301,7 +301,7 @@ class Document:
         ids, text = self.text.forgotten()
         cache = self._fork(len(ids) + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
         if len(ids) > cache.get_seq_length():
-            read_alone(self.model, ids, cache, None)
+            prefill(self.model, ids, cache, None)
         return Document(self.model, text, cache, title=self.title, share=self.share)
 
     @classmethod
@@ -348,12 +348,6 @@ class Document:
         return document
 
 
-def read_alone(model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
-    """Read tokens into a cache, while nothing else runs."""
-    with attached(model):
-        prefill(model, ids, cache, progress)
-
-
 # ---- tokens of its text that a document holds -------------------------------------------------------------------------
 
 
@@ -369,6 +363,13 @@ class Kept:
     """Tokens that were read into the cache; those after them are read with each question."""
     positions: list[list[np.ndarray]]
     """Positions of each layer and key/value head, ascending."""
+
+    @classmethod
+    def of(cls, ids: array[int], cache: BoundedCache) -> Kept:
+        """What a cache holds of a text."""
+        layers = range(len(cache.layers))
+        positions = [[row[row >= 0].cpu().numpy() for row in cache.kept_positions(layer)[0]] for layer in layers]
+        return cls(ids, cache.get_seq_length(), positions)
 
     def heads(self, layer: int | None = None, head: int | None = None) -> tuple[np.ndarray, int]:
         """Number of the heads of all layers, or of one layer or head, that hold each token that was read ``[seen]``; and how many
@@ -391,6 +392,21 @@ class Kept:
         return token_texts(tokenizer, self.ids[begin : end + CHARACTER])[start - begin : end - begin]
 
 
+BRIGHT, DIM, PLAIN = "\033[1m", "\033[2m", "\033[0m"
+
+
+def highlight(texts: Iterable[str], share_T: np.ndarray, *, color: bool = True) -> str:
+    """The text of tokens: bright where half of the heads hold one, dim where fewer than on average do, or none; without colour,
+    `` ... `` stands for these. ``share_T``: of the heads."""
+    styles = ((DIM, PLAIN), ("", ""), (BRIGHT, PLAIN))
+    level_T = np.where(share_T >= 0.5, 2, (share_T >= share_T.mean()) & (share_T > 0))
+    shown, rest = "", iter(texts)
+    for level, run in groupby(level_T.tolist()):
+        piece, (begin, end) = "".join(next(rest) for _ in run), styles[level]
+        shown += f"{begin}{piece}{end}" if color else piece if level else " ... "
+    return shown
+
+
 def _one(items: list[T], number: int | None, what: str) -> list[T]:
     """All items, or one of them."""
     if number is not None and number >= len(items):
@@ -404,13 +420,9 @@ def kept_of(document: Document) -> Kept:
     Raises:
         ValueError: it was loaded from a file without its text.
     """
-    cache = document.cache
     if not document.has_text:
         raise ValueError("it was written without its text, so nobody can say which words it holds")
-    positions = [
-        [row[row >= 0].cpu().numpy() for row in cache.kept_positions(layer)[0]] for layer in range(len(cache.layers))
-    ]
-    return Kept(document.ids, cache.get_seq_length(), positions)
+    return Kept.of(document.ids, document.cache)
 
 
 def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:

@@ -279,7 +279,7 @@ def choose_step(
 SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemory(RuntimeError, MemoryError):
     """The device ran out of memory; the message says what was asked, what was free, and settings that fit."""
 
 

@@ -215,14 +215,9 @@ class Engine:
     def _turns(self) -> Iterator[Sequence]:
         """Sequences of the next step, those that are decoded first."""
         yield from (sequence for sequence in self.running if not sequence.reading)
-        reading = [sequence for sequence in self.running if sequence.reading]
-        yield from self._in_turn(reading) if self._scheduler is None else self._scheduler.pick(reading)
-
-    def _in_turn(self, reading: list[Sequence]) -> Iterator[Sequence]:
-        """The prompts that have a piece in the next forward, in the order in which they were added."""
-        room = self.piece
-        for sequence in reading:
-            if sequence.step > room and room < self.piece:
+        reading, room = [sequence for sequence in self.running if sequence.reading], self.piece
+        for sequence in reading if self._scheduler is None else self._scheduler.pick(reading):
+            if self._scheduler is None and sequence.step > room and room < self.piece:
                 break
             room -= sequence.step
             yield sequence

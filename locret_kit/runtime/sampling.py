@@ -69,28 +69,23 @@ class Sampling:
             if not -2 <= getattr(self, name) <= 2:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least -2 and at most 2")
 
-    def processors(self) -> LogitsProcessorList:
-        """transformers' own processors, in its own order."""
-        chain = LogitsProcessorList()
-        if self.repetition_penalty != 1.0:
-            chain.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
-        if self.temperature > 0:
-            if self.temperature != 1.0:
-                chain.append(TemperatureLogitsWarper(self.temperature))
-            if self.top_k:
-                chain.append(TopKLogitsWarper(self.top_k))
-            if self.top_p < 1.0:
-                chain.append(TopPLogitsWarper(self.top_p))
-            if self.min_p:
-                chain.append(MinPLogitsWarper(self.min_p))
-        return chain
-
 
 class Chooser:
     """The next token of one text, by its own random numbers: ``choose(logits)``."""
 
     def __init__(self, sampling: Sampling, seed: int, device: torch.device, prompt: Sequence[int]) -> None:
-        self._sampling, self._processors = sampling, sampling.processors()
+        self._sampling, self._processors = sampling, LogitsProcessorList()  # transformers' own, in its own order
+        if sampling.repetition_penalty != 1.0:
+            self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        if sampling.temperature > 0:
+            if sampling.temperature != 1.0:
+                self._processors.append(TemperatureLogitsWarper(sampling.temperature))
+            if sampling.top_k:
+                self._processors.append(TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p < 1.0:
+                self._processors.append(TopPLogitsWarper(sampling.top_p))
+            if sampling.min_p:
+                self._processors.append(MinPLogitsWarper(sampling.min_p))
         drawn = sampling.temperature > 0  # greedy choices need no generator, which some devices lack
         self._generator = torch.Generator(device=device).manual_seed(seed) if drawn else None
         self._seen = list(prompt) if sampling.repetition_penalty != 1.0 else []

@@ -48,7 +48,8 @@ class Sequence:
     """A request that runs.
 
     Attributes:
-        tokens: the answer's ids so far. finish_reason: "stop", "length", "read" (nothing more was asked), "error",
+        tokens: the answer's ids so far. stopped_by: the id that ended it, if one did.
+        finish_reason: "stop", "length", "read" (nothing more was asked), "error",
             "cancelled", or None before the end.
         logprobs: of each token, where they are asked for. prompt_logprobs: of the prompt's tokens from its second on.
     """
@@ -57,6 +58,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    stopped_by: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     error: Exception | None = None
     cache: BoundedCache | None = None
@@ -169,6 +171,7 @@ class Sequence:
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self.began
         if token in stop:
+            self.stopped_by = [token]
             self.end("stop")
             return False
         if self.request.top_logprobs is not None:

@@ -28,15 +28,13 @@ def prefill(
     ids: abc.Sequence[int],
     cache: BoundedCache,
     progress: Callable[[int, int], None] | None = None,
-    on_prompt: Callable[[Tensor, int], None] | None = None,
 ) -> Tensor:
     """Read the prompt through ``cache``: logits ``[V]`` after its last token. What the cache has seen already (a fork) is taken
     as the prompt's beginning and not read again.
 
     Args:
-        model: attached.
         ids: any integer sequence; fewer than the cache's ``prompt_length`` are the beginning of a prompt.
-        progress: called as ``progress(done, total)`` after every piece. on_prompt: see ``Request``.
+        progress: called as ``progress(done, total)`` after every piece.
 
     Raises:
         ValueError: no tokens, none that are new, or more than the prompt for which the cache was made.
@@ -47,11 +45,12 @@ def prefill(
         raise _other_length(cache, total)
     cache.bind(model)
     engine = Engine(model, frozenset(), alone=True)
-    sequence = engine.add(Request(ids, 0, on_prompt=on_prompt), lambda: cache)
-    while engine.running:
-        engine.step()
-        if progress:
-            progress(cache.get_seq_length(), total)
+    sequence = engine.add(Request(ids, 0), lambda: cache)
+    with attached(model):
+        while engine.running:
+            engine.step()
+            if progress:
+                progress(cache.get_seq_length(), total)
     assert sequence.logits_V is not None
     if sequence.logits_V.is_cuda:  # so that the time of a prefill is a prefill's
         torch.cuda.synchronize(sequence.logits_V.device)
@@ -77,10 +76,8 @@ def decode(
     stop: frozenset[int] = frozenset(),
     seed: int = 0,
     graph: bool | None = False,
-    choose: Callable[[Tensor], int] | None = None,
 ) -> Iterator[int]:
-    """Token ids one by one, the first chosen from ``logits``; ends before an id of ``stop``. ``choose`` takes the place of
-    ``sampling``, see ``Request``.
+    """Token ids one by one, the first chosen from ``logits``; ends before an id of ``stop``.
 
     ``graph=True`` replays a CUDA graph for each token, None does so where it is possible; not the default before it has run on
     a GPU. With the backend ``cpu`` one compiled call makes a token, where it takes the cache (see ``drivers.cpu``).
@@ -93,10 +90,9 @@ def decode(
         Decoding(model, cache, graph)  # raises where it is not possible
     engine = Engine(model, stop, alone=True, graph=graph)
     if max_new_tokens:
-        sequence = engine.resume(
-            Request(prompt, max_new_tokens, sampling or Sampling(), seed, choose=choose), cache, logits
-        )
-        yield from written(engine, sequence)
+        sequence = engine.resume(Request(prompt, max_new_tokens, sampling or Sampling(), seed), cache, logits)
+        with attached(engine.model):
+            yield from written(engine, sequence)
 
 
 def written(engine: Engine, sequence: Sequence) -> Iterator[int]:
@@ -120,15 +116,19 @@ class Answer:
     The cache reads the prompt with the first piece. What it has seen of it before (a fork) is not read again.
 
     Args:
-        cache: made for this prompt. The other arguments are as in ``generate``.
+        cache: made for this prompt.
+        stop: ids that end it; by default those that the model and the tokenizer name.
+        graph: as in ``decode``.
+        choose, on_prompt: see ``Request``.
 
     Attributes:
-        tokens: ids so far.
+        tokens: ids so far. stopped_by: the id of ``stop`` that ended it, if one did.
         finish_reason: "stop", "length" after ``max_new_tokens``, or None before the end.
         first_token_s: seconds from the start to the first token.
 
     Raises:
-        OutOfMemory, ValueError: as ``generate``.
+        OutOfMemory: says what was asked, what was free and which settings fit.
+        ValueError: ``graph=True`` where it is not possible, and why; a prompt of another length than the cache's.
     """
 
     def __init__(
@@ -141,8 +141,11 @@ class Answer:
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
         seed: int = 0,
+        stop: frozenset[int] | None = None,
         graph: bool | None = False,
         progress: Callable[[int, int], None] | None = None,
+        choose: Callable[[Tensor], int] | None = None,
+        on_prompt: Callable[[Tensor, int], None] | None = None,
     ) -> None:
         model = unwrapped(model)
         if not cache.get_seq_length() and cache.schedule.prompt_length not in (None, len(ids)):
@@ -153,12 +156,14 @@ class Answer:
             Decoding(model, cache, graph)  # raises before minutes of prefill
         self.cache, self.ids = cache, ids
         self.tokens: list[int] = []
+        self.stopped_by: list[int] = []
         self.finish_reason: str | None = None
         self.first_token_s = 0.0
         self._text = ""
         self._report: Report | None = None
-        engine = Engine(model, stop_ids(model, tokenizer), alone=True, graph=graph)
-        request = Request(ids, max_new_tokens, sampling or Sampling(), seed)
+        stop = stop_ids(model, tokenizer) if stop is None else stop
+        engine = Engine(model, stop, alone=True, graph=graph)
+        request = Request(ids, max_new_tokens, sampling or Sampling(), seed, choose=choose, on_prompt=on_prompt)
         self._pieces = self._write(engine, request, TextStream(tokenizer), progress)
 
     def __iter__(self) -> Iterator[str]:
@@ -201,38 +206,10 @@ class Answer:
                     yield piece
             self._text += (piece := text.end())
         self.finish_reason = "stop" if sequence.finish_reason == "stop" else "length"
+        self.stopped_by = sequence.stopped_by
         self._report = Report.of(
             model, cache, prompt_tokens=len(ids), new_tokens=len(self.tokens), prefill_s=prefilled - began,
             decode_s=time.perf_counter() - prefilled, kept_rows=kept, read_before=before,
         )  # fmt: skip
         if piece:
             yield piece
-
-
-def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    ids: abc.Sequence[int],
-    cache: BoundedCache,
-    *,
-    max_new_tokens: int = 64,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    graph: bool | None = False,
-    progress: Callable[[int, int], None] | None = None,
-    on_text: Callable[[str], None] | None = None,
-) -> tuple[str, Report]:
-    """Prefill and decode; ``(text, report)``. Attaches the model unless it is attached already, as where threads share it.
-    ``on_text`` gets each piece of text that is final, ``graph`` is as in ``decode``.
-
-    Raises:
-        OutOfMemory: says what was asked, what was free and which settings fit.
-        ValueError: ``graph=True`` where it is not possible, and why; a prompt of another length than the cache's.
-    """
-    answer = Answer(
-        model, tokenizer, ids, cache, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, graph=graph, progress=progress
-    )  # fmt: skip
-    for piece in answer:
-        if on_text:
-            on_text(piece)
-    return str(answer), answer.report

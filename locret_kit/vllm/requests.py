@@ -19,8 +19,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from . import release
 from .attention_backend import BoundedBackend, is_bounded
+from .refusals import release
 from .worker import RequestInfo, State, begin
 
 

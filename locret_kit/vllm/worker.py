@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..engine import BoundedCache, LentPages, Ranks
-from . import refuse_engine
+from .refusals import refuse_engine
 from .server_settings import ServerSettings, VllmSettings
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import torch
 
 from locret_kit.backbones.load import load_backbone
 from locret_kit.cache.bounded import BoundedCache
@@ -30,7 +29,7 @@ from locret_kit.evals.metrics import get_metric, library
 from locret_kit.evals.tasks import find_tasks
 from locret_kit.evals.tasks.task import Example
 from locret_kit.heads import RetainingHeads
-from locret_kit.runtime.session import generate
+from locret_kit.runtime.session import Answer
 
 Vectors = dict[str, np.ndarray]
 Ranking = Callable[[Sequence[str], str], list[int]]
@@ -95,10 +94,8 @@ def main() -> None:
                     ids = bm25.shortened(tokenizer, example, args.budget)
                 answers = [example.answer] if isinstance(example.answer, str) else example.answer
                 held += all(str(answer) in tokenizer.decode(ids) for answer in answers)
-                with torch.inference_mode():
-                    text, _ = generate(
-                        model, tokenizer, ids, BoundedCache(len(ids) + 64, "full"), max_new_tokens=task.max_new_tokens
-                    )
+                full = BoundedCache(len(ids) + 64, "full")
+                text = str(Answer(model, tokenizer, ids, full, max_new_tokens=task.max_new_tokens))
                 scores = get_metric(task.metric)(text, example.answer, example.extra)
                 right += next(iter(scores.values()))
             print(f"| `{task.name}` | {name} | {args.budget} | {held:.0f} of {len(examples)} | {right:g} |", flush=True)

@@ -29,7 +29,7 @@ from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cli.eval import main as evaluate
 from locret_kit.evals.engine import read_rows
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime.session import generate
+from locret_kit.runtime.session import Answer
 
 DEFAULTS = ("float64", "bfloat16", "float16", "meta")
 SETTINGS = dict(chunk=13, stabilizers=4, local_len=5)
@@ -67,7 +67,7 @@ class Program:
         heads = self.heads if parse_policy(policy).needs_heads else None
         self.cache = BoundedCache(24, policy, heads, prompt_length=words, **SETTINGS, **more)
         given = tokenizer or self.tokenizer, self.ids[:words], self.cache
-        text, _ = generate(model, *given, max_new_tokens=tokens)
+        text = str(Answer(model, *given, max_new_tokens=tokens))
         return [text, held(self.cache), self.last(model, self.cache)]
 
     def found(self, folder: Path) -> dict[str, object]:
@@ -141,5 +141,5 @@ def test_rows_under_autocast(policy, bits):
     cache = BoundedCache(24, policy, heads, prompt_length=83, kv_bits=bits, **SETTINGS)
     describe(model)  # a model that is known already: nothing else meets its keys in float32 first
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        generate(model, tiny_tokenizer(), distinct_tokens(83), cache, max_new_tokens=4)
+        str(Answer(model, tiny_tokenizer(), distinct_tokens(83), cache, max_new_tokens=4))
     assert cache.get_seq_length() >= 83 and {rows.codec.dtype for rows in cache.bounded} == {torch.float32}

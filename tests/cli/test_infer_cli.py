@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.load import load_config
 from locret_kit.cli.infer import main
-from locret_kit.cli.loading import Chosen, before_reading, choose
+from locret_kit.cli.loading import Chosen, choose
 from locret_kit.heads import RetainingHeads
 from locret_kit.planning import duration
 from locret_kit.policies.grammar import parse_policy
@@ -57,7 +57,8 @@ def test_a_budget_that_cannot_work_is_told():
         ("infllm", RunSettings(budget=16), False), ("snapkv", RunSettings(budget=512), False),
     ):  # fmt: skip
         chosen = Chosen("", None, parse_policy(policy), None, (), None)
-        lines = before_reading(run, chosen, range(4000), tiny_model("llama"))
+        lines: list[str] = []
+        assert chosen.for_text(run, tiny_model("llama"), range(4000), lines.append) == run
         assert [line.startswith("warning: ") for line in lines] == [True] * told
 
 
@@ -66,7 +67,8 @@ def test_the_time_that_a_long_text_takes_is_told_before_it_is_read(monkeypatch):
     chosen = Chosen("", None, parse_policy("snapkv"), None, (), None)
     clock = iter((0.0, 9.0, 10.0, 10.25))
     monkeypatch.setattr("locret_kit.planning.time.perf_counter", lambda: next(clock))
-    said = before_reading(RunSettings(budget=1024, chunk=512), chosen, ids, tiny_model("llama"))
+    said: list[str] = []
+    chosen.for_text(RunSettings(budget=1024, chunk=512), tiny_model("llama"), ids, said.append)
     assert said == ["5,000 tokens take about 10 s, at the 512 tok/s of the first 128"]
     assert [duration(seconds) for seconds in (0.4, 99, 720, 12600)] == ["0 s", "99 s", "12 min", "3.5 h"]
 

@@ -13,7 +13,7 @@ from read_texts import QUESTIONS, REREADING, SETTINGS, heads_for, kept, load, pa
 
 from locret_kit import BoundedCache, Document, attach
 from locret_kit.policies.registry import policies
-from locret_kit.runtime.session import generate
+from locret_kit.runtime.session import Answer
 from locret_kit.settings import RunSettings
 from locret_kit.text.template import protected_spans, render_prompt
 
@@ -38,7 +38,7 @@ def fresh(family: str, policy: str, text: str, question: str, **settings) -> tup
 
 
 def generate_ids(model, tokenizer, ids, cache) -> str:
-    return generate(model, tokenizer, ids, cache, max_new_tokens=6)[0]
+    return str(Answer(model, tokenizer, ids, cache, max_new_tokens=6))
 
 
 def same(answer, expected) -> bool:

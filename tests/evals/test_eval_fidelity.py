@@ -17,11 +17,11 @@ from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 
 from locret_kit.cache.bounded import BoundedCache
 from locret_kit.cli.eval import main
+from locret_kit.documents.document import Kept
 from locret_kit.evals.engine import Setup, Variant
 from locret_kit.evals.engine.harness import LocretLM, sampling_of
-from locret_kit.evals.engine.measure import nll_reading, teacher_force
+from locret_kit.evals.engine.measure import Forced, nll_reading
 from locret_kit.runtime import sequence
-from locret_kit.runtime.kept_text import kept_heads
 from locret_kit.runtime.session import Sampling
 from locret_kit.settings import RunSettings
 
@@ -31,6 +31,17 @@ IDS = torch.randint(5, 97, (150,), generator=torch.Generator().manual_seed(0)).t
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def setup(model):
+    return Setup(model, tiny_tokenizer(), "tiny", lambda variant, tokens: RunSettings().resolved({}, tokens))
+
+
+def forced_scores(setup, ids, bounded, continuation) -> dict[str, float]:
+    forced = Forced(continuation)
+    assert forced.answer(setup, ids, bounded).report.new_tokens == len(continuation)
+    return forced.scores()
 
 
 def reference(model, ids: list[int]) -> list[float]:
@@ -43,28 +54,28 @@ def cache(policy: str, length: int, budget: int = 48, **more) -> BoundedCache:
     return BoundedCache(budget, policy, chunk=16, prompt_length=length, **more)
 
 
-def test_full_attention_s_likelihood_is_the_model_s(model):
+def test_full_attention_s_likelihood_is_the_model_s(model, setup):
     plain = reference(model, IDS)
-    nll = teacher_force(model, cache("full", 120), IDS[:120], IDS[120:]).nll
+    nll = forced_scores(setup, IDS[:120], cache("full", 120), IDS[120:])["nll"]
     assert math.isclose(nll, sum(plain[119:]) / 30, rel_tol=1e-4)
     for skip in (1, 60, 75, 149):
-        nll, _ = nll_reading(model, cache("full", len(IDS)), IDS, skip)
+        nll, _ = nll_reading(setup, cache("full", len(IDS)), IDS, skip)
         assert math.isclose(nll, sum(plain[skip - 1 :]) / (len(IDS) - skip), rel_tol=1e-4)
 
 
-def test_agreement_counts_the_tokens_that_would_have_been_chosen(model):
+def test_agreement_counts_the_tokens_that_would_have_been_chosen(model, setup):
     """Every other token of the continuation is the model's own choice behind what was given, each of the rest is not."""
     ids = IDS[:60]
     for i in range(12):
         choice = int(model(torch.tensor([ids])).logits[0, -1].argmax())
         ids = [*ids, choice if i % 3 else (choice + 1) % model.config.vocab_size]
-    forced = teacher_force(model, cache("full", 60), ids[:60], ids[60:])
-    assert forced.agreement == 8 / 12
-    assert math.isclose(forced.nll, sum(reference(model, ids)[59:]) / 12, rel_tol=1e-4)
+    scores = forced_scores(setup, ids[:60], cache("full", 60), ids[60:])
+    assert scores["agreement"] == 8 / 12
+    assert math.isclose(scores["nll"], sum(reference(model, ids)[59:]) / 12, rel_tol=1e-4)
 
 
 @pytest.mark.parametrize("pieces", [256, 7, 1])
-def test_a_token_sees_what_was_kept_and_no_more(model, monkeypatch, pieces):
+def test_a_token_sees_what_was_kept_and_no_more(model, setup, monkeypatch, pieces):
     """Streaming with original positions: every block against a forward whose mask allows what the cache held."""
     monkeypatch.setattr(sequence, "BLOCK", pieces)
     budget, chunk, ids = 32, 16, IDS[:96]
@@ -77,7 +88,7 @@ def test_a_token_sees_what_was_kept_and_no_more(model, monkeypatch, pieces):
         stabilizers=0,
         local_len=0,
     )
-    nll, _ = nll_reading(model, bounded, ids, 48)
+    nll, _ = nll_reading(setup, bounded, ids, 48)
     mask = torch.full((1, 1, len(ids), len(ids)), float("-inf"))
     held: list[int] = []
     for start in range(0, len(ids), chunk):
@@ -93,17 +104,17 @@ def test_a_token_sees_what_was_kept_and_no_more(model, monkeypatch, pieces):
     assert math.isclose(nll, sum(wanted) / len(wanted), rel_tol=1e-3)
 
 
-def test_kept_heads_counts_what_each_head_holds(model):
+def test_kept_counts_what_each_head_holds(setup):
     bounded = cache("h2o", len(IDS))
-    nll_reading(model, bounded, IDS, 1)
-    heads, n_heads = kept_heads(bounded, len(IDS))
-    assert heads.shape == (3, len(IDS)) and n_heads == 2
+    nll_reading(setup, bounded, IDS, 1)
+    kept = Kept.of(IDS, bounded)
     for layer in range(3):
         wanted = [0] * len(IDS)
         for positions in bounded.kept_positions(layer)[0]:
             for position in positions.tolist():
                 wanted[position] += 1
-        assert heads[layer].tolist() == wanted and sum(wanted) == 2 * 48
+        heads, n_heads = kept.heads(layer)
+        assert heads.tolist() == wanted and sum(wanted) == 2 * 48 and n_heads == 2
 
 
 # ---- the harness ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -24,8 +23,7 @@ from tiny_tokenizer import TEXT, tiny_tokenizer
 from transformers import LlamaForCausalLM
 
 from locret_kit.backbones.libraries import cache_among
-from locret_kit.cache.bounded import CannotFork
-from locret_kit.cache.due import Schedule
+from locret_kit.cache.bounded import BoundedCache, CannotFork
 from locret_kit.cli.eval import main
 from locret_kit.cli.eval_setup import run_of
 from locret_kit.config.eval_options import load_eval_config
@@ -67,10 +65,7 @@ class Tokens:
 def read_all(prompts: Sequence[array], shared: Sequence[int]) -> int:
     """Tokens that are read of beginnings; every prompt goes on from its own."""
     Tokens.total = 0
-    with (
-        mock.patch.object(measure, "attach", lambda model: nullcontext()),
-        mock.patch.object(measure, "prefill", lambda model, ids, cache: cache.read(ids)),
-    ):
+    with mock.patch.object(measure, "prefill", lambda model, ids, cache: cache.read(ids)):
         document = SharedBeginning(None, lambda tokens: Tokens(), max(map(len, prompts)))
         for ids, length in zip(prompts, shared, strict=True):
             assert document.fork(ids, length).ids == ids[:length].tolist()
@@ -101,7 +96,7 @@ def prompts_that_begin_alike(draw):
 @given(prompts_that_begin_alike(), st.integers(1, 3), st.integers(0, 3))
 @settings(max_examples=200)
 def test_a_beginning_grows_and_is_read_once(prompts, chunk, tail):
-    shared = shared_lengths(prompts, Schedule(8, chunk, local_len=tail))
+    shared = shared_lengths(prompts, BoundedCache(8, "full", chunk=chunk, stabilizers=0, local_len=tail))
     assert shared == sorted(shared) and all(length % chunk == 0 for length in shared)
     for ids, length in zip(prompts, shared, strict=True):
         assert length <= max(0, len(ids) - 1 - tail)
@@ -124,7 +119,7 @@ def test_a_haystack_is_read_once_up_to_each_depth(size, places, chunk, tail):
     for a, b in combinations(prompts, 2):
         end = max(0, min(common(a, b), size - tail)) // chunk * chunk
         pieces |= {tuple(a[: at + chunk]) for at in range(0, end, chunk)}
-    shared = shared_lengths(prompts, Schedule(8, chunk, local_len=tail))
+    shared = shared_lengths(prompts, BoundedCache(8, "full", chunk=chunk, stabilizers=0, local_len=tail))
     assert read_all(prompts, shared) == chunk * len(pieces)
 
 

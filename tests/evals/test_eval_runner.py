@@ -25,6 +25,7 @@ from locret_kit.evals.engine import KEY, Row, Shard, measure, read_rows
 from locret_kit.evals.tasks import _text
 from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.report import weights_hash
+from locret_kit.runtime.session import Answer
 from locret_kit.samples.haystack import load_text
 
 
@@ -129,21 +130,21 @@ def test_two_writers_of_one_shard_are_refused(tmp_path):
 
 def test_a_crash_is_a_row_and_the_run_goes_on(heads, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    generate = measure.generate
 
-    def fails_once(model, tokenizer, ids, cache, **rest):
-        if cache.policy.name == "locret" and cache.schedule.budget == 32:
-            raise torch.OutOfMemoryError("no room\nfor this")
-        return generate(model, tokenizer, ids, cache, **rest)
+    class FailsOnce(Answer):
+        def __init__(self, model, tokenizer, ids, cache, **rest):
+            if cache.policy.name == "locret" and cache.schedule.budget == 32:
+                raise torch.OutOfMemoryError("no room\nfor this")
+            super().__init__(model, tokenizer, ids, cache, **rest)
 
-    monkeypatch.setattr(measure, "generate", fails_once)
+    monkeypatch.setattr(measure, "Answer", FailsOnce)
     assert main(words(heads, out, tasks="[passkey]")) == 1
     assert "3 examples ended with an error" in capsys.readouterr().err
     bad = [row for row in read_rows(out) if row.error]
     assert len(bad) == 3 and {row.error for row in bad} == {"OutOfMemoryError: no room"}
     assert {(row.policy, row.budget, row.score) for row in bad} == {("locret", 32, None)}
     assert "- (n=0, 3 failed)" in (out / "summary.md").read_text()
-    monkeypatch.setattr(measure, "generate", generate)
+    monkeypatch.setattr(measure, "Answer", Answer)
     assert main(words(heads, out, tasks="[passkey]")) == 0
     assert not any(row.error for row in read_rows(out)) and len(read_rows(out)) == 15
 
@@ -157,17 +158,17 @@ def test_a_prompt_that_cannot_be_made_is_an_error_of_every_policy(heads, tmp_pat
 
 def test_what_json_cannot_say_is_an_error_and_the_run_goes_on(heads, tmp_path, monkeypatch):
     """A score that is not finite, and half a surrogate pair, which the file and the page hold as it is."""
-    out, generate, metric = tmp_path / "run", measure.generate, measure.get_metric
+    out, metric = tmp_path / "run", measure.get_metric
 
-    def with_half_a_pair(*given, **rest):
-        text, report = generate(*given, **rest)
-        return text + "\ud83d", report
+    class WithHalfAPair(Answer):
+        def __str__(self):
+            return super().__str__() + "\ud83d"
 
     def sometimes_nan(name):
         return lambda text, answer, extra: {**metric(name)(text, answer, extra), "match": next(scores)}
 
     scores = iter([math.nan, 1.0, math.inf, 0.5])
-    monkeypatch.setattr(measure, "generate", with_half_a_pair)
+    monkeypatch.setattr(measure, "Answer", WithHalfAPair)
     monkeypatch.setattr(measure, "get_metric", sometimes_nan)
     assert main(words(heads, out, tasks="[passkey]", policies="[locret]", budgets="[32]", samples=4)) == 1
     rows = read_rows(out)

@@ -16,14 +16,16 @@ from locret_kit.backbones.decoder_attention import Handler, Rope, Softmax, rotat
 from locret_kit.backbones.intercept import attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.bounded import BoundedCache
-from locret_kit.evals.engine import oracle as kvzip
 from locret_kit.policies.base import Entry, Slots, rank_of
 from locret_kit.policies.methods.compactor import Compactor, gaussian_sketch
 from locret_kit.policies.methods.expected_attention import ExpectedAttention
 from locret_kit.policies.methods.keydiff import KeyDiff
 from locret_kit.policies.methods.knorm import KNorm
 from locret_kit.policies.methods.lagkv import LagKV
-from locret_kit.runtime.session import generate
+from locret_kit.runtime import repetition
+from locret_kit.runtime.repetition import KVzip
+from locret_kit.runtime.session import Answer
+from locret_kit.settings import Resolved
 
 HEADS = [(3, 3), (6, 2), (4, 1)]  # query heads, key/value heads: MHA, GQA, MQA
 D = 8
@@ -397,6 +399,7 @@ WORDS = 400  # of the tokenizer
 
 @pytest.fixture
 def model_of(monkeypatch):
+    monkeypatch.setattr(repetition, "CHUNK", 20)
     monkeypatch.setitem(COMMON, "vocab_size", WORDS)
     return tiny_model
 
@@ -405,9 +408,13 @@ def words(tokens, seed=0):
     return torch.randint(3, WORDS, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def settings(budget, **more):
+    return Resolved(budget=budget, local_len=6, **more)
+
+
 def requests(context):
     """Of 20 tokens each, so that a context of 50 takes three."""
-    return list(kvzip.requests(partial(TOKENIZER.encode, add_special_tokens=False), context, chunk=20))
+    return list(repetition.requests(partial(TOKENIZER.encode, add_special_tokens=False), context))
 
 
 @pytest.mark.parametrize("positions", ["original", "compact"])
@@ -415,9 +422,9 @@ def requests(context):
 def test_kvzip_keeps_what_the_repetition_reads_most(model_of, family, positions):
     model = model_of(family)
     context = words(50, seed=0)
-    cache = kvzip.read_context(model, TOKENIZER, context, chunk=20, budget=24, prompt_length=56, positions=positions)
+    cache = KVzip(settings(24, positions=positions)).read(model, TOKENIZER, [*context, *words(6)])
     assert cache.kept_rows == [18] * len(cache.kept_rows) and cache.get_seq_length() == 50
-    for layer, heads in enumerate(paper_kvzip(model, context, requests(context), kvzip.SINKS)):
+    for layer, heads in enumerate(paper_kvzip(model, context, requests(context), repetition.SINKS)):
         for head, scores in enumerate(heads):
             kept = cache.kept_positions(layer)[0][head].tolist()
             assert kept[:4] == [0, 1, 2, 3]
@@ -428,8 +435,8 @@ def test_kvzip_keeps_what_the_repetition_reads_most(model_of, family, positions)
 def test_kvzip_shares_slots_over_heads_and_layers_jointly(model_of):
     model = model_of("llama")
     context = words(50, seed=1)
-    cache = kvzip.read_context(model, TOKENIZER, context, chunk=20, budget=24, prompt_length=56, joint=True)
-    scores = paper_kvzip(model, context, requests(context), kvzip.SINKS)
+    cache = KVzip(settings(24), joint=True).read(model, TOKENIZER, [*context, *words(6)])
+    scores = paper_kvzip(model, context, requests(context), repetition.SINKS)
     kept = [[set(rows.tolist()) for rows in cache.kept_positions(layer)[0]] for layer in range(len(scores))]
     sizes = [len(rows) for heads in kept for rows in heads]
     assert sum(sizes) == 18 * len(sizes) and len(set(sizes)) > 1
@@ -450,16 +457,17 @@ def test_kvzip_answers_from_what_it_kept(model_of, joint):
     ids = words(56, seed=2)
     expected = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, 56:]
     for budget in (56, 20):
-        cache = kvzip.read_context(model, TOKENIZER, ids[:50], budget=budget, prompt_length=56, joint=joint, chunk=20)
-        text, report = generate(model, TOKENIZER, ids, cache, max_new_tokens=8)
-        assert report.policy == "kvzip" and sum(report.kept_rows) == budget * len(report.kept_rows)
+        cache = KVzip(settings(budget), joint).read(model, TOKENIZER, ids)
+        answer = Answer(model, TOKENIZER, ids, cache, max_new_tokens=8)
+        rows = answer.report.kept_rows
+        assert answer.report.policy == "kvzip" and sum(rows) == budget * len(rows)
         if budget == 56:
-            assert text == TOKENIZER.decode(expected, skip_special_tokens=True)
+            assert str(answer) == TOKENIZER.decode(expected, skip_special_tokens=True)
 
 
 def test_kvzip_says_what_it_cannot_do(model_of):
     model = model_of("mistral-window")
-    with pytest.raises(ValueError, match="budget=9 must be above 10: the 6 tokens after the context"):
-        kvzip.read_context(model, TOKENIZER, [5] * 50, budget=9, prompt_length=56)
+    with pytest.raises(ValueError, match="budget=10: must be above 10: local_len=6 and 4 sinks"):
+        KVzip(settings(10))
     with pytest.raises(ValueError, match="windowed layers"):
-        kvzip.read_context(model, TOKENIZER, [5] * 50, budget=20, prompt_length=56)
+        KVzip(settings(20)).read(model, TOKENIZER, [5] * 56)

@@ -195,7 +195,7 @@ def test_errors_name_what_is_wrong():
     with pytest.raises(ValueError, match=r"reread=passages: kernel=4 must be odd and at least 1"):
         parse_policy("h2o reread=passages(kernel=4)")
     model = tiny_model("llama")
-    with attach(model), torch.no_grad(), pytest.raises(RuntimeError, match=r"use locret_kit.runtime.session.generate"):
+    with attach(model), torch.no_grad(), pytest.raises(RuntimeError, match=r"use locret_kit.runtime.session.Answer"):
         model.generate(IDS, **{CACHE: bounded("h2o reread=passages")}, max_new_tokens=3, do_sample=False)
 
 

@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 from locret_kit import BoundedCache
 from locret_kit.planning.fitting_settings import OutOfMemory, allocator_figures, explain_oom
 from locret_kit.planning.inference_plan import BackboneSizes, plan_inference
-from locret_kit.runtime.session import generate
+from locret_kit.runtime.session import Answer
 
 GIB = 2**30
 # What PyTorch's allocator says, without and with a cap of the process.
@@ -58,7 +58,7 @@ def test_out_of_memory_in_the_middle(calls):
     model.model.layers[1].mlp = Failing(model.model.layers[1].mlp, calls, small("400.00 KiB"))
     cache = BoundedCache(600, "h2o", chunk=300, prompt_length=2000)
     with pytest.raises(OutOfMemory) as caught:
-        generate(model, tokenizer, [1 + i % 90 for i in range(2000)], cache, max_new_tokens=9)
+        str(Answer(model, tokenizer, [1 + i % 90 for i in range(2000)], cache, max_new_tokens=9))
     said = str(caught.value)
     assert said.startswith(
         "out of memory: 0.2 MiB were asked for and 0.1 MiB were free beside the 0.4 MiB of this run, "

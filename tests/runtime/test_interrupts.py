@@ -81,7 +81,7 @@ def test_real_signals_leave_nothing_behind():
         try:
             timer.start()
             while True:
-                session.generate(model, TOKENIZER, ids, BoundedCache(16, "h2o", chunk=8), max_new_tokens=8)
+                str(session.Answer(model, TOKENIZER, ids, BoundedCache(16, "h2o", chunk=8), max_new_tokens=8))
         except KeyboardInterrupt:
             caught += 1
         timer.join()
@@ -199,7 +199,7 @@ def test_a_model_that_is_attached_once_answers_many_threads():
 
     def answer(policy):
         cache = BoundedCache(16, policy, chunk=8, prompt_length=50)
-        return session.generate(model, TOKENIZER, ids, cache, max_new_tokens=6)[0]
+        return str(session.Answer(model, TOKENIZER, ids, cache, max_new_tokens=6))
 
     policies = ["streaming", "h2o", "sirllm"] * 2
     wanted = [answer(policy) for policy in policies]
@@ -273,6 +273,6 @@ def test_a_prompt_of_another_length_is_refused():
         with pytest.raises(
             ValueError, match=rf"prompt_length={length} of the cache must be the 40 tokens.*reset\(prompt_"
         ):
-            session.generate(model, TOKENIZER, ids, cache, max_new_tokens=2)
+            session.Answer(model, TOKENIZER, ids, cache, max_new_tokens=2)
     with attach(model), pytest.raises(ValueError, match="prompt_length=30 of the cache"):
         prefill(model, ids, BoundedCache(16, "h2o", chunk=8, prompt_length=30))

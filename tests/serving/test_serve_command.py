@@ -19,7 +19,7 @@ from locret_kit.backbones.load import load_backbone
 from locret_kit.cli.serve import main
 from locret_kit.heads import RetainingHeads
 from locret_kit.policies.registry import UNTRAINED
-from locret_kit.runtime.session import generate
+from locret_kit.runtime.session import Answer
 from locret_kit.settings import RunSettings
 from locret_kit.text.template import render_messages
 
@@ -70,7 +70,7 @@ def alone(files: Path, messages: list[dict], new: int, *, heads: bool = True) ->
     ids = tokenizer(render_messages(tokenizer, messages)[1], add_special_tokens=False).input_ids
     loaded = RetainingHeads.from_pretrained(str(files / "heads")) if heads else None
     cache = BoundedCache(SETTINGS, "locret" if heads else UNTRAINED[0], loaded, prompt_length=len(ids))
-    return generate(model, tokenizer, ids, cache, max_new_tokens=new)[0]
+    return str(Answer(model, tokenizer, ids, cache, max_new_tokens=new))
 
 
 def test_curl(keyed, files):

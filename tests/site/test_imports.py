@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 import pytest
@@ -94,6 +95,17 @@ def test_imports_run_one_way():
         if room(module) != room(target) and floor[room(target)] >= floor[room(module)]
     ]
     assert not up, "\n".join(sorted(up))
+
+
+def test_the_door_is_narrow():
+    """Who serves, measures or drives another engine takes of the engine's rooms what ``locret_kit.engine`` hands on."""
+    engine, guests = {"cache", "runtime", "backbones", "heads", "planning", "locret_kernels"}, {"serving", "vllm", "evals"}
+    inner = {(module, name) for module in modules() if room(module) in guests for name in imports(module)}
+    past = {(module, name) for module, name in inner if room(name) in engine or name.startswith("locret_kernels")}
+    assert not past
+    taken = ast.parse(modules()["locret_kit.engine"].read_text(encoding="utf-8")).body
+    names = [name.asname for node in taken if isinstance(node, ast.ImportFrom) and node.level for name in node.names]
+    assert len(names) <= 15 and len(taken) == len(names) + 2 and None not in names
 
 
 def test_python_is_started_in_one_place():

@@ -12,7 +12,7 @@ from read_texts import parts
 from served import KEYS, SETTINGS
 
 from locret_kit import BoundedCache
-from locret_kit.runtime.session import generate
+from locret_kit.runtime.session import Answer
 from locret_kit.settings import RunSettings
 from locret_kit.text.template import render_messages
 
@@ -39,7 +39,7 @@ def alone(ids, policy="locret", budget=96, max_new_tokens=8) -> str:
     settings = RunSettings(**{**vars(SETTINGS), "budget": budget})
     needed = heads if policy == "locret" else None
     cache = BoundedCache(settings, policy, needed, prompt_length=len(ids))
-    return generate(model, tokenizer, ids, cache, max_new_tokens=max_new_tokens)[0]
+    return str(Answer(model, tokenizer, ids, cache, max_new_tokens=max_new_tokens))
 
 
 def user(text: str) -> list[dict[str, str]]:

@@ -10,7 +10,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import _load_custom_logitsprocs, validate_logits_processors_parameters
 
-from locret_kit.vllm import attention_backend, refuse, refuse_engine
+from locret_kit.vllm import attention_backend
+from locret_kit.vllm.refusals import refuse, refuse_engine
 from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
 from locret_kit.vllm.worker import PROCESSOR, RequestInfo, Worker, engine_options
 

@@ -30,7 +30,7 @@ from ..tasks.task import Example, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ...heads import RetainingHeads
+    from ...engine import RetainingHeads
 
 RANDOM_HEADS = "random-heads"
 """The policy `locret` with untrained heads."""
@@ -62,11 +62,6 @@ class Setup:
     seed: int = 0
     max_new_tokens: int | None = None
     """Answer tokens of every task; None takes each task's own."""
-
-    def __post_init__(self) -> None:
-        from ...backbones.libraries import unwrapped
-
-        self.model = unwrapped(self.model)
 
 
 @dataclass(frozen=True)
@@ -147,12 +142,12 @@ def is_oracle(policy: str) -> bool:
 def check_policies(policies: list[str], kv_bits: int | str | None) -> None:
     """Before a backbone is loaded: raise ValueError at an unknown policy, or at one whose slots cannot be stored in
     ``kv_bits`` bits."""
-    from ...cache.storage.codec import check_storage
+    from ...engine import BoundedCache
     from ...policies.grammar import parse_policy
 
     for policy in policies:
         if policy != RANDOM_HEADS and not reads_alone(policy):
-            check_storage(kv_bits, parse_policy(policy))
+            BoundedCache.check_storage(kv_bits, parse_policy(policy))
 
 
 def variants(policies: list[str], budgets: Sequence[int | float], heads: list[str]) -> list[Variant]:

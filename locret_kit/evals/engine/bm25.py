@@ -20,21 +20,9 @@ from ...text.template import render_prompt
 from ...text.untrusted import Span, encode
 from ..metrics import library
 from ..tasks.task import Example
-from . import BM25
 
 PASSAGE = 64
 """Tokens that a passage has at most."""
-
-
-def check(kinds: Sequence[str]) -> None:
-    """Raise an error where BM25 cannot do what a run asks: ImportError without its package, ValueError for a task of ``kinds``
-    that measures how the whole prompt is read."""
-    library("bm25s")
-    if "nll_prefill" in kinds:
-        raise ValueError(
-            f"policy={BM25} reads some passages of a prompt, so it has no likelihood of its second half: take "
-            "tasks=[perplexity] instead of perplexity_prefill"
-        )
 
 
 def shortened(tokenizer: PreTrainedTokenizerBase, example: Example, budget: int) -> list[int]:

@@ -23,15 +23,13 @@ from tqdm import tqdm
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-from ...backbones.intercept import attach
-from ...cache.bounded import BoundedCache
+from ...engine import Answer, Sampling
 from ...naming import nearest
-from ...runtime.session import Answer, Sampling, prefill
 from ...settings import made
 from ...text.template import render
 from ...text.tokens import stream_ids
 from . import Setup, Variant
-from .measure import cache_for, nll_reading, score_continuation
+from .measure import Forced, cache_for, nll_reading
 
 T = TypeVar("T")
 Load = Callable[[dict[str, object]], tuple[Setup, Variant]]
@@ -98,23 +96,21 @@ class LocretLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs: object
     ) -> list[tuple[float, bool]]:
-        """Continuations of the same context share its prefill as far as they can: the first longer one, and all of one
-        token."""
+        """Continuations of the same context share its prefill as far as they can: the longest one, and all of one token."""
         by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, (_, context, _) in enumerate(requests):
             by_context[tuple(context)].append(i)
         likelihoods: dict[int, tuple[float, bool]] = {}
         for prompt, members in self._shown(by_context.items(), "loglikelihood contexts", disable_tqdm):
-            cache, logits = self._read(prompt)
-            fresh = True
-            for i in members:
-                continuation = requests[i][2]
-                if not fresh and len(continuation) > 1:
-                    cache, logits = self._read(prompt)
-                with attach(self.model):
-                    nll, hits = score_continuation(self.model, cache, logits, continuation)
-                likelihoods[i] = -nll, hits == len(continuation)
-                fresh = fresh and len(continuation) == 1
+            first_V: torch.Tensor | None = None
+            for i in sorted(members, key=lambda i: -len(requests[i][2])):
+                forced = Forced(requests[i][2])
+                if first_V is not None and forced.tokens == 1:
+                    forced(first_V)
+                else:
+                    forced.answer(self.setup, prompt, cache_for(self.setup, self.variant, len(prompt)))
+                    first_V = forced.first_V
+                likelihoods[i] = -forced.nll, forced.hits == forced.tokens
                 self.cache_hook.add_partial("loglikelihood", requests[i][0], likelihoods[i])
         return [likelihoods[i] for i in range(len(requests))]
 
@@ -125,7 +121,7 @@ class LocretLM(TemplateLM):
             (text,) = request.args
             ids = [self.prefix_token_id, *self.tok_encode(text, add_special_tokens=False)]
             cache = cache_for(self.setup, self.variant, len(ids))
-            nll, _ = nll_reading(self.model, cache, ids, 1) if len(ids) > 1 else (0.0, 0.0)
+            nll = nll_reading(self.setup, cache, ids, 1)[0] if len(ids) > 1 else 0.0
             results.append(-nll * (len(ids) - 1))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, results[-1])
         return results
@@ -143,11 +139,6 @@ class LocretLM(TemplateLM):
         return tqdm(items, desc=f"Running {what}", disable=hidden or self.rank != 0)
 
     # ---- over the cache ----------------------------------------------------------------------------------------------
-
-    def _read(self, context: Sequence[int]) -> tuple[BoundedCache, torch.Tensor]:
-        cache = cache_for(self.setup, self.variant, len(context))
-        with attach(self.model):
-            return cache, prefill(self.model, context, cache)
 
     def _generate(self, context: str, given: dict[str, object], number: int) -> str:
         """The answer up to the first stop mark. ``number`` of the request: of the same prompt several are drawn."""

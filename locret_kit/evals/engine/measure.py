@@ -17,7 +17,7 @@ import json
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -27,18 +27,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ...backbones.intercept import attach
-from ...cache.bounded import BoundedCache, CannotFork
-from ...cache.due import Schedule
+from ...documents.document import Kept
+from ...engine import Answer, BoundedCache, CannotFork, KVzip, prefill
 from ...files import write_beside
-from ...runtime.kept_text import kept_heads
-from ...runtime.report import Report
-from ...runtime.session import decode, generate, prefill, stop_ids
 from ...text.template import protected_spans
 from ...text.tokens import stream_ids
 from ..metrics import get_metric
 from ..tasks.task import Example
-from . import BM25, RANDOM_HEADS, Key, Row, Run, Setup, Variant, bm25, is_oracle, oracle, reads_alone
+from . import BM25, ORACLES, RANDOM_HEADS, Key, Row, Run, Setup, Variant, bm25, is_oracle, reads_alone
 
 # ---- likelihood and agreement under eviction --------------------------------------------------------------------------
 
@@ -49,78 +45,45 @@ def nll_of(logits_TV: Tensor, ids: Sequence[int]) -> Tensor:
     return F.cross_entropy(logits_TV.float(), target, reduction="none")
 
 
-@dataclass(frozen=True)
-class TeacherForced:
-    """A continuation that a policy was given, and how likely it was to it."""
+class Forced:
+    """A continuation that a policy is given, token by token, so that the cache evicts as it does while it decodes.
 
-    nll: float
-    """Mean negative log-likelihood of its tokens, nats."""
-    agreement: float
-    """Share of its tokens that greedy decoding would have chosen."""
-    prefill_s: float
-    decode_s: float
-
-
-@torch.inference_mode()
-def greedy_reference(
-    model: PreTrainedModel, cache: BoundedCache, ids: Sequence[int], limit: int, stop: frozenset[int]
-) -> list[int]:
-    """At most ``limit`` tokens that greedy decoding writes after the prompt; the last may be one of ``stop``."""
-    written = []
-    with attach(model):
-        logits = prefill(model, ids, cache)
-        for token in decode(model, cache, logits, prompt=ids, max_new_tokens=limit):
-            written.append(token)
-            if token in stop:
-                break
-    return written
-
-
-@torch.inference_mode()
-def teacher_force(
-    model: PreTrainedModel, cache: BoundedCache, ids: Sequence[int], continuation: Sequence[int]
-) -> TeacherForced:
-    """Read the prompt and `score_continuation`, timed.
-
-    Raises:
-        ValueError: an empty continuation.
+    Attributes:
+        nll: summed negative log-likelihood of the tokens so far, nats. hits: those that greedy decoding would have chosen.
+        first_V: the logits of the first token.
     """
-    if not continuation:
-        raise ValueError("the continuation holds no tokens")
-    with attach(model):
-        began = time.perf_counter()
-        logits = prefill(model, ids, cache)
-        prefilled = time.perf_counter()
-        nll, hits = score_continuation(model, cache, logits, continuation)
-    n = len(continuation)
-    return TeacherForced(nll / n, hits / n, prefilled - began, time.perf_counter() - prefilled)
 
+    def __init__(self, continuation: Sequence[int]) -> None:
+        self._left, self.tokens = iter(continuation), len(continuation)
+        self.nll, self.hits = 0.0, 0
+        self.first_V: Tensor | None = None
 
-@torch.inference_mode()
-def score_continuation(
-    model: PreTrainedModel, cache: BoundedCache, logits_V: Tensor, continuation: Sequence[int]
-) -> tuple[float, int]:
-    """``(summed NLL, tokens that greedy decoding would have chosen)``, fed one token at a time, so that the cache evicts as
-    it does while it decodes. ``logits_V``: those of the first token; the model is attached."""
-    total, hits, forced = 0.0, 0, iter(continuation)
-
-    def choose(logits_V: Tensor) -> int:
-        nonlocal total, hits
-        token = next(forced)
-        total += float(nll_of(logits_V[None], [token]))
-        hits += int(logits_V.argmax()) == token
+    def __call__(self, logits_V: Tensor) -> int:
+        """The next token, counted under its logits."""
+        token = next(self._left)
+        self.first_V = logits_V if self.first_V is None else self.first_V
+        self.nll += float(nll_of(logits_V[None], [token]))
+        self.hits += int(logits_V.argmax()) == token
         return token
 
-    n = len(continuation)
-    for _ in decode(model, cache, logits_V, prompt=continuation, max_new_tokens=n, choose=choose):
-        pass
-    return total, hits
+    def scores(self) -> dict[str, float]:
+        """Share of the tokens that greedy decoding would have chosen, and mean NLL. Raises ValueError without tokens."""
+        if not self.tokens:
+            raise ValueError("the continuation holds no tokens")
+        return {"agreement": self.hits / self.tokens, "nll": self.nll / self.tokens}
+
+    def answer(self, setup: Setup, ids: Sequence[int], cache: BoundedCache) -> Answer:
+        """Read the prompt and the continuation."""
+        answer = Answer(
+            setup.model, setup.tokenizer, ids, cache, max_new_tokens=self.tokens, stop=frozenset(), choose=self
+        )  # fmt: skip
+        str(answer)
+        return answer
 
 
-@torch.inference_mode()
-def nll_reading(model: PreTrainedModel, cache: BoundedCache, ids: Sequence[int], skip: int) -> tuple[float, float]:
-    """``(nll, seconds)``: mean NLL per token of the prompt's tokens from ``skip`` on, measured while the prompt is read
-    chunk by chunk: a token sees its own chunk and what the cache has kept of the chunks before.
+def nll_reading(setup: Setup, cache: BoundedCache, ids: Sequence[int], skip: int) -> tuple[float, Answer]:
+    """Mean NLL per token of the prompt's tokens from ``skip`` on, measured while the prompt is read chunk by chunk: a token sees
+    its own chunk and what the cache has kept of the chunks before. Beside it the reading.
 
     Raises:
         ValueError: nothing lies after ``skip``.
@@ -136,24 +99,24 @@ def nll_reading(model: PreTrainedModel, cache: BoundedCache, ids: Sequence[int],
         if first < last:
             total += float(nll_of(logits_TV[first - start : last - start], ids[first + 1 : last + 1]).sum())
 
-    with attach(model):
-        began = time.perf_counter()
-        prefill(model, ids, cache, on_prompt=judge)
-    return total / (len(ids) - skip), time.perf_counter() - began
+    reading = Answer(setup.model, setup.tokenizer, ids, cache, max_new_tokens=0, on_prompt=judge)
+    str(reading)
+    return total / (len(ids) - skip), reading
 
 
 # ---- a document that prompts begin with -------------------------------------------------------------------------------
 
 
-def shared_lengths(prompts: Sequence[array[int]], schedule: Schedule) -> list[int]:
-    """First tokens of each prompt that are read for a neighbour too: whole chunks, the last of them before the eviction that
-    precedes either tail. They only grow, so that no cache is needed that ends before the one that is held."""
-    beside = [_common(a, b, schedule) for a, b in pairwise(prompts)]
+def shared_lengths(prompts: Sequence[array[int]], cache: BoundedCache) -> list[int]:
+    """First tokens of each prompt that are read for a neighbour too, in such a cache: whole chunks, the last of them before the
+    eviction that precedes either tail. They only grow, so that no cache is needed that ends before the one that is held."""
+    beside = [_common(a, b, cache) for a, b in pairwise(prompts)]
     grown = [*accumulate(reversed(beside), min)][::-1]
     return [*grown, *grown[-1:]] if grown else [0] * len(prompts)
 
 
-def _common(a: array[int], b: array[int], schedule: Schedule) -> int:
+def _common(a: array[int], b: array[int], cache: BoundedCache) -> int:
+    schedule = cache.schedule
     end = 0 if schedule.one_shot else schedule.safe(min(len(a), len(b)) - 1)
     while a[:end] != b[:end]:
         end -= schedule.chunk
@@ -200,8 +163,7 @@ class SharedBeginning:
         if self._cache.get_seq_length() < shared:
             began = time.perf_counter()
             _pinned(self._cache, [(start, min(end, shared)) for start, end in pins if start < shared])
-            with attach(self._model):
-                prefill(self._model, ids[:shared], self._cache)
+            prefill(self._model, ids[:shared], self._cache)
             self.seconds += time.perf_counter() - began
         return self._cache
 
@@ -250,7 +212,8 @@ def measure_row(
         return measure_row(run, full, short, 0, alone, reference) | {"tokens": len(short.ids), "slots": budget}
     if is_oracle(variant.policy):
         began, shared = time.perf_counter(), 0
-        cache = oracle.cache_of(setup, variant, example.ids, chat=not example.special)
+        oracle = KVzip(setup.settings_for(variant, len(example.ids)), ORACLES[variant.policy])
+        cache = oracle.read(setup.model, setup.tokenizer, example.ids, chat=not example.special)
         seconds = time.perf_counter() - began
     else:
         protect = setup.settings_for(variant, len(example.ids)).protect
@@ -260,15 +223,16 @@ def measure_row(
         seconds = document.seconds if shared else 0.0
     kind = example.task.kind
     if kind.startswith("nll"):
-        fields, report = _score_likelihood(setup, example, cache)
+        fields, answer = _score_likelihood(setup, example, cache)
     elif kind == "agreement":
-        fields, report = _score_agreement(setup, variant, example, cache, reference)
+        fields, answer = _score_agreement(setup, variant, example, cache, reference)
     else:
-        fields, report = _score_generation(run, variant, example, cache, reference)
+        fields, answer = _score_generation(run, variant, example, cache, reference)
+    report = answer.report
     names = ("new_tokens", "peak_bytes", "cache_bytes", "computed_share", "device", "dtype", "versions")
     return {
-        **fields,
         **{name: getattr(report, name) for name in names},
+        **fields,
         **{name: value for name, value in vars(report.settings.run).items() if name != "budget"},
         "slots": 0 if cache.policy.keeps_everything else report.settings.budget,
         "prefix_shared": shared,
@@ -279,7 +243,7 @@ def measure_row(
 
 def _score_generation(
     run: Run, variant: Variant, example: Example, cache: BoundedCache, reference: Row | None
-) -> tuple[Fields, Report]:
+) -> tuple[Fields, Answer]:
     setup, task = run.setup, example.task
     kept: Fields = {}
 
@@ -287,11 +251,11 @@ def _score_generation(
         if read == total and example.sample < run.keep:
             kept["kept"] = store_kept(run.out, variant.key(example), cache, example.ids)
 
-    text, report = generate(
+    written = Answer(
         setup.model, setup.tokenizer, example.ids, cache, max_new_tokens=setup.max_new_tokens or task.max_new_tokens,
         seed=setup.seed, progress=at_end_of_prompt,
     )  # fmt: skip
-    answer = example.answer
+    text, answer = str(written), example.answer
     if task.kind == "fidelity":
         answer = text if reference is None else reference.output
     scores = get_metric(task.metric)(text, answer, example.extra)
@@ -299,58 +263,42 @@ def _score_generation(
     if "source" in example.extra:
         distances = get_metric("rouge")(text, example.extra["source"], {})
         scores |= {f"source_{name}": value for name, value in distances.items()}
-    return {
-        "score": scores[metric],
-        "metric": metric,
-        "scores": scores,
-        "output": text,
-        "answer": answer,
-        **kept,
-    }, report
+    fields = {"score": scores[metric], "metric": metric, "scores": scores, "output": text, "answer": answer, **kept}
+    return fields, written
 
 
 def _score_agreement(
     setup: Setup, variant: Variant, example: Example, cache: BoundedCache, reference: Row | None
-) -> tuple[Fields, Report]:
+) -> tuple[Fields, Answer]:
     """Feed what full attention chooses, token by token, and count what the policy would have chosen too. Without a reference
     this is full attention, which chooses first and is then given its own."""
     fields: Fields = {}
     if reference is None:
-        limit = setup.max_new_tokens or example.task.max_new_tokens
-        stop = stop_ids(setup.model, setup.tokenizer)
-        fresh = cache_for(setup, variant, len(example.ids))
-        continuation = greedy_reference(setup.model, fresh, example.ids, limit, stop)
+        fresh, limit = cache_for(setup, variant, len(example.ids)), setup.max_new_tokens or example.task.max_new_tokens
+        greedy = Answer(setup.model, setup.tokenizer, example.ids, fresh, max_new_tokens=limit)
+        str(greedy)
+        continuation = [*greedy.tokens, *greedy.stopped_by]
         fields["output"] = setup.tokenizer.decode(continuation, skip_special_tokens=True)
     else:
         continuation = reference.answer
-    forced = teacher_force(setup.model, cache, example.ids, continuation)
-    scores = {"agreement": forced.agreement, "nll": forced.nll}
-    fields |= {"score": forced.agreement, "metric": "agreement", "scores": scores, "answer": continuation}
-    return fields, _report(setup, example, cache, len(continuation), forced.prefill_s, forced.decode_s)
+    forced = Forced(continuation)
+    answer = forced.answer(setup, example.ids, cache)
+    scores = forced.scores()
+    fields |= {"score": scores["agreement"], "metric": "agreement", "scores": scores, "answer": continuation}
+    return fields, answer
 
 
-def _score_likelihood(setup: Setup, example: Example, cache: BoundedCache) -> tuple[Fields, Report]:
+def _score_likelihood(setup: Setup, example: Example, cache: BoundedCache) -> tuple[Fields, Answer]:
     """The likelihood of the continuation, or of the prompt's second half."""
     kind, ids = example.task.kind, example.ids
     if kind == "nll":
-        continuation = stream_ids(setup.tokenizer, [example.continuation])
-        forced = teacher_force(setup.model, cache, ids, continuation)
-        nll, tokens, prefill_s, decode_s = forced.nll, len(continuation), forced.prefill_s, forced.decode_s
+        forced = Forced(stream_ids(setup.tokenizer, [example.continuation]))
+        answer = forced.answer(setup, ids, cache)
+        nll, tokens = forced.scores()["nll"], forced.tokens
     else:
-        tokens, decode_s = len(ids) - len(ids) // 2, 0.0
-        nll, prefill_s = nll_reading(setup.model, cache, ids, len(ids) // 2)
-    fields: Fields = {"score": nll, "metric": kind, "scores": {kind: nll}}
-    return fields, _report(setup, example, cache, tokens, prefill_s, decode_s)
-
-
-def _report(
-    setup: Setup, example: Example, cache: BoundedCache, tokens: int, prefill_s: float, decode_s: float
-) -> Report:
-    """The report where nothing was written: ``tokens`` were read after the prompt, or are a part of it."""
-    return Report.of(
-        setup.model, cache, prompt_tokens=len(example.ids), new_tokens=tokens, prefill_s=prefill_s, decode_s=decode_s,
-        kept_rows=cache.kept_rows,
-    )  # fmt: skip
+        tokens = len(ids) - len(ids) // 2
+        nll, answer = nll_reading(setup, cache, ids, len(ids) // 2)
+    return {"score": nll, "metric": kind, "scores": {kind: nll}, "new_tokens": tokens}, answer
 
 
 def store_kept(out: Path, key: Key, cache: BoundedCache, ids: array[int]) -> str:
@@ -360,12 +308,14 @@ def store_kept(out: Path, key: Key, cache: BoundedCache, ids: array[int]) -> str
     Raises:
         NotStored: names the file and the reason.
     """
-    heads, n_heads = kept_heads(cache, len(ids))
+    kept = Kept.of(ids, cache)
+    held = [kept.heads(layer) for layer in range(len(kept.positions))]
+    heads = np.stack([counts for counts, _ in held]).astype(np.uint8)
     stem = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
     def write(path: Path) -> None:
         with path.open("wb") as file:
-            np.savez_compressed(file, ids=np.asarray(ids, dtype=np.int32), heads=heads, n_heads=n_heads)
+            np.savez_compressed(file, ids=np.asarray(ids, dtype=np.int32), heads=heads, n_heads=held[-1][1])
 
     try:
         write_beside(out / "kept" / f"{stem}.npz", write)

@@ -16,14 +16,13 @@ from itertools import groupby
 import torch
 from tqdm import tqdm
 
-from ...cache.due import Schedule
 from ...documents.document_text import hash_ids
-from ...planning.fitting_settings import OutOfMemory
+from ...engine import KVzip
 from ...samples.haystack import TooShort
 from ...settings import made
-from ..metrics import get_metric
+from ..metrics import get_metric, library
 from ..tasks.task import NEEDS_REFERENCE, Example
-from . import BM25, KEY, Key, Row, Run, Shard, Variant, bm25, is_oracle, oracle, read_rows, reads_alone
+from . import BM25, KEY, ORACLES, Key, Row, Run, Shard, Variant, is_oracle, read_rows, reads_alone
 from .measure import Fields, NotStored, SharedBeginning, cache_for, measure_row, shared_lengths
 
 Rows = dict[Key, Row]
@@ -106,10 +105,15 @@ def check(run: Run) -> None:
     """
     kinds = [task.kind for task in run.tasks]
     for variant in run.variants:
+        if reads_alone(variant.policy) and "nll_prefill" in kinds:
+            raise ValueError(
+                f"policy={variant.policy} chooses with the whole prompt, so it has no likelihood while reading: "
+                "take tasks=[perplexity] instead of perplexity_prefill"
+            )
         if is_oracle(variant.policy):
-            oracle.check(run.setup, variant, kinds)
+            KVzip(run.setup.settings_for(variant, 10**6), ORACLES[variant.policy])  # no bound depends on the length
         elif variant.policy == BM25:
-            bm25.check(kinds)
+            library("bm25s")
         else:
             cache_for(run.setup, variant, min(run.lengths))
     for task in run.tasks:
@@ -185,8 +189,7 @@ def _document(run: Run, variant: Variant, examples: list[Example]) -> tuple[Shar
     alone = reads_alone(variant.policy) or isinstance(variant.budget, float)  # whose slots differ with the prompt
     if len(examples) < 2 or alone or examples[0].task.kind == "nll_prefill":
         return document, [0] * len(examples)
-    schedule = Schedule.of(setup.settings_for(variant, longest), longest)
-    return document, shared_lengths([example.ids for example in examples], schedule)
+    return document, shared_lengths([example.ids for example in examples], cache_for(setup, variant, longest))
 
 
 def _answer(
@@ -205,7 +208,7 @@ def _answer(
     except Exception as error:
         document.drop()
         failed = _failed(run, example, variant, error)
-        no_memory = isinstance(error, (torch.OutOfMemoryError, OutOfMemory))
+        no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     if no_memory:  # out here, where the error no longer holds what the example had allocated
         torch.cuda.empty_cache()
         if shared:

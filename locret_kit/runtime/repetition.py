@@ -4,15 +4,13 @@ The whole context is read with full attention and kept; then the backbone is ask
 worth the most attention that any query of that repetition pays to it. About three prefills, and a cache of the whole
 context: it says what an eviction could know, and is not a bounded method, so only its scores are to be compared.
 Source: KVzip, arXiv 2505.23416, section 3.
-
-As a policy of an evaluation its context is what the others may evict from, all of the prompt but the last ``local_len``
-tokens, of which it keeps ``budget - local_len`` slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,19 +18,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locret_kernels.backend import choose, function
 
-from ...backbones.decoder_attention import Handler, Softmax, rotate
-from ...backbones.intercept import attach
-from ...cache.bounded import BoundedCache
-from ...cache.storage.codec import Plain
-from ...cache.storage.layouts import RaggedRows
-from ...cache.storage.rows import BoundedLayer
-from ...policies import Policy
-from ...policies.base import TopK, rank_of
-from ...policies.methods.streaming import Recency
-from ...runtime.session import prefill
-from ...settings import read_protect
-from ...text.template import render_prompt
-from . import ORACLES, Setup, Variant
+from ..backbones.decoder_attention import Handler, Softmax, rotate
+from ..backbones.intercept import attach
+from ..cache.bounded import BoundedCache
+from ..cache.storage.codec import Plain
+from ..cache.storage.layouts import RaggedRows
+from ..cache.storage.rows import BoundedLayer
+from ..policies import Policy
+from ..policies.base import TopK, rank_of
+from ..policies.methods.streaming import Recency
+from ..settings import Resolved, read_protect
+from ..text.template import render_prompt
+from .session import prefill
 
 CHUNK = 2048
 """Context tokens that one request asks to repeat."""
@@ -46,13 +43,13 @@ POLICY = Policy("kvzip", Recency(), (), TopK(), source="KVzip, arXiv 2505.23416"
 
 
 def requests(
-    encode: Callable[[str], list[int]], context: Sequence[int], suffix: str = "\n", chunk: int = CHUNK
+    encode: Callable[[str], list[int]], context: Sequence[int], suffix: str = "\n"
 ) -> Iterator[tuple[int, int, list[int]]]:
     """First and last + 1 position of each chunk, and its request's token ids, the repetition included. ``suffix`` stands
     between the two: of a chat model, the template from the end of a user's turn to the assistant's first word."""
-    for start in range(0, len(context), chunk):
+    for start in range(0, len(context), CHUNK):
         asked = encode(PART) + list(context[start - OVERLAP : start]) if start else encode(ALL)
-        stop = min(start + chunk, len(context))
+        stop = min(start + CHUNK, len(context))
         yield start, stop, asked + encode(suffix) + list(context[start:stop])
 
 
@@ -90,59 +87,72 @@ class Repetition(Handler):
         return out
 
 
-@torch.inference_mode()
-def read_context(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    context: Sequence[int],
-    *,
-    budget: int,
-    prompt_length: int,
-    joint: bool = False,
-    positions: str | None = None,
-    suffix: str = "\n",
-    chunk: int = CHUNK,
-) -> BoundedCache:
-    """A cache of the best slots of ``context``, from which ``generate`` goes on with the whole prompt of ``prompt_length``
-    tokens. What follows the context counts against ``budget`` and is kept.
+@dataclass(frozen=True)
+class KVzip:
+    """The oracle with one prompt's settings: it reads all of the prompt but the last ``local_len`` tokens, of which it keeps
+    ``budget - local_len`` slots; the others count against the budget and are kept.
 
     Args:
         joint: share the slots among all heads and layers by score, as published, in whole rows a head on a layer's
             average; otherwise every head of every layer keeps the same number, as bounded policies do.
-        positions: "original" is the published form.
 
     Raises:
-        ValueError: a budget too small for what follows the context; a backbone with windowed layers.
+        ValueError: settings that it cannot meet; names setting and bound.
     """
-    keep = budget - (prompt_length - len(context))
-    if keep <= SINKS:
-        raise ValueError(
-            f"budget={budget} must be above {prompt_length - len(context) + SINKS}: the {prompt_length - len(context)} "
-            f"tokens after the context and {SINKS} sinks"
-        )
 
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
+    settings: Resolved
+    joint: bool = False
 
-    asked = list(requests(encode, context, suffix, chunk))
-    longest = max(len(ids) for _, _, ids in asked)
-    cache = BoundedCache(budget, POLICY, prompt_length=prompt_length + longest, positions=positions)
-    scores = []
-    with attach(model) as attached:
-        prefill(model, context, cache)
-        if any(rows.window is not None for rows in cache.bounded):
-            raise ValueError("kvzip repeats the context with full attention: this backbone has windowed layers")
-        for start, stop, ids in asked:
-            repetition = Repetition(cache, start, stop)
-            seen = cache.get_seq_length()
-            place = torch.arange(seen, seen + len(ids), device=model.device)[None]
-            with attached.handled_by(repetition):
-                model(torch.tensor([ids], device=model.device), position_ids=place, use_cache=False, logits_to_keep=1)
-            for rows in cache.bounded:
-                rows.count(-len(ids))  # the request is taken back
-            scores.append(torch.stack(repetition.scores))
-    compress(cache, torch.cat(scores, -1), keep, joint)
-    return cache
+    def __post_init__(self) -> None:
+        settings, least = self.settings, self.settings.local_len + SINKS
+        name = "kvzip(joint=true)" if self.joint else "kvzip"
+        asked = {"kv_bits": settings.kv_bits, "one_shot": settings.one_shot, "protect": read_protect(settings.protect)}
+        for option, value in asked.items():
+            if value:
+                raise ValueError(f"policy={name} stores what it keeps as it is, in one form: leave {option} out")
+        if settings.budget <= least:
+            raise ValueError(
+                f"policy={name}, budget={settings.budget}: must be above {least}: local_len={least - SINKS} and {SINKS} sinks"
+            )
+
+    @torch.inference_mode()
+    def read(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, chat: bool = False
+    ) -> BoundedCache:
+        """A cache of the best slots of a prompt's context, from which an ``Answer`` goes on with the whole prompt.
+
+        Args:
+            chat: the prompt is a rendered chat template, so the context is repeated in the assistant's turn.
+
+        Raises:
+            ValueError: a prompt without context; a backbone with windowed layers.
+        """
+        settings, tail = self.settings, self.settings.local_len
+        if tail >= len(ids):
+            raise ValueError(f"the prompt's {len(ids)} tokens must be above local_len={tail}")
+        context = ids[: len(ids) - tail]
+        # between a request and its answer: of a template, from the end of a user's turn to the assistant's first word
+        suffix = render_prompt(tokenizer, "", "", chat=True)[1].removeprefix("\n\n") if chat else "\n"
+        asked = list(requests(partial(tokenizer.encode, add_special_tokens=False), context, suffix))
+        longest, scores = max(len(request) for _, _, request in asked), []
+        cache = BoundedCache(settings.budget, POLICY, prompt_length=len(ids) + longest, positions=settings.positions)
+        with attach(model) as attached:
+            prefill(model, context, cache)
+            if any(rows.window is not None for rows in cache.bounded):
+                raise ValueError("kvzip repeats the context with full attention: this backbone has windowed layers")
+            for start, stop, request in asked:
+                repetition, seen = Repetition(cache, start, stop), cache.get_seq_length()
+                request_1T = torch.tensor([request], device=model.device)
+                place_1T = torch.arange(seen, seen + len(request), device=model.device)[None]
+                with attached.handled_by(repetition):
+                    attached.model(request_1T, position_ids=place_1T, use_cache=False, logits_to_keep=1)
+                for rows in cache.bounded:
+                    rows.count(-len(request))  # the request is taken back
+                scores.append(torch.stack(repetition.scores))
+        compress(cache, torch.cat(scores, -1), settings.budget - tail, self.joint)
+        cache.settings = replace(settings, chunk=CHUNK, stabilizers=0)  # what rows then say
+        cache.schedule = replace(cache.schedule, chunk=CHUNK, stabilizers=0, local_len=tail)
+        return cache
 
 
 def shares(scores_LBHS: Tensor, keep: int) -> list[int]:
@@ -174,53 +184,3 @@ def compress(cache: BoundedCache, scores_LBHS: Tensor, keep: int, joint: bool) -
             ragged.append(keys, values, rows.slots("scores"))
             cache.layers[i] = rows = ragged
         rows.keep(stay_BHS, mean)
-
-
-# ---- as a policy of an evaluation ---------------------------------------------------------------------------------------
-
-
-def check(setup: Setup, variant: Variant, kinds: Sequence[str]) -> None:
-    """Raise ValueError where the oracle cannot do what a run asks: names setting and bound.
-
-    Args:
-        kinds: of the run's tasks.
-    """
-    settings = setup.settings_for(variant, 10**6)  # any length: what is asked here does not depend on it
-    if "nll_prefill" in kinds:
-        raise ValueError(
-            f"policy={variant.policy} chooses when all is read, so it has no likelihood while reading: "
-            "take tasks=[perplexity] instead of perplexity_prefill"
-        )
-    asked = {"kv_bits": settings.kv_bits, "one_shot": settings.one_shot, "protect": read_protect(settings.protect)}
-    for name, value in asked.items():
-        if value:
-            raise ValueError(f"policy={variant.policy} stores what it keeps as it is, in one form: leave {name} out")
-    tail = settings.local_len
-    if settings.budget <= tail + SINKS:
-        raise ValueError(
-            f"policy={variant.policy}, budget={variant.budget}: must be above {tail + SINKS}: local_len={tail} and {SINKS} sinks"
-        )
-
-
-def cache_of(setup: Setup, variant: Variant, ids: Sequence[int], *, chat: bool) -> BoundedCache:
-    """A cache of the best slots of the prompt's context.
-
-    Args:
-        chat: the prompt is a rendered chat template, so the context is repeated in the assistant's turn.
-
-    Raises:
-        ValueError: a prompt without context; see also `read_context`.
-    """
-    settings = setup.settings_for(variant, len(ids))
-    tail = settings.local_len
-    if tail >= len(ids):
-        raise ValueError(f"the prompt's {len(ids)} tokens must be above local_len={tail}")
-    # between a request and its answer: of a template, from the end of a user's turn to the assistant's first word
-    suffix = render_prompt(setup.tokenizer, "", "", chat=True)[1].removeprefix("\n\n") if chat else "\n"
-    cache = read_context(
-        setup.model, setup.tokenizer, ids[: len(ids) - tail], budget=settings.budget, prompt_length=len(ids),
-        joint=ORACLES[variant.policy], positions=settings.positions, suffix=suffix,
-    )  # fmt: skip
-    cache.settings = replace(settings, chunk=CHUNK, stabilizers=0)  # what rows then say
-    cache.schedule = replace(cache.schedule, chunk=CHUNK, stabilizers=0, local_len=tail)
-    return cache
