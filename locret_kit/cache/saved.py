@@ -281,12 +281,7 @@ class Origin:
     @classmethod
     def of(cls, model: PreTrainedModel, heads: RetainingHeads | None) -> Origin:
         """Of a backbone and retaining heads."""
-        return cls(identity_of(model), cls.of_heads(heads))
-
-    @staticmethod
-    def of_heads(heads: RetainingHeads | None) -> str | None:
-        """Identity of retaining heads."""
-        return None if heads is None else heads.fingerprint
+        return cls(identity_of(model), None if heads is None else heads.fingerprint)
 
     def scored(self, *, by_heads: bool) -> Origin:
         """Of a cache, which may be scored without the heads."""
