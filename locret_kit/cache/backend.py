@@ -80,7 +80,7 @@ class Backend:
         out: Tensor = function("sparse_attend", self.kernels)(q_BQTD, k_BHSD, v_BHSD, scaling, blocks)
         return out
 
-    def attends_ragged(self, q_BQTD: Tensor) -> bool:
+    def attends_ragged(self, device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
         """Whether heads of different lengths are one call (``attend.attend_heads``)."""
         return False
 
@@ -113,8 +113,8 @@ class TritonBackend(Backend):
             return None
         return LayerOperations(function("rms_norm", self.kernels), function("swiglu", self.kernels), F.linear)
 
-    def attends_ragged(self, q_BQTD: Tensor) -> bool:
-        return varlen_operator(q_BQTD.device, q_BQTD.dtype, q_BQTD.shape[-1]) is not None
+    def attends_ragged(self, device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+        return varlen_operator(device, dtype, head_size) is not None
 
     def _attend_and_count(
         self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool

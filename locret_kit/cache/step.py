@@ -73,7 +73,8 @@ def attend_newest(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Te
         return attend_token(ctx, layer, rows, q)
     narrows = any(stage.narrows(rows, q.shape[2]) for stage in ctx.stages)
     plain = not rows.statistics and not narrows and not masked and rows.softmax.is_plain
-    if plain and isinstance(rows.layout, RaggedRows) and ctx.backend.attends_ragged(q):
+    sizes = rows.layout.device, rows.dtype, rows.codec.key_size
+    if plain and isinstance(rows.layout, RaggedRows) and ctx.backend.attends_ragged(*sizes):
         return _attend_ragged(ctx, layer, rows, rows.layout, q)
     out, G = [], q.shape[1] // rows.layout.H
     for part in rows.parts():
