@@ -565,6 +565,22 @@ def of_recent_queries(
     return out_BHS
 
 
+def attention_of_each(q_BQWD: Tensor, k_BHSD: Tensor, softmax: Softmax) -> Tensor:
+    """Attention ``[B, H, G, W, S]`` (float32 or wider) of each of the ``W`` newest queries, of which the last sees all slots and
+    each one before it one slot less."""
+    q_BQWD, k_BHSD = wide(q_BQWD), wide(k_BHSD)
+    (B, H, S, _), W = k_BHSD.shape, q_BQWD.shape[2]
+    logit_BHGWS = q_BQWD.view(B, H, -1, W, q_BQWD.shape[-1]) @ k_BHSD[:, :, None].mT * softmax.scaling
+    if softmax.cap is not None:
+        logit_BHGWS = (logit_BHGWS / softmax.cap).tanh() * softmax.cap
+    later_WS = torch.ones(W, S, dtype=torch.bool, device=k_BHSD.device).triu_(S - W + 1)
+    logit_BHGWS = logit_BHGWS.masked_fill(later_WS, float("-inf"))
+    if softmax.sinks_Q is not None:
+        sink_HG11 = softmax.sinks_Q.to(logit_BHGWS).view(H, -1, 1, 1)
+        logit_BHGWS = torch.cat((logit_BHGWS, sink_HG11.expand(B, -1, -1, W, 1)), -1)
+    return logit_BHGWS.softmax(-1)[..., :S]
+
+
 class Weight(Score):
     """Base of scores that are weights themselves, at least 0: attention received, or information in nats."""
 

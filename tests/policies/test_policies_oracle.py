@@ -216,6 +216,8 @@ POLICIES: dict[str, Rule] = {
     "snapkv(window=6)": snap(),
     "rkv(window=6)": Rule(oracle.joint(6), [oracle.newest(six)]),
     "score=joint(6,7,0.5,0.1) allocation=adaptive(0)": Rule(oracle.joint(6, 0.5, 0.1)),
+    "defensivekv(window=6)": Rule(oracle.defensive(6), [oracle.newest(six)], head_keep=oracle.adaptive(1.0)),
+    "score=defensive(4,1) scope=window(4)": Rule(oracle.defensive(4, 1), [oracle.newest(lambda _: 4)]),
     "dropkv(window=6)": Rule(oracle.residual(6), [oracle.newest(six)]),
     "dropkv(window=6) allocation=adaptive": Rule(oracle.residual(6), [oracle.newest(six)], head_keep=oracle.adaptive()),
     "pyramidkv(window=6)": snap(layer_keep=oracle.pyramid(six)),

@@ -382,6 +382,30 @@ def window(size: int, kernel: int = 7) -> Callable[[OracleLayer], Scores]:
     return score
 
 
+def defensive(size: int, kernel: int = 5) -> Callable[[OracleLayer], Scores]:
+    """DefensiveKV: per query head and query of the window, attention to the slots before it, mean-pooled with zeros beyond the
+    ends and scaled back to its sum; then the maximum, and at least its mean."""
+
+    def score(layer: OracleLayer) -> Scores:
+        out = []
+        for h, rows in enumerate(layer.heads):
+            keys, prefix = layer.keys(h), max(0, len(rows) - size)
+            most = np.zeros(len(rows))
+            for j in range(min(size, len(rows), layer.seen)):
+                for a in layer.recent_rows(h, j, keys):
+                    if prefix:
+                        padded = np.concatenate([np.zeros(kernel // 2), a[:prefix], np.zeros(kernel // 2)])
+                        pooled = np.array([padded[s : s + kernel].sum() / kernel for s in range(prefix)])
+                        a = pooled / pooled.sum() * a[:prefix].sum()
+                    most[: len(a)] = np.maximum(most[: len(a)], a)
+            if prefix:
+                most[:prefix] = np.maximum(most[:prefix], most[:prefix].mean())
+            out.append(most.tolist())
+        return out
+
+    return score
+
+
 def residual(size: int) -> Callable[[OracleLayer], Scores]:
     """DropKV: attention of each of the newest ``size`` queries with and without the slot, squared difference of the outputs,
     mean over the group."""

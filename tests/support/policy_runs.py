@@ -23,7 +23,7 @@ LENGTH = 83
 SMALL = dict(chunk=13, stabilizers=4, local_len=5)
 # Every named policy, with windows that fit a budget of 24, and combinations of parts that no paper has.
 FITTED = {
-    "snapkv": "snapkv(6,3)", "dropkv": "dropkv(6)", "rkv": "rkv(6,3)",
+    "snapkv": "snapkv(6,3)", "dropkv": "dropkv(6)", "defensivekv": "defensivekv(6)", "rkv": "rkv(6,3)",
     "pyramidkv": "pyramidkv(6,3,beta=3)", "ada-snapkv": "ada-snapkv(6,3)",
     "ada-pyramid": "ada-pyramid(6,3,beta=3)", "nacl": "nacl(proxies=5)", "lagkv": "lagkv(lag=7)",
     "expected-attention": "expected-attention(future=9)", "compactor": "compactor(block=8)",

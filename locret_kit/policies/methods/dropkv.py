@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ...backbones.decoder_attention import Softmax
-from ..base import Positive, Slots, Weight, of_recent_queries, wide
+from ..base import Positive, Slots, Weight, attention_of_each, of_recent_queries, wide
 from ..registry import Window, part, register
 
 
@@ -12,22 +12,12 @@ def drop_residual(q_BQWD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, softmax: Softm
     """Squared change ``[B, H, S]`` (float32) of attention's output when a slot alone is dropped, ``(p / (1 - p))^2 |v - o|^2``:
     sum over the ``W`` queries, mean over the group. The last query sees all slots and each one before it one slot less; a query
     that sees one slot alone counts for nothing, since no output is left without it."""
-    k_BHSD, v_BHSD = wide(k_BHSD), wide(v_BHSD)
-    B, H, S, _ = k_BHSD.shape
+    v_BHSD, p_BHGWS = wide(v_BHSD), attention_of_each(q_BQWD, k_BHSD, softmax)
+    B, H, S, _ = v_BHSD.shape
     W = q_BQWD.shape[2]
-    q_BHGWD = wide(q_BQWD).view(B, H, -1, W, q_BQWD.shape[-1])
-    logit_BHGWS = q_BHGWD @ k_BHSD[:, :, None].mT * softmax.scaling
-    if softmax.cap is not None:
-        logit_BHGWS = (logit_BHGWS / softmax.cap).tanh() * softmax.cap
-    later_WS = torch.ones(W, S, dtype=torch.bool, device=k_BHSD.device).triu_(S - W + 1)
-    logit_BHGWS = logit_BHGWS.masked_fill(later_WS, float("-inf"))
-    if softmax.sinks_Q is not None:
-        sink_HG11 = softmax.sinks_Q.to(logit_BHGWS).view(H, -1, 1, 1)
-        logit_BHGWS = torch.cat((logit_BHGWS, sink_HG11.expand(B, -1, -1, W, 1)), -1)
-    p_BHGWS = logit_BHGWS.softmax(-1)[..., :S]
     o_BHGWD = p_BHGWS @ v_BHSD[:, :, None]
     odds_BHGWS = p_BHGWS / (1 - p_BHGWS).clamp_min(torch.finfo(p_BHGWS.dtype).eps)
-    out_BHS = k_BHSD.new_zeros(B, H, S)
+    out_BHS = v_BHSD.new_zeros(B, H, S)
     for w in range(W):  # differences of all queries at once would be W times the values
         distance_BHGS = (v_BHSD[:, :, None] - o_BHGWD[..., w : w + 1, :]).square().sum(-1)
         out_BHS += (odds_BHGWS[..., w, :].square() * distance_BHGS).mean(2)
