@@ -234,6 +234,13 @@ class Policy:
                 )
         return scores_BHS
 
+    @property
+    def chooses_together(self) -> bool:
+        """Whether ``choose`` may get the slots of several layers side by side: their scores are known, and neither scopes nor
+        selection ask for more than positions and statistics."""
+        plugin = any(_is_plugin(scope) for scope in self.scopes)
+        return not (self.ragged or plugin) and type(self.selection) is base.TopK
+
     def choose(self, slots: base.Slots, scores_BHS: Tensor | None = None) -> Tensor:
         """Boolean ``[B, H, S]``: the slots that stay, by their scores (computed where they are not given). Pinned slots stay;
         scopes and selection share what the head's budget leaves, as if the head held no others.
