@@ -280,6 +280,6 @@ class Policy:
         return self.selection.select(scores_BHS, protected_BHS & free_BHS, free_BHS, left_BH, slots) | pinned_BHS
 
 
-def _is_plugin(part: base.Score | base.Selection | base.Allocation) -> bool:
+def _is_plugin(part: base.Part) -> bool:
     """Whether a part is none of the kit's own, so that what it gives is checked: for that the host waits."""
     return type(part).__module__.partition(".")[0] != __name__.partition(".")[0]
