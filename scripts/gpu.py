@@ -5,10 +5,11 @@
     python scripts/gpu.py --list                                    # what would be measured
     python scripts/gpu.py --device cpu --model tiny --tokens 2048   # does it run to its end
 
-The card's own ceilings (a bfloat16 matmul, a copy) come first, then a gate on correctness, then what is timed: see
-`end_to_end.py` for whole models, `kernels/benchmarks/bench.py` for operations alone, whose rows have a file of their own. Every
-row is on disk as soon as it is there; what no longer fits into ``--minutes``, or into memory, or uses an operation that is
-wrong, gets a row that says so, and the others go on. The exit status is 1 where something was wrong.
+The card's own ceilings (a bfloat16 matmul, a copy) come first, and once more at the end. After the first comes a gate on
+correctness, then what is timed: see `end_to_end.py` for whole models, `kernels/benchmarks/bench.py` for operations alone,
+whose rows have a file of their own. Every row is on disk as soon as it is there; what no longer fits into ``--minutes``, or
+into memory, or uses an operation that is wrong, gets a row that says so, and the others go on. The exit status is 1 where
+something was wrong.
 """
 
 from __future__ import annotations
@@ -194,13 +195,10 @@ def measure(args: argparse.Namespace, device: torch.device) -> tuple[Path, bool]
     subjects = {name: subject(name, args.tokens, "bfloat16" if on_gpu else "float32") for name in args.model}
     table = Table(args.out, device, args.gpu_memory if on_gpu else "none", 60 * args.minutes)
     torch.manual_seed(0)
-    matmul, copy = (bench.measure(case, "torch", 200, table.origin, device) for case in bench.ceilings(device))
-    assert matmul.tflops is not None and copy.gb_s is not None
-    table.add("-", "ceiling", e2e.Figure("bfloat16 matmul", matmul.tflops, "TFLOP/s", matmul.shape))
-    table.add("-", "ceiling", e2e.Figure("copy", copy.gb_s, "GB/s", copy.shape))
+    rates = ceilings(table, device)
     right = True
     for name, (config, setting) in subjects.items():
-        run = e2e.Run(name, config, setting, device, 1e12 * matmul.tflops, 1e9 * copy.gb_s)
+        run = e2e.Run(name, config, setting, device, *rates)
         try:
             e2e.free(device)
             if on_gpu:
@@ -221,7 +219,17 @@ def measure(args: argparse.Namespace, device: torch.device) -> tuple[Path, bool]
         table.attention = ""
     if "ops" in args.part:
         right &= operations(table, {name: bench.SHAPES.get(name, bench.TINY) for name in args.model}, device)
+    ceilings(table, device, ", at last")  # whether the card slowed down meanwhile
     return table.out, right
+
+
+def ceilings(table: Table, device: torch.device, when: str = "") -> tuple[float, float]:
+    """Operations and bytes per second of the card, each of 0.3 seconds; also as rows."""
+    matmul, copy = (bench.measure(case, "torch", 300, table.origin, device) for case in bench.ceilings(device))
+    assert matmul.tflops is not None and copy.gb_s is not None
+    table.add("-", "ceiling", e2e.Figure(f"bfloat16 matmul{when}", matmul.tflops, "TFLOP/s", matmul.shape))
+    table.add("-", "ceiling", e2e.Figure(f"copy{when}", copy.gb_s, "GB/s", copy.shape))
+    return 1e12 * matmul.tflops, 1e9 * copy.gb_s
 
 
 def operations(table: Table, shapes: dict[str, Shape], device: torch.device) -> bool:
@@ -263,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--list", action="store_true", help="print what would be measured and leave")
     args = p.parse_args(argv)
     if args.list:
-        print("-            ceiling  bfloat16 matmul, copy")
+        print("-            ceiling  bfloat16 matmul, copy: first and last")
         for name in args.model:
             print("\n".join(f"{name:<12} {step.part:<8} {step.says}" for step in steps(args.part)))
         print(

@@ -1,4 +1,5 @@
-"""Launches and bytes of one layer, by module and operator: in a prefill chunk over a full cache, and for a decoded token.
+"""Launches and bytes of one layer, by module and operator: in a prefill chunk over a full cache, and for a decoded token; and
+those of the evictions of two layers at the end of that chunk's forward.
 
     python scripts/launches.py [--model phi3-mini llama3.1-8b]
 
@@ -79,6 +80,8 @@ class Recorder(TorchDispatchMode):
         self.layer = layer
         self.within: list[nn.Module] = []
         self.launches: list[Launch] = []
+        self.ends: list[Launch] = []
+        """Launches after the layer, which is the last one, for all layers together."""
         self.rows = 0
         """Rows of a head that one token's attention reads."""
 
@@ -86,7 +89,7 @@ class Recorder(TorchDispatchMode):
     def recording(self) -> Iterator[None]:
         """Modules and kernels are watched within the block."""
         entered = hooks.register_module_forward_pre_hook(lambda module, args: self.within.append(module))
-        left = hooks.register_module_forward_hook(lambda module, args, out: self.within.remove(module))
+        left = hooks.register_module_forward_hook(lambda module, args, out: self.leave(module))
         try:
             with self, common.recorded(self.launch):
                 yield
@@ -94,11 +97,19 @@ class Recorder(TorchDispatchMode):
             entered.remove()
             left.remove()
 
+    def leave(self, module: nn.Module) -> None:
+        """A module has ended."""
+        self.within.remove(module)
+        if module is self.layer:
+            self.ends.clear()
+
     def add(self, operator: str, nbytes: int) -> None:
-        """A launch, if the layer is running."""
+        """A launch, if the layer is running, or all have run."""
+        inner = self.within[-1] if self.within else self.layer
         if self.layer in self.within:
-            inner = self.within[-1]
             self.launches.append(Launch(self.names.get(inner, type(inner).__name__), operator, nbytes))
+        elif hasattr(inner, "layers"):
+            self.ends.append(Launch("all layers", operator, nbytes))
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
@@ -153,8 +164,9 @@ def on_meta(config: PretrainedConfig, setting: Setting) -> tuple[nn.Module, Reta
     return model.eval().requires_grad_(False), heads
 
 
-def record(config: PretrainedConfig, setting: Setting) -> tuple[list[Launch], list[Launch]]:
-    """Launches of a layer in a chunk that begins with a full cache, and for a token decoded as a graph."""
+def record(config: PretrainedConfig, setting: Setting) -> tuple[list[Launch], list[Launch], list[Launch]]:
+    """Launches of a layer in a chunk that begins with a full cache, of the evictions of two layers at its end, and of a layer for
+    a token decoded as a graph."""
     model, heads = on_meta(config, setting)
     chunk, tokens = setting.chunk, (-(-setting.budget // setting.chunk) + 2) * setting.chunk
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
@@ -166,13 +178,13 @@ def record(config: PretrainedConfig, setting: Setting) -> tuple[list[Launch], li
             if start == tokens - 2 * chunk:
                 recorder.launches.clear()
             elif start == tokens - chunk:
-                steady = recorder.launches.copy()
+                steady, ends = recorder.launches.copy(), recorder.ends.copy()
             forward(model, ids[:, start : start + chunk], cache, logits_to_keep=1)
         decoder = GraphDriver(model, cache)
         recorder.rows = cache.kept_rows[1]
         recorder.launches.clear()
         decoder([cache], [0])
-    return steady, recorder.launches
+    return steady, ends, recorder.launches
 
 
 def record_texts(config: PretrainedConfig, setting: Setting, texts: int) -> list[Launch]:
@@ -219,10 +231,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", nargs="+", default=["phi3-mini", "llama3.1-8b"])
     for model in parser.parse_args(argv).model:
         config, setting = setting_of(model)
-        steady, token = record(config, setting)
+        steady, ends, token = record(config, setting)
         print(
             f"{model}, one layer, {setting}: a chunk of {setting.chunk} tokens",
             *table(steady),
+            "evictions of two layers at its end",
+            *table(ends),
             "a token",
             *table(token),
             sep="\n",

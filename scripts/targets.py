@@ -20,9 +20,7 @@ TARGETS: dict[str, tuple[str, str | dict[str, str]]] = {
     "prefill of roco against locret": ("times", "at most 1.5"),
     "prefill of tova against locret": ("times", "at most 1.5"),
     "decode at a full cache, graph, of the copy floor": ("%", "at least 70"),
-    "decode at a full cache, dynamic, of the copy floor": ("%", "at least 70"),
     "decode after the whole prompt against a short one, graph": ("times", "0.97 to 1.03"),
-    "decode after the whole prompt against a short one, dynamic": ("times", "0.97 to 1.03"),
 }
 """Figure -> its unit, and the target: of every model, or by recipe."""
 

@@ -42,9 +42,9 @@ def function(name: str, backend: str) -> Callable[..., Any]:
         raise ValueError(f"backend={backend!r} must be one of: {', '.join(BACKENDS)}")
     if backend == "cpu" and not has_form(name, backend):
         backend = "reference"
-    if not has_form(name, backend):
-        raise BackendUnavailable(f"function={name!r} has no form for backend={backend!r}")
     try:
+        if not has_form(name, backend):
+            raise BackendUnavailable(f"function={name!r} has no form for backend={backend!r}")
         module = import_module(_place(name, backend))
     except ModuleNotFoundError as error:
         if error.name != "triton":
@@ -57,7 +57,7 @@ def function(name: str, backend: str) -> Callable[..., Any]:
 def has_form(name: str, backend: str) -> bool:
     """Whether the folder of function ``name`` has a file for ``backend`` that holds it."""
     place = _place(name, backend)
-    return find_spec(place) is not None and (backend != "cpu" or hasattr(import_module(place), name))
+    return find_spec(place) is not None and hasattr(import_module(place), name)
 
 
 def _place(name: str, backend: str) -> str:

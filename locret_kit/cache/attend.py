@@ -26,8 +26,11 @@ from ..naming import first_line
 logger = logging.getLogger(__name__)
 
 
-NEWER = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn")}
-"""Major compute capability -> FlashAttention's implementation for it, as PyTorch names it, and the package that holds it."""
+NEWER = {9: {"FA4": "flash_attn.cute", "FA3": "flash_attn_interface"}, 10: {"FA4": "flash_attn.cute"}}
+"""Major compute capability -> FlashAttention's implementations for it, the better one first, as PyTorch names them, and their
+modules. FlashAttention-2's package has the parent of one."""
+CUDNN = 91500
+"""Version of cuDNN above which PyTorch trusts its attention on Hopper (pytorch#169849)."""
 
 
 @cache
@@ -35,40 +38,54 @@ def activate_newer(device: torch.device, dtype: torch.dtype, head_size: int) -> 
     """Let PyTorch's operator of FlashAttention run the newest implementation for a card, where its package is installed, it
     takes such heads, and no other is active. The operator's meaning stays; the choice holds for the whole process."""
     attention = torch.nn.attention
-    installed = {major: it for major, it in NEWER.items() if find_spec(it[1]) is not None}
-    if device.type != "cuda" or not installed or not hasattr(attention, "activate_flash_attention_impl"):
-        return
-    name, package = installed.get(torch.cuda.get_device_capability(device)[0], ("", ""))
-    if not name or attention.current_flash_attention_impl() is not None:
+    if device.type != "cuda" or not hasattr(attention, "activate_flash_attention_impl"):
         return
     probe = torch.zeros(1, 1, 1, head_size, dtype=dtype, device=device)
-    # With one row: an installed package may still not run on this card, or for such heads.
-    try:
-        attention.activate_flash_attention_impl(name)
-        _flash(probe, probe, probe, 1.0)
-    except Exception as error:  # whatever a package of another version raises: FlashAttention-2 is there
-        attention.restore_flash_attention_impl()
-        logger.warning("%s of the package %s does not run for heads of %d: %s", name, package, head_size, error)
-    else:
-        logger.info("attention runs %s of the package %s", name, package)
+    for name, module in NEWER.get(torch.cuda.get_device_capability(device)[0], {}).items():
+        if attention.current_flash_attention_impl() is not None:
+            return
+        if find_spec(module.split(".")[0]) is None or find_spec(module) is None:
+            continue
+        # With one row: an installed package may still not run on this card, or for such heads.
+        try:
+            attention.activate_flash_attention_impl(name)
+            _flash(probe, probe, probe, 1.0)
+        except Exception as error:  # whatever a package of another version raises: FlashAttention-2 is there
+            attention.restore_flash_attention_impl()
+            logger.warning("%s of the package %s does not run for heads of %d: %s", name, module, head_size, error)
+        else:
+            logger.info("attention runs %s of the package %s", name, module)
+
+
+ChunkAttention = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""Queries, keys, values and scaling -> output ``[B, Q, T, D]`` and log-sum-exp ``[B, Q, T]`` over the rows up to each query."""
 
 
 @cache
-def has_flash(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether PyTorch's own operator of FlashAttention runs here: found out by calling it once. Says so where it does not."""
+def chunk_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> tuple[str, ChunkAttention] | None:
+    """PyTorch's fastest attention of a chunk over rows before it, and its name: FlashAttention-4 or 3 where it is installed, on
+    Hopper cuDNN in two parts, else FlashAttention-2. Found out by calling it once, as says the log where one does not run; None
+    where none does."""
     if device.type == "cpu" or dtype.itemsize != 2:
-        return False
+        return None
     activate_newer(device, dtype, head_size)
-    probe = torch.zeros(1, 1, 1, head_size, dtype=dtype, device=device)
-    try:
-        _flash(probe, probe, probe, 1.0)
-    except (AttributeError, RuntimeError) as error:  # not in this PyTorch; not on this card, or not for these heads
-        logger.warning(
-            "FlashAttention with its log-sum-exp does not run for heads of %d in %s on %s, so the kit's own kernel does: %s",
-            head_size, dtype, device, error,
-        )  # fmt: skip
-        return False
-    return True
+    active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    forms: dict[str, ChunkAttention] = {f"flash ({active or 'FA2'})": _flash}
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    if hopper and active is None and (torch.backends.cudnn.version() or 0) > CUDNN:
+        forms = {"cudnn": _two_parts} | forms
+    probe = torch.zeros(1, 1, 2, head_size, dtype=dtype, device=device)
+    for name, form in forms.items():
+        try:
+            form(probe[:, :, 1:], probe, probe, 1.0)
+        except (AttributeError, RuntimeError) as error:  # not in this PyTorch; not on this card, or not for these heads
+            logger.warning(
+                "attention by %s with its log-sum-exp does not run for heads of %d in %s on %s: %s",
+                name, head_size, dtype, device, error,
+            )  # fmt: skip
+        else:
+            return name, form
+    return None
 
 
 def _flash(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -78,6 +95,25 @@ def _flash(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tu
         q_BQTD, k_BHSD, v_BHSD, 0.0, is_causal=True, return_debug_mask=False, scale=scaling
     )
     return made[0], made[1]
+
+
+def _cudnn(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    made = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q_BQTD, k_BHSD, v_BHSD, None, True, 0.0, is_causal=causal, scale=scaling
+    )
+    return made[0], made[1].view(q_BQTD.shape[:3])
+
+
+def _two_parts(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """As ``_flash``, by an operator that knows no lower right: over the rows before the chunk without a mask, over the chunk
+    square and causal."""
+    before = k_BHSD.shape[2] - q_BQTD.shape[2]
+    own, own_lse = _cudnn(q_BQTD, k_BHSD[:, :, before:], v_BHSD[:, :, before:], scaling, True)
+    if not before:
+        return own, own_lse
+    old, old_lse = _cudnn(q_BQTD, k_BHSD[:, :, :before], v_BHSD[:, :, :before], scaling, False)
+    share_BQT1 = torch.sigmoid(old_lse - own_lse).to(own.dtype)[..., None]
+    return torch.lerp(own, old, share_BQT1), torch.logaddexp(own_lse, old_lse)
 
 
 @cache
@@ -137,12 +173,9 @@ def _attend_window(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: floa
 
 
 def operator(device: torch.device, dtype: torch.dtype, head_size: int, backend: str) -> str:
-    """What a chunk's attention over rows before it runs through: ``flash`` (by the implementation that PyTorch has active),
-    or ``sdpa``, where PyTorch chooses."""
-    if backend == "reference" or not has_flash(device, dtype, head_size):
-        return "sdpa"
-    active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
-    return f"flash ({active or 'FA2'})"
+    """Name of what a chunk's attention over rows before it runs through (``chunk_attention``); ``sdpa`` where PyTorch chooses."""
+    chosen = None if backend == "reference" else chunk_attention(device, dtype, head_size)
+    return "sdpa" if chosen is None else chosen[0]
 
 
 @lru_cache(maxsize=2)
@@ -191,8 +224,9 @@ def attend_rows(
     ):  # decoding: fold the group into the query axis, no mask, no copy of k
         q_BHGD = q_BQTD.reshape(B, H, G, D)
         return F.scaled_dot_product_attention(q_BHGD, k_BHSD, v_BHSD, scale=scaling).reshape(B, Q, 1, -1)
-    if window is None and T < S and backend != "reference" and has_flash(q_BQTD.device, q_BQTD.dtype, D):
-        return _flash(q_BQTD, k_BHSD, v_BHSD, scaling)[0]
+    chosen = None if backend == "reference" else chunk_attention(q_BQTD.device, q_BQTD.dtype, D)
+    if window is None and T < S and chosen is not None:
+        return chosen[1](q_BQTD, k_BHSD, v_BHSD, scaling)[0]
     if window is not None and backend != "reference" and varlen_operator(q_BQTD.device, q_BQTD.dtype, D) is not None:
         return _attend_window(q_BQTD, k_BHSD, v_BHSD, scaling, window)
     # All else is for PyTorch, which chooses its kernel by the form of the mask.
@@ -240,9 +274,8 @@ def attend_rows_lse(
     q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """``attend_rows`` without a window, and each query's log-sum-exp ``[B, Q, T]`` (natural) over the rows it sees."""
-    if backend != "reference" and has_flash(q_BQTD.device, q_BQTD.dtype, q_BQTD.shape[-1]):
-        return _flash(q_BQTD, k_BHSD, v_BHSD, scaling)
-    return function("attend", backend)(q_BQTD, k_BHSD, v_BHSD, scaling)
+    chosen = None if backend == "reference" else chunk_attention(q_BQTD.device, q_BQTD.dtype, q_BQTD.shape[-1])
+    return (function("attend", backend) if chosen is None else chosen[1])(q_BQTD, k_BHSD, v_BHSD, scaling)
 
 
 # ---- one token's attention over all heads of a layer in one call, whatever their lengths and the bits of their rows -

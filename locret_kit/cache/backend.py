@@ -21,7 +21,7 @@ from locret_kernels.sparse_attend import Blocks
 from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rotate_lean
 from ..backbones.patches import product
 from ..policies.registry import Registry
-from .attend import attend_general, attend_rows, attend_rows_lse, varlen_operator
+from .attend import attend_general, attend_rows, attend_rows_lse, chunk_attention, varlen_operator
 
 logger = logging.getLogger(__name__)
 
@@ -198,4 +198,6 @@ def backend_for(name: str | None, device: torch.device, head_size: int, dtype: t
             f"backend={backend.name!r} needs a C++ compiler that knows OpenMP: see the warning before"
         )
     choose(backend.kernels, device, head_size, dtype)
+    if backend.kernels == "triton":  # now: a package may compile for seconds
+        chunk_attention(device, dtype, head_size)
     return backend

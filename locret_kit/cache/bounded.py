@@ -31,7 +31,16 @@ from ..settings import INT32_MAX, RunSettings
 from .context import CacheCounters, Context, Pins, Stage, make_layers
 from .options import CacheOptions, checked_arguments
 from .stages import stages_of
-from .step import StaticStep, attend_again, evict_if_due, in_model_type, read_block, read_tokens
+from .step import (
+    StaticStep,
+    Waiting,
+    attend_again,
+    evict_if_due,
+    evict_together,
+    in_model_type,
+    read_block,
+    read_tokens,
+)
 from .storage.codec import BITS, Float8, Scratch, check_storage
 from .storage.rows import BoundedLayer, copy_rows
 from .view import (
@@ -116,7 +125,7 @@ class BoundedCache(StatefulCache, Handler):
         context: constants of the bound cache.
         counters: work done on this text.
         scratch: the buffers through which rows in few bits are read.
-        unfinished: whether a forward has begun that not every layer has finished.
+        unfinished: whether a forward has begun that not every layer has finished. waiting: evictions for its end.
         pins: ranges of positions of the text whose tokens are never evicted, ascending; see `pin`.
         reread_positions: positions in the prompt of the tokens that are read in its place, the tail's included; empty
             where the prompt is read once, or not yet for the second time.
@@ -142,6 +151,7 @@ class BoundedCache(StatefulCache, Handler):
         super().__init__(layers=[])
         self.scratch = Scratch()
         self.unfinished = False
+        self.waiting: list[Waiting] = []
         self.options = CacheOptions.of(settings, policy, heads, given)
         self.policy, self.heads = self.options.policy, self.options.heads
         self.settings, self.schedule = self.options.at(prompt_length)
@@ -389,7 +399,7 @@ class BoundedCache(StatefulCache, Handler):
         self.counters.clear()
         if self._context is not None:
             self._context.recalls.clear()
-        self.last_hidden, self.reread_positions, self.unfinished = None, [], False
+        self.last_hidden, self.reread_positions, self.unfinished, self.waiting = None, [], False, []
         self._set_pins(first_pins(self.settings))
 
     def _resize(self, prompt_length: int | None) -> None:
@@ -466,7 +476,8 @@ class BoundedCache(StatefulCache, Handler):
             self.bounded[layer].softmax = softmax
             return read_block(ctx, layer, self.bounded[layer], q_BQTD, k_BHTD, v_BHTD, self.fixed(layer))
         q_BQTD, k_BHTD, v_BHTD = in_model_type(ctx, q_BQTD, k_BHTD, v_BHTD)
-        out = read_tokens(ctx, layer, self.open(layer, softmax, k_BHTD, v_BHTD), q_BQTD, k_BHTD, v_BHTD)
+        rows = self.open(layer, softmax, k_BHTD, v_BHTD)
+        out = read_tokens(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, waiting=self.waiting)
         self.close(layer)
         return out
 
@@ -489,7 +500,7 @@ class BoundedCache(StatefulCache, Handler):
 
     def close(self, layer: int) -> None:
         """Take note that a forward's new tokens are in a layer."""
-        self.unfinished = layer + 1 < len(self.layers) or self.in_blocks
+        self.unfinished = layer + 1 < len(self.layers) or self.in_blocks or bool(self.waiting)
 
     @property
     def in_blocks(self) -> bool:  # type: ignore[override]
@@ -528,8 +539,13 @@ class BoundedCache(StatefulCache, Handler):
                 f"this cache was interrupted inside a forward, after {seen[0]} to {seen[-1]} tokens: reset() it and read again"
             )
 
+    @torch.no_grad()
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
-        """Check that every layer has seen the forward's tokens. Raises ValueError where one has not."""
+        """Evict what has waited for the forward's end, and check that every layer has seen its tokens. Raises ValueError where
+        one has not."""
+        if self.waiting and len({rows.seen for rows in self.bounded}) == 1:
+            evict_together(self.context, self.waiting)
+            self.waiting, self.unfinished = [], False
         # A backbone that computes some attention by itself leaves a layer behind.
         seen = {rows.seen for rows in self.bounded}
         if self.unfinished or len(seen) > 1:

@@ -7,7 +7,7 @@ the row of the new token and the lengths of heads are numbers on the device (``S
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,9 +20,10 @@ from ..backbones.decoder_attention import Softmax
 from .attend import RowRotation, VarlenRows, attend_heads, decode_rows
 from .context import Context
 from .due import Due
+from .storage.codec import Plain
 from .storage.layouts import EqualRows, RaggedRows
 from .storage.rows import BoundedLayer, EqualLengthHeads
-from .view import entry_scores, prefill_mask, slots_of
+from .view import entry_scores, joined, prefill_mask, slots_of
 
 # ---- attention of new tokens, which are rows already, over the rows of their layer ----------------------------------
 
@@ -175,9 +176,11 @@ def read_tokens(
     k_BHTD: Tensor,
     v_BHTD: Tensor,
     score_BHT: Tensor | None = None,
+    waiting: list[Waiting] | None = None,
 ) -> Tensor:
     """Attention output ``[B, Q, T, D]`` of a forward's new tokens, which become rows; evicts at every boundary. Their entry
-    scores are made here where they are not known."""
+    scores are made here where they are not known. An eviction behind the last of them joins those that are ``waiting`` where it
+    may be one call with others (``evict_together``)."""
     out, start, tokens = [], 0, q_BQTD.shape[2]
     while start < tokens:
         due = ctx.due(layer, rows, tokens - start)
@@ -186,7 +189,10 @@ def read_tokens(
         score = None if score_BHT is None else score_BHT[:, :, new]
         out.append(read_block(ctx, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], None, score))
         if due.keep is not None and not ctx.evicts_after_forward:
-            evict(ctx, layer, rows, due.keep, last=due.last)
+            if waiting is not None and new.stop == tokens and evicts_together(ctx, rows):
+                waiting.append((layer, rows, due))
+            else:
+                evict(ctx, layer, rows, due.keep, last=due.last)
         rows.codec.finish_block()
         start = new.stop
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
@@ -253,22 +259,54 @@ def evict(
 ) -> None:
     """Cut a layer to ``keep`` slots per head, on average where heads differ. ``last``: before the tail, which protects no newest
     slots. ``seen`` is the text's length on the device, where the host's must not be read."""
+    if rows.rows > keep:
+        _evict(ctx, [(layer, rows)], keep, last, seen)
+
+
+Waiting = tuple[int, BoundedLayer, Due]
+"""A layer, and its eviction that waits for the end of the forward."""
+
+
+def evicts_together(ctx: Context, rows: BoundedLayer) -> bool:
+    """Whether a layer's eviction may be one call with those of others: on a card, which has room for all their slots at once."""
+    plain = type(rows.layout) is EqualRows and type(rows.codec) is Plain and not ctx.stages
+    return plain and ctx.backend.kernels == "triton" and ctx.policy.chooses_together
+
+
+def evict_together(ctx: Context, waiting: Sequence[Waiting]) -> None:
+    """Evict in layers at the end of a forward: one choice of slots for all whose heads are of one length."""
+    alike: dict[Hashable, list[Waiting]] = {}
+    for layer, rows, due in waiting:
+        alike.setdefault((due, rows.rows, rows.layout.H, rows.device), []).append((layer, rows, due))
+    for same in alike.values():
+        _, rows, due = same[0]
+        if due.keep is not None and rows.rows > due.keep:
+            _evict(ctx, [(layer, rows) for layer, rows, _ in same], due.keep, due.last)
+
+
+def _evict(
+    ctx: Context, layers: Sequence[tuple[int, BoundedLayer]], keep: int, last: bool, seen: int | Tensor | None = None
+) -> None:
+    """``evict`` of layers that all hold more than ``keep`` rows; of several the heads are of one length."""
     policy, counters = ctx.policy, ctx.counters
-    if rows.rows <= keep:
-        return
     stabilizers = 0 if last else ctx.schedule.stabilizers
-    slots = slots_of(ctx, layer, rows, keep, min(stabilizers, keep), seen)
+    slots_L = [slots_of(ctx, layer, rows, keep, min(stabilizers, keep), seen) for layer, rows in layers]
     t0 = time.perf_counter()
-    scores_BHS = policy.scores(slots)
-    rows.layout.put_back(rows.scores, slots.entry_scores)  # a score may have aged them
+    scores_L = []
+    for slots, (_, rows) in zip(slots_L, layers, strict=True):
+        scores_L.append(policy.scores(slots))
+        rows.layout.put_back(rows.scores, slots.entry_scores)  # a score may have aged them
     t1 = time.perf_counter()
-    stay_BHS = policy.choose(slots, scores_BHS)
+    several = len(layers) > 1
+    stay_LHS = policy.choose(*((joined(slots_L), torch.cat(scores_L)) if several else (slots_L[0], scores_L[0])))
     t2 = time.perf_counter()
-    # Before rows move: positions and slots still belong together.
-    counters.count_eviction(rows, slots.valid.shape[:2].numel() * (rows.rows - keep))
-    for stage in ctx.stages:
-        stage.evicted(ctx, layer, rows, slots, scores_BHS, stay_BHS)
-    rows.keep(stay_BHS, keep)
+    for n, (layer, rows) in enumerate(layers):
+        stay_BHS = stay_LHS[n : n + 1]
+        # Before rows move: positions and slots still belong together.
+        counters.count_eviction(rows, stay_BHS.shape[:2].numel() * (rows.rows - keep))
+        for stage in ctx.stages:
+            stage.evicted(ctx, layer, rows, slots_L[n], scores_L[n], stay_BHS)
+        rows.keep(stay_BHS, keep)
     counters.score_s += t1 - t0
     counters.select_s += t2 - t1
     counters.compact_s += time.perf_counter() - t2

@@ -198,7 +198,7 @@ INFER = Command(
         "cache": _READ_ONCE,
         "question_file": 'the shell reads files: --question "$(cat FILE)"',
         "gpu_memory": "locret-plan --gpu-memory SIZE says which --chunk and --budget fit",
-        "graph": "Answer(..., graph=True) of locret_kit.runtime.session replays CUDA graphs",
+        "graph": "CUDA graphs are replayed where they can be; Answer(..., graph=False) decodes without",
         "decode_every": "decoded tokens are evicted when the buffers are full",
     },
 )
@@ -345,7 +345,7 @@ ASK = Command(
     ASK_USAGE,
     ("book", "question", "question_file", "model", "ckpt", "max_new_tokens", "temperature", "json", "force", "quiet"),
     positional=("book", "question"),
-    gone={"graph": "Document.ask(..., graph=True) replays CUDA graphs"},
+    gone={"graph": "CUDA graphs are replayed where they can be; Document.ask(..., graph=False) decodes without"},
 )
 KEPT = Command("locret-kept", KeptOptions, KEPT_USAGE, positional=("file",), short={"-o": "--out"})
 

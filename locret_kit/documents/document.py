@@ -190,7 +190,7 @@ class Document:
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
         seed: int | None = None,
-        graph: bool | None = False,
+        graph: bool | None = None,
         progress: Progress | None = None,
     ) -> Answer:
         """The answer to a question, written while it is read (see ``Answer``). The document stays as it was.

@@ -234,6 +234,13 @@ class Policy:
                 )
         return scores_BHS
 
+    @property
+    def chooses_together(self) -> bool:
+        """Whether ``choose`` may get the slots of several layers side by side: their scores are known, and neither scopes nor
+        selection ask for more than positions and statistics."""
+        plugin = any(_is_plugin(scope) for scope in self.scopes)
+        return not (self.ragged or plugin) and type(self.selection) is base.TopK
+
     def choose(self, slots: base.Slots, scores_BHS: Tensor | None = None) -> Tensor:
         """Boolean ``[B, H, S]``: the slots that stay, by their scores (computed where they are not given). Pinned slots stay;
         scopes and selection share what the head's budget leaves, as if the head held no others.
@@ -273,6 +280,6 @@ class Policy:
         return self.selection.select(scores_BHS, protected_BHS & free_BHS, free_BHS, left_BH, slots) | pinned_BHS
 
 
-def _is_plugin(part: base.Score | base.Selection | base.Allocation) -> bool:
+def _is_plugin(part: base.Part) -> bool:
     """Whether a part is none of the kit's own, so that what it gives is checked: for that the host waits."""
     return type(part).__module__.partition(".")[0] != __name__.partition(".")[0]

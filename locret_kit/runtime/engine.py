@@ -22,7 +22,7 @@ from ..backbones.libraries import forward, unwrapped
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
-from .drivers import Decoding, Driver, PlainDriver, logits_after
+from .drivers import Decoding, Driver, GraphDriver, PlainDriver, logits_after
 from .drivers.cpu import cpu_driver
 from .sampling import Chooser, stop_ids
 from .sequence import PromptScheduler, Request, Sequence
@@ -59,7 +59,7 @@ class Engine:
         piece: int = 512,
         chunk: int | None = None,
         alone: bool = False,
-        graph: bool | None = False,
+        graph: bool | None = None,
         pages: int = 0,
     ) -> None:
         if piece < 1:
@@ -229,7 +229,9 @@ class Engine:
         if sequence.decoding is None:
             sequence.decoding = Decoding(self.model, sequence.cache, self.graph)
         driver = sequence.decoding.next_driver()
-        return None if type(driver) is PlainDriver else driver
+        # A graph makes the tokens of one text; a forward of several reads the weights once for all.
+        shared = type(driver) is PlainDriver or (isinstance(driver, GraphDriver) and len(self.running) > 1)
+        return None if shared else driver
 
 
 def run(

@@ -75,12 +75,12 @@ def decode(
     sampling: Sampling | None = None,
     stop: frozenset[int] = frozenset(),
     seed: int = 0,
-    graph: bool | None = False,
+    graph: bool | None = None,
 ) -> Iterator[int]:
     """Token ids one by one, the first chosen from ``logits``; ends before an id of ``stop``.
 
-    ``graph=True`` replays a CUDA graph for each token, None does so where it is possible; not the default before it has run on
-    a GPU. With the backend ``cpu`` one compiled call makes a token, where it takes the cache (see ``drivers.cpu``).
+    ``graph=None`` replays a CUDA graph for each token from the fourth on where it is possible, True raises where it is not, False
+    never does. With the backend ``cpu`` one compiled call makes a token, where it takes the cache (see ``drivers.cpu``).
     ``cache.counters.decoding`` says what was done.
 
     Raises:
@@ -142,7 +142,7 @@ class Answer:
         sampling: Sampling | None = None,
         seed: int = 0,
         stop: frozenset[int] | None = None,
-        graph: bool | None = False,
+        graph: bool | None = None,
         progress: Callable[[int, int], None] | None = None,
         choose: Callable[[Tensor], int] | None = None,
         on_prompt: Callable[[Tensor, int], None] | None = None,

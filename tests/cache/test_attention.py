@@ -57,9 +57,11 @@ def test_a_mask_made_in_inference_mode_serves_training():
 @pytest.fixture
 def probed():
     """What runs on a device is found out anew."""
-    attend.has_flash.cache_clear()
+    for choice in (attend.chunk_attention, attend.activate_newer):
+        choice.cache_clear()
     yield
-    attend.has_flash.cache_clear()
+    for choice in (attend.chunk_attention, attend.activate_newer):
+        choice.cache_clear()
 
 
 def meta(*shape: int) -> torch.Tensor:
@@ -98,4 +100,93 @@ def test_without_it_the_kits_own_kernel_runs_and_that_is_said_once(probed, monke
         )
         assert operator(META, torch.bfloat16, 96, "triton") == "sdpa"
     (record,) = caplog.records
-    assert str(error) in record.message and "heads of 96 in torch.bfloat16 on meta" in record.message
+    assert (
+        str(error) in record.message
+        and "flash (FA2)" in record.message
+        and "heads of 96 in torch.bfloat16 on meta" in record.message
+    )
+
+
+def cudnn(q, k, v, bias, want, dropout, *, is_causal, scale):
+    """In the place of cuDNN's operator, with its square mask: output in the inputs' type, log-sum-exp ``[B, Q, T, 1]``."""
+    assert bias is None and want and not dropout and (not is_causal or q.shape[2] == k.shape[2])
+    G = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(G, 1) for x in (k, v))
+    x = q.double() @ k.mT * scale
+    x = x.masked_fill(torch.ones(x.shape[-2:], dtype=torch.bool).triu(1), -torch.inf) if is_causal else x
+    return (x.softmax(-1) @ v).to(q.dtype), x.logsumexp(-1, keepdim=True).float(), *[None] * 7
+
+
+@pytest.mark.parametrize(
+    ("Q", "H", "D", "T", "S"),
+    [(4, 4, 96, 40, 150), (8, 2, 128, 33, 217), (3, 1, 64, 17, 18), (4, 2, 64, 9, 9), (4, 2, 96, 1, 40)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_parts_are_attention_to_the_lower_right(Q, H, D, T, S, dtype, monkeypatch):
+    """Rows before the chunk may lie in any order, and logits be large."""
+    calls = []
+    monkeypatch.setattr(
+        torch.ops.aten, "_scaled_dot_product_cudnn_attention", lambda *x, **y: calls.append(1) or cudnn(*x, **y)
+    )
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, n, D).to(dtype) for heads, n in ((Q, T), (H, S), (H, S)))
+    q[:, 0] *= 30
+    order = torch.cat((torch.randperm(S - T), torch.arange(S - T, S)))
+    out, lse = attend._two_parts(q, k[:, :, order], v[:, :, order], D**-0.5)
+    exact = attention(q, k, v, D**-0.5)
+    assert len(calls) == 1 + (T < S) and out.dtype == dtype and lse.dtype == torch.float32
+    error = (out.double() - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()
+    assert error < (1e-6 if dtype == torch.float32 else 5e-3)
+    hidden = torch.ones(T, S, dtype=torch.bool).triu(S - T + 1)
+    logits = q.double() @ k.double().repeat_interleave(Q // H, 1).mT * D**-0.5
+    torch.testing.assert_close(lse.double(), logits.masked_fill(hidden, -torch.inf).logsumexp(-1), rtol=1e-6, atol=1e-6)
+
+
+HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
+TWO, FOUR, THREE = "flash_attn", "flash_attn.cute", "flash_attn_interface"
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "cudnn_version", "broken", "chosen"),
+    [
+        (HOPPER, {TWO, FOUR, THREE}, 91600, set(), "flash (FA4)"), (HOPPER, {THREE}, 91600, set(), "flash (FA3)"),
+        (HOPPER, {TWO, FOUR}, 91600, {"FA4"}, "cudnn"), (HOPPER, {TWO, FOUR, THREE}, 91600, {"FA4"}, "flash (FA3)"),
+        (HOPPER, {TWO}, 91600, set(), "cudnn"), (HOPPER, set(), 91500, set(), "flash (FA2)"),
+        (HOPPER, set(), None, set(), "flash (FA2)"), (HOPPER, set(), 91600, {"cudnn"}, "flash (FA2)"),
+        (HOPPER, set(), 91600, {"cudnn", "FA2"}, "sdpa"), (AMPERE, {TWO, FOUR, THREE}, 91600, set(), "flash (FA2)"),
+        (BLACKWELL, {TWO, FOUR, THREE}, 91600, set(), "flash (FA4)"), (BLACKWELL, {TWO, THREE}, 91600, set(), "flash (FA2)"),
+    ],
+)  # fmt: skip
+def test_the_fastest_attention_that_runs_is_chosen(
+    capability, packages, cudnn_version, broken, chosen, probed, monkeypatch
+):
+    """By capability, installed packages and cuDNN's version; what is chosen is what runs."""
+    active: list[str] = []
+
+    def runs(name):
+        def call(q, k, v, scaling):
+            if (active[-1:] or [name])[0] in broken if name == "FA2" else name in broken:
+                raise RuntimeError(f"{name} does not run")
+            return q, q[..., 0]
+
+        return call
+
+    def spec(module):
+        if module == FOUR and TWO not in packages:
+            raise ModuleNotFoundError(TWO)
+        return True if module in packages else None
+
+    torch_attention = torch.nn.attention
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn_version)
+    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", active.append, raising=False)
+    monkeypatch.setattr(torch_attention, "restore_flash_attention_impl", active.clear, raising=False)
+    monkeypatch.setattr(
+        torch_attention, "current_flash_attention_impl", lambda: (active[-1:] or [None])[0], raising=False
+    )
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
+    for name, value in (("find_spec", spec), ("_flash", runs("FA2")), ("_two_parts", runs("cudnn"))):
+        monkeypatch.setattr(attend, name, value)
+    assert operator(CUDA, torch.bfloat16, 96, "triton") == chosen
+    assert active == ([chosen[-4:-1]] if chosen in ("flash (FA4)", "flash (FA3)") else [])

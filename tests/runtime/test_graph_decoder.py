@@ -14,8 +14,12 @@ from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
+from locret_kit.runtime import drivers
+from locret_kit.runtime.drivers import PlainDriver, logits_after
 from locret_kit.runtime.drivers import graph as driver
 from locret_kit.runtime.drivers.graph import GraphDriver, SyncDetector
+from locret_kit.runtime.engine import Engine
+from locret_kit.runtime.sequence import Request
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 pytestmark = pytest.mark.usefixtures("on_the_reference")
@@ -77,6 +81,71 @@ def test_a_score_that_reads_back_is_said(monkeypatch):
     with attach(backbone()), torch.inference_mode():
         step = decoded(backbone(), make("compactor(block=8)"), tokens(), GraphDriver, 3)[1]
         assert "makes the host wait" in (step.reason or "")
+
+
+def gone_on(form, policy: str, positions: str, between) -> torch.Tensor:
+    """Logits after tokens of a form, with ``between(model, cache, n)`` giving those that come in another way."""
+    model, cache, out = backbone(), make(policy, positions=positions, chunk=5), []
+    with attach(model), torch.inference_mode():
+        prefill(model, tokens(), cache)
+        step = form(model, cache)
+        for n in range(30):
+            other = between(model, cache, n)
+            out.append(step([cache], [2 + 37 * n % 95])[0] if other is None else other)
+    return torch.stack(out)
+
+
+def plain_token(model, cache, n):
+    return None if n % 7 != 5 else PlainDriver(model)([cache], [2 + 37 * n % 95])[0]
+
+
+def plain_piece(model, cache, n):
+    return None if n not in (8, 19) else logits_after(model, [cache], torch.tensor([range(2, 10)]), [8])[0].float()
+
+
+def token_that_is_taken_back(model, cache, n):
+    if n % 9 == 7 and PlainDriver(model)([cache], [5]) is not None:
+        cache.take_back(1)  # where the policy lets it be
+
+
+@pytest.mark.parametrize("between", [plain_token, plain_piece, token_that_is_taken_back])
+@pytest.mark.parametrize(
+    ("policy", "positions"), [("h2o", "compact"), ("locret", "original"), ("knorm", "clipped(60)")]
+)
+def test_a_graph_goes_on_after_tokens_that_came_in_another_way(policy, positions, between):
+    mine, theirs = (
+        gone_on(form, policy, positions, between) for form in (TapedDecoder, lambda model, _: PlainDriver(model))
+    )
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=3e-6)
+
+
+def test_several_texts_share_a_forward_and_one_alone_has_a_graph(monkeypatch):
+    """A text joins one that is decoded as a graph, and leaves it: tokens are those of each alone."""
+    steps: list[TapedDecoder] = []
+
+    def taped(model, cache, graph):
+        assert graph is None, "the default"
+        steps.append(TapedDecoder(model, cache))
+        return steps[-1]
+
+    monkeypatch.setattr(drivers, "_chosen", taped)
+
+    def answers(*counts: int) -> list[list[int]]:
+        engine = Engine(backbone(), frozenset(), pages=2)
+        asked = [
+            engine.add(Request(tokens(seed=n), count), lambda: make("h2o", chunk=5))
+            for n, count in enumerate(counts[:1])
+        ]
+        while engine.running:
+            if len(counts) > len(asked) and len(asked[0].tokens) == 9:
+                asked.append(engine.add(Request(tokens(seed=1), counts[1]), lambda: make("h2o", chunk=5)))
+            engine.step()
+        return [one.tokens for one in asked]
+
+    first, second = answers(40, 12)
+    assert len(first) == 40 and len(second) == 12
+    assert steps[0].replays > 5 and steps[0].reason is None and not steps[1].replays
+    assert answers(40) == [first] and steps[2].replays > 30
 
 
 @pytest.mark.parametrize("every", [1, 5])
@@ -165,7 +234,7 @@ def test_decode_chooses(monkeypatch):
     assert caches[0].counters.decoding == caches[1].counters.decoding == "cpu"
 
 
-def test_a_capture_that_fails_loses_no_token(monkeypatch):
+def test_a_capture_that_fails_loses_no_token(monkeypatch, caplog):
     """The step that could not be captured runs as it is, once, and the reason is there for the next."""
 
     def fails(self, before, after):
@@ -174,6 +243,12 @@ def test_a_capture_that_fails_loses_no_token(monkeypatch):
     monkeypatch.setattr(TapedDecoder, "_captured", fails)
     step = same(backbone(), pair("h2o"), tokens(), TapedDecoder, steps=15)
     assert step.reason == "its capture failed: operation not permitted when stream is capturing" and not step.graphs
+    same(backbone(), pair("h2o"), tokens(), TapedDecoder, steps=5)
+    assert caplog.text.count("tokens are decoded without CUDA graphs: its capture failed") == 1
+    with attach(backbone()), torch.inference_mode():
+        assert (
+            decoded(backbone(), make("h2o"), tokens(), TapedDecoder, 3)[1].reason is None
+        )  # a short answer pays nothing
 
 
 def test_a_capture_that_fails_gives_the_stream_back(monkeypatch):

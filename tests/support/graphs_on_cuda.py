@@ -1,5 +1,5 @@
-"""On a CUDA device: decoding through graphs equals the same step run as it is, and dynamic decoding. Ends with an error
-where it does not.
+"""On a CUDA device: attention of a chunk is right by every kernel that may be chosen, evictions of all layers at once equal those
+of each, and decoding through graphs equals the same step run as it is, and dynamic decoding. Ends with an error where not.
 
 A process of its own, since the tests interpret the kernels: ``python tests/support/graphs_on_cuda.py`` with the repository and
 ``kernels`` on the path. ``test_graph_decoder_cuda.py`` runs it where there is a device.
@@ -7,12 +7,16 @@ A process of its own, since the tests interpret the kernels: ``python tests/supp
 
 from __future__ import annotations
 
+from unittest import mock
+
 import tiny_models
 import torch
 
+from locret_kernels import backend
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.spec import spec_of
+from locret_kit.cache import attend, step
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import Sampling, decode, prefill
 
@@ -50,24 +54,56 @@ def run(model, policy: str, heads, form: str, **rest) -> tuple[torch.Tensor, Gra
     return torch.stack(out), step
 
 
+def attention() -> None:
+    """Against float32, in shares of its root mean square."""
+    for D in (64, 96, 128):
+        q, k, v = (
+            torch.randn(1, heads, rows, D, device="cuda").bfloat16() for heads, rows in ((8, 300), (2, 900), (2, 900))
+        )
+        exact, exact_lse = backend.function("attend", "reference")(q.float(), k.float(), v.float(), D**-0.5)
+        chosen = attend.chunk_attention(q.device, q.dtype, D)
+        assert chosen is not None, "no kernel of PyTorch runs"
+        for name, form in {"flash, as it is active": attend._flash, chosen[0]: chosen[1]}.items():
+            out, lse = form(q, k, v, D**-0.5)
+            error = float((out.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+            assert error < 8e-3 and (lse - exact_lse).abs().max() < 1e-2, f"{name}, heads of {D}: off by {error:.2g}"
+            print(f"attention by {name}, heads of {D}: off by {error:.1e} of the rms", flush=True)
+
+
+def evictions(model, heads) -> None:
+    """Logits and rows, bit for bit."""
+    ids = torch.randint(2, 97, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
+    for policy in ("locret", "h2o", "roco"):
+        found = []
+        for may in (step.evicts_together, lambda ctx, rows: False):
+            cache = BoundedCache(64, policy, heads if policy == "locret" else None, **SETTINGS)
+            with mock.patch.object(step, "evicts_together", may):
+                logits = prefill(model, ids, cache)
+            found.append([logits, *(cache.kept_positions(layer) for layer in range(len(cache.layers)))])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), f"evictions of {policy} at once"
+        print(f"{policy}: evictions of all layers at once are those of each", flush=True)
+
+
 @torch.inference_mode()
 def main() -> None:
+    attention()
     model = tiny_model("llama")
     config = HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)
     heads = RetainingHeads(config).requires_grad_(False).cuda()
     with attach(model):
+        evictions(model, heads)
         for policy in ("locret", "h2o", "roco"):
             for positions in ("compact", "original"):
                 of = heads if policy == "locret" else None
-                (graph, step), (eager, _), (dynamic, _) = (
+                (graph, driver), (eager, _), (dynamic, _) = (
                     run(model, policy, of, form, positions=positions) for form in ("graph", "eager", "dynamic")
                 )
-                assert step is not None and step.reason is None and step.cuts_captured, step and step.reason
-                assert any(before for before, _ in step.graphs) and ((), ()) in step.graphs
+                assert driver is not None and driver.reason is None and driver.cuts_captured, driver and driver.reason
+                assert any(before for before, _ in driver.graphs) and ((), ()) in driver.graphs
                 torch.testing.assert_close(graph, eager, **CLOSE)
                 torch.testing.assert_close(graph, dynamic, **CLOSE)
                 print(
-                    f"{policy} {positions}: {len(step.graphs)} graphs, off by {float((graph - eager).abs().max()):.1e}"
+                    f"{policy} {positions}: {len(driver.graphs)} graphs, off by {float((graph - eager).abs().max()):.1e}"
                 )
         ids, tokens = list(range(2, 90)), []
         for graph_wanted in (True, False):

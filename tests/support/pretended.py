@@ -159,7 +159,7 @@ def card() -> Iterator[Card]:
         stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda device=None: None))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (8, 0)))
         stack.enter_context(mock.patch.object(attend, "_lower_right_bias", _mask))
-        for probe in (attend.has_flash, attend.varlen_operator):  # what this card has, another has not
+        for probe in (attend.chunk_attention, attend.varlen_operator):  # what this card has, another has not
             probe.cache_clear()
             stack.callback(probe.cache_clear)
         before = torch._C._only_lift_cpu_tensors()

@@ -17,11 +17,8 @@ from torch import Tensor
 from triton import cdiv
 
 from .. import common
-from ..column_stats import ColumnStats, check_queries
-from ..column_stats.triton import column_stats
+from ..column_stats import check_queries
 from ..common import LOG2E, check_heads, dot_rows, head_blocks, load_rows, merge_splits, split_rows
-from ..rotate.triton import rotate_rows
-from . import ChunkRotation
 
 
 @triton.jit
@@ -116,30 +113,3 @@ def attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tu
         G=G, D0=D0, D1=D1, BLOCK_T=block_t, BLOCK_S=block_s, num_warps=8 if D == 256 or block_t == 128 else 4, num_stages=2,
     )  # fmt: skip
     return merge_splits(out, norm, q_BQTD.dtype)
-
-
-def attend_and_count(
-    q_BQTD: Tensor,
-    k_BHSD: Tensor,
-    v_BHSD: Tensor,
-    scaling: float,
-    *,
-    want: frozenset[str] = frozenset(),
-    by_head: bool = False,
-    rotation: ChunkRotation | None = None,
-) -> tuple[Tensor, list[ColumnStats]]:
-    """See the definition, ``attend_and_count``: weights are computed twice, from the log-sum-exp of the first pass."""
-    if rotation is not None:
-        q_BQTD = rotate_rows(q_BQTD, rotation.q_cos_TR, rotation.q_sin_TR)
-        k_BHSD = rotate_rows(k_BHSD, rotation.cos_SR, rotation.sin_SR)
-    out_BQTD, lse_BQT = attend(q_BQTD, k_BHSD, v_BHSD, scaling)
-    return out_BQTD, count(q_BQTD, k_BHSD, lse_BQT, scaling, want=want, by_head=by_head)
-
-
-def count(
-    q_BQTD: Tensor, k_BHSD: Tensor, lse_BQT: Tensor, scaling: float, *, want: frozenset[str], by_head: bool
-) -> list[ColumnStats]:
-    """Statistics as ``attend_and_count`` returns them, of attention whose log-sum-exp ``[B, Q, T]`` is known."""
-    G = q_BQTD.shape[1] // k_BHSD.shape[1]
-    heads = [slice(None), *(slice(g, None, G) for g in range(G * by_head))] if want else []
-    return [column_stats(q_BQTD[:, own], k_BHSD, scaling, lse_BQT[:, own], want=want) for own in heads]

@@ -85,13 +85,13 @@ class Decoding:
     Args:
         model: attached.
         cache: bound to it, after its prompt.
-        graph: True replays a CUDA graph for each token, None does so where it is possible, False never.
+        graph: None replays a CUDA graph for each token where it is possible, True refuses where it is not, False never does.
 
     Raises:
         ValueError: ``graph=True`` where it is not possible; says why. A reason may also show after a few tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: BoundedCache, graph: bool | None = False) -> None:
+    def __init__(self, model: PreTrainedModel, cache: BoundedCache, graph: bool | None = None) -> None:
         model = unwrapped(model)
         self._cache, self._graph, self._dynamic = cache, graph, PlainDriver(model)
         self._driver: Driver = self._dynamic
@@ -132,7 +132,7 @@ def _chosen(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> 
 @DRIVERS.register("graph")
 def _graph(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str | None:
     device = model.device.type
-    if graph is False:
+    if graph is False or (graph is None and device != "cuda"):
         return None
     return GraphDriver(model, cache) if device == "cuda" else f"CUDA graphs need a CUDA device, not {device}"
 

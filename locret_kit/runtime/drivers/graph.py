@@ -3,11 +3,13 @@
 A step appends one token to every layer and attends to its rows. How many rows there are, and where in the text the token
 stands, are numbers on the device: rows are written at an index, and attention masks by length. When a layer is full is
 known to the host, since every head of a layer holds as many rows: a step that evicts is a graph of its own.
-Host-side counts follow every step, so decoding may change to the dynamic form and back after any token.
+Host-side counts follow every step, and the device's follow the host's, so decoding may change to the dynamic form and back after
+any token.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -28,8 +30,11 @@ from ...cache.storage.rows import COUNTS
 from ...naming import first_line
 from ...policies.capabilities import reason
 
-WARM = 2
-"""Steps before the first capture: kernels are compiled and workspaces allocated in them."""
+logger = logging.getLogger(__name__)
+
+
+WARM = 3
+"""Steps before the first capture: kernels are compiled and workspaces allocated in them, and a short answer ends with them."""
 MOST_GRAPHS = 4
 """Captured forms of a step; a form beyond them runs without a graph."""
 SYNCING_OPS = frozenset(
@@ -52,6 +57,12 @@ def _reason_against(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     if any(rows.state for rows in cache.bounded):
         return f"the score of policy={cache.policy.name!r} keeps tensors of its own between tokens"
     return None
+
+
+@cache
+def _warn(reason: str) -> None:
+    """Log why tokens are decoded dynamically, once a process for each reason."""
+    logger.warning("tokens are decoded without CUDA graphs: %s", reason)
 
 
 @dataclass(frozen=True)
@@ -135,9 +146,12 @@ class GraphDriver:
             return
         with torch.inference_mode(False):
             self.ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-            self.seen = torch.full((), cache.get_seq_length(), dtype=torch.int64, device=model.device)
-            self.length_L = torch.tensor(cache.kept_rows, device=model.device)
+            self.seen = torch.zeros((), dtype=torch.int64, device=model.device)
+            self.length_L = torch.zeros(len(cache.bounded), dtype=torch.int64, device=model.device)
             self.flats = [rows.flat() for rows in cache.bounded]
+            self.followed: list[int] = []
+            """Tokens and rows of the cache of which the device's counts speak."""
+        self._follow()
 
     def takes(self, cache: BoundedCache) -> str | None:
         """Reason why the cache is not decoded so (any more); None where it is, as far as known."""
@@ -152,14 +166,26 @@ class GraphDriver:
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
         (token,) = tokens
         self.ids.fill_(token)
-        form = self._cuts()
+        self._follow()
+        before, after = form = self._cuts()
         if self.cuts_captured or form == ((), ()):
-            return self._run(*form).clone()
-        before, after = form
-        self._make_room(before)
-        logits = self._run((), ()).clone()
-        self._evict(after)
+            logits = self._run(before, after).clone()
+        else:
+            self._make_room(before)
+            logits = self._run((), ()).clone()
+            self._evict(after)
+        self.followed = self._followed()
         return logits
+
+    def _followed(self) -> list[int]:
+        return [self.cache.get_seq_length(), *self.cache.kept_rows]
+
+    def _follow(self) -> None:
+        """Bring the device's counts to the host's, which another forward, or tokens that were taken back, may have moved."""
+        if (held := self._followed()) != self.followed:
+            self.seen.fill_(held[0])
+            for layer, rows in enumerate(held[1:]):
+                self.length_L[layer].fill_(rows)
 
     def _cuts(self) -> tuple[Cuts, Cuts]:
         """Layers that must be cut to make room for a token, and those that are due after it."""
@@ -189,6 +215,8 @@ class GraphDriver:
                 self.graphs[form] = self._captured(before, after)
             except RuntimeError as error:  # nothing of it has run: the token is still to come
                 self.reason = f"its capture failed: {first_line(error)}"
+                _warn(self.reason)
+                torch.cuda.empty_cache()  # what the capture had, where memory was short
             else:
                 self.changes[form] = [new - old for new, old in zip(self._counts(), counts, strict=True)]
                 self._held.append(self.cache.context.tables.made())
@@ -215,7 +243,7 @@ class GraphDriver:
 
     def _judge(self, found: set[str], cut: bool) -> None:
         """Decide about graphs after a step that read from the device; the very first one prepares what later ones need not."""
-        if not found or sum(self.ran.values()) < WARM:
+        if not found or sum(self.ran.values()) == 1:
             return
         if cut and self.cuts_captured:
             self.cuts_captured = False

@@ -1,0 +1,114 @@
+"""Evictions of all layers in one choice at the end of a forward, against those of each layer by itself: bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from interpreted import common
+from policy_runs import EVICTING, LENGTH, backbone, held, make, tokens
+
+from locret_kit import attach
+from locret_kit.cache import bounded, step
+from locret_kit.cache.backend import BACKENDS
+from locret_kit.runtime.session import Sampling, decode, prefill
+
+MODES = {
+    "compact": {}, "original": {"positions": "original"}, "clipped": {"positions": "clipped(60)"}, "every": {"decode_every": 3},
+    "pins": {"protect": "first"}, "windows": {"family": "gemma3"}, "one-shot": {"one_shot": True},
+}  # fmt: skip
+REAL = step.evicts_together
+
+
+def run(policy: str, mode: str, together: bool):
+    """What is left of a run, and how many layers each choice of slots was for."""
+    rest = dict(MODES[mode])
+    model, layers = backbone(rest.get("family", "llama")), []
+    cache, ids = make(policy, **rest), tokens()
+    choose = type(cache.policy).choose
+
+    def counted(self, slots, scores):
+        layers.append(len(scores))
+        return choose(self, slots, scores)
+
+    def as_on_a_card(ctx, rows):
+        return together and REAL(replace(ctx, backend=BACKENDS["triton"]), rows)
+
+    patches = (
+        mock.patch.object(step, "evicts_together", as_on_a_card),
+        mock.patch.object(type(cache.policy), "choose", counted),
+    )
+    with patches[0], patches[1], attach(model), torch.inference_mode():
+        logits = prefill(model, ids, cache)
+        new = list(decode(model, cache, logits, prompt=ids, max_new_tokens=30, sampling=Sampling(), stop=frozenset()))
+    counts = [(rows.rows, rows.seen, rows.since_eviction, rows.evictions) for rows in cache.bounded]
+    return logits, (new, held(cache), counts, cache.counters.evicted_rows, cache.counters.evictions), layers
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_equal_bit_for_bit(policy):
+    modes = list(MODES)
+    for mode in (modes[0], modes[1 + EVICTING.index(policy) % (len(modes) - 1)]):
+        (logits, left, alone), (joint_logits, joint_left, joint) = (
+            run(policy, mode, together) for together in (False, True)
+        )
+        assert torch.equal(logits, joint_logits) and left == joint_left and sum(alone) == sum(joint)
+        assert set(alone) == {1}, "each layer by itself"
+
+
+@pytest.mark.parametrize(
+    ("policy", "together"),
+    [("locret", True), ("h2o", True), ("roco", True), ("tova", True), ("snapkv(6,3)", True), ("streaming", True),
+     ("ada-locret", False), ("merge", False), ("kvcrush", False), ("pyramid-locret", False)],
+)  # fmt: skip
+def test_who_may_is_one_choice_for_all_layers(policy, together):
+    layers = run(policy, "compact", True)[2]
+    assert (3 in layers) == together, "layers of unlike budgets, and parts that read more, go one by one"
+
+
+def test_an_interrupt_before_the_end_of_the_forward_is_noticed(monkeypatch):
+    model, cache = backbone(), make("h2o")
+    monkeypatch.setattr(step, "evicts_together", lambda ctx, rows: True)
+    monkeypatch.setattr(bounded, "evict_together", mock.Mock(side_effect=KeyboardInterrupt))
+    with attach(model), torch.inference_mode():
+        with pytest.raises(KeyboardInterrupt):
+            prefill(model, tokens(), cache)
+        with pytest.raises(ValueError, match="interrupted inside a forward"):
+            cache.bind(model)
+        monkeypatch.undo()
+        cache.reset(LENGTH)
+        fresh = make("h2o")
+        assert torch.equal(prefill(model, tokens(), cache), prefill(model, tokens(), fresh)) and held(cache) == held(
+            fresh
+        )
+
+
+def test_one_launch_selects_for_all_layers():
+    """By the kernels of a card."""
+    from tiny_models import tiny_model
+
+    model = tiny_model("llama", hidden_size=256, num_attention_heads=4, head_dim=64)
+    launched: list[str] = []
+    real = common.launch
+
+    def launch(kernel, *args, **constants):
+        launched.append(kernel.__name__.strip("_"))
+        return real(kernel, *args, **constants)
+
+    def read(together: bool):
+        launched.clear()
+        cache = make("h2o", backend="triton")
+        may = REAL if together else lambda ctx, rows: False
+        with (
+            mock.patch.object(step, "evicts_together", may),
+            mock.patch.object(common, "launch", launch),
+            attach(model),
+        ):
+            logits = prefill(model, tokens(), cache)
+        return logits, held(cache), cache.counters.evictions, launched.count("select_rows")
+
+    (*alone, apart), (*joint, together) = read(False), read(True)
+    assert torch.equal(alone[0], joint[0]) and alone[1:] == joint[1:]
+    assert apart == len(model.model.layers) * joint[2] and together == joint[2]
