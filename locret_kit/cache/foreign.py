@@ -1,5 +1,5 @@
-"""What another engine's layers do to queries, keys and values, by what was seen in a forward of a few tokens: that engine runs the
-model, so its layers are measured and not transformers' own."""
+"""What another engine's layers do to queries, keys and values, by what was seen in forwards of a few tokens: that engine
+runs the model, so its layers are measured and not transformers' own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class SeenLayer(NamedTuple):
     """Attention of one layer in forwards of the same tokens, from position 0 on."""
 
     name: str
-    index: int
+    layer: int
+    """Of the decoder."""
     sizes: tuple[int, int, int, int]
     """Heads of queries, heads of keys and values, channels of a key and of a value."""
     window: int | None
@@ -54,10 +55,10 @@ def described(
     for number, one in enumerate(seen):
         # A window as long as the trained context never hides a token.
         window = None if longest and one.window and one.window >= longest else one.window
-        layers.append(AttentionLayer(*one.sizes, window, index=one.index))
+        layers.append(AttentionLayer(*one.sizes, window, index=one.layer))
         calls.append(AttentionCall(one.name, number, one.shared, one.plain))
         if not one.shared:
-            rotations.append(_rotation(one, rotaries, _named(assumed, one.index)))
+            rotations.append(_rotation(one, rotaries, _named(assumed, one.layer)))
     spec = replace(assumed.spec, layers=tuple(layers), shared=any(one.shared for one in seen))
     return DecoderAttention(spec, tuple(calls), tuple(rotations))
 

@@ -37,7 +37,7 @@ from .texts import TextBatch
 def page_bytes(
     config: PretrainedConfig, settings: Resolved, policies: Iterable[Policy], dtype: torch.dtype, ranks: int = 1
 ) -> int:
-    """Bytes of a text's pages on one rank, of a model whose heads are split over ``ranks``. Pages of all layers are of one size."""
+    """Bytes of a text's pages on one rank, of a model whose heads are split over ``ranks``; those of its layers are alike."""
     shapes = PageShape.for_policies(spec_of(Ranks(0, ranks).config(config)), settings, policies, dtype)
     return max(shape.nbytes for shape in shapes) * len(shapes)
 

@@ -112,7 +112,7 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
         )
         options.enable_prompt_tokens_details = True  # how much of a prompt was a document's
     model = AsyncEngineArgs.from_cli_args(options).create_model_config()
-    refuse({"architecture": model.architecture, "runner": model.runner_type})
+    refuse({"runner": model.runner_type})
     if server.heads is not None:
         server.heads.check_backbone(spec_of(config))
     each = page_bytes(config, server.settings, server.policies.values(), model.dtype, options.tensor_parallel_size)

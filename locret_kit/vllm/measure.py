@@ -130,7 +130,7 @@ class Unrotated:
         super().__init__(*args, **kwargs)
         self.unrotated = is_bounded()
         if self.unrotated:  # not a table of every position that there may be, which nobody reads
-            table = self.cos_sin_cache[:TOKENS].clone()  # type: ignore[has-type]
+            table = self.cos_sin_cache[:TOKENS].clone()  # type: ignore[attr-defined, has-type]
             self.register_buffer("cos_sin_cache", table, persistent=False)  # type: ignore[attr-defined]
 
     def forward(
