@@ -7,11 +7,13 @@ they are in an engine that asks for a bounded cache.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
@@ -66,6 +68,16 @@ Heads = dict[str, tuple[Tensor, Tensor]]
 """Queries and keys ``[T, heads, D]`` that attention was given, by the names of layers."""
 
 
+class ZeroedMemory(TorchFunctionMode):
+    """Within it new memory is zeros: layers with a state leave it as they find it in a forward that has no requests."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if func in (torch.empty, torch.empty_like, Tensor.new_empty) else made
+
+
 def traced(model: nn.Module, config: VllmConfig, first: int = 0, *, turns: bool = False) -> Heads:
     """What attention is given in a forward of random tokens from a position on. ``turns``: rotated."""
     words, draw = min(config.model_config.get_vocab_size(), 1000), torch.Generator("cpu").manual_seed(0)
@@ -74,7 +86,8 @@ def traced(model: nn.Module, config: VllmConfig, first: int = 0, *, turns: bool 
     trace: Heads = {}
     State.trace, State.turns = trace, turns
     try:
-        with torch.inference_mode(), set_forward_context(None, config, num_tokens=TOKENS, skip_compiled=True):
+        context = set_forward_context(None, config, num_tokens=TOKENS, skip_compiled=True)
+        with torch.inference_mode(), ZeroedMemory(), context:
             model(input_ids=ids, positions=first + torch.arange(TOKENS, device=device))
     finally:
         State.trace, State.turns = None, False
@@ -136,8 +149,8 @@ class Unrotated:
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
-        if self.unrotated and not State.turns:
-            return query, key
+        if self.unrotated:  # vLLM's definition is asked: of heads along an axis (LFM2) its call for CPUs turns others
+            return self.forward_native(positions, query, key) if State.turns else (query, key)  # type: ignore[attr-defined, no-any-return]
         return super().forward(positions, query, key, *args, **kwargs)  # type: ignore[misc]
 
 

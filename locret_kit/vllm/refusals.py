@@ -85,6 +85,10 @@ def refuse(facts: Mapping[str, object]) -> None:
     for name, (values, why) in CHOICES.items():
         if facts.get(name) not in (None, *values):
             raise ValueError(f"{name}={facts[name]} must be {' or '.join(map(str, values))}: {why}")
+    if facts.get("documents") and facts.get("is_hybrid"):
+        raise ValueError(
+            f"documents={facts['documents']} must be left out: layers of this model hold a state, which no page has"
+        )
     if facts.get("documents") and not facts.get("kv_connector"):
         raise ValueError(f"documents={facts['documents']} needs vLLM's connector {DOCUMENTS}, which locret-vllm sets")
 
@@ -104,5 +108,6 @@ def refuse_engine(vllm_config: VllmConfig, documents: str | None) -> None:
             "kv_connector": transfer and transfer.kv_connector,
             "documents": documents,
             "runner": model.runner_type,
+            "is_hybrid": model.is_hybrid,
         }
     )

@@ -127,6 +127,8 @@ def begin(vllm_config: VllmConfig, device: torch.device) -> Worker:
     State.server, State.section = server, section_of(vllm_config)
     State.worker = Worker.of(server, model, device, _ranks())
     State.worker.unmeasured = vllm_config
+    if model.is_hybrid:  # vLLM makes states as large as so many of our pages
+        vllm_config.cache_config.block_size = 1
     if State.worker.pages.widens:
         LOG.warning("warning: dtype=bfloat16: this processor widens each number of it: --dtype float32 is faster")
     return State.worker

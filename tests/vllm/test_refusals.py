@@ -75,6 +75,10 @@ def test_a_budget_without_room_for_what_is_protected_is_refused_where_a_request_
         ({"kv_connector": "NixlConnector"}, "kv_connector=NixlConnector must be Documents"),
         ({"documents": "library"}, "documents=library needs vLLM's connector Documents"),
         ({"runner": "pooling"}, "runner=pooling must be auto or generate"),
+        (
+            {"documents": "library", "is_hybrid": True},
+            "documents=library must be left out: layers of this model hold a state",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(facts, said):
