@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from .backbones.decoder_attention import Softmax as Softmax
 from .cache.bounded import BoundedCache as BoundedCache
 from .cache.bounded import CannotFork as CannotFork
+from .cache.foreign import SeenLayer as SeenLayer
 from .cache.lent import LentPages as LentPages
 from .cache.ranks import Ranks as Ranks
 from .cache.saved import CacheFile as CacheFile

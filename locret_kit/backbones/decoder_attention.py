@@ -211,7 +211,7 @@ def frequencies_of(module: nn.Module) -> list[str]:
 
 def _rope(decoder: nn.Module, config: PreTrainedConfig, rotation: Rotation, span: int) -> Rope:
     if not rotation.module:
-        return Rope(torch.zeros(1, dtype=torch.float32, device=next(decoder.parameters()).device))
+        return Rope(torch.zeros(1, dtype=torch.float32, device=getattr(decoder, "device", None)))
     module = decoder.get_submodule(rotation.module)
     inv_freq, scaling = getattr(module, rotation.buffer), scaling_of(module, rotation.buffer)
     kind = rotation.buffer.removesuffix("inv_freq").removesuffix("_")

@@ -2,7 +2,7 @@
 the rotations and windows that two of them show."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -293,7 +293,7 @@ def rotations_of(
     made: dict[int, Rotation] = {}
     for call, before, after in zip(found.calls, second.calls, first.calls, strict=True):
         norms = _norms(decoder, call.module, before.q.shape[-1])
-        form = _rotation(rotaries, before, after, norms)
+        form = rotation_between(rotaries, (before.q, before.k), (after.q, after.k), norms)
         if form is None or made.setdefault(call.layer, form) != form:
             return unknown.format(call.module)
     if not all(one.module for one in made.values()):
@@ -312,17 +312,18 @@ def _norms(decoder: nn.Module, attention: str, D: int) -> dict[str, Tensor]:
     return {f"{attention}.{path}": weight for path, weight in weights if weight.shape == (D,)}
 
 
-def _rotation(
-    rotaries: dict[str, nn.Module], before: RecordedCall, after: RecordedCall, norms: dict[str, Tensor]
-) -> Rotation | None:
-    """The form that turns queries and keys without a rotation into those with it; None for none of the known ones. ``norms``:
-    see ``_norms``."""
-    pairs = [(before.q, after.q), (before.k, after.k)]
+def rotation_between(
+    rotaries: dict[str, nn.Module], before: Sequence[Tensor], after: Sequence[Tensor], norms: Mapping[str, Tensor] = {},
+    first: str = "",
+) -> Rotation | None:  # fmt: skip
+    """The form that turns queries and keys ``[B, heads, T, D]`` without a rotation into those with it; None for none of the known
+    ones. ``norms``: see ``_norms``; ``first``: the buffer that is tried before others, which may be like it in a few tokens."""
+    pairs = list(zip(before, after, strict=True))
     if all(close(a, b) for a, b in pairs):
         return Rotation()
-    D = before.q.shape[-1]
+    D = before[0].shape[-1]
     for path, module in rotaries.items():
-        for buffer in frequencies_of(module):
+        for buffer in sorted(frequencies_of(module), key=lambda name: name != first):
             inv_freq = getattr(module, buffer).float()
             if inv_freq.dim() != 1 or 2 * len(inv_freq) > D:
                 continue

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ..backbones.decoder_attention import Described, Softmax
+from ..backbones.decoder_attention import DecoderAttention, Described, Softmax, rotaries_of, unrotate
+from ..backbones.libraries import Undo
 from ..backbones.load import load_config, resolve_model
 from ..backbones.patches import lacks_bfloat16
 from ..backbones.probe import assumed
@@ -25,6 +27,7 @@ from ..heads import RetainingHeads
 from ..policies import Policy
 from ..settings import Resolved
 from .bounded import BoundedCache
+from .foreign import SeenLayer, described
 from .pages import PageShape, RowPool, SharedRotations
 from .ranks import Ranks
 from .storage.rows import export_rows, restore_rows
@@ -34,14 +37,14 @@ from .texts import TextBatch
 def page_bytes(
     config: PretrainedConfig, settings: Resolved, policies: Iterable[Policy], dtype: torch.dtype, ranks: int = 1
 ) -> int:
-    """Bytes of a text's pages on one rank, of a model whose heads are split over ``ranks``."""
-    spec = spec_of(Ranks(0, ranks).config(config))
-    return PageShape.for_policies(spec, settings, policies, dtype).nbytes * spec.n_layers
+    """Bytes of a text's pages on one rank, of a model whose heads are split over ``ranks``; those of its layers are alike."""
+    shapes = PageShape.for_policies(spec_of(Ranks(0, ranks).config(config)), settings, policies, dtype)
+    return max(shape.nbytes for shape in shapes) * len(shapes)
 
 
 class Standin(nn.Module, Described):
     """The model of a cache whose forward is another engine's: the language model's configuration of one rank, its rotary
-    embedding, and its device. Its attention is what the configuration says."""
+    embeddings, and its device. Its attention is what the configuration says, until the engine's was measured."""
 
     def __init__(self, name: str, revision: str | None, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
@@ -52,9 +55,10 @@ class Standin(nn.Module, Described):
             shell = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32)
         self.name, self.names = name, [weight for weight, _ in shell.named_parameters()]
         self.config, self.dtype, self.device = ranks.config(config), dtype, device
-        kind_of_rope = type(shell.get_decoder().rotary_emb)
-        self.rotary_emb = kind_of_rope(config=deepcopy(config)).to(device)
-        self.description = assumed(self.config, self.rotary_emb)
+        for path, module in rotaries_of(shell.get_decoder()).items():
+            if "." not in path:
+                setattr(self, path, type(module)(config=deepcopy(config)).to(device))
+        self.description = assumed(self.config, getattr(self, "rotary_emb", None))
 
     def get_decoder(self) -> Standin:
         return self
@@ -85,7 +89,7 @@ class LentPages:
             may have, and all from which it may choose. heads: of the whole model.
 
     Attributes:
-        model: stands in for it. heads: the part of this rank. shape: of a page in one layer. texts: by page.
+        model: stands in for it. heads: the part of this rank. shape: of the largest page of a layer. texts: by page.
 
     Raises:
         ValueError: heads that do not fit the model, or heads that the ranks cannot share. FileNotFoundError: no such model.
@@ -97,8 +101,8 @@ class LentPages:
     ) -> None:  # fmt: skip
         self.ranks = ranks or Ranks()
         self.model = Standin(model, revision, self.ranks, dtype, device)
-        self.spec = self.model.description.spec
-        self.shape = PageShape.for_policies(self.spec, settings, policies, dtype)
+        self.settings, self.policies = settings, list(policies)
+        self.describe(self.model.description)
         self.heads: RetainingHeads | None = None
         if heads is not None:
             part = self.ranks.heads(heads)
@@ -108,6 +112,31 @@ class LentPages:
         self.texts: dict[int, BoundedCache] = {}
         self._pools: dict[int, RowPool] = {}
         self._rotations = SharedRotations()
+
+    def describe(self, found: DecoderAttention) -> None:
+        """Take attention to be this: before the first text begins. The engine keeps states of layers that have one."""
+        if found.spec.shared:
+            raise ValueError(
+                "layers that read another's rows: they are evicted after a forward, which the engine does not cut"
+            )
+        if uneven := [layer.index for layer in found.spec.layers if layer.key_size != layer.value_size]:
+            raise ValueError(f"layer {uneven[0]} has keys and values of different sizes, which no page holds")
+        self.spec = replace(found.spec, states=(), state_sizes=())
+        self.model.description = replace(found, spec=self.spec)
+        self.shapes = PageShape.for_policies(self.spec, self.settings, self.policies, self.model.dtype)
+        self.shape = max(self.shapes, key=lambda shape: shape.nbytes)
+        orders = [()] * self.spec.n_layers if isinstance(found.rotations, str) else [r.order for r in found.rotations]
+        self.orders = [torch.tensor(order, device=self.model.device) if order else None for order in orders]
+
+    def unrotate(self, model: nn.Module) -> None:
+        """Let rotary embeddings of the engine's model turn no token, where they are transformers' own."""
+        unrotate(Undo(), model)
+
+    def measure(self, seen: Sequence[SeenLayer]) -> None:
+        """Take attention to be what was seen of the engine's. Raises ValueError where the kit does not know it."""
+        self.describe(described(self.model.description, self.model.config, self.model, seen))
+        if self.heads is not None:
+            self.heads.check_backbone(self.spec)
 
     @property
     def widens(self) -> bool:
@@ -131,15 +160,15 @@ class LentPages:
         for layer, rows in enumerate(text.bounded):
             pool = self.pool(layer, memory[layer])
             pool.bind(page, rows)
-            empty = pool.keys.new_empty(1, self.spec.n_kv_heads, 0, self.spec.head_dim)
+            empty = pool.keys.new_empty(1, pool.shape.heads, 0, pool.shape.head_dim)
             counts, tensors = export_rows(document.bounded[layer])
-            part = {name: self.ranks.rows(name, x, self.spec) for name, x in tensors.items()}
+            part = {name: self.ranks.rows(name, x, self.spec.layers[layer]) for name, x in tensors.items()}
             restore_rows(rows, counts, part, empty, empty)
 
     def pool(self, layer: int, memory: Tensor) -> RowPool:
         """Pages of a layer in the engine's memory ``[pages, ...]``."""
         if layer not in self._pools:
-            self._pools[layer] = RowPool(self.shape, memory, len(memory))
+            self._pools[layer] = RowPool(self.shapes[layer], memory, len(memory))
         return self._pools[layer]
 
     def text(self, page: int, seen: int) -> BoundedCache:
@@ -163,11 +192,13 @@ class LentStep:
         self.batch: TextBatch | None = None
 
     def attend(
-        self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, memory: Tensor, scaling: float, out_NQD: Tensor
+        self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, memory: Tensor, softmax: Softmax, out_NQD: Tensor
     ) -> None:
         """Attention of the new tokens in one layer, into ``out``; they become rows, and what is due is evicted. ``memory``: the
         layer's, ``[pages, ...]``."""
         pool = self.pages.pool(layer, memory)
+        if (order_D := self.pages.orders[layer]) is not None:
+            q_NQD, k_NHD = q_NQD[..., order_D], k_NHD[..., order_D]
         if self.batch is None:  # in the first layer: by then documents are taken
             texts = [self.pages.text(turn.page, turn.seen) for turn in self.turns]
             spans = [(turn.start, turn.end) for turn in self.turns]
@@ -176,4 +207,4 @@ class LentStep:
             rows = self.pages.texts[turn.page].bounded[layer]
             if not rows.is_initialized:
                 pool.bind(turn.page, rows)
-        self.batch.attend(layer, q_NQD, k_NHD, v_NHD, Softmax(scaling), out_NQD)
+        self.batch.attend(layer, q_NQD, k_NHD, v_NHD, softmax, out_NQD)

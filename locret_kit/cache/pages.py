@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..backbones.decoder_attention import Rope, same_rotation
-from ..backbones.spec import BackboneSpec
+from ..backbones.spec import AttentionLayer, BackboneSpec
 from ..policies import Policy
 from ..policies.capabilities import reason
 from ..settings import Resolved
@@ -49,21 +49,21 @@ class PageShape:
     """Newest queries at hand."""
 
     @classmethod
-    def of(cls, layers: Iterable[BoundedLayer], spec: BackboneSpec, dtype: torch.dtype) -> PageShape:
-        """The page that is large enough for any of these layers, which need not have met a token."""
-        layers = list(layers)
-        largest = (max(getattr(rows, name) for rows in layers) for name in ("capacity", "statistics", "recent"))
+    def of(cls, texts: Iterable[BoundedLayer], layer: AttentionLayer, dtype: torch.dtype) -> PageShape:
+        """The page of a layer that is large enough for its rows in any of these texts, which need not have met a token."""
+        texts = list(texts)
+        largest = (max(getattr(rows, name) for rows in texts) for name in ("capacity", "statistics", "recent"))
         rows, statistics, recent = largest
-        return cls(spec.n_kv_heads, spec.n_heads, spec.head_dim, rows, dtype, statistics, recent)
+        return cls(layer.n_kv_heads, layer.n_heads, layer.key_size, rows, dtype, statistics, recent)
 
     @classmethod
     def for_policies(
         cls, spec: BackboneSpec, settings: Resolved, policies: Iterable[Policy], dtype: torch.dtype
-    ) -> PageShape:
-        """The page that is large enough for a text of any of these policies, in every layer."""
-        sizes = settings.budget + settings.chunk, settings.chunk
-        layers = [layer_rows(policy, layer, *sizes, None, Scratch()) for policy in policies for layer in spec.layers]
-        return cls.of(layers, spec, dtype)
+    ) -> list[PageShape]:
+        """Pages of every layer that are large enough for a text of any of these policies."""
+        sizes, policies = (settings.budget + settings.chunk, settings.chunk), list(policies)
+        rows_L = ([layer_rows(p, layer, *sizes, None, Scratch()) for p in policies] for layer in spec.layers)
+        return [cls.of(rows, layer, dtype) for rows, layer in zip(rows_L, spec.layers, strict=True)]
 
     @property
     def row_bytes(self) -> int:
@@ -195,7 +195,8 @@ class PagePool:
         ctx = cache.context
         if not self._free or not _is_plain(cache):
             return
-        shapes = [PageShape.of([rows], ctx.spec, ctx.model.dtype) for rows in cache.bounded]
+        pairs = zip(cache.bounded, ctx.spec.layers, strict=True)
+        shapes = [PageShape.of([rows], layer, ctx.model.dtype) for rows, layer in pairs]
         if not self._pools:
             with torch.inference_mode(False):  # so that rows can be written outside of it too
                 sizes_L = [self.pages * shape.nbytes for shape in shapes]

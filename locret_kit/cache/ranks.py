@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from ..backbones.decoder_attention import Linear
-from ..backbones.spec import BackboneSpec, spec_of
+from ..backbones.spec import AttentionLayer, spec_of
 from ..heads import HeadsConfig, RetainingHead, RetainingHeads
 from .storage.rows import STATE
 
@@ -53,9 +53,9 @@ class Ranks:
         split.layers = nn.ModuleList(SplitHead(head, config, self) for head in heads.layers)  # type: ignore[arg-type]
         return split
 
-    def rows(self, name: str, x: Tensor, spec: BackboneSpec) -> Tensor:
-        """The part of an exported tensor that belongs to the heads of this rank; ``spec`` is the rank's."""
-        heads = spec.n_heads if name == "queries" else spec.n_kv_heads
+    def rows(self, name: str, x: Tensor, layer: AttentionLayer) -> Tensor:
+        """The part of an exported tensor that belongs to the heads of this rank; ``layer`` is the rank's."""
+        heads = layer.n_heads if name == "queries" else layer.n_kv_heads
         return x.narrow(int(name == "stats" or name.startswith(STATE)), self.rank * heads, heads)
 
     def columns(self, config: HeadsConfig) -> Tensor:

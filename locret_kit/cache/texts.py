@@ -65,7 +65,8 @@ class StepTables:
         """Index of the next token of texts in one pool."""
         # Layers of equal counts share it: that is all layers but those with a window.
         numbers = tuple((own.page.first, own.capacity, own.rows, own.seen) for own in rows if own.page is not None)
-        if numbers not in self._indices:
+        key = pool.shape.heads, numbers
+        if key not in self._indices:
             first_N, room_N, rows_N, seen_N = torch.tensor(numbers, device=pool.device).T
             # A page holds head after head, each with room for `capacity` rows of this layer.
             head_H = torch.arange(pool.shape.heads, device=pool.device)
@@ -73,8 +74,8 @@ class StepTables:
             lengths_NH = (rows_N + 1)[:, None].expand_as(starts_NH).contiguous()
             longest = 1 + max(rows for _, _, rows, _ in numbers)
             at_NH = starts_NH + rows_N[:, None]
-            self._indices[numbers] = RowIndex(at_NH, starts_NH, lengths_NH, seen_N[:, None].int(), longest)
-        return self._indices[numbers]
+            self._indices[key] = RowIndex(at_NH, starts_NH, lengths_NH, seen_N[:, None].int(), longest)
+        return self._indices[key]
 
     def rotation(self, index: RowIndex, rope: Rope, tables: RotationTables, like: Tensor) -> RowRotation:
         """Rotation of rows that are placed by their rank alone, see ``batch_key``."""
@@ -159,7 +160,8 @@ class TextBatch:
         if self._groups is None:
             alike: dict[Hashable, list[int]] = {}
             for i, (ctx, (start, end), own) in enumerate(zip(self.contexts, self.spans, rows, strict=True)):
-                key = batch_key(ctx) if own.page is not None and own.softmax.is_plain and end == start + 1 else None
+                plain = all(call.plain for call in ctx.description.calls)
+                key = batch_key(ctx) if own.page is not None and plain and end == start + 1 else None
                 if key is None or own.page is None:
                     self._alone.append(i)
                 else:

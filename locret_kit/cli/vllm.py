@@ -73,7 +73,8 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
 
 
 def settle(options: Namespace, server: ServerSettings, sessions: int | None, theirs: list[str]) -> int:
-    """Set in vLLM's options what must go together, and refuse what cannot; bytes of a request's pages."""
+    """Set in vLLM's options what must go together, and refuse what cannot; bytes of a request's pages, 0 where vLLM keeps states
+    beside them."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -112,13 +113,17 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
         )
         options.enable_prompt_tokens_details = True  # how much of a prompt was a document's
     model = AsyncEngineArgs.from_cli_args(options).create_model_config()
-    refuse({"architecture": model.architecture, "runner": model.runner_type})
+    refuse({"runner": model.runner_type, "is_hybrid": model.is_hybrid, "documents": section.documents})
+    if model.is_hybrid and sessions is not None:
+        raise ValueError(
+            f"sessions={sessions}: layers of this model hold a state beside the pages: give --kv-cache-memory-bytes instead"
+        )
     if server.heads is not None:
         server.heads.check_backbone(spec_of(config))
     each = page_bytes(config, server.settings, server.policies.values(), model.dtype, options.tensor_parallel_size)
     if sessions is not None:
         options.kv_cache_memory_bytes = Pages(each, sessions).bytes
-    return each
+    return 0 if model.is_hybrid else each
 
 
 async def serve(options: Namespace, page: int) -> None:
@@ -133,7 +138,8 @@ async def serve(options: Namespace, page: int) -> None:
     def announced(engine: EngineClient, *rest: object, **more: object) -> Awaitable[object]:
         async def say() -> None:
             pages = Pages(page, engine.vllm_config.cache_config.num_gpu_blocks - SPARE)
-            print(f"ready: http://{where}:{options.port}, {pages}", file=sys.stderr, flush=True)
+            fit = f", {pages}" if page else ""
+            print(f"ready: http://{where}:{options.port}{fit}", file=sys.stderr, flush=True)
 
         return build(engine, *rest, callback_notify=say, timeout_notify=ONCE, **more)
 

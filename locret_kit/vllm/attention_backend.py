@@ -9,8 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config_or_none
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backend import (
@@ -25,8 +24,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 
-from ..engine import LentPages
-from .worker import NOBODY, State, section_of, worker_here
+from ..engine import LentPages, Softmax
+from .measure import measure
+from .worker import NOBODY, State, is_bounded, worker_here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,8 @@ class BoundedBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: object) -> BoundedSpec:
-        # vLLM's own says the same of heads and their size; a layer with a window asks twice.
+        # The largest of all layers, as the model was measured; a layer with a window asks twice.
+        measure(worker_here())
         return BoundedSpec.of(worker_here().pages)
 
     @staticmethod
@@ -97,6 +98,11 @@ class BatchBuilder(AttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.worker = worker_here()
+        if len(layer_names) != self.worker.pages.spec.n_layers:
+            raise ValueError(
+                f"vLLM puts {len(layer_names)} of {self.worker.pages.spec.n_layers} layers into a group of its caches: a request "
+                "would have a page in each"
+            )
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -121,36 +127,29 @@ class BoundedImpl(AttentionImpl):
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: object, sliding_window: int | None,
         kv_cache_dtype: str, logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None, **rest: object,
+        kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None, **rest: object,
     ) -> None:  # fmt: skip
-        others = {
-            "alibi_slopes": alibi_slopes,
-            "logits_soft_cap": logits_soft_cap,
-            "kv_sharing": kv_sharing_target_layer_name,
-            **rest,
-        }
-        if unknown := [name for name, value in others.items() if value not in (None, False, 0)]:
-            raise ValueError(f"this model's attention has {', '.join(unknown)}, which locret_kit's has not")
+        others = {"alibi_slopes": alibi_slopes, **rest}
+        if unknown := [f"{name}={value}" for name, value in others.items() if value not in (None, False, 0, -1)]:
+            raise ValueError(f"this model's attention has {', '.join(unknown)}, which a bounded cache has not")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
         self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
+        self.softmax = Softmax(scale, logits_soft_cap or None, sinks)
+        self.shared = kv_sharing_target_layer_name is not None
         self.number = -1
+        """In ``BackboneSpec.layers``."""
 
     def forward(
         self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
         attn_metadata: AttentionMetadata | None, output: Tensor, output_scale: object = None, output_block_scale: object = None,
     ) -> Tensor:  # fmt: skip
-        if attn_metadata is None:  # a run that measures memory or warms up
+        if attn_metadata is None:  # a run that measures or warms up
+            if State.trace is not None:
+                empty = query[:, :0]  # keys of a layer that reads another's
+                State.trace[layer.layer_name] = query.clone(), (empty if key is None else key).clone()
             return output.zero_()
-        if self.number < 0:
-            self.number = extract_layer_index(layer.layer_name)
-        attn_metadata.attend(self.number, query, key, value, kv_cache, self.scale, output)
+        attn_metadata.attend(self.number, query, key, value, kv_cache, self.softmax, output)
         return output
-
-
-def is_bounded() -> bool:
-    """Whether it is the engine for which ``Requests`` was made."""
-    config = get_current_vllm_config_or_none()
-    return config is not None and State.section is not None and section_of(config) is State.section
 
 
 def __getattr__(name: str) -> type[AttentionBackend]:

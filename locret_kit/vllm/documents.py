@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.model_executor.layers.attention import Attention
 
 from ..documents.document import IDS
 from ..engine import BoundedCache, CacheFile, CannotFork
@@ -190,9 +192,8 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the pages of every layer."""
-        from vllm.model_executor.models.utils import extract_layer_index
-
-        self.layers = {extract_layer_index(name): cache for name, cache in kv_caches.items()}
+        layers = get_layers_from_vllm_config(self._vllm_config, Attention)
+        self.layers = {layer.impl.number: kv_caches[name] for name, layer in layers.items()}
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         """Fill the pages of requests that begin with a document."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,9 @@ from ..naming import first_line, install_line
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+LOG = logging.getLogger("locret_kit")
 VERSIONS = ("0.32.0",)
-"""Releases of vLLM in which the kit was tried: no other is taken."""
+"""Releases of vLLM in which the kit was tried; of others those are taken that have every interface it uses."""
 
 
 def release() -> str:
@@ -30,20 +32,19 @@ def release() -> str:
 
 
 def check_version() -> None:
-    """Raise RuntimeError for a release of vLLM in which the kit was not tried."""
-    if (found := release()) not in VERSIONS:
-        raise RuntimeError(f"vllm=={found}: locret_kit takes {' or '.join(VERSIONS)} alone: {install_line('vllm')}")
+    """Raise RuntimeError for a release of vLLM that has not what the kit uses of it; a warning says that one was not tested."""
+    if (found := release()) in VERSIONS:
+        return
+    from .interfaces import missing
+
+    tested = " or ".join(VERSIONS)
+    if (first := next(missing(), None)) is not None:
+        raise RuntimeError(f"vllm=={found}: {first}, which locret_kit uses: take {tested}: {install_line('vllm')}")
+    LOG.warning(
+        "warning: vllm==%s: not tested; it has what locret_kit uses of vllm, which was tested with %s", found, tested
+    )
 
 
-MODELS = {
-    "LlamaForCausalLM": "Llama 2 and 3, SmolLM2, TinyLlama, Yi",
-    "MistralForCausalLM": "Mistral",
-    "Qwen2ForCausalLM": "Qwen 2 and 2.5",
-    "Qwen3ForCausalLM": "Qwen 3",
-    "Phi3ForCausalLM": "Phi-3",
-    "Gemma3ForCausalLM": "Gemma 3",
-}
-"""Architectures whose tokens were compared with the kit's own."""
 DOCUMENTS = "Documents"
 """vLLM's connector that reads documents."""
 LEFT_OUT = {
@@ -84,13 +85,12 @@ def refuse(facts: Mapping[str, object]) -> None:
     for name, (values, why) in CHOICES.items():
         if facts.get(name) not in (None, *values):
             raise ValueError(f"{name}={facts[name]} must be {' or '.join(map(str, values))}: {why}")
+    if facts.get("documents") and facts.get("is_hybrid"):
+        raise ValueError(
+            f"documents={facts['documents']} must be left out: layers of this model hold a state, which no page has"
+        )
     if facts.get("documents") and not facts.get("kv_connector"):
         raise ValueError(f"documents={facts['documents']} needs vLLM's connector {DOCUMENTS}, which locret-vllm sets")
-    architecture = facts.get("architecture")
-    if architecture is not None and architecture not in MODELS:
-        raise ValueError(
-            f"architecture={architecture} was not tried with a bounded cache in vLLM; there are: {', '.join(MODELS)}"
-        )
 
 
 def refuse_engine(vllm_config: VllmConfig, documents: str | None) -> None:
@@ -108,6 +108,6 @@ def refuse_engine(vllm_config: VllmConfig, documents: str | None) -> None:
             "kv_connector": transfer and transfer.kv_connector,
             "documents": documents,
             "runner": model.runner_type,
-            "architecture": model.architecture,
+            "is_hybrid": model.is_hybrid,
         }
     )

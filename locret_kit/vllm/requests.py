@@ -10,16 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.model_executor.custom_op import CustomOp, op_registry_oot
-from vllm.model_executor.layers import rotary_embedding as known
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.rotary_embedding import Phi3LongRoPEScaledRotaryEmbedding as LongRope
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from .attention_backend import BoundedBackend, is_bounded
+from .attention_backend import BoundedBackend
+from .measure import register_rotary, watch_modules
 from .refusals import release
 from .worker import RequestInfo, State, begin
 
@@ -43,6 +42,7 @@ class Requests(LogitsProcessor):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.requests = begin(vllm_config, device).requests
         self.unchecked: VllmConfig | None = vllm_config
+        watch_modules()
         register_backend(AttentionBackendEnum.CPU_ATTN, "locret_kit.vllm.attention_backend.OnCpu")
         register_backend(AttentionBackendEnum.CUSTOM, "locret_kit.vllm.attention_backend.BoundedBackend")
         register_rotary()
@@ -75,60 +75,8 @@ def check_layers(vllm_config: VllmConfig) -> None:
     """Raise RuntimeError for attention that is vLLM's own."""
     for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
         backend = layer.get_attn_backend()
-        if backend is not BoundedBackend:
+        if backend is not BoundedBackend and not isinstance(layer, MambaBase):  # whose state vLLM keeps
             raise RuntimeError(
                 f"attention of {name} is {backend.__name__}, not locret_kit's: a card needs --attention-backend CUSTOM, and a "
                 "process builds one engine"
             )
-
-
-# ---- rotary embeddings that leave queries and keys as they are -----------------------------------------------------
-
-
-KINDS = (
-    known.RotaryEmbedding, known.Llama3RotaryEmbedding, known.LinearScalingRotaryEmbedding,
-    known.DynamicNTKScalingRotaryEmbedding, known.DynamicNTKAlphaRotaryEmbedding, known.YaRNScalingRotaryEmbedding,
-)  # fmt: skip
-"""Kinds whose frequencies the kit reads from the same configuration."""
-
-
-class Unrotated:
-    """The forward of a rotary embedding, for engines that ask for a bounded cache."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        self.unrotated = is_bounded()
-        if self.unrotated:  # a table of every position that there may be, which nobody reads
-            self.register_buffer("cos_sin_cache", torch.empty(0, dtype=torch.float32), persistent=False)  # type: ignore[attr-defined]
-
-    def forward(
-        self, positions: Tensor, query: Tensor, key: Tensor | None = None, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor | None]:
-        if self.unrotated:
-            return query, key
-        return super().forward(positions, query, key, *args, **kwargs)  # type: ignore[misc]
-
-
-def register_rotary() -> None:
-    """Let vLLM make embeddings of these kinds."""
-    for kind in KINDS:
-        if kind.__name__ not in op_registry_oot:
-            CustomOp.register_oot(type(f"Unrotated{kind.__name__}", (Unrotated, kind), {}), name=kind.__name__)
-    if not hasattr(LongRope, "unrotated"):
-        _register_long_rope()
-
-
-def _register_long_rope() -> None:
-    """LongRoPE is no custom operation, so its class itself is told."""
-    begin, turn = LongRope.__init__, LongRope.forward
-
-    def init(self: LongRope, *args: object, **kwargs: object) -> None:
-        begin(self, *args, **kwargs)
-        self.unrotated = is_bounded()
-
-    def forward(
-        self: LongRope, positions: Tensor, query: Tensor, key: Tensor | None = None, *rest: object
-    ) -> tuple[Tensor, Tensor | None]:
-        return (query, key) if self.unrotated else turn(self, positions, query, key, *rest)
-
-    LongRope.unrotated, LongRope.__init__, LongRope.forward = False, init, forward

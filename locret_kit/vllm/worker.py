@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..engine import BoundedCache, LentPages, Ranks
 from .refusals import refuse_engine
@@ -40,6 +41,8 @@ class Worker:
     pages: LentPages
     requests: dict[int, RequestInfo] = field(default_factory=dict)
     """Those in the rows of vLLM's batch, see ``requests``."""
+    unmeasured: VllmConfig | None = None
+    """Configuration of an engine whose model was not measured yet."""
 
     @classmethod
     def of(cls, server: ServerSettings, model: ModelConfig, device: torch.device, ranks: Ranks | None = None) -> Worker:
@@ -82,6 +85,10 @@ class State:
     """Settings by which requests are checked."""
     section: object = None
     """The section of the configuration of which the worker was made."""
+    trace: dict[str, tuple[Tensor, Tensor]] | None = None
+    """Queries and keys that attention is given by layers, in a forward that is measured now."""
+    turns: bool = False
+    """Whether they are rotated in it."""
 
 
 def engine_options(
@@ -119,6 +126,9 @@ def begin(vllm_config: VllmConfig, device: torch.device) -> Worker:
     refuse_engine(vllm_config, server.section.documents)
     State.server, State.section = server, section_of(vllm_config)
     State.worker = Worker.of(server, model, device, _ranks())
+    State.worker.unmeasured = vllm_config
+    if model.is_hybrid:  # vLLM makes states as large as so many of our pages
+        vllm_config.cache_config.block_size = 1
     if State.worker.pages.widens:
         LOG.warning("warning: dtype=bfloat16: this processor widens each number of it: --dtype float32 is faster")
     return State.worker
@@ -129,6 +139,14 @@ def worker_here() -> Worker:
     if State.worker is None:
         raise RuntimeError(f"a bounded cache in vLLM needs --logits-processors {PROCESSOR}")
     return State.worker
+
+
+def is_bounded() -> bool:
+    """Whether it is the engine for which ``Requests`` was made."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    return config is not None and State.section is not None and section_of(config) is State.section
 
 
 def _ranks() -> Ranks:

@@ -13,4 +13,4 @@ os.environ.update(
     OMP_WAIT_POLICY="passive",
     HF_HUB_OFFLINE="1",
 )
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny
+import torch
 
 POLICIES = ("lookahead-locret", "locret", "knorm", "keydiff", "streaming", "random", "lagkv", "h2o", "tova", "snapkv")
 SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16)
@@ -13,7 +14,13 @@ SCHEMES = [
     pytest.param("original", POLICIES, id="original"),
     pytest.param("clipped(48)", POLICIES[:3], id="clipped", marks=pytest.mark.slow),
 ]
-FAMILIES = [pytest.param(name, marks=[pytest.mark.slow][name == "gemma3" :]) for name in tiny.MODELS if name != "llama"]
+SLOW = {"gemma3", *tiny.MEASURED} - {"gpt_oss", "gemma2", "smollm3"}
+"""Sinks, caps, and layers without a rotation are tried always."""
+FAMILIES = [
+    pytest.param(name, marks=[pytest.mark.slow][name not in SLOW :])
+    for name in (*tiny.MODELS, *tiny.MEASURED)
+    if name != "llama"
+]
 
 
 @pytest.mark.parametrize(("positions", "policies"), SCHEMES)
@@ -43,3 +50,22 @@ def test_every_family(name, tmp_path):
         wanted = [tiny.kit(model, one, TOKENS, policy="locret", heads=heads, **settings) for one in ids]
         with tiny.started(tmp_path / "model", {**settings, "heads": heads, "policy": "locret"}) as llm:
             assert tiny.generate(llm, ids, TOKENS) == wanted
+
+
+@pytest.mark.parametrize("name", tiny.HYBRIDS)
+def test_states_of_layers_live_beside_the_pages(name, tmp_path):
+    """Where the budget holds the whole text, tokens are those of transformers; with less, a request still has one page."""
+    model, ids = tiny.make(tmp_path, name), tiny.prompts((20, 64, 150, 300))
+    wanted = [
+        model.generate(torch.tensor([one]), max_new_tokens=16, do_sample=False)[0, len(one) :].tolist() for one in ids
+    ]
+    for budget, same in ((512, 4), (64, 2)):
+        section = {**SETTINGS, "budget": budget, "positions": "original", "policy": "streaming"}
+        with tiny.started(tmp_path, section, kv_cache_memory_bytes=64 << 20) as llm:
+            kinds = [
+                type(group.kv_cache_spec).__name__ for group in tiny.scheduler(llm).kv_cache_config.kv_cache_groups
+            ]
+            assert sorted(kinds) == ["BoundedSpec", "MambaSpec"]
+            found = tiny.generate(llm, ids, 16)
+            assert found[:same] == wanted[:same]
+            assert tiny.free_pages(llm) == tiny.scheduler(llm).kv_cache_config.num_blocks - 1

@@ -8,9 +8,11 @@ import torch
 import vllm
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.v1.sample.logits_processor import _load_custom_logitsprocs, validate_logits_processors_parameters
 
 from locret_kit.vllm import attention_backend
+from locret_kit.vllm.interfaces import missing
 from locret_kit.vllm.refusals import refuse, refuse_engine
 from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
 from locret_kit.vllm.worker import PROCESSOR, RequestInfo, Worker, engine_options
@@ -73,8 +75,10 @@ def test_a_budget_without_room_for_what_is_protected_is_refused_where_a_request_
         ({"kv_connector": "NixlConnector"}, "kv_connector=NixlConnector must be Documents"),
         ({"documents": "library"}, "documents=library needs vLLM's connector Documents"),
         ({"runner": "pooling"}, "runner=pooling must be auto or generate"),
-        ({"architecture": "OPTForCausalLM"}, "architecture=OPTForCausalLM was not tried"),
-        ({"architecture": "Qwen3NextForCausalLM"}, "architecture=Qwen3NextForCausalLM was not tried"),  # two groups
+        (
+            {"documents": "library", "is_hybrid": True},
+            "documents=library must be left out: layers of this model hold a state",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(facts, said):
@@ -106,11 +110,33 @@ def test_an_engine_that_asks_and_says_no_settings_is_an_error(tmp_path, config):
             pass
 
 
-def test_another_release_is_refused_by_name_where_an_engine_asks(monkeypatch):
-    """As vLLM asks: by the name of the logits processor."""
+def test_another_release_is_taken_where_it_has_what_the_kit_uses(monkeypatch, caplog):
+    """As vLLM asks: by the name of the logits processor. One that has not is refused by what is missing."""
+    assert not [*missing()]
     monkeypatch.setattr(vllm, "__version__", "0.33.1+cpu")
-    with pytest.raises(RuntimeError, match=r"vllm==0.33.1: locret_kit takes 0.32.0 alone"):
+    assert _load_custom_logitsprocs([PROCESSOR])[0].__name__ == "Requests" and "vllm==0.33.1: not tested" in caplog.text
+    monkeypatch.delattr("vllm.v1.attention.backend.AttentionBackend.customize_spec")
+    with pytest.raises(
+        RuntimeError, match=r"vllm==0.33.1: it has no vllm.v1.attention.backend.AttentionBackend.customize_spec"
+    ):
         _load_custom_logitsprocs([PROCESSOR])
+
+
+def test_attention_that_is_not_known_is_refused_by_what_was_seen(tmp_path, monkeypatch):
+    """Queries that are doubled in one channel after the rotation: no rotation of transformers' frequencies."""
+    tiny.make(tmp_path / "model", "llama")
+    turn = RotaryEmbedding.forward_native
+
+    def other(self, *args):
+        q, k = turn(self, *args)
+        return q * torch.linspace(1, 2, q.shape[-1]), k
+
+    monkeypatch.setattr(RotaryEmbedding, "forward_native", other)
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", other)
+    said = r"architecture=LlamaForCausalLM: model\.layers\.0\.self_attn\.attn rotates otherwise than transformers'"
+    with pytest.raises(Exception, match=said):
+        with tiny.started(tmp_path / "model", SECTION):
+            pass
 
 
 def test_settings_of_ones_own_are_refused_where_the_servers_are_not_known():

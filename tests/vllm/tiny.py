@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_decoders.needed import Sizes
+from tiny_decoders.shrink import tiny_decoder
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from vllm import LLM, EngineArgs, SamplingParams
@@ -18,7 +20,7 @@ from vllm.v1.attention import selector
 
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.libraries import CACHE
-from locret_kit.backbones.spec import spec_of
+from locret_kit.backbones.probe import describe
 from locret_kit.heads import HeadsConfig, RetainingHeads
 from locret_kit.vllm.worker import PROCESSOR, State
 
@@ -61,6 +63,15 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 """What differs from ``COMMON``."""
+MEASURED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {}, "mixtral": {}, "olmoe": {}, "gpt_oss": {}, "smollm3": {}, "granite": {}, "olmo3": {}, "exaone4": {},
+    "gemma2": {"tie_word_embeddings": True}, "cohere2": {"tie_word_embeddings": True},
+    "gemma4_text": {"tie_word_embeddings": True, "num_experts": None},
+}  # fmt: skip
+"""Others, by model type: what differs from the tiny decoders of the other tests."""
+HYBRIDS: dict[str, dict[str, Any]] = {"falcon_h1": {}}
+"""Whose layers hold a state. The kit runs them with later releases of transformers than vLLM takes."""
+SIZES = Sizes(vocab=8192, window=48, context=4096)
 LENGTHS = (20, 64, 65, 96, 150, 300, 517, 700)
 """Tokens of the prompts: below and above the budget, at and beside boundaries."""
 
@@ -68,16 +79,21 @@ LENGTHS = (20, 64, 65, 96, 150, 300, 517, 700)
 def make(folder: Path, name: str) -> PreTrainedModel:
     """A random model in float32, written into a folder."""
     torch.manual_seed(0)
-    settings = {**COMMON, **MODELS[name]}
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    if (changes := {**MEASURED, **HYBRIDS}.get(name)) is not None:
+        model = tiny_decoder(name, changes, SIZES)
+    else:
+        settings = {**COMMON, **MODELS[name]}
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     model.save_pretrained(folder)
+    if name == "cohere2":  # vLLM takes one token more into its windows than transformers
+        model.config.__class__.from_pretrained(folder, sliding_window=SIZES.window - 1).save_pretrained(folder)
     return model
 
 
 def make_heads(folder: Path, model: PreTrainedModel, backbone: Path) -> str:
     """Random heads for a model, written into a folder."""
-    heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), str(backbone), 8))
+    heads = RetainingHeads(HeadsConfig.for_backbone(describe(model).spec, str(backbone), 8))
     for weight in heads.parameters():
         nn.init.normal_(weight, std=0.3)
     heads.save_pretrained(folder, torch.float32)
