@@ -192,6 +192,11 @@ def has_template(tokenizer) -> bool:
     return getattr(tokenizer, "chat_template", None) is not None
 
 
+def template_source(tokenizer, *, tools: bool = False) -> str:
+    """The chat template's source, of several the one for a prompt with or without tools; '' where there is none."""
+    return str(tokenizer.get_chat_template(tools=[{}] if tools else None)) if has_template(tokenizer) else ""
+
+
 def render(tokenizer, messages: Objects, generation: bool = False, **more) -> str:
     """The chat template's text of a conversation, with marks (``text.untrusted``). Arguments and errors of ``render_traced``."""
     return str.__str__(render_traced(tokenizer, messages, generation, **more))
