@@ -29,7 +29,7 @@ from ..naming import blaming
 from ..policies import Policy
 from ..runtime.session import Answer, Sampling, prefill, ready
 from ..settings import RunSettings
-from ..text.template import protected_spans
+from ..text.template import Objects, protected_spans, render_messages
 from ..text.tokens import CHARACTER, token_texts
 from ..text.untrusted import Span
 from .conversation import Chat
@@ -178,6 +178,17 @@ class Document:
             ValueError: the chat template puts something else before the document than without the question.
         """
         return self.text.prompt(question)
+
+    def conversation(self, messages: Objects) -> array[int]:
+        """Token ids of the template's prompt of a conversation about it; zeros for those that are not known.
+
+        Raises:
+            ValueError: the chat template puts something else before the document than without the conversation.
+        """
+        before, after = render_messages(self.tokenizer, messages, about=True)
+        if before != self.text.before:
+            raise ValueError("the chat template's text before the document depends on the conversation")
+        return self.text.ids_before(after)
 
     def protected(self, prompt: Sequence[int]) -> list[Span]:
         """Token spans of a prompt that the setting ``protect`` names, but for the first tokens."""
