@@ -266,8 +266,8 @@ class Chat:
         return min((later, *(start for start, _ in asked.newest)))
 
     def _whole_prompt(self, question: str) -> _State:
-        """``_prompt`` in a later turn where thoughts are dropped: the template's prompt of the whole conversation, and the cache that
-        stays, which has read its beginning."""
+        """``_prompt`` in a later turn where thoughts are dropped: the template's prompt of the whole conversation, and a cache
+        that has read its beginning, and stays."""
         now, ids = self._now, self._conversation((question, None))
         cache = now.cache
         try:

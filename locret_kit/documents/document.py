@@ -28,6 +28,7 @@ from ..heads import RetainingHeads, loaded
 from ..naming import blaming
 from ..policies import Policy
 from ..runtime.session import Answer, Sampling, prefill, ready
+from ..runtime.thoughts import MAX_THOUGHT, Thought
 from ..settings import RunSettings
 from ..text.template import Objects, protected_spans, render_messages
 from ..text.tokens import CHARACTER, token_texts
@@ -203,6 +204,7 @@ class Document:
         seed: int | None = None,
         graph: bool | None = False,
         progress: Progress | None = None,
+        max_thought_tokens: int = MAX_THOUGHT,
     ) -> Answer:
         """The answer to a question, written while it is read (see ``Answer``). The document stays as it was.
 
@@ -215,7 +217,7 @@ class Document:
         its own tokens.
 
         Args:
-            seed: of sampling; by default the settings'.
+            seed: of sampling; by default the settings'. max_thought_tokens: of the thought, beside ``max_new_tokens``.
 
         Raises:
             ValueError: an empty question; without the text: a repetition penalty.
@@ -230,6 +232,7 @@ class Document:
         return Answer(
             self.model, self.tokenizer, ids, cache, max_new_tokens=max_new_tokens, sampling=sampling,
             seed=self.cache.settings.seed if seed is None else seed, graph=graph, progress=progress,
+            thought=Thought.after(self.tokenizer, ids, max_tokens=max_thought_tokens),
         )  # fmt: skip
 
     def open(self, prompt_length: int) -> BoundedCache:

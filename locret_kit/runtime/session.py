@@ -114,6 +114,16 @@ class ThoughtPiece(str):
     """A piece of an answer's thought."""
 
 
+def closed(thought: Thought | None) -> str | None:
+    """What to say of a thought that was closed at its bound, and what can be done."""
+    if thought is None or not thought.cut:
+        return None
+    return (
+        f"the thought was closed after max_thought_tokens={thought.max_tokens}: --max-thought-tokens N gives it more, "
+        "--no-think leaves it out where the model can"
+    )
+
+
 class Answer:
     """An answer that is written while it is read: ``for piece in answer`` gives final pieces of text, and ``str(answer)``
     all of it. Its thought, where one is watched, comes in pieces that are a ``ThoughtPiece``, and is no part of ``str(answer)``.
