@@ -65,13 +65,10 @@ def _json(name: str, mark: str, close: str) -> CallForm:
 
 
 CHANNEL = r"(?:<\|start\|>assistant)?"
-DEEPSEEK = (
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁sep｜>",
-)
+DEEPSEEK = [
+    f"<\uff5ctool\u2581{word}\uff5c>"
+    for word in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
+]
 FORMS = (
     CallForm(
         "channels", ("<|channel|>",),

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ..documents.document import Document
 from ..engine import Sampling
-from ..text.template import has_template, render_messages, takes
+from ..text.template import has_template, render_messages, takes, template_source
 from ..text.tokens import IdStream, TooManyTokens
 from .messages import JsonObject, Message, Part, ResponseFormat, TemplateMessage, Tool, call_of, form, nested
-from .tools import knows_tools, rewritten
+from .tools import rewritten
 
 REFUSED = ("functions", "function_call", "audio", "modalities")
 """Fields that change the answer and that this server does not have."""
@@ -207,7 +207,7 @@ class ChatBody(CompletionBody):
         messages = [message.rendered() for message in self.messages]
         if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
             messages.pop()  # the beginning of an answer, of which there is nothing yet
-        if knows_tools(tokenizer.chat_template):
+        if "tools" in template_source(tokenizer, tools=bool(self.tools)):
             return messages, [tool.model_dump() for tool in self.tools]
         return rewritten(messages, self.tools), []
 
