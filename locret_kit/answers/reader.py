@@ -194,7 +194,7 @@ class Reader:
             self._take(0 if again is None else again.end())
             self._held = self._held.lstrip()
             self._fresh = not self._held
-        end = self._end.search(self._held, partial=not final)
+        end = self._end.search(self._held, partial=cut or not final)  # half of a mark is no part of a thought
         at = len(self._held) if end is None else end.start()
         piece = self._blanks + self._take(at)
         said = piece.rstrip()

@@ -1,0 +1,91 @@
+"""Answers of ten families, read whole, token by token and with every cut, against what vLLM's parsers make of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from families import ARGUMENTS, FAMILIES, TEXT, THOUGHT, TOOL, family_tokenizer
+
+from locret_kit.answers.forms import UNKNOWN, answer_form
+from locret_kit.answers.reader import Event, Reader, joined
+from locret_kit.text.template import render
+from locret_kit.text.tokens import TextStream
+
+RECORDED = json.loads((Path(__file__).parent / "vllm_parsers.json").read_text(encoding="utf-8"))
+"""Of each family the thought, the text and the calls that vLLM 0.32 reads, or openai-harmony for gpt-oss, as
+``tests/vllm/test_answers.py`` checks."""
+SCHEMAS = {"depth": TOOL["function"]["parameters"]}
+
+
+def new_reader(name: str) -> Reader:
+    tokenizer = family_tokenizer(name)
+    form = answer_form(tokenizer, tools=True)
+    prompt = render(tokenizer, [{"role": "user", "content": "How deep?"}], generation=True, tools=[TOOL])
+    return Reader(form, SCHEMAS, thinks=form.opened(prompt))
+
+
+def read(name: str, pieces: list[str]) -> list[tuple[str, str]]:
+    reader, events = new_reader(name), list[Event]()
+    for piece in pieces:
+        events += reader.feed(piece)
+    return joined(events + reader.end())
+
+
+def parts(runs: list[tuple[str, str]]) -> dict[str, str]:
+    """Texts by the kinds of events, without the blanks around them."""
+    kinds = ("thought", "text", "call", "arguments")
+    return {kind: "".join(text for one, text in runs if one == kind).strip() for kind in kinds}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_is_read_the_same_in_whatever_pieces(name):
+    answer, tokenizer = FAMILIES[name].answer, family_tokenizer(name)
+    whole = read(name, [answer])
+    assert tuple(kind for kind, text in whole if text.strip()) == FAMILIES[name].events
+    assert new_reader(name).thinks == FAMILIES[name].thinks
+    assert read(name, list(answer)) == whole
+    for at in range(len(answer)):
+        assert read(name, [answer[:at], answer[at:]]) == whole, at
+    marks = new_reader(name).marks
+    stream = TextStream(
+        tokenizer, shown=frozenset(id for mark, id in tokenizer.get_added_vocab().items() if mark in marks)
+    )
+    ids = tokenizer(answer, add_special_tokens=False).input_ids
+    pieces = [*map(stream.add, ids)]
+    assert read(name, [*pieces, stream.end()]) == whole
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_is_what_its_familys_parsers_read(name):
+    found = parts(read(name, [FAMILIES[name].answer]))
+    assert (found["text"], found["call"], json.loads(found["arguments"])) == (TEXT, "depth", ARGUMENTS)
+    assert found["thought"] == (THOUGHT if "thought" in FAMILIES[name].events else "")
+    reference = RECORDED[name]
+    assert (found["thought"], found["text"]) == (reference["thought"], reference["text"])
+    assert [[found["call"], json.loads(found["arguments"])]] == reference["calls"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_that_is_cut_is_a_beginning_of_the_whole(name):
+    answer = FAMILIES[name].answer
+    whole = parts(read(name, [answer]))
+    for at in range(0, len(answer), 7):
+        reader = new_reader(name)
+        found = parts(joined([*reader.feed(answer[:at]), *reader.end(cut=True)]))
+        assert whole["thought"].startswith(found["thought"])
+        assert found["call"] in ("", whole["call"]) and whole["arguments"].startswith(found["arguments"])
+
+
+def test_a_form_that_nothing_tells():
+    tokenizer = family_tokenizer("granite-4")
+    before, tokenizer.chat_template = tokenizer.chat_template, "{{ tools }}{{ messages }}"
+    try:
+        form = answer_form(tokenizer, tools=True)
+        assert form.calls == UNKNOWN and not form.thinks
+        reader = Reader(form, SCHEMAS)
+        text = "<call>depth(north)</call> <think>no</think>"
+        assert joined([*reader.feed(text), *reader.end()]) == [("text", text)]
+    finally:
+        tokenizer.chat_template = before
