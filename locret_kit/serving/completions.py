@@ -19,7 +19,7 @@ from ..policies.grammar import parse_policy
 from ..text.tokens import TooManyTokens, token_bytes
 from .answers import AnswerStream, Reply, Token
 from .bodies import ChatBody, TextBody
-from .constraint import Grammar, constraint, json_rule
+from .constraint import Grammar, after_thought, constraint, json_rule, speller
 from .engine_thread import EngineThread
 from .messages import TOO_LONG, JsonObject, Refused, tool_call
 from .request import ServerRequest
@@ -244,13 +244,22 @@ def form_of_answer(
 ) -> tuple[Callable[[], Grammar] | None, Callable[..., Reader]]:
     """The constraint of an answer's tokens, None for none, and its reader. An answer of a schema that need not call a tool may do
     so. Raises HTTPException 400."""
-    schema = None if body.response_format is None else body.response_format.schema_of_answer
-    rules = [] if schema is None else [json_rule(schema)]
-    if not isinstance(body, ChatBody) or not body.tools:
-        return constraint(engine.tokenizer, engine.stop_ids, rules) if rules else None, partial(Reader, form)
-    tools = {tool.function.name: tool.function.parameters for tool in body.tools}
-    if body.must_call or rules:
-        called = tools if body.called is None else {body.called: tools[body.called]}
-        rules = [*(() if body.must_call else rules), *call_rules(called, form.calls.name)]
-    reader = partial(Reader, form, tools, parallel=body.parallel_tool_calls)
-    return constraint(engine.tokenizer, engine.stop_ids, rules) if rules else None, reader
+    tokenizer, schema = (
+        engine.tokenizer,
+        None if body.response_format is None else body.response_format.schema_of_answer,
+    )
+    rules, reader, spell = (
+        [] if schema is None else [json_rule(schema)],
+        partial(Reader, form),
+        speller(engine.tokenizer),
+    )
+    if isinstance(body, ChatBody) and body.tools:
+        tools = {tool.function.name: tool.function.parameters for tool in body.tools}
+        if body.must_call or rules:
+            called = tools if body.called is None else {body.called: tools[body.called]}
+            name = "args" if form.calls.name == "list" and "[ARGS]" in tokenizer.get_added_vocab() else form.calls.name
+            rules = [*(() if body.must_call else rules), *call_rules(called, name, spell)]
+        reader = partial(Reader, form, tools, parallel=body.parallel_tool_calls)
+    if rules and form.words is not None:
+        rules = after_thought(rules, form.words, thinks, spell)
+    return constraint(tokenizer, engine.stop_ids, rules) if rules else None, reader

@@ -10,6 +10,8 @@ from families import ARGUMENTS, FAMILIES, TEXT, THOUGHT, TOOL, family_tokenizer
 
 from locret_kit.answers.forms import UNKNOWN, answer_form
 from locret_kit.answers.reader import Event, Reader, joined
+from locret_kit.serving.constraint import after_thought, constraint, speller
+from locret_kit.serving.tools import call_rules
 from locret_kit.text.template import render
 from locret_kit.text.tokens import TextStream
 
@@ -89,3 +91,26 @@ def test_a_form_that_nothing_tells():
         assert joined([*reader.feed(text), *reader.end()]) == [("text", text)]
     finally:
         tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_grammar_lets_a_family_think_and_call_in_its_own_form(name):
+    """The recorded answer without its text, token by token, and no answer without a call."""
+    family, tokenizer = FAMILIES[name], family_tokenizer(name)
+    reader, spell = new_reader(name), speller(tokenizer)
+    form = "args" if reader.form.calls.name == "list" else reader.form.calls.name
+    rules = call_rules(SCHEMAS, form, spell)
+    if reader.form.words is not None:
+        rules = after_thought(rules, reader.form.words, reader.thinks, spell)
+    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), rules)
+    start = family.answer.index(reader.form.words[0][:1]) if "thought" in family.events and not reader.thinks else 0
+    answer = family.answer[start:].removesuffix("<|call|>").strip()
+    text = answer.replace(f"{TEXT}\n\n", "").replace(f"{TEXT}\n", "").replace(TEXT, "")
+    text = text.replace("<|channel|>commentary<|message|><|end|><|start|>assistant", "")
+    for said, right in ((text, True), (f"{answer} more", False), (text[:-9], False)):
+        grammar, possible = maker(), True
+        for token in [*tokenizer(said, add_special_tokens=False).input_ids, tokenizer.eos_token_id]:
+            possible = possible and bool(grammar.allowed(len(tokenizer))[token])
+            if possible:
+                grammar.take(token)
+        assert possible == right, said
