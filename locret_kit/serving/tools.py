@@ -53,9 +53,10 @@ def rewritten(messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> lis
         elif message.get("tool_calls"):
             calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
             texts = ([content] if content else []) + [f"{OPEN}\n{call}\n{CLOSE}" for call in calls]
-            made.append({"role": "assistant", "content": "\n".join(texts)})
+            made.append({**message, "content": "\n".join(texts)})
+            del made[-1]["tool_calls"]
         else:
-            made.append({"role": message["role"], "content": content})
+            made.append(message)
     if tools:
         said = WORDS.format(
             tools="\n".join(json.dumps(tool.function.model_dump(), ensure_ascii=False) for tool in tools)

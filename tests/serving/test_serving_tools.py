@@ -10,13 +10,12 @@ from functools import partial
 import anthropic
 import httpx
 import pytest
-import torch
 from http_bodies import CHAT_TOOL, NOW, user
 from hypothesis import given
 from hypothesis import strategies as st
 from read_texts import parts
 from real_templates import real_tokenizer
-from served import KEYS, LIMITS, serving
+from served import KEYS, LIMITS, Dictated, serving
 from tokenizers import AddedToken
 
 from locret_kit.answers.forms import CALLS, UNKNOWN, AnswerForm, answer_form, call_form
@@ -79,19 +78,6 @@ def test_one_call_alone_where_calls_are_not_parallel(cuts):
     ]:  # fmt: skip
         said, calls = read(reader(form, ["now"], parallel=False), text, cuts)
         assert said == before and [call.name for call in calls] == ["now"]
-
-
-class Dictated:
-    """A constraint that lets an answer be these tokens alone."""
-
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = list(ids)
-
-    def allowed(self, vocabulary: int) -> torch.Tensor:
-        return torch.arange(vocabulary) == self.ids[0]
-
-    def take(self, token: int) -> None:
-        self.ids.pop(0)
 
 
 NOW = '<tool_call>{"name": "now"}</tool_call>'

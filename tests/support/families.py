@@ -1,7 +1,7 @@
 """Ten families of models that think and call tools: their chat templates in small, their tokens, and an answer of each.
 
-The forms are those of the published templates: Qwen3, Qwen3.5, Qwen3-Coder, gpt-oss, DeepSeek-R1, GLM-4.5, Magistral, SmolLM3, Granite
-4.0 and Nemotron 3.
+The forms are those of the published templates: Qwen3, Qwen3.5, Qwen3-Coder, gpt-oss, DeepSeek-R1, GLM-4.5, Magistral, SmolLM3,
+Granite 4.0 and Nemotron 3.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def chatml(assistant: str, opened: str = "", tools: str = "<tool_call>") -> str:
     """A template in the manner of Qwen: ``assistant`` writes an answer, ``opened`` begins the next one."""
     return (
         "{%- if tools %}{{- '<|im_start|>system\n# Tools\n' + (tools | tojson) + '\n" + tools + "<|im_end|>\n' }}{%- endif %}"
-        "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|im_start|>assistant\n' }}" + assistant + "{{- '<|im_end|>\n' }}"
+        "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|im_start|>assistant\n' }}" + assistant
+        + "{{- '<|im_end|>\n' }}"
         "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n" + opened + "' }}{%- endif %}"
     )  # fmt: skip
@@ -57,7 +58,8 @@ def chatml(assistant: str, opened: str = "", tools: str = "<tool_call>") -> str:
 
 XML_CALLS = (
     "{{- m.content }}{%- for call in m.tool_calls or [] %}{{- '\n<tool_call>\n<function=' + call.function.name + '>\n' }}"
-    "{%- for key, value in call.function.arguments.items() %}{{- '<parameter=' + key + '>\n' + (value | string) + '\n</parameter>\n' }}"
+    "{%- for key, value in call.function.arguments.items() %}"
+    "{{- '<parameter=' + key + '>\n' + (value | string) + '\n</parameter>\n' }}"
     "{%- endfor %}{{- '</function>\n</tool_call>' }}{%- endfor %}"
 )
 THINKS = "{%- if m.reasoning_content %}{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{%- endif %}"
@@ -139,7 +141,8 @@ FAMILIES = {
         events=("text", "call", "arguments"),
     ),
     "gpt-oss": Family(
-        GPT_OSS, ("<|startoftext|>", "<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"),
+        GPT_OSS,
+        ("<|startoftext|>", "<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"),
         (), f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>commentary<|message|>{TEXT}<|end|>"
         f"<|start|>assistant<|channel|>commentary to=functions.depth <|constrain|>json<|message|>{JSON}<|call|>", "", "",
     ),

@@ -1,5 +1,5 @@
-"""What vLLM's own parsers, and for gpt-oss openai-harmony, read in the answers of ten families: the record for tests/answers. Most of
-the parsers import mistral_common, which needs pycountry.
+"""What vLLM's own parsers, and for gpt-oss openai-harmony, read in the answers of ten families: the record for tests/answers.
+Most of the parsers import mistral_common, which needs pycountry.
 """
 
 from __future__ import annotations
