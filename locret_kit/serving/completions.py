@@ -205,7 +205,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
         raise Refused(400, "the prompt holds no tokens", where)
     form = answer_form(engine.tokenizer, tools=bool(body.tools)) if isinstance(body, ChatBody) else AnswerForm()
     begun = [
-        isinstance(body, ChatBody) and begins_in_thought(engine.tokenizer, form, ids, body.continued) for ids in prompts
+        isinstance(body, ChatBody) and begins_in_thought(engine.tokenizer, form, ids, body) for ids in prompts
     ]
     constrain, reader = await asyncio.to_thread(form_of_answer, engine, body, form, begun[0])
     sampling = replace(sampling, constrain=constrain)
@@ -231,12 +231,10 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     return answers
 
 
-def begins_in_thought(
-    tokenizer: PreTrainedTokenizerBase, form: AnswerForm, ids: Sequence[int], continued: bool
-) -> bool:
-    """Whether an answer to a prompt begins in a thought, which the chat template or the answer that is gone on with began."""
-    last = list(ids if continued else ids[-NEAREST:])
-    return form.thinks and not form.anywhere and form.opened(str(tokenizer.decode(last)), continued=continued)
+def begins_in_thought(tokenizer: PreTrainedTokenizerBase, form: AnswerForm, ids: Sequence[int], body: ChatBody) -> bool:
+    """Whether an answer begins in a thought, which the chat template or the answer that is gone on with began."""
+    last = body.messages[-1].content if body.continued else str(tokenizer.decode(list(ids[-NEAREST:])))
+    return form.thinks and not form.anywhere and form.opened(last, continued=body.continued)
 
 
 def form_of_answer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,69 @@ def test_an_answer_that_is_cut_is_a_beginning_of_the_whole(name):
         found = parts(joined([*reader.feed(answer[:at]), *reader.end(cut=True)]))
         assert whole["thought"].startswith(found["thought"])
         assert found["call"] in ("", whole["call"]) and whole["arguments"].startswith(found["arguments"])
+
+
+def _deep(text: str) -> str:
+    return text.replace("{", "<\uff5ctool\u2581").replace("}", "\uff5c>").replace("_", "\u2581")
+
+
+DEPTH = [("call", "depth"), ("arguments", '{"days": 3}')]
+OTHERS = [
+    ("<|tool_call_begin|>", "Yes.<|tool_calls_section_begin|><|tool_call_begin|>functions.depth:0<|tool_call_argument_begin|>"
+     '{"days": 3}<|tool_call_end|><|tool_calls_section_end|>', [("text", "Yes."), *DEPTH]),
+    (_deep("{call_begin}"), _deep("{calls_begin}{call_begin}depth{sep}") + '{"days": 3}' + _deep("{call_end}{calls_end}"), DEPTH),
+    ("<TOOLCALL>", '<TOOLCALL>[{"name": "depth", "arguments": {"days": 3}}]</TOOLCALL>', DEPTH),
+    ("<|tool_call|>", '<|tool_call|>[{"name": "depth", "arguments": {"days": 3}}]', DEPTH),
+    ("<|python_tag|>", '<|python_tag|>{"name": "depth", "parameters": {"days": 3}}', DEPTH),
+    ('"parameters"', '{"name": "depth", "parameters": {"days": 3}}', DEPTH),
+    ("[TOOL_CALLS]", 'Yes.[TOOL_CALLS] [{"name": "depth", "arguments": {"days": 3}}]', [("text", "Yes."), *DEPTH]),
+    ("[TOOL_CALLS][THINK][/THINK]", '[THINK]Hm.[/THINK]depth? [TOOL_CALLS]depth{"days": 3}',
+     [("thought", "Hm."), ("text", "depth? "), *DEPTH]),
+    ("<seed:think></seed:think><function=", "<seed:think>Hm.</seed:think>\n<seed:tool_call><function=depth><parameter=days>3"
+     "</parameter></function></seed:tool_call>", [("thought", "Hm."), *DEPTH]),
+    ("<think></think><invoke name=", '<think>\nHm.\n</think>\n\n<minimax:tool_call>\n<invoke name="depth">\n'
+     '<parameter name="days">3' "</parameter>\n</invoke>\n</minimax:tool_call>", [("thought", "Hm."), *DEPTH]),
+    ("<|channel>thought\n<|tool_call>", "<|channel>thought\nHm.<channel|>Yes.<|tool_call>call:depth{days:3}<tool_call|>",
+     [("thought", "Hm."), ("text", "Yes."), *DEPTH]),
+    ("<|START_THINKING|>", "<|START_THINKING|>Hm.<|END_THINKING|>Yes.", [("thought", "Hm."), ("text", "Yes.")]),
+    ("\u25c1/think\u25b7", "\u25c1think\u25b7Hm.\u25c1/think\u25b7Yes.", [("thought", "Hm."), ("text", "Yes.")]),
+    ("Here is my thought process:", "Here is my thought process: Hm. Here is my response: Yes.",
+     [("thought", "Hm."), ("text", "Yes.")]),
+    ("<think></think><response>", "<think>Hm.</think><response>Yes.</response>", [("thought", "Hm."), ("text", "Yes.")]),
+    ("<|channel|><|message|>", "<|channel|>final<|message|>Yes.<|return|>", [("text", "Yes.")]),
+    ("<|channel|><|message|>", ' to=functions.depth<|channel|>commentary json<|message|>{"days": 3}<|call|>', DEPTH),
+    ("<think></think>", "<think>\n\n</think>\n\nYes, <think> is a tag, and so is </think>.",
+     [("text", "Yes, <think> is a tag, and so is </think>.")]),
+    ("<think></think><tool_call>", '<think>A <tool_call> {"name": "depth"} </think>Yes.',
+     [("thought", 'A <tool_call> {"name": "depth"}'), ("text", "Yes.")]),
+    ("<think></think>", "<think>Hm.", [("thought", "Hm.")]),
+    ("<tool_call>", '<tool_call>{"name": "depth", "arguments": {"place": "a \\\\\\" } </tool_call> ]"}}</tool_call>',
+     [("call", "depth"), ("arguments", '{"place": "a \\\\\\" } </tool_call> ]"}')]),
+]  # fmt: skip
+"""What a template says, an answer of its model, and the events."""
+
+
+@pytest.mark.parametrize(("marks", "answer", "events"), OTHERS)
+def test_forms_of_others(marks, answer, events):
+    tokenizer = copy(family_tokenizer("granite-4"))
+    tokenizer.chat_template = f"{{{{ tools }}}}{marks}"
+    for pieces in ([answer], list(answer), *([answer[:at], answer[at:]] for at in range(len(answer)))):
+        reader, found = Reader(answer_form(tokenizer, tools=True), SCHEMAS), list[Event]()
+        for piece in pieces:
+            found += reader.feed(piece)
+        assert joined(found + reader.end()) == events, pieces
+
+
+def test_without_tools_a_call_is_text_and_channels_are_read():
+    tokenizer = family_tokenizer("gpt-oss")
+    reader = Reader(answer_form(tokenizer))
+    answer = (
+        f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final<|message|>{TEXT}<|return|>"
+    )
+    assert joined([*reader.feed(answer), *reader.end()]) == [("thought", THOUGHT), ("text", TEXT)]
+    assert all(mark in reader.marks for mark in ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"))
+    qwen = Reader(answer_form(family_tokenizer("qwen3")))
+    assert joined([*qwen.feed(FAMILIES["qwen3"].answer), *qwen.end()])[1][1].endswith("</tool_call>")
 
 
 def test_a_form_that_nothing_tells():
