@@ -27,6 +27,8 @@ PHRASES = {
     "Here is my thought process:": "Here is my response:",
 }
 """Beginnings and ends of thoughts that are spelt otherwise."""
+ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+"""The same, where answers have channels."""
 DECLARED = ("thinking", "reasoning_content", "reasoning")
 """Names of thoughts in response templates of transformers."""
 
@@ -65,13 +67,10 @@ def _json(name: str, mark: str, close: str) -> CallForm:
 
 
 CHANNEL = r"(?:<\|start\|>assistant)?"
-DEEPSEEK = (
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁sep｜>",
-)
+DEEPSEEK = [
+    f"<\uff5ctool\u2581{word}\uff5c>"
+    for word in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
+]
 FORMS = (
     CallForm(
         "channels", ("<|channel|>",),
@@ -131,12 +130,14 @@ class AnswerForm:
     Attributes:
         open, close: patterns of what a thought stands between. calls: how tools are called.
         anywhere: whether a thought may begin within the text, and not only where none is yet.
+        words: beginning and end of a thought as they are written, where they are known.
     """
 
     open: str = NEVER
     close: str = NEVER
     calls: CallForm = TOLD
     anywhere: bool = False
+    words: tuple[str, str] | None = None
 
     @property
     def thinks(self) -> bool:
@@ -196,7 +197,7 @@ def _answer_form(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -
     calls = call_form(template, response_field(tokenizer, "tool_calls"))
     if CALLS["channels"].marks[0] in template and "<|message|>" in template:
         open_ = rf"{CHANNEL}<\|channel\|>analysis(?! to=functions)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
-        return AnswerForm(open_, r"<\|end\|>|<\|return\|>|<\|call\|>", CALLS["channels"], anywhere=True)
+        return AnswerForm(open_, r"<\|end\|>|<\|return\|>|<\|call\|>", CALLS["channels"], True, ANALYSIS)
     if thought := response_field(tokenizer, *DECLARED):
         field = thought[1]
         return AnswerForm(field.open_re.pattern, NEVER if field.close_re is None else field.close_re.pattern, calls)
@@ -207,4 +208,9 @@ def _answer_form(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -
         return AnswerForm(calls=calls)
     if "<response>" in template:
         calls = replace(calls, sections=f"{calls.sections}|</?response>".removeprefix("|"))
-    return AnswerForm("|".join(map(regex.escape, pairs)), "|".join(map(regex.escape, pairs.values())), calls)
+    return AnswerForm(
+        "|".join(map(regex.escape, pairs)),
+        "|".join(map(regex.escape, pairs.values())),
+        calls,
+        words=next(iter(pairs.items())),
+    )

@@ -110,7 +110,22 @@ class Reader:
     @property
     def ended(self) -> bool:
         """Whether the answer has all the calls that it may have."""
-        return bool(self.calls) and not self.parallel and self._mode not in ("arguments", "tail")
+        return bool(self.calls) and not self.parallel and not self.calling
+
+    @property
+    def calling(self) -> bool:
+        """Whether the answer is in a call that has begun."""
+        return self._mode in ("arguments", "tail")
+
+    @property
+    def marks(self) -> str:
+        """A text in which every token stands that marks what is read."""
+        marks = (
+            (self.form.open, self.form.close, self._form)
+            if self.tools
+            else (self.form.open, self.form.close, self._form.sections)
+        )
+        return str(marks).replace("\\", "")
 
     def feed(self, text: str, *, final: bool = False, cut: bool = False) -> list[Event]:
         """Events that are sure with this text.
@@ -146,9 +161,9 @@ class Reader:
         if self._form.bare and self.tools and self._begins and not self.calls:
             begun = self._held.lstrip()
             if not begun or begun[0] in "[{":  # it begins as a call does, and waits
-                if final:
-                    self._offer(self._json_calls(begun), len(self._held)) or self._say(len(self._held))
-                return False
+                marked = begun and self._start.match(begun, partial=not final)
+                if self._offer(self._json_calls(begun), len(self._held)) if final else not marked or marked.partial:
+                    return False
         begin = self._start.search(self._held, partial=not final)
         at = len(self._held) if begin is None else begin.start()
         self._say(at)
@@ -179,7 +194,7 @@ class Reader:
             self._take(0 if again is None else again.end())
             self._held = self._held.lstrip()
             self._fresh = not self._held
-        end = self._end.search(self._held, partial=not final)
+        end = self._end.search(self._held, partial=cut or not final)  # half of a mark is no part of a thought
         at = len(self._held) if end is None else end.start()
         piece = self._blanks + self._take(at)
         said = piece.rstrip()

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ..documents.document import Document
 from ..engine import Sampling
-from ..text.template import has_template, render_messages, takes
+from ..text.template import has_template, render_messages, takes, template_source
 from ..text.tokens import IdStream, TooManyTokens
 from .messages import JsonObject, Message, Part, ResponseFormat, TemplateMessage, Tool, call_of, form, nested
-from .tools import knows_tools, rewritten
+from .tools import rewritten
 
 REFUSED = ("functions", "function_call", "audio", "modalities")
 """Fields that change the answer and that this server does not have."""
@@ -203,11 +203,18 @@ class ChatBody(CompletionBody):
         return self.continue_final_message and last.role == "assistant" and bool(last.content) and not last.tool_calls
 
     def conversation(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[TemplateMessage], list[JsonObject]]:
-        """Messages and tools for the chat template."""
+        """Messages and tools for the chat template. Raises ValueError for a message that it would leave out."""
         messages = [message.rendered() for message in self.messages]
         if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
             messages.pop()  # the beginning of an answer, of which there is nothing yet
-        if knows_tools(tokenizer.chat_template):
+        template = template_source(tokenizer, tools=bool(self.tools))
+        if not any(name in template for name in ("thinking", "reasoning")):
+            for number, message in enumerate(self.messages):
+                if message.reasoning_content and not message.content and not message.tool_calls:
+                    raise ValueError(
+                        f"messages.{number}: the chat template has no place for a thought, and there is nothing else"
+                    )
+        if "tools" in template:
             return messages, [tool.model_dump() for tool in self.tools]
         return rewritten(messages, self.tools), []
 
