@@ -125,7 +125,9 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args)
     refuse_unbounded(chosen.policy, *policies)
     name = args.model_name or Path(args.ckpt or chosen.backbone).name
-    limits = Limits(args.max_prompt_tokens, args.max_answer_tokens, documents=args.documents)
+    limits = Limits(
+        args.max_prompt_tokens, args.max_answer_tokens, documents=args.documents, strict=args.strict_max_tokens
+    )
     store = None
     if args.session_dir is not None:
         store = Store(args.session_dir, parse_bytes(args.session_disk, "session_disk"))

@@ -173,6 +173,8 @@ class Sequence:
         thought = self.request.thought
         forced = None if thought is None else thought.forced()
         token = self.choose(logits_V) if forced is None else forced
+        if forced is not None and isinstance(self.choose, Chooser):
+            self.choose.note(token)
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self.began
         if token in stop:

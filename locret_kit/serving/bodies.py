@@ -149,12 +149,15 @@ class ChatBody(CompletionBody):
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     """The same, for a template that has it."""
     thinking: JsonObject | None = None
-    """Anthropic's switch, ``{"type": "disabled"}``: ``enable_thinking`` or ``thinking`` of a template that has it."""
+    """Anthropic's switch, ``{"type": "disabled"}``: ``enable_thinking`` or ``thinking`` of a template that has it; its
+    ``budget_tokens`` bound the thought, which the template's end mark then closes."""
     continue_final_message: bool = True
     """Whether an answer at the end is gone on with; otherwise it is answered."""
 
     @model_validator(mode="after")
     def _possible(self) -> ChatBody:
+        if nested(self.thinking, "budget_tokens") is not None and (self.thought_tokens or 0) < 1:
+            raise ValueError("thinking.budget_tokens must be an integer of at least 1")
         for call in (call for message in self.messages for call in message.tool_calls):
             call_of(call)
         known, choice, field = {tool.function.name for tool in self.tools}, self.tool_choice, "tool_choice"
@@ -174,6 +177,12 @@ class ChatBody(CompletionBody):
             raise ValueError("tool_choice needs tools")
         self.tools = [] if self.tool_choice == "none" else self.tools
         return self
+
+    @property
+    def thought_tokens(self) -> int | None:
+        """Tokens of the thought, at most; None where the body does not say."""
+        budget = nested(self.thinking, "budget_tokens")
+        return budget if isinstance(budget, int) else None
 
     @property
     def called(self) -> str | None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..answers.forms import AnswerForm, answer_form
 from ..answers.reader import Call, Event, Reader, joined
+from ..engine import Thought
 from ..policies.grammar import parse_policy
 from ..text.tokens import TooManyTokens, token_bytes
 from .answers import AnswerStream, Reply, Token
@@ -184,8 +185,10 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
             raise Refused(400, "repetition_penalty needs the document's text, which is not in its file")
         if engine.store is not None:
             engine.store.used(upload.id)
-    bound = server.limits.answer_tokens
+    bound, strict = server.limits.answer_tokens, server.limits.strict
     wanted = 512 if body.wanted_tokens is None else body.wanted_tokens
+    if strict and wanted > bound:
+        raise Refused(400, f"max_tokens={wanted} must be at most {bound}", "max_tokens")
     max_new_tokens = bound if wanted == -1 else min(wanted, bound)
     if body.best_of not in (None, body.n):
         raise Refused(400, f"best_of={body.best_of} must be n={body.n}: every answer is given", "best_of")
@@ -204,11 +207,10 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     if not all(map(len, prompts)):
         raise Refused(400, "the prompt holds no tokens", where)
     form = answer_form(engine.tokenizer, tools=bool(body.tools)) if isinstance(body, ChatBody) else AnswerForm()
-    begun = [
-        isinstance(body, ChatBody) and begins_in_thought(engine.tokenizer, form, ids, body) for ids in prompts
-    ]
+    begun = [isinstance(body, ChatBody) and begins_in_thought(engine.tokenizer, form, ids, body) for ids in prompts]
     constrain, reader = await asyncio.to_thread(form_of_answer, engine, body, form, begun[0])
     sampling = replace(sampling, constrain=constrain)
+    budget = body.thought_tokens if isinstance(body, ChatBody) and form.thinks else None
     shared_tokens = 0
     if document is None and engine.beginnings and isinstance(body, ChatBody):
         shared_tokens = await asyncio.to_thread(body.shared_tokens, engine.tokenizer, prompts[0])
@@ -222,6 +224,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
                 ids, max_new_tokens, sampling, (seed + i) % 2**32, top_logprobs=top_logprobs, owner=owner, document=document,
                 document_id=body.document_id or "", settings=settings, policy=policy, shared_tokens=shared_tokens,
                 prompt_logprobs=echoes and top_logprobs is not None, parks=max_new_tokens > 0,
+                thought=None if budget is None else Thought(engine.tokenizer, opened=thinks, max_tokens=budget, apart=False),
             ),
             body.stops, reader(thinks=thinks), echoes=echoes,
         )
