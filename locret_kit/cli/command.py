@@ -257,10 +257,36 @@ def check_question(question: str) -> None:
         raise ValueError(f"the question is not UTF-8: character {error.start}") from error
 
 
-def write_answer(answer: Iterable[str], question: str | None = None, *, first: bool = True) -> None:
+def write_answer(
+    answer: Iterable[str], question: str | None = None, *, first: bool = True, quiet: bool = False
+) -> None:
     """Write an answer to stdout while it is made, below its question where one is given."""
     if question is not None:
         to_stdout("" if first else "\n", f"question: {question}\n", sep="")
-    for piece in answer:
+    for piece in folded(answer, quiet=quiet):
         to_stdout(piece)
     to_stdout("\n")
+
+
+def folded(pieces: Iterable[str], *, quiet: bool = False) -> Iterator[str]:
+    """Pieces of an answer without its thought, of which stderr has one dim line with its length; a terminal while it comes."""
+    from ..runtime.session import ThoughtPiece
+
+    words, dim, plain = "", *(("\r\033[2m", "\033[0m") if (terminal := sys.stderr.isatty()) else ("", ""))
+
+    def line(end: str) -> None:
+        if not quiet:
+            print(f"{dim}thought: {len(words.split())} words{plain}", end=end, file=sys.stderr, flush=True)
+
+    for piece in pieces:
+        if isinstance(piece, ThoughtPiece):
+            words += piece
+            if terminal:
+                line("")
+            continue
+        if words:
+            line("\n")
+            words = ""
+        yield piece
+    if words:
+        line("\n")

@@ -104,6 +104,7 @@ def run_ask(args: AskOptions) -> int:
     """Load, ask, print. Raises ValueError or OSError with a one-line message."""
     questions = questions_of(args)
     read_record(Path(args.book))
+    from ..runtime.session import closed
     from .loading import check_sampling, open_document
 
     sampling = check_sampling(args)
@@ -115,14 +116,19 @@ def run_ask(args: AskOptions) -> int:
     document.prepare()
     for number, question in enumerate(questions):
         reads, began = document.reads, time.perf_counter()
-        answer = document.ask(question, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed)
+        answer = document.ask(
+            question, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
+            max_thought_tokens=args.max_thought_tokens,
+        )  # fmt: skip
         cached = answer.cache.get_seq_length()
         if document.reads > reads and not args.quiet:
             print("the text is read anew: with this question it is evicted otherwise", file=sys.stderr)
         if args.json:
             print(json_line(as_json(question, answer, cached, began)), flush=True)
             continue
-        write_answer(answer, question if len(questions) > 1 else None, first=not number)
+        write_answer(answer, question if len(questions) > 1 else None, first=not number, quiet=args.quiet)
+        if (said := closed(answer.thought)) and not args.quiet:
+            print(said, file=sys.stderr)
         if answer.finish_reason == "length" and not args.quiet:
             print(f"the answer was cut after max_new_tokens={args.max_new_tokens}", file=sys.stderr)
     return 0
@@ -132,6 +138,7 @@ def as_json(question: str, answer: Answer, cached: int, began: float) -> dict[st
     """An answer, read to its end, as a line of ``--json``. Seconds are wall clock since ``began``."""
     text = str(answer)
     said = {"question": question, "answer": text, "finish_reason": answer.finish_reason, "tokens": len(answer.tokens)}
+    said |= {"thought": answer.thought_text} if answer.thought_text else {}
     seconds = {"first_token_s": round(answer.first_token_s, 4), "total_s": round(time.perf_counter() - began, 4)}
     return {**said, **seconds, "cached_tokens": cached, "prompt_tokens": len(answer.ids) - cached}
 

@@ -110,6 +110,7 @@ def run(args: ServeOptions) -> int:
 
 def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loading: LoadingApp) -> str:
     """Make the server, put it where requests find it, load the model; what is ready. Raises ValueError, OSError."""
+    from ..answers.forms import UNKNOWN, answer_form
     from ..backbones.probe import describe
     from ..planning.inference_plan import Caches, Setting, refuse_unbounded
     from ..policies.grammar import parse_policy
@@ -124,7 +125,9 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args)
     refuse_unbounded(chosen.policy, *policies)
     name = args.model_name or Path(args.ckpt or chosen.backbone).name
-    limits = Limits(args.max_prompt_tokens, args.max_answer_tokens, documents=args.documents)
+    limits = Limits(
+        args.max_prompt_tokens, args.max_answer_tokens, documents=args.documents, strict=args.strict_max_tokens
+    )
     store = None
     if args.session_dir is not None:
         store = Store(args.session_dir, parse_bytes(args.session_disk, "session_disk"))
@@ -148,7 +151,8 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     server.restore(engine)
     give_back(server.ended)
     server.engine = engine
-    return f"{name}, {caches}"
+    known = answer_form(tokenizer, tools=True).calls != UNKNOWN
+    return f"{name}, {caches}{'' if known else '; how this model calls tools is not known: its calls stay text'}"
 
 
 def sampling_defaults(args: ServeOptions, generation: GenerationConfig | None) -> dict[str, float]:

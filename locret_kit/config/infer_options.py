@@ -45,21 +45,26 @@ class Machine(Plugin):
     template_kwargs: str | None = None
     """Arguments of the chat template, as JSON: '{"enable_thinking": false}' switches off the thoughts of models that have such a
     switch."""
+    think: bool | None = None
+    """Answer with thoughts, or without: the switch of the chat template. Default: the template's."""
+    reasoning_effort: str | None = None
+    """How much to think, in the words of the chat template: low, medium or high."""
     weight_bits: Literal[8, 4] | None = None
     """Bits of the layers' weights, quantised by bitsandbytes as they are loaded. Default: as ``dtype``."""
 
     def set_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Give the tokenizer's template its arguments. Raises ValueError for what it does not take, or what is no JSON."""
-        if self.template_kwargs is None:
+        if self.template_kwargs is None and self.think is None and self.reasoning_effort is None:
             return
-        from ..text.template import DEFAULTS, render_messages
+        from ..text.template import DEFAULTS, render_messages, thinking_arguments
 
         try:
-            arguments = json.loads(self.template_kwargs)
+            arguments = json.loads(self.template_kwargs or "{}")
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
-            raise ValueError(f"template_kwargs={self.template_kwargs:.64} must be an object of JSON")
+            raise ValueError(f"template_kwargs={self.template_kwargs!s:.64} must be an object of JSON")
+        arguments |= thinking_arguments(tokenizer, self.think, self.reasoning_effort)
         render_messages(tokenizer, [{"role": "user", "content": "?"}], arguments=arguments)
         setattr(tokenizer, DEFAULTS, arguments)
 
@@ -129,7 +134,9 @@ class Generation:
     """Generation."""
 
     max_new_tokens: Annotated[int, Ge(1)] = 64
-    """Answer tokens, at most; an answer that is cut there says so."""
+    """Answer tokens, at most, without its thought; an answer that is cut there says so."""
+    max_thought_tokens: Annotated[int, Ge(0)] = 2048
+    """Tokens of a thought, at most; then the chat template's end mark closes it, and the answer follows."""
     temperature: Annotated[float, Ge(0)] = 0.0
     """0 is greedy."""
     top_k: Annotated[int, Ge(0)] = 0
@@ -372,6 +379,9 @@ class Conversation:
     """Slots of a key/value head that the turns have, beside the document's budget. Older turns are evicted as text is."""
     system: str | None = None
     """A system prompt, for conversations without a document."""
+    thoughts: Literal["evicted", "dropped", "pinned"] = "evicted"
+    """Thoughts of earlier answers: evicted like all else; dropped when the turn ends, so that each prompt is the chat template's
+    of the whole conversation; or pinned."""
     history_file: str | None = None
     """A file in which your messages are kept for the next time. Default: none."""
 

@@ -52,7 +52,9 @@ class Service:
     max_prompt_tokens: Annotated[int, Ge(1)] = 131072
     """Tokens of a prompt, at most."""
     max_answer_tokens: Annotated[int, Ge(1)] = 4096
-    """Tokens of an answer, at most; a request that asks for more gets so many."""
+    """Tokens of an answer, at most; a request that asks for more gets so many, and x-max-tokens says it."""
+    strict_max_tokens: bool = False
+    """Refuse a request that asks for more tokens than --max-answer-tokens."""
     temperature: Annotated[float, Interval(ge=0, le=2)] | None = None
     """Temperature of requests that name none. Default: that of the backbone's generation_config.json, or OpenAI's 1."""
     grace: Annotated[float, Interval(ge=0, le=3600)] = 10.0

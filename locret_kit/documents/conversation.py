@@ -5,6 +5,10 @@ is. So the memory of a conversation does not grow with its turns.
 
 The setting ``protect`` holds as in any prompt: 'system' for the whole conversation, 'markers' around the first message's
 beginning and around the newest message.
+
+Thoughts are evicted like all else, pinned, or dropped. Where they are dropped, each turn is answered from the template's prompt
+of the whole conversation, as by a fresh run of it. What later prompts begin with too is read into a copy that stays, up to the
+last boundary before which they evict alike: the rows of one more cache while an answer is written.
 """
 
 from __future__ import annotations
@@ -16,17 +20,27 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, get_args
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..backbones.libraries import unwrapped
-from ..cache.bounded import BoundedCache
+from ..cache.bounded import BoundedCache, CannotFork
 from ..heads import RetainingHeads
 from ..policies import Policy
-from ..runtime.session import Answer, Sampling
+from ..runtime.session import Answer, Sampling, prefill
+from ..runtime.thoughts import MAX_THOUGHT, Thought, Thoughts
 from ..settings import RunSettings, read_protect
-from ..text.template import around_turn, has_template, protected_spans, render_first, render_turn, spans_around
+from ..text.template import (
+    Objects,
+    around_turn,
+    has_template,
+    protected_spans,
+    render_first,
+    render_messages,
+    render_turn,
+    spans_around,
+)
 from ..text.tokens import IdStream, ids_after, token_texts
 from ..text.untrusted import Span
 
@@ -41,6 +55,8 @@ class Source(Protocol):
 
     def prompt(self, question: str) -> array[int]: ...
 
+    def conversation(self, messages: Objects) -> array[int]: ...
+
     def protected(self, prompt: Sequence[int]) -> list[Span]: ...
 
     def open(self, prompt_length: int) -> BoundedCache: ...
@@ -52,11 +68,13 @@ class Turn:
 
     question: str
     answer: str
+    """Without its thought."""
     start: int
     """Position of the turn's first token in the conversation."""
     answered: int
     """Position of the answer's first token."""
     end: int
+    thought: str = ""
 
 
 @dataclass
@@ -70,6 +88,8 @@ class _State:
     """Positions that stay for good."""
     newest: tuple[Span, ...] = ()
     """Positions of the template's own tokens around the newest message, where they are protected: until the next one."""
+    thoughts: tuple[Span, ...] = ()
+    """Positions of thoughts that are pinned, the oldest first."""
 
 
 class Chat:
@@ -79,6 +99,8 @@ class Chat:
         document: what it is about. history: slots of a key/value head that its turns have, beside the document's.
         settings, policy, heads: of a conversation without a document, as of ``BoundedCache``; so is ``system``, a system
             prompt.
+        thoughts: what becomes of them; 'dropped' is of a chat template's conversations. Of pinned ones the oldest are let go
+            when there is no room. max_thought_tokens: of each, beside ``max_new_tokens``; then its end mark closes it.
 
     Attributes:
         turns: questions and answers so far.
@@ -89,9 +111,16 @@ class Chat:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, document: Source | None = None, history: int = 1024,
         settings: RunSettings | int | None = None, policy: str | Policy | None = None, heads: RetainingHeads | None = None,
         system: str | None = None, max_new_tokens: int = 512, sampling: Sampling | None = None, seed: int = 0,
+        thoughts: Thoughts = "evicted", max_thought_tokens: int = MAX_THOUGHT,
     ) -> None:  # fmt: skip
         if history < 1:
             raise ValueError(f"history={history} must be at least 1 slot")
+        if thoughts not in (names := get_args(Thoughts)):
+            raise ValueError(f"thoughts={thoughts!r} must be one of: {', '.join(names)}")
+        plain = not has_template(tokenizer) or (document is not None and not document.chat_template)
+        if thoughts == "dropped" and plain:
+            raise ValueError("thoughts='dropped' needs a chat template, which says what stays of an answer")
+        self.thoughts, self.max_thought_tokens = thoughts, max_thought_tokens
         self.model, self.tokenizer, self.document, self.history = unwrapped(model), tokenizer, document, history
         self.max_new_tokens, self.sampling, self.seed = max_new_tokens, sampling or Sampling(), seed
         self._fresh, self.system = (settings, policy, heads), system
@@ -125,29 +154,37 @@ class Chat:
         """
         if not question.strip():
             raise ValueError("the question is empty")
-        before, answer = replace(self._now, cache=deepcopy(self._now.cache), turns=list(self._now.turns)), None
-        text = ""
+        # Where thoughts are dropped, each turn has copies of its own.
+        cache = self._now.cache if self.thoughts == "dropped" else deepcopy(self._now.cache)
+        before, answer = replace(self._now, cache=cache, turns=list(self._now.turns)), None
         try:
             asked = self._prompt(question)
             assert asked.cache is not None
+            cache = asked.cache
+            if self.thoughts == "dropped":
+                cache = self._answering(asked, self._shared(question, asked))
+            thought = Thought.after(self.tokenizer, asked.ids, max_tokens=self.max_thought_tokens)
+            begun = self.turns or self.document is None  # a document's first answer has no slots for turns yet
+            if self.thoughts == "pinned" and thought is not None and begun:
+                asked.thoughts = self._pin_thought(cache, asked, len(asked.ids), self.max_thought_tokens)
             self.answer = answer = Answer(
-                self.model, self.tokenizer, asked.ids, asked.cache, max_new_tokens=self.max_new_tokens,
-                sampling=self.sampling, seed=self.seed + len(self.turns), progress=progress,
+                self.model, self.tokenizer, asked.ids, cache, max_new_tokens=self.max_new_tokens, sampling=self.sampling,
+                seed=self.seed + len(self.turns), progress=progress, thought=thought,
             )  # fmt: skip
-            for piece in answer:
-                text += piece
-                yield piece
+            yield from answer
         finally:
             if answer is not None:
                 answer.leave()  # its cache is the conversation's from now on
             if answer is not None and answer.tokens and not answer.cache.unfinished:
-                self._before, self._now = before, self._ended(asked, question, text, answer)
+                self._before, self._now = before, self._ended(asked, question, answer)
             else:
                 self._now = before
 
     def _prompt(self, question: str) -> _State:
         """The conversation up to the next answer, and the cache that reads what is new of it."""
         now, document = self._now, self.document
+        if self.thoughts == "dropped" and now.turns:
+            return self._whole_prompt(question)
         if now.cache is not None:
             return self._next_prompt(question, now.cache)
         if document is not None:
@@ -168,10 +205,7 @@ class Chat:
         """``_prompt`` in a later turn: the markers around the last message are let go, unless they are pinned too."""
         now, chat = self._now, self.document is None or self.document.chat_template
         new = ids_after(self.tokenizer, render_turn(self.tokenizer, question, chat=chat))
-        newest: tuple[Span, ...] = ()
-        if chat and "markers" in read_protect(cache.settings.protect):
-            head, tail = (list(ids_after(self.tokenizer, text)) for text in around_turn(self.tokenizer))
-            newest = tuple((len(now.ids) + a, len(now.ids) + b) for a, b in spans_around(new, head, tail) if a < b)
+        newest = self._markers(len(now.ids), new) if chat and "markers" in read_protect(cache.settings.protect) else ()
         if cache.context.outgrown(len(now.ids) + len(new)):
             cache = self._anew(len(now.ids) + len(new))
             cache.pin_all((*now.pinned, *newest))
@@ -179,29 +213,123 @@ class Chat:
             cache.unpin(*span)
         if now.newest or newest:
             cache.pin_all((*now.pinned, *newest))
-        return _State(now.ids + new, cache, now.turns, now.pinned, newest)
+        return _State(now.ids + new, cache, now.turns, now.pinned, newest, now.thoughts)
+
+    def _markers(self, start: int, new: Sequence[int]) -> tuple[Span, ...]:
+        """Positions of the template's own tokens around the newest message, of which ``new`` at ``start`` are the tokens."""
+        head, tail = (list(ids_after(self.tokenizer, text)) for text in around_turn(self.tokenizer))
+        return tuple((start + a, start + b) for a, b in spans_around(new, head, tail) if a < b)
+
+    # ---- thoughts --------------------------------------------------------------------------------------------------
+
+    def _pin_thought(self, cache: BoundedCache, asked: _State, start: int, tokens: int) -> tuple[Span, ...]:
+        """Pin a thought that begins at ``start``, as long as it may become. Gives all thoughts that are pinned.
+
+        Raises:
+            ValueError: it has no room, also without the earlier ones.
+        """
+        thoughts = list(asked.thoughts)
+        while True:
+            try:
+                cache.pin(start, start + tokens)
+                return (*thoughts, (start, start + tokens))
+            except ValueError as error:
+                if not thoughts:
+                    raise ValueError(f"a thought of max_thought_tokens={tokens} cannot be pinned: {error}") from error
+            cache.unpin(*thoughts.pop(0))
+
+    def _keep_thought(self, cache: BoundedCache, asked: _State, answer: Answer) -> tuple[Span, ...]:
+        """Pin an answer's thought and no more of the answer."""
+        assert answer.thought is not None
+        begin = len(answer.ids)
+        cache.unpin(begin, begin + self.max_thought_tokens)
+        asked.thoughts = tuple(span for span in asked.thoughts if span[0] != begin)
+        for start, end in answer.thought.spans:
+            with suppress(ValueError):  # of a document's first answer, which is longer than the turns' slots
+                asked.thoughts = self._pin_thought(cache, asked, begin + start, end - start)
+        return asked.thoughts
+
+    def _conversation(self, *more: tuple[str, str | None]) -> array[int]:
+        """Token ids of the template's prompt of the whole conversation: of its turns, and of more questions and answers."""
+        said = [(turn.question, turn.answer) for turn in self.turns] + list(more)
+        messages = [{"role": "system", "content": self.system}] if self.system and self.document is None else []
+        for question, answer in said:
+            messages.append({"role": "user", "content": question})
+            messages += [{"role": "assistant", "content": answer}] if answer is not None else []
+        if self.document is not None:
+            return self.document.conversation(messages)
+        return ids_of(self.tokenizer, messages)
+
+    def _shared(self, question: str, asked: _State) -> int:
+        """Tokens of a prompt with which that of the next turn begins too; without markers that are let go then."""
+        later = common(asked.ids, self._conversation((question, "x"), ("?", None)))
+        return min((later, *(start for start, _ in asked.newest)))
+
+    def _whole_prompt(self, question: str) -> _State:
+        """``_prompt`` in a later turn where thoughts are dropped: the template's prompt of the whole conversation, and a cache
+        that has read its beginning, and stays."""
+        now, ids = self._now, self._conversation((question, None))
+        cache = now.cache
+        try:
+            if cache is None or common(now.ids, ids) < cache.get_seq_length():
+                raise CannotFork("nothing of this prompt is read yet")
+            cache = cache.fork(len(ids))
+        except CannotFork:
+            cache = self._anew(len(ids))
+            cache.pin_all(now.pinned)
+        start, newest = common(now.ids, ids), tuple[Span, ...]()
+        if "markers" in read_protect(cache.settings.protect):
+            newest = self._markers(start, ids[start:])
+        return _State(ids, cache, now.turns, now.pinned, newest)
+
+    def _answering(self, asked: _State, shared: int) -> BoundedCache:
+        """A copy, that is answered in, of the cache that stays, which first reads what later turns share."""
+        cache, first = asked.cache, not self.turns
+        assert cache is not None
+        cache.bind(self.model)
+        if first and self.document is not None:  # answered as the document's questions are; the turns have no room yet
+            asked.cache = None
+            return cache
+        for span in asked.newest if first else ():
+            cache.unpin(*span)
+        if (end := cache.schedule.safe(shared)) > cache.get_seq_length():
+            prefill(self.model, asked.ids[:end], cache)
+        copy = cache.fork(len(asked.ids))
+        copy.pin_all((*asked.pinned, *asked.newest))
+        return copy
 
     def _anew(self, tokens: int) -> BoundedCache:
         """A cache for a conversation of so many tokens, which is read from its beginning on, or from the document's end."""
         if self.document is not None:
-            return self._with_history(self.document.open(tokens), self.document.tokens)
+            cache = self.document.open(tokens)
+            try:
+                return self._with_history(cache, self.document.tokens)
+            except ValueError:  # its end, which is not read yet, has no room to be pinned
+                return self._with_history(cache, max(1, cache.get_seq_length()))
         settings, policy, heads = self._fresh
         cache = BoundedCache(settings, policy, heads, prompt_length=tokens)
         cache.bind(self.model)
         return cache
 
-    def _ended(self, asked: _State, question: str, text: str, answer: Answer) -> _State:
+    def _ended(self, asked: _State, question: str, answer: Answer) -> _State:
         """The conversation after an answer."""
         now, cache, pinned = self._now, answer.cache, asked.pinned
-        start = len(now.ids)
+        start, said, thought, thoughts = len(now.ids), str(answer), answer.thought_text, asked.thoughts
+        if self.thoughts == "dropped":
+            more = question, said
+            ids = self._conversation(more, ("a", None))
+            ids = ids[: common(ids, self._conversation(more, ("b", None)))]
+            turn = Turn(question, said, common(now.ids, ids), common(asked.ids, ids), len(ids), thought)
+            return _State(ids, asked.cache, [*now.turns, turn], pinned)
         if now.cache is None and self.document is not None:
             start = self.document.tokens
             cache = self._with_history(cache, start)
             pinned = (*pinned, (0, start))
+        if self.thoughts == "pinned" and answer.thought is not None:
+            thoughts = self._keep_thought(cache, replace(asked, pinned=pinned), answer)
         ids = array("i", answer.ids) + array("i", answer.tokens)
-        return _State(
-            ids, cache, [*now.turns, Turn(question, text, start, len(answer.ids), len(ids))], pinned, asked.newest
-        )
+        turn = Turn(question, said, start, len(answer.ids), len(ids), thought)
+        return _State(ids, cache, [*now.turns, turn], pinned, asked.newest, thoughts)
 
     def _with_history(self, cache: BoundedCache, start: int) -> BoundedCache:
         """A copy with slots for the turns, whose first ``start`` positions are pinned. Stabilizers beyond the turns' slots, for
@@ -282,3 +410,13 @@ class Chat:
         start = bisect_left(ends, at)
         start += at > 0 and ends[start] == at
         return first + start, first + bisect_left(ends, at + len(text)) + 1
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of tokens with which both begin."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase, messages: Objects) -> array[int]:
+    """Token ids of the template's prompt of a conversation."""
+    return IdStream(tokenizer, special=not has_template(tokenizer)).finish(render_messages(tokenizer, messages)[1])

@@ -28,8 +28,9 @@ from ..heads import RetainingHeads, loaded
 from ..naming import blaming
 from ..policies import Policy
 from ..runtime.session import Answer, Sampling, prefill, ready
+from ..runtime.thoughts import MAX_THOUGHT, Thought
 from ..settings import RunSettings
-from ..text.template import protected_spans
+from ..text.template import Objects, protected_spans, render_messages
 from ..text.tokens import CHARACTER, token_texts
 from ..text.untrusted import Span
 from .conversation import Chat
@@ -179,6 +180,17 @@ class Document:
         """
         return self.text.prompt(question)
 
+    def conversation(self, messages: Objects) -> array[int]:
+        """Token ids of the template's prompt of a conversation about it; zeros for those that are not known.
+
+        Raises:
+            ValueError: the chat template puts something else before the document than without the conversation.
+        """
+        before, after = render_messages(self.tokenizer, messages, about=True)
+        if before != self.text.before:
+            raise ValueError("the chat template's text before the document depends on the conversation")
+        return self.text.ids_before(after)
+
     def protected(self, prompt: Sequence[int]) -> list[Span]:
         """Token spans of a prompt that the setting ``protect`` names, but for the first tokens."""
         return protected_spans(self.tokenizer, prompt, self.cache.settings.protect) if self.chat_template else []
@@ -192,6 +204,7 @@ class Document:
         seed: int | None = None,
         graph: bool | None = None,
         progress: Progress | None = None,
+        max_thought_tokens: int = MAX_THOUGHT,
     ) -> Answer:
         """The answer to a question, written while it is read (see ``Answer``). The document stays as it was.
 
@@ -204,7 +217,7 @@ class Document:
         its own tokens.
 
         Args:
-            seed: of sampling; by default the settings'.
+            seed: of sampling; by default the settings'. max_thought_tokens: of the thought, beside ``max_new_tokens``.
 
         Raises:
             ValueError: an empty question; without the text: a repetition penalty.
@@ -219,6 +232,7 @@ class Document:
         return Answer(
             self.model, self.tokenizer, ids, cache, max_new_tokens=max_new_tokens, sampling=sampling,
             seed=self.cache.settings.seed if seed is None else seed, graph=graph, progress=progress,
+            thought=Thought.after(self.tokenizer, ids, max_tokens=max_thought_tokens),
         )  # fmt: skip
 
     def open(self, prompt_length: int) -> BoundedCache:

@@ -105,11 +105,15 @@ class Chooser:
             if not math.isfinite(best):
                 raise RuntimeError(f"the next token's logits are not finite, but {best}: no token can be chosen")
             token = int(number)
+        self.note(token)
+        return token
+
+    def note(self, token: int) -> None:
+        """Note the token that comes next, chosen here or not."""
         self._seen.append(token)
         self._answered[token] += 1
         if self._constraint is not None:
             self._constraint.take(token)
-        return token
 
     def _changed(self, logits_V: Tensor) -> Tensor:
         """Logits with what the answer's own tokens, biases and the constraint make of them."""

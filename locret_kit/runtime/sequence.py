@@ -14,6 +14,7 @@ from torch import Tensor
 from ..cache.bounded import BoundedCache
 from .drivers import Decoding
 from .sampling import Chooser, Sampling
+from .thoughts import Thought
 
 BLOCK = 256
 """Tokens of a prompt in one forward, at most, where the logits of each are wanted: they are as many as the vocabulary."""
@@ -36,6 +37,8 @@ class Request:
     """The next token by its logits ``[V]``, such as one that is forced; by default ``sampling`` chooses."""
     on_prompt: Callable[[Tensor, int], None] | None = field(default=None, kw_only=True)
     """Takes the logits ``[T, V]`` (float32) of each piece of the prompt, and the tokens read with it, where they are wanted."""
+    thought: Thought | None = field(default=None, kw_only=True)
+    """Watches the answer's thought; None where the model has none."""
 
 
 Logprobs = list[tuple[int, float]]
@@ -167,7 +170,11 @@ class Sequence:
             RuntimeError: no probabilities to draw from: logits that are not finite.
         """
         assert self.choose is not None
-        token = self.choose(logits_V)
+        thought = self.request.thought
+        forced = None if thought is None else thought.forced()
+        token = self.choose(logits_V) if forced is None else forced
+        if forced is not None and isinstance(self.choose, Chooser):
+            self.choose.note(token)
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self.began
         if token in stop:
@@ -177,7 +184,10 @@ class Sequence:
         if self.request.top_logprobs is not None:
             self.logprobs.append(self._logprob(logits_V, token))
         self.tokens.append(token)
-        if len(self.tokens) == self.request.max_new_tokens:
+        if thought is not None:
+            thought.take(token)
+        count = len(self.tokens) if thought is None else thought.counted()
+        if count >= self.request.max_new_tokens:
             self.end("length")
         return True
 

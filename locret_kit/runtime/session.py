@@ -20,6 +20,7 @@ from .engine import Engine
 from .report import Report
 from .sampling import Sampling, stop_ids
 from .sequence import Request, Sequence
+from .thoughts import Thought
 
 
 @torch.inference_mode()
@@ -109,9 +110,23 @@ def ready(model: PreTrainedModel, cache: BoundedCache) -> None:
     Decoding(model, cache)
 
 
+class ThoughtPiece(str):
+    """A piece of an answer's thought."""
+
+
+def closed(thought: Thought | None) -> str | None:
+    """What to say of a thought that was closed at its bound, and what can be done."""
+    if thought is None or not thought.cut:
+        return None
+    return (
+        f"the thought was closed after max_thought_tokens={thought.max_tokens}: --max-thought-tokens N gives it more, "
+        "--no-think leaves it out where the model can"
+    )
+
+
 class Answer:
     """An answer that is written while it is read: ``for piece in answer`` gives final pieces of text, and ``str(answer)``
-    all of it.
+    all of it. Its thought, where one is watched, comes in pieces that are a ``ThoughtPiece``, and is no part of ``str(answer)``.
 
     The cache reads the prompt with the first piece. What it has seen of it before (a fork) is not read again.
 
@@ -119,12 +134,12 @@ class Answer:
         cache: made for this prompt.
         stop: ids that end it; by default those that the model and the tokenizer name.
         graph: as in ``decode``.
-        choose, on_prompt: see ``Request``.
+        choose, on_prompt, thought: see ``Request``.
 
     Attributes:
         tokens: ids so far. stopped_by: the id of ``stop`` that ended it, if one did.
         finish_reason: "stop", "length" after ``max_new_tokens``, or None before the end.
-        first_token_s: seconds from the start to the first token.
+        first_token_s: seconds from the start to the first token. thought_text: the thought so far.
 
     Raises:
         OutOfMemory: says what was asked, what was free and which settings fit.
@@ -146,6 +161,7 @@ class Answer:
         progress: Callable[[int, int], None] | None = None,
         choose: Callable[[Tensor], int] | None = None,
         on_prompt: Callable[[Tensor, int], None] | None = None,
+        thought: Thought | None = None,
     ) -> None:
         model = unwrapped(model)
         if not cache.get_seq_length() and cache.schedule.prompt_length not in (None, len(ids)):
@@ -154,16 +170,18 @@ class Answer:
             cache.bind(model)
         if graph:
             Decoding(model, cache, graph)  # raises before minutes of prefill
-        self.cache, self.ids = cache, ids
+        self.cache, self.ids, self.thought = cache, ids, thought
         self.tokens: list[int] = []
         self.stopped_by: list[int] = []
         self.finish_reason: str | None = None
         self.first_token_s = 0.0
-        self._text = ""
+        self._text = self.thought_text = ""
         self._report: Report | None = None
         stop = stop_ids(model, tokenizer) if stop is None else stop
         engine = Engine(model, stop, alone=True, graph=graph)
-        request = Request(ids, max_new_tokens, sampling or Sampling(), seed, choose=choose, on_prompt=on_prompt)
+        request = Request(
+            ids, max_new_tokens, sampling or Sampling(), seed, choose=choose, on_prompt=on_prompt, thought=thought
+        )
         self._pieces = self._write(engine, request, TextStream(tokenizer), progress)
 
     def __iter__(self) -> Iterator[str]:
@@ -201,15 +219,28 @@ class Answer:
             self.first_token_s = sequence.first_token_s or 0.0
             for token in written(engine, sequence):
                 self.tokens.append(token)
-                if piece := text.add(token):
-                    self._text += piece
-                    yield piece
-            self._text += (piece := text.end())
+                yield from self._said(text.add(token))
+            if self.thought is not None:
+                self.thought.end()
+            last = [*self._said(text.end())]
         self.finish_reason = "stop" if sequence.finish_reason == "stop" else "length"
         self.stopped_by = sequence.stopped_by
         self._report = Report.of(
             model, cache, prompt_tokens=len(ids), new_tokens=len(self.tokens), prefill_s=prefilled - began,
             decode_s=time.perf_counter() - prefilled, kept_rows=kept, read_before=before,
         )  # fmt: skip
-        if piece:
-            yield piece
+        yield from last
+
+    def _said(self, piece: str) -> Iterator[str]:
+        """What is new of the answer: a piece of its text, or of thought and text where a thought is watched."""
+        if self.thought is None:
+            pieces = [piece] if piece else []
+        else:
+            events, self.thought.events = self.thought.events, []
+            pieces = [ThoughtPiece(one.text) if one.kind == "thought" else one.text for one in events]
+        for one in pieces:
+            if isinstance(one, ThoughtPiece):
+                self.thought_text += one
+            else:
+                self._text += one
+            yield one

@@ -7,8 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
 from typing import Literal
@@ -16,6 +15,7 @@ from typing import Literal
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from ..answers.reader import Call, Event, Reader
 from ..naming import first_line
 from ..text.tokens import TextStream, token_texts
 from .bodies import CompletionBody
@@ -23,58 +23,74 @@ from .engine_thread import EngineThread
 from .messages import Failed, JsonObject, error_of, refusal_of
 from .request import ServerRequest, Stopping
 from .state import Server
-from .tools import Call, CallReader
 
 Step = Literal["begin", "grow", "end"]
-
-
+FULL = ("length", "read")
+"""Why answers end that would have gone on."""
 Token = tuple[int, list[tuple[int, float]], int]
 """A token, log-probabilities of the likeliest and its own (of a prompt's first none), and the characters before it."""
 
 
 @dataclass(frozen=True)
 class AnswerPiece:
-    """Final text of an answer, the tokens that begin in it where they are asked for, and the calls of tools that end in it."""
+    """Events of an answer that are sure, and the tokens that begin in its final text where they are asked for."""
 
-    text: str
+    events: list[Event]
     tokens: list[Token] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+
+
+@dataclass
+class Block:
+    """A thought or text, or a call, whose text is its arguments."""
+
+    index: int
+    kind: Literal["thought", "text", "call"]
+    call: Call | None = None
+    text: str = ""
 
 
 class AnswerStream:
-    """One answer on its way to the client: final text, cut at the first stop text.
+    """One answer on its way to the client: events of its final text, cut at the first stop text.
 
     Args:
-        echoes: whether the prompt's text stands before it. calls: a reader of calls of tools; None where there are none.
+        echoes: whether the prompt's text stands before it.
 
     Attributes:
-        pieces, blocks: what the client has got so far.
+        events, blocks: what the client has got so far. tokens: those that came with it.
         reason: why it ended: "stop", "length" or "tool_calls". stop_text: the stop text at which it ended; None where at none.
     """
 
     def __init__(
-        self, engine: EngineThread, request: ServerRequest, stops: Sequence[str], *, echoes: bool = False,
-        calls: CallReader | None = None,
+        self, engine: EngineThread, request: ServerRequest, stops: Sequence[str], reader: Reader, *, echoes: bool = False
     ) -> None:  # fmt: skip
-        self.engine, self.request, self.stops, self.echoes, self.calls = engine, request, stops, echoes, calls
-        self.pieces, self.blocks, self.reason = list[AnswerPiece](), list[str | Call](), "stop"
+        self.engine, self.request, self.stops, self.echoes, self.reader = engine, request, stops, echoes, reader
+        self.events, self.tokens, self.blocks, self.reason = list[Event](), list[Token](), list[Block](), "stop"
         self.stop_text: str | None = None
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
-        # Written by the engine's thread: final text, the end of it that may begin a stop text, characters after so many tokens.
-        marks = engine.tokenizer.get_added_vocab().items() if calls is not None else ()
-        shown = frozenset(at for mark, at in marks if calls and mark in calls.marks)
-        self._stream, self._said, self._ends = TextStream(engine.tokenizer, shown=shown), list[str](), [0]
+        # Written by the engine's thread: final pieces, the end of the text that may begin a stop text, characters after tokens.
+        marks = reader.marks
+        shown = frozenset(at for mark, at in engine.tokenizer.get_added_vocab().items() if mark in marks)
+        self._stream, self._final, self._ends = (
+            TextStream(engine.tokenizer, shown=shown),
+            list[tuple[int, list[Event]]](),
+            [0],
+        )
         self._withheld, self._newest = max((len(stop) for stop in stops), default=1) - 1, ""
         self._cut: int | None = None
         self._ended: str | None = None
-        self._first_call = deepcopy(calls) if calls is not None and not calls.parallel else None
         request.on_change, request.stop_at = self._tell, self._take
+
+    @property
+    def thought_tokens(self) -> int:
+        """Tokens of thoughts, with their marks."""
+        ends = self._ends
+        return sum(bisect_left(ends, end) - bisect_left(ends, start) for start, end in self.reader.thoughts)
 
     def _tell(self) -> None:
         """Wake the event loop, from the engine's thread."""
         sequence = self.request.sequence
         if sequence is not None and sequence.finish_reason is not None and self._ended is None:
-            self._add(self._stream.end(), final=True)
+            self._add(self._stream.end(), final=True, full=sequence.finish_reason in FULL)
             self._ended = sequence.finish_reason
         self._loop.call_soon_threadsafe(self._news.set)
 
@@ -87,10 +103,11 @@ class AnswerStream:
             self._add(self._stream.add(token))
         if self._cut is not None:
             return bisect_left(ends, ends[bisect_right(ends, self._cut) - 1])
-        return len(tokens) if self._first_call is not None and self._first_call.ended else None
+        return len(tokens) if self.reader.ended else None
 
-    def _add(self, piece: str, *, final: bool = False) -> None:
-        """Add text. Where stop texts end in it, the answer is cut at the one that begins first."""
+    def _add(self, piece: str, *, final: bool = False, full: bool = False) -> None:
+        """Add text. Where stop texts end in it, the answer is cut at the one that begins first. One that is ``full`` would have
+        gone on."""
         if self._cut is not None or not (piece or final):
             return
         text, before = self._newest + piece, self._ends[-1] - len(self._newest)
@@ -99,54 +116,41 @@ class AnswerStream:
         if found:
             size, self.stop_text = min(found, key=itemgetter(0))
             self._cut = before + size
-        elif self._first_call is not None:
-            self._first_call.feed(piece)
         self._newest = text[size:]
         self._ends[-1] += len(piece)
-        self._said.append(text[:size])
+        events = self.reader.feed(text[:size], final=final or self._cut is not None, cut=full and self._cut is None)
+        self._final.append((size, events))
 
-    async def stream_blocks(self) -> AsyncIterator[tuple[Step, int, str | Call]]:
-        """Blocks by their numbers, each a run of text or one call: its begin and its first part, parts by which it grows, of
-        which that is one, and its end and all of it. Blanks around calls are left out. Raises as ``stream_pieces``."""
+    async def stream_blocks(self) -> AsyncIterator[tuple[Step, Block, str]]:
+        """Blocks: the begin of each, pieces by which it grows, and its end. Blanks around calls are left out. Raises as
+        ``stream_pieces``."""
         blocks, blanks = self.blocks, ""
         async for piece in self.stream_pieces():
-            text = blanks + piece.text
-            blanks = text[len(text.rstrip()) :] if self.calls is not None else ""
-            parts: list[str | Call] = [text.removesuffix(blanks), *piece.calls]
-            for part in parts if parts[0] else piece.calls:
-                if blocks and isinstance(part, str) and isinstance(blocks[-1], str):
-                    blocks[-1] = f"{blocks[-1]}{part}"
-                else:
+            for event in piece.events:
+                text, kind = event.text, "call" if event.kind == "arguments" else event.kind
+                if kind == "text" and self.reader.tools:
+                    whole = blanks + text
+                    text = whole.rstrip()
+                    blanks = whole[len(text) :]
+                blanks = blanks if kind == "text" else ""
+                if not text:
+                    continue
+                if event.kind == "call" or not blocks or blocks[-1].kind != kind:
                     if blocks:
-                        yield "end", len(blocks) - 1, blocks[-1]
-                    blocks.append(part)
-                    yield "begin", len(blocks) - 1, part
-                yield "grow", len(blocks) - 1, part
-            blanks = "" if piece.calls else blanks
-        if blanks and blocks and isinstance(blocks[-1], str):
-            blocks[-1] = f"{blocks[-1]}{blanks}"
-            yield "grow", len(blocks) - 1, blanks
+                        yield "end", blocks[-1], ""
+                    blocks.append(Block(len(blocks), kind, event.call))
+                    yield "begin", blocks[-1], ""
+                if event.kind != "call":
+                    blocks[-1].text += text
+                    yield "grow", blocks[-1], text
+        if blanks and blocks and blocks[-1].kind == "text":
+            blocks[-1].text += blanks
+            yield "grow", blocks[-1], blanks
         if blocks:
-            yield "end", len(blocks) - 1, blocks[-1]
+            yield "end", blocks[-1], ""
 
     async def stream_pieces(self) -> AsyncIterator[AnswerPiece]:
-        """Pieces of text, and calls of tools, each when it is whole. Raises as ``_stream_text``."""
-        async for piece in self._stream_text():
-            if self.calls is not None:
-                text, calls = self.calls.feed(piece.text)
-                piece = replace(piece, text=text, calls=calls)
-            self.pieces.append(piece)
-            yield piece
-        if self.calls is not None:
-            text, calls = self.calls.feed("", final=True, cut=self.reason == "length")
-            if text or calls:
-                self.pieces.append(piece := AnswerPiece(text, calls=calls))
-                yield piece
-            if self.calls.calls:
-                self.reason = "tool_calls"
-
-    async def _stream_text(self) -> AsyncIterator[AnswerPiece]:
-        """Pieces of final text, as the model writes it.
+        """Pieces of the answer, as the model writes it.
 
         Raises:
             ValueError: the request cannot be answered. Failed: the engine could not. Stopping: the server stops.
@@ -163,18 +167,24 @@ class AnswerStream:
                 raise Stopping("the server is stopping")
             if sequence.error is not None:
                 raise sequence.error if isinstance(sequence.error, ValueError) else Failed(first_line(sequence.error))
-            new, start = self._said[taken:], end
-            text, taken = "".join(new), taken + len(new)
-            shown += len(text)
+            new, start = self._final[taken:], end
+            events, taken = [event for _, part in new for event in part], taken + len(new)
+            shown += sum(size for size, _ in new)
             if request.top_logprobs is not None:
                 end = min(len(sequence.tokens), len(ends) - 1)
                 end = end if ended and self._cut is None else bisect_left(ends, shown, 0, end)
-            if text or end > start or (ended and echo):
+            if events or end > start or (ended and echo):
                 offsets = [at + before for at in ends[start:end]]
                 tokens = zip(sequence.tokens[start:end], sequence.logprobs[start:end], offsets, strict=True)
-                yield AnswerPiece(echo + text, [*(self._prompt_tokens() if echo else ()), *tokens])
+                first = [Event("text", echo)] if echo else []
+                piece = AnswerPiece([*first, *events], [*(self._prompt_tokens() if echo else ()), *tokens])
                 echo = ""
-        self.reason = "length" if ended in ("length", "read") and self._cut is None else "stop"
+                self.events += piece.events
+                self.tokens += piece.tokens
+                yield piece
+        self.reason = "length" if ended in FULL and self._cut is None else "stop"
+        if self.reader.calls and not (self.reader.calling and self.reason == "length"):
+            self.reason = "tool_calls"
 
     def _prompt_tokens(self) -> Iterable[Token]:
         """Tokens of the prompt, where their log-probabilities are asked for."""

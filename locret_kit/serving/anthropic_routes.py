@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import AsyncIterator
 from functools import cached_property
@@ -13,17 +12,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field, model_validator
 
-from .answers import Reply
+from .answers import Block, Reply
 from .bodies import MAX_TOKENS, ChatBody, Tokens
 from .completions import begin, usage
 from .messages import ANTHROPIC, JsonObject, Refused, fields_of, nested, tool_call
 from .state import Server
-from .tools import Call
 
 NO_THREADS = "thread_unsupported_request"
 """Code at which Anthropic's clients go on without threads, and send whole conversations."""
-THOUGHTS = ("thinking", "redacted_thinking")
-"""Blocks of earlier answers that chat templates have no place for."""
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -72,7 +68,7 @@ def messages_of(message: object) -> list[object]:
     """The messages of a chat completion that one of Anthropic's is: results of tools, then the rest."""
     if not isinstance(content := nested(message, "content"), list):
         return [message]
-    texts, calls, results = list[object](), list[object](), list[object]()
+    texts, calls, results, thought = list[object](), list[object](), list[object](), ""
     for block in content:
         kind = nested(block, "type")
         if kind == "tool_use":
@@ -80,9 +76,12 @@ def messages_of(message: object) -> list[object]:
         elif kind == "tool_result":
             result = nested(block, "content") or ""
             results.append({"role": "tool", "tool_call_id": nested(block, "tool_use_id"), "content": result})
-        elif kind not in THOUGHTS:
+        elif kind == "thinking":
+            thought += str(nested(block, "thinking") or "")
+        elif kind != "redacted_thinking":  # in a cipher of Anthropic's
             texts.append(block)
     said = {"role": nested(message, "role"), "content": texts, "tool_calls": calls}
+    said |= {"reasoning_content": thought} if thought else {}
     return [*results, said] if texts or calls or not results else results
 
 
@@ -112,22 +111,25 @@ class MessageReply(Reply):
     async def values(self) -> AsyncIterator[JsonObject]:
         begun = {"input_tokens": len(self.answer.request.ids), "output_tokens": 0}
         yield {"type": "message_start", "message": {**self.head, "usage": begun}}
-        async for step, index, part in self.answer.stream_blocks():
+        async for step, block, piece in self.answer.stream_blocks():
+            place = {"index": block.index}
             if step == "begin":
-                empty: JsonObject = {"text": ""} if isinstance(part, str) else {"input": {}}
-                yield {"type": "content_block_start", "index": index, "content_block": block_of(part) | empty}
+                yield {"type": "content_block_start", **place, "content_block": block_of(block)}
             elif step == "grow":
-                delta = {"type": "text_delta", "text": part}
-                if isinstance(part, Call):
-                    delta = {"type": "input_json_delta", "partial_json": json.dumps(part.values, ensure_ascii=False)}
-                yield {"type": "content_block_delta", "index": index, "delta": delta}
+                kind, name = DELTAS[block.kind]
+                if block.call is not None and block.text == piece:  # of arguments that are no object, an empty one
+                    piece = piece if piece.lstrip().startswith("{") else "{}"
+                yield {"type": "content_block_delta", **place, "delta": {"type": kind, name: piece}}
             else:
-                yield {"type": "content_block_stop", "index": index}
+                if block.kind == "thought":
+                    signature = {"type": "signature_delta", "signature": SIGNATURE}
+                    yield {"type": "content_block_delta", **place, "delta": signature}
+                yield {"type": "content_block_stop", **place}
         yield {"type": "message_delta", **self.end()}
         yield {"type": "message_stop"}
 
     def whole(self) -> JsonObject:
-        content, end = [block_of(part) for part in self.answer.blocks], self.end()
+        content, end = [block_of(block) for block in self.answer.blocks], self.end()
         return {**self.head, "content": content, **end["delta"], "usage": end["usage"]}
 
     def end(self) -> dict[str, JsonObject]:
@@ -143,11 +145,24 @@ class MessageReply(Reply):
         return {"delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": counts}
 
 
-def block_of(part: str | Call) -> JsonObject:
-    """A block of an answer's content."""
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    return {"type": "tool_use", "id": part.id, "name": part.name, "input": part.values}
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "thought": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""Of each kind of block the type of what it grows by, and its field."""
+SIGNATURE = "none"
+"""In the place of a signature, which clients want to see: thoughts are taken back without a check."""
+
+
+def block_of(block: Block) -> JsonObject:
+    """A block of an answer's content, as far as it is."""
+    if block.kind == "thought":
+        return {"type": "thinking", "thinking": block.text, "signature": SIGNATURE if block.text else ""}
+    if block.call is None:
+        return {"type": "text", "text": block.text}
+    values = block.call.values if block.text else {}
+    return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": values}
 
 
 def add_anthropic(app: FastAPI, server: Server) -> None:

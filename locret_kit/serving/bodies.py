@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ..documents.document import Document
 from ..engine import Sampling
-from ..text.template import has_template, render_messages, takes
+from ..text.template import has_template, render_messages, takes, template_source
 from ..text.tokens import IdStream, TooManyTokens
 from .messages import JsonObject, Message, Part, ResponseFormat, TemplateMessage, Tool, call_of, form, nested
-from .tools import knows_tools, rewritten
+from .tools import rewritten
 
 REFUSED = ("functions", "function_call", "audio", "modalities")
 """Fields that change the answer and that this server does not have."""
@@ -149,12 +149,15 @@ class ChatBody(CompletionBody):
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     """The same, for a template that has it."""
     thinking: JsonObject | None = None
-    """Anthropic's switch, ``{"type": "disabled"}``: ``enable_thinking`` or ``thinking`` of a template that has it."""
+    """Anthropic's switch, ``{"type": "disabled"}``: ``enable_thinking`` or ``thinking`` of a template that has it; its
+    ``budget_tokens`` bound the thought, which the template's end mark then closes."""
     continue_final_message: bool = True
     """Whether an answer at the end is gone on with; otherwise it is answered."""
 
     @model_validator(mode="after")
     def _possible(self) -> ChatBody:
+        if nested(self.thinking, "budget_tokens") is not None and (self.thought_tokens or 0) < 1:
+            raise ValueError("thinking.budget_tokens must be an integer of at least 1")
         for call in (call for message in self.messages for call in message.tool_calls):
             call_of(call)
         known, choice, field = {tool.function.name for tool in self.tools}, self.tool_choice, "tool_choice"
@@ -174,6 +177,12 @@ class ChatBody(CompletionBody):
             raise ValueError("tool_choice needs tools")
         self.tools = [] if self.tool_choice == "none" else self.tools
         return self
+
+    @property
+    def thought_tokens(self) -> int | None:
+        """Tokens of the thought, at most; None where the body does not say."""
+        budget = nested(self.thinking, "budget_tokens")
+        return budget if isinstance(budget, int) else None
 
     @property
     def called(self) -> str | None:
@@ -203,11 +212,18 @@ class ChatBody(CompletionBody):
         return self.continue_final_message and last.role == "assistant" and bool(last.content) and not last.tool_calls
 
     def conversation(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[TemplateMessage], list[JsonObject]]:
-        """Messages and tools for the chat template."""
+        """Messages and tools for the chat template. Raises ValueError for a message that it would leave out."""
         messages = [message.rendered() for message in self.messages]
         if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
             messages.pop()  # the beginning of an answer, of which there is nothing yet
-        if knows_tools(tokenizer.chat_template):
+        template = template_source(tokenizer, tools=bool(self.tools))
+        if not any(name in template for name in ("thinking", "reasoning")):
+            for number, message in enumerate(self.messages):
+                if message.reasoning_content and not message.content and not message.tool_calls:
+                    raise ValueError(
+                        f"messages.{number}: the chat template has no place for a thought, and there is nothing else"
+                    )
+        if "tools" in template:
             return messages, [tool.model_dump() for tool in self.tools]
         return rewritten(messages, self.tools), []
 

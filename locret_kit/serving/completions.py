@@ -13,17 +13,22 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from transformers import PreTrainedTokenizerBase
 
+from ..answers.forms import AnswerForm, answer_form
+from ..answers.reader import Call, Event, Reader, joined
+from ..engine import Thought
 from ..policies.grammar import parse_policy
 from ..text.tokens import TooManyTokens, token_bytes
 from .answers import AnswerStream, Reply, Token
 from .bodies import ChatBody, TextBody
-from .constraint import Grammar, constraint, json_rule
+from .constraint import Grammar, after_thought, constraint, json_rule, speller
 from .engine_thread import EngineThread
-from .messages import TOO_LONG, JsonObject, Refused
+from .messages import TOO_LONG, JsonObject, Refused, tool_call
 from .request import ServerRequest
 from .state import Server
-from .tools import CallReader, call_rules, declared_by, form_of
+from .tools import call_rules
 
+NEAREST = 64
+"""Tokens at a prompt's end in which a thought may begin."""
 LEAST = -9999.0
 """Log-probability of a token that cannot be, as OpenAI has it: JSON has no infinity."""
 
@@ -58,15 +63,14 @@ class TextReply(Reply):
             return {**self.head, "object": self.chunk, "choices": [choice], **counts}
 
         for index, answer in enumerate(self.answers):
-            number = 0
             if self.chat:
                 yield event(index, {"role": "assistant", "content": ""})
             async for piece in answer.stream_pieces():
-                if piece.text or answer.request.top_logprobs is not None:
-                    yield event(index, {"content": piece.text}, piece.tokens)
-                for call in piece.calls:
-                    yield event(index, {"tool_calls": [{"index": number, **call.shown()}]})
-                    number += 1
+                tokens: Sequence[Token] | None = piece.tokens
+                empty: list[JsonObject] = [{"content": ""}] if answer.request.top_logprobs is not None else []
+                for delta in deltas(piece.events, answer.reader.calls) or empty:
+                    yield event(index, delta, tokens)
+                    tokens = None
             yield event(index, {}, None, answer.reason)
         if counts:
             yield {**self.head, "object": self.chunk, "choices": [], "usage": usage(self.answers, self.asked.n)}
@@ -74,13 +78,13 @@ class TextReply(Reply):
     def whole(self) -> JsonObject:
         choices = []
         for index, answer in enumerate(self.answers):
-            text = "".join(piece.text for piece in answer.pieces)
-            tokens = [token for piece in answer.pieces for token in piece.tokens]
-            message: JsonObject = {"role": "assistant", "content": text}
-            if calls := [call.shown() for piece in answer.pieces for call in piece.calls]:
+            parts = [(kind, text) for kind, text in joined(answer.events) if kind in ("text", "thought")]
+            text, thought = ("".join(text for kind, text in parts if kind == wanted) for wanted in ("text", "thought"))
+            message: JsonObject = {"role": "assistant", "content": text, **thought_fields(thought)}
+            if calls := [tool_call(call.id, call.name, call.arguments) for call in answer.reader.calls]:
                 message |= {"content": text.strip() or None, "tool_calls": calls}
             said: JsonObject = {"message": message} if self.chat else {"text": text}
-            choices.append(self.choice(index, said, tokens, answer.reason))
+            choices.append(self.choice(index, said, answer.tokens, answer.reason))
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage(self.answers, self.asked.n)}
 
 
@@ -88,6 +92,31 @@ class ChatReply(TextReply):
     """Completions of a chat."""
 
     chat, prefix, chunk, kind = True, "chatcmpl", "chat.completion.chunk", "chat.completion"
+
+
+def thought_fields(thought: str) -> JsonObject:
+    """A thought under both of its names."""
+    return {"reasoning_content": thought, "reasoning": thought} if thought else {}
+
+
+def deltas(events: Sequence[Event], calls: Sequence[Call]) -> list[JsonObject]:
+    """What a chunk says of each event; the beginning of a call has the arguments that came with it."""
+    said, newest = list[JsonObject](), None
+    for event in events:
+        if event.kind == "text":
+            said.append({"content": event.text})
+        elif event.kind == "thought":
+            said.append(thought_fields(event.text))
+        elif event.kind == "call" and event.call is not None:
+            newest = {"name": event.text, "arguments": ""}
+            call = {"index": calls.index(event.call), "id": event.call.id, "type": "function", "function": newest}
+            said.append({"tool_calls": [call]})
+        elif newest is not None:
+            newest["arguments"] += event.text
+        elif event.call is not None:
+            part = {"index": calls.index(event.call), "function": {"arguments": event.text}}
+            said.append({"tool_calls": [part]})
+    return said
 
 
 def logprobs_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[Token], *, chat: bool) -> JsonObject:
@@ -117,6 +146,7 @@ def usage(answers: Sequence[AnswerStream], n: int = 1) -> JsonObject:
     return {
         "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in requests[::n])},
+        "completion_tokens_details": {"reasoning_tokens": sum(answer.thought_tokens for answer in answers)},
         "locret": {"evictions": max(one.evictions for one in requests), "kept_rows": max(one.kept_rows for one in requests)},
     }  # fmt: skip
 
@@ -155,8 +185,10 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
             raise Refused(400, "repetition_penalty needs the document's text, which is not in its file")
         if engine.store is not None:
             engine.store.used(upload.id)
-    bound = server.limits.answer_tokens
+    bound, strict = server.limits.answer_tokens, server.limits.strict
     wanted = 512 if body.wanted_tokens is None else body.wanted_tokens
+    if strict and wanted > bound:
+        raise Refused(400, f"max_tokens={wanted} must be at most {bound}", "max_tokens")
     max_new_tokens = bound if wanted == -1 else min(wanted, bound)
     if body.best_of not in (None, body.n):
         raise Refused(400, f"best_of={body.best_of} must be n={body.n}: every answer is given", "best_of")
@@ -166,8 +198,6 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
         raise Refused(400, f"policy={str(body.policy)[:64]!r} is not allowed here; allowed: {allowed}")
     policy = None if body.policy is None else parse_policy(body.policy)
     settings = engine.session_settings(body.budget)
-    constrain, calls = await asyncio.to_thread(form_of_answer, engine, body)
-    sampling = replace(sampling, constrain=constrain)
     where, length = "messages" if isinstance(body, ChatBody) else "prompt", server.limits.prompt_tokens
     try:
         prompts = await asyncio.to_thread(body.ids, engine.tokenizer, document, length)
@@ -176,6 +206,11 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
         raise Refused(400, said, where, TOO_LONG) from None
     if not all(map(len, prompts)):
         raise Refused(400, "the prompt holds no tokens", where)
+    form = answer_form(engine.tokenizer, tools=bool(body.tools)) if isinstance(body, ChatBody) else AnswerForm()
+    begun = [isinstance(body, ChatBody) and begins_in_thought(engine.tokenizer, form, ids, body) for ids in prompts]
+    constrain, reader = await asyncio.to_thread(form_of_answer, engine, body, form, begun[0])
+    sampling = replace(sampling, constrain=constrain)
+    budget = body.thought_tokens if isinstance(body, ChatBody) and form.thinks else None
     shared_tokens = 0
     if document is None and engine.beginnings and isinstance(body, ChatBody):
         shared_tokens = await asyncio.to_thread(body.shared_tokens, engine.tokenizer, prompts[0])
@@ -189,28 +224,43 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
                 ids, max_new_tokens, sampling, (seed + i) % 2**32, top_logprobs=top_logprobs, owner=owner, document=document,
                 document_id=body.document_id or "", settings=settings, policy=policy, shared_tokens=shared_tokens,
                 prompt_logprobs=echoes and top_logprobs is not None, parks=max_new_tokens > 0,
+                thought=None if budget is None else Thought(engine.tokenizer, opened=thinks, max_tokens=budget, apart=False),
             ),
-            body.stops, echoes=echoes, calls=calls() if calls is not None else None,
+            body.stops, reader(thinks=thinks), echoes=echoes,
         )
-        for ids in prompts for i in range(body.n)
+        for ids, thinks in zip(prompts, begun, strict=True) for i in range(body.n)
     ]  # fmt: skip
     engine.submit(*(answer.request for answer in answers))
     return answers
 
 
+def begins_in_thought(tokenizer: PreTrainedTokenizerBase, form: AnswerForm, ids: Sequence[int], body: ChatBody) -> bool:
+    """Whether an answer begins in a thought, which the chat template or the answer that is gone on with began."""
+    last = body.messages[-1].content if body.continued else str(tokenizer.decode(list(ids[-NEAREST:])))
+    return form.thinks and not form.anywhere and form.opened(last, continued=body.continued)
+
+
 def form_of_answer(
-    engine: EngineThread, body: ChatBody | TextBody
-) -> tuple[Callable[[], Grammar] | None, Callable[[], CallReader] | None]:
-    """The constraint of an answer's tokens, and the reader of its calls; None for neither. An answer of a schema that need not
-    call a tool may do so. Raises HTTPException 400."""
-    form, declared = form_of(engine.tokenizer.chat_template), declared_by(engine.tokenizer)
-    form = "declared" if declared is not None and form in ("list", "object") else form
-    schema = None if body.response_format is None else body.response_format.schema_of_answer
-    rules, calls = [] if schema is None else [json_rule(schema)], None
+    engine: EngineThread, body: ChatBody | TextBody, form: AnswerForm, thinks: bool
+) -> tuple[Callable[[], Grammar] | None, Callable[..., Reader]]:
+    """The constraint of an answer's tokens, None for none, and its reader. An answer of a schema that need not call a tool may do
+    so. Raises HTTPException 400."""
+    tokenizer, schema = (
+        engine.tokenizer,
+        None if body.response_format is None else body.response_format.schema_of_answer,
+    )
+    rules, reader, spell = (
+        [] if schema is None else [json_rule(schema)],
+        partial(Reader, form),
+        speller(engine.tokenizer),
+    )
     if isinstance(body, ChatBody) and body.tools:
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
         if body.must_call or rules:
             called = tools if body.called is None else {body.called: tools[body.called]}
-            rules = [*(() if body.must_call else rules), *call_rules(called, form)]
-        calls = partial(CallReader, form, tools, parallel=body.parallel_tool_calls, declared=declared)
-    return constraint(engine.tokenizer, engine.stop_ids, rules) if rules else None, calls
+            name = "args" if form.calls.name == "list" and "[ARGS]" in tokenizer.get_added_vocab() else form.calls.name
+            rules = [*(() if body.must_call else rules), *call_rules(called, name, spell)]
+        reader = partial(Reader, form, tools, parallel=body.parallel_tool_calls)
+    if rules and form.words is not None:
+        rules = after_thought(rules, form.words, thinks, spell)
+    return constraint(tokenizer, engine.stop_ids, rules) if rules else None, reader

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -21,11 +22,8 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 """Blanks between the parts of JSON: one way, so that no answer is a row of blanks."""
 
 
-TEXTS = """
-xml_text[suffix="\\n</parameter>\\n"]: /(?s:.*)/
-pairs_text[suffix="</arg_value>\\n"]: /(?s:.*)/
-"""
-"""Rules of texts that end with the end of a tag."""
+Spell = Callable[[str], str]
+"""How a text stands in a grammar."""
 DIGITS = 40
 """Digits of a number in a row, at most: JSON has no bound, and small models find no end."""
 
@@ -59,12 +57,45 @@ class Grammar:
         self._row = self._row + self._digits[token] if token in self._digits else 0
 
 
-def json_rule(schema: Mapping[str, object], before: Sequence[str] = (), after: Sequence[str] = ()) -> str:
+def speller(tokenizer: PreTrainedTokenizerBase) -> Spell:
+    """How texts stand in a grammar: added tokens by their ids, as the model writes them, and the rest as it is."""
+    tokens = {text: token for text, token in tokenizer.get_added_vocab().items() if text.strip()}
+    cut = re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'})")
+
+    def spell(text: str) -> str:
+        parts = [part for part in cut.split(text) if part]
+        return " ".join(f"<[{tokens[part]}]>" if part in tokens else json.dumps(part) for part in parts) or '""'
+
+    return spell
+
+
+def up_to(name: str, end: str, spell: Spell = json.dumps) -> str:
+    """The rule, of this name, of any text with this end."""
+    spelt = spell(end)
+    if spelt.startswith("<["):
+        return f"{name}: /(?s:.*)/ {spelt}"
+    return f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/"
+
+
+def after_thought(rules: Sequence[str], words: tuple[str, str], thinks: bool, spell: Spell) -> list[str]:
+    """The rules of an answer that may think before it follows one of ``rules``.
+
+    Args:
+        words: beginning and end of a thought. thinks: whether it has begun.
+    """
+    thought = 'thought ("\\n" | "\\n\\n")?'
+    begin = thought if thinks else f"({spell(words[0])} {thought})?"
+    return [f"{begin} ({' | '.join(rules)})\n{up_to('thought', words[1], spell)}"]
+
+
+def json_rule(
+    schema: Mapping[str, object], before: Iterable[str] = (), after: Iterable[str] = (), spell: Spell = json.dumps
+) -> str:
     """The rule of JSON of a schema, between other texts, in pieces. Where these are JSON too, each piece is one of its tokens:
     llguidance tells rules apart by whole tokens.
     """
     value = f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}"
-    return " ".join([*map(json.dumps, before), value, *map(json.dumps, after)])
+    return " ".join([*map(spell, before), value, *map(spell, after)])
 
 
 def constraint(tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], rules: Sequence[str]) -> Callable[[], Grammar]:
@@ -78,8 +109,10 @@ def constraint(tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], rules: 
     except ImportError:
         raise HTTPException(400, f"answers by a grammar need llguidance: {install_line('serve')}") from None
 
+    spell = speller(tokenizer)
+    texts = "\n".join(["", up_to("xml_text", "\n</parameter>\n"), up_to("pairs_text", "</arg_value>\n", spell), ""])
     try:
-        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(rules) + TEXTS)
+        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(rules) + texts)
         first = LLMatcher(_tokenizer(tokenizer, stop), grammar, log_level=0)
         if first.is_error():
             raise ValueError(first.get_error())

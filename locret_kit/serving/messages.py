@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field, ValidationError, WrapValidator, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, Field, ValidationError, WrapValidator, field_validator, model_validator
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..naming import first_line
@@ -84,6 +84,7 @@ class TemplateMessage(TypedDict, total=False):
     role: str
     content: str
     tool_calls: list[JsonObject]
+    reasoning_content: str
     tool_call_id: str
     name: str
 
@@ -94,6 +95,10 @@ class Message(Part):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str = ""
     tool_calls: list[JsonObject] = Field(default_factory=list)
+    reasoning_content: Annotated[str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))] = (
+        None
+    )
+    """An earlier answer's thought."""
     tool_call_id: str | None = None
     name: str | None = None
 

@@ -246,10 +246,21 @@ const attempt = async (work) => {
 
 let running = null; // the AbortController of the answer that is written
 
-// A turn: {role, content, figures, error}. The last two are for people alone.
+// A turn: {role, content, thought, figures, error}. The last three are for people alone.
+const fold = (box, turn) => {
+  if (!turn.thought) return;
+  const folded = box.querySelector("details") ?? make("details", undefined, { className: "thought" });
+  if (!folded.parentNode) {
+    folded.append(make("summary"), make("div"));
+    box.querySelector(".who").after(folded);
+  }
+  folded.firstChild.textContent = `Thought \u00b7 ${number(turn.thought.trim().split(/\s+/).length)} words`;
+  folded.lastChild.textContent = turn.thought;
+};
 const node = (turn) => {
   const box = make("article", undefined, { className: `turn ${turn.role}` });
   box.append(make("div", turn.role === "user" ? "You" : "Answer", { className: "who" }), make("p", turn.content));
+  fold(box, turn);
   if (turn.error) box.append(make("div", turn.error, { className: "bad" }));
   if (turn.figures) box.append(make("div", turn.figures, { className: "figures" }));
   return box;
@@ -308,14 +319,18 @@ const ask = async (question) => {
       if (event.usage) usage = event.usage;
       const [part] = event.choices;
       reason = part?.finish_reason ?? reason;
-      if (!part?.delta.content) continue;
+      const { content = "", reasoning_content: thought = "" } = part?.delta ?? {};
+      if (!content && !thought) continue;
       first ??= since();
-      turn.content += part.delta.content;
+      turn.content += content ?? "";
+      turn.thought = (turn.thought ?? "") + (thought ?? "");
+      fold(box, turn);
       const low = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 40;
       text.textContent = turn.content;
       if (low) $("log").scrollTop = $("log").scrollHeight;
     }
-    turn.figures = figures(usage, since(), first ?? since()) + (reason === "length" ? " \u00b7 cut off by its limit" : "");
+    const cut = turn.thought && !turn.content ? "its limit ended the thought: raise it" : "cut off by its limit";
+    turn.figures = figures(usage, since(), first ?? since()) + (reason === "length" ? ` \u00b7 ${cut}` : "");
   } catch (error) {
     if (error.name === "AbortError") turn.figures = "stopped";
     else turn.error = error.message;

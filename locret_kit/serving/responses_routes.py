@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import count
 
 from fastapi import FastAPI, Request
@@ -17,9 +17,8 @@ from ..naming import first_line
 from .answers import AnswerStream, Reply
 from .bodies import ChatBody
 from .completions import begin, usage
-from .messages import RESPONSES, JsonObject, checked, fields_of, tool_call
+from .messages import RESPONSES, JsonObject, checked, fields_of, nested, tool_call
 from .state import Server
-from .tools import Call
 
 NOT_HERE = {
     "previous_response_id": "nothing is stored here: send the whole conversation as input",
@@ -77,23 +76,32 @@ def chat_fields(body: JsonObject) -> JsonObject:
 
 def messages_of(items: list[object]) -> list[JsonObject]:
     """Messages of a chat completion; calls of one answer stand in one message. Raises ValueError for items of other types."""
-    made, calls = list[JsonObject](), list[JsonObject]()
+    made, calls, thought = list[JsonObject](), list[JsonObject](), ""
     for number, item in enumerate(items):
         if not isinstance(item, dict):
             raise ValueError(f"input.{number}: must be an object")
         kind = item.get("type") or "message"
+        if kind == "reasoning":
+            parts = item.get("content") or item.get("summary")
+            texts = [nested(part, "text") for part in parts] if isinstance(parts, list) else []
+            thought += "".join(text for text in texts if isinstance(text, str))
+            calls = []
+            continue
         if kind == "message":
             calls = []
             made.append({"role": item.get("role"), "content": item.get("content"), "tool_calls": calls})
         elif kind == "function_call":
-            if not made or made[-1]["role"] != "assistant":
+            if thought or not made or made[-1]["role"] != "assistant":
                 calls = []
                 made.append({"role": "assistant", "tool_calls": calls})
             calls.append(tool_call(item.get("call_id"), item.get("name"), item.get("arguments")))
         elif kind == "function_call_output":
             made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
-        elif kind != "reasoning":
+        else:
             raise ValueError(f"input.{number}: type {str(kind)[:40]!r} is not supported")
+        if thought and made[-1]["role"] == "assistant":
+            made[-1]["reasoning_content"] = thought
+        thought = ""
     return made
 
 
@@ -118,10 +126,17 @@ class ResponseReply(Reply):
     def items(self) -> list[JsonObject]:
         """The output; where the answer was cut, its last item is incomplete."""
         items = list[JsonObject]()
-        for name, part in zip(self.names, self.answer.blocks, strict=True):
-            item: JsonObject = {"type": "message", "role": "assistant", "content": [text_part(str(part))]}
-            if isinstance(part, Call):
-                item = {"type": "function_call", "call_id": part.id, "name": part.name, "arguments": part.arguments}
+        for name, block in zip(self.names, self.answer.blocks, strict=True):
+            item: JsonObject = {"type": "message", "role": "assistant", "content": [text_part(block.text)]}
+            if block.kind == "thought":
+                item = {"type": "reasoning", "summary": [], "content": [thought_part(block.text)]}
+            elif block.call is not None:
+                item = {
+                    "type": "function_call",
+                    "call_id": block.call.id,
+                    "name": block.call.name,
+                    "arguments": block.text,
+                }
             items.append({"id": name, "status": "completed"} | item)
         if items and self.answer.reason == "length":
             items[-1]["status"] = "incomplete"
@@ -132,30 +147,25 @@ class ResponseReply(Reply):
         try:
             yield event("created", response=self.head)
             yield event("in_progress", response=self.head)
-            async for step, index, part in self.answer.stream_blocks():
-                text = isinstance(part, str)
+            async for step, block, piece in self.answer.stream_blocks():
+                short, empty, part, delta, done = KINDS[block.kind]
                 if step == "begin":
-                    self.names.append(f"{'msg' if text else 'fc'}_{secrets.token_hex(12)}")
-                    empty: JsonObject = {"content": []} if text else {"arguments": ""}
-                    item = {**self.items()[index], "status": "in_progress", **empty}
-                    yield event("output_item.added", output_index=index, item=item)
-                place: JsonObject = {"item_id": self.names[index], "output_index": index}
-                if text:
-                    place["content_index"] = 0
-                match step, part:
-                    case "begin", str():
-                        yield event("content_part.added", **place, part=text_part(""))
-                    case "grow", str():
-                        yield event("output_text.delta", **place, delta=part, logprobs=[])
-                    case "grow", Call():
-                        yield event("function_call_arguments.delta", **place, delta=part.arguments)
-                    case "end", str():
-                        yield event("output_text.done", **place, text=part, logprobs=[])
-                        yield event("content_part.done", **place, part=text_part(part))
-                    case "end", Call():
-                        yield event("function_call_arguments.done", **place, name=part.name, arguments=part.arguments)
-                if step == "end":
-                    yield event("output_item.done", output_index=index, item=self.items()[index])
+                    self.names.append(f"{short}_{secrets.token_hex(12)}")
+                    item = {**self.items()[-1], "status": "in_progress", **empty}
+                    yield event("output_item.added", output_index=block.index, item=item)
+                place: JsonObject = {"item_id": self.names[block.index], "output_index": block.index}
+                place |= {} if part is None else {"content_index": 0}
+                more: JsonObject = {"logprobs": []} if block.kind == "text" else {}
+                if step == "grow":
+                    yield event(f"{delta}.delta", **place, delta=piece, **more)
+                elif step == "begin" and part is not None:
+                    yield event("content_part.added", **place, part=part(""))
+                elif step == "end":
+                    more |= {} if block.call is None else {"name": block.call.name}
+                    yield event(f"{delta}.done", **place, **{done: block.text}, **more)
+                    if part is not None:
+                        yield event("content_part.done", **place, part=part(block.text))
+                    yield event("output_item.done", output_index=block.index, item=self.items()[block.index])
             end = self.whole()
             yield event(str(end["status"]), response=end)
         finally:  # also where the client leaves before the end
@@ -170,7 +180,7 @@ class ResponseReply(Reply):
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "output": self.items(),
             "usage": {
                 "input_tokens": tokens["prompt_tokens"], "output_tokens": tokens["completion_tokens"],
-                "total_tokens": tokens["total_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": tokens["total_tokens"], "output_tokens_details": tokens["completion_tokens_details"],
                 "input_tokens_details": cached, "locret": tokens["locret"],
             },
         }  # fmt: skip
@@ -184,6 +194,19 @@ class ResponseReply(Reply):
 def text_part(text: str) -> JsonObject:
     """The content of a message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def thought_part(text: str) -> JsonObject:
+    """The content of a thought."""
+    return {"type": "reasoning_text", "text": text}
+
+
+KINDS: dict[str, tuple[str, JsonObject, Callable[[str], JsonObject] | None, str, str]] = {
+    "text": ("msg", {"content": []}, text_part, "output_text", "text"),
+    "thought": ("rs", {"content": []}, thought_part, "reasoning_text", "text"),
+    "call": ("fc", {"arguments": ""}, None, "function_call_arguments", "arguments"),
+}
+"""Of each kind of item the beginning of its name, what it begins as, its content, and words of its events."""
 
 
 def add_responses(app: FastAPI, server: Server) -> None:

@@ -122,6 +122,8 @@ class Limits:
     """Documents in memory, of all owners."""
     body_seconds: float = 60.0
     """From the first byte of a JSON body to its last."""
+    strict: bool = False
+    """Whether a request for more tokens than ``answer_tokens`` is refused."""
     upload_seconds: float = 600.0
 
 

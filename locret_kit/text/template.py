@@ -187,9 +187,34 @@ def takes(tokenizer, name: str) -> bool:
     return has_template(tokenizer) and name in compiled(tokenizer.get_chat_template())[1]
 
 
+SWITCHES = ("enable_thinking", "thinking")
+"""Arguments by which chat templates leave thoughts out."""
+
+
+def thinking_arguments(tokenizer, think: bool | None, effort: str | None) -> dict[str, object]:
+    """The template's arguments for answers with thoughts or without, and with so much effort.
+
+    Raises:
+        ValueError: the template has none.
+    """
+    made: dict[str, object] = {}
+    for name, value, arguments in (("think", think, SWITCHES), ("reasoning_effort", effort, ("reasoning_effort",))):
+        if value is not None:
+            known = next((one for one in arguments if takes(tokenizer, one)), None)
+            if known is None:
+                raise ValueError(f"{name}={value}: the model's chat template has no {' or '.join(arguments)}")
+            made[known] = value
+    return made
+
+
 def has_template(tokenizer) -> bool:
     """Whether the tokenizer has a chat template."""
     return getattr(tokenizer, "chat_template", None) is not None
+
+
+def template_source(tokenizer, *, tools: bool = False) -> str:
+    """The chat template's source, of several the one for a prompt with or without tools; '' where there is none."""
+    return str(tokenizer.get_chat_template(tools=[{}] if tools else None)) if has_template(tokenizer) else ""
 
 
 def render(tokenizer, messages: Objects, generation: bool = False, **more) -> str:

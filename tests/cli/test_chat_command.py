@@ -238,3 +238,27 @@ def test_a_talk_in_a_terminal(backbone, tmp_path):
         window.until("status 0")
     lines = history.read_text()
     assert "+/undo" in lines and "+Who came in?" in lines and stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+def test_thoughts_are_folded_bounded_and_switched(backbone, command, tmp_path):
+    folder = tmp_path / "thinking"
+    AutoModelForCausalLM.from_pretrained(backbone).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(backbone)
+    switch = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+    tokenizer.chat_template += f"{{% if add_generation_prompt %}}{switch}{{% endif %}}"
+    tokenizer.save_pretrained(folder)
+
+    def run(*words: str, said: str = "What is it?\n/thought\n") -> tuple[int, str, str]:
+        given = ["--model", str(folder), "--policy", "h2o", *SETTINGS, "--max-new-tokens", "6"]
+        return command(main, *given, *words, stdin=said)
+
+    status, out, err = run("--max-thought-tokens", "4")
+    assert status == 0 and out.strip() and "think" not in out
+    lines = err.splitlines()
+    assert any(line.startswith("thought: ") and line.endswith(" words") for line in lines)
+    assert any("closed after max_thought_tokens=4: --max-thought-tokens N" in line for line in lines)
+    assert lines[-1] != "the last answer has no thought"
+    status, out, err = run("--no-think", said="What is it?\n")
+    assert status == 0 and "thought:" not in err and out.strip()
+    status, _, err = run("--reasoning-effort", "low")
+    assert status == 1 and "reasoning_effort=low: the model's chat template has no reasoning_effort" in err

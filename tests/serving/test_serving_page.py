@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import httpx
 import pytest
 from browser import BROWSER, BROWSERS, browsing
+from families import chatml
 from http_bodies import bearer, chat, until, user
 from read_texts import text_of
-from served import KEYS, LIMITS, serving, slowly
+from served import KEYS, LIMITS, Dictated, serving, slowly
 
+from locret_kit.serving import completions
 from locret_kit.serving.request import Busy
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} to look with")
@@ -122,6 +126,29 @@ def test_stop_keeps_what_was_written(tab, url, engine):
     tab.wait("document.querySelector('#stop').hidden && document.activeElement.id === 'question'")
     until(lambda: not engine.running)
     assert tab.said == []
+
+
+def test_a_thought_is_folded(tab, url, engine, monkeypatch):
+    """Also where the limit ends it: then no answer is there, and the page says what to do."""
+    tokenizer = deepcopy(engine.tokenizer)
+    tokenizer.chat_template = chatml("<think></think>", "<think>\n")
+    end = tokenizer("</think>It is 7 m.", add_special_tokens=False).input_ids
+    ids = tokenizer("The rope is wet.", add_special_tokens=False).input_ids + end
+    form_of_answer = completions.form_of_answer
+    monkeypatch.setattr(engine, "tokenizer", tokenizer)
+    monkeypatch.setattr(
+        completions, "form_of_answer", lambda *given: (partial(Dictated, ids), form_of_answer(*given)[1])
+    )
+    tab.open(url)
+    tab.wait("document.querySelector('#model').textContent === 'tiny'")
+    tab.evaluate(f"document.querySelector('#max').value = {len(ids)}")
+    ask(tab, "How deep?")
+    assert tab.text(".turn.assistant p") == "It is 7 m." and tab.text(".thought summary") == "Thought \u00b7 4 words"
+    assert not tab.evaluate("document.querySelector('.thought').open")
+    tab.click(".thought summary")
+    assert tab.text(".thought div") == "The rope is wet."
+    tab.evaluate("document.querySelector('#max').value = 3")
+    assert "its limit ended the thought: raise it" in ask(tab, "And here?")
 
 
 def test_errors_are_said_in_words(tab, url, engine, monkeypatch, tmp_path):

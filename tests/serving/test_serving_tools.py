@@ -10,20 +10,21 @@ from functools import partial
 import anthropic
 import httpx
 import pytest
-import torch
 from http_bodies import CHAT_TOOL, NOW, user
 from hypothesis import given
 from hypothesis import strategies as st
 from read_texts import parts
 from real_templates import real_tokenizer
-from served import KEYS, LIMITS, serving
+from served import KEYS, LIMITS, Dictated, serving
 from tokenizers import AddedToken
 
+from locret_kit.answers.forms import CALLS, UNKNOWN, AnswerForm, answer_form, call_form
+from locret_kit.answers.reader import Call, Reader
 from locret_kit.serving import completions
 from locret_kit.serving.answers import AnswerStream
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.constraint import constraint, json_rule
-from locret_kit.serving.tools import Call, CallReader, call_rules, declared_by, form_of, knows_tools, rewritten
+from locret_kit.serving.tools import call_rules, rewritten
 from locret_kit.text.template import render_messages
 
 TOOLS = [CHAT_TOOL, NOW]
@@ -40,21 +41,27 @@ def url(engine):
         yield address
 
 
-def read(reader: CallReader, text: str, cuts: list[int]) -> tuple[str, list[Call]]:
+def reader(form: str, tools, **given) -> Reader:
+    """A reader of calls in a form."""
+    return Reader(AnswerForm(calls=CALLS[form]), tools, **given)
+
+
+def read(reader: Reader, text: str, cuts: list[int], **end) -> tuple[str, list[Call]]:
     """An answer that comes in pieces."""
-    said, calls, at = "", [], 0
-    for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
-        shown, new = reader.feed(text[at:end])
-        said, calls, at = said + shown, calls + new, end
-    shown, new = reader.feed("", final=True)
-    return said + shown, calls + new
+    events, at = [], 0
+    for place in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
+        events, at = events + reader.feed(text[at:place]), place
+    events += reader.end(**end)
+    for call in reader.calls:
+        assert call.arguments == "".join(one.text for one in events if one.kind == "arguments" and one.call is call)
+    return "".join(one.text for one in events if one.kind == "text"), reader.calls
 
 
 @pytest.mark.parametrize("form", FORMS)
 @given(cuts=st.lists(st.integers(0, 200), max_size=8))
 def test_calls_are_read_in_whatever_pieces_they_come(form, cuts):
     text, times = FORMS[form]
-    said, calls = read(CallReader(form, ["depth", "now"]), "\n".join([text] * times), cuts)
+    said, calls = read(reader(form, ["depth", "now"]), "\n".join([text] * times), cuts)
     assert said.strip() == "" and [call.name for call in calls] == ["depth"] * times
     assert all(json.loads(call.arguments) == {"name": "north", "tide": True} for call in calls)
     assert len({call.id for call in calls}) == times
@@ -69,21 +76,8 @@ def test_one_call_alone_where_calls_are_not_parallel(cuts):
         ("tags", f"<tool_call>[{now}, {now}]</tool_call>", ""), ("list", f"[TOOL_CALLS] [{now}, {now}]", ""),
         ("object", f"[{now}, {now}]", ""),
     ]:  # fmt: skip
-        said, calls = read(CallReader(form, ["now"], parallel=False), text, cuts)
+        said, calls = read(reader(form, ["now"], parallel=False), text, cuts)
         assert said == before and [call.name for call in calls] == ["now"]
-
-
-class Dictated:
-    """A constraint that lets an answer be these tokens alone."""
-
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = list(ids)
-
-    def allowed(self, vocabulary: int) -> torch.Tensor:
-        return torch.arange(vocabulary) == self.ids[0]
-
-    def take(self, token: int) -> None:
-        self.ids.pop(0)
 
 
 NOW = '<tool_call>{"name": "now"}</tool_call>'
@@ -147,7 +141,7 @@ def test_what_is_no_call_is_text(cuts):
         ("list", "[1] or {2}"), ("object", '{"name": "depth"'), ("list", ""),
         ("tags", '<tool_call>{"name": []}</tool_call>'), ("object", '{"name": {}}'), ("list", "[[], null]"),
     ]:  # fmt: skip
-        assert read(CallReader(form, ["depth"]), text, cuts) == (text, [])
+        assert read(reader(form, ["depth"]), text, cuts) == (text, [])
 
 
 TYPED = {
@@ -195,15 +189,14 @@ OWN = {
 def test_forms_of_other_families(form, cuts):
     """Of Qwen3-Coder and Qwen 3.5, GLM 4.5, Gemma 4."""
     mark, call, empty, wrong = OWN[form]
-    assert form_of("{{ tools }}<tool_call>" * (form != "gemma") + f"{{{{ tools }}}}{mark}") == form
-    reader = CallReader(form, {"weather": TYPED, "now": {}})
-    said, calls = read(reader, f"I < look.{call}\n{empty}", cuts)
+    assert call_form("{{ tools }}<tool_call>" * (form != "gemma") + f"{{{{ tools }}}}{mark}") == CALLS[form]
+    said, calls = read(reader(form, {"weather": TYPED, "now": {}}), f"I < look.{call}\n{empty}", cuts)
     assert said.strip() == "I < look."
     assert [(one.name, json.loads(one.arguments)) for one in calls] == [("weather", TYPES), ("now", {})]
-    one = CallReader(form, ["now"], parallel=False)
+    one = reader(form, ["now"], parallel=False)
     assert [call.name for call in read(one, f"{empty} {empty} more", cuts)[1]] == ["now"] and one.ended
     for text in wrong:
-        assert read(CallReader(form, ["now"]), text, cuts) == (text, [])
+        assert read(reader(form, ["now"]), text, cuts) == (text, [])
 
 
 A, B = ("w", {"text": "a"}), ("w", {"n": "a"})
@@ -239,7 +232,7 @@ LOOSE = {"$defs": {"I": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/I"}]}}
 @pytest.mark.parametrize(("text", "shown", "calls"), FAULTS)
 @given(cuts=st.lists(st.integers(0, 300), max_size=9))
 def test_calls_as_models_write_them(text, shown, calls, cuts):
-    said, made = read(CallReader("xml", {"w": LOOSE}), text, cuts)
+    said, made = read(reader("xml", {"w": LOOSE}), text, cuts)
     assert (said, [(one.name, json.loads(one.arguments)) for one in made]) == (shown, calls)
 
 
@@ -247,9 +240,8 @@ def test_an_answer_that_is_cut_off_calls_nothing():
     pair = "<tool_call>w<arg_key>text</arg_key><arg_value>a</arg_value>"
     for form, text in (("xml", f"<tool_call>{HALF}"), ("pairs", pair)):
         for cut in (True, False):
-            reader = CallReader(form, {"w": LOOSE})
-            shown = reader.feed(text)[0] + reader.feed("", final=True, cut=cut)[0]
-            assert (shown, len(reader.calls)) == ((text, 0) if cut else ("", 1))
+            shown, calls = read(reader(form, {"w": LOOSE}), text, [], cut=cut)
+            assert (shown, len(calls)) == ((text, 0) if cut else ("", 1))
 
 
 @given(cuts=st.lists(st.integers(0, 60), max_size=5))
@@ -258,10 +250,11 @@ def test_a_form_that_a_tokenizer_declares(cuts):
     field["transform"] = {"function": "{content}"}
     tokenizer = copy(real_tokenizer("smollm2"))
     tokenizer.response_template = {"start_anchor": "a", "fields": {"tool_calls": field}}
-    assert declared_by(tokenizer) is None
+    assert answer_form(tokenizer).calls == CALLS["tags"]
     tokenizer.chat_template = "{{ tools }}"
-    reader = CallReader("object", ["now"], declared=declared_by(tokenizer))
-    said, calls = read(reader, 'I <<{"name": "now", "arguments": {"a": "ü"}}>> <<{>> [[', cuts)
+    said, calls = read(
+        Reader(answer_form(tokenizer), ["now"]), 'I <<{"name": "now", "arguments": {"a": "ü"}}>> <<{>> [[', cuts
+    )
     ((name, arguments),) = [(call.name, json.loads(call.arguments)) for call in calls]
     assert (said, name, arguments) == ("I  <<{>> [[", "now", {"a": "ü"})
 
@@ -325,9 +318,9 @@ def spoken(take, ids: list[int]):
 
 
 def test_forms_of_templates():
-    assert form_of(None) == form_of("{{ messages }}") == "tags" and not knows_tools("{{ messages }}")
-    assert form_of("{{ tools }}<tool_call>") == "tags"
-    assert form_of("{{ tools }}[TOOL_CALLS]") == "list" and form_of("{{ tools }}") == "object"
+    for template, form in (("", "tags"), ("{{ messages }}", "tags"), ("{{ tools }}[TOOL_CALLS]", "list")):
+        assert call_form(template) == CALLS[form]
+    assert call_form("{{ tools }}<tool_call>") == CALLS["tags"] and call_form("{{ tools }}") == UNKNOWN
 
 
 CONVERSATION = [
@@ -363,7 +356,7 @@ def test_another_template_is_told_in_words():
     messages, tools = body.conversation(real_tokenizer("smollm2"))
     assert tools == [] and [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
     assert messages[0]["content"].startswith("Be brief.\n\n") and '"How deep a harbour is"' in messages[0]["content"]
-    assert read(CallReader("tags", ["depth"]), messages[2]["content"], [])[1][0].name == "depth"
+    assert read(reader("tags", ["depth"]), messages[2]["content"], [])[1][0].name == "depth"
     assert rewritten(user("a"), []) == user("a")
     none = ChatBody.model_validate({"messages": user("a"), "tools": TOOLS, "tool_choice": "none"})
     assert none.conversation(real_tokenizer("smollm2")) == (user("a"), [])

@@ -13,6 +13,7 @@ FLOORS = (
     {"files", "cis"},
     {"settings", "hub"},
     {"backbones", "text"},
+    {"answers"},
     {"samples"},
     {"heads"},
     {"policies"},

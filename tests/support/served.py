@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import uvicorn
 from read_texts import parts
 from strangers import tokens
@@ -44,6 +45,19 @@ def running_engine(kind: type[EngineThread] = EngineThread, **sizes: Any) -> Ite
         yield made
     finally:
         made.stop()
+
+
+class Dictated:
+    """A constraint that lets an answer be these tokens alone."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = list(ids)
+
+    def allowed(self, vocabulary: int) -> torch.Tensor:
+        return torch.arange(vocabulary) == self.ids[0]
+
+    def take(self, token: int) -> None:
+        self.ids.pop(0)
 
 
 def ask(engine: EngineThread, owner: str, ids: array[int], **given: object) -> ServerRequest:

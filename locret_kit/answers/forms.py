@@ -1,0 +1,216 @@
+"""Forms of answers: the marks of thoughts, channels and calls, as a tokenizer and its chat template spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import regex
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from ..text.template import template_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TAGS = "<tool_call>|<seed:tool_call>|<minimax:tool_call>"
+NEVER = "(?!)"
+"""A pattern that nothing has."""
+PAIR = regex.compile(r"(?P<a>[<\[◁])/(?P<word>(?:\w+:)?(?:think|thought|reason)\w*)(?P<b>[>\]▷])", regex.IGNORECASE)
+"""End of a thought, whose beginning is the same without the stroke."""
+PHRASES = {
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought\n": "<channel|>",
+    "Here is my thought process:": "Here is my response:",
+}
+"""Beginnings and ends of thoughts that are spelt otherwise."""
+ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+"""The same, where answers have channels."""
+DECLARED = ("thinking", "reasoning_content", "reasoning")
+"""Names of thoughts in response templates of transformers."""
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How an answer calls tools.
+
+    Attributes:
+        name: of the form. marks: what chat templates say, of which one, whose models write it.
+        open, close: patterns of what calls stand between.
+        head, tail: patterns of a call up to the brace of its JSON arguments, with its ``name``, and of what follows them.
+        call: the pattern of one whose parameters have tags of their own.
+        field: a field of a response template of transformers, by which others are read that are no JSON.
+        bare: whether JSON that is the whole answer is a call too.
+        sections: pattern of what stands around calls and is no text.
+    """
+
+    name: str
+    marks: tuple[str, ...] = ()
+    open: str = NEVER
+    close: str = NEVER
+    head: str = ""
+    tail: str = ""
+    call: str = ""
+    field: Mapping[str, object] | None = None
+    bare: bool = False
+    sections: str = ""
+
+
+def _json(name: str, mark: str, close: str) -> CallForm:
+    """Calls of JSON objects with a name, between marks."""
+    open_, end = regex.escape(mark), "|".join(map(regex.escape, close.split()))
+    head = rf'(?:{open_})\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<args>\{{)'
+    return CallForm(name, (mark,), open_, end, head, rf"\s*\}}+\s*(?:{end})")
+
+
+CHANNEL = r"(?:<\|start\|>assistant)?"
+DEEPSEEK = [
+    f"<\uff5ctool\u2581{word}\uff5c>"
+    for word in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
+]
+FORMS = (
+    CallForm(
+        "channels", ("<|channel|>",),
+        rf"{CHANNEL} ?to=functions\.[^\s<]+\s*<\|channel\|>|{CHANNEL}<\|channel\|>\w+ to=functions\.", r"<\|call\|>",
+        rf"{CHANNEL}(?: ?to=functions\.(?P<name>[^\s<]+))?\s*<\|channel\|>\w+(?: to=functions\.(?P<name>[^\s<]+))?"
+        r"[^<{]*(?:<\|constrain\|>[^<{]*)?<\|message\|>\s*(?P<args>\{)", r"\s*(?:<\|call\|>|<\|end\|>)",
+        sections=r"<\|start\|>assistant|<\|channel\|>[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>|"
+        r"<\|end\|>|<\|return\|>|<\|call\|>",
+    ),
+    CallForm(
+        "xml", ("<function=", "<invoke name="), f"{TAGS}|<function=|<invoke name=",
+        ENDS := f"(?:{TAGS.replace('<', '</')})",
+        call=rf"""(?:(?:{TAGS})\s*)?<(?:function|invoke name)="?(?P<name>[^">\n]+)"?>\s*"""
+        r"""(?:(?><parameter(?: name)?="?(?P<key>[^">\n]+)"?>\n?(?P<value>.*?)\n?(?:</parameter>(?=\s*(?:<parameter|</|\Z))"""
+        r"""|(?=\n<parameter(?: name)?="?(?:KEYS)"?>|</(?:function|invoke)>\s*(?:</\S*tool|\Z)))\s*))*+"""
+        rf"""(?:</(?:function|invoke)>\s*{ENDS}?|(?<=</parameter>\s*)(?:{ENDS}|\Z))""",
+    ),
+    CallForm(
+        "pairs", ("<arg_key>",), OPEN, CLOSE,
+        call=r"<tool_call>\s*(?P<name>[^\s<{\[]+)\s*(?:(?><arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+        r"(?=\s*(?:<arg_key>|</tool|\Z))\s*))*+(?:</tool_call>|(?<=</arg_value>\s*)\Z)",
+    ),
+    CallForm("gemma", ("<|tool_call>",), "<\\|tool_call>", r"<tool_call\|>", field={
+        "open_pattern": r"<\|tool_call>\s*call:(?P<name>[^\s{]+)", "close_pattern": r"<tool_call\|>", "repeats": True,
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}, "content": "json",
+        "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+    }),
+    CallForm(
+        "deepseek", (DEEPSEEK[2],), DEEPSEEK[2], DEEPSEEK[3],
+        rf"{DEEPSEEK[2]}(?:function{DEEPSEEK[4]}(?P<name>[^\s<]+)\s*```json\s*|(?P<name>[^\s<]+){DEEPSEEK[4]}\s*)(?P<args>\{{)",
+        rf"\s*(?:```)?\s*{DEEPSEEK[3]}", sections="|".join(DEEPSEEK[:2]),
+    ),
+    CallForm(
+        "kimi", ("<|tool_call_begin|>",), r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>",
+        r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"
+        r"(?P<args>\{)", r"\s*<\|tool_call_end\|>", sections=r"<\|tool_calls_section_begin\|>|<\|tool_calls_section_end\|>",
+    ),
+    _json("toolcall", "<TOOLCALL>", "</TOOLCALL>"),
+    _json("piped", "<|tool_call|>", "<|/tool_call|>"),
+    _json("tags", OPEN, CLOSE),
+    CallForm(
+        "list", ("[TOOL_CALLS]",), r"\[TOOL_CALLS\]", head=r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\](?P<id>\w+))?"
+        r"(?:\[ARGS\])?\s*(?P<args>\{)", bare=True,
+    ),
+    CallForm("object", ('"parameters"', "<|python_tag|>"), r"<\|python_tag\|>", bare=True),
+)  # fmt: skip
+CALLS = {form.name: form for form in FORMS}
+TOLD = CALLS["tags"]
+"""The form of calls of a model whose template has no tools, and is told of them in words."""
+UNKNOWN = CallForm("unknown", bare=True)
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """How a model marks what it writes.
+
+    Attributes:
+        open, close: patterns of what a thought stands between. calls: how tools are called.
+        anywhere: whether a thought may begin within the text, and not only where none is yet.
+        words: beginning and end of a thought as they are written, where they are known.
+    """
+
+    open: str = NEVER
+    close: str = NEVER
+    calls: CallForm = TOLD
+    anywhere: bool = False
+    words: tuple[str, str] | None = None
+
+    @property
+    def thinks(self) -> bool:
+        """Whether there are marks of thoughts."""
+        return self.open != NEVER
+
+    @property
+    def marks(self) -> str:
+        """A text in which every token stands that marks something."""
+        return str(self).replace("\\", "")
+
+    def opened(self, prompt: str, *, continued: bool = False) -> bool:
+        """Whether a prompt ends with the beginning of a thought; where an answer is ``continued``, in a thought."""
+        *_, at = [0, *(found.end() for found in regex.finditer(self.open, prompt))]
+        rest = prompt[at:]
+        return bool(at) and not regex.search(self.close, rest) and (continued or not rest.strip())
+
+
+def response_field(tokenizer: PreTrainedTokenizerBase, *names: str) -> tuple[Mapping[str, object], Any] | None:
+    """A field of a tokenizer's own ``response_template``, as it is and loaded; None where none can be read."""
+    fields: Any = getattr(tokenizer, "response_template", None)
+    for name in names:
+        try:
+            field: Any = fields["fields"][name]
+            loaded = load_response_template({"start_anchor": "<", "fields": {name: field}}).fields[name]
+        except (LookupError, TypeError, ValueError):
+            continue
+        if loaded.open_re is not None:
+            return field, loaded
+    return None
+
+
+def call_form(template: str, declared: tuple[Mapping[str, object], Any] | None = None) -> CallForm:
+    """How calls are written by a model with this chat template; ``UNKNOWN`` where no form is known."""
+    if "tools" not in template:
+        return TOLD
+    known = next((form for form in FORMS if any(mark in template for mark in form.marks)), UNKNOWN)
+    if declared is None or known.call or (known.head and not known.bare):
+        return known
+    field, loaded = declared
+    close = NEVER if loaded.close_re is None else loaded.close_re.pattern
+    return CallForm("declared", (), loaded.open_re.pattern, close, field=field)
+
+
+def answer_form(tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> AnswerForm:
+    """How the model of a tokenizer marks thoughts and calls, by its chat template, response template and added tokens.
+
+    Args:
+        tools: whether the prompt has tools, for which some tokenizers have a template of its own.
+    """
+    template = template_source(tokenizer, tools=tools)
+    return _answer_form(tokenizer, template, len(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def _answer_form(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -> AnswerForm:
+    calls = call_form(template, response_field(tokenizer, "tool_calls"))
+    if CALLS["channels"].marks[0] in template and "<|message|>" in template:
+        open_ = rf"{CHANNEL}<\|channel\|>analysis(?! to=functions)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+        return AnswerForm(open_, r"<\|end\|>|<\|return\|>|<\|call\|>", CALLS["channels"], True, ANALYSIS)
+    if thought := response_field(tokenizer, *DECLARED):
+        field = thought[1]
+        return AnswerForm(field.open_re.pattern, NEVER if field.close_re is None else field.close_re.pattern, calls)
+    words = "\n".join([template, *tokenizer.get_added_vocab()])
+    pairs = {f"{found['a']}{found['word']}{found['b']}": found[0] for found in PAIR.finditer(words)}
+    pairs |= {open_: close for open_, close in PHRASES.items() if open_.strip() in words}
+    if not pairs:
+        return AnswerForm(calls=calls)
+    if "<response>" in template:
+        calls = replace(calls, sections=f"{calls.sections}|</?response>".removeprefix("|"))
+    return AnswerForm(
+        "|".join(map(regex.escape, pairs)),
+        "|".join(map(regex.escape, pairs.values())),
+        calls,
+        words=next(iter(pairs.items())),
+    )

@@ -1,0 +1,345 @@
+"""Readers of answers: pieces of an answer's text in, events of thoughts, text and calls of tools out."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import regex
+from transformers.utils.chat_parsing import parse_response
+
+from .forms import NEVER, AnswerForm, CallForm
+from .values import Schema, properties_of, typed, types_of
+
+FALSE_ENDS = 16
+"""Ends of calls within arguments, at most."""
+JSON_PART = regex.compile(r'["{}\[\]\\]')
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a tool; its arguments, which are JSON, grow while it is written."""
+
+    name: str
+    arguments: str = ""
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+    @property
+    def values(self) -> Schema:
+        """The arguments as an object; empty where the model wrote none."""
+        with suppress(ValueError, RecursionError):
+            if isinstance(values := json.loads(self.arguments), dict):
+                return values
+        return {}
+
+
+@dataclass(frozen=True)
+class Event:
+    """A part of an answer.
+
+    Attributes:
+        kind: a piece of a thought or of the text, the beginning of a call, or a piece of its arguments.
+        text: the piece; of a beginning the tool's name. call: the call that begins or goes on.
+    """
+
+    kind: Literal["thought", "text", "call", "arguments"]
+    text: str
+    call: Call | None = None
+
+
+def joined(events: Sequence[Event]) -> list[tuple[str, str]]:
+    """Kinds and texts of events, those of one kind in a row as one."""
+    runs = list[tuple[str, str]]()
+    for event in events:
+        if runs and runs[-1][0] == event.kind and event.kind != "call":
+            runs[-1] = event.kind, runs[-1][1] + event.text
+        else:
+            runs.append((event.kind, event.text))
+    return runs
+
+
+class Reader:
+    """Reads an answer piece by piece. The events are the same, but for where they are cut, in whatever pieces it comes.
+
+    Blanks around a thought are left out. Arguments of a call that are JSON come as they are written, the others when the call is
+    whole; what calls none of the tools is text. Without tools a call is text.
+
+    Args:
+        tools: their names, and the schemas of their arguments; None for no calls. parallel: whether an answer may have more than
+            one call; otherwise it ends with the first. thinks: whether the answer begins in a thought: see ``AnswerForm.opened``.
+
+    Attributes:
+        calls: those that have begun. thoughts: half-open spans of the thoughts, in characters of all that was fed.
+    """
+
+    def __init__(
+        self, form: AnswerForm, tools: Mapping[str, Schema] | Sequence[str] | None = None, *, parallel: bool = True,
+        thinks: bool = False,
+    ) -> None:  # fmt: skip
+        self.form, self.parallel = form, parallel
+        self.tools = dict(tools) if isinstance(tools, Mapping) else dict.fromkeys(tools or (), Schema())
+        self.calls, self.thoughts = list[Call](), list[list[int]]()
+        calls = form.calls if tools or form.anywhere else CallForm("none", sections=form.calls.sections)
+        self._events, self._held, self._fed, self._searched = list[Event](), "", 0, 0
+        self._mode: Literal["text", "thought", "arguments", "tail"] = "text"
+        self._fresh = self._begins = True  # nothing but blanks since a mark; nothing but blanks and thoughts at all
+        self._thought_ended = False  # a thought is the newest
+        self._blanks = ""  # of a thought, at its end so far
+        self._depth, self._quoted, self._escaped = 0, False, False
+        keys = {key for schema in self.tools.values() for key in properties_of(schema)}
+        call = calls.call.replace("KEYS", "|".join(map(regex.escape, keys)) or "(?!)")
+        thought = form.open if form.anywhere else NEVER
+        start = f"(?P<thought>{thought})|(?P<call>{calls.open})|(?P<section>{calls.sections or NEVER})"
+        compiled = [form.open, form.close, start, calls.close, calls.head, calls.tail, call, rf"(?:{call}\s*)+"]
+        self._form = calls
+        self._open, self._end, self._start, self._close, self._head, self._tail, self._call, self._all = (
+            regex.compile(pattern, regex.DOTALL) for pattern in compiled
+        )
+        if thinks:
+            self._think(0)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the answer is in a thought."""
+        return self._mode == "thought"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer has all the calls that it may have."""
+        return bool(self.calls) and not self.parallel and not self.calling
+
+    @property
+    def calling(self) -> bool:
+        """Whether the answer is in a call that has begun."""
+        return self._mode in ("arguments", "tail")
+
+    @property
+    def marks(self) -> str:
+        """A text in which every token stands that marks what is read."""
+        marks = (
+            (self.form.open, self.form.close, self._form)
+            if self.tools
+            else (self.form.open, self.form.close, self._form.sections)
+        )
+        return str(marks).replace("\\", "")
+
+    def feed(self, text: str, *, final: bool = False, cut: bool = False) -> list[Event]:
+        """Events that are sure with this text.
+
+        Args:
+            final: the answer has ended. cut: it would have gone on, and a call without an end is none, unless it is being told.
+        """
+        self._held, self._fed, self._events = self._held + text, self._fed + len(text), []
+        steps = {"text": self._text, "thought": self._thought, "arguments": self._arguments, "tail": self._after}
+        while not self.ended and steps[self._mode](final, cut):
+            pass
+        if self.thinks and self.thoughts:
+            self.thoughts[-1][1] = self._fed
+        return self._events
+
+    def end(self, *, cut: bool = False) -> list[Event]:
+        """The last events: see ``feed``."""
+        return self.feed("", final=True, cut=cut)
+
+    # ---- modes: each reads what is held, and says whether there may be more to read --------------------------------------
+
+    def _text(self, final: bool, cut: bool) -> bool:
+        if self._fresh and self.form.thinks and not self.form.anywhere:
+            blanks = len(self._held) - len(self._held.lstrip())
+            begin = self._open.match(self._held, blanks, partial=not final)
+            if begin is not None and begin.partial:
+                return False
+            if begin is not None:
+                self._think(begin.end())
+                return True
+            self._take(blanks if self._thought_ended else 0)
+            self._thought_ended = self._thought_ended and not self._held
+        if self._form.bare and self.tools and self._begins and not self.calls:
+            begun = self._held.lstrip()
+            if not begun or begun[0] in "[{":  # it begins as a call does, and waits
+                marked = begun and self._start.match(begun, partial=not final)
+                if self._offer(self._json_calls(begun), len(self._held)) if final else not marked or marked.partial:
+                    return False
+        begin = self._start.search(self._held, partial=not final)
+        at = len(self._held) if begin is None else begin.start()
+        self._say(at)
+        if begin is None or begin.partial:  # of what may begin a mark
+            return False
+        if begin["thought"] is not None:
+            self._think(begin.end() - at)
+            return True
+        return (
+            self._begun(begin.end() - at, final, cut) if begin["call"] is not None else self._section(begin.end() - at)
+        )
+
+    def _section(self, size: int) -> bool:
+        self._take(size)
+        return True
+
+    def _think(self, size: int) -> None:
+        self._mode, self._fresh = "thought", True
+        self.thoughts.append([self._fed - len(self._held), self._fed])
+        self._take(size)
+
+    def _thought(self, final: bool, cut: bool) -> bool:
+        if self._fresh:  # blanks, and a mark once more, where the prompt had it
+            self._take(len(self._held) - len(self._held.lstrip()))
+            again = self._open.match(self._held, partial=not final)
+            if not self._held or (again is not None and again.partial):
+                return False
+            self._take(0 if again is None else again.end())
+            self._held = self._held.lstrip()
+            self._fresh = not self._held
+        end = self._end.search(self._held, partial=cut or not final)  # half of a mark is no part of a thought
+        at = len(self._held) if end is None else end.start()
+        piece = self._blanks + self._take(at)
+        said = piece.rstrip()
+        self._blanks = piece[len(said) :]
+        if said:
+            self._events.append(Event("thought", said))
+        if end is None or end.partial:
+            return False
+        self._take(end.end() - at)
+        self.thoughts[-1][1] = self._fed - len(self._held)
+        self._mode, self._fresh, self._blanks, self._thought_ended = "text", True, "", True
+        return True
+
+    def _begun(self, inner: int, final: bool, cut: bool) -> bool:
+        """What begins as a call does, at the beginning of what is held."""
+        if self._form.head:
+            head = self._head.match(self._held, partial=not final)
+            if head is not None and not head.partial and head["name"] in self.tools:
+                call = self._new(head["name"], head.groupdict().get("id"))
+                self._events.append(Event("call", call.name, call))
+                self._take(head.start("args"))
+                self._mode, self._depth, self._quoted, self._escaped = "arguments", 0, False, False
+                return True
+            if head is not None and head.partial:
+                return False
+        end = self._close.search(self._held, max(self._searched, inner), partial=not final)
+        if (end is None or end.partial) and not final:
+            self._searched = len(self._held) if end is None else end.start()
+            return False
+        stop, size = (len(self._held),) * 2 if end is None else end.span()
+        block = self._held[:size]
+        calls = [] if cut and end is None else self._json_calls(block[inner:stop]) or self._marked_calls(block)
+        if not calls and end is not None and self._may_go_on(block):
+            self._searched = size
+            return True
+        self._searched = 0
+        if not self._offer(calls, size):
+            self._say(inner)
+        return True
+
+    def _arguments(self, final: bool, cut: bool) -> bool:
+        """JSON up to its last brace."""
+        size, call = 0, self.calls[-1]
+        for part in JSON_PART.finditer(self._held):
+            sign, before = part[0], self._escaped and part.start() == size
+            self._escaped, size = sign == "\\" and self._quoted and not before, part.end()
+            if sign == '"' and not before:
+                self._quoted = not self._quoted
+            elif sign != "\\" and not self._quoted:
+                self._depth += 1 if sign in "{[" else -1
+                if not self._depth:
+                    break
+        done = not self._depth and size > 0
+        if not done:
+            self._escaped, size = self._escaped and size == len(self._held), len(self._held)
+        if piece := self._take(size):
+            call.arguments += piece
+            self._events.append(Event("arguments", piece, call))
+        if done:
+            self._mode = "tail"
+        return done
+
+    def _after(self, final: bool, cut: bool) -> bool:
+        """What follows the arguments."""
+        tail = self._tail.match(self._held, partial=not final)
+        if tail is not None and tail.partial:
+            return False
+        blanks = len(self._held) - len(self._held.lstrip(" \n}"))
+        self._take(tail.end() if tail is not None else blanks if final else 0)
+        self._mode, self._fresh = "text", True
+        return True
+
+    # ---- calls that are read when they are whole ---------------------------------------------------------------------------
+
+    def _may_go_on(self, block: str) -> bool:
+        """Whether the end of a call that was found may be part of an argument, as the first few."""
+        few = self._form.call and len(self._close.findall(block)) <= FALSE_ENDS
+        return bool(few) and self._all.fullmatch(block, partial=True) is not None
+
+    def _marked_calls(self, block: str) -> list[Call]:
+        """The calls of a text that is no JSON, their arguments typed by the tool's schema; none where it is something else."""
+        form, found = self._form, list[Any]()
+        if form.call and self._all.fullmatch(block):
+            for one in self._call.finditer(block):
+                pairs = zip(one.captures("key"), one.captures("value"), strict=True)
+                found.append({"name": one["name"], "arguments": dict(pairs)})
+        elif form.field is not None:
+            template = {"start_anchor": "<", "fields": {"tool_calls": form.field}}
+            with suppress(ValueError, RecursionError):
+                found = [call["function"] for call in parse_response(block, template, prefix="").get("tool_calls", [])]
+        for one in found:
+            if one.get("name") in [*self.tools] and isinstance(values := one.get("arguments"), dict):
+                known = properties_of(schema := self.tools[one["name"]])
+                texts = {key: value for key, value in values.items() if isinstance(value, str)}
+                values |= {key: typed(text, types_of(known.get(key), schema)) for key, text in texts.items()}
+        return self._offered(found)
+
+    def _json_calls(self, text: str) -> list[Call]:
+        """The calls that a text is, as many as there may be; none where it is something else."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return []
+        return self._offered(value if isinstance(value, list) else [value])
+
+    def _offered(self, found: Sequence[object]) -> list[Call]:
+        """Calls, as many as there may be; none where one is of no tool."""
+        calls = list[Call]()
+        for one in found:
+            if not isinstance(one, dict) or one.get("name") not in [*self.tools]:  # it may be a list
+                return []
+            arguments = one.get("arguments", one.get("parameters", {}))
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            calls.append(self._call_of(one["name"], None, text))
+        return calls if self.parallel else calls[:1]
+
+    def _call_of(self, name: str, id: str | None, arguments: str = "") -> Call:
+        """A call, with the id that the model gave it, or a new one in the model's own form."""
+        if id is None and self._form.name == "list":  # Mistral's templates take nine letters and digits
+            id = secrets.token_hex(5)[:9]
+        return Call(name, arguments) if id is None else Call(name, arguments, id)
+
+    def _new(self, name: str, id: str | None) -> Call:
+        self.calls.append(call := self._call_of(name, id))
+        self._begins = False
+        return call
+
+    def _offer(self, calls: list[Call], size: int) -> bool:
+        """Give calls, which take so much of what is held. Says whether there are any."""
+        for call in calls:
+            self._events += [Event("call", call.name, call), Event("arguments", call.arguments, call)]
+        self.calls += calls
+        if calls:
+            self._take(size)
+            self._fresh, self._begins = True, False
+        return bool(calls)
+
+    def _take(self, size: int) -> str:
+        """The beginning of what is held, no longer held."""
+        piece, self._held = self._held[:size], self._held[size:]
+        return piece
+
+    def _say(self, size: int) -> None:
+        """Give so much of what is held as text."""
+        if piece := self._take(size):
+            if piece.strip():
+                self._fresh = self._begins = False
+            self._events.append(Event("text", piece))

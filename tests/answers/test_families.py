@@ -1,0 +1,180 @@
+"""Answers of ten families, read whole, token by token and with every cut, against what vLLM's parsers make of them."""
+
+from __future__ import annotations
+
+import json
+from copy import copy
+from pathlib import Path
+
+import pytest
+from families import ARGUMENTS, FAMILIES, TEXT, THOUGHT, TOOL, family_tokenizer
+
+from locret_kit.answers.forms import UNKNOWN, answer_form
+from locret_kit.answers.reader import Event, Reader, joined
+from locret_kit.serving.constraint import after_thought, constraint, speller
+from locret_kit.serving.tools import call_rules
+from locret_kit.text.template import render
+from locret_kit.text.tokens import TextStream
+
+RECORDED = json.loads((Path(__file__).parent / "vllm_parsers.json").read_text(encoding="utf-8"))
+"""Of each family the thought, the text and the calls that vLLM 0.32 reads, or openai-harmony for gpt-oss, as
+``tests/vllm/test_answers.py`` checks."""
+SCHEMAS = {"depth": TOOL["function"]["parameters"]}
+
+
+def new_reader(name: str) -> Reader:
+    tokenizer = family_tokenizer(name)
+    form = answer_form(tokenizer, tools=True)
+    prompt = render(tokenizer, [{"role": "user", "content": "How deep?"}], generation=True, tools=[TOOL])
+    return Reader(form, SCHEMAS, thinks=form.opened(prompt))
+
+
+def read(name: str, pieces: list[str]) -> list[tuple[str, str]]:
+    reader, events = new_reader(name), list[Event]()
+    for piece in pieces:
+        events += reader.feed(piece)
+    return joined(events + reader.end())
+
+
+def parts(runs: list[tuple[str, str]]) -> dict[str, str]:
+    """Texts by the kinds of events, without the blanks around them."""
+    kinds = ("thought", "text", "call", "arguments")
+    return {kind: "".join(text for one, text in runs if one == kind).strip() for kind in kinds}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_is_read_the_same_in_whatever_pieces(name):
+    answer, tokenizer = FAMILIES[name].answer, family_tokenizer(name)
+    whole = read(name, [answer])
+    assert tuple(kind for kind, text in whole if text.strip()) == FAMILIES[name].events
+    assert new_reader(name).thinks == FAMILIES[name].thinks
+    assert read(name, list(answer)) == whole
+    for at in range(len(answer)):
+        assert read(name, [answer[:at], answer[at:]]) == whole, at
+    marks = new_reader(name).marks
+    stream = TextStream(
+        tokenizer, shown=frozenset(id for mark, id in tokenizer.get_added_vocab().items() if mark in marks)
+    )
+    ids = tokenizer(answer, add_special_tokens=False).input_ids
+    pieces = [*map(stream.add, ids)]
+    assert read(name, [*pieces, stream.end()]) == whole
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_is_what_its_familys_parsers_read(name):
+    found = parts(read(name, [FAMILIES[name].answer]))
+    assert (found["text"], found["call"], json.loads(found["arguments"])) == (TEXT, "depth", ARGUMENTS)
+    assert found["thought"] == (THOUGHT if "thought" in FAMILIES[name].events else "")
+    reference = RECORDED[name]
+    assert (found["thought"], found["text"]) == (reference["thought"], reference["text"])
+    assert [[found["call"], json.loads(found["arguments"])]] == reference["calls"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_that_is_cut_is_a_beginning_of_the_whole(name):
+    answer = FAMILIES[name].answer
+    whole = parts(read(name, [answer]))
+    for at in range(0, len(answer), 7):
+        reader = new_reader(name)
+        found = parts(joined([*reader.feed(answer[:at]), *reader.end(cut=True)]))
+        assert whole["thought"].startswith(found["thought"])
+        assert found["call"] in ("", whole["call"]) and whole["arguments"].startswith(found["arguments"])
+
+
+def _deep(text: str) -> str:
+    return text.replace("{", "<\uff5ctool\u2581").replace("}", "\uff5c>").replace("_", "\u2581")
+
+
+DEPTH = [("call", "depth"), ("arguments", '{"days": 3}')]
+OTHERS = [
+    ("<|tool_call_begin|>", "Yes.<|tool_calls_section_begin|><|tool_call_begin|>functions.depth:0<|tool_call_argument_begin|>"
+     '{"days": 3}<|tool_call_end|><|tool_calls_section_end|>', [("text", "Yes."), *DEPTH]),
+    (_deep("{call_begin}"), _deep("{calls_begin}{call_begin}depth{sep}") + '{"days": 3}' + _deep("{call_end}{calls_end}"), DEPTH),
+    ("<TOOLCALL>", '<TOOLCALL>[{"name": "depth", "arguments": {"days": 3}}]</TOOLCALL>', DEPTH),
+    ("<|tool_call|>", '<|tool_call|>[{"name": "depth", "arguments": {"days": 3}}]', DEPTH),
+    ("<|python_tag|>", '<|python_tag|>{"name": "depth", "parameters": {"days": 3}}', DEPTH),
+    ('"parameters"', '{"name": "depth", "parameters": {"days": 3}}', DEPTH),
+    ("[TOOL_CALLS]", 'Yes.[TOOL_CALLS] [{"name": "depth", "arguments": {"days": 3}}]', [("text", "Yes."), *DEPTH]),
+    ("[TOOL_CALLS][THINK][/THINK]", '[THINK]Hm.[/THINK]depth? [TOOL_CALLS]depth{"days": 3}',
+     [("thought", "Hm."), ("text", "depth? "), *DEPTH]),
+    ("<seed:think></seed:think><function=", "<seed:think>Hm.</seed:think>\n<seed:tool_call><function=depth><parameter=days>3"
+     "</parameter></function></seed:tool_call>", [("thought", "Hm."), *DEPTH]),
+    ("<think></think><invoke name=", '<think>\nHm.\n</think>\n\n<minimax:tool_call>\n<invoke name="depth">\n'
+     '<parameter name="days">3' "</parameter>\n</invoke>\n</minimax:tool_call>", [("thought", "Hm."), *DEPTH]),
+    ("<|channel>thought\n<|tool_call>", "<|channel>thought\nHm.<channel|>Yes.<|tool_call>call:depth{days:3}<tool_call|>",
+     [("thought", "Hm."), ("text", "Yes."), *DEPTH]),
+    ("<|START_THINKING|>", "<|START_THINKING|>Hm.<|END_THINKING|>Yes.", [("thought", "Hm."), ("text", "Yes.")]),
+    ("\u25c1/think\u25b7", "\u25c1think\u25b7Hm.\u25c1/think\u25b7Yes.", [("thought", "Hm."), ("text", "Yes.")]),
+    ("Here is my thought process:", "Here is my thought process: Hm. Here is my response: Yes.",
+     [("thought", "Hm."), ("text", "Yes.")]),
+    ("<think></think><response>", "<think>Hm.</think><response>Yes.</response>", [("thought", "Hm."), ("text", "Yes.")]),
+    ("<|channel|><|message|>", "<|channel|>final<|message|>Yes.<|return|>", [("text", "Yes.")]),
+    ("<|channel|><|message|>", ' to=functions.depth<|channel|>commentary json<|message|>{"days": 3}<|call|>', DEPTH),
+    ("<think></think>", "<think>\n\n</think>\n\nYes, <think> is a tag, and so is </think>.",
+     [("text", "Yes, <think> is a tag, and so is </think>.")]),
+    ("<think></think><tool_call>", '<think>A <tool_call> {"name": "depth"} </think>Yes.',
+     [("thought", 'A <tool_call> {"name": "depth"}'), ("text", "Yes.")]),
+    ("<think></think>", "<think>Hm.", [("thought", "Hm.")]),
+    ("<tool_call>", '<tool_call>{"name": "depth", "arguments": {"place": "a \\\\\\" } </tool_call> ]"}}</tool_call>',
+     [("call", "depth"), ("arguments", '{"place": "a \\\\\\" } </tool_call> ]"}')]),
+]  # fmt: skip
+"""What a template says, an answer of its model, and the events."""
+
+
+@pytest.mark.parametrize(("marks", "answer", "events"), OTHERS)
+def test_forms_of_others(marks, answer, events):
+    tokenizer = copy(family_tokenizer("granite-4"))
+    tokenizer.chat_template = f"{{{{ tools }}}}{marks}"
+    for pieces in ([answer], list(answer), *([answer[:at], answer[at:]] for at in range(len(answer)))):
+        reader, found = Reader(answer_form(tokenizer, tools=True), SCHEMAS), list[Event]()
+        for piece in pieces:
+            found += reader.feed(piece)
+        assert joined(found + reader.end()) == events, pieces
+
+
+def test_without_tools_a_call_is_text_and_channels_are_read():
+    tokenizer = family_tokenizer("gpt-oss")
+    reader = Reader(answer_form(tokenizer))
+    answer = (
+        f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final<|message|>{TEXT}<|return|>"
+    )
+    assert joined([*reader.feed(answer), *reader.end()]) == [("thought", THOUGHT), ("text", TEXT)]
+    assert all(mark in reader.marks for mark in ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"))
+    qwen = Reader(answer_form(family_tokenizer("qwen3")))
+    assert joined([*qwen.feed(FAMILIES["qwen3"].answer), *qwen.end()])[1][1].endswith("</tool_call>")
+
+
+def test_a_form_that_nothing_tells():
+    tokenizer = family_tokenizer("granite-4")
+    before, tokenizer.chat_template = tokenizer.chat_template, "{{ tools }}{{ messages }}"
+    try:
+        form = answer_form(tokenizer, tools=True)
+        assert form.calls == UNKNOWN and not form.thinks
+        reader = Reader(form, SCHEMAS)
+        text = "<call>depth(north)</call> <think>no</think>"
+        assert joined([*reader.feed(text), *reader.end()]) == [("text", text)]
+    finally:
+        tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_grammar_lets_a_family_think_and_call_in_its_own_form(name):
+    """The recorded answer without its text, token by token, and no answer without a call."""
+    family, tokenizer = FAMILIES[name], family_tokenizer(name)
+    reader, spell = new_reader(name), speller(tokenizer)
+    form = "args" if reader.form.calls.name == "list" else reader.form.calls.name
+    rules = call_rules(SCHEMAS, form, spell)
+    if reader.form.words is not None:
+        rules = after_thought(rules, reader.form.words, reader.thinks, spell)
+    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), rules)
+    start = family.answer.index(reader.form.words[0][:1]) if "thought" in family.events and not reader.thinks else 0
+    answer = family.answer[start:].removesuffix("<|call|>").strip()
+    text = answer.replace(f"{TEXT}\n\n", "").replace(f"{TEXT}\n", "").replace(TEXT, "")
+    text = text.replace("<|channel|>commentary<|message|><|end|><|start|>assistant", "")
+    for said, right in ((text, True), (f"{answer} more", False), (text[:-9], False)):
+        grammar, possible = maker(), True
+        for token in [*tokenizer(said, add_special_tokens=False).input_ids, tokenizer.eos_token_id]:
+            possible = possible and bool(grammar.allowed(len(tokenizer))[token])
+            if possible:
+                grammar.take(token)
+        assert possible == right, said

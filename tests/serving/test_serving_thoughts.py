@@ -1,0 +1,149 @@
+"""Thoughts and calls over HTTP, by the clients of three protocols, whole and streamed, and back in the next turn's prompt."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+
+import anthropic
+import httpx
+import openai
+import pytest
+from families import ARGUMENTS, TEXT, THINKS, THOUGHT, TOOL, XML, XML_CALLS, chatml
+from http_bodies import user
+from served import KEYS, LIMITS, Dictated, serving
+
+from locret_kit.serving import completions
+
+TEMPLATES = {
+    "written": (chatml(THINKS + XML_CALLS, tools="<function=name>"), f"<think>\n{THOUGHT}\n</think>\n\n{TEXT}\n{XML}"),
+    "begun": (chatml(THINKS + XML_CALLS, "<think>\n", "<function=name>"), f"{THOUGHT}\n</think>\n\n{TEXT}\n{XML}"),
+}
+"""Templates whose model begins a thought, or that begin it themselves; and an answer."""
+SCHEMA = TOOL["function"]["parameters"]
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "7 m"}
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with serving(engine, replace(LIMITS, answer_tokens=600)) as address:
+        yield address
+
+
+@pytest.fixture(params=TEMPLATES)
+def dictated(request, engine, monkeypatch):
+    """Tokens of the answer that a server with one of the templates says, its tokenizer, and characters of its thought."""
+    template, answer = TEMPLATES[request.param]
+    tokenizer = deepcopy(engine.tokenizer)
+    tokenizer.chat_template = template
+    ids, form_of_answer = tokenizer(answer, add_special_tokens=False).input_ids, completions.form_of_answer
+    monkeypatch.setattr(engine, "tokenizer", tokenizer)
+    monkeypatch.setattr(
+        completions, "form_of_answer", lambda *given: (partial(Dictated, ids), form_of_answer(*given)[1])
+    )
+    return len(ids), tokenizer
+
+
+def prompt_tokens(tokenizer, messages: list[dict]) -> int:
+    """Of the template's own text of a conversation."""
+    text = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False, add_generation_prompt=True)
+    return len(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+THOUGHTFUL = {
+    "role": "assistant", "content": TEXT, "reasoning_content": THOUGHT,
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "depth", "arguments": ARGUMENTS}}],
+}  # fmt: skip
+TURNS = [*user("How deep?"), THOUGHTFUL, RESULT]
+
+
+def test_chat_completions(url, dictated):
+    tokens, tokenizer = dictated
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0) as client:
+        asked = dict(model="tiny", messages=user("How deep?"), tools=[TOOL], max_tokens=tokens, temperature=0)
+        answer = client.chat.completions.create(**asked)
+        message = answer.choices[0].message
+        assert (message.reasoning_content, message.reasoning, message.content) == (THOUGHT, THOUGHT, TEXT)
+        (call,) = message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("depth", ARGUMENTS)
+        thought = answer.usage.completion_tokens_details.reasoning_tokens
+        assert (
+            0 < thought - len(tokenizer(THOUGHT, add_special_tokens=False).input_ids) < 30
+        )  # the marks are in letters here
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == THOUGHT
+        assert "".join(delta.content or "" for delta in deltas).strip() == TEXT
+        calls = [part.function for delta in deltas for part in delta.tool_calls or []]
+        assert calls[0].name == "depth" and json.loads("".join(part.arguments for part in calls)) == ARGUMENTS
+        for name in ("reasoning_content", "reasoning"):
+            back = {
+                "role": "assistant",
+                "content": TEXT,
+                name: THOUGHT,
+                "tool_calls": [call.model_dump() | {"id": "c1"}],
+            }
+            third = client.chat.completions.create(**asked | {"messages": [*user("How deep?"), back, RESULT]})
+            assert third.usage.prompt_tokens == prompt_tokens(tokenizer, TURNS)
+
+
+def test_responses(url, dictated):
+    tokens, tokenizer = dictated
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0) as client:
+        tool = {
+            "type": "function",
+            "name": "depth",
+            "parameters": SCHEMA,
+            "description": TOOL["function"]["description"],
+        }
+        asked = dict(model="tiny", tools=[tool], max_output_tokens=tokens, temperature=0)
+        whole = client.responses.create(**asked, input="How deep?")
+        events = list(client.responses.create(**asked, input="How deep?", stream=True))
+        assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == THOUGHT
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        for output in (whole.output, done, events[-1].response.output):
+            assert [item.type for item in output] == ["reasoning", "message", "function_call"]
+            assert (output[0].content[0].text, output[1].content[0].text) == (THOUGHT, TEXT)
+            assert json.loads(output[2].arguments) == ARGUMENTS
+        assert whole.usage.output_tokens_details.reasoning_tokens > 0
+        result = {"type": "function_call_output", "call_id": whole.output[2].call_id, "output": "7 m"}
+        back = [{"role": "user", "content": "How deep?"}, *(item.model_dump() for item in whole.output), result]
+        third = client.responses.create(**asked, input=back)
+        assert third.usage.input_tokens == prompt_tokens(tokenizer, TURNS)
+
+
+def test_messages(url, dictated):
+    tokens, tokenizer = dictated
+    with anthropic.Anthropic(base_url=url, api_key=KEYS[0], max_retries=0) as client:
+        tool = {"name": "depth", "input_schema": SCHEMA, "description": TOOL["function"]["description"]}
+        asked = dict(model="tiny", tools=[tool], max_tokens=tokens, extra_body={"temperature": 0})
+        with client.messages.stream(**asked, messages=user("How deep?")) as stream:
+            streamed = stream.get_final_message()
+        for message in (client.messages.create(**asked, messages=user("How deep?")), streamed):
+            thought, text, call = message.content
+            assert (thought.type, thought.thinking, text.text, call.input) == ("thinking", THOUGHT, TEXT, ARGUMENTS)
+            assert thought.signature and message.stop_reason == "tool_use"
+        result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "7 m"}]}
+        blocks = [block.model_dump(exclude_none=True) for block in streamed.content]
+        back = [*user("How deep?"), {"role": "assistant", "content": blocks}, result]
+        assert client.messages.count_tokens(model="tiny", tools=[tool], messages=back).input_tokens == prompt_tokens(
+            tokenizer, TURNS
+        )
+
+
+def test_a_thought_that_a_template_has_no_place_for(url):
+    """It is left out of an answer, and one without an answer is refused."""
+    asked = {"model": "tiny", "max_tokens": 1}
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    post = partial(httpx.post, f"{url}/v1/chat/completions", headers=headers, timeout=60)
+    turns = [*user("a"), {"role": "assistant", "content": "b"}, *user("c")]
+    plain = post(json=asked | {"messages": turns}).json()
+    turns[1] |= {"reasoning_content": "hm"}
+    assert post(json=asked | {"messages": turns}).json()["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+    turns[1] |= {"content": None}
+    refused = post(json=asked | {"messages": turns})
+    assert (
+        refused.status_code == 400
+        and "messages.1: the chat template has no place" in refused.json()["error"]["message"]
+    )

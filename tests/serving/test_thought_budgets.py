@@ -1,0 +1,55 @@
+"""Bounds that a request may name: of its thought, and of tokens beyond the server's."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+
+import httpx
+import pytest
+from families import chatml
+from http_bodies import user
+from served import KEYS, LIMITS, serving
+
+
+def test_a_thought_ends_at_its_budget_and_the_answer_follows(engine, monkeypatch):
+    tokenizer = deepcopy(engine.tokenizer)
+    tokenizer.chat_template = chatml("<think></think>", "<think>\n")
+    monkeypatch.setattr(engine, "tokenizer", tokenizer)
+    end = len(tokenizer("</think>", add_special_tokens=False).input_ids)
+    asked = {
+        "messages": user("How deep?"),
+        "max_tokens": 40,
+        "temperature": 0,
+        "logit_bias": {tokenizer.eos_token_id: -100},
+    }
+    headers = {"authorization": f"Bearer {KEYS[0]}", "x-api-key": KEYS[0]}
+    with serving(engine) as url:
+        for path in ("chat/completions", "messages"):
+            body = asked | {"thinking": {"type": "enabled", "budget_tokens": 5}}
+            answer = httpx.post(f"{url}/v1/{path}", json=body, headers=headers).json()
+            if path == "messages":
+                assert [block["type"] for block in answer["content"]] == ["thinking", "text"]
+                continue
+            message, usage = answer["choices"][0]["message"], answer["usage"]
+            assert message["content"].strip() and message["reasoning_content"]
+            assert usage["completion_tokens"] == 40, "thoughts are tokens of the answer here"
+            assert usage["completion_tokens_details"]["reasoning_tokens"] <= 5 + end + 1
+        for budget in (0, -1, "many", 1.5):
+            wrong = {**asked, "thinking": {"type": "enabled", "budget_tokens": budget}}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=wrong, headers=headers)
+            assert answer.status_code == 400 and "budget_tokens must be an integer of at least 1" in answer.text
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_more_tokens_than_served(engine, strict):
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    with serving(engine, replace(LIMITS, answer_tokens=3, strict=strict)) as url:
+        for wanted in (3, 32000, -1):
+            body = {"messages": user("How deep?"), "max_tokens": wanted}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+            if strict and wanted > 3:
+                assert answer.status_code == 400
+                assert answer.json()["error"]["message"] == "max_tokens=32000 must be at most 3"
+            else:
+                assert answer.status_code == 200 and answer.headers["x-max-tokens"] == "3"
