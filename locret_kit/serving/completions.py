@@ -80,7 +80,7 @@ class TextReply(Reply):
             parts = [(kind, text) for kind, text in joined(answer.events) if kind in ("text", "thought")]
             text, thought = ("".join(text for kind, text in parts if kind == wanted) for wanted in ("text", "thought"))
             message: JsonObject = {"role": "assistant", "content": text, **thought_fields(thought)}
-            if calls := [tool_call(call.id, call.name, call.arguments) for call in answer.reader.calls]:
+            if calls := [tool_call(call.id, call.name, call.arguments) for call in answer.reader.whole_calls]:
                 message |= {"content": text.strip() or None, "tool_calls": calls}
             said: JsonObject = {"message": message} if self.chat else {"text": text}
             choices.append(self.choice(index, said, answer.tokens, answer.reason))
@@ -204,9 +204,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     if not all(map(len, prompts)):
         raise Refused(400, "the prompt holds no tokens", where)
     form = answer_form(engine.tokenizer, tools=bool(body.tools)) if isinstance(body, ChatBody) else AnswerForm()
-    begun = [
-        isinstance(body, ChatBody) and begins_in_thought(engine.tokenizer, form, ids, body) for ids in prompts
-    ]
+    begun = [isinstance(body, ChatBody) and begins_in_thought(engine.tokenizer, form, ids, body) for ids in prompts]
     constrain, reader = await asyncio.to_thread(form_of_answer, engine, body, form, begun[0])
     sampling = replace(sampling, constrain=constrain)
     shared_tokens = 0
