@@ -118,13 +118,14 @@ class Reader:
         return self._mode in ("arguments", "tail")
 
     @property
+    def whole_calls(self) -> list[Call]:
+        """The calls without one that is not at its end."""
+        return self.calls[: len(self.calls) - self.calling]
+
+    @property
     def marks(self) -> str:
         """A text in which every token stands that marks what is read."""
-        marks = (
-            (self.form.open, self.form.close, self._form)
-            if self.tools
-            else (self.form.open, self.form.close, self._form.sections)
-        )
+        marks = self.form.open, self.form.close, self._form if self.tools else self._form.sections
         return str(marks).replace("\\", "")
 
     def feed(self, text: str, *, final: bool = False, cut: bool = False) -> list[Event]:

@@ -183,7 +183,7 @@ class AnswerStream:
                 self.tokens += piece.tokens
                 yield piece
         self.reason = "length" if ended in FULL and self._cut is None else "stop"
-        if self.reader.calls and not (self.reader.calling and self.reason == "length"):
+        if self.reader.calls and not self.reader.calling:
             self.reason = "tool_calls"
 
     def _prompt_tokens(self) -> Iterable[Token]:

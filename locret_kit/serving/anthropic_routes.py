@@ -129,7 +129,8 @@ class MessageReply(Reply):
         yield {"type": "message_stop"}
 
     def whole(self) -> JsonObject:
-        content, end = [block_of(block) for block in self.answer.blocks], self.end()
+        whole, end = (None, *self.answer.reader.whole_calls), self.end()
+        content = [block_of(block) for block in self.answer.blocks if block.call in whole]
         return {**self.head, "content": content, **end["delta"], "usage": end["usage"]}
 
     def end(self) -> dict[str, JsonObject]:

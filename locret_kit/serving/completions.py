@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 from ..answers.forms import AnswerForm, answer_form
-from ..answers.reader import Call, Event, Reader, joined
+from ..answers.reader import Call, Event, Reader
 from ..engine import Thought
 from ..policies.grammar import parse_policy
 from ..text.tokens import TooManyTokens, token_bytes
@@ -78,10 +78,11 @@ class TextReply(Reply):
     def whole(self) -> JsonObject:
         choices = []
         for index, answer in enumerate(self.answers):
-            parts = [(kind, text) for kind, text in joined(answer.events) if kind in ("text", "thought")]
-            text, thought = ("".join(text for kind, text in parts if kind == wanted) for wanted in ("text", "thought"))
+            text, thought = (
+                "".join(one.text for one in answer.events if one.kind == kind) for kind in ("text", "thought")
+            )
             message: JsonObject = {"role": "assistant", "content": text, **thought_fields(thought)}
-            if calls := [tool_call(call.id, call.name, call.arguments) for call in answer.reader.calls]:
+            if calls := [tool_call(call.id, call.name, call.arguments) for call in answer.reader.whole_calls]:
                 message |= {"content": text.strip() or None, "tool_calls": calls}
             said: JsonObject = {"message": message} if self.chat else {"text": text}
             choices.append(self.choice(index, said, answer.tokens, answer.reason))
@@ -245,15 +246,9 @@ def form_of_answer(
 ) -> tuple[Callable[[], Grammar] | None, Callable[..., Reader]]:
     """The constraint of an answer's tokens, None for none, and its reader. An answer of a schema that need not call a tool may do
     so. Raises HTTPException 400."""
-    tokenizer, schema = (
-        engine.tokenizer,
-        None if body.response_format is None else body.response_format.schema_of_answer,
-    )
-    rules, reader, spell = (
-        [] if schema is None else [json_rule(schema)],
-        partial(Reader, form),
-        speller(engine.tokenizer),
-    )
+    tokenizer, response_format = engine.tokenizer, body.response_format
+    schema = None if response_format is None else response_format.schema_of_answer
+    rules, reader, spell = [] if schema is None else [json_rule(schema)], partial(Reader, form), speller(tokenizer)
     if isinstance(body, ChatBody) and body.tools:
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
         if body.must_call or rules:

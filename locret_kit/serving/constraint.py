@@ -57,6 +57,7 @@ class Grammar:
         self._row = self._row + self._digits[token] if token in self._digits else 0
 
 
+@lru_cache(maxsize=4)
 def speller(tokenizer: PreTrainedTokenizerBase) -> Spell:
     """How texts stand in a grammar: added tokens by their ids, as the model writes them, and the rest as it is."""
     tokens = {text: token for text, token in tokenizer.get_added_vocab().items() if text.strip()}

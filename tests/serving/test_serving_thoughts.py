@@ -15,7 +15,9 @@ from families import ARGUMENTS, TEXT, THINKS, THOUGHT, TOOL, XML, XML_CALLS, cha
 from http_bodies import user
 from served import KEYS, LIMITS, Dictated, serving
 
+from locret_kit.answers.forms import CALLS, answer_form
 from locret_kit.serving import completions
+from locret_kit.serving.bodies import ChatBody
 
 TEMPLATES = {
     "written": (chatml(THINKS + XML_CALLS, tools="<function=name>"), f"<think>\n{THOUGHT}\n</think>\n\n{TEXT}\n{XML}"),
@@ -147,3 +149,31 @@ def test_a_thought_that_a_template_has_no_place_for(url):
         refused.status_code == 400
         and "messages.1: the chat template has no place" in refused.json()["error"]["message"]
     )
+
+
+def test_a_template_for_tools_is_used_where_there_are_some(engine):
+    tokenizer = deepcopy(engine.tokenizer)
+    tokenizer.chat_template = {
+        "default": "{{ messages[0].content }}", "tool_use": "{{ tools[0].function.name }}<function={{ messages[0].content }}",
+    }  # fmt: skip
+    for tools, text, form in (([TOOL], "depth<function=a", "xml"), ([], "a", "tags")):
+        body = ChatBody.model_validate({"messages": user("a"), "tools": tools})
+        messages, shown = body.rendering(tokenizer)
+        assert shown(messages)[1] == text and answer_form(tokenizer, tools=bool(tools)).calls == CALLS[form]
+
+
+def test_a_call_that_the_bound_cuts(url, engine, monkeypatch):
+    """Its stream has what there is of it; a whole answer leaves it out."""
+    tokenizer = engine.tokenizer
+    answer = 'Yes.<tool_call>{"name": "depth", "arguments": {"place": "nor'
+    ids, form_of_answer = tokenizer(answer, add_special_tokens=False).input_ids, completions.form_of_answer
+    monkeypatch.setattr(
+        completions, "form_of_answer", lambda *given: (partial(Dictated, ids), form_of_answer(*given)[1])
+    )
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0) as client:
+        asked = dict(model="tiny", messages=user("a"), tools=[TOOL], max_tokens=len(ids), temperature=0)
+        (whole,) = client.chat.completions.create(**asked).choices
+        assert (whole.message.content, whole.message.tool_calls, whole.finish_reason) == ("Yes.", None, "length")
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+        parts = [part.function.arguments for chunk in chunks for part in chunk.delta.tool_calls or []]
+        assert "".join(parts) == '{"place": "nor' and len(parts) > 2 and chunks[-1].finish_reason == "length"
