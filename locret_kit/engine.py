@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from .backbones.decoder_attention import Softmax as Softmax
 from .cache.bounded import BoundedCache as BoundedCache
 from .cache.bounded import CannotFork as CannotFork
 from .cache.foreign import SeenLayer as SeenLayer

@@ -95,6 +95,9 @@ class LentPages:
         ValueError: heads that do not fit the model, or heads that the ranks cannot share. FileNotFoundError: no such model.
     """
 
+    softmax = Softmax
+    """Of a layer: scaling, cap and sinks, see ``LentStep.attend``."""
+
     def __init__(
         self, model: str, settings: Resolved, policies: Iterable[Policy], heads: RetainingHeads | None, *,
         dtype: torch.dtype, device: torch.device, ranks: Ranks | None = None, revision: str | None = None,

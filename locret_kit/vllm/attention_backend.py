@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 
-from ..engine import LentPages, Softmax
+from ..engine import LentPages
 from .measure import measure
 from .worker import NOBODY, State, is_bounded, worker_here
 
@@ -134,7 +134,7 @@ class BoundedImpl(AttentionImpl):
             raise ValueError(f"this model's attention has {', '.join(unknown)}, which a bounded cache has not")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
         self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
-        self.softmax = Softmax(scale, logits_soft_cap or None, sinks)
+        self.softmax = LentPages.softmax(scale, logits_soft_cap or None, sinks)
         self.shared = kv_sharing_target_layer_name is not None
         self.number = -1
         """In ``BackboneSpec.layers``."""

@@ -68,7 +68,7 @@ def test_attention_is_that_of_a_cache_with_memory_of_its_own(tmp_path, policy, s
             for rank, step in enumerate(steps):
                 q, k, v = (x[0].chunk(size)[rank].transpose(0, 1).contiguous() for x in given)
                 outs.append(torch.empty_like(q))
-                step.attend(layer, q, k, v, memory[rank][layer], 0.3, outs[-1])
+                step.attend(layer, q, k, v, memory[rank][layer], Softmax(0.3), outs[-1])
             torch.testing.assert_close(torch.cat(outs, 1), expected[0].transpose(0, 1))
     assert alone[1].schedule.budget < alone[1].get_seq_length()
     with pytest.raises(RuntimeError, match="page 2 holds 43 tokens, and the engine says 7 tokens"):

@@ -13,8 +13,8 @@ from locret_kit.cli.vllm import main
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = {
-    "between two releases": ('__version__ = "0.32.1.dev7+g1234"', "vllm==0.32.1.dev7: locret_kit takes 0.32.0 alone"),
-    "of no release": ("", "vllm==unknown: locret_kit takes 0.32.0 alone"),
+    "between two releases": ('__version__ = "0.32.1.dev7+g1234"', "vllm==0.32.1.dev7: it has no vllm."),
+    "of no release": ("", "vllm==unknown: it has no vllm."),
     "a part is gone": ("from vllm import v1", "cannot import name 'v1'"),
     "a requirement is gone": ("import gone_library", "No module named 'gone_library'"),
     "broken by torch": (

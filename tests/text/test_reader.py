@@ -141,7 +141,7 @@ def test_errors_in_a_file(tmp_path, text, said):
 @pytest.mark.parametrize(
     ("command", "text", "said"),
     [
-        (ASK, "graph: true", "--graph in config=FILE is no option any more: Document.ask"),
+        (ASK, "graph: true", "--graph in config=FILE is no option any more: CUDA graphs"),
         (INFER, "save_cache: x.locret", "--save-cache in config=FILE is no option any more: locret-read FILE"),
         (TABLE, "interval: 0.95", "--interval in config=FILE is no option any more: summary.csv has"),
         (TRAIN, "optim: {betas: [0.9, 0.99]}", "optim.betas in config=FILE is no option any more: nobody changed it"),
