@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from checkout import forget_plugins
 from policy_runs import backbone, held, make, tokens
 
 from locret_kit.cache.backend import BACKENDS
@@ -92,8 +93,9 @@ REGISTRIES = (CODECS, BACKENDS, LAYOUTS, DRIVERS)
 
 
 @pytest.fixture
-def load(tmp_path):
+def load(tmp_path, monkeypatch):
     """Load a plugin; what it registers is forgotten after the test."""
+    forget_plugins(monkeypatch)
     before = [dict(registry) for registry in REGISTRIES]
 
     def from_text(text: str):
