@@ -35,7 +35,7 @@ DECLARED = ("thinking", "reasoning_content", "reasoning")
 
 @dataclass(frozen=True)
 class CallForm:
-    """How an answer calls tools.
+    """Form of an answer's calls of tools.
 
     Attributes:
         name: of the form. marks: what chat templates say, of which one, whose models write it.
@@ -125,7 +125,7 @@ UNKNOWN = CallForm("unknown", bare=True)
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How a model marks what it writes.
+    """Marks of what a model writes.
 
     Attributes:
         open, close: patterns of what a thought stands between. calls: how tools are called.

@@ -35,7 +35,7 @@ class ColumnStats(NamedTuple):
     square: Tensor | None = None
     """Sum of ``a ** 2``."""
     above: Tensor | None = None
-    """How many queries gave more than ``1 / n``, ``n`` slots being visible to the query."""
+    """Number of queries that gave more than ``1 / n``, ``n`` slots being visible to the query."""
     last: Tensor | None = None
     """``a`` of the newest query."""
 
@@ -92,7 +92,7 @@ class Counts:
             out["square"][b, heads, :n] += a_HTN.square().sum(1)
 
     def stats(self) -> ColumnStats:
-        """What has been counted."""
+        """Statistics counted so far."""
         return ColumnStats(**{name: value.float() for name, value in self._out.items()})
 
 

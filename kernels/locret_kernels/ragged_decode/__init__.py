@@ -31,7 +31,7 @@ def hadamard(size: int, device: torch.device) -> Tensor:
 
 
 class Spans(NamedTuple):
-    """Where the rows of each head lie among the ``N`` rows of all heads."""
+    """Places of the rows of each head among the ``N`` rows of all heads."""
 
     starts_BH: Tensor
     """Integer: first row of each head, ``B * H`` heads in all."""
