@@ -53,8 +53,12 @@ def complaints(block: str) -> Iterator[str]:
 
 def main(pages: list[Path]) -> None:
     """Print a line for each complaint, and their number."""
-    found = [f"{page.relative_to(ROOT)}:{n}: {said}" for page in pages
-             for n, block in blocks(page.read_text(encoding="utf-8")) for said in complaints(block)]
+    found = [
+        f"{page.relative_to(ROOT)}:{n}: {said}"
+        for page in pages
+        for n, block in blocks(page.read_text(encoding="utf-8"))
+        for said in complaints(block)
+    ]
     print(*found, f"{len(found)} in {len(pages)} pages", sep="\n")
 
 
