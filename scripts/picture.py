@@ -152,7 +152,7 @@ def pictures(rows: Sequence[Row], root: Path) -> dict[Path, list[Panel]]:
     """The panels of each file, from the rows of the heads that ship and the committed tables."""
     kept, found = memory(rows, root), finding(rows)
     made = {
-        "memory-and-score.png": [kept, found[1]], "found.svg": found, "serving.svg": serving(root), "losses.svg": losses(rows),
+        "memory-and-score.svg": [kept, found[1]], "found.svg": found, "serving.svg": serving(root), "losses.svg": losses(rows),
         "cost.svg": [kept, rates(root, "prefill", 600), rates(root, "decoding", 105)],
     }  # fmt: skip
     return {root / "docs" / "results" / name: panels for name, panels in made.items()}
@@ -169,17 +169,16 @@ def is_drawn(path: Path, panels: Sequence[Panel]) -> bool:
 
 
 def write(path: Path, panels: Sequence[Panel]) -> None:
-    """Draw the panels: beside each other in a PNG, else one above the other, as wide as a phone."""
-    wide = path.suffix == ".png"
+    """Draw the panels one above the other, as wide as a phone."""
     heights = [2.6 if panel.ticks else 0.75 + 0.27 * len(panel.lines) for panel in panels]
-    metadata = {"Description": points(panels), **({} if wide else {"Date": None})}
+    metadata = {"Description": points(panels), "Date": None}
     with rc_context({**RC, **STYLE, "svg.hashsalt": path.stem}):
-        figure = Figure(figsize=(8.4, 3.9) if wide else (4.6, sum(heights)), layout="constrained")
-        grid = figure.subplots(1, len(panels)) if wide else figure.subplots(len(panels), height_ratios=heights)
+        figure = Figure(figsize=(4.6, sum(heights)), layout="constrained")
+        grid = figure.subplots(len(panels), height_ratios=heights)
         for panel, axis in zip(panels, grid, strict=True):
             axis.set_title(panel.title)
             (draw_lines if panel.ticks else draw_bars)(panel, axis)
-        write_beside(path, lambda beside: figure.savefig(beside, format=path.suffix[1:], dpi=130, metadata=metadata))
+        write_beside(path, lambda beside: figure.savefig(beside, format="svg", metadata=metadata))
 
 
 def draw_lines(panel: Panel, axis: Axes) -> None:

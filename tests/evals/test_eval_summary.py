@@ -240,8 +240,7 @@ def test_a_picture_holds_its_points_and_one_of_other_points_is_stale(tmp_path, c
         drawn = tmp_path / path.name
         picture.write(drawn, panels)
         assert picture.is_drawn(drawn, panels) and not picture.is_drawn(drawn, panels[1:])
-        if drawn.suffix == ".svg":
-            shown = drawn.read_text(encoding="utf-8")
-            assert all(f">{name}</text>" in shown for panel in panels for name in (panel.title, *panel.lines))
+        shown = drawn.read_text(encoding="utf-8")
+        assert all(f">{name}</text>" in shown for panel in panels for name in (panel.title, *panel.lines))
     monkeypatch.setattr(picture, "memory", lambda rows, root: picture.Panel("other", {}))
     assert RESULTS.main(["--check"]) == 1 and "cost.svg differ" in capsys.readouterr().err
