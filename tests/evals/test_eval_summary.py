@@ -233,10 +233,8 @@ def test_the_documented_results_are_those_of_the_committed_rows(capsys, monkeypa
 
 def test_a_picture_holds_its_points_and_one_of_other_points_is_stale(tmp_path, capsys, monkeypatch):
     """Titles and names are in the text of the SVG, as the page's readers search it."""
-    picture = RESULTS.picture
-    for path, panels in picture.pictures(
-        RESULTS.read_rows((ROOT / "checkpoints" / RESULTS.HEADS).glob("results*.jsonl")), ROOT
-    ).items():
+    picture, rows = RESULTS.picture, read_rows((ROOT / "checkpoints" / RESULTS.HEADS).glob("results*.jsonl"))
+    for path, panels in picture.pictures(rows, ROOT).items():
         drawn = tmp_path / path.name
         picture.write(drawn, panels)
         assert picture.is_drawn(drawn, panels) and not picture.is_drawn(drawn, panels[1:])
