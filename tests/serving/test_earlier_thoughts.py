@@ -210,11 +210,13 @@ def test_conversations_about_a_document(thoughts, monkeypatch):
             pass
         assert status["status"] == "ready", status
         messages, cached = [], []
-        for question in QUESTIONS:
-            messages.append(
-                {"role": "user", "content": question + " Say it in many words, as those of the harbour do."}
-            )
-            said = say(client, messages, document_id=upload["id"])
+        for number, question in enumerate(QUESTIONS):
+            messages.append({"role": "user", "content": question + " Say it in many words, as is done here."})
+            if thoughts == "dropped":
+                said = say(client, messages, document_id=upload["id"])
+            else:
+                with dictated(monkeypatch, number):
+                    said = say(client, messages, document_id=upload["id"], max_tokens=60, thinking=None)
             usage = said["usage"]
             cached.append(usage["prompt_tokens_details"]["cached_tokens"])
             if thoughts == "dropped":
