@@ -156,6 +156,12 @@ class ServerRequest(Request):
         return len(self.ids) - self.hidden
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens of the answer and its thought, at most."""
+        apart = self.thought.max_tokens if self.thought is not None and self.thought.apart else 0
+        return self.max_new_tokens + (apart or 0)
+
+    @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that were not read again."""
         return max(0, self.sequence.prompt_read - self.prefix_read - self.hidden) if self.sequence is not None else 0
