@@ -53,7 +53,9 @@ def test_without_max_tokens_a_thought_has_a_bound_of_its_own(engine, monkeypatch
             usage = answer.json()["usage"]
             end = len(tokenizer("</think>", add_special_tokens=False).input_ids)
             assert usage["completion_tokens_details"]["reasoning_tokens"] == thought + end
-            assert usage["completion_tokens"] == thought + end + 6 and answer.headers["x-max-tokens"] == str(thought + 6)
+            assert usage["completion_tokens"] == thought + end + 6 and answer.headers["x-max-tokens"] == str(
+                thought + 6
+            )
 
 
 @pytest.mark.parametrize("strict", [False, True])
