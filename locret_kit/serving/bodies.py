@@ -260,22 +260,13 @@ class ChatBody(CompletionBody):
 
     def later(self, tokenizer: PreTrainedTokenizerBase, document: Document | None) -> array[int]:
         """Token ids up to this prompt's answer, as the next turn's prompt has them; none where it can have none."""
+        asked = Message(role="user", content="?")
+        turns = ([*self.messages, Message(role="assistant", content=text), asked] for text in "xy")
         try:
-            first, second = (
-                self.model_copy(
-                    update={
-                        "messages": [
-                            *self.messages,
-                            Message(role="assistant", content=text),
-                            Message(role="user", content="?"),
-                        ]
-                    }
-                ).ids(tokenizer, document)[0]
-                for text in "xy"
-            )
+            one, other = (self.model_copy(update={"messages": said}).ids(tokenizer, document)[0] for said in turns)
         except ValueError:
             return array("i")
-        return first[: common(first, second)]
+        return one[: common(one, other)]
 
     def shared_tokens(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> int:
         """Tokens with which other prompts may begin too: all before the first user message, where that is not only the template's

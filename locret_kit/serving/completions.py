@@ -192,10 +192,8 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
             engine.store.used(upload.id)
     form = answer_form(engine.tokenizer, tools=bool(body.tools)) if isinstance(body, ChatBody) else AnswerForm()
     bound, strict, wanted = server.limits.answer_tokens, server.limits.strict, body.wanted_tokens
-    budget, apart = (
-        body.thought_tokens if isinstance(body, ChatBody) and form.thinks else None,
-        wanted is None and form.thinks,
-    )
+    apart = wanted is None and form.thinks
+    budget = body.thought_tokens if isinstance(body, ChatBody) and form.thinks else None
     if wanted is None:
         thought = min(THOUGHT, bound * 4 // 5) if apart else 0
         wanted, budget = min(ANSWER, bound - thought), min(budget or thought, thought) if apart else None
@@ -235,7 +233,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
             ServerRequest(
                 ids, max_new_tokens, sampling, (seed + i) % 2**32, top_logprobs=top_logprobs, owner=owner, document=document,
                 document_id=body.document_id or "", settings=settings, policy=policy, shared_tokens=shared_tokens,
-                later=later, drops=engine.thoughts == "dropped" and bool(later),
+                later=later, drops=engine.thoughts == "dropped" and form.thinks,
                 prompt_logprobs=echoes and top_logprobs is not None, parks=max_new_tokens > 0,
                 thought=None if budget is None else Thought(engine.tokenizer, opened=thinks, max_tokens=budget, apart=apart),
             ),

@@ -249,4 +249,14 @@ def test_a_tool_loop_and_a_branch(thoughts):
         if thoughts == "dropped":
             logprobs, _ = fresh(ids, BoundedCache(RUN, "h2o", prompt_length=len(ids)))
             assert [one["logprob"] for one in said["choices"][0]["logprobs"]["content"]] == logprobs
+            begun = [*branch[:3], {"role": "assistant", "content": "Since"}]  # an answer that is gone on with
+            ids = parts()[1](
+                parts()[1].apply_chat_template(begun, tokenize=False, continue_final_message=True),
+                add_special_tokens=False,
+            ).input_ids
+            body = {"messages": begun, "max_tokens": 6, "temperature": 0, "logprobs": True}
+            usage = client.post("/chat/completions", json=body).json()["usage"]
+            assert usage["prompt_tokens"] == len(ids) and usage["prompt_tokens_details"]["cached_tokens"] in range(
+                len(ids)
+            )
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
