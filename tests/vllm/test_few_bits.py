@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import tiny
@@ -30,8 +29,8 @@ def gptq(name: str, weight: Tensor) -> dict[str, Tensor]:
     scale_OG = groups_OGI.abs().amax(2) / 7
     numbers_OI = ((groups_OGI / scale_OG[..., None]).round() + 8).flatten(1)
     parts = {
-        "qweight": packed(numbers_OI.T), "scales": scale_OG.T.contiguous(), "g_idx": (torch.arange(weight.shape[1]) // GROUP).int(),
-        "qzeros": packed(torch.full_like(scale_OG, 7)).T.contiguous(),
+        "qweight": packed(numbers_OI.T), "qzeros": packed(torch.full_like(scale_OG, 7)).T.contiguous(),
+        "scales": scale_OG.T.contiguous(), "g_idx": (torch.arange(weight.shape[1]) // GROUP).int(),
     }  # fmt: skip
     return {name.replace("weight", part): x for part, x in parts.items()}
 
