@@ -35,12 +35,16 @@ def served(tmp_path_factory):
     model, tokenizer = tiny.make(folder / "model", "llama"), word_tokenizer()
     tokenizer.save_pretrained(folder / "model")
     (book, *rest) = tiny.prompts((400, 20, 90, 150, 300))
-    (folder / "library").mkdir()
-    document = Document.read(model, tokenizer, words(book), chat=False, **SETTINGS)
-    document.save(folder / "library" / "book.locret")
-    prompts = [[*document.prompt(" " + words([8190, 8191]))], *rest]
-    wanted = [[tiny.kit(model, ids, TOKENS, document.open(len(ids)) if ids is prompts[0] else None, **settings)
-               for ids in prompts] for settings in (SETTINGS, LESS)]  # fmt: skip
+    prompts, wanted = [[*book, 8190, 8191], *rest], []
+    for settings in (SETTINGS, LESS):
+        document = Document.read(model, tokenizer, words(book), chat=False, **settings)
+        (library := folder / f"library-{settings['budget']}").mkdir()
+        document.save(library / "book.locret")
+        assert list(document.prompt(" " + words(prompts[0][-2:]))) == prompts[0]
+        caches = [document.open(len(prompts[0])), *[None] * len(rest)]
+        wanted.append(
+            [tiny.kit(model, ids, TOKENS, cache, **settings) for ids, cache in zip(prompts, caches, strict=True)]
+        )
     return folder, prompts, wanted
 
 
@@ -63,7 +67,7 @@ def test_data_parallel(served, tmp_path):
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [
         sys.executable, "-m", "locret_kit.cli.vllm", "--model", str(folder / "model"), "--served-model-name", "demo",
-        "--data-parallel-size", "2", "--sessions", "4", "--documents", str(folder / "library"), "--port", str(port),
+        "--data-parallel-size", "2", "--sessions", "4", "--documents", str(folder / "library-64"), "--port", str(port),
         "--dtype", "float32", "--max-model-len", "2048", *(f"{name}={value}" for name, value in SETTINGS.items()),
     ]  # fmt: skip
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -95,7 +99,7 @@ def deploy(folder: Path, path: Path, address: str, port: int, section: dict) -> 
     llm["accelerator_config"], engine = {"kind": "cpu"}, llm["engine_kwargs"]
     del engine["attention_backend"]
     engine |= {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "kv_cache_memory_bytes": 8 << 20}
-    engine["additional_config"]["locret"] = {**section, "documents": str(folder / "library")}
+    engine["additional_config"]["locret"] = {**section, "documents": str(folder / f"library-{section['budget']}")}
     config["http_options"] = {"port": port}
     path.write_text(yaml.safe_dump(config))
     serve = Path(sys.executable).with_name("serve")
