@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Tests of other people's programs (tests/clients/), over the demo backbone: LangChain, llm, lm-evaluation-harness, nginx and Ray against
-# locret-serve at a real port, kvpress, and the clients of OpenAI, Anthropic and Vercel with models that think and call tools. They take some ten minutes on two cores.
+# Tests of other people's programs (tests/clients/), over the demo backbone: LangChain, llm, lm-evaluation-harness and nginx against
+# locret-serve at a real port, kvpress, and the clients of OpenAI, Anthropic and Vercel with models that think and call tools.
+# They take some ten minutes on two cores.
 # They have an environment of their own, beside the packages of the project's (scripts/setup.sh): 400 MB and a minute to make, once.
 # nginx, node and npm are taken from PATH: apt-get install nginx-light nodejs npm.
 # Usage: scripts/test_clients.sh [ARGUMENTS of pytest]
@@ -10,7 +11,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${LOCRET_CLIENTS_VENV:-$root/.venv-clients}"
 python="${PYTHON:-$root/.venv/bin/python}"
-clients=(langchain-openai==1.7.4 llm==0.36 "ray[serve]==2.60.0")
+clients=(langchain-openai==1.7.4 llm==0.36)
 
 stamp="$venv/.locret-clients"
 packages="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"

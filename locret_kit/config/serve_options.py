@@ -84,7 +84,7 @@ SERVE = Command(
     SERVE_USAGE,
     ("model", "ckpt", "budget", "policy", "host", "port", "sessions", "documents", "session_dir", "api_key_file"),
     gone={
-        "share_session_dir": "a folder of sessions is one server's, docs/serving.md says how several share the work",
+        "share_session_dir": "a folder of sessions is one server's, docs/howto/scale.md says how several share the work",
         "share_beginnings": "each API key has its own",
         "queue": "64 requests may wait, whatever --sessions is",
         **dict.fromkeys(("top_p", "top_k", "min_p"), _SAMPLING),
