@@ -42,7 +42,6 @@ LONG = {
     "python scripts/": "scripts of results take minutes to hours",
     "pip install ": "fetches",
     "locret-vllm ": "needs vLLM, in an environment of its own; tests/vllm/test_server.py",
-    "serve run ": "two servers and Ray",
 }
 """Commands of the site that this file does not run, by their beginning, and why."""
 PAGES = (
