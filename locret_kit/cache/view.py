@@ -10,7 +10,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from locret_kernels.enter import HeadProduct, Score
+
 from ..backbones.decoder_attention import Rope, rotate
+from ..heads import RetainingHead
 from ..policies import Policy
 from ..policies.base import Entry, PrefillMask, Reread, Slots
 from ..settings import FIRST, RunSettings, read_protect
@@ -250,21 +253,42 @@ def score_alike(contexts: Sequence[Context]) -> bool:
 
 def shared_scores(
     ctx: Context, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, position_BT: Tensor
-) -> Tensor:
-    """Entry scores ``[B, H, T]`` of new tokens of several texts, each at its ``position`` in its own. Their contexts
-    ``score_alike``, and ``ctx`` is one of them."""
+) -> Score:
+    """Entry scores of new tokens of several texts, each at its ``position`` in its own. Their contexts ``score_alike``, and
+    ``ctx`` is one of them."""
     score, score_BHT = ctx.policy.score, None
     if ctx.spec.windows[layer] is None and score.scores_new_tokens:
+        if (product := _head_product(ctx, layer, q_BQTD, k_BHTD, v_BHTD)) is not None:
+            return product
         head = ctx.heads[layer] if ctx.heads is not None else None
         linear, places = ctx.backend.linear, position_BT[:, None]
         entry = Entry(layer, 0, q_BQTD, k_BHTD, v_BHTD, head, ctx.settings.seed, linear=linear, places=places)
         score_BHT = score.score_new_tokens(entry)
-    return _unscored(k_BHTD) if score_BHT is None else score_BHT
+    return scores_of(score_BHT, k_BHTD)
 
 
-def _unscored(k_BHTD: Tensor) -> Tensor:
-    """Scores ``[B, H, T]`` that nobody reads."""
-    return torch.zeros((), dtype=torch.float32, device=k_BHTD.device).expand(k_BHTD.shape[:3])
+def _head_product(ctx: Context, layer: int, q: Tensor, k: Tensor, v: Tensor) -> HeadProduct | None:
+    """The products of a layer's retaining head, where they are the whole score: the launch that writes rows makes the second."""
+    if ctx.heads is None or ctx.backend.kernels != "triton" or not ctx.scores_by_head:
+        return None
+    head = ctx.heads[layer]
+    if not isinstance(head, RetainingHead) or ctx.heads.config.activation != "silu":
+        return None
+    return HeadProduct(head.hidden(q, k, v), head.fc2.weight)
+
+
+def of_tokens(score: Score, at: slice | Tensor) -> Score:
+    """Entry scores of some of the tokens."""
+    if isinstance(score, HeadProduct):
+        return score._replace(hidden_BTR=score.hidden_BTR[:, at])
+    return None if score is None else score[:, :, at]
+
+
+def scores_of(score: Score, k_BHTD: Tensor) -> Tensor:
+    """Entry scores ``[B, H, T]`` of new tokens with such keys; zeros where nobody reads them."""
+    if score is None:
+        return torch.zeros((), dtype=torch.float32, device=k_BHTD.device).expand(k_BHTD.shape[:3])
+    return score.scores() if isinstance(score, HeadProduct) else score
 
 
 def score_by_logits(
@@ -289,12 +313,12 @@ def score_by_logits(
 
 def entry_scores(
     ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor:
-    """Scores ``[B, H, T]`` of new tokens after ``seen`` others."""
+) -> Score:
+    """Scores of new tokens after ``seen`` others; None where nobody reads them."""
     began = time.perf_counter()
     # A windowed layer's scores are never read, and its score's memory would grow with the text.
-    score_BHT = None
-    if rows.window is None:  # [B, H, T]
+    score: Score = None
+    if rows.window is None and (score := _head_product(ctx, layer, q, k, v)) is None:
         entry = Entry(
             layer=layer,
             position=seen,  # type: ignore[arg-type]  # of the device where shapes are fixed
@@ -307,9 +331,9 @@ def entry_scores(
             state=rows.state,
             linear=ctx.backend.linear,
         )
-        score_BHT = ctx.policy.score.score_new_tokens(entry)
+        score = ctx.policy.score.score_new_tokens(entry)
     ctx.counters.score_s += time.perf_counter() - began
-    return _unscored(k) if score_BHT is None else score_BHT
+    return score
 
 
 # ---- two-pass reading -----------------------------------------------------------------------------------------------
