@@ -88,6 +88,10 @@ class Backend:
         """Whether rows of this type are brought into few bits by compiled calls (``storage.quantised``)."""
         return False
 
+    def folds(self, device: torch.device) -> bool:
+        """Whether retaining heads are folded into the projections before them (``folded``)."""
+        return False
+
     def rotated(self, q_BQTD: Tensor, k_BHSD: Tensor, rotation: ChunkRotation | None) -> tuple[Tensor, Tensor]:
         """Queries and keys of a chunk after RoPE."""
         if rotation is None:
@@ -115,6 +119,9 @@ class TritonBackend(Backend):
 
     def attends_ragged(self, device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
         return varlen_operator(device, dtype, head_size) is not None
+
+    def folds(self, device: torch.device) -> bool:
+        return device.type != "cpu"
 
     def _attend_and_count(
         self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool

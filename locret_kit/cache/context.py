@@ -22,6 +22,7 @@ from ..policies.capabilities import Subject, refuse
 from ..settings import Resolved
 from .backend import BACKENDS, Backend, backend_for
 from .due import Due, Schedule
+from .folded import FoldedHeads, fold_heads
 from .rotation import Positions, RotationTables
 from .storage.blocks import BlockStore
 from .storage.codec import CODECS, Plain, Scratch
@@ -179,6 +180,8 @@ class Context:
     description: DecoderAttention
     tables: RotationTables
     counters: CacheCounters
+    folded: FoldedHeads | None = None
+    """On a card, retaining heads behind the projections of their layers."""
     recalls: RecallCounters = field(default_factory=RecallCounters)
     block_scores: BlockScores = field(default_factory=BlockScores)
     stages: tuple[Stage, ...] = ()
@@ -231,6 +234,9 @@ class Context:
             policy.merge.bind(spec, model.device)
         if policy.sparse is not None:
             policy.sparse.bind(spec)
+        folded = None
+        if heads is not None and policy.score.is_head and backend.folds(model.device):
+            folded = fold_heads(model, heads, description)
         # Budgets before frequencies: how far positions reach depends on how many rows there will be.
         budgets, s = layer_budgets(policy, schedule, spec.windows), schedule
         span = span_of(policy, placed, spec, budgets, s, s.prompt_length)
@@ -254,6 +260,7 @@ class Context:
             description=description,
             tables=RotationTables(),
             counters=counters,
+            folded=folded,
         )
 
     def due(self, layer: int, rows: BoundedLayer, tokens: int) -> Due:

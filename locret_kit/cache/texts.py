@@ -24,7 +24,7 @@ from .pages import RowPool
 from .rotation import RotationTables
 from .step import evict, in_model_type, make_room, read_tokens
 from .storage.rows import BoundedLayer
-from .view import entry_scores, of_tokens, score_alike, scores_of, shared_scores
+from .view import entry_scores, folded_scores, of_tokens, score_alike, scores_of, shared_scores
 
 Span = tuple[int, int]
 """First and last but one of a text's new tokens, among those of a forward."""
@@ -135,25 +135,32 @@ class TextBatch:
         return self._position_N
 
     def attend(
-        self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, softmax: Softmax, out_NQD: Tensor
-    ) -> None:
-        """Attention of the new tokens in one layer, into ``out``; they become rows, and what is due is evicted."""
+        self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, softmax: Softmax, out_NQD: Tensor,
+        x_NC: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Attention of the new tokens in one layer, into ``out``; they become rows, and what is due is evicted.
+
+        Args:
+            x_NC: normed input of the layer, where it is at hand.
+        """
         if not self.texts:
             return
         # What follows the last text is padding.
         q_NQD, k_NHD, v_NHD = in_model_type(self.contexts[0], *(x[: self.end] for x in (q_NQD, k_NHD, v_NHD)))
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NQD, k_NHD, v_NHD))  # [1, heads, N, D]
         rows = [text.open(layer, softmax, k[:, :, :0], v[:, :, :0]) for text in self.texts]
-        score: Score = None
-        if self._scored_alike:
-            score = shared_scores(self.contexts[0], layer, q, k, v, self.positions(self.end, q.device)[None])
+        score, ctx = None, self.contexts[0]
+        if x_NC is not None and (self._scored_alike or len(self.texts) == 1):
+            score = folded_scores(ctx, layer, x_NC[None, : self.end], self.end)
+        if score is None and self._scored_alike:
+            score = shared_scores(ctx, layer, q, k, v, self.positions(self.end, q.device)[None])
         for group in self._plan(rows, q.device):
             at = group.at
             out_NQD[at] = self._decode(group, layer, rows, q_NQD[at], k_NHD[at], v_NHD[at], of_tokens(score, at))
         for i in self._alone:
             new = slice(*self.spans[i])
-            some, ctx = (x[:, :, new] for x in (q, k, v)), self.contexts[i]
-            out = read_tokens(ctx, layer, rows[i], *some, of_tokens(score, new))
+            mine = of_tokens(score, new)
+            out = read_tokens(self.contexts[i], layer, rows[i], q[:, :, new], k[:, :, new], v[:, :, new], mine)
             out_NQD[new] = out[0].transpose(0, 1)
         for text in self.texts:
             text.close(layer)
