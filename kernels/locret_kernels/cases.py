@@ -94,6 +94,11 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
 
     yield case("attend", chunk, q, k, v, scaling, flops=4 * Q * D * seen, peer=attention)
     yield case("attend_and_count", chunk, q, k, v, scaling, flops=6 * Q * D * seen, want=frozenset({"sum"}))
+    parts, sums = (x(1, Q, T, D), x(1, Q, T, D)), (x(1, Q, T, dtype=torch.float32), x(1, Q, T, dtype=torch.float32))
+    nbytes = 3 * (parts[0].nbytes + sums[0].nbytes)
+    yield case(
+        "join_parts", f"T={T}", *(each for pair in zip(parts, sums, strict=True) for each in pair), nbytes=nbytes
+    )
     few = min(16, T)  # the smaller tile of queries, and splits of the rows
     yield case("attend", f"T={few} S={S}", q[:, :, -few:], k, v, scaling, flops=4 * Q * D * few * S)
 

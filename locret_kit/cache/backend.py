@@ -189,7 +189,9 @@ for backend in (Backend(), TritonBackend(), CpuBackend()):
     BACKENDS.register(backend.name)(backend)
 
 
-def backend_for(name: str | None, device: torch.device, head_size: int, dtype: torch.dtype) -> Backend:
+def backend_for(
+    name: str | None, device: torch.device, head_size: int, dtype: torch.dtype, heads: tuple[int, int] = (32, 8)
+) -> Backend:
     """The backend that is named; without a name ``cpu`` on a CPU where it compiles, ``triton`` on CUDA in half precision, and
     ``reference`` elsewhere.
 
@@ -206,5 +208,5 @@ def backend_for(name: str | None, device: torch.device, head_size: int, dtype: t
         )
     choose(backend.kernels, device, head_size, dtype)
     if backend.kernels == "triton":  # now: a package may compile for seconds
-        chunk_attention(device, dtype, head_size)
+        chunk_attention(device, dtype, head_size, heads)
     return backend

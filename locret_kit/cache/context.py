@@ -214,7 +214,8 @@ class Context:
         spec, known = description.spec, not isinstance(description.rotations, str)
         # Where the rotation is known, the kit rotates: frequencies are then chosen once for the whole prompt.
         scheme = settings.positions or ("compact" if known else "original")
-        backend = backend_for(settings.backend, model.device, spec.head_dim, model.dtype)
+        sizes = spec.head_dim, model.dtype, (spec.n_heads, spec.n_kv_heads)
+        backend = backend_for(settings.backend, model.device, *sizes)
         if description.has_weighted_rotations:  # kernels read one half of a table, and take the other to be like it
             backend = BACKENDS["reference"]
         placed = Positions.parse(scheme, getattr(config, "max_position_embeddings", None) or 0)
