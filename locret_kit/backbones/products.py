@@ -50,8 +50,10 @@ def projections(attention: Any) -> list[Product]:
     return pieces(both, (Q * D, H * D, H * D))
 
 
-def plain_projections(attention: nn.Module) -> list[Product] | None:
-    """Its projections; None of adapters, hooks, packed weights or those of another library, and norms of queries and keys."""
+def plain_projections(attention: nn.Module | None) -> list[Product] | None:
+    """Projections of an attention; None of adapters, hooks, weights packed or of another library, norms of queries and keys."""
+    if attention is None:
+        return None
     linears = [module for module in attention.children() if isinstance(module, nn.Linear)]
     plain = all(is_untouched(one) and type(one.weight) in PLAIN for one in linears) and not hasattr(attention, "q_norm")
     try:

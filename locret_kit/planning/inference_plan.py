@@ -79,7 +79,7 @@ class BackboneSizes:
             gguf.get("packed_bytes"),
             gguf.get("plain_numbers", 0),
             not gguf
-            and all(plain_projections(getattr(layer, "self_attn", layer)) for layer in decoder_of(model).layers),
+            and all(plain_projections(getattr(layer, "self_attn", None)) for layer in decoder_of(model).layers),
         )
 
     @property
