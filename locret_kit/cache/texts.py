@@ -52,7 +52,7 @@ class RowIndex:
     starts_NH: Tensor
     lengths_NH: Tensor
     """Rows that it sees, its own included."""
-    seen_N: Tensor
+    seen_N1: Tensor
     """Tokens of each text before it (int32)."""
     longest: int
 
@@ -77,7 +77,7 @@ class StepTables:
             lengths_NH = (rows_N + 1)[:, None].expand_as(starts_NH).contiguous()
             longest = 1 + max(rows for _, _, rows, _ in numbers)
             at_NH = starts_NH + rows_N[:, None]
-            self._indices[key] = RowIndex(at_NH, starts_NH, lengths_NH, seen_N.int(), longest)
+            self._indices[key] = RowIndex(at_NH, starts_NH, lengths_NH, seen_N[:, None].int(), longest)
         return self._indices[key]
 
     def rotation(self, index: RowIndex, rope: Rope, tables: RotationTables, like: Tensor) -> RowRotation:
@@ -216,7 +216,7 @@ class TextBatch:
             q_NQ1D = ctx.backend.rotate(q_NQ1D, *(x[:, None, None] for x in of_queries))
         # One write for all texts. Rows are counted after it: until then the pages say where the new ones go.
         enter = function("enter_rows", ctx.backend.kernels)
-        enter(pool.rows, index.at_NH.T, k_NHD.transpose(0, 1), v_NHD.transpose(0, 1), index.seen_N, score)
+        enter(pool.rows, index.at_NH.T, k_NHD.transpose(0, 1), v_NHD.transpose(0, 1), index.seen_N1[:, 0], score)
         statistics = ctx.statistics if first.window is None else ()
         stats = pool.stats[: len(statistics) * (1 + ctx.group)]
         flat = VarlenRows(

@@ -200,33 +200,31 @@ class BoundedLayer(CacheLayerMixin):
         """Write new rows after the newest one, and count them.
 
         Args:
-            first_1: row that the first becomes in every head, and its ``position``, where only the device knows them.
+            first_1: row that the first becomes in every head, and its ``position``, or each one's ``[T]``, where the device alone
+                knows them.
         """
-        T, seen = k.shape[2], self.seen if position is None else position
+        T, seen, at = k.shape[2], self.seen if position is None else position, self.layout.following(k.shape[2])
         if self.backend == "triton" and type(self.codec) is Plain and not self.merges:  # one launch
-            at = self.layout.following(T)[0] if self.layout.ragged else self.rows if first_1 is None else first_1
+            first = at[0] if self.layout.ragged else self.rows if first_1 is None else first_1
             buffers = [x.flatten(0, -2) for x in (self.codec.keys, self.codec.values)]
-            numbers = self.positions.flatten(), self.scores.flatten(), self.stats.flatten(1)
-            enter = function("enter_rows", self.backend)
-            enter(RowBuffers(*buffers, *numbers), at, k[0], v[0], seen, score, apart=self.capacity)
+            rows = RowBuffers(*buffers, self.positions.flatten(), self.scores.flatten(), self.stats.flatten(1))
+            function("enter_rows", self.backend)(rows, first, k[0], v[0], seen, score, apart=self.capacity)
         else:
-            new_T = torch.arange(T, device=self.device, dtype=torch.int32)
-            self._put(
-                self.layout.following(T) if first_1 is None else (ALL, first_1 + new_T), k, v, score, seen + new_T
-            )
+            new_T, dtype = (
+                torch.arange(T, device=self.device, dtype=torch.int32),
+                self.codec.dtype,
+            )  # autocast gives another
+            at = at if first_1 is None else (ALL, first_1 + new_T)
+            self.codec.write(at, k[0].to(dtype), v[0].to(dtype))
+            # Writing a Python scalar through a device index copies it host-to-device and synchronises, so device scalars are.
+            zero, given = self.scores.new_zeros(()), score.scores() if isinstance(score, HeadProduct) else score
+            self.scores[at] = zero if given is None else given[0].to(zero.dtype)
+            self.positions[at] = seen if isinstance(seen, Tensor) and seen.dim() else seen + new_T
+            if self.statistics:
+                self.stats[stacked(at)] = zero
+            if self.merges:
+                self.absorbed[at] = self.absorbed.new_full((), float("-inf"))
         self.count(T)
-
-    def _put(self, at: Index, k: Tensor, v: Tensor, score: Score, position_T: Tensor) -> None:
-        dtype = self.codec.dtype  # autocast gives another
-        self.codec.write(at, k[0].to(dtype), v[0].to(dtype))
-        # Writing a Python scalar through a device index copies it host-to-device and synchronises, so device scalars are.
-        zero, given = self.scores.new_zeros(()), score.scores() if isinstance(score, HeadProduct) else score
-        self.scores[at] = zero if given is None else given[0].to(zero.dtype)
-        self.positions[at] = position_T
-        if self.statistics:
-            self.stats[stacked(at)] = zero
-        if self.merges:
-            self.absorbed[at] = self.absorbed.new_full((), float("-inf"))
 
     def count(self, T: int) -> None:
         """``T`` rows more."""
