@@ -24,7 +24,7 @@ from .pages import RowPool
 from .rotation import RotationTables
 from .step import evict, in_model_type, make_room, read_tokens
 from .storage.rows import BoundedLayer
-from .view import entry_scores, folded_scores, of_tokens, score_alike, scores_of, shared_scores
+from .view import entry_scores, folded_scores, of_tokens, score_alike, scores_of
 
 Span = tuple[int, int]
 """First and last but one of a text's new tokens, among those of a forward."""
@@ -153,7 +153,7 @@ class TextBatch:
         if x_NC is not None and (self._scored_alike or len(self.texts) == 1):
             score = folded_scores(ctx, layer, x_NC[None, : self.end], self.end)
         if score is None and self._scored_alike:
-            score = shared_scores(ctx, layer, q, k, v, self.positions(self.end, q.device)[None])
+            score = entry_scores(ctx, layer, None, self.positions(self.end, q.device)[None], q, k, v)
         for group in self._plan(rows, q.device):
             at = group.at
             out_NQD[at] = self._decode(group, layer, rows, q_NQD[at], k_NHD[at], v_NHD[at], of_tokens(score, at))
@@ -200,7 +200,7 @@ class TextBatch:
         dues = [own_ctx.due(layer, own, 1) for own_ctx, own in texts]
         for (own_ctx, own), due in zip(texts, dues, strict=True):
             make_room(own_ctx, layer, own, due)
-        if score is None:
+        if not self._scored_alike and score is None:
             alone = zip(texts, *(x[:, None, :, None] for x in (q_NQD, k_NHD, v_NHD)), strict=True)  # [1, heads, 1, D]
             made = [entry_scores(own_ctx, layer, own, own.seen, q, k, v) for (own_ctx, own), q, k, v in alone]
             score = torch.cat([scores_of(one, k_NHD[:1, :, None]) for one in made], 2)

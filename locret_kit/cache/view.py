@@ -241,7 +241,7 @@ def prefill_mask(ctx: Context, rows: BoundedLayer) -> PrefillMask | None:
 
 
 def score_alike(contexts: Sequence[Context]) -> bool:
-    """Whether the new tokens of these texts may be scored in one call, ``shared_scores``."""
+    """Whether the new tokens of these texts may be scored in one call."""
     ctx = contexts[0]
     score = ctx.policy.score
     if not (score.per_token or not score.scores_new_tokens):
@@ -249,22 +249,6 @@ def score_alike(contexts: Sequence[Context]) -> bool:
     # Equal parts, and the same heads and draws: then one call serves every text.
     mine = score, ctx.settings.seed
     return all(own.heads is ctx.heads and (own.policy.score, own.settings.seed) == mine for own in contexts)
-
-
-def shared_scores(
-    ctx: Context, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, position_BT: Tensor
-) -> Score:
-    """Entry scores of new tokens of several texts, each at its ``position`` in its own. Their contexts ``score_alike``, and
-    ``ctx`` is one of them."""
-    score, score_BHT = ctx.policy.score, None
-    if ctx.spec.windows[layer] is None and score.scores_new_tokens:
-        if (product := _head_product(ctx, layer, q_BQTD, k_BHTD, v_BHTD)) is not None:
-            return product
-        head = ctx.heads[layer] if ctx.heads is not None else None
-        linear, places = ctx.backend.linear, position_BT[:, None]
-        entry = Entry(layer, 0, q_BQTD, k_BHTD, v_BHTD, head, ctx.settings.seed, linear=linear, places=places)
-        score_BHT = score.score_new_tokens(entry)
-    return scores_of(score_BHT, k_BHTD)
 
 
 def _head_product(ctx: Context, layer: int, q: Tensor, k: Tensor, v: Tensor) -> HeadProduct | None:
@@ -318,13 +302,14 @@ def score_by_logits(
 
 
 def entry_scores(
-    ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor, q: Tensor, k: Tensor, v: Tensor
+    ctx: Context, layer: int, rows: BoundedLayer | None, seen: int | Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> Score:
-    """Scores of new tokens after ``seen`` others; None where nobody reads them."""
+    """Scores of new tokens after ``seen`` others; None where nobody reads them. Tokens of several texts, whose contexts
+    ``score_alike``, have no ``rows``; ``seen`` is then the position ``[B, T]`` of each in its own."""
     began = time.perf_counter()
     # A windowed layer's scores are never read, and its score's memory would grow with the text.
     score: Score = None
-    if rows.window is None and (score := _head_product(ctx, layer, q, k, v)) is None:
+    if ctx.spec.windows[layer] is None and (score := _head_product(ctx, layer, q, k, v)) is None:
         entry = Entry(
             layer=layer,
             position=seen,  # type: ignore[arg-type]  # of the device where shapes are fixed
@@ -334,8 +319,9 @@ def entry_scores(
             head=ctx.heads[layer] if ctx.heads is not None else None,
             seed=ctx.settings.seed,
             rope=ctx.ropes[layer] if ctx.ropes is not None else None,
-            state=rows.state,
+            state={} if rows is None else rows.state,
             linear=ctx.backend.linear,
+            places=seen[:, None] if rows is None and isinstance(seen, Tensor) else None,
         )
         score = ctx.policy.score.score_new_tokens(entry)
     ctx.counters.score_s += time.perf_counter() - began

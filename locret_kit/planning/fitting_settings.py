@@ -214,8 +214,8 @@ def require_fit(backbone: BackboneSizes, setting: Setting, cap: int) -> Plan:
         raise DoesNotFit(f"{said}. These fit: {listed(backbone, near)}")
     least = f"weights and heads alone take {show(plan.weights + plan.heads)}"
     if setting.weight_bits != min(WEIGHT_BITS) and backbone.packed_bytes is None:
-        fewest = backbone.weights(ITEM_BYTES[setting.dtype], min(WEIGHT_BITS))
-        least += f", with {min(WEIGHT_BITS)}-bit weights {show(fewest + plan.heads)}"
+        few = plan_inference(backbone, replace(setting, weight_bits=min(WEIGHT_BITS)))
+        least += f", with {min(WEIGHT_BITS)}-bit weights {show(few.weights + few.heads)}"
     if not setting.evicts:
         least += f", and policy={setting.policy.name!r} evicts nothing"
     raise DoesNotFit(f"{said}. No setting fits: {least}")
