@@ -102,7 +102,7 @@ def with_shortcuts(
     projects = fuses and fused is not None and _are_products(fused, inputs)
     scales = fuses and not _is_alike(run(unrotate, in_halves=True, first_place=FARTHEST), unturned)
     found = replace(found, answers_in_halves=answers, skips_rotation=skips, fuses_layers=fuses)
-    return replace(found, projects=projects, scales_queries=scales)
+    return replace(found, projects=projects and not scales, scales_queries=scales)
 
 
 def _are_products(run: RecordedRun, inputs: Sequence[Tensor]) -> bool:

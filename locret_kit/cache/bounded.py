@@ -375,7 +375,8 @@ class BoundedCache(StatefulCache, Handler):
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """As ``fork``, for the same prompt: heads, policy and model are shared, all else is copied."""
-        shared = (self.heads, self.policy, self.policy.merge, self._context and self._context.model)
+        own = self._context
+        shared = (self.heads, self.policy, self.policy.merge, own and own.model, own and own.folded)
         memo.update({id(one): one for one in shared})
         memo[id(self)] = new = object.__new__(type(self))
         vars(new).update(deepcopy(vars(self), memo))

@@ -4,6 +4,7 @@ there are now."""
 from __future__ import annotations
 
 import gzip
+from copy import deepcopy
 from pathlib import Path
 from unittest import mock
 
@@ -116,6 +117,7 @@ def run(model, heads, way: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
             prefill(model, tokens(40 + n), cache)
             if way == "pages":
                 pool.enter(cache)
+            assert deepcopy(cache).context.folded is cache.context.folded, "beams share them"
         step = GraphDriver(model, caches[0]) if way == "graph" else PlainDriver(model)
         logits = torch.stack([step(caches, [token] * len(caches)) for token in (5, 6, 7)])
     return logits, [rows.slots("scores") for cache in caches for rows in cache.bounded]
