@@ -98,11 +98,8 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
 
     yield case("attend", chunk, q, k, v, scaling, flops=4 * Q * D * seen, peer=attention)
     yield case("attend_and_count", chunk, q, k, v, scaling, flops=6 * Q * D * seen, want=frozenset({"sum"}))
-    parts, sums = (x(1, Q, T, D), x(1, Q, T, D)), (x(1, Q, T, dtype=torch.float32), x(1, Q, T, dtype=torch.float32))
-    nbytes = 3 * (parts[0].nbytes + sums[0].nbytes)
-    yield case(
-        "join_parts", f"T={T}", *(each for pair in zip(parts, sums, strict=True) for each in pair), nbytes=nbytes
-    )
+    parts = [part for _ in range(2) for part in (x(1, Q, T, D), x(1, Q, T, dtype=torch.float32))]
+    yield case("join_parts", f"T={T}", *parts, nbytes=1.5 * sum(part.nbytes for part in parts))
     few = min(16, T)  # the smaller tile of queries, and splits of the rows
     yield case("attend", f"T={few} S={S}", q[:, :, -few:], k, v, scaling, flops=4 * Q * D * few * S)
 
@@ -118,19 +115,14 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     yield case("compact_rows", f"S={S} K={budget}", buffers, stay, nbytes=moved, state=buffers)
 
     flat = (k.reshape(-1, D), v.reshape(-1, D))
-    for form, n, kinds in (
-        ("a chunk by its head", T, 0),
-        ("a chunk", T, 2),
-        ("a token by its head", 1, 0),
-        ("a token", 1, 2),
-    ):
+    for n, kinds in ((T, 0), (T, 2), (1, 0), (1, 2)):  # a chunk and a token, with a head and with statistics
         numbers = torch.zeros(H * S, dtype=torch.int32, device=device), x(H * S, dtype=torch.float32)
         buffers, new = RowBuffers(*flat, *numbers, x(kinds, H * S, dtype=torch.float32)), x(n, 2 * H, D).transpose(0, 1)
         score = None if kinds else HeadProduct(x(1, n, 1024), x(H, 1024))
         # A token's place is known to the device alone.
         at, seen = (S - n, 10000) if n > 1 else torch.tensor([[S - n], [10000]], device=device)
         work = 2 * new.nbytes + (0 if score is None else sum(one.nbytes for one in score)) + H * n * 4 * (2 + kinds)
-        yield case(f"enter_rows, {form}", f"T={n}", buffers, at, new[:H], new[H:], seen, score, apart=S, nbytes=work,
+        yield case(f"enter_rows, {kinds} statistics", f"T={n}", buffers, at, new[:H], new[H:], seen, score, apart=S, nbytes=work,
                    state=buffers if kinds else buffers[:4], moves=False)  # fmt: skip
 
     held = torch.zeros(1, H, S, dtype=torch.bool, device=device).scatter_(-1, stay, True)

@@ -41,15 +41,8 @@ Score = Tensor | HeadProduct | None
 
 
 def enter_rows(
-    rows: RowBuffers,
-    at: int | Tensor,
-    k_HTD: Tensor,
-    v_HTD: Tensor,
-    seen: int | Tensor,
-    score: Score,
-    *,
-    apart: int = 0,
-) -> None:
+    rows: RowBuffers, at: int | Tensor, k_HTD: Tensor, v_HTD: Tensor, seen: int | Tensor, score: Score, *, apart: int = 0
+) -> None:  # fmt: skip
     """Write the rows of new tokens, in place.
 
     Args:

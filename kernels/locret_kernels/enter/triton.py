@@ -61,7 +61,7 @@ def _enter_rows(
                 some = (first + r < R)[None, :]
                 x = tl.load(score + t[:, None] * stride_st + first + r[None, :], mask=there[:, None] & some, other=0.0)
                 w = tl.load(fc2 + heads[:, None] * R + first + r[None, :], mask=(heads < H)[:, None] & some, other=0.0)
-                w = w.to(tl.float32) if UPCAST else w
+                w = w.to(tl.float32) if UPCAST else w.to(x.dtype)  # autocast gives another
                 total = tl.dot(_activated(x), tl.trans(w), total, input_precision="ieee")  # [BT, BR] x [BR, BH]
             keep = there[:, None] & (heads < H)[None, :]  # [BT, BH]
             to = _rows_of(at, t[:, None], heads[None, :], keep, stride_ah, stride_at, apart, AT)
@@ -96,15 +96,8 @@ def _form(x: int | Tensor, axes: int) -> int:
 
 
 def enter_rows(
-    rows: RowBuffers,
-    at: int | Tensor,
-    k_HTD: Tensor,
-    v_HTD: Tensor,
-    seen: int | Tensor,
-    score: Score,
-    *,
-    apart: int = 0,
-) -> None:
+    rows: RowBuffers, at: int | Tensor, k_HTD: Tensor, v_HTD: Tensor, seen: int | Tensor, score: Score, *, apart: int = 0
+) -> None:  # fmt: skip
     """See the definition, ``enter_rows``."""
     (H, T, D), V = k_HTD.shape, v_HTD.shape[-1]
     check_some("k", T, "tokens")
