@@ -45,7 +45,9 @@ def test_backends_agree(model, policy, bits, kernel, positions):
     assert all(torch.equal(a, b) for a, b in zip(mine[1], theirs[1], strict=True))
 
 
-@pytest.mark.parametrize(("policy", "positions"), [("recency", "compact"), ("h2o", "clipped(20)"), ("roco", "original")])
+@pytest.mark.parametrize(
+    ("policy", "positions"), [("recency", "compact"), ("h2o", "clipped(20)"), ("roco", "original")]
+)
 def test_fixed_shapes(model, policy, positions):
     """Kernels that read lengths from the device keep the slots that the references keep, and their logits agree."""
     out = []
