@@ -196,9 +196,11 @@ class RetainingHead(nn.Module):
         self.act = ACT2FN[config.activation]
 
     def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Linear = F.linear) -> Tensor:
-        x_BTE = _side_by_side(q_BQTD, k_BHTD, v_BHTD)
-        hidden = self.act(linear(x_BTE.to(self.fc1.weight.dtype), self.fc1.weight))
-        return self.fc2(hidden).transpose(1, 2).float()
+        return self.fc2(self.act(self.hidden(q_BQTD, k_BHTD, v_BHTD, linear))).transpose(1, 2).float()
+
+    def hidden(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Linear = F.linear) -> Tensor:
+        """The first product ``[B, T, d_hidden]``, before the activation."""
+        return linear(_side_by_side(q_BQTD, k_BHTD, v_BHTD).to(self.fc1.weight.dtype), self.fc1.weight)
 
 
 def _side_by_side(*parts_BXTD: Tensor) -> Tensor:

@@ -172,10 +172,10 @@ def bytes_read(config: Any, dtype: str, rows: int) -> int:
 
 def attention(run: Run) -> str:
     """What a chunk's attention over cached rows and one token's run through."""
-    head_size, dtype = BackboneSizes.of(run.config).spec.head_dim, getattr(torch, run.setting.dtype)
-    backend = choose(None, run.device, head_size, dtype)
+    spec, dtype = BackboneSizes.of(run.config).spec, getattr(torch, run.setting.dtype)
+    backend = choose(None, run.device, spec.head_dim, dtype)
     token = "sdpa" if backend == "reference" else "ragged_decode"
-    return f"{operator(run.device, dtype, head_size, backend)}; one token: {token}"
+    return f"{operator(run.device, dtype, spec.head_dim, backend, (spec.n_heads, spec.n_kv_heads))}; one token: {token}"
 
 
 def wait(device: torch.device) -> None:

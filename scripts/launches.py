@@ -131,6 +131,10 @@ class Recorder(TorchDispatchMode):
             nbytes = 2 * heads * kept * width * rows.element_size() + extent(index)
         elif name == "ragged_decode":
             nbytes = grid[0] * self.rows * sum(given[x].shape[-1] * given[x].element_size() for x in ("keys", "values"))
+        elif name == "enter_rows":  # keys and values are read and written; of the buffers it has all rows
+            k, v, rows = given["k"], given["v"], given["k"].shape[0] * given["k"].shape[1]
+            read = {id(x): x for x in (given["score"], given["fc2"]) if x is not k}.values()
+            nbytes = 2 * (extent(k) + extent(v)) + sum(map(extent, read)) + rows * 4 * (2 + constants["X"])
         self.add(name, nbytes)
 
 

@@ -136,7 +136,7 @@ def gate(case: Case) -> None:
     """Raise Disagreement unless the case's kernels, where they run, equal its reference."""
     for key in OWN & case.runs.keys():
         mine, theirs = (outputs(case, each) for each in (key, "reference"))
-        agree(mine, theirs, f"{case.operation} ({key}) at {case.shape}", exact=bool(case.state))
+        agree(mine, theirs, f"{case.operation} ({key}) at {case.shape}", exact=case.exact)
 
 
 def measure(case: Case, key: str, milliseconds: int, where: Mapping[str, str], device: torch.device) -> Row:

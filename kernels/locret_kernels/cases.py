@@ -12,6 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from . import backend
 from .column_stats import STATISTICS
+from .enter import HeadProduct, RowBuffers
 from .product import FORMATS, format_of
 from .ragged_decode import Float8Rows, PackedRows, Rotation, Spans
 from .sparse_attend import Blocks
@@ -44,7 +45,14 @@ class Case:
     flops: float | None = None
     nbytes: float | None = None
     state: tuple[torch.Tensor, ...] = ()
-    """Tensors that a call changes in place. It only moves their elements, so a kernel must equal its reference bit for bit."""
+    """Tensors that a call changes in place."""
+    moves: bool = True
+    """Whether it only moves their elements."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether a kernel must equal its reference bit for bit."""
+        return bool(self.state) and self.moves
 
     @property
     def function(self) -> str:
@@ -62,23 +70,23 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
         return torch.randn(*size, dtype=torch.float32, device=device).to(dtype)
 
     def case(form: str, sizes: str, *args: object, flops: float | None = None, nbytes: float | None = None,
-             state: tuple[torch.Tensor, ...] = (), peer: Callable[[], object] | None = None, **rest: object) -> Case:  # fmt: skip
+             state: tuple[torch.Tensor, ...] = (), moves: bool = True, peer: Callable[[], object] | None = None,
+             **rest: object) -> Case:  # fmt: skip
         """The case of one function, the first word of ``form``; ``peer`` is what PyTorch has for the same."""
         name = form.split()[0].rstrip(",")
         kernels = {key: backend.function(name, key) for key in backend.runnable(name, device)}
         runs: dict[str, Callable[[], object]] = {
             key: lambda call=call: call(*args, **rest) for key, call in kernels.items()
         }
-        return Case(form, f"{heads} {sizes}", {**runs, "sdpa": peer} if peer else runs, flops, nbytes, state)
+        return Case(form, f"{heads} {sizes}", {**runs, "sdpa": peer} if peer else runs, flops, nbytes, state, moves)
 
     q, k, v = x(1, Q, T, D), x(1, H, S, D), x(1, H, S, D)
-    lse = backend.function("log_sum_exp", "reference")(q, k, scaling).float()
+    lse = backend.function("attend", "reference")(q, k, k, scaling)[1]
     seen = T * (S - T) + T * (T + 1) / 2  # pairs of a query and a slot that it sees
     chunk, mask = f"T={T} S={S}", causal_lower_right(T, S)
     for want in ({"sum"}, {"sum", "square"}, {"above"}, STATISTICS):
         form = f"column_stats {'+'.join(sorted(want))}"
         yield case(form, chunk, q, k, scaling, lse, flops=2 * Q * D * seen, want=frozenset(want))
-    yield case("log_sum_exp", chunk, q, k, scaling, flops=2 * Q * D * seen)
     yield case("window_attention", f"W={W} S={S}", q[:, :, -W:], k, scaling, flops=4 * Q * D * W * S)
     answer, prompt, pos = x(1, Q, A, D), x(1, H, P, D), torch.arange(P - A, P, device=device)
     for log_prob in (False, True):
@@ -90,6 +98,8 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
 
     yield case("attend", chunk, q, k, v, scaling, flops=4 * Q * D * seen, peer=attention)
     yield case("attend_and_count", chunk, q, k, v, scaling, flops=6 * Q * D * seen, want=frozenset({"sum"}))
+    parts = [part for _ in range(2) for part in (x(1, Q, T, D), x(1, Q, T, dtype=torch.float32))]
+    yield case("join_parts", f"T={T}", *parts, nbytes=1.5 * sum(part.nbytes for part in parts))
     few = min(16, T)  # the smaller tile of queries, and splits of the rows
     yield case("attend", f"T={few} S={S}", q[:, :, -few:], k, v, scaling, flops=4 * Q * D * few * S)
 
@@ -103,6 +113,17 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     stay = torch.rand(1, H, S, dtype=torch.float32, device=device).argsort(-1)[..., :budget].sort(-1).values
     moved = 2 * sum(t[:, :, :budget].nbytes for t in buffers)
     yield case("compact_rows", f"S={S} K={budget}", buffers, stay, nbytes=moved, state=buffers)
+
+    flat = (k.reshape(-1, D), v.reshape(-1, D))
+    for n, kinds in ((T, 0), (T, 2), (1, 0), (1, 2)):  # a chunk and a token, with a head and with statistics
+        numbers = torch.zeros(H * S, dtype=torch.int32, device=device), x(H * S, dtype=torch.float32)
+        buffers, new = RowBuffers(*flat, *numbers, x(kinds, H * S, dtype=torch.float32)), x(n, 2 * H, D).transpose(0, 1)
+        score = None if kinds else HeadProduct(x(1, n, 1024), x(H, 1024))
+        # A token's place is known to the device alone.
+        at, seen = (S - n, 10000) if n > 1 else torch.tensor([[S - n], [10000]], device=device)
+        work = 2 * new.nbytes + (0 if score is None else sum(one.nbytes for one in score)) + H * n * 4 * (2 + kinds)
+        yield case(f"enter_rows, {kinds} statistics", f"T={n}", buffers, at, new[:H], new[H:], seen, score, apart=S, nbytes=work,
+                   state=buffers if kinds else buffers[:4], moves=False)  # fmt: skip
 
     held = torch.zeros(1, H, S, dtype=torch.bool, device=device).scatter_(-1, stay, True)
     yield case("kept_rows", f"S={S} K={budget}", held, budget, nbytes=held.nbytes + stay.nbytes)
@@ -126,7 +147,6 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     yield case("rotate_rows", f"S={S}", k, table, table, nbytes=2 * k.nbytes)
     place = torch.arange(S, dtype=torch.int32, device=device).repeat(1, H, 1)
     yield case("rotate_rows, placed", f"S={S}", k, table, table, place, nbytes=2 * k.nbytes)
-    flat = (k.reshape(-1, D), v.reshape(-1, D))
     lengths = torch.full((1, H), S, dtype=torch.int64, device=device)
     spans = Spans(torch.arange(H, device=device)[None] * S, lengths, S)
     forms = (

@@ -124,6 +124,8 @@ class DecoderAttention:
     """Whether the rotation may be left out rather than made one by zero (see ``patches``)."""
     fuses_layers: bool = field(default=False, compare=False)
     """Whether a layer is Llama's: its residuals, norms and MLP can be computed by ``patches``."""
+    projects: bool = field(default=False, compare=False)
+    """Whether queries, keys and values of such layers, before the rotation, are products of the layer's normed input."""
     scales_queries: bool = field(default=False, compare=False)
     """Whether queries of such layers are scaled by their positions, beside the rotation (Ministral 3)."""
 
@@ -360,6 +362,8 @@ class LayerOperations(NamedTuple):
     swiglu: Callable[[Tensor, Tensor], Tensor]
     """As ``locret_kernels.fused.swiglu``."""
     linear: Linear
+    enter: Callable[[Tensor], object] = id
+    """Called with the normed hidden states ``[B, T, C]`` that a layer's attention is about to project."""
 
 
 Choice = Callable[..., LayerOperations | None]

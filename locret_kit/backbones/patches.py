@@ -69,9 +69,11 @@ def _layer(
     after = layer.post_attention_layernorm
     if not is_rms_norm(after) or layer.training or after.weight.dtype != hidden_states.dtype:
         return forward(hidden_states, **rest)
-    if choice(hidden_states, after.weight) is None:
+    if (operations := choice(hidden_states, after.weight)) is None:
         return forward(hidden_states, **rest)
-    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **rest)
+    normed = layer.input_layernorm(hidden_states)
+    operations.enter(normed)
+    attended, _ = layer.self_attn(hidden_states=normed, **rest)
     operations = choice(attended) or REFERENCE  # a gradient may begin in the attention, as of a pool that is trained
     normed, total = operations.rms_norm(attended, after.weight, after.variance_epsilon, hidden_states)
     return total + layer.mlp(normed)

@@ -9,7 +9,7 @@ first at every position. Windows are read off the mask that each layer is given.
 import inspect
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -31,6 +31,7 @@ from .decoder_attention import (
 )
 from .libraries import ASKED_FOR_STATES, CACHE, Undo, holds_states, layer_kinds, unwrapped
 from .patches import REFERENCE, fuse_layers, skip_rotations
+from .products import NotDense, projections
 from .recording import (
     FARTHEST,
     NOW,
@@ -90,9 +91,32 @@ def with_shortcuts(
     answers = _is_unturned(unturned, first, decoder, found)
     standard = all(rotation.order is None for rotation in rotations)
     skips = standard and answers and _is_unturned(run(skip_rotations, reference), first, decoder, found)
-    fuses = skips and _is_alike(run(fuse_layers, reference), first)
+    inputs: list[Tensor] = []
+
+    def fuse(undo: Undo, decoder: DecoderStack) -> None:
+        unrotate(undo, decoder, in_halves=True)
+        fuse_layers(undo, decoder, lambda *x: REFERENCE._replace(enter=inputs.append))
+
+    fused = run(fuse) if skips else None
+    fuses = _is_alike(fused, unturned)
+    projects = fuses and fused is not None and _are_products(fused, inputs)
     scales = fuses and not _is_alike(run(unrotate, in_halves=True, first_place=FARTHEST), unturned)
-    return replace(found, answers_in_halves=answers, skips_rotation=skips, fuses_layers=fuses, scales_queries=scales)
+    found = replace(found, answers_in_halves=answers, skips_rotation=skips, fuses_layers=fuses)
+    return replace(found, projects=projects and not scales, scales_queries=scales)
+
+
+def _are_products(run: RecordedRun, inputs: Sequence[Tensor]) -> bool:
+    """Whether queries, keys and values are what a layer's projections make of its normed input."""
+    if len(inputs) != len(run.calls):
+        return False
+    for call, x in zip(run.calls, inputs, strict=True):
+        try:
+            made = [product(x) for product in projections(call.module)]
+        except (NotDense, AttributeError):
+            return False
+        if not all(close(a, b.transpose(1, 2).flatten(2)) for a, b in zip(made, (call.q, call.k, call.v), strict=True)):
+            return False
+    return True
 
 
 def _is_alike(run: RecordedRun | None, first: RecordedRun | None) -> bool:
@@ -267,6 +291,7 @@ def assumed(config: PreTrainedConfig, rotary: nn.Module | None) -> DecoderAttent
         tuple(rotations) or "there is no rotary module",
         skips_rotation=bool(buffers),
         fuses_layers=bool(buffers),
+        projects=bool(buffers),
     )
 
 

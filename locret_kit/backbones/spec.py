@@ -78,10 +78,10 @@ Forward = Callable[..., DecoderOutput]
 def is_rms_norm(module: Any) -> TypeGuard[RmsNorm]:
     """Whether a module is a norm as Llama's."""
     name = type(module).__name__
-    return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and _is_untouched(module)
+    return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and is_untouched(module)
 
 
-def _is_untouched(module: Any) -> bool:
+def is_untouched(module: Any) -> bool:
     """Whether nobody has given a module hooks or another forward."""
     return has_own_forward(module) and not (module._forward_hooks or module._forward_pre_hooks)
 
@@ -96,7 +96,7 @@ def is_gated(mlp: nn.Module) -> TypeGuard[GatedMlp]:
 def is_silu(mlp: nn.Module) -> bool:
     """Whether the activation between an MLP's products is SiLU."""
     named = (getattr(mlp, name, None) for name in ("act_fn", "activation_fn", "act"))
-    return any(type(one).__name__ in ("SiLU", "SiLUActivation") and _is_untouched(one) for one in named)
+    return any(type(one).__name__ in ("SiLU", "SiLUActivation") and is_untouched(one) for one in named)
 
 
 # ---- dimensions of a backbone, as heads, caches and plans need them, and where its decoder stands ----

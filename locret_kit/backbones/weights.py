@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,10 +21,11 @@ from locret_kernels.fused import rms_norm
 from ..hub import pull
 from ..naming import blaming, install_line
 from .decoder_attention import rotate
-from .gguf.gguf_model import PackedEmbedding, PackedLinear, packed_product, unpacked_rows
+from .gguf.gguf_model import PackedEmbedding, PackedLinear, unpacked_rows
 from .libraries import has_own_forward, unwrapped
 from .patches import is_own_hook
 from .probe import describe
+from .products import PLAIN, NotDense, Product, pieces, product_of, projections
 from .spec import Layer, decoder_of, is_rms_norm, is_silu, text_config
 
 PACKED = (PackedEmbedding, PackedLinear)
@@ -34,28 +34,6 @@ PACKED = (PackedEmbedding, PackedLinear)
 
 PRODUCTS = ("query", "key", "value", "out", "gate", "up", "down")
 """Matrices of a layer."""
-
-
-class NotDense(ValueError):
-    """The decoder is not of the known form; says what is different."""
-
-
-@dataclass(frozen=True)
-class Product:
-    """``x @ weight.T + bias``.
-
-    Attributes:
-        form: format of a packed matrix; None of a plain one.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    form: str | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.form is None:
-            return F.linear(x, self.weight, self.bias)
-        return packed_product(x, self.weight, self.form, self.bias)
 
 
 @dataclass(frozen=True)
@@ -141,11 +119,11 @@ def dense(model: PreTrainedModel) -> Dense:
         raise NotDense("its queries are scaled by their positions")
     try:
         words = _words(decoder.embed_tokens)
-        found = Dense(words, tuple(map(_layer, decoder.layers)), _norm(decoder.norm), _product(head))
+        found = Dense(words, tuple(map(_layer, decoder.layers)), _norm(decoder.norm), product_of(head))
     except AttributeError as error:
         raise NotDense(f"a module of another name: {error}") from error
     tensors = [*decoder.parameters(), *head.parameters()]
-    if any(type(x) not in (Tensor, nn.Parameter) or not x.is_contiguous() for x in tensors):
+    if any(type(x) not in PLAIN or not x.is_contiguous() for x in tensors):
         raise NotDense("weights that are no plain tensors")
     plain = {x.dtype for x in tensors if x.is_floating_point()}
     if len(plain) > 1 or len({x.device for x in tensors}) > 1:
@@ -193,27 +171,21 @@ def _layer(layer: Layer) -> DenseLayer:
         raise NotDense("its layers have other norms than Llama's")
     if not is_silu(mlp):
         raise NotDense("its MLPs have another activation than SiLU")
-    Q, D = attention.config.num_attention_heads, attention.head_dim
-    if hasattr(attention, "qkv_proj"):
-        both = _product(attention.qkv_proj)
-        H = (len(both.weight) // D - Q) // 2
-        query, key, value = _pieces(both, (Q * D, H * D, H * D))
-    else:
-        query, key, value = (_product(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
+    query, key, value = projections(attention)
     if hasattr(mlp, "gate_up_proj"):
-        both = _product(mlp.gate_up_proj)
-        gate, up = _pieces(both, (len(both.weight) // 2,) * 2)
+        both = product_of(mlp.gate_up_proj)
+        gate, up = pieces(both, (len(both.weight) // 2,) * 2)
     else:
-        gate, up = _product(mlp.gate_proj), _product(mlp.up_proj)
+        gate, up = product_of(mlp.gate_proj), product_of(mlp.up_proj)
     normed = hasattr(attention, "q_norm")
     return DenseLayer(
         norm=_norm(layer.input_layernorm),
         query=query, key=key, value=value,
         query_norm=_norm(attention.q_norm) if normed else None,
         key_norm=_norm(attention.k_norm) if normed else None,
-        out=_product(attention.o_proj),
+        out=product_of(attention.o_proj),
         mlp_norm=_norm(layer.post_attention_layernorm),
-        gate=gate, up=up, down=_product(mlp.down_proj),
+        gate=gate, up=up, down=product_of(mlp.down_proj),
         scaling=attention.scaling,
     )  # fmt: skip
 
@@ -224,19 +196,6 @@ def _words(module: object) -> Product:
     if type(module) is not nn.Embedding:
         raise NotDense(f"its words are a {type(module).__name__}")
     return Product(module.weight.detach(), None)
-
-
-def _product(module: Any) -> Product:
-    if type(module) not in (PackedLinear, nn.Linear):
-        raise NotDense(f"a {type(module).__name__} among its matrices")
-    bias = None if module.bias is None else module.bias.detach()
-    return Product(module.weight.detach(), bias, getattr(module, "form", None))
-
-
-def _pieces(both: Product, rows: tuple[int, ...]) -> list[Product]:
-    biases = both.bias.split(rows) if both.bias is not None else [None] * len(rows)
-    parts = zip(both.weight.split(rows), biases, strict=True)
-    return [Product(weight, bias, both.form) for weight, bias in parts]
 
 
 def _norm(module: object) -> Norm:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -61,20 +62,33 @@ ChunkAttention = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]
 """Queries, keys, values and scaling -> output ``[B, Q, T, D]`` and log-sum-exp ``[B, Q, T]`` over the rows up to each query."""
 
 
+TRIAL = 1024, 8192
+"""Queries and rows of the timed trial."""
+LEAST_RATE = {("cudnn", 96): 380e12}
+"""Operations a second that an implementation must reach for a head size: cuDNN pads 96 channels to 128, and its parts are rounded
+before they are joined."""
+
+
 @cache
-def chunk_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> tuple[str, ChunkAttention] | None:
-    """PyTorch's fastest attention of a chunk over rows before it, and its name: FlashAttention-4 or 3 where it is installed, on
-    Hopper cuDNN in two parts, else FlashAttention-2. Found out by calling it once, as says the log where one does not run; None
-    where none does."""
+def chunk_attention(
+    device: torch.device, dtype: torch.dtype, head_size: int, heads: tuple[int, int] = (32, 8)
+) -> tuple[str, ChunkAttention] | None:
+    """PyTorch's fastest attention of a chunk over rows before it, and its name: FlashAttention-4 or 3 where it is installed, else
+    FlashAttention-2, or on Hopper cuDNN in two parts. Found out by calling each once, as says the log where one does not run,
+    and by a timed trial where several do; None where none does.
+
+    Args:
+        heads: of queries, and of keys and values.
+    """
     if device.type == "cpu" or dtype.itemsize != 2:
         return None
     activate_newer(device, dtype, head_size)
     active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     forms: dict[str, ChunkAttention] = {f"flash ({active or 'FA2'})": _flash}
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    if hopper and active is None and (torch.backends.cudnn.version() or 0) > CUDNN:
-        forms = {"cudnn": _two_parts} | forms
-    probe = torch.zeros(1, 1, 2, head_size, dtype=dtype, device=device)
+    if hopper and (torch.backends.cudnn.version() or 0) > CUDNN:
+        forms |= {"cudnn": _two_parts}
+    runs, probe = dict[str, ChunkAttention](), torch.zeros(1, 1, 2, head_size, dtype=dtype, device=device)
     for name, form in forms.items():
         try:
             form(probe[:, :, 1:], probe, probe, 1.0)
@@ -84,8 +98,30 @@ def chunk_attention(device: torch.device, dtype: torch.dtype, head_size: int) ->
                 name, head_size, dtype, device, error,
             )  # fmt: skip
         else:
-            return name, form
-    return None
+            runs[name] = form
+    if len(runs) > 1:
+        rates = {name: _rate(form, device, dtype, head_size, heads) for name, form in runs.items()}
+        found = ", ".join(f"{name} {rate / 1e12:.0f} TFLOP/s" for name, rate in rates.items())
+        logger.info("attention of %d over %d heads of %d on %s: %s", *heads, head_size, device, found)
+        enough = [name for name, rate in rates.items() if rate >= LEAST_RATE.get((name, head_size), 0)]
+        best = max(enough or rates, key=rates.__getitem__)
+        return best, runs[best]
+    return next(iter(runs.items()), None)
+
+
+def _rate(
+    form: ChunkAttention, device: torch.device, dtype: torch.dtype, head_size: int, heads: tuple[int, int]
+) -> float:
+    """Operations a second of an attention, the best of some calls: all but the first are warm."""
+    (Q, H), (T, S) = heads, TRIAL
+    q, k, v = (torch.randn(1, n, rows, head_size, dtype=dtype, device=device) for n, rows in ((Q, T), (H, S), (H, S)))
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(7)]
+    for end in ends:
+        form(q, k, v, head_size**-0.5)
+        end.record()
+    torch.cuda.synchronize(device)
+    seconds = min(a.elapsed_time(b) for a, b in pairwise(ends)) / 1e3
+    return 4 * Q * head_size * (T * (S - T) + T * (T + 1) / 2) / seconds
 
 
 def _flash(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -112,8 +148,10 @@ def _two_parts(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -
     if not before:
         return own, own_lse
     old, old_lse = _cudnn(q_BQTD, k_BHSD[:, :, :before], v_BHSD[:, :, :before], scaling, False)
-    share_BQT1 = torch.sigmoid(old_lse - own_lse).to(own.dtype)[..., None]
-    return torch.lerp(own, old, share_BQT1), torch.logaddexp(own_lse, old_lse)
+    joined: tuple[Tensor, Tensor] = function("join_parts", "triton" if own.is_cuda else "reference")(
+        own, own_lse, old, old_lse
+    )
+    return joined
 
 
 @cache
@@ -172,9 +210,11 @@ def _attend_window(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: floa
     return out.unflatten(0, (B, T)).transpose(1, 2)
 
 
-def operator(device: torch.device, dtype: torch.dtype, head_size: int, backend: str) -> str:
+def operator(
+    device: torch.device, dtype: torch.dtype, head_size: int, backend: str, heads: tuple[int, int] = (32, 8)
+) -> str:
     """Name of what a chunk's attention over rows before it runs through (``chunk_attention``); ``sdpa`` where PyTorch chooses."""
-    chosen = None if backend == "reference" else chunk_attention(device, dtype, head_size)
+    chosen = None if backend == "reference" else chunk_attention(device, dtype, head_size, heads)
     return "sdpa" if chosen is None else chosen[0]
 
 
@@ -224,7 +264,7 @@ def attend_rows(
     ):  # decoding: fold the group into the query axis, no mask, no copy of k
         q_BHGD = q_BQTD.reshape(B, H, G, D)
         return F.scaled_dot_product_attention(q_BHGD, k_BHSD, v_BHSD, scale=scaling).reshape(B, Q, 1, -1)
-    chosen = None if backend == "reference" else chunk_attention(q_BQTD.device, q_BQTD.dtype, D)
+    chosen = None if backend == "reference" else chunk_attention(q_BQTD.device, q_BQTD.dtype, D, (Q, H))
     if window is None and T < S and chosen is not None:
         return chosen[1](q_BQTD, k_BHSD, v_BHSD, scaling)[0]
     if window is not None and backend != "reference" and varlen_operator(q_BQTD.device, q_BQTD.dtype, D) is not None:
@@ -274,7 +314,8 @@ def attend_rows_lse(
     q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """``attend_rows`` without a window, and each query's log-sum-exp ``[B, Q, T]`` (natural) over the rows it sees."""
-    chosen = None if backend == "reference" else chunk_attention(q_BQTD.device, q_BQTD.dtype, q_BQTD.shape[-1])
+    sizes = q_BQTD.shape[-1], (q_BQTD.shape[1], k_BHSD.shape[1])
+    chosen = None if backend == "reference" else chunk_attention(q_BQTD.device, q_BQTD.dtype, *sizes)
     return (function("attend", backend) if chosen is None else chosen[1])(q_BQTD, k_BHSD, v_BHSD, scaling)
 
 

@@ -88,6 +88,10 @@ class Backend:
         """Whether rows of this type are brought into few bits by compiled calls (``storage.quantised``)."""
         return False
 
+    def folds(self, device: torch.device) -> bool:
+        """Whether retaining heads are folded into the projections before them (``folded``)."""
+        return False
+
     def rotated(self, q_BQTD: Tensor, k_BHSD: Tensor, rotation: ChunkRotation | None) -> tuple[Tensor, Tensor]:
         """Queries and keys of a chunk after RoPE."""
         if rotation is None:
@@ -115,6 +119,9 @@ class TritonBackend(Backend):
 
     def attends_ragged(self, device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
         return varlen_operator(device, dtype, head_size) is not None
+
+    def folds(self, device: torch.device) -> bool:
+        return device.type != "cpu"
 
     def _attend_and_count(
         self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
@@ -182,7 +189,9 @@ for backend in (Backend(), TritonBackend(), CpuBackend()):
     BACKENDS.register(backend.name)(backend)
 
 
-def backend_for(name: str | None, device: torch.device, head_size: int, dtype: torch.dtype) -> Backend:
+def backend_for(
+    name: str | None, device: torch.device, head_size: int, dtype: torch.dtype, heads: tuple[int, int] = (32, 8)
+) -> Backend:
     """The backend that is named; without a name ``cpu`` on a CPU where it compiles, ``triton`` on CUDA in half precision, and
     ``reference`` elsewhere.
 
@@ -199,5 +208,5 @@ def backend_for(name: str | None, device: torch.device, head_size: int, dtype: t
         )
     choose(backend.kernels, device, head_size, dtype)
     if backend.kernels == "triton":  # now: a package may compile for seconds
-        chunk_attention(device, dtype, head_size)
+        chunk_attention(device, dtype, head_size, heads)
     return backend

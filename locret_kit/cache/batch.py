@@ -68,7 +68,9 @@ class ForwardOfTexts(Cache, Handler):
         # Heads of a token lie side by side, as the backbone reads them. Of padding nothing is read.
         out_NQD = q_BQTD.new_zeros(B * T, Q, v_BHTD.shape[-1])
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BQTD, k_BHTD, v_BHTD))
-        self.batch.attend(layer, q, k, v, softmax, out_NQD)
+        # The first text's operations are those of all.
+        x_BTC, self.texts[0].input_BTC = self.texts[0].input_BTC, None
+        self.batch.attend(layer, q, k, v, softmax, out_NQD, None if x_BTC is None else x_BTC.flatten(0, 1))
         return out_NQD.view(B, T, Q, -1).transpose(1, 2)
 
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:

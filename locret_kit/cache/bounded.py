@@ -48,6 +48,7 @@ from .view import (
     check_room,
     choose_passages,
     first_pins,
+    folded_scores,
     in_prompt,
     in_rows,
     pins_of,
@@ -137,6 +138,8 @@ class BoundedCache(StatefulCache, Handler):
     check_storage = staticmethod(check_storage)
     fixed: Callable[[int], StaticStep] | None = None
     """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.drivers.graph``)."""
+    input_BTC: Tensor | None = None
+    """Normed input of the layer whose attention is to come."""
 
     def __init__(
         self,
@@ -372,7 +375,8 @@ class BoundedCache(StatefulCache, Handler):
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """As ``fork``, for the same prompt: heads, policy and model are shared, all else is copied."""
-        shared = (self.heads, self.policy, self.policy.merge, self._context and self._context.model)
+        own = self._context
+        shared = (self.heads, self.policy, self.policy.merge, own and own.model, own and own.folded)
         memo.update({id(one): one for one in shared})
         memo[id(self)] = new = object.__new__(type(self))
         vars(new).update(deepcopy(vars(self), memo))
@@ -446,6 +450,7 @@ class BoundedCache(StatefulCache, Handler):
 
     def begin(self, model: PreTrainedModel, arguments: Arguments) -> Arguments:
         self.bind(model)
+        self.input_BTC = None  # an interrupt may have left one
         if (
             self.policy.needs_logits and "logits_to_keep" in arguments
         ):  # Gemma 4 leaves other tokens out of its last layers
@@ -453,7 +458,8 @@ class BoundedCache(StatefulCache, Handler):
         return checked_arguments(arguments, self.get_seq_length(), in_pieces=self.context.description.in_pieces)
 
     def operations(self, x: Tensor) -> LayerOperations | None:
-        return self.context.backend.operations(x)
+        made, folded = self.context.backend.operations(x), self.context.folded
+        return made if made is None or folded is None else made._replace(enter=partial(setattr, self, "input_BTC"))
 
     @torch.no_grad()
     def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
@@ -472,12 +478,13 @@ class BoundedCache(StatefulCache, Handler):
         if len(q_BQTD) != 1:
             raise ValueError(f"batch={len(q_BQTD)} must be 1: a BoundedCache takes one text, a BatchCache several")
         ctx = self.context
+        score, self.input_BTC = folded_scores(ctx, layer, self.input_BTC, q_BQTD.shape[2]), None
         if self.fixed is not None:  # evictions and counts are then the graph decoder's
             self.bounded[layer].softmax = softmax
-            return read_block(ctx, layer, self.bounded[layer], q_BQTD, k_BHTD, v_BHTD, self.fixed(layer))
+            return read_block(ctx, layer, self.bounded[layer], q_BQTD, k_BHTD, v_BHTD, self.fixed(layer), score)
         q_BQTD, k_BHTD, v_BHTD = in_model_type(ctx, q_BQTD, k_BHTD, v_BHTD)
         rows = self.open(layer, softmax, k_BHTD, v_BHTD)
-        out = read_tokens(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, waiting=self.waiting)
+        out = read_tokens(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, score, self.waiting)
         self.close(layer)
         return out
 

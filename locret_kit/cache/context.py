@@ -22,6 +22,7 @@ from ..policies.capabilities import Subject, refuse
 from ..settings import Resolved
 from .backend import BACKENDS, Backend, backend_for
 from .due import Due, Schedule
+from .folded import FoldedHeads, fold_heads
 from .rotation import Positions, RotationTables
 from .storage.blocks import BlockStore
 from .storage.codec import CODECS, Plain, Scratch
@@ -179,6 +180,8 @@ class Context:
     description: DecoderAttention
     tables: RotationTables
     counters: CacheCounters
+    folded: FoldedHeads | None = None
+    """On a card, retaining heads behind the projections of their layers."""
     recalls: RecallCounters = field(default_factory=RecallCounters)
     block_scores: BlockScores = field(default_factory=BlockScores)
     stages: tuple[Stage, ...] = ()
@@ -211,7 +214,8 @@ class Context:
         spec, known = description.spec, not isinstance(description.rotations, str)
         # Where the rotation is known, the kit rotates: frequencies are then chosen once for the whole prompt.
         scheme = settings.positions or ("compact" if known else "original")
-        backend = backend_for(settings.backend, model.device, spec.head_dim, model.dtype)
+        sizes = spec.head_dim, model.dtype, (spec.n_heads, spec.n_kv_heads)
+        backend = backend_for(settings.backend, model.device, *sizes)
         if description.has_weighted_rotations:  # kernels read one half of a table, and take the other to be like it
             backend = BACKENDS["reference"]
         placed = Positions.parse(scheme, getattr(config, "max_position_embeddings", None) or 0)
@@ -231,6 +235,9 @@ class Context:
             policy.merge.bind(spec, model.device)
         if policy.sparse is not None:
             policy.sparse.bind(spec)
+        folded = None
+        if heads is not None and policy.score.is_head and backend.folds(model.device):
+            folded = fold_heads(model, heads, description)
         # Budgets before frequencies: how far positions reach depends on how many rows there will be.
         budgets, s = layer_budgets(policy, schedule, spec.windows), schedule
         span = span_of(policy, placed, spec, budgets, s, s.prompt_length)
@@ -254,6 +261,7 @@ class Context:
             description=description,
             tables=RotationTables(),
             counters=counters,
+            folded=folded,
         )
 
     def due(self, layer: int, rows: BoundedLayer, tokens: int) -> Due:

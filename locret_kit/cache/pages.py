@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from locret_kernels.enter import RowBuffers
+
 from ..backbones.decoder_attention import Rope, same_rotation
 from ..backbones.spec import AttentionLayer, BackboneSpec
 from ..policies import Policy
@@ -143,13 +145,10 @@ class RowPool:
             Q = self.shape.query_heads
             rows.queries = self.queries[page, : Q * rows.recent * D].view(Q, rows.recent, D)
 
-    def put(self, at: Tensor, k: Tensor, v: Tensor, scores: Tensor, positions: Tensor) -> None:
-        """Write rows by their numbers ``at``: keys and values ``[*at, D]``, without counting them."""
-        self.keys[at], self.values[at] = k, v
-        self.scores[at], self.positions[at] = scores, positions
-        # A tensor, no number: a scalar through an index on the device would be copied there every time.
-        if len(self.stats):
-            self.stats[:, at] = self.stats.new_zeros(())
+    @property
+    def rows(self) -> RowBuffers:
+        """All rows, for ``enter_rows``."""
+        return RowBuffers(self.keys, self.values, self.positions, self.scores, self.stats)
 
 
 class Rotations(list[Rope]):

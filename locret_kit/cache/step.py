@@ -15,6 +15,7 @@ from torch import Tensor
 
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.backend import function
+from locret_kernels.enter import Score
 
 from ..backbones.decoder_attention import Softmax
 from .attend import RowRotation, VarlenRows, attend_heads, decode_rows
@@ -23,7 +24,7 @@ from .due import Due
 from .storage.codec import Plain
 from .storage.layouts import EqualRows, RaggedRows
 from .storage.rows import BoundedLayer, EqualLengthHeads
-from .view import entry_scores, joined, prefill_mask, slots_of
+from .view import entry_scores, joined, of_tokens, prefill_mask, slots_of
 
 # ---- attention of new tokens, which are rows already, over the rows of their layer ----------------------------------
 
@@ -175,7 +176,7 @@ def read_tokens(
     q_BQTD: Tensor,
     k_BHTD: Tensor,
     v_BHTD: Tensor,
-    score_BHT: Tensor | None = None,
+    score: Score = None,
     waiting: list[Waiting] | None = None,
 ) -> Tensor:
     """Attention output ``[B, Q, T, D]`` of a forward's new tokens, which become rows; evicts at every boundary. Their entry
@@ -186,8 +187,8 @@ def read_tokens(
         due = ctx.due(layer, rows, tokens - start)
         new = slice(start, start + due.tokens)
         make_room(ctx, layer, rows, due)
-        score = None if score_BHT is None else score_BHT[:, :, new]
-        out.append(read_block(ctx, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], None, score))
+        mine = of_tokens(score, new)
+        out.append(read_block(ctx, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], None, mine))
         if due.keep is not None and not ctx.evicts_after_forward:
             if waiting is not None and new.stop == tokens and evicts_together(ctx, rows):
                 waiting.append((layer, rows, due))
@@ -209,12 +210,12 @@ def read_block(
     k: Tensor,
     v: Tensor,
     fixed: StaticStep | None = None,
-    score_BHT: Tensor | None = None,
+    score: Score = None,
 ) -> Tensor:
     """Attend over the rows and one block of new tokens, which become rows: ``[B, Q, T, D]``."""
     seen = rows.seen if fixed is None else fixed.seen
-    if score_BHT is None:
-        score_BHT = entry_scores(ctx, layer, rows, seen, q, k, v)
+    if score is None:
+        score = entry_scores(ctx, layer, rows, seen, q, k, v)
     if rows.recent:
         rows.append_queries(q)  # as it came: scores rotate the newest queries for the rows that are left
     if (rope := ctx.write_rope(layer, rows)) is not None:
@@ -222,11 +223,9 @@ def read_block(
         of_queries = tables if rope.queries is None else ctx.tables.between(rope.queries, seen, T, q)
         q, k = ctx.backend.rotate(q, *of_queries), ctx.backend.rotate(k, *tables)
     if fixed is not None:
-        assert isinstance(rows.layout, EqualRows)
-        rows.put(rows.layout.at(fixed.row_1), k, v, score_BHT, fixed.position)
-        rows.count(1)
+        rows.append(k, v, score, fixed.row_1, fixed.position)
         return attend_token(ctx, layer, rows, q, fixed)
-    rows.append(k, v, score_BHT)
+    rows.append(k, v, score)
     for stage in ctx.stages:
         if stage.attends(ctx, rows, q.shape[2]):
             return stage.attend(ctx, layer, rows, q)

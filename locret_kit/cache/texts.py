@@ -14,6 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from locret_kernels.backend import function
+from locret_kernels.enter import Score
+
 from ..backbones.decoder_attention import Rope, Softmax
 from .attend import RowRotation, VarlenRows, decode_rows
 from .context import Context
@@ -21,7 +24,7 @@ from .pages import RowPool
 from .rotation import RotationTables
 from .step import evict, in_model_type, make_room, read_tokens
 from .storage.rows import BoundedLayer
-from .view import entry_scores, score_alike, shared_scores
+from .view import entry_scores, folded_scores, of_tokens, score_alike, scores_of
 
 Span = tuple[int, int]
 """First and last but one of a text's new tokens, among those of a forward."""
@@ -132,25 +135,32 @@ class TextBatch:
         return self._position_N
 
     def attend(
-        self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, softmax: Softmax, out_NQD: Tensor
-    ) -> None:
-        """Attention of the new tokens in one layer, into ``out``; they become rows, and what is due is evicted."""
+        self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, softmax: Softmax, out_NQD: Tensor,
+        x_NC: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Attention of the new tokens in one layer, into ``out``; they become rows, and what is due is evicted.
+
+        Args:
+            x_NC: normed input of the layer, where it is at hand.
+        """
         if not self.texts:
             return
         # What follows the last text is padding.
         q_NQD, k_NHD, v_NHD = in_model_type(self.contexts[0], *(x[: self.end] for x in (q_NQD, k_NHD, v_NHD)))
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NQD, k_NHD, v_NHD))  # [1, heads, N, D]
         rows = [text.open(layer, softmax, k[:, :, :0], v[:, :, :0]) for text in self.texts]
-        score_BHN = None
-        if self._scored_alike:
-            score_BHN = shared_scores(self.contexts[0], layer, q, k, v, self.positions(self.end, q.device)[None])
+        score, ctx = None, self.contexts[0]
+        if x_NC is not None and (self._scored_alike or len(self.texts) == 1):
+            score = folded_scores(ctx, layer, x_NC[None, : self.end], self.end)
+        if score is None and self._scored_alike:
+            score = entry_scores(ctx, layer, None, self.positions(self.end, q.device)[None], q, k, v)
         for group in self._plan(rows, q.device):
-            at, score_NH = group.at, None if score_BHN is None else score_BHN[0].T[group.at]
-            out_NQD[at] = self._decode(group, layer, rows, q_NQD[at], k_NHD[at], v_NHD[at], score_NH)
+            at = group.at
+            out_NQD[at] = self._decode(group, layer, rows, q_NQD[at], k_NHD[at], v_NHD[at], of_tokens(score, at))
         for i in self._alone:
             new = slice(*self.spans[i])
-            score = None if score_BHN is None else score_BHN[:, :, new]
-            out = read_tokens(self.contexts[i], layer, rows[i], q[:, :, new], k[:, :, new], v[:, :, new], score)
+            mine = of_tokens(score, new)
+            out = read_tokens(self.contexts[i], layer, rows[i], q[:, :, new], k[:, :, new], v[:, :, new], mine)
             out_NQD[new] = out[0].transpose(0, 1)
         for text in self.texts:
             text.close(layer)
@@ -178,7 +188,7 @@ class TextBatch:
 
     def _decode(
         self, group: DecodingGroup, layer: int, all_rows: Sequence[BoundedLayer], q_NQD: Tensor, k_NHD: Tensor,
-        v_NHD: Tensor, score_NH: Tensor | None,
+        v_NHD: Tensor, score: Score,
     ) -> Tensor:  # fmt: skip
         """Attention output ``[N, Q, D]`` of one new token of each text of a group, which become rows; evicts where it is due."""
         texts = [(self.contexts[i], all_rows[i]) for i in group.turns]
@@ -190,10 +200,10 @@ class TextBatch:
         dues = [own_ctx.due(layer, own, 1) for own_ctx, own in texts]
         for (own_ctx, own), due in zip(texts, dues, strict=True):
             make_room(own_ctx, layer, own, due)
-        if score_NH is None:
+        if not self._scored_alike and score is None:
             alone = zip(texts, *(x[:, None, :, None] for x in (q_NQD, k_NHD, v_NHD)), strict=True)  # [1, heads, 1, D]
             made = [entry_scores(own_ctx, layer, own, own.seen, q, k, v) for (own_ctx, own), q, k, v in alone]
-            score_NH = torch.cat(made)[..., 0]
+            score = torch.cat([scores_of(one, k_NHD[:1, :, None]) for one in made], 2)
         # As they came: a score rotates the newest queries for the rows that an eviction leaves.
         for n, own in enumerate(rows):
             if own.recent:
@@ -205,7 +215,8 @@ class TextBatch:
             k_NHD = ctx.backend.rotate(k_NHD[:, :, None], *(x[:, None, None] for x in cos_sin))[:, :, 0]
             q_NQ1D = ctx.backend.rotate(q_NQ1D, *(x[:, None, None] for x in of_queries))
         # One write for all texts. Rows are counted after it: until then the pages say where the new ones go.
-        pool.put(index.at_NH, k_NHD, v_NHD, score_NH, index.seen_N1)
+        enter = function("enter_rows", ctx.backend.kernels)
+        enter(pool.rows, index.at_NH.T, k_NHD.transpose(0, 1), v_NHD.transpose(0, 1), index.seen_N1[:, 0], score)
         statistics = ctx.statistics if first.window is None else ()
         stats = pool.stats[: len(statistics) * (1 + ctx.group)]
         flat = VarlenRows(

@@ -10,7 +10,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from locret_kernels.enter import HeadProduct, Score
+
 from ..backbones.decoder_attention import Rope, rotate
+from ..heads import RetainingHead
 from ..policies import Policy
 from ..policies.base import Entry, PrefillMask, Reread, Slots
 from ..settings import FIRST, RunSettings, read_protect
@@ -238,7 +241,7 @@ def prefill_mask(ctx: Context, rows: BoundedLayer) -> PrefillMask | None:
 
 
 def score_alike(contexts: Sequence[Context]) -> bool:
-    """Whether the new tokens of these texts may be scored in one call, ``shared_scores``."""
+    """Whether the new tokens of these texts may be scored in one call."""
     ctx = contexts[0]
     score = ctx.policy.score
     if not (score.per_token or not score.scores_new_tokens):
@@ -248,23 +251,34 @@ def score_alike(contexts: Sequence[Context]) -> bool:
     return all(own.heads is ctx.heads and (own.policy.score, own.settings.seed) == mine for own in contexts)
 
 
-def shared_scores(
-    ctx: Context, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, position_BT: Tensor
-) -> Tensor:
-    """Entry scores ``[B, H, T]`` of new tokens of several texts, each at its ``position`` in its own. Their contexts
-    ``score_alike``, and ``ctx`` is one of them."""
-    score, score_BHT = ctx.policy.score, None
-    if ctx.spec.windows[layer] is None and score.scores_new_tokens:
-        head = ctx.heads[layer] if ctx.heads is not None else None
-        linear, places = ctx.backend.linear, position_BT[:, None]
-        entry = Entry(layer, 0, q_BQTD, k_BHTD, v_BHTD, head, ctx.settings.seed, linear=linear, places=places)
-        score_BHT = score.score_new_tokens(entry)
-    return _unscored(k_BHTD) if score_BHT is None else score_BHT
+def _head_product(ctx: Context, layer: int, q: Tensor, k: Tensor, v: Tensor) -> HeadProduct | None:
+    """The products of a layer's retaining head, where they are the whole score: the launch that writes rows makes the second."""
+    if ctx.heads is None or ctx.backend.kernels != "triton" or not ctx.scores_by_head:
+        return None
+    head = ctx.heads[layer]
+    if not isinstance(head, RetainingHead) or ctx.heads.config.activation != "silu":
+        return None
+    return HeadProduct(head.hidden(q, k, v), head.fc2.weight)
 
 
-def _unscored(k_BHTD: Tensor) -> Tensor:
-    """Scores ``[B, H, T]`` that nobody reads."""
-    return torch.zeros((), dtype=torch.float32, device=k_BHTD.device).expand(k_BHTD.shape[:3])
+def folded_scores(ctx: Context, layer: int, x_BTC: Tensor | None, tokens: int) -> Score:
+    """Entry scores of tokens by their layer's normed input ``x``; None where that is not known, or its head not folded."""
+    head = None if ctx.folded is None else ctx.folded[layer]
+    return None if head is None or x_BTC is None or x_BTC.shape[1] != tokens else head.product(x_BTC)
+
+
+def of_tokens(score: Score, at: slice | Tensor) -> Score:
+    """Entry scores of some of the tokens."""
+    if isinstance(score, HeadProduct):
+        return score._replace(hidden_BTR=score.hidden_BTR[:, at])
+    return None if score is None else score[:, :, at]
+
+
+def scores_of(score: Score, k_BHTD: Tensor) -> Tensor:
+    """Entry scores ``[B, H, T]`` of new tokens with such keys; zeros where nobody reads them."""
+    if score is None:
+        return torch.zeros((), dtype=torch.float32, device=k_BHTD.device).expand(k_BHTD.shape[:3])
+    return score.scores() if isinstance(score, HeadProduct) else score
 
 
 def score_by_logits(
@@ -288,13 +302,14 @@ def score_by_logits(
 
 
 def entry_scores(
-    ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor:
-    """Scores ``[B, H, T]`` of new tokens after ``seen`` others."""
+    ctx: Context, layer: int, rows: BoundedLayer | None, seen: int | Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> Score:
+    """Scores of new tokens after ``seen`` others; None where nobody reads them. Tokens of several texts, whose contexts
+    ``score_alike``, have no ``rows``; ``seen`` is then the position ``[B, T]`` of each in its own."""
     began = time.perf_counter()
     # A windowed layer's scores are never read, and its score's memory would grow with the text.
-    score_BHT = None
-    if rows.window is None:  # [B, H, T]
+    score: Score = None
+    if ctx.spec.windows[layer] is None and (score := _head_product(ctx, layer, q, k, v)) is None:
         entry = Entry(
             layer=layer,
             position=seen,  # type: ignore[arg-type]  # of the device where shapes are fixed
@@ -304,12 +319,13 @@ def entry_scores(
             head=ctx.heads[layer] if ctx.heads is not None else None,
             seed=ctx.settings.seed,
             rope=ctx.ropes[layer] if ctx.ropes is not None else None,
-            state=rows.state,
+            state={} if rows is None else rows.state,
             linear=ctx.backend.linear,
+            places=seen[:, None] if rows is None and isinstance(seen, Tensor) else None,
         )
-        score_BHT = ctx.policy.score.score_new_tokens(entry)
+        score = ctx.policy.score.score_new_tokens(entry)
     ctx.counters.score_s += time.perf_counter() - began
-    return _unscored(k) if score_BHT is None else score_BHT
+    return score
 
 
 # ---- two-pass reading -----------------------------------------------------------------------------------------------

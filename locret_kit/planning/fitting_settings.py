@@ -81,11 +81,13 @@ def plan_training(backbone: BackboneSizes, setting: TrainSetting) -> Plan:
     always = backbone.stream(B * T) + 2 * spec.head_dim * T * len(set(spec.windows))  # and what the backbone rotates by
     layer = always + B * ((q + 2 * k) + (q + k) + (q + k if backbone.fused else 0))  # before and after RoPE
     logits = spec.n_heads * min(setting.block, setting.answer) * T  # of a block; beside them the last one's, or a copy
-    inputs = spec.qkv_dim * (4 if item == 4 else item + 4)  # of a token: as they are, and in the heads' float32
+    inputs = spec.qkv_dim * max(
+        2 * item, 4 if item == 4 else item + 4
+    )  # of a token, as they are and in the heads' float32
     phases = {
         "rotate": (layer + 3 * q) * item,
         "target": layer * item + 4 * (2 * logits + k),
-        "head": layer * item + prompt * max(2 * item * spec.qkv_dim, inputs + 2 * 4 * setting.d_hidden),
+        "head": layer * item + prompt * max(inputs, 4 * (spec.qkv_dim + 2 * setting.d_hidden)),
         "mlp": always * item + backbone.mlp(B * T, item, setting.weight_bits),
     }
     if setting.weight_bits is not None:
@@ -212,8 +214,8 @@ def require_fit(backbone: BackboneSizes, setting: Setting, cap: int) -> Plan:
         raise DoesNotFit(f"{said}. These fit: {listed(backbone, near)}")
     least = f"weights and heads alone take {show(plan.weights + plan.heads)}"
     if setting.weight_bits != min(WEIGHT_BITS) and backbone.packed_bytes is None:
-        fewest = backbone.weights(ITEM_BYTES[setting.dtype], min(WEIGHT_BITS))
-        least += f", with {min(WEIGHT_BITS)}-bit weights {show(fewest + plan.heads)}"
+        few = plan_inference(backbone, replace(setting, weight_bits=min(WEIGHT_BITS)))
+        least += f", with {min(WEIGHT_BITS)}-bit weights {show(few.weights + few.heads)}"
     if not setting.evicts:
         least += f", and policy={setting.policy.name!r} evicts nothing"
     raise DoesNotFit(f"{said}. No setting fits: {least}")

@@ -24,7 +24,8 @@ from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreT
 from ..backbones.gguf.gguf_model import AT_ONCE, UNPACKED
 from ..backbones.patches import SLICE
 from ..backbones.probe import outlined
-from ..backbones.spec import BackboneSpec, UnsupportedArchitecture, field_of
+from ..backbones.products import plain_projections
+from ..backbones.spec import BackboneSpec, UnsupportedArchitecture, decoder_of, field_of
 from ..backbones.weights import check_weight_bits, scratch_bytes, stored_bytes, suffix
 from ..cache.context import layer_rows
 from ..cache.due import PIECE, Schedule
@@ -56,6 +57,8 @@ class BackboneSizes:
     """Bytes of the packed matrices of a GGUF file; None where the model is not out of one."""
     plain_numbers: int = 0
     """Other numbers of that file."""
+    projects: bool = False
+    """Whether retaining heads are folded into its projections on a card (``cache.folded``)."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> BackboneSizes:
@@ -75,6 +78,8 @@ class BackboneSizes:
             weights,
             gguf.get("packed_bytes"),
             gguf.get("plain_numbers", 0),
+            not gguf
+            and all(plain_projections(getattr(layer, "self_attn", None)) for layer in decoder_of(model).layers),
         )
 
     @property
@@ -282,7 +287,7 @@ class Plan:
 
     weights: int
     heads: int
-    """The heads and, in training, their gradients and optimiser state."""
+    """The heads and, in training, their gradients and optimiser state; on a card those that are folded too."""
     cache: int
     phases: dict[str, int]
     """Bytes that come and go, at the widest moment of each phase."""
@@ -398,9 +403,11 @@ def plan_inference(backbone: BackboneSizes, setting: Setting) -> Plan:
         transient |= {name: layer * item + nbytes for name, nbytes in recalled.items()}
     if policy.keeps_everything:  # decoding doubles the room, a layer at a time
         transient["grow"] = always * item + cache + cache // spec.n_layers
+    folds = setting.policy.score.is_head and backbone.projects and setting.weight_bits is None and item == 2
+    folded = spec.windows.count(None) * setting.width * backbone.hidden if folds else 0
     return Plan(
         weights=backbone.weights(item, setting.weight_bits),
-        heads=head_parameters(spec, setting.width) * item,
+        heads=(head_parameters(spec, setting.width) + folded) * item,
         cache=cache,
         phases=transient,
         host=store_bytes(spec, setting),

@@ -74,7 +74,7 @@ def test_a_chunk_over_rows_goes_to_flash_attention_with_its_log_sum_exp(probed, 
     real = attend._flash
     monkeypatch.setattr(attend, "_flash", lambda *given: asked.append(given) or real(*given))
     monkeypatch.setattr(attend, "lower_right", lambda *given: pytest.fail("a mask was made"))
-    assert operator(META, torch.bfloat16, 96, "triton") == "flash (FA2)"
+    assert operator(META, torch.bfloat16, 96, "triton", (6, 2)) == "flash (FA2)"
     asked.clear()
     out, lse = attend_rows_lse(q, k, k, 0.3, "triton")
     assert out.shape == q.shape and lse.shape == (1, 6, 5) and lse.dtype == torch.float32
@@ -98,7 +98,7 @@ def test_without_it_the_kits_own_kernel_runs_and_that_is_said_once(probed, monke
             "attend",
             "triton",
         )
-        assert operator(META, torch.bfloat16, 96, "triton") == "sdpa"
+        assert operator(META, torch.bfloat16, 96, "triton", (6, 2)) == "sdpa"
     (record,) = caplog.records
     assert (
         str(error) in record.message
@@ -147,21 +147,31 @@ TWO, FOUR, THREE = "flash_attn", "flash_attn.cute", "flash_attn_interface"
 
 
 @pytest.mark.parametrize(
-    ("capability", "packages", "cudnn_version", "broken", "chosen"),
+    ("capability", "packages", "cudnn_version", "broken", "chosen", "size", "cudnn_rate"),
     [
+        *((*case, 96, 410) for case in [
         (HOPPER, {TWO, FOUR, THREE}, 91600, set(), "flash (FA4)"), (HOPPER, {THREE}, 91600, set(), "flash (FA3)"),
         (HOPPER, {TWO, FOUR}, 91600, {"FA4"}, "cudnn"), (HOPPER, {TWO, FOUR, THREE}, 91600, {"FA4"}, "flash (FA3)"),
         (HOPPER, {TWO}, 91600, set(), "cudnn"), (HOPPER, set(), 91500, set(), "flash (FA2)"),
         (HOPPER, set(), None, set(), "flash (FA2)"), (HOPPER, set(), 91600, {"cudnn"}, "flash (FA2)"),
         (HOPPER, set(), 91600, {"cudnn", "FA2"}, "sdpa"), (AMPERE, {TWO, FOUR, THREE}, 91600, set(), "flash (FA2)"),
         (BLACKWELL, {TWO, FOUR, THREE}, 91600, set(), "flash (FA4)"), (BLACKWELL, {TWO, THREE}, 91600, set(), "flash (FA2)"),
+        ]),
+        (HOPPER, set(), 91600, set(), "flash (FA2)", 96, 379), (HOPPER, set(), 91600, set(), "cudnn", 96, 380),
+        (HOPPER, set(), 91600, set(), "cudnn", 128, 315), (HOPPER, set(), 91600, set(), "flash (FA2)", 128, 313),
+        (HOPPER, {TWO, FOUR}, 91600, set(), "cudnn", 128, 631), (HOPPER, set(), 91600, {"FA2"}, "cudnn", 96, 200),
     ],
 )  # fmt: skip
 def test_the_fastest_attention_that_runs_is_chosen(
-    capability, packages, cudnn_version, broken, chosen, probed, monkeypatch
+    capability, packages, cudnn_version, broken, chosen, size, cudnn_rate, probed, monkeypatch
 ):
-    """By capability, installed packages and cuDNN's version; what is chosen is what runs."""
+    """By capability, installed packages, cuDNN's version and measured rates (FA2 314, FA3 and FA4 600 TFLOP/s); what is chosen is
+    what runs."""
     active: list[str] = []
+
+    def rate(form, device, dtype, head_size, heads):
+        assert (device, head_size, heads) == (CUDA, size, (32, 32))
+        return 1e12 * (cudnn_rate if form is attend._two_parts else 600 if active else 314)
 
     def runs(name):
         def call(q, k, v, scaling):
@@ -186,7 +196,32 @@ def test_the_fastest_attention_that_runs_is_chosen(
     )
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
-    for name, value in (("find_spec", spec), ("_flash", runs("FA2")), ("_two_parts", runs("cudnn"))):
+    for name, value in (("find_spec", spec), ("_flash", runs("FA2")), ("_two_parts", runs("cudnn")), ("_rate", rate)):
         monkeypatch.setattr(attend, name, value)
-    assert operator(CUDA, torch.bfloat16, 96, "triton") == chosen
-    assert active == ([chosen[-4:-1]] if chosen in ("flash (FA4)", "flash (FA3)") else [])
+    assert operator(CUDA, torch.bfloat16, size, "triton", (32, 32)) == chosen
+    wanted = {"cudnn": active, "flash (FA2)": [], "sdpa": []}  # what cuDNN is faster than stays active
+    assert active == wanted.get(chosen, [chosen[-4:-1]])
+
+
+def test_the_rate_of_a_trial(monkeypatch):
+    """Operations by counting pairs, over the shortest time between two calls that were warm."""
+    calls, seconds = [], iter([1.0, 0.5, 0.25, 0.75, 0.5, 0.5])
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.number = len(calls)
+
+        def elapsed_time(self, other):
+            assert other.number == self.number + 1
+            return 1e3 * next(seconds)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(attend, "TRIAL", (5, 12))
+    rate = attend._rate(lambda *given: calls.append(given), CPU, torch.bfloat16, 64, (6, 2))
+    assert rate == 4 * 6 * 64 * sum(range(8, 13)) / 0.25
+    q, k, v, scaling = calls[0]
+    assert (q.shape, k.shape, v.shape, scaling) == ((1, 6, 5, 64), (1, 2, 12, 64), (1, 2, 12, 64), 0.125)

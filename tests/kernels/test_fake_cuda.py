@@ -64,6 +64,7 @@ def read(
             for token in range(steps):
                 decoder([cache], [token])
     assert (cache.counters.evictions >= 3 or policy == "full") and cache.backend == "triton"
+    assert ("locret" not in policy) == (cache.context.folded is None) and None not in (cache.context.folded or ())
     return mode.waits, decoder, cache
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_oracle import attention, logits, turned
 from few_bits import rotated
-from interpreted import KERNELS, REFERENCES, close, poisoned, random
+from interpreted import BOTH, KERNELS, REFERENCES, close, poisoned, random
 from pairwise import pairs
 
 from locret_kernels.ragged_decode import PackedRows, Rotation, Spans
@@ -40,6 +40,27 @@ def test_attend(group, T, S, D):
     for a, b, oracle in zip(mine, theirs, exact, strict=True):
         close(b, oracle.float())
         close(a, oracle.float())
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("B", "T", "before", "D"), [(1, 1, 40, 64), (2, 40, 7, 96), (1, 33, 200, 128)])
+def test_two_parts_are_joined(functions, B, T, before, D, dtype):
+    """Rows before a chunk and its own, whose heads of a token lie side by side; logits may be large."""
+    q, k, v = rows_of(4, 2, T, before + T, D, B, dtype)
+    q[:, 0] *= 30
+    keys, values = (x.repeat_interleave(2, 1).double() for x in (k, v))
+    parts = []
+    for rows, own in ((slice(0, before), False), (slice(before, None), True)):
+        x = q.double() @ keys[:, :, rows].mT * 0.1
+        x = x.masked_fill(torch.ones(x.shape[-2:], dtype=torch.bool).triu(1), -torch.inf) if own else x
+        out = (x.softmax(-1) @ values[:, :, rows]).to(dtype)
+        parts += [out.transpose(1, 2).contiguous().transpose(1, 2), x.logsumexp(-1).float()]
+    with poisoned():
+        made, lse = functions["join_parts"](*parts)
+    close(made.float(), attention(q, k, v, 0.1).float(), dtype)
+    close(lse, logits(q, k, 0.1).logsumexp(-1).float())
+    assert made.dtype == dtype and made.stride() == parts[0].stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

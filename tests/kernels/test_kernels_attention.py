@@ -29,9 +29,8 @@ def queries_and_keys(Q, H, T, S, D, B=1, dtype=torch.float32):
 def test_column_stats(group, T, S, D):
     Q, H = GROUPS[group]
     q, k = queries_and_keys(Q, H, T, S, D, B=2 if D == 64 else 1)
-    lse = REFERENCES["log_sum_exp"](q, k, 0.2)
+    lse = REFERENCES["attend"](q, k, k, 0.2)[1]
     with poisoned():
-        close(KERNELS["log_sum_exp"](q, k, 0.2), lse)
         mine = KERNELS["column_stats"](q, k, 0.2, lse, want=STATISTICS)
     theirs = REFERENCES["column_stats"](q, k, 0.2, lse, want=STATISTICS)
     a = logits(q, k, 0.2).softmax(-1).unflatten(1, (H, -1)).mean(2)
@@ -45,7 +44,7 @@ def test_column_stats(group, T, S, D):
 @pytest.mark.parametrize("name", sorted(STATISTICS))
 def test_only_what_is_wanted(name):
     q, k = queries_and_keys(4, 2, 5, 9, 64)
-    lse = REFERENCES["log_sum_exp"](q, k, 0.2)
+    lse = REFERENCES["attend"](q, k, k, 0.2)[1]
     want = frozenset({name})
     mine, theirs = (f["column_stats"](q, k, 0.2, lse, want=want)._asdict() for f in (KERNELS, REFERENCES))
     close(mine.pop(name), theirs.pop(name))
@@ -64,7 +63,7 @@ def test_window_attention(W, S):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
     q, k = queries_and_keys(4, 2, 9, 70, 64, dtype=dtype)
-    lse = KERNELS["log_sum_exp"](q, k, 0.1)
+    lse = KERNELS["attend"](q, k, k, 0.1)[1]
     close(lse, logits(q, k, 0.1).logsumexp(-1).float(), dtype)
     mine = KERNELS["column_stats"](q, k, 0.1, lse, want=STATISTICS)
     theirs = REFERENCES["column_stats"](q, k, 0.1, lse, want=STATISTICS)
@@ -214,7 +213,7 @@ def test_rows_of_many_heads_may_be_over_2_to_the_31_elements(monkeypatch):
         KERNELS["ragged_decode"](q, (rows, rows), Spans(starts, starts, 2**24), 0.1)
     q, k = (torch.empty(1, heads, 2**20, D, device="meta") for heads in (16, 1))
     with pytest.raises(ValueError, match=f"q spans {2**31} elements per group, which must be below 2"):
-        KERNELS["log_sum_exp"](q, k, 0.1)
+        KERNELS["window_attention"](q, k, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +227,10 @@ def test_rows_of_many_heads_may_be_over_2_to_the_31_elements(monkeypatch):
 def test_what_the_kernels_refuse(change, message):
     shapes = {"q": (1, 4, 3, 64), "k": (1, 2, 9, 64), **{n: s for n, s in change.items() if n != "dtype"}}
     q, k = (torch.zeros(shapes[name], dtype=change.get("dtype", torch.float32)) for name in "qk")
-    for call in (lambda: KERNELS["log_sum_exp"](q, k, 1.0), lambda: KERNELS["column_max"](q, k, torch.arange(3), 1.0)):
+    for call in (
+        lambda: KERNELS["window_attention"](q, k, 1.0),
+        lambda: KERNELS["column_max"](q, k, torch.arange(3), 1.0),
+    ):
         with pytest.raises(ValueError) as caught:
             call()
         assert message in str(caught.value)

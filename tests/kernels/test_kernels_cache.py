@@ -13,6 +13,7 @@ from kernel_runs import (
     model,  # noqa: F401  (fixtures)
     run,
 )
+from tiny_heads import tiny_heads
 
 from locret_kit import BoundedCache, attach
 from locret_kit.cache import attend
@@ -44,7 +45,9 @@ def test_backends_agree(model, policy, bits, kernel, positions):
     assert all(torch.equal(a, b) for a, b in zip(mine[1], theirs[1], strict=True))
 
 
-@pytest.mark.parametrize(("policy", "positions"), [("recency", "compact"), ("h2o", "clipped(20)")])
+@pytest.mark.parametrize(
+    ("policy", "positions"), [("recency", "compact"), ("h2o", "clipped(20)"), ("roco", "original")]
+)
 def test_fixed_shapes(model, policy, positions):
     """Kernels that read lengths from the device keep the slots that the references keep, and their logits agree."""
     out = []
@@ -59,3 +62,15 @@ def test_fixed_shapes(model, policy, positions):
     (mine, own), (exact, others) = out
     torch.testing.assert_close(mine, exact, rtol=1e-3, atol=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(own, others, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("policy", "bits"), [("locret", None), ("merge-locret", None), ("ada-locret", None), ("locret", 8), ("locret", 4)]
+)
+def test_scores_by_heads(model, policy, bits):
+    """The launch that writes rows makes a head's second product; where rows are of another kind, PyTorch does."""
+    heads = tiny_heads(model, 24)
+    mine, theirs = (run(model, policy, bits, backend, heads=heads) for backend in ("triton", "reference"))
+    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-4, atol=1e-4)
+    for own, others in zip(mine[1], theirs[1], strict=True):
+        assert torch.equal(own, others)

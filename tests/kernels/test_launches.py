@@ -11,12 +11,13 @@ from locret_kit.planning.inference_plan import BackboneSizes
 tool = load_script("scripts/launches.py")
 
 
-@pytest.mark.parametrize(("name", "most"), {"phi3-mini": (20, 21), "llama3.1-8b": (24, 25)}.items())
+@pytest.mark.parametrize(("name", "most"), {"phi3-mini": (13, 15), "llama3.1-8b": (17, 19)}.items())
 def test_launches_and_bytes_of_a_layer(name, most):
     """A token reads every matrix once; evictions select for all layers in one launch, then read and write each row that stays."""
     config, setting = tool.setting_of(name)
     chunk, ends, token = tool.record(config, setting)
     assert len(chunk) <= most[0] and len(token) <= most[1], (chunk, token)
+    assert all([x.operator for x in some].count("enter_rows") == 1 for some in (chunk, token))
     backbone = BackboneSizes.of(config)
     spec, matrices = backbone.spec, 2 * sum(inputs * outputs for inputs, outputs in backbone.matrices)
     weights = sum(x.nbytes for x in token if x.operator == "mm" and x.scope.endswith("_proj"))

@@ -24,9 +24,9 @@ def model():
 
 
 def run(
-    model, policy: str, bits: int | None, backend: str, positions: str = "compact"
+    model, policy: str, bits: int | None, backend: str, positions: str = "compact", heads=None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     kept = dict(chunk=13, prompt_length=LENGTH, stabilizers=4, local_len=5)
-    cache = BoundedCache(16, policy, kv_bits=bits, backend=backend, positions=positions, **kept)
+    cache = BoundedCache(16, policy, heads, kv_bits=bits, backend=backend, positions=positions, **kept)
     logits = logits_of(cache, tokens(LENGTH), range(5, 5 + DECODED), model)
-    return logits, [torch.stack(list(cache.kept_positions(layer)[0])) for layer in range(2)]
+    return logits, [torch.cat(list(cache.kept_positions(layer)[0])) for layer in range(2)]

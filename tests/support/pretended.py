@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from locret_kit.backbones import products
 from locret_kit.cache import attend
 from locret_kit.runtime.drivers.graph import SYNCING_OPS, _shape_is_read
 
@@ -145,6 +146,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_
     for x in args:
         assert isinstance(x, (OnCard, int, float)), f"{kernel.__name__} is given {type(x)}"
         assert not isinstance(x, int) or abs(x) < 2**31, f"{kernel.__name__}: {x} is no int32"
+    if kernel.__name__ == "_enter_rows":  # positions are indices of tables
+        args[kernel.arg_names.index("positions")].inner.zero_()
     if kernel.__name__ == "_select_rows":  # the newest, as many as are wanted: heads are laid out by their number
         most_BH, stay_BHS = (x.inner for x in args[3:5])
         stay_BHS.copy_(torch.arange(stay_BHS.shape[-1]) >= stay_BHS.shape[-1] - most_BH[..., None])
@@ -159,6 +162,7 @@ def card() -> Iterator[Card]:
         stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda device=None: None))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (8, 0)))
         stack.enter_context(mock.patch.object(attend, "_lower_right_bias", _mask))
+        stack.enter_context(mock.patch.object(products, "PLAIN", (*products.PLAIN, OnCard)))
         for probe in (attend.chunk_attention, attend.varlen_operator):  # what this card has, another has not
             probe.cache_clear()
             stack.callback(probe.cache_clear)

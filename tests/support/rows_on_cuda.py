@@ -10,12 +10,36 @@ from __future__ import annotations
 import torch
 
 from locret_kernels import backend
+from locret_kernels.enter import HeadProduct, RowBuffers
 
 SIZES = ((700, 600, 64), (4500, 4300, 96), (33000, 100, 128))
 """Slots, those that stay, and the head size: one block of slots, two, and more than a program holds in registers."""
 
 
+def enter(T: int, H: int, D: int) -> None:
+    """New rows at a place that the device knows, with their scores by a head or zeros."""
+    k, v, hidden, fc2 = (
+        torch.randn(*n, device="cuda").bfloat16() for n in ((H, T, D), (H, T, D), (1, T, 200), (H, 200))
+    )
+    at, seen, N = torch.tensor([3], device="cuda"), torch.tensor(70, device="cuda"), H * (T + 5)
+    for score, kinds in ((HeadProduct(hidden, fc2), 0), (None, 2)):
+        found = []
+        for name in ("reference", "triton"):
+            rows = [
+                torch.zeros(N, *n, device="cuda", dtype=kind)
+                for n, kind in (((D,), k.dtype), ((D,), k.dtype), ((), torch.int32))
+            ]
+            rows = RowBuffers(*rows, torch.ones(N, device="cuda"), torch.ones(kinds, N, device="cuda"))
+            backend.function("enter_rows", name)(rows, at, k, v, seen, score, apart=T + 5)
+            found.append(rows)
+        assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(*found, strict=True)) if i != 3)
+        torch.testing.assert_close(*(rows.scores_N for rows in found), rtol=2**-7, atol=0.05)
+    print(f"{T} new rows of {H} heads of {D}: as their reference", flush=True)
+
+
 def main() -> None:
+    for T in (1, 16, 300):
+        enter(T, 6, 96)
     generator = torch.Generator("cuda").manual_seed(0)
     for S, K, D in SIZES:
         scores = torch.randn(1, 2, S, generator=generator, device="cuda").round(decimals=1)

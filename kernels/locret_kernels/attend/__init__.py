@@ -14,7 +14,7 @@ from torch import Tensor
 from ..column_stats import ColumnStats, Counts, causal, check_queries
 from ..rotate import rotate_rows
 
-__all__ = ["attend", "attend_and_count"]
+__all__ = ["attend", "attend_and_count", "join_parts"]
 
 MAX_WEIGHTS = 1 << 20
 """Weights at a time of attention that counts them, about: what a core's caches hold."""
@@ -54,6 +54,13 @@ def attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tu
             lse[b, head] = logits.logsumexp(-1)
             out[b, head] = (logits.sub_(lse[b, head, :, None]).exp_() @ v).to(out.dtype)
     return out, lse
+
+
+def join_parts(a_BQTD: Tensor, lse_a_BQT: Tensor, b_BQTD: Tensor, lse_b_BQT: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention ``[B, Q, T, D]`` and log-sum-exp over the rows of two parts, of which each has its own."""
+    share = torch.sigmoid(lse_b_BQT - lse_a_BQT)[..., None]
+    out_BQTD = torch.lerp(a_BQTD.to(share.dtype), b_BQTD.to(share.dtype), share).to(a_BQTD.dtype)
+    return out_BQTD, torch.logaddexp(lse_a_BQT, lse_b_BQT)
 
 
 def attend_and_count(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import check_some
 
-__all__ = ["column_max", "column_stats", "log_sum_exp", "window_attention"]
+__all__ = ["column_max", "column_stats", "window_attention"]
 
 TILE = 64
 """Queries at a time, so that ``[Q, TILE, S]`` logits exist and not all of them."""
@@ -119,19 +119,6 @@ def window_attention(
         p_GTN = logit_GTN.softmax(-1)[..., : logit_GTN.shape[-1] - (sinks_Q is not None)]
         out[b, h, : p_GTN.shape[-1]] += p_GTN.sum((0, 1)) / p_GTN.shape[0]
     return out.float()
-
-
-def log_sum_exp(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
-    """Natural log-sum-exp ``[B, Q, T]`` (float32 or wider) of each query's scaled logits over the slots it sees, where
-    attention does not hand it out."""
-    check_queries(q_BQTD, k_BHSD)
-    B, Q, T, _ = q_BQTD.shape
-    G = Q // k_BHSD.shape[1]
-    dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
-    out = torch.empty(B, Q, T, dtype=dtype, device=q_BQTD.device)
-    for b, h, start, logit_GTN in _tiles(q_BQTD, k_BHSD, scaling, dtype):
-        out[b, h * G : (h + 1) * G, start : start + logit_GTN.shape[1]] = causal(logit_GTN, float("-inf")).logsumexp(-1)
-    return out
 
 
 def column_max(

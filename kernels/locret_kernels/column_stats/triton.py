@@ -14,6 +14,7 @@ from torch import Tensor
 from triton import cdiv
 
 from .. import check_some, common
+from ..attend.triton import attend
 from ..common import LOG2E, check, check_heads, dot_rows, head_blocks, load_rows, split_rows
 from . import MARGIN, STATISTICS, ColumnStats, check_queries
 
@@ -99,7 +100,6 @@ def _column_stats(
 def _log_sum_exp(
     q, k, pos, out, scale, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, H, T, S, per_split,
     G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-    HAS_POS: tl.constexpr,
 ):  # fmt: skip
     """Program axes: blocks of queries (BT of them), query heads of all batches, splits of the slots (read BS at a time)."""
     b, head = tl.program_id(1) // (H * G), tl.program_id(1) % (H * G)
@@ -110,9 +110,7 @@ def _log_sum_exp(
     )
     keys = k + b.to(tl.int64) * stride_kb + (head // G).to(tl.int64) * stride_kh
     zero = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
-    seen = rows + (S - T + 1)  # [BT]: slots that each query sees
-    if HAS_POS:
-        seen = tl.load(pos + rows, mask=alive, other=0).to(tl.int32) + 1
+    seen = tl.load(pos + rows, mask=alive, other=0).to(tl.int32) + 1  # [BT]: slots that each query sees
     # Online softmax: `total` is the sum over the slots so far, scaled by 2**-top; `top` is their largest logit.
     top = tl.full([BLOCK_T], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
@@ -155,14 +153,8 @@ def column_stats(
     return ColumnStats(**out)
 
 
-def log_sum_exp(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
-    """See the definition, ``log_sum_exp``."""
-    check_queries(q_BQTD, k_BHSD)
-    return norms(q_BQTD, k_BHSD, scaling, None)
-
-
-def norms(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, q_pos_T: Tensor | None) -> Tensor:
-    """Log-sum-exp ``[B, Q, T]`` of each query over the slots it sees, or with ``q_pos_T`` over the slots up to ``q_pos_T[t]``.
+def log_sum_exp(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, q_pos_T: Tensor) -> Tensor:
+    """Log-sum-exp ``[B, Q, T]`` of each query over the slots up to ``q_pos_T[t]``.
 
     Few queries are spread over the card by splitting the slots; the parts are merged afterwards.
     """
@@ -173,8 +165,8 @@ def norms(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, q_pos_T: Tensor | None
     parts = torch.empty(splits, B, H * G, T, dtype=torch.float32, device=q_BQTD.device)
     common.launch(
         _log_sum_exp, (cdiv(T, block_t), B * H * G, splits), q_BQTD, k_BHSD,
-        parts if q_pos_T is None else q_pos_T, parts, scaling, *q_BQTD.stride()[:3], *k_BHSD.stride()[:3],
-        H, T, S, per_split, G=G, D0=D0, D1=D1, BLOCK_T=block_t, BLOCK_S=block_s, HAS_POS=q_pos_T is not None,
+        q_pos_T, parts, scaling, *q_BQTD.stride()[:3], *k_BHSD.stride()[:3],
+        H, T, S, per_split, G=G, D0=D0, D1=D1, BLOCK_T=block_t, BLOCK_S=block_s,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     return parts[0] if splits == 1 else parts.logsumexp(0)
@@ -182,7 +174,7 @@ def norms(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, q_pos_T: Tensor | None
 
 def window_attention(q_BQWD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
     """See the definition, ``window_attention``."""
-    lse = log_sum_exp(q_BQWD, k_BHSD, scaling)
+    _, lse = attend(q_BQWD, k_BHSD, k_BHSD, scaling)
     out = column_stats(q_BQWD, k_BHSD, scaling, lse, want=frozenset({"sum"})).sum
     assert out is not None
     return out
@@ -229,7 +221,7 @@ def column_max(q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: float, 
     check_some("q", T, "answer queries")
     D0, D1 = head_blocks(D, q_BQTD.dtype)
     out = torch.empty(B, H, S, dtype=torch.float32, device=q_BQTD.device)
-    lse = norms(q_BQTD, k_BHSD, scaling, q_pos_T) if log_prob else out  # `out` stands in for what is not read
+    lse = log_sum_exp(q_BQTD, k_BHSD, scaling, q_pos_T) if log_prob else out  # `out` stands in for what is not read
     block_t, block_s = (64, 128) if D < 256 else (32, 64)
     common.launch(
         _column_max, (cdiv(S, block_s), B * H), q_BQTD, k_BHSD, q_pos_T, lse, out, scaling,

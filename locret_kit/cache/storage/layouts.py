@@ -147,10 +147,6 @@ class EqualRows(Layout):
     def shape(self, rows: int) -> tuple[int, ...]:
         return self.H, rows
 
-    def at(self, rows: Tensor) -> Index:
-        """Index of such rows of every head, which may be known to the device alone."""
-        return ALL, rows
-
     def following(self, T: int) -> Index:
         return ALL, slice(self.rows, self.rows + T)
 

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from locret_kernels.backend import function
+from locret_kernels.enter import HeadProduct, RowBuffers, Score
+
 from ...backbones.decoder_attention import Softmax
 from ..attend import VarlenRows
 from .blocks import BlockStore
-from .codec import Codec, Column
+from .codec import Codec, Column, Plain
 from .layouts import ALL, Index, Layout, Shapes
 
 CROPPING = (
@@ -191,24 +194,37 @@ class BoundedLayer(CacheLayerMixin):
 
     # ---- new rows ------------------------------------------------------------------------------------------------
 
-    def append(self, k: Tensor, v: Tensor, score_BHT: Tensor) -> None:
-        """Write new rows after the newest one."""
-        T = k.shape[2]
-        position_T = torch.arange(self.seen, self.seen + T, device=self.device, dtype=torch.int32)
-        self.put(self.layout.following(T), k, v, score_BHT, position_T)
-        self.count(T)
+    def append(
+        self, k: Tensor, v: Tensor, score: Score, first_1: Tensor | None = None, position: Tensor | None = None
+    ) -> None:
+        """Write new rows after the newest one, and count them.
 
-    def put(self, at: Index, k: Tensor, v: Tensor, score_BHT: Tensor, position_T: Tensor) -> None:
-        """Write rows ``at``, which may be an index that only the device knows, without counting them."""
-        dtype = self.codec.dtype  # autocast gives another
-        self.codec.write(at, k[0].to(dtype), v[0].to(dtype))
-        self.scores[at] = score_BHT[0].to(self.scores.dtype)
-        self.positions[at] = position_T
-        # Writing a Python scalar through a device index copies it host-to-device and synchronises, so device scalars are.
-        if self.statistics:
-            self.stats[stacked(at)] = self.stats.new_zeros(())
-        if self.merges:
-            self.absorbed[at] = self.absorbed.new_full((), float("-inf"))
+        Args:
+            first_1: row that the first becomes in every head, and its ``position``, or each one's ``[T]``, where the device alone
+                knows them.
+        """
+        T, seen, at = k.shape[2], self.seen if position is None else position, self.layout.following(k.shape[2])
+        if self.backend == "triton" and type(self.codec) is Plain and not self.merges:  # one launch
+            first = at[0] if self.layout.ragged else self.rows if first_1 is None else first_1
+            buffers = [x.flatten(0, -2) for x in (self.codec.keys, self.codec.values)]
+            rows = RowBuffers(*buffers, self.positions.flatten(), self.scores.flatten(), self.stats.flatten(1))
+            function("enter_rows", self.backend)(rows, first, k[0], v[0], seen, score, apart=self.capacity)
+        else:
+            new_T, dtype = (
+                torch.arange(T, device=self.device, dtype=torch.int32),
+                self.codec.dtype,
+            )  # autocast gives another
+            at = at if first_1 is None else (ALL, first_1 + new_T)
+            self.codec.write(at, k[0].to(dtype), v[0].to(dtype))
+            # Writing a Python scalar through a device index copies it host-to-device and synchronises, so device scalars are.
+            zero, given = self.scores.new_zeros(()), score.scores() if isinstance(score, HeadProduct) else score
+            self.scores[at] = zero if given is None else given[0].to(zero.dtype)
+            self.positions[at] = seen if isinstance(seen, Tensor) and seen.dim() else seen + new_T
+            if self.statistics:
+                self.stats[stacked(at)] = zero
+            if self.merges:
+                self.absorbed[at] = self.absorbed.new_full((), float("-inf"))
+        self.count(T)
 
     def count(self, T: int) -> None:
         """``T`` rows more."""

@@ -26,7 +26,7 @@ from ...cache.bounded import BoundedCache
 from ...cache.step import evict_if_due, make_room
 from ...cache.storage.codec import Plain
 from ...cache.storage.quantised import GroupedBits, fits
-from ...cache.view import entry_scores
+from ...cache.view import entry_scores, scores_of
 from ...heads import RetainingHeads
 from ...policies.capabilities import reason
 from .row_pointers import FullTail, PositionTables, RowPointers, quantise
@@ -257,7 +257,7 @@ class CpuDriver:
             q, k, v = (x.view(1, -1, 1, D) for x in line_LE[layer].split((Q * D, H * D, H * D)))
             if scored and rows.window is None:
                 newest = torch.from_numpy(pointers.starts_LH[layer] + pointers.lengths_LH[layer])
-                score_BHT = entry_scores(ctx, layer, rows, pointers.seen, q, k, v)
+                score_BHT = scores_of(entry_scores(ctx, layer, rows, pointers.seen, q, k, v), k)
                 rows.scores.view(-1)[newest] = score_BHT.reshape(-1).to(rows.scores.dtype)
             if rows.recent:
                 rows.append_queries(q)
