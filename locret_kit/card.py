@@ -1,6 +1,6 @@
-"""The model card of published heads: the Hub's metadata, what they are, a snippet that runs, their results.
+"""The model card of published heads: the Hub's metadata, a description, an example that runs, and results.
 
-Pure functions from a checkpoint's facts to text, and ``write_release``, which lays out the folder that is published.
+Pure functions turn a checkpoint's facts into text. ``write_release`` writes the folder to publish.
 """
 
 from __future__ import annotations
@@ -260,12 +260,12 @@ def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[
 
 
 def own_cells(rows: Sequence[Row], policy: str) -> list[Cell]:
-    """The results of the policy that the heads are published with, a cell each."""
+    """Results of the heads' published policy, one cell each."""
     return summarize(row for row in rows if row.policy == policy)
 
 
 def results_table(cells: Sequence[Cell]) -> str:
-    """The same as a Markdown table."""
+    """Results as a Markdown table, one row per cell."""
     head = ["task", "haystack", "tokens", "budget", "metric", "mean ± standard error"]
     lines: list[list[str | Figure]] = [
         [c.task, c.haystack, str(c.length), str(c.budget), c.metric, Figure.of(c)] for c in cells

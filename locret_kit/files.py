@@ -198,10 +198,10 @@ def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Ite
 
 
 def write_folder(folder: Path, config: dict[str, object], state: dict[str, Tensor]) -> None:
-    """Write ``model.safetensors`` and ``config.json``.
+    """Write ``model.safetensors`` (tensors ``state`` by name, of any shape) and ``config.json``.
 
-    The weights hold the configuration too, and are renamed first: from then on the folder is the new save, whatever ends
-    the process. ``config.json``, which people may edit, holds the hash of its weights.
+    The weights' metadata holds the configuration too, and the weights are renamed first. From then on the folder is the
+    new save, even if the process is killed. ``config.json``, which people may edit, holds the weights' hash.
     """
     from safetensors.torch import save_file
 
@@ -219,10 +219,11 @@ def write_folder(folder: Path, config: dict[str, object], state: dict[str, Tenso
 
 
 def read_folder(folder: Path, what: str) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """Configuration and weights that ``write_folder`` wrote; of ``what`` (such as 'heads') messages speak.
+    """Configuration and weights (by name, in their saved shape) of a folder that ``write_folder`` wrote. ``what``, such
+    as 'heads', names its content in messages.
 
     Raises:
-        FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two belong to different saves.
+        FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two are from different saves.
     """
     from safetensors.torch import load
 
@@ -232,7 +233,11 @@ def read_folder(folder: Path, what: str) -> tuple[dict[str, object], dict[str, T
 
 
 def read_folder_config(folder: Path, what: str) -> dict[str, object]:
-    """The configuration alone. Raises as ``read_folder``."""
+    """The configuration of a folder that ``write_folder`` wrote.
+
+    Raises:
+        FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two are from different saves.
+    """
     return _read_pair(folder, what)[0]
 
 
@@ -275,7 +280,7 @@ def _header(weights: bytes) -> dict[str, object]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file.
+    """The tensors of a safetensors file by name, in their saved shape.
 
     Raises:
         ValueError: it is damaged; names the file.

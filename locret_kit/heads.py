@@ -239,7 +239,8 @@ class RetainingHeads(nn.Module):
         return self._exact or fingerprint(self.parameters())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RetainingHeads:
-        """Move or cast the weights, as ``to`` and its likes do."""
+        """Apply ``fn``, which keeps a weight's shape, to every weight: ``to``, ``half``, ``cuda`` and others end here.
+        """
         first = next(self.parameters()).detach()
         if fn(first[:0]).dtype != torch.float16:
             self._exact = None
@@ -248,7 +249,7 @@ class RetainingHeads(nn.Module):
         return super()._apply(fn, recurse)
 
     def check_backbone(self, spec: BackboneSpec) -> None:
-        """Raise ValueError naming every dimension in which ``spec`` is not the backbone of these heads."""
+        """Raise ValueError with every dimension of ``spec`` that differs from the heads' backbone."""
         pairs = [(n, getattr(self.config, n), getattr(spec, n)) for n in DIMENSIONS]
         if self.config.sizes != sizes_of(spec):
             pairs.append(("sizes", self.config.sizes, sizes_of(spec)))
@@ -312,7 +313,7 @@ def loaded(heads: RetainingHeads | str | Path | None) -> RetainingHeads | None:
 
 
 def state_of(heads: RetainingHeads, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights by their published names, contiguous, in ``dtype``, on the CPU."""
+    """Weights by their published names, in each parameter's shape: contiguous, in ``dtype``, on the CPU."""
     return {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in heads.named_weights().items()}
 
 

@@ -1,6 +1,5 @@
-"""Words of messages: the nearest valid name, what an error says first, how an extra is installed, and bytes as people write and
-read them.
-"""
+"""Words for messages: the nearest valid name, prefixes of errors, install commands, and sizes in bytes (parsed and
+formatted)."""
 
 from __future__ import annotations
 

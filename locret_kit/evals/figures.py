@@ -166,10 +166,11 @@ def _grid(rows: list[Row], lengths: list[int], starts: np.ndarray) -> tuple[np.n
 
 
 def draw(name: str, rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write ``NAME.png`` and ``NAME.svg`` of a figure; their paths. The same rows give the same bytes.
+    """Write a figure to ``NAME.png`` and ``NAME.svg``; returns their paths. The same rows give the same bytes.
 
     Raises:
-        ValueError: nothing to draw; says what is missing. OSError: names the file and the reason. ImportError: no matplotlib.
+        ValueError: no data; says which is missing. OSError: has the file's name and the reason. ImportError: no
+            matplotlib.
     """
     try:
         from matplotlib import rc_context

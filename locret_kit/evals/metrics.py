@@ -96,7 +96,8 @@ def jieba_words(text: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _private_folder() -> TemporaryDirectory[str]:
-    """Cache folder of jieba's dictionary: it unpickles what it finds there, and in a shared /tmp anybody can leave a file."""
+    """A private cache folder for jieba's dictionary. jieba unpickles any file it finds there, and anybody can write to
+    a shared /tmp."""
     return TemporaryDirectory(prefix="jieba.")
 
 

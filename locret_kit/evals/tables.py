@@ -20,7 +20,7 @@ from .engine import Row, label_of
 
 T = TypeVar("T")
 LIKELIHOOD = ("nll", "nll_prefill")
-"""Metrics of which the lower is better."""
+"""Metrics where lower is better."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ WHOLE = 1 << 26
 PIECE = 1 << 20
 """Characters of a larger JSON array that are read at a time."""
 SAVED = (("dataset_info.json", "state.json"), ("dataset_dict.json",))
-"""Files by which ``datasets`` knows a data set that ``save_to_disk`` wrote, and a dictionary of splits."""
+"""Files that mark a data set, or a dictionary of splits, saved by ``datasets.save_to_disk``."""
 SCHEMAS = (
     "messages: list of {role, content} (THUDM/LongAlign-10k)",
     "conversations: list of {from, value}",

@@ -33,16 +33,17 @@ TEXTS = (".txt", ".txt.gz", ".md")
 WORDS: dict[str, list] = yaml.safe_load(
     resources.files(__package__).joinpath("wording.yaml").read_text(encoding="utf-8")
 )
-"""The wording of samples, by kind: its comments say what is what. What begins with "held" is for validation alone."""
+"""The wording of samples by kind; comments in the file explain each. Keys that begin with "held" are for validation
+only."""
 _START = re.compile(r"(?<=\n)(?=[ \t]*\S)|(?<=[.!?] )(?=\S)")
 _SAMPLE_CHARS = 2000
 
 
 class TooShort(ValueError):
-    """A prompt cannot be made in the tokens that are asked for.
+    """A prompt cannot be built within the requested number of tokens.
 
     Args:
-        message: what is said. least: tokens that the shortest prompt has.
+        message: the error message. least: tokens of the shortest possible prompt.
     """
 
     def __init__(self, message: str, least: int) -> None:
@@ -286,19 +287,19 @@ def make_needle(
     haystack: str | None = None,
     ending: str = "infinitebench",
 ) -> Needle:
-    """A prompt of at most, and within 1% of, `n_tokens` tokens with one needle at the line or sentence start nearest
-    to `depth`. Digits and piece of haystack depend on task and seed alone; the same in every process.
+    """A prompt of `n_tokens` tokens or at most 1% fewer, with one needle at the line or sentence start nearest to
+    `depth`. Digits and haystack piece depend only on task and seed, in every process.
 
     Args:
-        task: 'R.PassKey' or 'R.Number' (InfiniteBench's 'passkey' and 'number_string' too).
+        task: 'R.PassKey' or 'R.Number' (or InfiniteBench's 'passkey' and 'number_string').
         tokenizer: a fast tokenizer.
-        n_tokens: wanted length of the plain prompt in tokens.
+        n_tokens: length of the plain prompt in tokens.
         depth: 0 is the beginning of the haystack, 1 its end.
-        haystack: real text, of which a random piece is taken; None repeats InfiniteBench's five sentences.
+        haystack: real text to take a random piece from; None repeats InfiniteBench's five sentences.
         ending: one of `ENDINGS`.
 
     Raises:
-        ValueError: an unknown task or ending, a depth outside [0, 1], or an `n_tokens` that the fixed parts do not fit.
+        ValueError: an unknown task or ending, a depth outside [0, 1], or an `n_tokens` too small for the fixed parts.
     """
     task = ALIASES.get(task, task)
     if task not in TASKS:

@@ -1,7 +1,7 @@
-"""Run a training from its configuration: trainer, progress, seeds, signals, checkpoints that survive a full disk or a kill, what
-is exported.
+"""A training run from its configuration: trainer, progress, seeds, signals, and checkpoints that survive a full disk or
+a kill.
 
-With what is exported go a run's curves: TensorBoard's scalars as one CSV file.
+The export includes the run's curves: TensorBoard's scalars in one CSV file.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Bar(TQDMProgressBar):
 
 
 class SeedSteps(Callback):
-    """Seed the generators from the run's seed and the step's number, as samples are. A resumed run then draws what the
-    uninterrupted one drew, and no generator's state has to be saved."""
+    """Seeds the random generators from the run's seed and the step's number. A resumed run then draws the same numbers
+    as an uninterrupted one, and no generator state is saved."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -270,10 +270,11 @@ def check_state(path: Path, module: FrozenTraining) -> str | None:
 
 
 def beyond_window(backbone: PreTrainedModel, cfg: TrainConfig) -> str | None:
-    """A warning of samples that are longer than the backbone's window; a pool's are read at compact positions, below it.
+    """A warning if samples are longer than the backbone's window. A pool's samples are read at compact positions, below
+    it.
 
     Raises:
-        ValueError: they are, and a token's place is an embedding, of which there are no more.
+        ValueError: they are longer, and the backbone has position embeddings for its window only.
     """
     window = getattr(text_config(backbone), "max_position_embeddings", None)
     if window is None or cfg.data.max_tokens <= window or cfg.trains == "pool":
@@ -296,11 +297,11 @@ def command_to_go_on(argv: list[str]) -> str:
 
 
 def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
-    """Train, and return the folder of what was exported (``out/heads`` or ``out/pool``); None in every process but the first.
+    """Train, and return the export folder (``out/heads`` or ``out/pool``); None in all processes but the first.
 
     Raises:
-        Stopped: after Ctrl-C or SIGTERM, with the state saved. KeyboardInterrupt: after Ctrl-C without.
-        ValueError: settings with which nothing can be trained here, or not from this checkpoint.
+        Stopped: after Ctrl-C or SIGTERM, with the state saved. KeyboardInterrupt: after Ctrl-C without a saved state.
+        ValueError: settings that cannot be trained here, or not from this checkpoint.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)

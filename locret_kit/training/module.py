@@ -77,7 +77,7 @@ class Observer(Handler):
         self.slots = answers[-1][0]
         self.scored_layers = sum(layer.window is None for layer in layers)
         self.figures: list[Tensor] = []
-        """Of each scored layer ``[3]``: regression and smoothing loss, recall of the true top 10%."""
+        """Measures ``[3]`` of each scored layer: regression loss, smoothing loss, recall of the true top 10%."""
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         q_rot, k_rot = rotated_text(self.ropes[layer], q_BQTD, k_BHTD)
@@ -85,14 +85,15 @@ class Observer(Handler):
         return attend_text(q_rot, k_rot, v_BHTD, softmax, self.layers[layer])
 
     def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
-        """Attention of a layer that reads another's keys: its queries ask for no target."""
+        """Attention ``[B, Q, T, D]`` of a layer that reads another's keys. It has no target."""
         q_rot, k_rot = rotated_text(self.ropes[layer], q_BQTD, k_BHTD)
         return attend_text(q_rot, k_rot, v_BHTD, softmax, self.layers[layer])
 
     def score(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, softmax: Softmax
     ) -> None:
-        """Target, loss and gradients of one layer, from its q, k, v before and its q, k after RoPE."""
+        """Target, loss and gradients of one layer, from q ``[B, Q, T, D]``, k and v ``[B, H, T, D]`` before RoPE, and q
+        and k after it."""
         if self.layers[layer].window is not None:
             return
         at, prompt = torch.tensor(self.queries, device=q.device), slice(0, self.slots)
@@ -223,8 +224,8 @@ class HeadTraining(FrozenTraining):
         backward: Callable[[Tensor], None] | None = None,
         watch: Callable[[Tensor, Tensor], None] | None = None,
     ) -> list[Tensor]:
-        """One forward of the backbone over samples: of each the observer's figures ``[3, scored layers]``, and (with
-        ``backward``) the gradients of all heads."""
+        """One forward of the backbone over samples. Returns each sample's measures ``[3, scored layers]``; ``backward``
+        accumulates the gradients of all heads."""
         observers = [
             Observer(
                 self.heads, self.description.ropes(self.backbone, len(sample.ids)), self.spec.layers, sample.answers,
@@ -291,9 +292,9 @@ class HeadTraining(FrozenTraining):
 
 
 class KeepBest(Callback):
-    """After each validation, the heads of the ``keep`` highest recalls are in ``folder``, each ready for inference.
+    """After each validation, keeps the heads with the ``keep`` highest recalls in ``folder``, each ready for inference.
 
-    The names say all there is to know, so a resumed run goes on with what it finds.
+    File names hold all of the state, so a resumed run continues from the folder.
     """
 
     NAME = re.compile(r"^recall=(\d\.\d{4})-step=(\d+)$")

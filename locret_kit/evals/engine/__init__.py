@@ -1,14 +1,14 @@
-"""One row per answered example: the format that the runner writes, and that summaries, figures and the page read. And what a
-run does: its backbone, tasks and variants, built by the command line or by hand from Python.
+"""An evaluation run: its backbone, tasks and variants, and one row per answered example.
 
-A run's folder (``out=``) holds::
+The command line builds a run, or you build it in Python. The runner writes rows; summaries, figures and the HTML page
+read them. A run's folder (``out=``) holds::
 
-    config.json              the settings that every row of the folder shares
-    rows.<rank>.jsonl        one JSON line per finished example; the shards of all processes together are the run
-    kept/<kept>.npz          what the cache held after prefill, for rows that name a `kept`, see `measure.store_kept`
+    config.json              settings shared by all rows of the folder
+    rows.<rank>.jsonl        one JSON line per finished example; the run is the union of all processes' files
+    kept/<kept>.npz          kept slots after prefill, for rows with a `kept`, see `measure.store_kept`
     summary.md, summary.csv  written by `report`
 
-A kill leaves at most one half line, which readers leave aside and the next run of that shard cuts off.
+If a run is killed, a file may end with half a line. Readers skip it, and the next run of that process cuts it off.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ ORACLES = {"kvzip": False, "kvzip(joint=true)": True}
 
 @dataclass
 class Setup:
-    """The backbone, the heads and the settings of every cache of a run."""
+    """The backbone, the heads and the cache settings of a run."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str
     """The backbone, as it was named."""
     settings_for: Callable[[Variant, int | None], Resolved]
-    """Settings of a variant's cache for a prompt of so many tokens (None: not known): those of its heads scaled to its
-    budget, of `full` at their own budget."""
+    """Settings of a variant's cache for a prompt of n tokens (None if unknown). The heads' settings are scaled to the
+    variant's budget; `full` keeps their own budget."""
     heads: dict[str, RetainingHeads] = field(default_factory=dict)
     """Heads by the name that rows give them: a checkpoint's, or 'untrained'."""
     hashes: dict[str, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Run:
     samples: int
     out: Path
     keep: int = 0
-    """Examples of a task, the first ones, of which the tokens in the cache after the prompt are stored."""
+    """Store the kept tokens after the prompt for the first n examples of each task."""
     share_prefix: bool = True
     """Read what prompts about one document have in common once, see `measure.SharedBeginning`."""
     rank: int = 0
@@ -183,8 +183,8 @@ _RUN = tuple(item.name for item in fields(RunSettings) if item.name != "backend"
 SETTINGS = ("model", "heads_hash", "adapter", "dtype", *_RUN, "ending", "metric")
 """Fields that must not differ among the examples of one cell of a table."""
 SCHEDULED = ("chunk", "stabilizers", "local_len")
-"""Those of them that say nothing of full attention, of a one-shot cache, whose chunk is its prompt, and of a budget that is a
-share of the prompt, which differs from one prompt to the next."""
+"""Schedule settings without a meaning for some rows: full attention has none, the chunk of a one-shot cache is its
+prompt, and a budget given as a share differs between prompts."""
 RECORDED = ("model", "heads_hash", "dtype", "text_hash")
 """Fields that are '' where a run has not recorded them."""
 Key = tuple[str | int | float, ...]
@@ -327,7 +327,7 @@ class Row(RunSettings):
 
 
 def label_of(policy: str, heads: str) -> str:
-    """The policy with its heads, or with what it is where it is no bounded one."""
+    """The policy with its heads, or the kind of an unbounded baseline."""
     if policy in ORACLES:
         return f"{policy} (unbounded oracle)"
     return policy if heads in ("-", UNTRAINED) else f"{policy} ({heads})"

@@ -1,8 +1,8 @@
-"""Report of a run: tables of figures by task, length, policy and budget, and pages of one HTML file that needs no network, no
-server and no other file: the report, and a text shaded by what was kept of it.
+"""Report of a run: tables by task, length, policy and budget, and self-contained HTML pages that need no network or
+server. One page is the report, the other shades a text by its kept tokens.
 
-The page of a run has tables that sort, figures and the settings. The templates escape all text and figures are images, so that
-nothing of a run can become markup or a script.
+The report has sortable tables, figures and settings. Templates escape all text and figures are images, so a run's
+content cannot become markup or a script.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from ..tasks.document_tasks import averages
 UNIT = "mean ± standard error"
 """Unit of a table's figures."""
 ENOUGH = 10
-"""Examples from which on a mean may lead its column: with fewer, chance orders policies."""
+"""Minimum number of examples for a mean to be marked best in its column. With fewer, the order of policies is chance.
+"""
 
 
 def usual_samples(cells: Iterable[Cell], length: int, budget: float) -> str:
@@ -80,8 +81,9 @@ def overview(rows: Iterable[Row]) -> Table | None:
 
 
 def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
-    """A column for each group of tasks of which a policy has answered all, and for each haystack where there are several: the
-    mean of their means, each task the same, and its standard error; n counts the examples of all tasks."""
+    """Mean columns: one per group of tasks that a policy has answered completely, and one per haystack if there are
+    several. A column holds the unweighted mean of the tasks' means and its standard error; n counts the examples of all
+    tasks."""
     at: dict[tuple[int, float, str], dict[tuple[str, str], Cell]] = defaultdict(dict)
     for cell in cells:
         if cell.mean is not None:  # a task's main figure comes first
@@ -107,7 +109,8 @@ def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
 
 
 def _figures(row: Row) -> list[str]:
-    """A row's main figure, and where it has them F1 of words, the two by which texts are compared and the likelihood."""
+    """Names of a row's values: the main score and, if present, F1 of words, the two text comparisons and the
+    likelihood."""
     return list(dict.fromkeys([row.metric, *(name for name in ("f1", "rougeL", "bleu", "nll") if name in row.scores)]))
 
 
@@ -245,7 +248,7 @@ def page(out: Path, rows: Sequence[Row]) -> str:
 
 
 def number(cell: str | Figure) -> str | float | None:
-    """The number by which a cell sorts; None sorts it by its text."""
+    """The number that sorts a cell; None sorts by text."""
     if isinstance(cell, Figure):
         return cell.value
     return cell if re.fullmatch(r"-?\d+(\.\d+)?", cell) else None

@@ -1,13 +1,13 @@
-"""Tasks that bring their own documents: one YAML table a benchmark, one entry a task.
+"""Tasks with their own documents: one YAML table per benchmark, one entry per task.
 
-The files come from local folders (``data=``) or from the Hub. An entry's fields, beside those of `Task`:
-``file`` (its name without ending; the task's own name by default), ``hub`` (arguments of `datasets.load_dataset`),
+The files come from local folders (``data=``) or from the Hub. An entry has these fields besides those of `Task`:
+``file`` (its name without ending, by default the task's name), ``hub`` (arguments of `datasets.load_dataset`),
 ``prompt`` (a format string over the record's fields), ``prefix`` (the answer's first words), ``answer`` (a field, or
-'option': the text and letter of one of the record's ``options``), ``each`` (lists of the record that are walked
-together), ``extract`` (fields made of others by a pattern), ``words`` (the field whose words are counted as
-``{words}``), ``extra`` (what the metric needs: fields or plain values), ``truncate`` ('middle' of the prompt, the
-document's 'end' or 'start', or 'never'), ``document`` (the field cut), ``shots`` and ``shot`` (examples in front, from
-the training split), ``leave_out`` (values of fields whose records are not asked).
+'option': text and letter of one of the record's ``options``), ``each`` (lists of the record that are iterated
+together), ``extract`` (fields made from others by a pattern), ``words`` (the field to count words in, as ``{words}``),
+``extra`` (fields or plain values for the metric), ``truncate`` ('middle' of the prompt, the document's 'end' or
+'start', or 'never'), ``document`` (the field to cut), ``shots`` and ``shot`` (few-shot examples from the training
+split), ``leave_out`` (field values of records to skip).
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ def document_task(name: str, data: Sequence[str], samples: int) -> Task:
 
 
 def task_of(entry: TaskEntry, records: Iterable[Numbered], samples: int, shots: str = "") -> Task:
-    """The task of an entry over records, of which the first ``samples`` are read; ``shots`` stands in front of each prompt.
+    """The task of an entry over its first ``samples`` records; ``shots`` precedes each prompt.
 
     Raises:
-        ValueError: there is no record, or the first lacks a field that the prompt, the answer or the metric names.
+        ValueError: no records, or the first lacks a field of the prompt, the answer or the metric.
     """
     examples = list(islice(records, samples))
     if not examples:
