@@ -239,8 +239,7 @@ class RetainingHeads(nn.Module):
         return self._exact or fingerprint(self.parameters())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RetainingHeads:
-        """Apply ``fn``, which keeps a weight's shape, to every weight: ``to``, ``half``, ``cuda`` and others end here.
-        """
+        """Apply ``fn``, which keeps a weight's shape, to every weight: ``to``, ``half``, ``cuda`` and others end here."""
         first = next(self.parameters()).detach()
         if fn(first[:0]).dtype != torch.float16:
             self._exact = None

@@ -1,5 +1,4 @@
-"""Text of a document: its tokens, and the file's record of them. A token is settled when no later text can change it.
-"""
+"""Text of a document: its tokens, and the file's record of them. A token is settled when no later text can change it."""
 
 from __future__ import annotations
 
