@@ -84,7 +84,7 @@ class DocumentText:
         return bool(self.unknown) and not stream.ids and not stream.text[stream.done :].strip()
 
     def copy(self) -> DocumentText:
-        """A separate copy, to which text can be added."""
+        """A separate copy that may get more text."""
         stream = copy(self.stream)
         stream.ids = array("i", stream.ids)
         return DocumentText(stream, chat=self.chat, before=self.before, unknown=self.unknown)

@@ -35,11 +35,12 @@ E = TypeVar("E", type, NamedPolicy)
 
 
 def parse_policy(text: str) -> Policy:
-    """A named policy (``roco``, ``streaming(sinks=8)``), a composition of parts, separated by blanks, or a named policy and
-    the parts in which it is changed.
+    """Parse a named policy (``roco``, ``streaming(sinks=8)``), a composition of parts separated by blanks, or a
+    named policy followed by parts that replace its own.
 
     Raises:
-        ValueError: unknown name, part or parameter, or a value out of bounds; names it, and suggests the nearest.
+        ValueError: unknown name, part or parameter, or a value out of bounds; has the name and the nearest known
+            one.
     """
     text = text.strip()
     if max(accumulate((letter == "(") - (letter == ")") for letter in text), default=0) > DEPTH:
@@ -215,8 +216,8 @@ def composed_of(policy: Policy) -> str:
 
 
 def describe_policies() -> list[str]:
-    """A text per named policy, below a line that says whether they need heads: its name and what a slot is kept for, then its
-    parts in the grammar, its parameters with their defaults, its source."""
+    """Descriptions of the named policies, grouped by their need for heads: name and purpose, then parts in the
+    grammar, parameters with defaults, and source."""
     made = [(name, named, parse_policy(name)) for name, named in policies().items()]
     texts = []
     for title, needs_heads in (("With retaining heads (--ckpt):", True), ("Without:", False)):
@@ -234,7 +235,7 @@ def describe_policies() -> list[str]:
 
 
 def _entry(name: str, keeps: str, below: Iterable[str]) -> str:
-    """A policy's text: its name and what it keeps, and indented lines."""
+    """A policy's entry: name and purpose, then indented lines."""
     said = wrap(f"  {name:<18} {keeps}".rstrip(), 100, subsequent_indent=" " * 21)
     for text in below:
         said += wrap(

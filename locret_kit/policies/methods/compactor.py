@@ -73,6 +73,7 @@ class Compactor(Score):
         return axes if seen else {}
 
     def score_new_tokens(self, entry: Entry) -> Tensor:
+        """Buffer the new tokens; zeros ``[B, H, T]``, since blocks are scored later."""
         memory, skip = entry.state, max(0, self.first - entry.position)
         for name, x in (("q", entry.q), ("k", entry.k), ("norm", wide(entry.v).norm(dim=-1))):
             memory[name] = torch.cat((memory[name], x[:, :, skip:]), 2) if name in memory else x[:, :, skip:].clone()
@@ -81,6 +82,7 @@ class Compactor(Score):
         return torch.zeros(entry.k.shape[:3], dtype=torch.float32, device=entry.k.device)
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: z-scores of block attention and leverage."""
         self._settle(slots)
         among_BHS = slots.valid & (slots.positions >= self.first) & ~slots.newest(self.last)
         raw_BHSD = slots.raw_keys()
@@ -93,7 +95,8 @@ class Compactor(Score):
         return torch.where(among_BHS, score_BHS, score_BHS.max() + 1).float()
 
     def _close(self, memory: MutableMapping[str, Tensor], tokens: int, rope: Rope | None) -> None:
-        """Score the oldest ``tokens`` waiting tokens as one block."""
+        """Score the oldest ``tokens`` waiting tokens as one block; queries ``[B, Q, T, D]`` and keys ``[B, H, T,
+        D]`` are in ``memory``."""
         q, k = memory["q"][:, :, :tokens], memory["k"][:, :, :tokens]
         if rope is not None:
             q, k = rotated_text(rope, q, k)

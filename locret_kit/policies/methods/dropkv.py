@@ -37,6 +37,8 @@ class DropResidual(Weight):
         return self.window
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: the residual of dropping each slot."""
+
         def residual(q: Tensor, k: Tensor, v: Tensor, heads: slice) -> Tensor:
             return drop_residual(q, k, v, slots.softmax.of(heads))
 

@@ -48,6 +48,7 @@ class AttentionAndRedundancy(Score):
         return self.window
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: window attention minus redundancy."""
         attention_BHS = WindowAttention(self.window, self.kernel).score_slots(slots) / self.window
         return self.mix * attention_BHS - (1 - self.mix) * redundancy(slots.keys(), slots.valid, self.threshold).float()
 

@@ -29,6 +29,7 @@ class WindowAttention(Weight):
         return self.window
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: attention of the window's queries, max-pooled before the window."""
         scores_BHS = recent_attention(slots, self.window)
         before = max(0, scores_BHS.shape[-1] - self.window)
         if before and self.kernel > 1:
