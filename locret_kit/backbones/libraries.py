@@ -30,7 +30,8 @@ class Undo:
         self._steps.append(step)
 
     def run(self) -> None:
-        """Run every step, the newest first. An interrupted step runs again; what was raised is raised after the last one."""
+        """Run every step, the newest first. An interrupted step runs again. Exceptions are raised after the last
+        step."""
         raised: BaseException | None = None
         while self._steps:
             try:
@@ -74,16 +75,16 @@ def has_own_forward(module: nn.Module) -> bool:
 
 LIBRARIES = ("torch", "peft", "deepspeed", "lightning", "pytorch_lightning")
 INNER = ("_orig_mod", "module", "base_model", "model", "_forward_module")
-"""Names by which wrappers of these libraries hold a model: ``torch.compile``, parallelism, PEFT (two), Fabric."""
+"""Attributes of wrappers that hold the model: ``torch.compile``, parallelism, PEFT (two), Fabric."""
 SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 
 
 def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
-    """The model of transformers inside of wrappers; adapters of PEFT within its layers stay. What is no module, but has a
-    ``config``, is as it was.
+    """The transformers model inside wrappers; PEFT adapters within its layers stay. An object that is no module but
+    has a ``config`` is returned unchanged.
 
     Raises:
-        ValueError: a wrapper that acts beside the model, one that keeps its weights, or one that is not known.
+        ValueError: an unknown wrapper, or one that acts outside the model or holds its weights.
     """
     inner: Any = model
     while True:

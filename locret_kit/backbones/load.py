@@ -98,7 +98,7 @@ GGUF_ADVICE = {
     "weight_bits": "choose a file of other bits, or give the float model",
     "device_map": "leave it out, or give the float model",
 }
-"""What to do instead of what a GGUF file's weights do not allow, by option."""
+"""Alternatives to options that GGUF weights do not support, by option."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -129,7 +129,8 @@ class Line(Request):
 
 
 def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, object]], done: set[str]) -> int:
-    """Load, and answer what has no answer yet; the exit status. Raises ValueError or OSError with a one-line message."""
+    """Load the model and answer the remaining prompts; returns the exit status. Raises ValueError or OSError with a
+    one-line message."""
     left, total = [line for key, line in lines.items() if key not in done], len(lines)
     Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args)
@@ -187,10 +188,10 @@ def open_answers(target: Path) -> Iterator[IO[str]]:
 
 
 def read_line(args: InferOptions, data: object) -> tuple[BatchPrompt, Sampling]:
-    """A line's prompt and how its tokens are chosen; the command's options stand in for those that it leaves out.
+    """A line's prompt and sampling. The command's options are the defaults.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: an invalid line, with the reason.
     """
     if isinstance(data, ValueError):
         raise data

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .loading import Chosen
 
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Characters with which a text could command a terminal."""
+"""Control characters, which could command a terminal."""
 PATIENCE_S = 2
 """Seconds of reading a message after which its progress is shown."""
 
@@ -98,7 +98,7 @@ class Screen:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A block in which Ctrl-C raises Stopped, in a terminal."""
+        """A context manager. In a terminal, Ctrl-C raises Stopped within it."""
         self._pressed = False
         try:
             yield
@@ -112,7 +112,7 @@ class Screen:
             raise Stopped
 
     def progress(self, patience_s: float = 0) -> Callable[[int, int], None]:
-        """Progress of reading a text, as a line on stderr after so many seconds. Checks for Ctrl-C."""
+        """A progress function for prefill: a line on stderr after ``patience_s`` seconds. It also checks for Ctrl-C."""
         show, began = progress("read"), time.monotonic()
 
         def step(done: int, total: int) -> None:
@@ -248,10 +248,10 @@ class Talk:
                 self.screen.complain(first_line(error) + hint)
 
     def take(self, message: str) -> bool:
-        """Answer a message, or do what a command says; False after /quit.
+        """Answer a message or run a command; False after /quit.
 
         Raises:
-            Stopped: by Ctrl-C. ValueError, OSError, ImportError, RuntimeError: what the user can mend.
+            Stopped: by Ctrl-C. ValueError, OSError, ImportError, RuntimeError: errors that the user can fix.
         """
         if not message.startswith("/") or message.startswith("//"):
             self._ask(message.removeprefix("/"))

@@ -1,6 +1,6 @@
 """Entry point of a command: one-line errors, exit statuses, Ctrl-C, closed streams. No torch.
 
-And what commands share: text in, answers and progress out, files that can be written.
+It also has functions that commands share: text input, output of answers and progress, checks of output files.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _RETRIES = OneRetryLine()
 
 
 def open_streams() -> None:
-    """The three streams, whatever the caller left of them: one that was closed reads and writes nothing, and what stdout's
-    encoding lacks is escaped, as stderr does it, rather than an error after minutes of work."""
+    """Open the three standard streams. One that the caller closed reads and writes nothing. Characters that stdout's
+    encoding lacks are escaped, as on stderr, instead of failing after minutes of work."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the process ends)
@@ -45,7 +45,7 @@ def open_streams() -> None:
 
 
 def install_hint(error: ImportError) -> str:
-    """A hint how to install a missing module that one of the package's extras brings; '' for others."""
+    """The install command for a missing module of one of the package's extras; '' for others."""
     missing = (error.name or "").split(".")[0]
     with suppress(PackageNotFoundError):  # run from a checkout
         for requirement in requires("locret-kit") or []:
@@ -146,12 +146,12 @@ def to_stderr(line: str) -> None:
 
 
 def text_of(file: str | None) -> Iterator[str]:
-    """Pieces of the text of a file, or of stdin where it is None or -, which is looked at before this returns: a file as a
-    whole, a pipe at its beginning. What is no text by its name or first bytes, such as a PDF from stdin, is converted whole, in a
-    process of its own.
+    """Pieces of the text of a file, or of stdin if it is None or -. The input is checked before this returns: a file
+    completely, a pipe at its beginning. Input that is no text by its name or first bytes, such as a PDF on stdin, is
+    converted as a whole in a separate process.
 
     Raises:
-        ValueError: it cannot be read, is not UTF-8, or is blank. ImportError: a format that needs the extra ``documents``.
+        ValueError: unreadable, not UTF-8, or blank. ImportError: a format that needs the extra ``documents``.
     """
     source, name = ("stdin", "stdin") if file in (None, "-") else (f"file={file!r}", str(file))
     if source == "stdin" and sys.stdin.isatty():
@@ -181,7 +181,7 @@ def text_of(file: str | None) -> Iterator[str]:
 
 
 def _way_out(name: str) -> str:
-    """Words for what is no file but may have a text; '' for others."""
+    """A hint for a name that is no file but may be a text; '' for others."""
     if Path(name).is_dir():
         return ": name a file, or join several, as in cat FILES | locret-infer"
     return ": download it first, and name the file" if "://" in name else ""
@@ -269,7 +269,8 @@ def write_answer(
 
 
 def folded(pieces: Iterable[str], *, quiet: bool = False) -> Iterator[str]:
-    """Pieces of an answer without its thought, of which stderr has one dim line with its length; a terminal while it comes."""
+    """Pieces of an answer without its thought. stderr gets one dim line with the thought's length, and a terminal
+    shows it in progress."""
     from ..runtime.session import ThoughtPiece
 
     words, dim, plain = "", *(("\r\033[2m", "\033[0m") if (terminal := sys.stderr.isatty()) else ("", ""))

@@ -1,6 +1,7 @@
-"""Documents that are read once and asked often: ``locret-read``, ``locret-ask``, ``locret-info`` and ``locret-kept``.
+"""Commands for documents that are read once and asked often: ``locret-read``, ``locret-ask``, ``locret-info`` and
+``locret-kept``.
 
-What is wrong with a file is said before torch is imported; ``locret-info`` imports none and loads no model.
+Errors in files are reported before torch is imported. ``locret-info`` imports no torch and loads no model.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ Fields = dict[str, object]
 
 
 def run_info(args: InfoOptions) -> int:
-    """Show what a file says of itself. Raises ValueError or OSError with a one-line message."""
+    """Show a file's record. Raises ValueError or OSError with a one-line message."""
     path = Path(args.file)
     record = read_record(path)
     if args.json:
@@ -210,7 +211,7 @@ def run_info(args: InfoOptions) -> int:
 
 
 def rows(record: Fields, size: int) -> Iterator[tuple[str, object]]:
-    """Lines of the table: a name and a value. Nothing of the file is trusted to be there, or to be what it should be."""
+    """Lines of the table: name and value. Fields of the file may be missing or of a wrong type."""
     text, model, settings = (part(record, name) for name in ("document", "model", "settings"))
     names, config = part(text, "names"), part(model, "config")
     layers = record.get("layers")
@@ -272,7 +273,7 @@ info = entry(INFO, run_info)
 
 
 def run_kept(args: KeptOptions) -> int:
-    """Show what was kept. Raises ValueError or OSError with a one-line message."""
+    """Show the kept tokens. Raises ValueError or OSError with a one-line message."""
     if args.out is not None:
         refuse(args, ("layer", "head"), "with --out: the page shows each")
         check_target(Path(args.out), "out", replace=args.overwrite, source=args.file)

@@ -30,7 +30,7 @@ class EvalParts:
     """The backbone's name."""
     adapter: str | None
     heads: dict[str, RetainingHeads]
-    """Heads by the name that rows give them: the checkpoint's last name, or 'untrained'."""
+    """Heads by their name in rows: the last part of the checkpoint's path, or 'untrained'."""
     hashes: dict[str, str]
     """Hashes of the heads' weights."""
 
@@ -72,7 +72,7 @@ def load_parts(config: EvalConfig) -> EvalParts:
 
 
 def _adapter(given: str | None, heads: Mapping[str, RetainingHeads]) -> str | None:
-    """The adapter to load: the given one, with a warning for heads that were trained with another; else the heads'.
+    """The adapter to load: the given one, with a warning if heads were trained with another; otherwise the heads'.
 
     Raises:
         ValueError: none is given, and heads were trained with different ones.

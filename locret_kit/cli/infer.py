@@ -1,6 +1,6 @@
 """``locret-infer long.txt --ckpt heads --budget 6000``: answer from a long text in a fixed key/value budget.
 
-Here without torch: what is wrong with the files, of a text or of ``--batch``, is said before anything is loaded.
+This module imports no torch. Errors in the text or the ``--batch`` file are reported before anything is loaded.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""``locret-plan --model phi3-mini --gpu-memory 24GiB``: what a run needs, before it is run. No GPU, no weights,
-no Hub."""
+"""``locret-plan --model phi3-mini --gpu-memory 24GiB``: memory of a run before it starts. Needs no GPU, weights or
+Hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..planning.inference_plan import BackboneSizes, Setting
 
 D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
-"""Defaults where neither the user nor the recipe says."""
+"""Defaults, if neither the user nor the recipe gives a value."""
 
 
 def resolve(name: str) -> tuple[PretrainedConfig, Values]:
@@ -65,7 +65,7 @@ def shipped_configs() -> dict[str, dict[str, object]]:
 
 
 def run(args: PlanOptions) -> int:
-    """Print the plan; 0 if it fits. Raises ValueError with what would."""
+    """Print the plan; returns 0 if it fits. Otherwise raises ValueError with a setting that would fit."""
     from ..backbones.weights import gguf_types, suffix
     from ..planning import fitting_settings as fitting
     from ..planning.inference_plan import BackboneSizes, Caches, Setting, decoding_bytes, full_cache_bytes
@@ -151,10 +151,10 @@ def run(args: PlanOptions) -> int:
 def _vllm(
     args: PlanOptions, config: PretrainedConfig, backbone: BackboneSizes, setting: Setting, cap: int
 ) -> list[str]:
-    """Lines of a plan of ``locret-vllm``: what the kit's own forward takes beside the pages stands in for vLLM's.
+    """Lines of a plan of ``locret-vllm``. The kit's own forward stands in for vLLM's memory besides the pages.
 
     Raises:
-        ValueError: a policy or settings that a page does not have. DoesNotFit: no page fits, or fewer than are asked for.
+        ValueError: a policy or setting that pages do not support. DoesNotFit: no page fits, or fewer than requested.
     """
     import torch
 
@@ -186,7 +186,7 @@ def _given(value: int | None, recipe: Values, key: str, default: int) -> int:
 
 
 main = entry(PLAN, run)
-"""Exit status 1 also where nothing fits."""
+"""The exit status is 1 if nothing fits, too."""
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 ORIGIN = re.compile(r"https?://[^/?#\s*]+|null")
 """An origin as browsers write it."""
 LAST = 30
-"""Seconds after the grace in which a forward ends, files are written and the last words go out."""
+"""Seconds after the grace for a forward to end, files to be written and last responses to be sent."""
 
 
 def keys_of(args: ServeOptions) -> tuple[str, ...]:
-    """The API keys. Raises ValueError for a file without any, or one that cannot be read."""
+    """The API keys. Raises ValueError if the file has none or cannot be read."""
     if args.api_key_file is None:
         return ()
     try:
@@ -43,7 +43,7 @@ def keys_of(args: ServeOptions) -> tuple[str, ...]:
 
 
 def hosts_of(args: ServeOptions) -> frozenset[str]:
-    """Names of the server. Raises ValueError for what is neither a name nor an address."""
+    """Host names of the server. Raises ValueError for a text that is neither a name nor an address."""
     from ..serving.process import ANY, name_of
 
     names = set()
@@ -56,7 +56,7 @@ def hosts_of(args: ServeOptions) -> frozenset[str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises OSError, naming both."""
+    """A listening socket. Raises OSError with host and port."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -109,7 +109,8 @@ def run(args: ServeOptions) -> int:
 
 
 def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loading: LoadingApp) -> str:
-    """Make the server, put it where requests find it, load the model; what is ready. Raises ValueError, OSError."""
+    """Load the model, build the server and install it for requests; returns a description of it. Raises ValueError,
+    OSError."""
     from ..answers.forms import UNKNOWN, answer_form
     from ..backbones.probe import describe
     from ..planning.inference_plan import Caches, Setting, refuse_unbounded
@@ -156,7 +157,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
 
 
 def sampling_defaults(args: ServeOptions, generation: GenerationConfig | None) -> dict[str, float]:
-    """How tokens are chosen where a request does not say: by an option, or by what a backbone that samples comes with."""
+    """Default sampling of requests: from an option, or from a backbone whose generation_config.json samples."""
     from ..serving.bodies import DEFAULTS
 
     chosen = generation.to_diff_dict() if generation is not None and generation.do_sample else {}

@@ -12,12 +12,12 @@ class Subject(NamedTuple):
 
     policy: Policy
     description: DecoderAttention | None = None
-    """Of the backbone, where it is asked about."""
+    """The backbone's description, if the check concerns one."""
     kv_bits: int | str | None = None
 
 
 PARTS = ("merge", "recall", "reread", "sparse", "prefill_mask")
-"""Parts of a policy that most have not."""
+"""Optional parts of a policy."""
 
 
 def traits(subject: Subject) -> Iterator[tuple[str, object]]:

@@ -20,7 +20,7 @@ class Refusal(ValueError):
 
 
 def told(*counts: tuple[int, str]) -> list[str]:
-    """Lines that tell how many of what is lost: "#" is the number, "*" its noun's s."""
+    """Lines that report losses with their number: "#" is replaced by the number, "*" by the plural s."""
     return [words.replace("#", str(n)).replace("*", "s" * (n != 1)) for n, words in counts if n]
 
 
@@ -66,10 +66,10 @@ def missing(passages: Iterable[tuple[str, list[str]]], text: str) -> list[str]:
 
 
 def stored(data: bytes, name: str, limit: int) -> BytesIO:
-    """The same zip archive with its entries stored, not packed.
+    """A copy of a zip archive with its entries stored, not compressed.
 
-    Entries are unpacked here in pieces, up to the sizes that they declare and no further. A converter that unpacks an entry at
-    once would unpack what a header hides.
+    Entries are decompressed here in pieces, up to their declared sizes. A converter would decompress an entry at
+    once, whatever its header declares.
     """
     out, locked = BytesIO(), Refusal(f"{name} is encrypted: only a copy without protection can be read")
     with ZipFile(BytesIO(data)) as archive, ZipFile(out, "w", ZIP_STORED) as copy:
@@ -98,11 +98,11 @@ ORDINAL = "st|nd|rd|th|er|TM|SM"
 
 
 def marks(mark: str, script: str, before: str, after: str) -> tuple[str, str]:
-    """What stands before and after a raised or lowered text, so that it is no part of what is beside it.
+    """The text before and after a raised or lowered text that separates it from its neighbours.
 
     Args:
         mark: "^" for a raised text, "_" for a lowered one.
-        before, after: characters next to it in the line; '' where there are none.
+        before, after: neighbouring characters in the line; '' if there are none.
     """
     bare = script.strip()
     beside = before.strip() or re.match(r"[^\W_]", after)

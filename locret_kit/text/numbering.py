@@ -65,7 +65,7 @@ class Styles:
         self.default = next(default, None)
 
     def chain(self, name: str | None) -> list[Element]:
-        """A style, and then what it is based on."""
+        """A style, followed by its base styles."""
         found: list[Element] = []
         while name in self._by_id and len(found) < CHAIN:
             found.append(self._by_id[name])

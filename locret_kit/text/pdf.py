@@ -22,7 +22,7 @@ _LETTER = r"[^\W\d_]"
 _UNKNOWN = r"[\x00-\x08\x0e-\x1f\x7f-\x9f\ue000-\uf8ff\ufffd]"
 """Characters that a font draws and has no Unicode for."""
 _MORE = re.compile(rb"\d\s+\d+\s+obj\b|\bxref\b|startxref")
-"""Beginning of what a cut file still holds after the %%EOF of its earlier state."""
+"""Pattern of content after the %%EOF of an earlier state, in a file that was cut off."""
 ROWS, WIDE = 4, 18
 """Rows that two columns have together, at least, and letters of their lines: those of a table are shorter."""
 
@@ -91,7 +91,7 @@ def _hyphen(text: str, mark: re.Match[str]) -> str:
 
 
 def _page(document: PdfDocument, page: PdfPage) -> str:
-    """The text of a page, then what is filled in there, and its notes."""
+    """The text of a page, then its form fields, then its notes."""
     shown = page.get_textpage()
     angles = Counter(
         round(pdfium.FPDFText_GetCharAngle(shown, at) / 1.5707963) % 4 for at in range(0, shown.count_chars(), 9)
@@ -214,14 +214,14 @@ def _gutter(rows: list[list[int]], at: int, boxes: list[Box]) -> tuple[int, floa
 
 
 def _prose(lines: list[str]) -> bool:
-    """Whether lines are those of running text: long ones, of which many go on with a word."""
+    """Whether lines are running text: long, and often continued within a sentence."""
     on = sum(line[:1].islower() for line in lines)
     return len(lines) >= ROWS and sum(map(len, lines)) >= WIDE * len(lines) and 4 * on >= len(lines)
 
 
 LEAST, WHOLE = 20.0, 0.8
-"""Points of a picture's sides, at least: smaller ones are bullets and rules; and the share of a page from which on a picture
-is the page itself, scanned, whose text lies over it."""
+"""Minimum side of a picture in points (smaller ones are bullets and rules); and minimum share of a page for a
+scanned page, whose text is on top of its picture."""
 SHAPES, LOOKED_AT = 3, 5000
 """Slanted or curved shapes, or bars, that make a drawing, at least; and objects of a page that are looked at, at most."""
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 BLOCK = 1 << 16
 """Characters encoded at a time."""
 CONTEXT = 512
-"""Characters by which windows overlap."""
+"""Overlap of windows in characters."""
 NEAR = 64
-"""The same at the end of a text, where the tokenizer cuts words apart before it makes tokens of them."""
+"""Overlap in characters at the end of a text, where the tokenizer splits words before it makes tokens."""
 NEUTRAL = "x"
 """Left context of a text that was forgotten: at the very beginning some tokenizers add a blank."""
 HALVES = re.compile("[\ud800-\udfff]")
@@ -146,13 +146,13 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], *, sp
 
 
 class TextStream:
-    """Text of tokens that come one by one: final pieces, which together are one decode of all. A token costs the same after
-    however many.
+    """Incremental detokenisation: final pieces of text, which together equal one decode of all tokens. The cost per
+    token does not grow.
 
     Args:
-        special: whether special tokens are shown. shown: those that are shown, of all.
-        row: bytes of SentencePiece that wait for the end of their row, since one that is no UTF-8 makes all of them unreadable;
-            what a longer row has shown stays.
+        special: whether special tokens are shown. shown: special tokens to show in any case.
+        row: SentencePiece byte tokens that wait for the end of their row, since one invalid byte makes the whole row
+            unreadable. Pieces already shown stay.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ def _context_start(text: str, at: int) -> int:
 def _agreed(
     tokenizer: PreTrainedTokenizerBase, window: str, tokens: list[int], offsets: list[tuple[int, int]], first: int
 ) -> int:
-    """A token, well before the window's end, from which on the next window will read the same tokens."""
+    """Index of a token well before the window's end, from where the next window reads the same tokens."""
     whole = [i for i in range(first + 1, len(tokens)) if offsets[i][0] >= offsets[i - 1][1]]  # not inside a character
     early = [i for i in whole if offsets[i][0] < len(window) - CONTEXT] or whole
     for i in early[: -1 - 256 : -1]:

@@ -55,7 +55,7 @@ _LOOK = re.compile(
     r"vertical-align\s*:\s*(?:super|sub|text-|-?[\d.])|(?<![\w-])top\s*:|line-through|display\s*:\s*none"
     r"|list-style[\w-]*\s*:",
 )
-"""What a style sheet says where it raises, lowers, strikes out or hides text, or numbers lists."""
+"""CSS declarations that raise, lower, strike out or hide text, or number lists."""
 MOST = 300
 """Rules of style sheets that are looked at, at most."""
 NUMBERS = "numbers that its style sheet makes, of lists or headings, left out"
@@ -82,10 +82,10 @@ def page_text(data: bytes, name: str, losses: list[str]) -> str:
 
 
 def decoded(data: bytes) -> tuple[str, str, int, bool]:
-    """A page's characters, its encoding, the number of its characters that are not in it, and whether the page names it.
+    """A page's text, its encoding, the number of invalid characters, and whether the page names its encoding.
 
-    The encoding is that of its mark, else what it names, else UTF-8. What is UTF-8 is not read as one byte a character,
-    whatever it names.
+    The encoding is given by the byte-order mark, or else by the page, or else it is UTF-8. Valid UTF-8 is never read
+    as a single-byte encoding, whatever the page says.
     """
     for first, encoding in (*_MARKS, *_BARE):
         if data.startswith(first):
@@ -180,8 +180,8 @@ def _respell(element: Tag) -> None:
 
 
 def _without_pictures(page: BeautifulSoup) -> tuple[int, int]:
-    """Take pictures that the page itself holds out of it, and leave what is said in their place. The number of these, and of
-    those that have no content."""
+    """Replace embedded pictures by their alternative text. Returns the number of pictures, and of those without
+    content."""
     pictures = gone = 0
     for picture in page("img", src=re.compile("^data:", re.IGNORECASE)):
         if picture.get("data-src"):  # what is shown once the page has been scrolled there
@@ -196,7 +196,7 @@ def _without_pictures(page: BeautifulSoup) -> tuple[int, int]:
 
 
 def _write_places(page: BeautifulSoup) -> None:
-    """Write into the text what a page says by places: raised, lowered, fractions, roots."""
+    """Write positions as text: raised, lowered, fractions, roots."""
     for bracket in page("rp"):
         bracket.extract()
     for reading in page("rt"):

@@ -278,7 +278,7 @@ def _latex(equation: Element) -> str:
 
 
 def _passages(root: Element) -> Iterable[tuple[str, list[str]]]:
-    """Paragraphs of a part, whole and in runs, without what was deleted or moved away; of a chart its words."""
+    """Paragraphs of a part, whole and in runs, without deleted or moved text; the words of a chart."""
     hidden = {id(one) for gone in root.iter() if _name(gone) in ("del", "moveFrom", "Choice") for one in gone.iter()}
     looks = {
         id(word): [(one.tag, one.get(VALUE)) for name in LOOKS for one in run.findall(f"{W}rPr/{W}{name}")]
