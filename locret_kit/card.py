@@ -19,7 +19,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from .backbones.load import resolve_model
 from .cis import TOP
 from .evals.engine import KEY, Row, check_cells
-from .evals.tables import Cell, Figure, Table, summarize
+from .evals.tables import Cell, Table, Value, summarize
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import FORMAT, HeadsConfig, RetainingHeads
 from .hub import REPO, push
@@ -267,8 +267,8 @@ def own_cells(rows: Sequence[Row], policy: str) -> list[Cell]:
 def results_table(cells: Sequence[Cell]) -> str:
     """Results as a Markdown table, one row per cell."""
     head = ["task", "haystack", "tokens", "budget", "metric", "mean ± standard error"]
-    lines: list[list[str | Figure]] = [
-        [c.task, c.haystack, str(c.length), str(c.budget), c.metric, Figure.of(c)] for c in cells
+    lines: list[list[str | Value]] = [
+        [c.task, c.haystack, str(c.length), str(c.budget), c.metric, Value.of(c)] for c in cells
     ]
     return Table(head, lines).markdown().rstrip("\n")
 

@@ -31,7 +31,7 @@ from ..settings import made
 from ..text.template import has_template, render_messages
 from ..text.tokens import answer_text, stream_ids
 from .command import check_question, progress, title_of, write_answer
-from .loading import Chosen, beyond_window, check_sampling, choose, not_shown, prompt_ids
+from .loading import ModelChoice, beyond_window, check_sampling, not_shown, prompt_ids, resolve_choice
 
 Say = Callable[[str], None]
 SHARED = (*(item.name for item in fields(Generation)), "seed")
@@ -45,7 +45,7 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
     sampling, shown = check_sampling(args), None if args.quiet else progress
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
     pick_device(args.device)  # before a long text is tokenised
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args, asked=questions != [None])
+    chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args, asked=questions != [None])
     warnings: list[str | None] = [*chosen.warnings]
     say(f"backbone: {chosen.backbone}")
     if len(questions) > 1:
@@ -106,14 +106,14 @@ def thought_of(args: Generation, tokenizer: PreTrainedTokenizerBase, ids: array[
     return Thought.after(tokenizer, ids, max_tokens=args.max_thought_tokens)
 
 
-def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenizerBase) -> bool:
+def reads_once(args: InferOptions, chosen: ModelChoice, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether answers are the same bit for bit where the text is read once for several questions: not where the budget, the
     one chunk or the room hang on each prompt's length."""
     by_length = isinstance(args.budget, float) or args.one_shot or not chosen.evicts
     return tokenizer.is_fast and not by_length
 
 
-def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
+def origin_of(chosen: ModelChoice, backend: object) -> dict[str, object]:
     """The origin of a report. The heads are read anew for their hash, since the run has cast them."""
     heads = RetainingHeads.from_pretrained(chosen.ckpt, backbone=chosen.backbone) if chosen.ckpt else None
     hashed = weights_hash(heads) if heads is not None else ""
@@ -133,7 +133,7 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
     one-line message."""
     left, total = [line for key, line in lines.items() if key not in done], len(lines)
     Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args)
+    chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args)
     if not left:
         print(f"{target} has an answer for each of the {total} prompts", file=sys.stderr)
         return 0

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ..documents.document import Document
     from ..runtime.session import Sampling
-    from .loading import Chosen
+    from .loading import ModelChoice
 
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Control characters, which could command a terminal."""
@@ -200,7 +200,7 @@ class Talk:
     def __init__(
         self,
         args: ChatOptions,
-        chosen: Chosen,
+        chosen: ModelChoice,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         sampling: Sampling,
@@ -390,7 +390,7 @@ def run(args: ChatOptions) -> int:
             read_record(file)
         else:
             text = text_of(str(file))
-    from .loading import check_sampling, choose, open_document
+    from .loading import check_sampling, open_document, resolve_choice
 
     sampling = check_sampling(args)
     screen, document = Screen(args.history_file), None
@@ -399,7 +399,7 @@ def run(args: ChatOptions) -> int:
         document, chosen = open_document(str(file), args)
         model, tokenizer = document.model, document.tokenizer
     else:
-        chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.run)
+        chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args.run)
         model, tokenizer = chosen.load(args)
     for line in chosen.warnings:
         screen.note(line)

@@ -66,9 +66,9 @@ Done = tuple["Document", dict[str, str], int, float]
 def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     """The text as a new document."""
     from ..documents.document import Document
-    from .loading import beyond_window, choose, counted_text, not_shown
+    from .loading import beyond_window, counted_text, not_shown, resolve_choice
 
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.run)
+    chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args.run)
     model, tokenizer = chosen.load(args)
     began = time.perf_counter()
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)

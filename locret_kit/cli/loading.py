@@ -39,7 +39,7 @@ ASKED = "rereading-locret"
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ModelChoice:
     """The resolved parts of a run; the backbone as a name, not yet loaded."""
 
     backbone: str
@@ -127,10 +127,10 @@ class Chosen:
         return cache, not_shown(run.protect, spans)
 
 
-def choose(
+def resolve_choice(
     ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, run: RunSettings | None = None, *,
     asked: bool = False,
-) -> Chosen:  # fmt: skip
+) -> ModelChoice:  # fmt: skip
     """Resolve backbone, heads and policy from the user's names. The heads provide the missing ones. If neither
     backbone nor heads are named, the demo's are used, and its backbone is downloaded once. ``asked``: the text is
     read only for its questions.
@@ -165,7 +165,7 @@ def choose(
         demo.fetch()
     adapter, warning = choose_adapter(config.adapter if config else None, adapter)
     warnings[:0] = warning, other_backbone(config.backbone, name) if config else None
-    return Chosen(name, heads, chosen, adapter, tuple(filter(None, warnings)), ckpt)
+    return ModelChoice(name, heads, chosen, adapter, tuple(filter(None, warnings)), ckpt)
 
 
 def check_sampling(args: Generation) -> Sampling:
@@ -190,7 +190,7 @@ def prompt_ids(
 
 
 def counted_text(
-    text: Iterable[str], run: RunSettings, chosen: Chosen, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
+    text: Iterable[str], run: RunSettings, chosen: ModelChoice, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None], *, chat: bool = True, turns: int = 0,
 ) -> tuple[DocumentText, RunSettings]:  # fmt: skip
     """A document's tokens, and the settings with a budget for it (``for_text``). Raises ValueError if there is no
@@ -218,7 +218,7 @@ def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
 
 def open_document(
     path: str, args: AskOptions | ChatOptions | ReadOptions, force: bool = False
-) -> tuple[Document, Chosen]:
+) -> tuple[Document, ModelChoice]:
     """Load a document with its backbone and heads. By default they have the names stored in the file, and the file's
     precision; ``args`` override both.
 
@@ -236,7 +236,7 @@ def open_document(
     if not model:
         raise ValueError(f"{path} does not name its backbone: give --model")
     try:
-        chosen = choose(ckpt, model, args.adapter or about.names.get("adapter"), args.policy)
+        chosen = resolve_choice(ckpt, model, args.adapter or about.names.get("adapter"), args.policy)
         bits = args.weight_bits or next((bits for bits in (8, 4) if saved.model.get("weight_bits") == bits), None)
         dtype = cast(Dtype, saved.dtype) if args.dtype == "auto" else args.dtype
         loaded, tokenizer = chosen.load(replace(args, dtype=dtype, weight_bits=bits))

@@ -120,10 +120,10 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     from ..serving.process import give_back
     from ..serving.state import Limits, Server
     from ..serving.store import Store
-    from .loading import choose
+    from .loading import resolve_choice
 
     policies = [parse_policy(name) for name in args.policies]
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args)
+    chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args)
     refuse_unbounded(chosen.policy, *policies)
     name = args.model_name or Path(args.ckpt or chosen.backbone).name
     limits = Limits(

@@ -52,10 +52,10 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
     from ..backbones.gguf import is_gguf
     from ..backbones.load import resolve_model
     from ..vllm.server_settings import ServerSettings, VllmSettings, untrained
-    from .loading import choose
+    from .loading import resolve_choice
 
     policy = args.policy or (untrained() if args.model and not args.ckpt else None)
-    chosen = choose(args.ckpt, args.model, None, policy, args)
+    chosen = resolve_choice(args.ckpt, args.model, None, policy, args)
     if chosen.adapter is not None:
         raise ValueError(
             f"adapter={chosen.adapter!r}: vLLM takes weights as they are; merge the adapter into the backbone first"

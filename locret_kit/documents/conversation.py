@@ -60,7 +60,7 @@ class Source(Protocol):
 
     def protected(self, prompt: Sequence[int]) -> list[Span]: ...
 
-    def open(self, prompt_length: int) -> BoundedCache: ...
+    def fork_for(self, prompt_length: int) -> BoundedCache: ...
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Chat:
             return self._next_prompt(question, now.cache)
         if document is not None:
             ids = document.prompt(question)
-            cache, spans = document.open(len(ids)), document.protected(ids)
+            cache, spans = document.fork_for(len(ids)), document.protected(ids)
         else:
             stream = IdStream(self.tokenizer, special=not has_template(self.tokenizer))
             ids = stream.finish(render_first(self.tokenizer, question, self.system))
@@ -306,7 +306,7 @@ class Chat:
     def _anew(self, tokens: int) -> BoundedCache:
         """A cache for a conversation of n tokens, to be read from its beginning or from the end of the document."""
         if self.document is not None:
-            cache = self.document.open(tokens)
+            cache = self.document.fork_for(tokens)
             try:
                 return self._with_history(cache, self.document.tokens)
             except ValueError:  # its end, which is not read yet, has no room to be pinned

@@ -66,7 +66,7 @@ class Document:
         self.chat_template, self.title, self.share = text.chat, title, share
         self.text = text
         self._reader: Reader = prefill
-        self._ahead = False
+        self._tail_loaded = False
         self._file: tuple[Path, str] | None = None
         self.reads = 0
 
@@ -114,7 +114,7 @@ class Document:
         document = cls(model, whole, empty, title=title, share=resolved.share)
         # What follows the text is pinned with each question.
         empty.pin_all(span for span in document.protected(document.prompt("?")) if span[1] <= document.tokens)
-        document._reader, document._ahead = reader or prefill, ahead
+        document._reader, document._tail_loaded = reader or prefill, ahead
         document._go_on(whole, progress)
         return document
 
@@ -135,7 +135,7 @@ class Document:
         cache = self._fork(text.tokens + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
         ids = text.settled
         end = cache.schedule.safe(len(ids))
-        if self._ahead:
+        if self._tail_loaded:
             end = max(end, text.before_questions(cache.schedule.local_len))
         if end > cache.get_seq_length():
             self._reader(self.model, ids[:end], cache, progress)
@@ -227,7 +227,7 @@ class Document:
             raise ValueError("the question is empty")
         self._check_sampling(sampling)
         ids = self.prompt(question)
-        cache = self.open(len(ids))
+        cache = self.fork_for(len(ids))
         cache.pin_all(self.protected(ids))
         return Answer(
             self.model, self.tokenizer, ids, cache, max_new_tokens=max_new_tokens, sampling=sampling,
@@ -235,7 +235,7 @@ class Document:
             thought=Thought.after(self.tokenizer, ids, max_tokens=max_thought_tokens),
         )  # fmt: skip
 
-    def open(self, prompt_length: int) -> BoundedCache:
+    def fork_for(self, prompt_length: int) -> BoundedCache:
         """A separate cache after the text, for a prompt of n tokens."""
         local_len = self.cache.schedule.local_len
         if self.text.unknown:  # evictions before the tail must come after what was read
@@ -260,7 +260,7 @@ class Document:
                 cache = self.cache.fork(end + local_len + 1, local_len=local_len)
                 self._reader(self.model, self.text.settled[:end], cache, None)
                 self.cache = cache
-        self._ahead = True
+        self._tail_loaded = True
         ready(self.model, self.cache)
 
     def _check_sampling(self, sampling: Sampling | None) -> None:

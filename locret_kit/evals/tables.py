@@ -148,7 +148,7 @@ ESCAPES = str.maketrans({"|": "\\|", "&": "&amp;", "<": "&lt;", ">": "&gt;", "\n
 
 
 @dataclass(frozen=True)
-class Figure:
+class Value:
     """A number in a table, with what stands beside it."""
 
     value: float | None
@@ -166,7 +166,7 @@ class Figure:
     digits: int = 2
 
     @classmethod
-    def of(cls, cell: Cell, marks: str = "") -> Figure:
+    def of(cls, cell: Cell, marks: str = "") -> Value:
         """The mean of a cell, with its standard error and its number of examples."""
         beside = "" if cell.stderr is None else f"± {cell.stderr:.2f}"
         return cls(cell.mean, beside, cell.n, cell.errors, marks if cell.n else "")
@@ -188,7 +188,7 @@ class Table:
     """A header and lines of as many cells, each a text or a figure."""
 
     head: Sequence[str]
-    lines: Sequence[Sequence[str | Figure]]
+    lines: Sequence[Sequence[str | Value]]
     title: str = ""
     unit: str = ""
     """Unit of the cells."""
@@ -196,14 +196,14 @@ class Table:
     """Lines that the others are held against: full attention."""
 
     @property
-    def figures(self) -> list[Figure]:
+    def values(self) -> list[Value]:
         """Every figure, line by line."""
-        return [cell for cells in self.lines for cell in cells if isinstance(cell, Figure)]
+        return [cell for cells in self.lines for cell in cells if isinstance(cell, Value)]
 
     @property
     def notes(self) -> list[str]:
         """Meaning of the marks beside figures."""
-        return [f"{mark} {text}" for mark, text in MARKS.items() if any(mark in one.marks for one in self.figures)]
+        return [f"{mark} {text}" for mark, text in MARKS.items() if any(mark in one.marks for one in self.values)]
 
     def markdown(self) -> str:
         """The title, the table, and a paragraph for each note."""
@@ -214,12 +214,12 @@ class Table:
     def csv(self) -> str:
         """A header and the lines; of figures the number in full."""
         text = io.StringIO()
-        lines = ([cell.value if isinstance(cell, Figure) else cell for cell in cells] for cells in self.lines)
+        lines = ([cell.value if isinstance(cell, Value) else cell for cell in cells] for cells in self.lines)
         csv.writer(text, lineterminator="\n").writerows([self.head, *lines])
         return text.getvalue()
 
 
-def line(cells: Iterable[str | Figure]) -> str:
+def line(cells: Iterable[str | Value]) -> str:
     """A line of a Markdown table."""
     return f"| {' | '.join(escaped(str(cell)) for cell in cells)} |"
 
@@ -236,8 +236,8 @@ def cells_table(cells: Iterable[Cell]) -> Table:
     return Table(names, lines, "Every cell of summary.csv")
 
 
-def _whole(value: str | float | None, digits: int) -> str | Figure:
-    return Figure(value, digits=digits) if value is None or isinstance(value, float) else str(value)
+def _whole(value: str | float | None, digits: int) -> str | Value:
+    return Value(value, digits=digits) if value is None or isinstance(value, float) else str(value)
 
 
 # ---- two policies on the same prompts ---------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class Difference:
     budget: int | float
     """Slots of the policy; those of the other are the same, or it has none (`full`)."""
     label: str
-    figure: str
+    metric: str
     n: int
     theirs: float
     """Mean of the other policy."""
@@ -283,18 +283,18 @@ def differences(rows: Iterable[Row], against: str, figure: str | None = None) ->
     rows = [row for row in rows if row.score is not None]
     _require("against", against, "rows", {row.label for row in rows}, "Labels")
     if figure is not None:
-        _require("figure", figure, "figure", {name for row in rows for name in _figures(row)}, "Figures")
+        _require("figure", figure, "figure", {name for row in rows for name in _scores(row)}, "Figures")
     base = {_example(row, row.budget): row for row in rows if row.label == against}
     pairs: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         other = base.get(_example(row, row.budget)) or base.get(_example(row, 0))
         name = figure or row.metric
-        if row.label == against or other is None or not {name} <= _figures(row).keys() & _figures(other).keys():
+        if row.label == against or other is None or not {name} <= _scores(row).keys() & _scores(other).keys():
             continue
         if row.prompt_hash != other.prompt_hash:
             raise ValueError(f"{row.task}, sample={row.sample}: {row.label} and {against} have read different prompts")
         key = (row.task, row.haystack, row.length, row.budget, row.label, name)
-        pairs[key].append((_figures(row)[name], _figures(other)[name]))
+        pairs[key].append((_scores(row)[name], _scores(other)[name]))
     result = []
     for key, values in sorted(pairs.items()):
         mean, stderr = mean_and_stderr([mine - theirs for mine, theirs in values])
@@ -309,7 +309,7 @@ def _require(key: str, given: str, what: str, known: set[str], names: str) -> No
         raise ValueError(f"{key}={given!r}: no such {what}.{nearest(given, listed)} {names}: {', '.join(listed)}.")
 
 
-def _figures(row: Row) -> dict[str, float]:
+def _scores(row: Row) -> dict[str, float]:
     """Every figure by name; the oldest rows have the main one alone."""
     return {row.metric: row.score or 0.0, **row.scores}
 
@@ -324,7 +324,7 @@ def differences_markdown(pairs: Iterable[Difference], against: str) -> str:
         [
             over(one.task, one.haystack),
             size(one.length), str(one.budget or "-"), one.label,
-            f"{one.figure} (lower is better)" if one.figure in LIKELIHOOD else one.figure,
+            f"{one.metric} (lower is better)" if one.metric in LIKELIHOOD else one.metric,
             str(one.n), f"{one.theirs:.3f}", str(one),
         ]
         for one in pairs

@@ -279,7 +279,7 @@ class Score(Part, Protocol):
 
 
 class Scope(Part, Protocol):
-    """Slots that may not be evicted now. Derive from it and write ``protects``."""
+    """Slots that may not be evicted now. Derive from it, and write ``protects``."""
 
     statistics: ClassVar[frozenset[str]] = frozenset()
     """Running statistics to keep, as in ``Score``."""
@@ -303,11 +303,11 @@ class Scope(Part, Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether it protects nothing and can be skipped."""
+        """Whether it protects nothing, so that it need not be asked."""
         return False
 
     def protects(self, slots: Slots) -> Tensor:
-        """Boolean ``[B, H, S]``: the protected slots. They stay while there is room."""
+        """Boolean ``[B, H, S]``; True stays while there is room."""
 
 
 class Allocation(Part, Protocol):

@@ -317,7 +317,6 @@ class Window(Scope):
         return wanted_count(self.size, budget)
 
     def protects(self, slots: Slots) -> Tensor:
-        """Boolean ``[B, H, S]``: the newest slots."""
         return slots.newest(resolve_count(self.size, slots.keep))
 
 
@@ -333,7 +332,6 @@ class Stabilizers(Scope):
         return min(stabilizers, resolve_count(self.most, budget))
 
     def protects(self, slots: Slots) -> Tensor:
-        """Boolean ``[B, H, S]``: the newest slots, as many as the run asks for."""
         return slots.newest(min(slots.stabilizers, resolve_count(self.most, slots.keep)))
 
 

@@ -76,7 +76,7 @@ class Observer(Handler):
         self.queries = sorted({t for a, b in answers for t in range(max(0, a - lead), b)})
         self.slots = answers[-1][0]
         self.scored_layers = sum(layer.window is None for layer in layers)
-        self.figures: list[Tensor] = []
+        self.measures: list[Tensor] = []
         """Measures ``[3]`` of each scored layer: regression loss, smoothing loss, recall of the true top 10%."""
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
@@ -110,7 +110,7 @@ class Observer(Handler):
         if self.watch is not None:
             self.watch(predicted_BHS.detach(), target_BHS)
         recall = top_recall(predicted_BHS.detach(), target_BHS)
-        self.figures.append(torch.stack((regression.detach(), smooth.detach(), recall)))
+        self.measures.append(torch.stack((regression.detach(), smooth.detach(), recall)))
 
 
 class Together(Handler):
@@ -238,7 +238,7 @@ class HeadTraining(FrozenTraining):
         handler: Handler = observers[0] if len(batch) == 1 else Together(observers, lengths)
         with torch.no_grad(), self._attachment.handled_by(handler):
             decoder_of(self.backbone)(input_ids=ids.to(self.device), use_cache=False)
-        return [torch.stack(observer.figures, 1) for observer in observers]
+        return [torch.stack(observer.measures, 1) for observer in observers]
 
     def training_step(self, step: Step, index: int) -> None:
         began = time.perf_counter()

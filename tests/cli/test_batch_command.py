@@ -201,7 +201,7 @@ def test_prompts_from_a_pipe(files):
 
 
 def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("locret_kit.cli.answers.choose", None)
+    monkeypatch.setattr("locret_kit.cli.answers.resolve_choice", None)
 
     def says(words: str, *more: str, given: list[str] | None = None) -> None:
         assert main(given or ["--batch", str(files.prompts), "-o", str(files.answers), *more]) == 1

@@ -24,7 +24,7 @@ from jinja2 import Environment, PackageLoader
 from ...files import locked, write_beside, write_text
 from ..engine import SETTINGS, Row, read_config, read_rows
 from ..figures import FIGURES, draw
-from ..tables import LIKELIHOOD, Cell, Figure, Table, cells_table, grouped, policy_order, size, summarize
+from ..tables import LIKELIHOOD, Cell, Table, Value, cells_table, grouped, policy_order, size, summarize
 from ..tasks import groups
 from ..tasks.document_tasks import averages
 
@@ -59,7 +59,7 @@ def overview(rows: Iterable[Row]) -> Table | None:
     task and figure; texts that were compared have both ROUGE-L and BLEU."""
     columns: dict[str, list[Cell]] = {}
     for (task, haystack), members in grouped(rows, lambda row: (row.task, row.haystack)).items():
-        for name in next((_figures(row) for row in members if row.score is not None), ["-"]):
+        for name in next((_score_names(row) for row in members if row.score is not None), ["-"]):
             head = f"{_over(task, haystack)} ({'nll, lower is better' if name in LIKELIHOOD else name})"
             columns[head] = summarize(_by_figure(row, name) for row in members)
     if len(columns) < 2:
@@ -68,7 +68,7 @@ def overview(rows: Iterable[Row]) -> Table | None:
     blocks: dict[tuple[int, float], set[str]] = defaultdict(set)
     for cell in (cell for cells in columns.values() for cell in cells):
         blocks[cell.length, cell.budget].add(cell.label)
-    lines: list[list[str | Figure]] = []
+    lines: list[list[str | Value]] = []
     for (length, budget), names in sorted(blocks.items()):
         labels = sorted(names, key=policy_order)
         by_column = [column(cells, labels, length, budget) for cells in columns.values()]
@@ -108,7 +108,7 @@ def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
     return dict(columns)
 
 
-def _figures(row: Row) -> list[str]:
+def _score_names(row: Row) -> list[str]:
     """Names of a row's values: the main score and, if present, F1 of words, the two text comparisons and the
     likelihood."""
     return list(dict.fromkeys([row.metric, *(name for name in ("f1", "rougeL", "bleu", "nll") if name in row.scores)]))
@@ -150,19 +150,19 @@ def score_table(cells: Sequence[Cell]) -> Table:
     return Table(head, lines, _over(cells[0].task, cells[0].haystack), unit, full)
 
 
-def column(cells: Sequence[Cell], labels: Sequence[str], length: int, budget: float) -> list[str | Figure]:
+def column(cells: Sequence[Cell], labels: Sequence[str], length: int, budget: float) -> list[str | Value]:
     """A figure for each label, marked where it differs from most of the cells, which are of one task. `full` has no budget."""
     at = {(cell.label, cell.length, cell.budget): cell for cell in cells}
     members = [at.get((label, length, budget)) or at.get((label, length, 0)) for label in labels]
     samples, dtype = usual_samples(cells, length, budget), usual_dtype(cells)
     best = leaders([cell if cell and cell.budget and cell.samples == samples else None for cell in members])
-    figures: list[str | Figure] = []
+    figures: list[str | Value] = []
     for i, cell in enumerate(members):
         if cell is None:
             figures.append("-")
         else:
             marks = ("" if cell.samples == samples else "†") + ("" if cell.dtype == dtype else "‡")
-            figures.append(replace(Figure.of(cell, marks), best=i in best))
+            figures.append(replace(Value.of(cell, marks), best=i in best))
     return figures
 
 
@@ -247,9 +247,9 @@ def page(out: Path, rows: Sequence[Row]) -> str:
     )  # fmt: skip
 
 
-def number(cell: str | Figure) -> str | float | None:
+def number(cell: str | Value) -> str | float | None:
     """The number that sorts a cell; None sorts by text."""
-    if isinstance(cell, Figure):
+    if isinstance(cell, Value):
         return cell.value
     return cell if re.fullmatch(r"-?\d+(\.\d+)?", cell) else None
 

@@ -92,7 +92,6 @@ class Proxies(Scope):
         return min(proxy_count(self.tokens, chunk), wanted_count(self.most, budget))
 
     def protects(self, slots: Slots) -> Tensor:
-        """Boolean ``[B, H, S]``: the newest slots."""
         return slots.newest(min(resolve_count(self.most, slots.keep), proxy_count(self.tokens, slots.chunk)))
 
 
