@@ -135,7 +135,7 @@ def parse_json(text: str | bytes, where: str, *, strict: bool = False) -> object
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         return value
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} has a text that is no Unicode: {error.reason}") from error
+        raise ValueError(f"{where} has invalid Unicode: {error.reason}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not UTF-8: {error.reason}") from error
     except ValueError as error:

@@ -329,13 +329,13 @@ def _config_of(stored: Stored, backbone: str | None) -> HeadsConfig:
     if raw is None:
         path = path.with_name(CONFIG)
         if not path.exists():
-            raise ValueError(f"{stored.path} says nothing of its backbone: name it (--model, or backbone=)")
+            raise ValueError(f"{stored.path} does not name its backbone: give it (--model, or backbone=)")
         raw = read_json(path)
     if not isinstance(raw, Mapping):
         raise ValueError(f"{path} is not a configuration of heads")
     with blaming(str(path), ValueError):
         if "architectures" in raw:
-            raise ValueError("it is a backbone's, not heads': --model (or model=) takes it")
+            raise ValueError("it is a backbone, not retaining heads: give it as --model (or model=)")
         if raw.get("format", FORMAT) != FORMAT:
             raise ValueError(f"format={raw['format']!r} must be {FORMAT!r}")
         if (form := raw.get("form", "mlp")) != "mlp":
@@ -350,7 +350,7 @@ def _build(config: HeadsConfig, stored: Stored) -> RetainingHeads:
     """Strict: every head there, none extra, every shape and type right."""
     state, path = stored.state, stored.path
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"{path} holds something else than tensors by name")
+        raise ValueError(f"{path} must hold tensors by name")
     if config.n_layers > len(state):  # before anything of the size that a file names is built
         raise ValueError(f"{path} holds {len(state)} tensors: most of its n_layers={config.n_layers} heads are missing")
     with blaming(f"{path}: its configuration builds no heads", KeyError, TypeError, RuntimeError), torch.device("meta"):

@@ -214,7 +214,7 @@ class Attachment:
         _sweep(model)
         before = config._attn_implementation
         if before == NAME:
-            raise RuntimeError("this model is attached already: detach it first")
+            raise RuntimeError("this model is already attached: detach it first")
         description = describe(model)
         decoder, words = decoder_of(model), model.get_output_embeddings()
         try:
@@ -297,7 +297,7 @@ def _refuse_copies(undo: Undo, decoder: nn.Module) -> None:
     decoder's forward."""
 
     def refuse(protocol: object) -> NoReturn:
-        raise TypeError("an attached model is neither copied nor pickled: detach it first (save_pretrained works)")
+        raise TypeError("an attached model cannot be copied or pickled: detach it first (save_pretrained works)")
 
     undo.add(lambda: vars(decoder).pop("__reduce_ex__", None))
     vars(decoder)["__reduce_ex__"] = refuse

@@ -120,7 +120,7 @@ def _check_adapters(model: Any) -> None:
         beside = config.is_prompt_learning or kind == "XLORA" or getattr(config, "alora_invocation_tokens", None)
         if beside:
             raise ValueError(
-                f"{type(model).__name__}: adapter {name!r} ({kind}) acts beside the layers, where no bounded cache sees it: "
+                f"{type(model).__name__}: adapter {name!r} ({kind}) acts outside the layers, where no bounded cache sees it: "
                 "pass the model without it, or one with LoRA"
             )
 

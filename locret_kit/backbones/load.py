@@ -111,7 +111,7 @@ def pick_device(device: str | None) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"device={device!r} must be one of PyTorch's, such as cpu, cuda, cuda:1 or mps") from error
     if where.type == "meta":
-        raise ValueError(f"device={device!r} holds no numbers: name one that computes, such as cpu or cuda")
+        raise ValueError(f"device={device!r} stores no data: name one that computes, such as cpu or cuda")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: PyTorch sees no CUDA device here")
     return where
@@ -184,7 +184,7 @@ def load_config(name: str, revision: str | None = None, *, whole: bool = False) 
     with _reading(f"model={name!r} cannot be loaded: config.json"):
         fields, _ = PreTrainedConfig.get_config_dict(resolve_model(name), revision=revision)
         if str(fields.get("format")).startswith("locret_kit.heads"):  # its model_type would make a model of billions
-            raise ValueError("it is of retaining heads, not of a backbone: --ckpt takes them")
+            raise ValueError("it holds retaining heads, not a backbone: give it as --ckpt")
         check_config(fields.get("text_config") or fields)
         config = AutoConfig.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
     return config if whole else config.get_text_config(decoder=True)
@@ -274,7 +274,7 @@ def load_backbone(
     if adapter:
         if any(weight.is_meta for weight in model.parameters()):
             raise ValueError(
-                f"adapter={adapter!r} cannot be merged into weights that device_map={device_map!r} has put off the GPUs: "
+                f"adapter={adapter!r} cannot be merged into weights that device_map={device_map!r} has moved off the GPUs: "
                 "merge it first and name the merged model"
             )
         model = merge_adapter(model, adapter)
@@ -307,7 +307,7 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         wrapped = PeftModel.from_pretrained(model, resolve_model(adapter, "adapter"))
     if not hasattr(wrapped.base_model, "merge_and_unload"):
         kind = str(wrapped.peft_config["default"].peft_type).removeprefix("PeftType.")
-        raise ValueError(f"adapter={adapter!r} is {kind}, which cannot be merged into weights; LoRA and its kin can")
+        raise ValueError(f"adapter={adapter!r} is {kind}, which cannot be merged into weights, as LoRA can")
     return wrapped.merge_and_unload()
 
 

@@ -215,9 +215,9 @@ def ids_of(args: InferOptions, prompt: BatchPrompt, tokenizer: PreTrainedTokeniz
             raise ValueError("messages go through the chat template: leave out --no-chat")
         asked = [message.get("role") for message in prompt.messages] == ["user"]
         if not prompt.messages or prompt.messages[-1].get("role") == "assistant":
-            raise ValueError("messages must end with one that is to be answered")
+            raise ValueError("the last message must not be the assistant's")
         if wrong := next((message for message in prompt.messages if message.keys() != {"role", "content"}), None):
-            raise ValueError(f"a message has role and content, not {', '.join(wrong) or 'nothing'}")
+            raise ValueError(f"a message must have role and content, not {', '.join(wrong) or 'nothing'}")
         ids = stream_ids(tokenizer, render_messages(tokenizer, prompt.messages), special=not has_template(tokenizer))
     else:
         if prompt.question is not None:

@@ -259,13 +259,13 @@ class Talk:
         name, words = (*message[1:].split(None, 1), "", "")[:2]
         words = words.strip()
         if name in GONE:
-            raise ValueError(f"/{name} is no command any more: {GONE[name]}")
+            raise ValueError(f"/{name} was removed: {GONE[name]}")
         if name not in COMMANDS:
             near = nearest(f"/{name}", [f"/{known}" for known in COMMANDS])
             raise ValueError(f"unknown command '/{name}'.{near or ' /help lists them; // begins a message with /'}")
         takes = COMMANDS[name][0]
         if words and not takes:
-            raise ValueError(f"/{name} takes no words, not {words!r}")
+            raise ValueError(f"/{name} takes no arguments, not {words!r}")
         if not words and takes == "FILE":
             raise ValueError(f"/{name} needs a file: /{name} FILE")
         if name == "quit":
@@ -294,7 +294,7 @@ class Talk:
 
     def retry(self) -> None:
         if not self._asked:
-            raise ValueError("nothing was asked yet")
+            raise ValueError("no question has been asked yet")
         if self.args.temperature == 0:
             self.screen.note("at temperature 0 the answer is the same each time: --temperature 0.7 draws others")
         again = self.screen.progress(PATIENCE_S)
@@ -354,7 +354,7 @@ class Talk:
             self.document.save(path, names=self.chosen.names)
         else:
             if not self.chat.turns:
-                raise ValueError("nothing was said yet")
+                raise ValueError("the conversation is empty")
             write_text(path, self._markdown())
         self._written.add(path.resolve())
         self.screen.note(f"saved: {path}, {path.stat().st_size / 2**10:.1f} KiB")

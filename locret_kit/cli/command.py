@@ -162,7 +162,7 @@ def text_of(file: str | None) -> Iterator[str]:
             first = stream.read(1 << 16)
             if first[4:9] == b"\0\0\0\0{":  # the header of a safetensors file
                 raise ValueError(
-                    f"{source} is no text but tensors: if locret-read wrote it, locret-ask answers about it"
+                    f"{source} holds tensors, not text: if locret-read wrote it, ask about it with locret-ask"
                 )
             if name.lower().endswith(CONVERTED) or not may_be_text(first):
                 return iter([convert(first + stream.read(LIMIT), name, lost=to_stderr)])
@@ -174,7 +174,7 @@ def text_of(file: str | None) -> Iterator[str]:
                 stream.seek(begun)
                 first = b""
             if blank and not first:
-                raise ValueError(f"{source} holds no text: name a file that does, or give it with < FILE")
+                raise ValueError(f"{source} has no text: name another file, or pipe a text with < FILE")
         except OSError as error:
             raise ValueError(f"{source} cannot be read: {error.strerror}{_way_out(name)}") from error
         return _blocks(stream, first, source, opened.pop_all())
@@ -201,7 +201,7 @@ def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> I
         except OSError as error:
             raise ValueError(f"{source} cannot be read: {error.strerror}") from error
     if blank:
-        raise ValueError(f"{source} holds no text: name a file that does, or give it with < FILE")
+        raise ValueError(f"{source} has no text: name another file, or pipe a text with < FILE")
 
 
 def title_of(file: str | None) -> str:
@@ -216,9 +216,9 @@ def check_target(path: Path, option: str, *, replace: bool = True, source: str |
     if path.exists() and not path.is_file():
         raise ValueError(f"{said} is {'a folder' if path.is_dir() else 'no regular file'}: name a file")
     if path.exists() and not replace:
-        raise ValueError(f"{said} is there already: name another file, or remove it first")
+        raise ValueError(f"{said} already exists: name another file, or remove it first")
     if source is not None and path.resolve() == Path(source).resolve():
-        raise ValueError(f"{said} is the file that is read: name another")
+        raise ValueError(f"{said} is the input file: name another")
     folder = path.resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{said}: its folder is missing or cannot be written")

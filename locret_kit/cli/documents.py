@@ -42,10 +42,10 @@ def run_read(args: ReadOptions) -> int:
     if args.append:
         refuse(args, AS_BEFORE, "with --append: the text is read on as it began")
         if not target.exists():
-            raise FileNotFoundError(f"out={args.out!r} is not there: without --append it is made")
+            raise FileNotFoundError(f"out={args.out!r} does not exist: leave out --append to create it")
         read_record(target)
     elif target.exists() and not args.overwrite:
-        raise ValueError(f"out={args.out!r} is there already: --append adds to it, --overwrite replaces it")
+        raise ValueError(f"out={args.out!r} already exists: --append adds to it, --overwrite replaces it")
     text = text_of(args.file)  # before torch is imported: a name that is wrong is said at once
     document, names, count, seconds = append(args, text) if args.append else read_text(args, text)
     document.save(target, text=args.text, names=names, replace=args.append or args.overwrite)

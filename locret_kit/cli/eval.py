@@ -147,7 +147,7 @@ GONE = {
 }
 
 
-@command("locret-eval", stopped="stopped; the same command goes on", also=(RuntimeError,))
+@command("locret-eval", stopped="stopped; the same command continues", also=(RuntimeError,))
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0; 1 after an error said in one line, or where an example failed; 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
         print(options.EVAL.usage)
         return 1
     if argv[0] in GONE:
-        raise ValueError(f"{argv[0]} is no command any more: {GONE[argv[0]]}")
+        raise ValueError(f"{argv[0]} was removed: {GONE[argv[0]]}")
     if argv[0].isidentifier() and argv[0] not in COMMANDS:
         raise ValueError(f"unknown command {argv[0]!r}.{nearest(argv[0], COMMANDS)} There are: {', '.join(COMMANDS)}")
     return COMMANDS[argv[0]](argv[1:]) if argv[0] in COMMANDS else run(argv)

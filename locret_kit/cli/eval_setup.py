@@ -56,7 +56,7 @@ def load_parts(config: EvalConfig) -> EvalParts:
         raise ValueError("give ckpt=PATH (heads, which name their backbone) or model=NAME")
     heads = {Path(path).name: RetainingHeads.from_pretrained(path, backbone=config.model) for path in config.ckpt}
     if len(heads) < len(config.ckpt):
-        raise ValueError(f"ckpt={config.ckpt} must have different last names: rows tell them apart by these")
+        raise ValueError(f"ckpt={config.ckpt} must end in different names: rows tell heads apart by them")
     first = next(iter(heads.values()), None)
     model = config.model or (first.config.backbone if first else "")
     for name, one in heads.items():
@@ -189,6 +189,6 @@ def engine_for_harness(settings: dict[str, object]) -> tuple[Setup, Variant]:
     words = [f"{name}={value}" for name, value in given.items()]
     config = load_eval_config(["tasks=lm_eval", "out=-", f"policies=[{policy}]", f"budgets=[{budget}]", *words])
     if read_protect(config.protect) - {"first"}:
-        raise ValueError(f"protect={config.protect}: lm_eval makes the prompts, so only 'first' is known here")
+        raise ValueError(f"protect={config.protect}: lm_eval makes the prompts, so only 'first' is supported")
     parts = load_parts(config)
     return load_setup(config, parts), variants(config.policies, config.budgets, parts.trained)[0]

@@ -243,7 +243,7 @@ def open_document(
     except FileNotFoundError as error:
         theirs = ", ".join(f"{what} {name!r}" for what, name in about.names.items())
         raise FileNotFoundError(
-            f"{error}. {path} was read with {theirs}: --model and --ckpt say where they are"
+            f"{error}. {path} was read with {theirs}: give their places with --model and --ckpt"
         ) from error
     needed = chosen.heads if saved.heads else None
     document = Document.load(path, loaded, tokenizer, needed, args.policy, force=force)

@@ -51,7 +51,7 @@ def resolve(name: str) -> tuple[PretrainedConfig, Values]:
     known = [*known_recipes(), *(str(raw["_name_or_path"]) for raw in shipped.values())]
     path = resolve_model(name)
     if "/" not in name and not Path(path).exists():
-        raise ValueError(f"model={name!r} is no recipe and no folder.{nearest(name, known)}")
+        raise ValueError(f"model={name!r} is neither a recipe nor a folder.{nearest(name, known)}")
     try:
         return load_config(name), recipe
     except FileNotFoundError as error:
@@ -81,7 +81,7 @@ def run(args: PlanOptions) -> int:
     for field in ("weight_bits", "train") if types else ():
         if (value := getattr(args, field)) is not None:
             raise ValueError(
-                f"{field}={value} does not go with the packed weights of {args.model!r}: name the float model"
+                f"{field}={value} cannot be combined with the packed weights of {args.model!r}: name the float model"
             )
     backbone = BackboneSizes.of(config)
     d_hidden, bits = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN), args.weight_bits
@@ -172,7 +172,7 @@ def _vllm(
     pages = Pages.within(each, max(0, cap - beside))
     if not pages.requests or pages.requests < (args.sessions or 0):
         raise DoesNotFit(
-            f"{pages.requests} requests of {show(each)} fit beside {show(beside)} of weights and workspace"
+            f"{pages.requests} requests of {show(each)} fit next to {show(beside)} of weights and workspace"
         )
     if args.sessions is not None:
         pages = Pages(each, args.sessions)

@@ -60,7 +60,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise OSError(f"host={host} port={port} cannot be listened on: {error.strerror}") from error
+        raise OSError(f"cannot listen on host={host} port={port}: {error.strerror}") from error
 
 
 def run(args: ServeOptions) -> int:
@@ -72,7 +72,7 @@ def run(args: ServeOptions) -> int:
     if isinstance(args.budget, float):
         raise ValueError(f"budget={args.budget}: a session's slots must be known before the start: give an integer")
     if read_protect(args.run.protect) - {"first"}:
-        raise ValueError(f"protect={args.run.protect!r}: the server's conversations protect 'first' alone")
+        raise ValueError(f"protect={args.run.protect!r}: the server supports 'first' only")
     keys, hosts = keys_of(args), hosts_of(args)
     if wrong := next((one for one in args.cors_origins if one != ANY and not ORIGIN.fullmatch(one)), None):
         raise ValueError(f"cors_origins={wrong!r} must be an origin, such as http://localhost:3000, or *")

@@ -13,7 +13,7 @@ from ..config.train_options import PUBLISH, PublishOptions, TrainConfig
 from .command import command, entry
 
 
-@command("locret-train", stopped="stopped; resume=auto goes on from the newest state that was saved, if there is one")
+@command("locret-train", stopped="stopped; resume=auto continues from the newest saved state, if any")
 def main(argv: list[str] | None = None) -> int:
     """Train, then print the result's folder and a command that uses it."""
     argv = sys.argv[1:] if argv is None else argv
@@ -62,7 +62,7 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
     longest = largest_sample(backbone, setting, room, max_value=tokens)
     advice = f"data.max_tokens={longest} fits" if longest else "no length of samples fits"
     sizes = f"data.max_tokens={cfg.data.max_tokens} and data.batch={cfg.data.batch}"
-    return f"{words}, with {sizes}. By the plan {advice}; resume=auto goes on"
+    return f"{words}, with {sizes}. By the plan {advice}; resume=auto continues"
 
 
 def pool_flags(cfg: TrainConfig, folder: Path) -> str:

@@ -117,7 +117,7 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
     refuse({"runner": model.runner_type, "is_hybrid": model.is_hybrid, "documents": section.documents})
     if model.is_hybrid and sessions is not None:
         raise ValueError(
-            f"sessions={sessions}: layers of this model hold a state beside the pages: give --kv-cache-memory-bytes instead"
+            f"sessions={sessions}: layers of this model hold a state besides the pages: give --kv-cache-memory-bytes instead"
         )
     if server.heads is not None:
         server.heads.check_backbone(spec_of(config))

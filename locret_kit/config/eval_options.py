@@ -27,7 +27,7 @@ NOTES = """  locret-eval tasks=[passkey,number,perplexity,reconstruction] polici
   locret-eval lm_eval --model locret --model_args ckpt=...,policy=locret,budget=256 --tasks ...
   torchrun --nproc_per_node 2 -m locret_kit.cli.eval tasks=...      # examples are shared among the processes
 
-What prompts have in common at their beginning is read once. An unknown key, task or policy is an error that names the nearest.
+The shared prefix of prompts is read once. An unknown key, task or policy is an error that names the nearest.
 Tasks: locret-eval tasks; policies: locret-infer --list-policies, and here also kvzip and
 kvzip(joint=true) (oracles that read the whole prompt first), bm25 (retrieval: full attention over the best passages, in as many
 tokens as a policy has slots) and random-heads (locret with untrained heads).
@@ -160,7 +160,7 @@ EVAL = Command(
     gone={
         "wording": "a text of your own is a haystack or a file of questions",
         "offset": "chunk=256 and others move a prompt against the chunks",
-        "retry": "every rerun does examples again that ended with an error",
+        "retry": "every rerun repeats failed examples",
     },
 )
 PAIRED = Command(

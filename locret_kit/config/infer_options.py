@@ -66,7 +66,7 @@ class Machine(Plugin):
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
-            raise ValueError(f"template_kwargs={self.template_kwargs!s:.64} must be an object of JSON")
+            raise ValueError(f"template_kwargs={self.template_kwargs!s:.64} must be a JSON object")
         arguments |= thinking_arguments(tokenizer, self.think, self.reasoning_effort)
         render_messages(tokenizer, [{"role": "user", "content": "?"}], arguments=arguments)
         setattr(tokenizer, DEFAULTS, arguments)
@@ -194,7 +194,7 @@ class BatchPrompt(Generation):
         if len(given) != 1:
             raise ValueError(f"give one of: {', '.join(forms)}; found {' and '.join(given) or 'none'}")
         if (self.text is None) != (self.question is None):
-            raise ValueError("text and question go together; a text that is to be continued is a prompt")
+            raise ValueError("give text and question together; to continue a text, give it as prompt")
 
 
 _READ_ONCE = "locret-read FILE -o X.locret reads a text once, and locret-ask X.locret answers about it"
@@ -218,7 +218,7 @@ INFER = Command(
 
 READ_USAGE = """usage: locret-read [FILE] -o BOOK.locret [--key value | key=value ...]
 
-Read a text once into a file that locret-ask and locret-chat ask about.
+Read a text once into a file for locret-ask and locret-chat.
 
   locret-read book.txt -o book.locret
   pdftotext paper.pdf - | locret-read -o paper.locret --model checkpoints/SmolLM2-135M-Instruct --policy snapkv
@@ -226,14 +226,14 @@ Read a text once into a file that locret-ask and locret-chat ask about.
 
 INFO_USAGE = """usage: locret-info BOOK.locret [--json]
 
-What a file of locret-read holds. No model is loaded.
+Show the record of a file written by locret-read. Loads no model.
 
   locret-info book.locret
   locret-info book.locret --json | python -m json.tool"""
 
 ASK_USAGE = """usage: locret-ask BOOK.locret [QUESTION ...] [--key value | key=value ...]
 
-Ask about a text that locret-read has read.
+Ask about a text that locret-read read.
 
   locret-ask book.locret "Who finds the key?" "Where is it hidden?"
   locret-ask book.locret --question-file questions.txt --json > answers.jsonl

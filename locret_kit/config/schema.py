@@ -133,7 +133,7 @@ def refuse(options: DataclassInstance, names: Iterable[str], why: str) -> None:
 
 
 COMMON_OPTIONS = {
-    "config": "FILE  read options from a YAML file; those of the command line come before them",
+    "config": "FILE  read options from a YAML file; the command line overrides them",
     "print-config": "print every option as it would be used, as YAML that --config reads",
     "version": "print the version",
     "help": "[all]  print this; with all, every option",
@@ -256,7 +256,7 @@ def given_by(command: Command[T], argv: list[str]) -> dict[str, object]:
         refuse_gone(command.gone, name, text)
         if name not in known:
             meant = command.positional and any(word.partition("=")[0] == name for word in argv)  # such as "E=mc2?"
-            raise UsageError(unknown(name, known) + "; a text with = in it stands behind --" * bool(meant))
+            raise UsageError(unknown(name, known) + "; put a text with = in it after --" * bool(meant))
         texts.setdefault(name, []).append(text)
     values: dict[str, object] = {}
     for name, words in texts.items():
@@ -286,7 +286,7 @@ def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) ->
             return
         dashes = word.startswith("--")
         if re.fullmatch(r"-[A-Za-z][\w-]*", word):
-            more = ". What begins with one goes after --" if command.positional else ""
+            more = ". Put arguments that begin with a dash after --" if command.positional else ""
             raise UsageError(f"unknown option {word!r}: names have two dashes{more}")
         if not dashes and not re.match(r"[A-Za-z_][\w.-]*=", word):
             if not command.positional:
@@ -322,7 +322,7 @@ def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
     if beside and not same and not nearest(last, [leaf.rpartition(".")[2] for leaf in beside]):
         return f"unknown key {name!r}{where}. Fields of {section}: {', '.join(beside)}."
     near = nearest(same[0] if same else name, beside or known)
-    return f"unknown key {name!r}{where}.{near} --help all lists what there is"
+    return f"unknown key {name!r}{where}.{near} --help all lists the options"
 
 
 def refuse_gone(gone: Mapping[str, str], name: str, value: object, where: str = "") -> None:
@@ -330,7 +330,7 @@ def refuse_gone(gone: Mapping[str, str], name: str, value: object, where: str = 
     for word in (name, name.partition(".")[0], f"{name}={value}"):
         if word in gone:
             shown = f"--{word.replace('_', '-')}" if word == name and word.isidentifier() else word
-            raise UsageError(f"{shown}{where} is no option any more: {gone[word]}")
+            raise UsageError(f"{shown}{where} was removed: {gone[word]}")
 
 
 def typed(annotation: object, text: str) -> object:
@@ -387,7 +387,7 @@ def read_yaml(path: Path, said: str) -> Values:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
             names = [key.value for key, _ in node.value if isinstance(key.value, str)]
             if twice := [name for name in names if names.count(name) > 1]:
-                raise yaml.YAMLError(f"{twice[0]} is there twice")
+                raise yaml.YAMLError(f"{twice[0]} occurs twice")
             return super().construct_mapping(node, deep)
 
     try:

@@ -93,7 +93,7 @@ SERVE = Command(
 
 VLLM_USAGE = """usage: locret-vllm [--key value | key=value ...] [options of vllm serve ...]
 
-Serve with vLLM, whose requests then have a fixed key/value budget each: `vllm serve` with what must go together set.
+Serve with vLLM and a fixed key/value budget per request: `vllm serve` with the dependent options set.
 
   locret-vllm --ckpt checkpoints/smollm2-135m-locret --budget 4096 --sessions 16
   locret-vllm --ckpt user/heads --documents library --max-model-len 131072 --host 0.0.0.0 --api-key KEY"""
@@ -151,7 +151,7 @@ def shared_out(argv: list[str]) -> tuple[list[str], list[str]]:
 
 PLAN_USAGE = """usage: locret-plan --model NAME --gpu-memory SIZE [--key value | key=value ...]
 
-What a run needs, before it is run: no GPU, no weights, no Hub.
+Memory of a run before it starts. Needs no GPU, weights or Hub.
 
   locret-plan --model phi3-mini --gpu-memory 24GiB --context 131072
   locret-plan --model phi3-mini --gpu-memory 24GiB --sessions 16

@@ -216,7 +216,7 @@ class TrainConfig:
         self.recipe = Path(self.recipe).stem if self.recipe.endswith((".yaml", ".yml")) else self.recipe
         self.out = self.out.replace("${recipe}", self.recipe)
         if "${" in self.out:
-            raise ValueError(f"out={self.out}: of all names only ${{recipe}} is filled in")
+            raise ValueError(f"out={self.out}: only the name ${{recipe}} is filled in")
         weights, sources, infer = self.data.weights, self.data.sources, self.infer
         if weights is not None and len(weights) != len(sources):
             raise ValueError(
@@ -228,7 +228,7 @@ class TrainConfig:
             )
         if is_gguf(self.backbone.model):
             raise ValueError(
-                f"backbone.model={self.backbone.model!r} holds packed weights, which are for running alone: train on the float "
+                f"backbone.model={self.backbone.model!r} holds packed weights, which cannot be trained: use the float "
                 "model's folder or Hub id; its heads then run on this file (--ckpt HEADS --model FILE.gguf)"
             )
         spread, strategy = self.backbone.device_map, self.trainer.strategy

@@ -123,7 +123,7 @@ class Chat:
             raise ValueError(f"thoughts={thoughts!r} must be one of: {', '.join(names)}")
         plain = not has_template(tokenizer) or (document is not None and not document.chat_template)
         if thoughts == "dropped" and plain:
-            raise ValueError("thoughts='dropped' needs a chat template, which says what stays of an answer")
+            raise ValueError("thoughts='dropped' needs a chat template, which removes them")
         self.thoughts, self.max_thought_tokens = thoughts, max_thought_tokens
         self.model, self.tokenizer, self.document, self.history = unwrapped(model), tokenizer, document, history
         self.max_new_tokens, self.sampling, self.seed = max_new_tokens, sampling or Sampling(), seed
@@ -389,7 +389,7 @@ class Chat:
             ValueError: it does not occur after the document, or there is no room for it.
         """
         if self.cache is None or not self.turns:
-            raise ValueError("nothing was said yet that could be pinned")
+            raise ValueError("the conversation has no text to pin yet")
         if text is None:
             start, end = self.turns[-1].start, self.turns[-1].answered
         else:

@@ -355,7 +355,7 @@ class Document:
         text.unknown = 0 if about.text else seen
         with blaming(file.path, ValueError):
             if about.text and (hash_ids(text.ids) != about.sha256 or seen > len(text.settled)):
-                raise ValueError("document: its token ids do not have the hash that it states")
+                raise ValueError("document: its token ids do not match their hash")
             if text.tokens != about.tokens:
                 raise ValueError(f"document: tokens={about.tokens} must be {text.tokens}")
         document = cls(model, text, cache, title=about.title, share=about.share)
@@ -436,7 +436,7 @@ def kept_of(document: Document) -> Kept:
         ValueError: it was loaded from a file without its text.
     """
     if not document.has_text:
-        raise ValueError("it was written without its text, so nobody can say which words it holds")
+        raise ValueError("it was written without its text, so its words are unknown")
     return Kept.of(document.ids, document.cache)
 
 
@@ -450,11 +450,11 @@ def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:
     about, layers = stated(file), file.saved.layers
     with blaming(str(path), ValueError):
         if not about.text:
-            raise ValueError("it was written with --no-text, so nobody can say which words it holds")
+            raise ValueError("it was written with --no-text, so its words are unknown")
         text = stored_text(about, file.apart, tokenizer)
         seen = int(layers[0].get("seen", 0)) if layers else 0
         if not seen:
-            raise ValueError("its cache holds nothing: a text this short is read with each question")
+            raise ValueError("its cache is empty: a text this short is read with each question")
         positions = [_positions(file.tensors, number, seen) for number in range(len(layers))]
         ids = text.ids
         if not 0 < seen <= len(ids):

@@ -148,7 +148,7 @@ class DocumentText:
         stream.forget()
         question = render_prompt(self.tokenizer, "", "What?", chat=self.chat)[1]
         if stream.finish(question) != self.stream.finish(question):
-            raise ValueError("the last token of the text hangs on the question: it cannot be saved without its text")
+            raise ValueError("the last token of the text depends on the question: it cannot be saved without its text")
         ids, stream.ids = text.settled, array("i")
         text.unknown = len(ids)
         return ids, text
@@ -250,7 +250,7 @@ def stored_text(
 def _stored_ids(ids: torch.Tensor | None, vocabulary: int) -> array[int]:
     """Token ids ``[T]`` (int32) of a file. Raises ValueError if they are outside ``vocabulary``."""
     if ids is None or ids.dtype != torch.int32 or ids.dim() != 1:
-        raise ValueError(f"{IDS} must be one axis of int32")
+        raise ValueError(f"{IDS} must be one-dimensional int32")
     if ids.numel() and not (ids.min() >= 0 and ids.max() < vocabulary):
         raise ValueError(f"{IDS} must be from 0 to {vocabulary - 1}")
     return array("i", ids.tolist())

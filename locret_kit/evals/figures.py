@@ -90,7 +90,7 @@ def score_memory(rows: Sequence[Row]) -> Figure:
         if row.score is not None and (row.peak_bytes if on_gpu else row.cache_bytes):
             groups[row.task, row.haystack, row.length][row.label][row.budget].append(row)
     if not groups:
-        raise ValueError("no row has a score and the memory that it took")
+        raise ValueError("no row has both a score and its memory")
     figure, axes = panels(len(groups), "Score against memory")
     labels = sorted({label for lines in groups.values() for label in lines})
     for ((task, haystack, length), lines), axis in zip(groups.items(), axes, strict=True):

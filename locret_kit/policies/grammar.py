@@ -109,7 +109,7 @@ def _both(text: str, several: list[object]) -> PyramidAdaptive:
     match sorted(several, key=lambda one: isinstance(one, Adaptive)):
         case [Pyramid(beta=beta), Adaptive(alpha=alpha)]:
             return PyramidAdaptive(alpha=alpha, beta=beta)
-    raise ValueError(f"allocation={text!r}: of several only pyramid+adaptive go together")
+    raise ValueError(f"allocation={text!r}: only pyramid+adaptive can be combined")
 
 
 def split_outside(text: str, mark: str) -> list[str]:
@@ -132,7 +132,7 @@ def _call(text: str, kind: str, known: Mapping[str, E]) -> tuple[E, dict[str, ob
     """The entry of a table that ``name(value, key=value)`` names, and the values."""
     match = _CALL.match(text)
     if not match:
-        raise ValueError(f"{kind}={text!r} does not read as name or name(key=value)")
+        raise ValueError(f"{kind}={text!r} must be name or name(key=value)")
     name, inside = match.groups()
     if name not in known:
         said = f"{kind}={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}."

@@ -96,7 +96,7 @@ def to_messages(record: dict, *, index: int = 0) -> list[dict]:
     if "input" in record and isinstance(record.get("instructions"), list) and isinstance(record.get("outputs"), list):
         asked, given = record["instructions"], record["outputs"]
         if not asked or len(asked) != len(given):
-            raise ValueError(f"instructions and outputs must be as many, and at least one: {len(asked)}, {len(given)}")
+            raise ValueError(f"instructions and outputs must be equally many, at least one: {len(asked)}, {len(given)}")
         index %= len(asked)
         turn = {f"instructions[{index}]": asked[index], f"outputs[{index}]": given[index]}
         question, answer = (_text(turn, name) for name in turn)
@@ -214,7 +214,7 @@ def _read_hub(name: str, split: str) -> Iterator[dict]:
         rows = datasets.load_dataset(name, split=split, streaming=True)
         yield from map(dict, _of_split(rows, split, name))
     except (OSError, datasets.exceptions.DatasetsError) as error:  # not found, damaged, or no connection
-        raise FileNotFoundError(f"source={name} is no local path, and the Hub did not deliver it: {error}") from error
+        raise FileNotFoundError(f"source={name} is no local path, and cannot be read from the Hub: {error}") from error
 
 
 def _of_split(rows: Mapping | Iterable, split: str, source: object) -> Iterable:

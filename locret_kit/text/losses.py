@@ -80,7 +80,7 @@ def stored(data: bytes, name: str, limit: int) -> BytesIO:
             if entry.flag_bits & 1:
                 raise locked
             if entry.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
-                raise Refusal(f"{name} is packed by an unusual method ({entry.filename}): pack it anew")
+                raise Refusal(f"{name} has an unsupported compression method ({entry.filename}): compress it again")
             # Of no text; Word misspells some of them.
             if entry.is_dir() or entry.filename.lower().startswith("customxml/"):
                 continue

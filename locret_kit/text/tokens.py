@@ -231,7 +231,7 @@ def _take(
     follows where text is left, or where a ``margin`` of characters at its end is open. Raises ValueError for half of a surrogate
     pair."""
     if HALVES.search(text, done, end):
-        raise ValueError("the text holds half of a surrogate pair: it is no Unicode")
+        raise ValueError("the text has half of a surrogate pair, which is invalid Unicode")
     encoding = tokenizer(text[:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     tokens, offsets = encoding.input_ids, encoding.offset_mapping
     first = next((i for i, (a, b) in enumerate(offsets) if b > done), len(tokens))

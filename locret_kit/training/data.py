@@ -208,7 +208,7 @@ class Records:
             messages = to_messages(record, index=question)
             sample = encode_chat(self.tokenizer, messages, max_tokens=self.data.max_tokens, cut=self.data.truncate)
             if not sample.prompt_len:
-                raise ValueError("nothing stands in front of its answer")
+                raise ValueError("there is no text before its answer")
         except ValueError as error:
             return self._refused.setdefault((number, question), first_line(error))
         return sample

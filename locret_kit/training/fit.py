@@ -232,9 +232,7 @@ def begin_from(resume: str, out: Path) -> Path | None:
         if any((out / "state").glob("*.ckpt")):
             newest = newest_state(out)
             steps = read_state(newest)["global_step"] if newest else 0
-            raise ValueError(
-                f"out={out} holds a run of {steps} steps: resume=auto goes on with it, or name another out"
-            )
+            raise ValueError(f"out={out} holds a run of {steps} steps: resume=auto continues it, or choose another out")
         return None
     if resume == "auto":
         return newest_state(out)
@@ -260,8 +258,8 @@ def check_state(path: Path, module: FrozenTraining) -> str | None:
         theirs, ours = saved.get(name, "missing"), mine.get(name, "missing")
         if theirs != ours:
             raise ValueError(
-                f"{path} was saved with other settings: {name} is {theirs} there and {ours} here; go on with the settings "
-                "of that run, or begin a new one with another out"
+                f"{path} was saved with other settings: {name} is {theirs} there and {ours} here; continue with that run's "
+                "settings, or start a new run with another out"
             )
     before, now = state.get(SETTINGS, {}), flat(module.cfg)
     changed = [name for name in now if before.get(name, now[name]) != now[name] and not name.startswith(FREE)]

@@ -111,13 +111,13 @@ def test_the_same_seed_repeats_and_sampling_differs(place, infer):
 
 
 BAD = [
-    (b"", [], "stdin holds no text"),
+    (b"", [], "stdin has no text"),
     (b"fine until \xff here", [], "byte 11"),
     (b"text", ["--policy", "locrett"], "Did you mean 'locret'?"),
     (b"text", ["--model", "{place}/other"], "n_layers: heads have 3, the backbone has 2"),
     (b"text", ["--model", "{place}/nowhere"], "no such folder"),
     (b"text", ["--ckpt", "{place}/nothing.pt"], "no such file"),
-    (b"text", ["--ckpt", "{place}/backbone"], "config.json: it is a backbone's, not heads': --model"),
+    (b"text", ["--ckpt", "{place}/backbone"], "config.json: it is a backbone, not retaining heads: give it as --model"),
     (b"text", ["--ckpt", "{place}/truncated.pt"], "cannot be read safely"),
     (b"caf\xe9 noir", [], "stdin: the text is not UTF-8: byte 3 is 0xe9; if it is text, save it"),
     (b"text", ["--model", "{place}/cut"], "cannot be loaded"),
@@ -159,7 +159,7 @@ def test_a_path_that_heads_name_is_found_by_its_last_part(place):
 
 
 def test_heads_are_no_backbone(place):
-    with pytest.raises(FileNotFoundError, match="it is of retaining heads, not of a backbone: --ckpt takes them"):
+    with pytest.raises(FileNotFoundError, match="it holds retaining heads, not a backbone: give it as --ckpt"):
         load_config(str(place / "heads"))
 
 

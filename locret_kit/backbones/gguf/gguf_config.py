@@ -115,7 +115,7 @@ class ModelFields:
             if name == key or name in self.read:
                 continue
             if name not in NEUTRAL or not (NEUTRAL[name] is None or np.all(value == NEUTRAL[name])):
-                raise ValueError(f"{name}={value!r:.60} is not known of {self.file.architecture}")
+                raise ValueError(f"{name}={value!r:.60} is unknown for {self.file.architecture}")
 
 
 def config_of(file: GgufFile, name: str) -> PreTrainedConfig:
@@ -343,7 +343,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
     if not tokens:
         raise ValueError("it holds no tokenizer")
     if len(set(tokens)) < len(tokens):
-        raise ValueError("tokenizer.ggml.tokens: a token is there twice")
+        raise ValueError("tokenizer.ggml.tokens: a token occurs twice")
     if kind not in ("gpt2", "llama"):
         raise ValueError(f"tokenizer.ggml.model={kind!r:.60} must be 'gpt2' or 'llama'")
     if kind == "gpt2" and pre not in (known := [*PLAIN, *SPLITS]):

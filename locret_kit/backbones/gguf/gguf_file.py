@@ -274,7 +274,7 @@ def _read_head(path: Path) -> tuple[dict[str, object], dict[str, FileTensor]]:
             n_tensors, n_fields = head.entries(), head.entries()
             fields, places = dict(head.fields(n_fields)), dict(head.places(n_tensors))
             if (len(fields), len(places)) != (n_fields, n_tensors):
-                raise ValueError("a field or a tensor is there twice")
+                raise ValueError("a field or a tensor occurs twice")
         except (ValueError, KeyError) as error:
             raise ValueError(f"{path} is damaged: its head cannot be read ({type(error).__name__}: {error})") from error
         at = head.at
@@ -298,5 +298,5 @@ def _placed(
     if form in FLOATS:
         return FileTensor(path, form, shape, start + offset, prod(shape) * FLOATS[form].itemsize)
     if form not in FORMATS:
-        raise ValueError(f"{name} is of type {form}, which is not read; these are: {', '.join([*FORMATS, *FLOATS])}")
+        raise ValueError(f"{name}: type={form} is not supported; known: {', '.join([*FORMATS, *FLOATS])}")
     return FileTensor(path, form, shape, start + offset, prod(shape[:-1]) * FORMATS[form].row_bytes(shape[-1]))

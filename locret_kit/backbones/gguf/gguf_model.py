@@ -168,7 +168,7 @@ def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
             module = model.get_submodule(path)
             shape = getattr(module, kind).shape
         except AttributeError as error:
-            raise ValueError(f"{name} is not known of {file.architecture}") from error
+            raise ValueError(f"{name} is unknown for {file.architecture}") from error
         if tuple(shape) != place.shape:
             raise ValueError(f"{name} is {place.shape}, expected {tuple(shape)}")
         data = file.tensor(name)
@@ -232,10 +232,10 @@ def _place(architecture: str, name: str) -> tuple[str, str]:
     """Path of the module that a tensor is of, and its parameter's name."""
     match = PLACE.match(name)
     if match is None:
-        raise ValueError(f"{name} is not known of {architecture}")
+        raise ValueError(f"{name} is unknown for {architecture}")
     names = NAMES if match["layer"] is None else LAYER_NAMES[architecture]
     if match["name"] not in names:
-        raise ValueError(f"{name} is not known of {architecture}")
+        raise ValueError(f"{name} is unknown for {architecture}")
     layer = "" if match["layer"] is None else f"model.layers.{match['layer']}."
     return layer + names[match["name"]], match["kind"]
 

@@ -190,7 +190,7 @@ def cache_for(setup: Setup, variant: Variant, prompt_length: int | None) -> Boun
         ValueError: a setting that the budget cannot meet; names both.
     """
     if reads_alone(variant.policy):
-        raise ValueError(f"policy={variant.policy} reads a prompt before it chooses: it answers tasks of a run alone")
+        raise ValueError(f"policy={variant.policy} reads the whole prompt first: it runs in locret-eval only")
     policy = "locret" if variant.policy == RANDOM_HEADS else variant.policy
     try:
         settings = setup.settings_for(variant, prompt_length)

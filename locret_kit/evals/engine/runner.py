@@ -108,7 +108,7 @@ def check(run: Run) -> None:
     for variant in run.variants:
         if reads_alone(variant.policy) and "nll_prefill" in kinds:
             raise ValueError(
-                f"policy={variant.policy} chooses with the whole prompt, so it has no likelihood while reading: "
+                f"policy={variant.policy} chooses with the whole prompt, so it has no likelihood during prefill: "
                 "take tasks=[perplexity] instead of perplexity_prefill"
             )
         if is_oracle(variant.policy):
