@@ -148,7 +148,7 @@ def _words(ask: Callable[..., int]) -> str:
 
 
 def _ordered(pieces: list[Piece]) -> str:
-    """The text of a page of columns that it draws row by row; '' where it draws none so."""
+    """The text of a page whose columns are drawn row by row; '' for other pages."""
     rows = _rows([piece.box for piece in pieces])
     lines = _columns(rows, pieces) if sum(len(row) > 1 for row in rows) >= ROWS else None
     return re.sub(rf"(?<={_LETTER})[-{HYPHEN}]\n(?={_LETTER})", HYPHEN, "\n".join(lines or []))
@@ -164,7 +164,7 @@ def _row(row: list[int], pieces: list[Piece]) -> str:
 
 
 def _rows(boxes: list[Box]) -> list[list[int]]:
-    """Numbers of boxes by the row they are drawn in, one after another from the left."""
+    """Numbers of the boxes in each row. A row is drawn from left to right at one height."""
     rows: list[list[int]] = []
     for n, (left, bottom, _, top) in enumerate(boxes):
         if rows:
@@ -177,7 +177,8 @@ def _rows(boxes: list[Box]) -> list[list[int]]:
 
 
 def _columns(rows: list[list[int]], pieces: list[Piece]) -> list[str] | None:
-    """Lines of a page, column after column where rows have a gutter in common and read like prose; None where none have."""
+    """Lines of a page, column after column where rows share a gutter and both sides are running text; None without any."""
+    # A table has gutters too, but must be read row by row. Its cells are short and no sentence runs on, so ``_prose`` decides.
     lines, at, known = [], 0, False
     while at < len(rows):
         end, middle = _gutter(rows, at, [piece.box for piece in pieces])
@@ -187,7 +188,7 @@ def _columns(rows: list[list[int]], pieces: list[Piece]) -> list[str] | None:
         ]
         if end - at >= ROWS and all(_prose([_row(row, pieces) for row in side]) for side in sides):
             known = True
-            for side in sides:
+            for side in sides:  # a side may have columns of its own: three columns are two gutters
                 lines += _columns(side, pieces) or [_row(row, pieces) for row in side]
             at = end
         else:
@@ -197,11 +198,12 @@ def _columns(rows: list[list[int]], pieces: list[Piece]) -> list[str] | None:
 
 
 def _gutter(rows: list[list[int]], at: int, boxes: list[Box]) -> tuple[int, float]:
-    """The end of the rows from ``at`` on that leave a strip free, and its middle."""
+    """The end of the rows from ``at`` on that leave one vertical strip free, and the middle of the strip (points)."""
     row = rows[at]
     gaps = [(boxes[b][0] - boxes[a][2], boxes[a][2], boxes[b][0]) for a, b in pairwise(row)]
     if not gaps or max(gaps)[0] < GUTTER:
         return at, 0.0
+    # Start from the widest gap of the first row. Each row may narrow the strip; rows end where it is too narrow.
     _, low, high = max(gaps)
     for end in range(at, len(rows)):
         middle = (low + high) / 2

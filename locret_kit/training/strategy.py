@@ -99,6 +99,8 @@ class ZeroStrategy(ReplicatedStrategy):
         if self.offload:
             place = {"device": "cpu", "pin_memory": self.root_device.type == "cuda"}
             zero |= {"offload_param": place, "offload_optimizer": place}
+        # PyTorch's own AdamW, which DeepSpeed calls untested: its state can be read by every other strategy, and the CPU's
+        # variant would be compiled here.
         return {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": zero,
@@ -121,6 +123,7 @@ class ZeroStrategy(ReplicatedStrategy):
         assert self._passes is not None
         self._passes.close()
         self._passes = None
+        # Element by element, so clipping a part of a gradient (stage 3) is exact. Stage 2 gives whole gradients only.
         read, write = (safe_get_local_grad, safe_set_local_grad)
         if self.stage == 2:
             read, write = (safe_get_full_grad, safe_set_full_grad)
@@ -168,6 +171,8 @@ class ZeroStrategy(ReplicatedStrategy):
         weights = [weight for _, weight in self._weights()]
         adamw.param_groups[0] |= {key: value for key, value in saved["param_groups"][0].items() if key != "params"}
         flat = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
+        # DeepSpeed steps over flat parts of all weights together. Their moments would first exist after a step, so they are
+        # made here as zeros, and then filled weight by weight.
         for part in flat:
             adamw.state[part] = {"step": step.clone(), **{key: torch.zeros_like(part) for key in MOMENTS}}
         if self.stage == 2:

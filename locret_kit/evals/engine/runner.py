@@ -71,7 +71,7 @@ def rows(run: Run, done: Rows, hashes: dict[Key, str]) -> Iterator[Row]:
         if part.start == part.stop or not any(missing.values()):
             continue
         every = [_checked(example.made(), hashes) for example in batch]
-        mine = [example for example in sorted(every, key=neighbours)[part] if missing[example.sample]]
+        mine = [example for example in sorted(every, key=sort_key)[part] if missing[example.sample]]
         for example in mine:
             if example.error is not None:
                 yield from (_failed(run, example, variant, example.error) for variant in missing[example.sample])
@@ -170,14 +170,16 @@ def left(run: Run) -> tuple[int, int]:
 
 def own_part(run: Run, number: int, prompts: int) -> slice:
     """This process's slice of a batch. The remainder goes to a different process in each batch."""
+    # The parts turn with the batch: otherwise the last process would get the remainder of every batch.
     turn = (run.rank - number - 1) % run.world_size
     return slice(turn * prompts // run.world_size, (turn + 1) * prompts // run.world_size)
 
 
-def neighbours(example: Example) -> tuple[bool, int, float]:
+def sort_key(example: Example) -> tuple[bool, int, float]:
     """Sort key of examples: by document and prompt length, or by the depth of a needle in a haystack. Examples that
     cannot be built come last."""
     if example.document is None:
+        # Prompts share the haystack up to the needle, so by depth each shares more with the next one.
         return example.error is not None, 0, example.depth or 0.0
     return example.error is not None, example.document, len(example.ids)
 
