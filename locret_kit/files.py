@@ -40,13 +40,14 @@ class LaterVersion(ValueError):
 
 
 def write_beside(target: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file in the target's folder, then rename it over the target.
+    """Write a file atomically: ``write`` fills a temporary file in the target's folder, which is then renamed over
+    the target.
 
-    The file's mode follows the umask. Temporary files that killed processes of this machine left in the folder are removed,
-    and those of others after a day.
+    The file's mode follows the umask. Temporary files of killed processes are removed: those of this machine at
+    once, others after a day.
 
     Raises:
-        OSError: one line that names the target; also where it is a device or a pipe, which a rename would take away.
+        OSError: one line with the target; also for a device or a pipe, which a rename would replace.
     """
     if target.exists() and not target.is_file():
         raise OSError(f"cannot write {target}: it is no regular file")
@@ -121,11 +122,11 @@ def parse_json(text: str | bytes, where: str, *, strict: bool = False) -> object
     """The value of a JSON text.
 
     Args:
-        strict: refuse what Python's reader takes beside the standard's words: names that occur twice, NaN and infinities,
-            and halves of surrogate pairs.
+        strict: refuse Python's extensions of the standard: duplicate names, NaN and infinities, and halves of
+            surrogate pairs.
 
     Raises:
-        ValueError: no JSON, or too deeply nested; one line that begins with ``where``.
+        ValueError: invalid JSON, or nested too deeply; one line that begins with ``where``.
     """
     try:
         if not strict:

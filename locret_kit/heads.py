@@ -56,9 +56,9 @@ class Stored:
     path: Path
     """The file or folder, for messages."""
     config: object = None
-    """The configuration's fields by name; None where the file says nothing of its backbone."""
+    """Fields of the configuration by name; None if the file does not name its backbone."""
     backbone: str | None = None
-    """The backbone of a repository that is known by name, whose file says nothing."""
+    """The backbone of a known repository whose file does not name it."""
     inference: dict[str, object] = field(default_factory=dict)
     """The settings of such a repository."""
 
@@ -270,21 +270,22 @@ class RetainingHeads(nn.Module):
         """Load from a folder, a ``.pt`` file, a published ``.bin`` or a Hub repository.
 
         Args:
-            backbone: folder or Hub id. Its configuration gives the sizes where a file says nothing of its backbone, as a
-                ``.bin``; those of the paper's authors are known by name (``PUBLISHED``).
-            access: of the Hub: ``revision``, ``token``, ``cache_dir`` and ``local_files_only``, as ``huggingface_hub`` takes
-                them.
+            backbone: folder or Hub id. Its configuration gives the sizes if the file has none, as in a ``.bin``.
+                Repositories of the paper's authors are known by name (``PUBLISHED``).
+            access: arguments of ``huggingface_hub``: ``revision``, ``token``, ``cache_dir`` and
+                ``local_files_only``.
 
         Raises:
-            FileNotFoundError: nothing there. ValueError: no heads, or names and shapes do not fit; each is named.
+            FileNotFoundError: no such file. ValueError: no heads, or names and shapes that do not fit; each is
+                named.
         """
         stored = read_checkpoint(source, **access)
         return _build(_config_of(stored, backbone), stored)
 
     def save_pretrained(self, target: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write ``model.safetensors`` and ``config.json`` into a folder, or one file where ``target`` ends in ``.pt``.
+        """Write ``model.safetensors`` and ``config.json`` into a folder, or one file if ``target`` ends in ``.pt``.
 
-        By default nothing is rounded: bfloat16 where that loses nothing, else float32.
+        By default nothing is rounded: weights are bfloat16 if that is exact, otherwise float32.
         """
         exact = all(torch.equal(weight.to(torch.bfloat16).to(weight.dtype), weight) for weight in self.parameters())
         dtype = dtype or (torch.bfloat16 if exact else torch.float32)

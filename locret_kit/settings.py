@@ -322,12 +322,12 @@ class RunSettings:
 
     @property
     def run(self) -> RunSettings:
-        """These settings alone, where a class extends them."""
+        """These settings only, without those of a derived class."""
         return RunSettings(**{item.name: getattr(self, item.name) for item in fields(RunSettings)})
 
     @property
     def portable(self) -> dict[str, object]:
-        """The settings by name, as a file says them; the last is one of earlier versions, which their files have."""
+        """The settings by name, in the form of a file. The last one exists only in files of earlier versions."""
         return {**vars(self), "store_bits": None}
 
     def resolved(self, published: Mapping[str, object], prompt_length: int | None) -> Resolved:

@@ -1,9 +1,10 @@
-"""The one place where a backbone's attention is met.
+"""Interception of a backbone's attention.
 
-``attach(model)`` routes every attention call of ``model`` to a handler (see ``Handler``), while one is set, and lets everything
-else pass to the backbone's own attention. A forward's handler is the cache that it is given, or the one of ``handled_by``. It is
-told layers as ``BackboneSpec`` numbers them, and queries and keys with their channels in the order that ``Rope`` rotates.
-Meanwhile MLPs work in slices, and elementwise work is the handler's where it has operations for it (``patches``).
+``attach(model)`` routes every attention call of ``model`` to the current handler (see ``Handler``). Without one,
+calls go to the backbone's own attention. A forward's handler is the cache passed to it, or the one of
+``handled_by``. It gets layer numbers as in ``BackboneSpec``, and queries and keys with their channels in the order
+that ``Rope`` rotates. During such a forward, MLPs run in slices, and the handler computes elementwise operations
+that it supports (``patches``).
 """
 
 from __future__ import annotations

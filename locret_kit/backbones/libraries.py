@@ -61,8 +61,8 @@ def replace_forward(undo: Undo, module: nn.Module, forward: Callable[..., object
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether a module's forward is its class's, but for what ``replace_forward`` has put before it, and that one is written
-    beside the class, not put there by a program that patches classes."""
+    """Whether a module's forward is its class's own. ``replace_forward`` may wrap it, but the class's method must be
+    defined in the class, not patched by a program."""
     forward, own = vars(module).get("forward"), type(module).forward
     home = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     while getattr(getattr(forward, "func", None), "__module__", "").startswith(__package__):
@@ -113,7 +113,7 @@ def speaking(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_adapters(model: Any) -> None:
-    """Raise ValueError where an adapter of PEFT acts on a text beside the layers."""
+    """Raise ValueError if a PEFT adapter acts on the text outside the layers."""
     for name in model.active_adapters:
         config = model.peft_config[name]
         kind = str(config.peft_type).removeprefix("PeftType.")

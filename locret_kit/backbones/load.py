@@ -127,11 +127,11 @@ def pick_dtype(dtype: str, device: torch.device, config: PreTrainedConfig) -> to
 
 
 def resolve_model(name: str, field: str = "model") -> str:
-    """A folder as given, or the same relative path beside the installed project, or a Hub id as it is; the demo backbone
-    wherever it was fetched to.
+    """The folder or Hub id to load: the folder as given, the same relative path next to the installed project, or
+    the id unchanged. For the demo's backbone, its downloaded folder.
 
     Raises:
-        FileNotFoundError: a relative path under ``checkpoints/`` that is in neither place; names ``field``.
+        FileNotFoundError: a relative path under ``checkpoints/`` that is in neither place; has ``field``.
     """
     if Path(name).exists():
         return name
@@ -223,15 +223,16 @@ def load_backbone(
     weight_bits: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """``(model, tokenizer)``: frozen, in evaluation mode, on ``device``, with a PEFT adapter merged in where one is named.
+    """Load ``(model, tokenizer)``: frozen, in evaluation mode, on ``device``, with a PEFT adapter merged in if one
+    is named.
 
-    Matrices of a GGUF file (see ``gguf``) stay packed; ``dtype`` is then that of the rest.
+    Matrices of a GGUF file (see ``gguf``) stay packed, and ``dtype`` applies to the other weights.
 
     Args:
-        weight_bits: 4 or 8 quantises the layers' matrices as they are loaded, see ``quantisation``.
-        device_map: 'auto' and its like, or accelerate's map of module to device: spread the model over the GPUs and the
-            CPU's memory instead of putting it on ``device``. gpu_memory: most that weights take of each GPU, such as 18GiB.
-        tokenizer: the one to give back; by default it is loaded.
+        weight_bits: 4 or 8 quantises the layers' matrices while loading, see ``quantisation``.
+        device_map: 'auto' and similar, or accelerate's map of module to device. It spreads the model over GPUs and
+            CPU memory instead of ``device``. gpu_memory: limit of the weights per GPU, such as 18GiB.
+        tokenizer: returned unchanged; loaded by default.
     """
     warn_of_newer()
     logging.set_verbosity_error()  # bars and warnings of loading are noise: what matters is checked
@@ -322,7 +323,7 @@ def choose_adapter(recorded: str | None, given: str | None) -> tuple[str | None,
 
 
 def other_backbone(recorded: str, name: str) -> str | None:
-    """A warning where heads run on another backbone than the one they were trained on; its shapes alone may be right."""
+    """A warning if heads run on another backbone than they were trained on, which may have the same shapes."""
     called = model_name(name) if is_gguf(name) else Path(name).name  # a copy in few bits is the same model
     if name == recorded or called.casefold() == Path(recorded).name.casefold() or _same_folder(name, recorded):
         return None

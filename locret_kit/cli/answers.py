@@ -107,8 +107,8 @@ def thought_of(args: Generation, tokenizer: PreTrainedTokenizerBase, ids: array[
 
 
 def reads_once(args: InferOptions, chosen: ModelChoice, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether answers are the same bit for bit where the text is read once for several questions: not where the budget, the
-    one chunk or the room hang on each prompt's length."""
+    """Whether reading the text once for several questions gives bit-identical answers. It does not if the budget,
+    the single chunk or the room depends on each prompt's length."""
     by_length = isinstance(args.budget, float) or args.one_shot or not chosen.evicts
     return tokenizer.is_fast and not by_length
 

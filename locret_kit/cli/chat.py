@@ -41,13 +41,13 @@ class Stopped(Exception):
 
 
 class Screen:
-    """A terminal, where stdin is one, else pipes: no prompts, and no greetings.
+    """The terminal, or pipes without prompts and greetings.
 
     Args:
-        history_file: where messages of a terminal are kept for the next time; None keeps them in memory.
+        history_file: file to store the terminal's messages; None keeps them in memory.
 
     Raises:
-        OSError: the file of the history cannot be written.
+        OSError: the history file cannot be written.
     """
 
     status = 0

@@ -58,12 +58,12 @@ def install_hint(error: ImportError) -> str:
 def command(
     name: str, *, stopped: str = "stopped", also: tuple[type[Exception], ...] = (), usage: int = 1
 ) -> Callable[[Callable[P, int]], Callable[P, int]]:
-    """Decorate a ``main`` that raises what its user can mend: ValueError, OSError, ImportError and ``also``.
+    """Decorate a ``main`` that raises errors for the user: ValueError, OSError, ImportError and ``also``.
 
-    Its status is then its own, 1 after an error or a closed stdout, 130 after Ctrl-C, each said in one line on stderr that
-    begins with ``name``. ``usage`` is the status after words that are no options, and ``stopped`` what Ctrl-C says, '' to say
-    nothing. Any other exception is a bug and shows its traceback. Where a library may have failed that is newer than the
-    tested one, a line names a release that works.
+    The exit status is main's own, 1 after an error or a closed stdout, 130 after Ctrl-C. Each error is one line on
+    stderr that begins with ``name``. ``usage`` is the status after unknown options. ``stopped`` is the message after
+    Ctrl-C; '' prints none. Any other exception is a bug and shows its traceback. If a library newer than the tested
+    one may be the cause, a line names a release that works.
     """
     mendable: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *also)
 

@@ -165,7 +165,7 @@ def questions_of(args: AskOptions) -> list[str]:
 
 
 def words_of(option: str, file: str) -> str:
-    """The text of a small file that an option names, or of stdin where it is -. Raises ValueError where it is none."""
+    """The text of a small file named by an option, or of stdin for -. Raises ValueError if it cannot be read."""
     source = "stdin" if file == "-" else f"{option}={file!r}"
     try:
         with (
@@ -178,7 +178,8 @@ def words_of(option: str, file: str) -> str:
 
 
 def json_line(value: object) -> str:
-    """A value as JSON; in escapes where stdout's encoding lacks a character, since those of ``open_streams`` are no JSON."""
+    """A value as JSON, with escapes for characters that stdout's encoding lacks. The escapes of ``open_streams``
+    would be invalid JSON."""
     line = json.dumps(value, ensure_ascii=False)
     try:
         line.encode(sys.stdout.encoding or "utf-8")

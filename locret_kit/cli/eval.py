@@ -149,7 +149,7 @@ GONE = {
 
 @command("locret-eval", stopped="stopped; the same command continues", also=(RuntimeError,))
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line, or where an example failed; 130 after Ctrl-C."""
+    """Returns exit status 0; 1 after a reported error or a failed example; 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         print(options.EVAL.usage)

@@ -167,7 +167,7 @@ def settings_of(
 
 
 def run_of(config: EvalConfig, parts: EvalParts | None = None) -> Run:
-    """Load tasks, backbone and heads; ``parts``: those of `load_parts` where they are loaded already."""
+    """Load tasks, backbone and heads. ``parts``: the result of `load_parts` if already loaded."""
     tasks = find_tasks(
         config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples, metric=config.metric
     )

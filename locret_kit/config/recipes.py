@@ -68,7 +68,7 @@ class Recipe:
     values: Values
     """By dotted key."""
     choose: tuple[str, ...] = ()
-    """Keys of ``CHOSEN`` that the device decides where nobody gives them."""
+    """Keys of ``CHOSEN`` that depend on the device if they are not given."""
 
 
 def with_recipe(given: Values, choose: Choose | None = None) -> Values:

@@ -114,8 +114,8 @@ def score_memory(rows: Sequence[Row]) -> Figure:
 
 
 def needle_grid(rows: Sequence[Row]) -> Figure:
-    """Mean score by the depth asked for and the prompt's length, a panel per task, policy and budget. Where the needle
-    really stands differs a little from prompt to prompt, which would give every prompt a row of its own."""
+    """Mean score by requested depth and prompt length, one panel per task, policy and budget. Actual depths differ
+    slightly between prompts, which would give every prompt its own row."""
     scored = [
         replace(row, depth=_nominal_depth(row)) for row in rows if row.depth is not None and row.score is not None
     ]
@@ -150,7 +150,7 @@ def needle_grid(rows: Sequence[Row]) -> Figure:
 
 
 def _nominal_depth(row: Row) -> float | None:
-    """The depth that the row's task asked for; four needles stand in each text of 'questions', whose rows have it already."""
+    """The depth requested by the row's task. A text of 'questions' has four needles, and its rows store the depth."""
     name = row.task.rpartition(":")[2]
     return row.depth if name == "questions" else asked_depth(name, row.sample)
 

@@ -1,7 +1,9 @@
-"""Figures of a run by cell: mean, standard error and number of the examples that differ in their number alone. Tables of
-them: made once, and rendered as Markdown, CSV, HTML (``report/page.html``) and in the card of published heads. And two policies
-on the same prompts: the mean difference example by example, whose standard error is smaller than that of the difference of two
-means wherever hard examples are hard for both.
+"""Tables of a run, and paired comparisons.
+
+A cell has the mean, standard error and number of examples that differ only in their number. Tables are rendered as
+Markdown, CSV, HTML (``report/page.html``) and in the card of published heads. Two policies on the same prompts are
+compared by the mean difference per example. Its standard error is smaller than that of the difference of two means
+if hard examples are hard for both.
 """
 
 from __future__ import annotations
@@ -142,14 +144,14 @@ def policy_order(label: str) -> tuple:
 
 
 MARKS = {"†": "on other texts than most of its column", "‡": "in another precision than most of the table"}
-"""Marks beside a figure, and their meaning."""
+"""Marks after a value, and their meaning."""
 ESCAPES = str.maketrans({"|": "\\|", "&": "&amp;", "<": "&lt;", ">": "&gt;", "\n": " "})
 """Characters of a cell that Markdown would read as markup."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A number in a table, with what stands beside it."""
+    """A number in a table, with its interval, count and marks."""
 
     value: float | None
     """None is a dash."""
@@ -185,7 +187,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Table:
-    """A header and lines of as many cells, each a text or a figure."""
+    """A header, and lines with the same number of cells, each a text or a value."""
 
     head: Sequence[str]
     lines: Sequence[Sequence[str | Value]]
@@ -197,12 +199,12 @@ class Table:
 
     @property
     def values(self) -> list[Value]:
-        """Every figure, line by line."""
+        """Values of the table, line by line."""
         return [cell for cells in self.lines for cell in cells if isinstance(cell, Value)]
 
     @property
     def notes(self) -> list[str]:
-        """Meaning of the marks beside figures."""
+        """Meanings of the marks in the table."""
         return [f"{mark} {text}" for mark, text in MARKS.items() if any(mark in one.marks for one in self.values)]
 
     def markdown(self) -> str:
@@ -212,7 +214,7 @@ class Table:
         return "\n".join(lines) + "\n" + "".join(f"\n{note}\n" for note in self.notes)
 
     def csv(self) -> str:
-        """A header and the lines; of figures the number in full."""
+        """The table as CSV, with numbers in full precision."""
         text = io.StringIO()
         lines = ([cell.value if isinstance(cell, Value) else cell for cell in cells] for cells in self.lines)
         csv.writer(text, lineterminator="\n").writerows([self.head, *lines])
@@ -271,14 +273,15 @@ class Difference:
 
 
 def differences(rows: Iterable[Row], against: str, figure: str | None = None) -> list[Difference]:
-    """Every label of the rows minus ``against``, one per cell; of the same budget, unless ``against`` has none.
+    """Differences of every label of the rows from ``against``, one per cell, at equal budgets unless ``against`` has
+    none.
 
     Args:
-        against: a label as tables show it, such as 'locret (smollm2-135m-locret)' or 'full'.
-        figure: one of `Row.scores`; the main one by default.
+        against: a label as in tables, such as 'locret (smollm2-135m-locret)' or 'full'.
+        figure: one of `Row.scores`; by default the main score.
 
     Raises:
-        ValueError: no such label or figure, or rows of one example whose prompts differ.
+        ValueError: no such label or score, or different prompts for one example.
     """
     rows = [row for row in rows if row.score is not None]
     _require("against", against, "rows", {row.label for row in rows}, "Labels")
@@ -310,7 +313,7 @@ def _require(key: str, given: str, what: str, known: set[str], names: str) -> No
 
 
 def _scores(row: Row) -> dict[str, float]:
-    """Every figure by name; the oldest rows have the main one alone."""
+    """Scores by name; the oldest rows have only the main one."""
     return {row.metric: row.score or 0.0, **row.scores}
 
 

@@ -160,7 +160,7 @@ class Policy:
 
     @property
     def by_query_head(self) -> bool:
-        """Whether running statistics of every query head are kept, beside those of groups."""
+        """Whether running statistics are kept per query head, in addition to those of groups."""
         recall = self.recall is not None and self.recall.by_query_head
         return recall or (self.selection.by_query_head and self.score.by_query_head)
 
@@ -212,8 +212,8 @@ class Policy:
         return reduce(torch.logical_or, masks) if masks else torch.zeros_like(slots.valid)
 
     def verdicts(self, slots: base.Slots, scores_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor) -> Tensor:
-        """Boolean ``[B, H, G, S]``: the ``budgets`` slots of ``valid`` that score and scopes alone would keep in each query
-        head. A score that reads no attention says the same of all query heads of a group."""
+        """Boolean ``[B, H, G, S]``: the ``budgets`` slots of ``valid`` that score and scopes would keep in each
+        query head on its own. A score without attention gives equal results for all query heads of a group."""
         kept = []
         for one in slots.group or (slots,):
             scores = self.score.score_slots(one) if slots.group and self.score.by_query_head else scores_BHS
@@ -222,7 +222,8 @@ class Policy:
         return torch.stack(kept, dim=2)
 
     def scores(self, slots: base.Slots) -> Tensor:
-        """Scores ``[B, H, S]`` of the slots. Raises ValueError where those of a plugin are no finite numbers of that shape."""
+        """Scores ``[B, H, S]`` of the slots. Raises ValueError if a plugin's scores have another shape or are not
+        finite."""
         scores_BHS = self.score.score_slots(slots)
         if _is_plugin(self.score):
             said = f"policy={self.name!r}, layer {slots.layer}: scores of {type(self.score).__name__} are"

@@ -52,18 +52,18 @@ class TooShort(ValueError):
 
 
 def load_text(source: str | Path) -> str:
-    """Text to hide things in.
+    """Load a haystack: text to hide needles in.
 
     Args:
-        source: 'pydoc', the language topics of the running Python (0.5 MB of technical prose); 'jargon', the Jargon
-            File (1.7 MB, in the repository's data folder; a wheel does not have it), or the path in the variable
-            LOCRET_JARGON; or the path of a .txt, .txt.gz or .md file, or of a .jsonl file whose records have an `input`
-            (L-Eval), which are joined with blank lines. Of a folder the records; where it has none, all its text files, by name.
+        source: 'pydoc', the language topics of the running Python (0.5 MB of technical prose). 'jargon', the Jargon
+            File (1.7 MB, in the repository's data folder but not in a wheel), or the path in the variable
+            LOCRET_JARGON. A .txt, .txt.gz or .md file, or a .jsonl file whose records have an `input` (L-Eval),
+            joined with blank lines. A folder: its records, or without any all its text files, by name.
 
     Raises:
-        FileNotFoundError: nothing is there; the message says what to install for 'jargon'.
-        ValueError: an unknown kind of file, one that is not UTF-8 or a damaged gzip file, a record without `input`, or no
-            text at all.
+        FileNotFoundError: no such source; for 'jargon', says what to install.
+        ValueError: an unknown kind of file, invalid UTF-8, a damaged gzip file, a record without `input`, or no
+            text.
     """
     if source == "pydoc":
         text = _pydoc()
@@ -80,12 +80,11 @@ def load_text(source: str | Path) -> str:
 
 
 def cut(text: str, tokenizer, n_tokens: int, rng: random.Random) -> str:
-    """A random contiguous piece of `n_tokens` tokens (within 1%), from the start of a line or sentence on.
-
-    Goes on at the beginning where the text ends. Where it starts depends on `rng` (one draw) and the text alone.
+    """A random contiguous piece of `n_tokens` tokens (within 1%) that starts at a line or sentence. After the end of
+    the text it continues at the beginning. The start depends only on `rng` (one draw) and the text.
 
     Raises:
-        ValueError: if the text is empty or `n_tokens` is below 1.
+        ValueError: the text is empty or `n_tokens` is below 1.
     """
     if not text.strip():
         raise ValueError("text must not be empty")

@@ -35,11 +35,11 @@ def letters(text: str) -> str:
 
 
 def missing(passages: Iterable[tuple[str, list[str]]], text: str) -> list[str]:
-    """Passages that a text lacks. A number is there as a whole: no digits stand next to it.
+    """Passages that are missing in a text. A number must occur as a whole, without neighbouring digits.
 
     Args:
-        passages: each whole, and in pieces, between which something else may stand in the text. They come mostly in the
-            order of the text.
+        passages: each as a whole, and in pieces that need not be adjacent in the text. Their order is mostly the
+            text's.
     """
     shown, at, lost = letters(text), 0, []
 

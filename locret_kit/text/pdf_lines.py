@@ -112,7 +112,7 @@ def pieces_of(shown: PdfTextPage, turn: int) -> list[Piece]:
 
 
 def marked(pieces: list[Piece]) -> list[Piece]:
-    """Pieces with the raised and lowered ones in those that they stand beside, as text with marks."""
+    """Merge raised and lowered pieces into their neighbours, as text with marks."""
     out: list[Piece] = []
     base, at = None, 0  # the last piece that stands on the line
     while at < len(pieces):
@@ -164,7 +164,7 @@ def marked(pieces: list[Piece]) -> list[Piece]:
 
 
 def _level(pieces: list[Piece], at: int) -> tuple[int, str]:
-    """The end of the pieces that stand beside one at its height, and their text; '' where they are more than a word."""
+    """The end of the adjacent pieces at the same height, and their text; '' if they are more than one word."""
     first, text, end = pieces[at], pieces[at].text, at + 1
     while end < len(pieces):
         one, last = pieces[end], pieces[end - 1]
@@ -176,7 +176,8 @@ def _level(pieces: list[Piece], at: int) -> tuple[int, str]:
 
 
 def _place(one: Piece, base: Piece | None, last: Piece) -> str:
-    """How a piece stands beside its line, whose last piece is ``last``: "^" or "_", "o" off it and as large, else ''."""
+    """Position of a piece relative to its line, whose last piece is ``last``: "^" raised, "_" lowered, "o" off the
+    line at full size, '' otherwise."""
     if base is None or not base.height:
         return ""
     tall = base.height
@@ -272,7 +273,7 @@ def _drawn(shown: PdfTextPage, at: int, text: str) -> Drawn:
 
 
 def _by_base_line(drawn: list[Drawn]) -> Iterator[list[Drawn]]:
-    """Characters of a line, apart where the next ones stand on another base line."""
+    """Characters of a line, split where the base line changes."""
     line: list[Drawn] = []
     for one in drawn:
         if line and abs(one.y - line[-1].y) > SAME_LINE * max(one.size, line[-1].size):

@@ -132,17 +132,17 @@ def render_messages(
     continued: bool = False,
     arguments: Mapping[str, object] | None = None,
 ) -> tuple[str, str]:
-    """The text of a conversation up to its next answer: '' and all of it, or what comes before and after a document that
-    stands, with a blank line, before the first user message's text (``about``).
+    """The text of a conversation up to its next answer, as two parts: '' and all of it, or, with ``about``, the text
+    before and after a document that precedes the first user message.
 
     Args:
-        tools: functions that the answer may call, as OpenAI describes them; for a template that has them.
+        tools: functions that the answer may call, in OpenAI's form, for templates with tools.
         continued: the last message is the beginning of the answer.
-        arguments: of the template beside these, such as ``enable_thinking``, above those that the tokenizer has.
+        arguments: more arguments of the template, such as ``enable_thinking``; they override the tokenizer's.
 
     Raises:
-        ValueError: if the template refuses the conversation or an argument, there is none to take one, or there is no user
-            message for the document.
+        ValueError: the template refuses the conversation or an argument, there is no template for an argument, or no
+            user message for the document.
     """
     if not has_template(tokenizer):
         if arguments:

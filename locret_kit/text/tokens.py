@@ -60,21 +60,22 @@ class TooManyTokens(ValueError):
 
 
 class IdStream:
-    """Token ids of a text whose end is open.
+    """Incremental encoding: token ids of a text whose end is open.
 
-    Text is encoded in windows that overlap by ``CONTEXT`` characters; a window's tokens are taken up to a token that
-    starts at a word, where the next window must have a token border too. No token reaches across a mark (``text.untrusted``).
+    Text is encoded in windows that overlap by ``CONTEXT`` characters. A window's tokens are taken up to a token at
+    the start of a word, where the next window must have a token boundary too. No token crosses a mark
+    (``text.untrusted``).
 
     Args:
-        tokenizer: a fast one. special: add the tokenizer's own special tokens (a BOS) as one call would.
-        max_tokens: a text that has more is not encoded to its end.
+        tokenizer: a fast one. special: add the tokenizer's special tokens (a BOS) once, as one call would.
+        max_tokens: encoding stops at a longer text.
 
     Attributes:
         ids: tokens that no later text can change.
-        text: text that is open, after ``done`` characters of context.
+        text: open text, after ``done`` characters of context.
 
     Raises:
-        ValueError: a slow tokenizer, which has no offsets. TooManyTokens: by ``feed`` and ``finish``.
+        ValueError: a slow tokenizer, which has no offsets. TooManyTokens: in ``feed`` and ``finish``.
     """
 
     def __init__(
@@ -227,9 +228,9 @@ def ids_after(tokenizer: PreTrainedTokenizerBase, text: str) -> array:
 def _take(
     tokenizer: PreTrainedTokenizerBase, text: str, done: int, end: int, ids: array, *, margin: int | None = None
 ) -> tuple[str, int]:
-    """Encode ``text[:end]``, append the ids from ``done`` on, and return the text left with its encoded prefix. More text
-    follows where text is left, or where a ``margin`` of characters at its end is open. Raises ValueError for half of a surrogate
-    pair."""
+    """Encode ``text[:end]``, append the ids from ``done`` on, and return the remaining text with its encoded prefix.
+    If text remains, or a ``margin`` of characters at its end is open, more text follows. Raises ValueError for half
+    of a surrogate pair."""
     if HALVES.search(text, done, end):
         raise ValueError("the text has half of a surrogate pair, which is invalid Unicode")
     encoding = tokenizer(text[:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -254,8 +255,8 @@ def _take(
 
 
 def _margin(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Characters at the end of a text whose tokens later text may change: few where words are cut apart first, and then more
-    than any added token has."""
+    """Number of characters at the end of a text whose tokens may still change. It is small if words are split first,
+    and then longer than any added token."""
     cutter = tokenizer.backend_tokenizer.pre_tokenizer  # type: ignore[attr-defined]  # of fast tokenizers
     cuts = cutter is not None and len(cutter.pre_tokenize_str("one two six")) > 2
     return max([NEAR, *(2 * len(text) for text in tokenizer.get_added_vocab())]) if cuts else CONTEXT

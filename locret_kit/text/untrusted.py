@@ -220,8 +220,8 @@ def defused(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def defused_pieces(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], before: str = "") -> Iterator[str]:
-    """Pieces of one text as ``defused`` has them, also where a control token lies across pieces, or begins in the text
-    ``before`` them."""
+    """Pieces of one text, defused as ``defused`` does for the whole text. Control tokens across pieces, or with a
+    beginning in the text ``before``, are found too."""
     known = controls(tokenizer)
     for piece in pieces:
         yield str.__str__(known.cut(piece, before))

@@ -35,7 +35,7 @@ _BLOCKS = (
     "address aside button center details dialog fieldset figure footer form header legend main nav option search summary "
     "textarea"
 )
-"""Elements that stand in lines of their own, which converters take for parts of a line."""
+"""Block elements that converters would treat as inline."""
 
 
 _INLINE = re.compile(

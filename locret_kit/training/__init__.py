@@ -106,7 +106,7 @@ class FrozenTraining(L.LightningModule, ABC):
                 self.logger.experiment.file_writer.add_summary(summary)  # type: ignore[union-attr]
 
     def on_train_start(self) -> None:
-        """AdamW and its schedule as the configuration says, where a state that was saved with others has been read too."""
+        """Apply the configuration to AdamW and its schedule, after a state with other settings may have been loaded."""
         schedule = cast(LambdaLR, self.lr_schedulers())
         (group,) = schedule.optimizer.param_groups
         group |= {**self.adamw, "initial_lr": self.cfg.optim.lr}

@@ -277,8 +277,9 @@ class Synthetic:
 
 
 def split_text(text: str, least: int, rng: random.Random) -> tuple[str, str]:
-    """``(stretch, rest)``: a tenth of the text, or ``least`` characters where that is more, but at most half of it; from the
-    start of a line or sentence to another one. One of them is empty where the text has no such start."""
+    """Split a text into ``(stretch, rest)``. The stretch is a tenth of the text, or ``least`` characters if that is
+    more, but at most half. It begins and ends at the start of a line or sentence; without such a start, one part is
+    empty."""
     size = min(len(text) // 2, max(int(STRETCH * len(text)), least))
     start = next_start(text, rng.randrange(len(text) - size))
     end = next_start(text, start + size) if start + size < len(text) else 0

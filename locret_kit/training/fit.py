@@ -86,7 +86,8 @@ class Bar(TQDMProgressBar):
         return self._steps
 
     def on_train_start(self, trainer: L.Trainer, *rest: object) -> None:
-        """A run that goes on does so inside Lightning's one epoch, at whose beginning alone a bar is given its total."""
+        """Set the progress bar's total for a resumed run. It resumes inside Lightning's single epoch, which sets the
+        total only at its beginning."""
         super().on_train_start(trainer, *rest)
         bar = self.train_progress_bar
         bar.total, bar.initial, bar.n = self._steps, trainer.global_step, trainer.global_step
@@ -141,13 +142,14 @@ class SaveEvery(Callback):
 
 
 class TrainingStopped(KeyboardInterrupt):
-    """A run was stopped, has saved its state and said how it goes on."""
+    """Raised after a stopped run has saved its state and printed the command to resume."""
 
 
 class StopWhole(Callback):
-    """Ctrl-C and SIGTERM let the step that runs and its validation finish, save the state and print the command that goes on.
+    """On Ctrl-C or SIGTERM, finishes the running step and its validation, saves the state and prints the command to
+    resume.
 
-    A second signal stops at once, with the last checkpoint as it is.
+    A second signal stops at once; the last checkpoint stays.
     """
 
     def __init__(self, path: Path, command: str) -> None:
@@ -284,7 +286,7 @@ def beyond_window(backbone: PreTrainedModel, cfg: TrainConfig) -> str | None:
 
 
 def command_to_go_on(argv: list[str]) -> str:
-    """The command line that goes on with the run of ``argv``."""
+    """The command line that resumes the run of ``argv``."""
     kept, words = ["locret-train"], iter(argv)
     for word in words:
         if word == "--resume":
@@ -394,7 +396,7 @@ def _trainer(cfg: TrainConfig, strategy: Strategy | str, callbacks: list[Callbac
 
 
 def _backbone(cfg: TrainConfig, device: str | None) -> PreTrainedModel:
-    """On ``device``, or where training runs; in the precision that suits where training runs."""
+    """Load the frozen backbone on ``device``, by default that of training, in a suitable precision."""
     where = "cpu" if cfg.trainer.accelerator == "cpu" else None
     config = load_config(cfg.backbone.model, cfg.backbone.revision)
     precision = str(pick_dtype(cfg.backbone.dtype, pick_device(where), config)).removeprefix("torch.")

@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 
 
 class Observer(Handler):
-    """Sees every attention call of a plain forward; calls ``backward(loss)`` once per layer.
+    """Observes every attention call of a plain forward, and calls ``backward(loss)`` once per layer.
 
-    Layers with a window keep no head loss: their cache is their window.
+    Layers with a window have no loss, because their cache is their window.
 
     Args:
-        heads: in training mode where ``backward`` is given.
-        ropes: one per layer. answers: half-open spans of answer tokens. lead: prompt tokens before each answer whose
-            queries count as answer queries too (the last one predicts the first answer token).
-        loss: ``cis_loss`` with its settings; kind: of ``cis_target``.
+        heads: in training mode with ``backward``.
+        ropes: one per layer. answers: half-open spans of answer tokens. lead: number of prompt tokens before each
+            answer that count as its queries (the last one predicts the first answer token).
+        loss: ``cis_loss`` with its settings. kind: argument of ``cis_target``.
         layers: sizes and windows of each layer.
         watch: called with each scored layer's predicted and target CIS ``[B, H, S]``.
     """
@@ -114,10 +114,8 @@ class Observer(Handler):
 
 
 class Together(Handler):
-    """Samples in one forward, those of different length padded on the right, and an observer for each of them.
-
-    Attention is causal, so no token sees the padding after it, and an observer is handed its sample's own tokens alone.
-    """
+    """Several samples in one forward, padded on the right to one length, with one observer each. Attention is
+    causal, so no token sees the padding, and an observer gets only its own sample's tokens."""
 
     wants_unrotated = True
 
@@ -153,11 +151,11 @@ def unit_of(cfg: TrainConfig) -> Literal["logit", "log_prob"]:
 class HeadTraining(FrozenTraining):
     """Trains retaining heads on a frozen backbone.
 
-    Each layer's loss is back-propagated inside the forward, as its q, k and v appear. Scalars are means over the samples of
-    a step in all processes.
+    Each layer's loss is back-propagated inside the forward, when its q, k and v are computed. Logged scalars are
+    means over a step's samples in all processes.
 
     Raises:
-        ValueError: a backbone whose rotation is not known, or whose layers all have windows.
+        ValueError: a backbone with an unknown rotation, or with windows in all layers.
     """
 
     kind, watched = RetainingHeads, "val/recall"

@@ -31,7 +31,7 @@ NEUTRAL = {
 """Fields without effect at this value; None is any."""
 LAYER = re.compile(r"blk\.(\d+)\.")
 NO_HEAD_DIM = ("qwen2", "phi3", "smollm3")
-"""Types of models whose configurations have no field for the size of a head, where it is the usual one."""
+"""Model types without a configuration field for the head size; theirs must be the usual one."""
 ENDS = ("eos", "eot", "eom")
 """Special tokens that end an answer."""
 END_TOKENS = (

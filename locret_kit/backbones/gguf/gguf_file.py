@@ -80,7 +80,7 @@ class GgufFile:
         return str(self.fields.get("general.architecture"))
 
     def token_id(self, name: str) -> int | None:
-        """The number of a special token, such as ``bos``; None where the file says none of its vocabulary's."""
+        """The id of a special token, such as ``bos``; None if the file defines none."""
         value = self.fields.get(f"tokenizer.ggml.{name}_token_id")
         return value if isinstance(value, int) and 0 <= value < len(self.tokens) else None
 

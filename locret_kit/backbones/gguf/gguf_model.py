@@ -247,7 +247,7 @@ def unpaired(rows: Tensor, heads: int) -> Tensor:
 
 
 def _tie(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Let the last layer be the table of words where the file has no matrix of its own for it."""
+    """Use the embedding table as the last layer if the file has no matrix for it."""
     if config.tie_word_embeddings:
         words = model.get_input_embeddings()
         if isinstance(words, PackedEmbedding):

@@ -124,7 +124,7 @@ BM25 = "bm25"
 
 
 def reads_alone(policy: str) -> bool:
-    """Whether a policy is one of evaluations alone, an oracle or `BM25`: it looks at the whole prompt before it reads."""
+    """Whether a policy exists only in evaluations, as an oracle or `BM25`: it reads the whole prompt first."""
     return policy == BM25 or is_oracle(policy)
 
 
@@ -334,10 +334,8 @@ def label_of(policy: str, heads: str) -> str:
 
 
 def read_rows(source: str | Path | Iterable[Path]) -> list[Row]:
-    """The rows of a run's folder, of one file, or of several files, sorted by `KEY`. Of two alike one with a score counts
-    before an error, then the one of the later `date`.
-
-    A half line at a file's end is left aside.
+    """Rows of a run's folder, or of files, sorted by `KEY`. Of duplicates the one with a score wins, then the one
+    with the later `date`. Half a line at the end of a file is skipped.
 
     Raises:
         FileNotFoundError: no such file, or a folder without rows.
@@ -434,7 +432,7 @@ class Shard:
 
 
 def read_config(out: Path) -> dict[str, object]:
-    """The settings that a folder's rows share; nothing where it says none.
+    """The settings shared by a folder's rows; empty without ``config.json``.
 
     Raises:
         ValueError: ``config.json`` is no JSON object; names the file.

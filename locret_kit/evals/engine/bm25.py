@@ -27,8 +27,9 @@ PASSAGE = 64
 
 
 def shortened(tokenizer: PreTrainedTokenizerBase, example: Example, budget: int) -> list[int]:
-    """Token ids, at most ``budget``, of the prompt with its best passages alone. Where the task does not say where its text lies,
-    that is all but the chat template's beginning and the last ``min(64, budget // 4)`` tokens, which are then the question.
+    """Token ids of the prompt with its best passages only, at most ``budget``. If the task does not mark its text,
+    the last ``min(64, budget // 4)`` tokens are the question, and the text is the rest after the chat template's
+    beginning.
 
     Raises:
         ValueError: a budget below the tokens around the text, or a tokenizer without offsets.

@@ -190,7 +190,7 @@ def write_summary(out: Path) -> str:
 
 
 def every_table(rows: Sequence[Row]) -> str:
-    """The table of all tasks, where there are several, and one of each, in Markdown."""
+    """Markdown tables: one of all tasks if there are several, and one per task."""
     every = overview(rows)
     return "\n".join([*([every.markdown()] if every else []), to_markdown(summarize(rows))])
 

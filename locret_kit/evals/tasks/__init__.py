@@ -207,7 +207,7 @@ def known_tasks() -> list[str]:
 
 @lru_cache(maxsize=1)
 def groups() -> dict[str, list[str]]:
-    """Tasks of the names that stand for all tasks of a benchmark, or for those of a paper's average."""
+    """Task names by group: all tasks of a benchmark, or those of a paper's average."""
     names = [*HAYSTACK_TASKS, *STANDALONE_TASKS]
     documents = {table: [n for n in entries() if n.startswith(start)] for table, start in BENCHMARKS.items() if start}
     return {"ruler": [name for name in names if name.startswith("ruler.")], **documents, **averages()}

@@ -230,7 +230,7 @@ def _example(entry: TaskEntry, record: Record, shots: str, request: Example) -> 
 
 
 def _text_span(entry: TaskEntry, fields: Record, prompt: str) -> Span | None:
-    """Characters of the document in the prompt; None without one, or where a part of what stands around it was cut."""
+    """Character range of the document in the prompt; None without one, or if part of the text around it was cut."""
     if not entry.document:
         return None
     before, _, after = (part.format(**fields) for part in entry.prompt.partition(f"{{{entry.document}}}"))
@@ -306,14 +306,15 @@ def is_file_of_records(name: str) -> bool:
 
 
 def records_task(path: str, samples: int, metric: str = "contains") -> Task:
-    """The task of a file's first ``samples`` questions, named as the file is. A prompt is all that comes before the last
-    answer, through the chat template where there is one, and loses its middle where it is too long; the metric takes the best of
-    the accepted answers (a list ``answers`` has several). A record's list ``instructions`` are as many questions.
+    """A task of a file's first ``samples`` questions, named like the file. A prompt is everything before the last
+    answer, through the chat template if there is one, and is cut in the middle if too long. The metric takes the
+    best of the accepted answers (a list ``answers`` has several). A record with a list ``instructions`` gives one
+    question for each.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, or a record is of no known schema; names the record. A metric that is unknown, or needs
-            more than accepted answers.
+        FileNotFoundError: no such file.
+        ValueError: unreadable, or a record of an unknown schema, which is named; or a metric that is unknown or
+            needs more than accepted answers.
     """
     score = get_metric(metric)
     with blaming(f"metric={metric} needs more than a list of accepted answers", KeyError, ValueError):

@@ -203,7 +203,7 @@ PER_DOCUMENT = 4
 
 
 def questions_task(haystack: str, text: str | None) -> Task:
-    """Digits hidden at four depths of the haystack, said in four of the wordings; each is asked for in an example of its own.
+    """Digits hidden at four depths of the haystack, in four of the wordings. Each example asks for one of them.
 
     Args:
         text: the haystack; None repeats InfiniteBench's sentences.

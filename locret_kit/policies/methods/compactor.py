@@ -54,12 +54,13 @@ def gaussian_sketch(heads: int, size: int, rank: int, seed: int) -> Tensor:
 
 @part("score", "compactor")
 class Compactor(Score):
-    """z-score of the attention received inside a block of ``block`` tokens (not causal, times the value's norm, mean over 3
-    neighbours) plus ``blend`` times the evicted share of the text times the z-score of the key's leverage. The first
-    ``first`` and the newest ``last`` tokens are left out of both and kept.
+    """The z-score of attention within a block, plus ``blend`` times the evicted share of the text times the z-score
+    of the key's leverage. Attention within a block of ``block`` tokens is not causal, multiplied by the value's norm
+    and averaged over 3 neighbours. The ``first`` and the newest ``last`` tokens are excluded from both and kept.
 
-    A block ends after ``block`` tokens or at an eviction. Where the text ends it is shorter: it is read without padding.
-    Source: Compactor, arXiv 2507.08143; blend, pooling and sizes: its author's implementation in kvpress."""
+    A block ends after ``block`` tokens or at an eviction. The last block of a text may be shorter; it is not padded.
+    Source: Compactor, arXiv 2507.08143; blend, pooling and sizes: its author's implementation in kvpress.
+    """
 
     block: Positive = 256
     sketch: Positive = 48

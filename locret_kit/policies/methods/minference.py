@@ -1,4 +1,5 @@
-"""MInference 1.0, arXiv 2407.02490: each head attends by a pattern of its own, whose places the newest queries tell."""
+"""MInference 1.0, arXiv 2407.02490: each head has its own attention pattern, whose positions are estimated from the
+newest queries."""
 
 from collections.abc import Mapping
 from functools import cached_property
