@@ -222,8 +222,8 @@ class HeadTraining(FrozenTraining):
         backward: Callable[[Tensor], None] | None = None,
         watch: Callable[[Tensor, Tensor], None] | None = None,
     ) -> list[Tensor]:
-        """One forward of the backbone over samples. Returns each sample's measures ``[3, scored layers]``; ``backward``
-        accumulates the gradients of all heads."""
+        """One forward of the backbone over samples. Returns each sample's measures ``[3, L]`` of its ``L`` scored
+        layers; ``backward`` accumulates the gradients of all heads."""
         observers = [
             Observer(
                 self.heads, self.description.ropes(self.backbone, len(sample.ids)), self.spec.layers, sample.answers,

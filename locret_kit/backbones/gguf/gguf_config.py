@@ -225,7 +225,7 @@ def _scaling(fields: ModelFields, rotated: int) -> ConfigFields:
 
 
 def _llama3(factors: Tensor, theta: float, rotated: int) -> ConfigFields:
-    """Llama 3's RoPE scaling, recovered from its frequency factors ``[rotated / 2]``."""
+    """Llama 3's RoPE scaling, recovered from its frequency factors, of shape ``[rotated / 2]``."""
     _check_factors(FACTORS, factors, rotated)
     factor = round(float(factors.max()), 4)
     lengths = 2 * math.pi * theta ** (torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated)
@@ -253,7 +253,7 @@ def _longrope(fields: ModelFields, original: int, stretch: float, rotated: int) 
 
 
 def _check_factors(name: str, factors: Tensor, rotated: int) -> None:
-    """Raise ValueError unless the factors ``[rotated / 2]`` are finite and above 0, one per frequency."""
+    """Raise ValueError unless the factors, of shape ``[rotated / 2]``, are finite and above 0, one per frequency."""
     if factors.shape != (rotated // 2,) or not bool((factors > 0).all() and factors.isfinite().all()):
         raise ValueError(f"{name} {tuple(factors.shape)} must be {rotated // 2} finite numbers above 0")
 
