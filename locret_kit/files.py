@@ -146,7 +146,7 @@ def parse_json(text: str | bytes, where: str, *, strict: bool = False) -> object
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object whose names differ."""
+    """A JSON object without duplicate names. Raises ValueError otherwise."""
     values: dict[str, object] = {}
     for name, value in pairs:
         if name in values:

@@ -152,7 +152,7 @@ def _passing(error: Exception) -> bool:
 
 
 def _cause(error: Exception) -> Exception:
-    """The error below the client's wrapper of an upload."""
+    """The original error behind the client's wrapper of an upload."""
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         return error.__cause__
     return error

@@ -365,7 +365,7 @@ class Talk:
         self.screen.note("\n".join((*lines, keys, "// begins a message with /.")))
 
     def _markdown(self) -> str:
-        """The conversation."""
+        """The conversation as Markdown."""
         said = [("System", self.args.system)] if self.args.system and self.document is None else []
         for turn in self.chat.turns:
             said += [("User", turn.question), ("Assistant", turn.answer)]

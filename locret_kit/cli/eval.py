@@ -124,7 +124,7 @@ def _tasks(config: options.NoConfig) -> None:
 
 
 def _with(made_of: Command[T], show: Callable[[T], None]) -> Callable[[list[str]], int]:
-    """A subcommand that shows what its words ask for."""
+    """A subcommand that parses its arguments and calls ``show`` with its options; exit status 0."""
 
     def run(argv: list[str]) -> int:
         if config := read(made_of, argv):

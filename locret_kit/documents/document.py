@@ -423,7 +423,7 @@ def highlight(texts: Iterable[str], share_T: np.ndarray, *, color: bool = True) 
 
 
 def _one(items: list[T], number: int | None, what: str) -> list[T]:
-    """All items, or one of them."""
+    """All items, or only the selected one."""
     if number is not None and number >= len(items):
         raise ValueError(f"{what}={number} must be from 0 to {len(items) - 1}")
     return items if number is None else [items[number]]

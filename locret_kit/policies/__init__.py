@@ -105,7 +105,8 @@ class Policy:
         self._check_recall()
 
     def _check_recall(self) -> None:
-        """An evicted slot goes one way, and what comes back is seen in one way."""
+        """Raise ValueError for parts that contradict recall: an evicted slot is merged or stored, and one part
+        decides which slots a token sees."""
         others = {"merge": self.merge, "prefill_mask": self.prefill_mask, "sparse": self.sparse, "reread": self.reread}
         present = [name for name, part in others.items() if part is not None]
         if self.recall is not None and present:
@@ -117,7 +118,7 @@ class Policy:
             raise ValueError(f"policy={self.name!r}: recall does not go with {present[0]}, since {why}: leave one out")
 
     def _check_sparse(self) -> None:
-        """Sparse prefill leaves attention out."""
+        """Raise ValueError for parts that need the attention that sparse prefill skips."""
         if self.sparse is None:
             return
         said = f"policy={self.name!r}: sparse prefill"
@@ -266,7 +267,7 @@ class Policy:
         return stay_BHS
 
     def _chosen(self, slots: base.Slots, scores_BHS: Tensor) -> Tensor:
-        """``choose``, by scores that are at hand."""
+        """Boolean ``[B, H, S]``: the slots to keep, as in ``choose``, by known scores."""
         protected_BHS = self.protected(slots)
         budgets_BH = slots.valid.sum(-1).clamp(max=slots.keep)
         if self.ragged:

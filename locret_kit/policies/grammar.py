@@ -67,7 +67,6 @@ def parse_loss(text: str) -> Loss:
 
 
 def _named(text: str) -> Policy:
-    """A named policy with its parameters."""
     named, given = _call(text, "policy", policies())
     if not named.base:
         return named.make(given)

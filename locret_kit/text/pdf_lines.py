@@ -260,7 +260,7 @@ def in_reading_order(shown: PdfTextPage, text: str) -> str:
 
 
 def _drawn(shown: PdfTextPage, at: int, text: str) -> Drawn:
-    """A character of a page by its number."""
+    """A page's character, by number, with its place."""
     x, y, left, right, low, high = (ctypes.c_double() for _ in range(6))
     matrix, loose = pdfium.FS_MATRIX(), pdfium.FS_RECTF()
     pdfium.FPDFText_GetCharOrigin(shown, at, x, y)

@@ -113,7 +113,7 @@ class Records:
         return [n for n in numbers if not overlap.is_copy(text_of(self.records[n]), self._known)]
 
     def _go(self, place: int) -> None:
-        """Enter the block of a place."""
+        """Load the block that contains a place."""
         if place < self._place:
             self._enter(0, 0)
         while place >= (end := self._place + len(self.trained)):

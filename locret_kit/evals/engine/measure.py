@@ -169,7 +169,6 @@ class SharedBeginning:
 
 
 def _pinned(cache: BoundedCache, pins: Sequence[tuple[int, int]]) -> BoundedCache:
-    """The cache, with pins."""
     for pin in pins:
         cache.pin(*pin)
     return cache
