@@ -42,7 +42,7 @@ class OneRetryLine(logging.Filter):
         if " thrown while requesting " not in said:
             return True
         if first := not self._said:
-            record.msg, record.args = f"{said}: trying again; HF_HUB_OFFLINE=1 looks into the Hub's cache alone", ()
+            record.msg, record.args = f"{said}: trying again; HF_HUB_OFFLINE=1 uses the local cache only", ()
         self._said = True
         return first
 

@@ -296,7 +296,7 @@ class Talk:
         if not self._asked:
             raise ValueError("no question has been asked yet")
         if self.args.temperature == 0:
-            self.screen.note("at temperature 0 the answer is the same each time: --temperature 0.7 draws others")
+            self.screen.note("at temperature 0 the answer is the same each time: try --temperature 0.7")
         again = self.screen.progress(PATIENCE_S)
         if len(self.chat.turns) > self._turns:
             self._stream(self.chat.retry(again))
@@ -314,7 +314,7 @@ class Talk:
 
     def pin(self, text: str) -> None:
         start, end = self.chat.pin(text or None)
-        self.screen.note(f"pinned: {end - start} tokens; what was evicted of them before stays gone")
+        self.screen.note(f"pinned: {end - start} tokens; slots evicted before stay evicted")
 
     # ---- files -----------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def run_read(args: ReadOptions) -> int:
         raise ValueError("give --append or --overwrite, not both")
     check_target(target, "out", source=args.file)
     if args.append:
-        refuse(args, AS_BEFORE, "with --append: the text is read on as it began")
+        refuse(args, AS_BEFORE, "with --append: the document keeps its settings")
         if not target.exists():
             raise FileNotFoundError(f"out={args.out!r} does not exist: leave out --append to create it")
         read_record(target)
@@ -123,7 +123,7 @@ def run_ask(args: AskOptions) -> int:
         )  # fmt: skip
         cached = answer.cache.get_seq_length()
         if document.reads > reads and not args.quiet:
-            print("the text is read anew: with this question it is evicted otherwise", file=sys.stderr)
+            print("reading the text again: this question changes the evictions", file=sys.stderr)
         if args.json:
             print(json_line(as_json(question, answer, cached, began)), flush=True)
             continue

@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
             print(f"locret-eval: the page is {write_page(made.out)}", file=sys.stderr)
     print(f"locret-eval: rows and summary are in {made.out}", file=sys.stderr)
     if failed:
-        where = f"see {made.out}/rows.*.jsonl; the same command does them again"
+        where = f"see {made.out}/rows.*.jsonl; the same command repeats them"
         print(f"locret-eval: {failed} examples ended with an error, {where}", file=sys.stderr)
     return 1 if failed else 0
 

@@ -202,7 +202,7 @@ def counted_text(
 def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
     """A warning where a chat template's text is to be protected, and the prompt shows none."""
     asked = read_protect(protect) - {"first"}
-    return f"warning: protect={protect}: the prompt shows no such text" if asked and not spans else None
+    return f"warning: protect={protect}: the prompt has no such text" if asked and not spans else None
 
 
 def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
@@ -212,7 +212,7 @@ def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     rows = max(budgets) + s.chunk if cache.evicts else s.prompt_length or 0
     if window is None or not any(budgets) or (reach := places.largest(rows, s.prompt_length)) <= window:
         return None
-    advice = "--positions compact, with budget and chunk together below it, does not"
+    advice = "use --positions compact with budget + chunk below the window"
     return f"warning: positions go up to {reach - 1}, beyond the backbone's window of {window}; {advice}"
 
 

@@ -122,7 +122,7 @@ def run(args: PlanOptions) -> int:
                 lambda n: peak - (sessions - n) * (caches.each + decoding_bytes(backbone, setting, 1)) <= cap,
                 sessions,
             )
-            advice = f"sessions={max_sessions} fits" if max_sessions else "not even sessions=1 fits beside the others"
+            advice = f"sessions={max_sessions} fits" if max_sessions else "not even sessions=1 fits"
             raise fitting.DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; {advice}")
         return 0
     full = full_cache_bytes(backbone.spec, args.context, args.dtype)

@@ -153,7 +153,7 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     give_back(server.ended)
     server.engine = engine
     known = answer_form(tokenizer, tools=True).calls != UNKNOWN
-    return f"{name}, {caches}{'' if known else '; how this model calls tools is not known: its calls stay text'}"
+    return f"{name}, {caches}{'' if known else '; its form of tool calls is unknown: calls stay text'}"
 
 
 def sampling_defaults(args: ServeOptions, generation: GenerationConfig | None) -> dict[str, float]:

@@ -91,12 +91,12 @@ def run_publish(args: PublishOptions) -> int:
         print(f"would go to {args.repo} ({'private' if args.private else 'public'} if it is new), as one commit:")
         for name in names:
             print(f"{(folder / name).stat().st_size:>12,}  {name}")
-        print(f"Beside the card, all of it is as {source} has it, but for local paths in JSON files.")
+        print(f"Besides the card, files are those of {source}, with local paths in JSON files shortened.")
         print(f"\n{card.CARD}:\n\n{(folder / card.CARD).read_text(encoding='utf-8')}", end="")
     return 0
 
 
-publish = entry(PUBLISH, run_publish, stopped="stopped; whether the files have arrived, the repository says", usage=1)
+publish = entry(PUBLISH, run_publish, stopped="stopped; check which files the repository has", usage=1)
 
 
 if __name__ == "__main__":

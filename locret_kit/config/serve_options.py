@@ -81,7 +81,7 @@ SERVE = Command(
     SERVE_USAGE,
     ("model", "ckpt", "budget", "policy", "host", "port", "sessions", "documents", "session_dir", "api_key_file"),
     gone={
-        "share_session_dir": "a folder of sessions is one server's, docs/serving.md says how several share the work",
+        "share_session_dir": "each server has its own folder, see docs/serving.md",
         "share_beginnings": "each API key has its own",
         "queue": "64 requests may wait, whatever --sessions is",
         **dict.fromkeys(("top_p", "top_k", "min_p"), _SAMPLING),

@@ -56,7 +56,7 @@ _OFFICE = (
     ("ppt/", "a presentation: save it as PDF"),
     ("xl/", "a spreadsheet: save it as PDF, or its sheets as .csv"),
     ("content.xml", "an OpenDocument file: save it as .docx or PDF"),
-    ("index/", "a file of Apple's: save it as PDF"),
+    ("index/", "an Apple iWork file: save it as PDF"),
 )
 """Names of entries of zip archives that are not read, and what their owner is told."""
 _LOGGERS = ("bs4", "charset_normalizer", "mammoth", "pypdfium2")
@@ -313,7 +313,7 @@ def main() -> int:
         return 1
     said = text.encode("utf-8", "replace")
     if len(said) > max_bytes:
-        print(f"{name}: its text has {len(said)} bytes, at most {max_bytes} are taken", file=sys.stderr)
+        print(f"{name}: its text has {len(said)} bytes, above the limit of {max_bytes}", file=sys.stderr)
         return 1
     sys.stdout.buffer.write(said)
     for line in losses:

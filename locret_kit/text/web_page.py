@@ -58,7 +58,7 @@ _LOOK = re.compile(
 """CSS declarations that raise, lower, strike out or hide text, or number lists."""
 MOST = 300
 """Rules of style sheets that are looked at, at most."""
-NUMBERS = "numbers that its style sheet makes, of lists or headings, left out"
+NUMBERS = "numbers of lists or headings from its style sheet left out"
 _HIDDEN = re.compile(r"(?:^|;)\s*(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.IGNORECASE)
 _SHIFTED = re.compile(r"(?:vertical-align\s*:\s*|(?<![\w-])(?=top))(text-\w+|-?[\d.]*[1-9]|top\s*:\s*-?[\d.]*[1-9])")
 _STRUCK = re.compile("line-through", re.IGNORECASE)
@@ -73,7 +73,7 @@ def page_text(data: bytes, name: str, losses: list[str]) -> str:
     html, encoding, wrong, named = decoded(data)
     if wrong and not named:
         raise Refusal(f"{name} names no encoding and is not UTF-8: save it as UTF-8")
-    losses += told((wrong, f"# character* not in {encoding}, the encoding that it names, left out"))
+    losses += told((wrong, f"# character* not in {encoding}, its declared encoding, left out"))
     text, title, left = markdown(html)
     losses += left
     if title and missing([(title, [title])], text) and text:
@@ -155,7 +155,7 @@ def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
         for line in told((len(lost), f"# {what} left out"))
     ]
     losses += told((frames, "# frame* with other pages left out"), (bool(COUNTERS.search(sheets)), NUMBERS))
-    losses += told((pictures, "# picture* left out"), (gone, "# picture* that it names not in the file"))
+    losses += told((pictures, "# picture* left out"), (gone, "# picture* missing in the file"))
     return text, title, losses
 
 

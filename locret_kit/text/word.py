@@ -99,8 +99,8 @@ def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
     losses += told(
         (hidden, "# hidden passage* left out"), (flat, "# equation* without its form"),
         (symbols, "# symbol* without Unicode left out"),
-        (wild, "# automatic number* or equation fields (some in digits) left out"), (files, "# file* within it left out"),
-        (linked, "# part* that it links to left out"),
+        (wild, "# automatic number* or equation fields (some in digits) left out"), (files, "# embedded file* left out"),
+        (linked, "# linked part* left out"),
     )  # fmt: skip
     return text
 

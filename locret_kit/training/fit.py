@@ -179,7 +179,7 @@ class StopWhole(Callback):
             trainer.save_checkpoint(self.path)
             self.saved = True
             if trainer.is_global_zero:
-                said = f"\nstopped at step {trainer.global_step}; state saved. To go on:\n  {self.command}"
+                said = f"\nstopped at step {trainer.global_step}; state saved. To resume:\n  {self.command}"
                 print(said, file=sys.stderr)
 
 
@@ -220,7 +220,7 @@ def newest_state(out: Path) -> Path | None:
         try:
             steps[path] = read_state(path)["global_step"]
         except ValueError as error:
-            print(f"{error}: it is left aside", file=sys.stderr)
+            print(f"{error}: it is skipped", file=sys.stderr)
     return max(steps, key=lambda path: (steps[path], path), default=None)
 
 
@@ -282,7 +282,7 @@ def beyond_window(backbone: PreTrainedModel, cfg: TrainConfig) -> str | None:
     said = f"data.max_tokens={cfg.data.max_tokens} must be at most the window of {cfg.backbone.model}, {window}"
     if not any(rotation.module for rotation in describe(backbone).require_rotations()):
         raise ValueError(f"{said}: it has no positions beyond")
-    return f"warning: {said}, or heads learn from attention that the model was not made for"
+    return f"warning: {said}, otherwise heads learn from attention beyond the model's window"
 
 
 def command_to_go_on(argv: list[str]) -> str:

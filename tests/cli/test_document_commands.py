@@ -107,7 +107,7 @@ def test_appending_equals_reading_it_all(use, book, tmp_path):
     said = [use("ask", str(path), *QUESTIONS)[1] for path in (book, tmp_path / "whole.locret")]
     assert said[0] == said[1]
     assert use("read", "more.txt", "-o", str(book), "--append", "--budget", "64")[2].endswith(
-        "--budget 64 has no effect with --append: the text is read on as it began\n"
+        "--budget 64 has no effect with --append: the document keeps its settings\n"
     )
 
 

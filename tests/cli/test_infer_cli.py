@@ -99,7 +99,7 @@ def test_a_published_bin_takes_its_sizes_from_the_model(place, infer):
     answer = infer(TEXT * 4, *named, *run)
     assert answer == infer(TEXT * 4, "--ckpt", str(place / "heads"), *run)
     status, _, err = infer(TEXT, "--ckpt", str(place / "published.bin"), "--quiet")
-    assert status == 1 and "name it (--model" in err
+    assert status == 1 and "give it (--model" in err
 
 
 def test_the_same_seed_repeats_and_sampling_differs(place, infer):

@@ -162,7 +162,7 @@ def test_a_server_is_planned(capsys):
     assert cli.main([*words, "--sessions", str(most + 1)]) == 1
     capsys.readouterr()
     assert cli.main([*words[:-1], "400", "--sessions", "2"]) == 1
-    assert "not even sessions=1 fits beside" in capsys.readouterr().err
+    assert "not even sessions=1 fits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
