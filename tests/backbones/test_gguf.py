@@ -217,7 +217,7 @@ def written(data: bytes, after: str, number: int, at: int = 4, size: int = 4) ->
         (lambda data: data[:-1000], "is cut off"),
         (lambda data: data.replace(b"llama", b"mamba"), "architecture='mamba' of a GGUF file is not mapped; there are: llama"),
         (lambda data: data.replace(b"llama.vocab_size", b"llama.other_size"), "other_size=.* is unknown for llama"),
-        (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.9.attn_q.weight"), "blk.9.attn_q.weight is not known"),
+        (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.9.attn_q.weight"), "blk.9.attn_q.weight is unknown"),
         (lambda data: data.replace(b"blk.1.attn_output.weight", b"rope_factors_long.weight"), "long.weight'. cannot be restored"),
         (lambda data: data.replace(b"gpt-2", b"weird"), "tokenizer.ggml.pre='weird' is not known"),
     ],
