@@ -114,7 +114,7 @@ def test_generation_without_a_bounded_cache_is_untouched():
 
 def test_attaching_twice_is_an_error():
     model = tiny_model("llama")
-    with attach(model), pytest.raises(RuntimeError, match="attached already"):
+    with attach(model), pytest.raises(RuntimeError, match="already attached"):
         attach(model)
 
 
