@@ -31,6 +31,8 @@ _BEYOND = ("greater_than_equal", "greater_than", "less_than_equal", "less_than",
 
 NAME = "{name}"
 """Placeholder for the setting's name in a validator's message."""
+Thoughts = Literal["evicted", "dropped", "pinned"]
+"""Handling of thoughts in a bounded cache: evicted like other tokens, dropped when the turn ends, or pinned."""
 
 
 class Schema(Protocol):
@@ -61,8 +63,8 @@ def checked(name: str, annotation: object, value: object) -> object:
     """The value, checked. Integers become floats if the annotation is a float, and numpy numbers become Python's.
 
     Raises:
-        ValueError: wrong type or out of bounds. The message has the name, the value, the allowed values and the nearest
-            choice.
+        ValueError: wrong type or out of bounds. The message has the name, the value, the allowed values and the
+            nearest choice.
     """
     from pydantic import ValidationError
 
@@ -279,25 +281,25 @@ class RunSettings:
 
     budget: Budget | None = None
     """Slots per key/value head and layer, everything included. A number with a point, such as 0.1, is a share of the
-    prompt. Default: the heads', or 1024. locret-infer, locret-read and locret-chat use a quarter of the text if that is
-    more, limited by window and memory."""
+    prompt. Default: the heads', or 1024. locret-infer, locret-read and locret-chat use a quarter of the text if that
+    is more, limited by window and memory."""
     chunk: Slots | None = None
     """Prefill chunk: tokens read between evictions. Default: the heads', or 512."""
     stabilizers: Count | None = None
-    """Newest slots that are never evicted during prefill. They are part of the budget. Default: the heads' share of the
-    budget, or an eighth of it."""
+    """Newest slots that are never evicted during prefill. They are part of the budget. Default: the heads' share of
+    the budget, or an eighth of it."""
     local_len: Count | None = None
-    """Last prompt tokens that are never evicted before decoding. Default: the heads', or 64; fewer for small budgets.
-    """
+    """Last prompt tokens that are never evicted before decoding. Default: the heads', or 64; fewer for small
+    budgets."""
     positions: Annotated[str, Predicate(is_positions)] | None = None
     """Positions for RoPE: 'compact' (a slot's rank in the cache), 'original' (its position in the text) or
     'clipped(SPAN)' (in between). Default: the heads', or compact if the architecture allows it."""
     protect: Annotated[str, Predicate(is_protect)] | None = None
-    """Tokens that no policy may evict: 'first' (the first 4 tokens), 'system' (the system prompt), 'markers' (the chat
-    template's own tokens around messages), or several, as in 'first+system'. Default: none."""
+    """Tokens that no policy may evict: 'first' (the first 4 tokens), 'system' (the system prompt), 'markers' (the
+    chat template's own tokens around messages), or several, as in 'first+system'. Default: none."""
     kv_bits: Literal[8, 4, 2] | Word | None = None
-    """Bits per stored key or value: 8 (floating point, one scale per head), 4 or 2 (newest rows are not quantised); or
-    a plugin's codec. Default: the model's dtype."""
+    """Bits per stored key or value: 8 (floating point, one scale per head), 4 or 2 (newest rows are not quantised);
+    or a plugin's codec. Default: the model's dtype."""
     one_shot: bool = False
     """Evict once, after the whole prompt, instead of after every chunk."""
     decode_every: Slots | None = None
@@ -305,8 +307,8 @@ class RunSettings:
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
     """Seed of random policies and of sampling."""
     backend: Literal["reference", "triton", "cpu"] | Word | None = None
-    """Implementation of the kernels, or a plugin's backend. Default: triton on CUDA in half precision, cpu (C++) on a
-    CPU with a compiler, otherwise reference."""
+    """Implementation of the kernels, or a plugin's backend. Default: triton on CUDA in half precision, cpu (C++) on
+    a CPU with a compiler, otherwise reference."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -44,23 +44,23 @@ class EvalConfig(RunSettings, Machine):
     HIDDEN: ClassVar[tuple[str, ...]] = ("budget", "backend")
 
     tasks: Names
-    """Names of tasks or groups (ruler, infinitebench, leval, longbench), or files of questions (mine.jsonl, records as
-    locret-train takes them). fidelity:NAME and agreement:NAME compare a task's output with full attention's."""
+    """Names of tasks or groups (ruler, infinitebench, leval, longbench), or files of questions (mine.jsonl, records
+    as locret-train takes them). fidelity:NAME and agreement:NAME compare a task's output with full attention's."""
     out: str
     """Folder of the rows, the summary and the report."""
     policies: Names = field(default_factory=lambda: ["full"])
     """Names or expressions, as locret-infer takes them. Baselines: 'random-heads' (locret with untrained heads),
     'kvzip' and 'kvzip(joint=true)' (unbounded oracles), 'bm25' (reads the best passages only)."""
     budgets: Annotated[list[Budget], MinLen(1)] = field(default_factory=lambda: [1024])
-    """Slots per key/value head and layer. A number with a point is a share of the prompt, such as 0.1. `full` ignores
-    budgets."""
+    """Slots per key/value head and layer. A number with a point is a share of the prompt, such as 0.1. `full`
+    ignores budgets."""
     lengths: Annotated[list[Slots], MinLen(1)] = field(default_factory=lambda: [4096])
     """Prompt lengths in tokens: synthetic prompts are made that long, documents are cut to it."""
     samples: Annotated[int, Ge(1)] = 20
     """Maximum number of examples per task."""
     haystacks: Names = field(default_factory=lambda: ["repeated"])
-    """Texts of synthetic tasks: 'repeated', 'pydoc', 'jargon', files or folders. Tasks that need real text (perplexity,
-    reconstruction, fidelity) skip 'repeated', and read 'pydoc' if there is no other."""
+    """Texts of synthetic tasks: 'repeated', 'pydoc', 'jargon', files or folders. Tasks that need real text
+    (perplexity, reconstruction, fidelity) skip 'repeated', and read 'pydoc' if there is no other."""
     metric: str = "contains"
     """Score for files of questions. 'contains' is the share of answers that contain an accepted one (F1 of words is
     reported too). Others by name: 'qa_f1', 'has_all' (all of the accepted answers), 'rouge', 'first_number', ..."""
@@ -78,7 +78,9 @@ class EvalConfig(RunSettings, Machine):
     """End of hidden-digits prompts: 'infinitebench' (blank lines around the question, then the first words of the
     answer) or 'open' (no such words, with or without the chat template)."""
     max_new_tokens: Annotated[int, Ge(1)] | None = None
-    """Maximum number of answer tokens. Default: set by the task."""
+    """Maximum number of answer tokens, thinking excluded. Default: set by the task."""
+    max_thought_tokens: Annotated[int, Ge(0)] = 2048
+    """Maximum number of thinking tokens, which are not scored. Then the chat template's end mark is inserted."""
     keep: Annotated[int, Ge(0)] = 0
     """Store the kept slots after the prompt in ``out/kept``, for the first n examples of each task. A rerun keeps
     finished rows, so a larger n needs another ``out``."""
@@ -186,7 +188,8 @@ TASKS = Command("locret-eval", NoConfig, "usage: locret-eval tasks")
 
 FROZEN_KEYS = (
     *(item.name for item in fields(RunSettings) if item.name not in EvalConfig.HIDDEN),
-    "model", "adapter", "chat", "ending", "max_new_tokens", "metric", "dtype", "weight_bits",
+    "model", "adapter", "chat", "ending", "max_new_tokens", "max_thought_tokens", "metric", "dtype", "weight_bits",
+    "template_kwargs", "think", "reasoning_effort",
 )  # fmt: skip
 """Keys with one value for all rows of a folder; so have heads of the same name. Other keys may differ between runs."""
 

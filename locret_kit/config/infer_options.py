@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from ..settings import Count, Description, RunSettings, Slots, check
+from ..settings import Count, Description, RunSettings, Slots, Thoughts, check
 from .schema import Command, Repeatable
 
 if TYPE_CHECKING:
@@ -115,8 +115,8 @@ class Text:
     """A question about the text, asked through the chat template. Repeat the option to ask several. The text is read
     once, unless the budget is a share of each prompt. Without a question the text is continued."""
     chat: bool = True
-    """Use the chat template. Without it nothing follows the question, so it may end with the first words of the answer.
-    """
+    """Use the chat template. Without it nothing follows the question, so it may end with the first words of the
+    answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +124,12 @@ class Many:
     """A batch of prompts."""
 
     batch: str | None = None
-    """A file or pipe of prompts, one JSON object per line. Give one of `prompt` (continued), `text` and `question`, or
-    `messages` (`role` and `content`). Optional: `id` (default: the line number), `seed`, `max_new_tokens`,
+    """A file or pipe of prompts, one JSON object per line. Give one of `prompt` (continued), `text` and `question`,
+    or `messages` (`role` and `content`). Optional: `id` (default: the line number), `seed`, `max_new_tokens`,
     `temperature`, `top_k`, `top_p`, `repetition_penalty`. Answers do not depend on the other prompts."""
     out: str | None = None
-    """The answers of --batch, one JSON object per prompt, in order of completion; -o is the same. A rerun skips prompts
-    that the file answers and repeats those with an error. The exit status is 1 if any prompt has an error."""
+    """The answers of --batch, one JSON object per prompt, in order of completion; -o is the same. A rerun skips
+    prompts that the file answers and repeats those with an error. The exit status is 1 if any prompt has an error."""
     batch_size: Annotated[int, Ge(1)] = 32
     """Maximum number of --batch prompts at a time. Each has its own cache of budget + chunk rows."""
 
@@ -264,8 +264,8 @@ class TextSource:
     title: str | None = None
     """A title for people. Default: the text's file name."""
     text: bool = True
-    """Store the text's tokens. Without them the file answers the same questions, but the text cannot be read from it.
-    """
+    """Store the text's tokens. Without them the file answers the same questions, but the text cannot be read from
+    it."""
     chat: bool = True
     """Ask questions through the chat template. Without it nothing follows a question."""
     quiet: bool = False
@@ -298,8 +298,8 @@ class Names:
     adapter: str | None = None
     """PEFT adapter for the backbone, or none. Default: named in the document."""
     policy: str | None = None
-    """The document's policy, if it merges with weights from a folder, which a document cannot name. Default: named in
-    the document."""
+    """The document's policy, if it merges with weights from a folder, which a document cannot name. Default: named
+    in the document."""
     force: bool = False
     """Allow a wider dtype than the text was read in."""
 
@@ -384,11 +384,11 @@ class Conversation:
     file: str | None = None
     """The subject: a document written by locret-read or /save, or a text (.txt, .md, .html, .pdf, .docx, .epub)."""
     history: Slots = 1024
-    """Slots per key/value head for the turns, in addition to the document's budget. Older turns are evicted like text.
-    """
+    """Slots per key/value head for the turns, in addition to the document's budget. Older turns are evicted like
+    text."""
     system: str | None = None
     """A system prompt. Only for conversations without a document."""
-    thoughts: Literal["evicted", "dropped", "pinned"] = "evicted"
+    thoughts: Thoughts = "evicted"
     """Thoughts of earlier answers: 'evicted' like other tokens; 'dropped' when the turn ends, so that each prompt is
     the chat template's of the whole conversation; or 'pinned'."""
     history_file: str | None = None

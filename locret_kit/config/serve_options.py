@@ -1,5 +1,5 @@
-"""Options of ``locret-serve``, ``locret-vllm`` (which also takes those of ``vllm serve``) and ``locret-plan``. Imports
-no torch."""
+"""Options of ``locret-serve``, ``locret-vllm`` (which also takes those of ``vllm serve``) and ``locret-plan``.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Interval
 
-from ..settings import Bytes, RunSettings, Slots
+from ..settings import Bytes, RunSettings, Slots, Thoughts
 from .infer_options import Backbone, Machine, Plugin
 from .schema import COMMON_OPTIONS, Command, Repeatable, options_of
 
@@ -32,8 +32,8 @@ class Service:
     """Host names that requests may use without API keys, besides localhost and the server's address. Add a proxy's
     public name, or * for any. With --api-key-file any name is allowed."""
     cors_origins: list[str] = field(default_factory=list)
-    """Origins of web pages that may call the server, such as http://localhost:3000. * allows any: safe with API keys;
-    without them every page in your browser can use the server. Default: none."""
+    """Origins of web pages that may call the server, such as http://localhost:3000. * allows any: safe with API
+    keys; without them every page in your browser can use the server. Default: none."""
     port: Annotated[int, Interval(ge=0, le=65535)] = 8000
     """Port; 0 chooses a free port and prints it."""
     sessions: Annotated[int, Ge(1)] = 8
@@ -43,22 +43,25 @@ class Service:
     beginnings: Annotated[int, Ge(0)] = 2
     """Maximum number of shared prefixes (system prompts) in memory. 0 disables sharing."""
     session_dir: str | None = None
-    """Folder for saved conversations (after each turn) and documents. They then survive a restart and free memory for
-    others. Default: none, kept in memory only."""
+    """Folder for saved conversations (after each turn) and documents. They then survive a restart and free memory
+    for others. Default: none, kept in memory only."""
     session_disk: Bytes = "10GiB"
     """Maximum size of --session-dir. The least recently used files are removed."""
     max_prompt_tokens: Annotated[int, Ge(1)] = 131072
     """Maximum number of tokens per prompt."""
     max_answer_tokens: Annotated[int, Ge(1)] = 4096
-    """Maximum number of tokens per answer. Requests for more are lowered to it, which the header x-max-tokens reports.
-    """
+    """Maximum number of tokens per answer. Requests for more are lowered to it, which the header x-max-tokens
+    reports."""
     strict_max_tokens: bool = False
     """Refuse requests for more than --max-answer-tokens."""
+    thoughts: Thoughts = "evicted"
+    """Thoughts of earlier answers: 'evicted' like other tokens; 'dropped', so that each prompt is read as by a fresh
+    run from the shared prefix on (a second cache per session); or 'pinned'."""
     temperature: Annotated[float, Interval(ge=0, le=2)] | None = None
     """Temperature for requests without one. Default: the backbone's generation_config.json, or OpenAI's 1."""
     grace: Annotated[float, Interval(ge=0, le=3600)] = 10.0
-    """Seconds for running answers to finish after Ctrl-C or SIGTERM. Then they end with an error that gives the reason.
-    """
+    """Seconds for running answers to finish after Ctrl-C or SIGTERM. Then they end with an error that gives the
+    reason."""
     api_key_file: str | None = None
     """A file with one API key per line. Default: no key is required."""
     policies: Annotated[list[str], Repeatable()] = field(default_factory=list)
@@ -81,7 +84,7 @@ SERVE = Command(
     SERVE_USAGE,
     ("model", "ckpt", "budget", "policy", "host", "port", "sessions", "documents", "session_dir", "api_key_file"),
     gone={
-        "share_session_dir": "each server has its own folder, see docs/serving.md",
+        "share_session_dir": "a folder of sessions is one server's, docs/howto/scale.md says how several share the work",
         "share_beginnings": "each API key has its own",
         "queue": "64 requests may wait, whatever --sessions is",
         **dict.fromkeys(("top_p", "top_k", "min_p"), _SAMPLING),
@@ -111,8 +114,8 @@ class VllmOptions(RunSettings, Plugin):
     model: str | None = None
     """The backbone: a folder or a Hub id. Default: the one named by the heads."""
     policy: str | None = None
-    """A policy's name or an expression. Default: the heads' published policy; without heads compactor, or the nearest
-    that fits a page."""
+    """A policy's name or an expression. Default: the heads' published policy; without heads compactor, or the
+    nearest that fits a page."""
     policies: Annotated[list[str], Repeatable()] = field(default_factory=list)
     """A policy that requests may select. Repeat the option for several."""
     sessions: Annotated[int, Ge(1)] | None = None

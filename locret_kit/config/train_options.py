@@ -55,8 +55,8 @@ class TargetConfig:
     """The heads' target."""
 
     kind: Literal["logit", "log_prob"] = "logit"
-    """'logit' (the paper's: the largest raw attention logit) or 'log_prob' (the logit minus each query's log-sum-exp).
-    """
+    """'logit' (the paper's: the largest raw attention logit) or 'log_prob' (the logit minus each query's
+    log-sum-exp)."""
     lead: Count = 0
     """Prompt tokens before each answer that count as its queries. The last one predicts the answer's first token."""
 
@@ -94,8 +94,10 @@ class DataConfig:
     """The training samples."""
 
     sources: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["synthetic"])
-    """'synthetic', files or folders of records, folders saved by ``datasets``, or Hub data set ids. Hub data sets, and
-    local ones of more than 64 MiB, are read as needed and shuffled within blocks of 512 records."""
+    """'synthetic', files or folders of records, folders saved by ``datasets``, or Hub data set ids. Hub data sets,
+    and local ones of more than 64 MiB, are read as needed and shuffled within blocks of 512 records."""
+    think: bool | None = None
+    """Turn the chat template's thinking on or off in training conversations. Null leaves the template's default."""
     weights: list[Annotated[float, Gt(0)]] | None = None
     """Share of samples from each source. Null gives equal shares."""
     texts: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["pydoc"])
@@ -111,8 +113,8 @@ class DataConfig:
     split: str = "train"
     """Split of a data set from the Hub or saved by ``datasets``."""
     batch: Slots = 1
-    """Samples per forward, grouped by length and padded to the longest; a divisor of ``optim.accumulate``. It changes
-    speed and memory, not the curve: targets and loss ignore the padding."""
+    """Samples per forward, grouped by length and padded to the longest; a divisor of ``optim.accumulate``. It
+    changes speed and memory, not the curve: targets and loss ignore the padding."""
     num_workers: Annotated[int, Interval(ge=0, le=1024)] = 0
     """Worker processes per device that prepare samples. 0 prepares them in the training process."""
 
@@ -153,8 +155,8 @@ class TrainerConfig:
     save_every: Slots = 100
     """Optimiser steps between checkpoints."""
     keep_best: Count = 2
-    """Number of heads to keep in ``out/best``, those with the highest validation recall, ready for inference. 0 keeps
-    none."""
+    """Number of heads to keep in ``out/best``, those with the highest validation recall, ready for inference. 0
+    keeps none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,9 +191,9 @@ class TrainConfig:
     recipe: str
     """Recipe: its name, or the path of its YAML file."""
     trains: Literal["heads", "pool"] = "heads"
-    """'heads' (retaining heads, from each layer's targets) or 'pool' (LoCoCo's convolutions, for ``merge=lococo``). For
-    a pool, the sections ``heads``, ``target`` and ``loss`` have no effect. ``data.batch`` and ``trainer.keep_best``
-    apply to heads only."""
+    """'heads' (retaining heads, from each layer's targets) or 'pool' (LoCoCo's convolutions, for ``merge=lococo``).
+    For a pool, the sections ``heads``, ``target`` and ``loss`` have no effect. ``data.batch`` and
+    ``trainer.keep_best`` apply to heads only."""
     plugin: str | None = None
     """A module or a Python file that defines your own loss or policies."""
     backbone: BackboneConfig
@@ -208,8 +210,8 @@ class TrainConfig:
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
     """Seed of the heads and the samples."""
     resume: str = "never"
-    """Continue a run: 'auto' (from the newest checkpoint in ``out``, if any), 'never' (refuse an ``out`` with a run in
-    it), or a checkpoint's path. Settings may differ from the checkpoint's; changes are listed on stderr."""
+    """Continue a run: 'auto' (from the newest checkpoint in ``out``, if any), 'never' (refuse an ``out`` with a run
+    in it), or a checkpoint's path. Settings may differ from the checkpoint's; changes are listed on stderr."""
 
     def __post_init__(self) -> None:
         """Raise ValueError, with the fields' names, if fields contradict each other."""
