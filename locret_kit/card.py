@@ -1,6 +1,6 @@
-"""The model card of published heads: the Hub's metadata, what they are, a snippet that runs, their results.
+"""The model card of published heads: the Hub's metadata, a description, an example that runs, and results.
 
-Pure functions from a checkpoint's facts to text, and ``write_release``, which lays out the folder that is published.
+Pure functions turn a checkpoint's facts into text. ``write_release`` writes the folder to publish.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from .backbones.load import resolve_model
 from .cis import TOP
 from .evals.engine import KEY, Row, check_cells
-from .evals.tables import Cell, Figure, Table, summarize
+from .evals.tables import Cell, Table, Value, summarize
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import FORMAT, HeadsConfig, RetainingHeads
 from .hub import REPO, push
@@ -29,8 +29,8 @@ from .settings import SMOOTH_L1
 _FILE = re.compile(r"\.(json|jsonl|parquet|txt|gz|md|yaml|pt|bin|ckpt|safetensors)$")
 CARD, TRAINING = "README.md", "training.json"
 EXTRAS = ("*.csv", "*.jsonl", "*.md", "*.png", "*.txt", "NOTICE", TRAINING)
-"""Files published beside the heads where their folder has them: curves, evaluation rows and tables, the run's configuration,
-notices and terms."""
+"""Files published with the heads if present: curves, evaluation rows and tables, the run's configuration, notices
+and terms."""
 
 
 def publish(
@@ -43,10 +43,10 @@ def publish(
     token: str | None = None,
     **names: str | None,
 ) -> str:
-    """Upload the heads, with what ``source`` (their folder or file) has beside them; the commit's address.
+    """Upload the heads and the other files of ``source`` (their folder or file); returns the commit's address.
 
-    The other arguments are those of ``hub.push``, and (``names``: base_model, adapter, license) of ``write_release``. Raises
-    ValueError or OSError with one line.
+    Other arguments are those of ``hub.push``, and ``names`` (base_model, adapter, license) those of
+    ``write_release``. Raises ValueError or OSError with one line.
     """
     with tempfile.TemporaryDirectory() as work:
         write_release(heads, repo, Path(work), source, **names)
@@ -63,15 +63,15 @@ def write_release(
     adapter: str | None = None,
     license: str | None = None,
 ) -> list[str]:
-    """Fill ``target`` with everything that is published, and return the names of its files.
+    """Write all files to publish into ``target``; returns their names.
 
-    Local paths are cut to their last part in the configuration, in ``training.json`` and in evaluation rows; other files of
-    the folder go as they are.
+    Local paths are reduced to their last part in the configuration, in ``training.json`` and in evaluation rows.
+    Other files are copied unchanged.
 
     Raises:
-        ValueError: ``repo``, ``base_model`` or ``adapter`` is no ``user/name``, the backbone or adapter is known by a local
-            folder only, the heads have no adapter, a file beside them is damaged (it is named), or results that one figure
-            would hold were taken with different settings.
+        ValueError: ``repo``, ``base_model`` or ``adapter`` is no ``user/name``; the backbone or adapter has a local
+            name only; an adapter for heads without one; a damaged file, which is named; or one cell's results with
+            different settings.
     """
     if not REPO.match(repo):
         raise ValueError(f"repo={repo!r} must be user/name")
@@ -260,15 +260,15 @@ def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[
 
 
 def own_cells(rows: Sequence[Row], policy: str) -> list[Cell]:
-    """The results of the policy that the heads are published with, a cell each."""
+    """Results of the heads' published policy, one cell each."""
     return summarize(row for row in rows if row.policy == policy)
 
 
 def results_table(cells: Sequence[Cell]) -> str:
-    """The same as a Markdown table."""
+    """Results as a Markdown table, one row per cell."""
     head = ["task", "haystack", "tokens", "budget", "metric", "mean ± standard error"]
-    lines: list[list[str | Figure]] = [
-        [c.task, c.haystack, str(c.length), str(c.budget), c.metric, Figure.of(c)] for c in cells
+    lines: list[list[str | Value]] = [
+        [c.task, c.haystack, str(c.length), str(c.budget), c.metric, Value.of(c)] for c in cells
     ]
     return Table(head, lines).markdown().rstrip("\n")
 
@@ -287,7 +287,7 @@ def read_card(file: Path) -> tuple[dict[str, object], str]:
 
 
 def _beside(source: Path | None) -> Path | None:
-    """The folder whose extras go with the heads: the heads' own; of ``heads.pt`` the folder ``heads`` beside it."""
+    """The folder with the heads' other files: their own folder, or for ``heads.pt`` the folder ``heads`` next to it."""
     if source is None or not source.exists():
         return None
     folder = source if source.is_dir() else source.with_suffix("")
@@ -295,7 +295,7 @@ def _beside(source: Path | None) -> Path | None:
 
 
 def public(value: object) -> Any:
-    """A configuration's value with every local path in its texts cut to its last part, and so where ``out`` lies."""
+    """A configuration's value with all local paths, and ``out``, reduced to their last part."""
     if isinstance(value, dict):
         return {k: Path(v).name if k == "out" and isinstance(v, str) else public(v) for k, v in value.items()}
     if isinstance(value, list):

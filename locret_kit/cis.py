@@ -83,11 +83,11 @@ def cis_loss(
     top_fraction: float = TOP,
     top_weight: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """``(regression, smooth)``, two scalars whose sum is one layer's loss.
+    """``(regression, smooth)``, two scalars that sum to one layer's loss.
 
-    Regression is ``loss`` averaged over slots and heads; the ``top_fraction`` slots of highest target in each head weigh
-    ``top_weight`` (1 is the paper's loss). A scalar counts as it is. ``smooth`` is ``smoothing`` times the mean squared
-    difference of neighbours.
+    Regression is ``loss`` averaged over slots and heads. The ``top_fraction`` of each head's slots with the highest
+    targets weighs ``top_weight`` (1 is the paper's loss). A scalar loss is used unchanged. ``smooth`` is
+    ``smoothing`` times the mean squared difference of neighbours.
     """
     each = loss(predicted_BHS, target_BHS)
     if each.dim() and top_weight != 1.0:

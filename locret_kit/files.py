@@ -40,13 +40,14 @@ class LaterVersion(ValueError):
 
 
 def write_beside(target: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file in the target's folder, then rename it over the target.
+    """Write a file atomically: ``write`` fills a temporary file in the target's folder, which is then renamed over
+    the target.
 
-    The file's mode follows the umask. Temporary files that killed processes of this machine left in the folder are removed,
-    and those of others after a day.
+    The file's mode follows the umask. Temporary files of killed processes are removed: those of this machine at
+    once, others after a day.
 
     Raises:
-        OSError: one line that names the target; also where it is a device or a pipe, which a rename would take away.
+        OSError: one line with the target; also for a device or a pipe, which a rename would replace.
     """
     if target.exists() and not target.is_file():
         raise OSError(f"cannot write {target}: it is no regular file")
@@ -121,11 +122,11 @@ def parse_json(text: str | bytes, where: str, *, strict: bool = False) -> object
     """The value of a JSON text.
 
     Args:
-        strict: refuse what Python's reader takes beside the standard's words: names that occur twice, NaN and infinities,
-            and halves of surrogate pairs.
+        strict: refuse Python's extensions of the standard: duplicate names, NaN and infinities, and halves of
+            surrogate pairs.
 
     Raises:
-        ValueError: no JSON, or too deeply nested; one line that begins with ``where``.
+        ValueError: invalid JSON, or nested too deeply; one line that begins with ``where``.
     """
     try:
         if not strict:
@@ -135,7 +136,7 @@ def parse_json(text: str | bytes, where: str, *, strict: bool = False) -> object
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         return value
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} has a text that is no Unicode: {error.reason}") from error
+        raise ValueError(f"{where} has invalid Unicode: {error.reason}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not UTF-8: {error.reason}") from error
     except ValueError as error:
@@ -145,7 +146,7 @@ def parse_json(text: str | bytes, where: str, *, strict: bool = False) -> object
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object whose names differ."""
+    """A JSON object without duplicate names. Raises ValueError otherwise."""
     values: dict[str, object] = {}
     for name, value in pairs:
         if name in values:
@@ -198,10 +199,10 @@ def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Ite
 
 
 def write_folder(folder: Path, config: dict[str, object], state: dict[str, Tensor]) -> None:
-    """Write ``model.safetensors`` and ``config.json``.
+    """Write ``model.safetensors`` (tensors ``state`` by name, of any shape) and ``config.json``.
 
-    The weights hold the configuration too, and are renamed first: from then on the folder is the new save, whatever ends
-    the process. ``config.json``, which people may edit, holds the hash of its weights.
+    The weights' metadata holds the configuration too, and the weights are renamed first. From then on the folder is the
+    new save, even if the process is killed. ``config.json``, which people may edit, holds the weights' hash.
     """
     from safetensors.torch import save_file
 
@@ -219,10 +220,11 @@ def write_folder(folder: Path, config: dict[str, object], state: dict[str, Tenso
 
 
 def read_folder(folder: Path, what: str) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """Configuration and weights that ``write_folder`` wrote; of ``what`` (such as 'heads') messages speak.
+    """Configuration and weights (by name, in their saved shape) of a folder that ``write_folder`` wrote. ``what``, such
+    as 'heads', names its content in messages.
 
     Raises:
-        FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two belong to different saves.
+        FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two are from different saves.
     """
     from safetensors.torch import load
 
@@ -232,7 +234,11 @@ def read_folder(folder: Path, what: str) -> tuple[dict[str, object], dict[str, T
 
 
 def read_folder_config(folder: Path, what: str) -> dict[str, object]:
-    """The configuration alone. Raises as ``read_folder``."""
+    """The configuration of a folder that ``write_folder`` wrote.
+
+    Raises:
+        FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two are from different saves.
+    """
     return _read_pair(folder, what)[0]
 
 
@@ -275,7 +281,7 @@ def _header(weights: bytes) -> dict[str, object]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file.
+    """The tensors of a safetensors file by name, in their saved shape.
 
     Raises:
         ValueError: it is damaged; names the file.

@@ -56,9 +56,9 @@ class Stored:
     path: Path
     """The file or folder, for messages."""
     config: object = None
-    """The configuration's fields by name; None where the file says nothing of its backbone."""
+    """Fields of the configuration by name; None if the file does not name its backbone."""
     backbone: str | None = None
-    """The backbone of a repository that is known by name, whose file says nothing."""
+    """The backbone of a known repository whose file does not name it."""
     inference: dict[str, object] = field(default_factory=dict)
     """The settings of such a repository."""
 
@@ -241,7 +241,7 @@ class RetainingHeads(nn.Module):
         return self._exact or fingerprint(self.parameters())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RetainingHeads:
-        """Move or cast the weights, as ``to`` and its likes do."""
+        """Apply ``fn``, which keeps a weight's shape, to every weight: ``to``, ``half``, ``cuda`` and others end here."""
         first = next(self.parameters()).detach()
         if fn(first[:0]).dtype != torch.float16:
             self._exact = None
@@ -250,7 +250,7 @@ class RetainingHeads(nn.Module):
         return super()._apply(fn, recurse)
 
     def check_backbone(self, spec: BackboneSpec) -> None:
-        """Raise ValueError naming every dimension in which ``spec`` is not the backbone of these heads."""
+        """Raise ValueError with every dimension of ``spec`` that differs from the heads' backbone."""
         pairs = [(n, getattr(self.config, n), getattr(spec, n)) for n in DIMENSIONS]
         if self.config.sizes != sizes_of(spec):
             pairs.append(("sizes", self.config.sizes, sizes_of(spec)))
@@ -272,21 +272,22 @@ class RetainingHeads(nn.Module):
         """Load from a folder, a ``.pt`` file, a published ``.bin`` or a Hub repository.
 
         Args:
-            backbone: folder or Hub id. Its configuration gives the sizes where a file says nothing of its backbone, as a
-                ``.bin``; those of the paper's authors are known by name (``PUBLISHED``).
-            access: of the Hub: ``revision``, ``token``, ``cache_dir`` and ``local_files_only``, as ``huggingface_hub`` takes
-                them.
+            backbone: folder or Hub id. Its configuration gives the sizes if the file has none, as in a ``.bin``.
+                Repositories of the paper's authors are known by name (``PUBLISHED``).
+            access: arguments of ``huggingface_hub``: ``revision``, ``token``, ``cache_dir`` and
+                ``local_files_only``.
 
         Raises:
-            FileNotFoundError: nothing there. ValueError: no heads, or names and shapes do not fit; each is named.
+            FileNotFoundError: no such file. ValueError: no heads, or names and shapes that do not fit; each is
+                named.
         """
         stored = read_checkpoint(source, **access)
         return _build(_config_of(stored, backbone), stored)
 
     def save_pretrained(self, target: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write ``model.safetensors`` and ``config.json`` into a folder, or one file where ``target`` ends in ``.pt``.
+        """Write ``model.safetensors`` and ``config.json`` into a folder, or one file if ``target`` ends in ``.pt``.
 
-        By default nothing is rounded: bfloat16 where that loses nothing, else float32.
+        By default nothing is rounded: weights are bfloat16 if that is exact, otherwise float32.
         """
         exact = all(torch.equal(weight.to(torch.bfloat16).to(weight.dtype), weight) for weight in self.parameters())
         dtype = dtype or (torch.bfloat16 if exact else torch.float32)
@@ -314,7 +315,7 @@ def loaded(heads: RetainingHeads | str | Path | None) -> RetainingHeads | None:
 
 
 def state_of(heads: RetainingHeads, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights by their published names, contiguous, in ``dtype``, on the CPU."""
+    """Weights by their published names, in each parameter's shape: contiguous, in ``dtype``, on the CPU."""
     return {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in heads.named_weights().items()}
 
 
@@ -331,13 +332,13 @@ def _config_of(stored: Stored, backbone: str | None) -> HeadsConfig:
     if raw is None:
         path = path.with_name(CONFIG)
         if not path.exists():
-            raise ValueError(f"{stored.path} says nothing of its backbone: name it (--model, or backbone=)")
+            raise ValueError(f"{stored.path} does not name its backbone: give it (--model, or backbone=)")
         raw = read_json(path)
     if not isinstance(raw, Mapping):
         raise ValueError(f"{path} is not a configuration of heads")
     with blaming(str(path), ValueError):
         if "architectures" in raw:
-            raise ValueError("it is a backbone's, not heads': --model (or model=) takes it")
+            raise ValueError("it is a backbone, not retaining heads: give it as --model (or model=)")
         if raw.get("format", FORMAT) != FORMAT:
             raise ValueError(f"format={raw['format']!r} must be {FORMAT!r}")
         if (form := raw.get("form", "mlp")) != "mlp":
@@ -352,7 +353,7 @@ def _build(config: HeadsConfig, stored: Stored) -> RetainingHeads:
     """Strict: every head there, none extra, every shape and type right."""
     state, path = stored.state, stored.path
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"{path} holds something else than tensors by name")
+        raise ValueError(f"{path} must hold tensors by name")
     if config.n_layers > len(state):  # before anything of the size that a file names is built
         raise ValueError(f"{path} holds {len(state)} tensors: most of its n_layers={config.n_layers} heads are missing")
     with blaming(f"{path}: its configuration builds no heads", KeyError, TypeError, RuntimeError), torch.device("meta"):

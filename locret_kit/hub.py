@@ -22,14 +22,14 @@ from .naming import first_line
 REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 """``user/name``, as the Hub writes it."""
 ATTEMPTS = 3
-"""Times that a commit is sent where the Hub is busy or the connection is lost."""
+"""Attempts to send a commit if the Hub is busy or the connection is lost."""
 
 
 class OneRetryLine(logging.Filter):
-    """The first of the client's warnings of calls that it sends again, with what a user can do."""
+    """A filter of the client's retry warnings. It passes the first one and adds advice for the user."""
 
     LOGGER = "huggingface_hub.utils._http"
-    """Logger that it is for."""
+    """The logger to filter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class OneRetryLine(logging.Filter):
         if " thrown while requesting " not in said:
             return True
         if first := not self._said:
-            record.msg, record.args = f"{said}: trying again; HF_HUB_OFFLINE=1 looks into the Hub's cache alone", ()
+            record.msg, record.args = f"{said}: trying again; HF_HUB_OFFLINE=1 uses the local cache only", ()
         self._said = True
         return first
 
@@ -59,12 +59,13 @@ class Access(TypedDict, total=False):
 def pull(
     repo: str, choose: Callable[[list[str]], list[str]], *, field: str = "ckpt", **access: Unpack[Access]
 ) -> list[Path]:
-    """Local paths of the files that ``choose`` picks from a repository's names, all of one commit.
+    """Local paths of the repository's files that ``choose`` selects by name, all from one commit.
 
-    Where the Hub cannot be reached, what an earlier call left in the cache is used.
+    If the Hub cannot be reached, files from the local cache are used.
 
     Raises:
-        FileNotFoundError: one line that says why they cannot be had; it names ``field``. ValueError: raised by ``choose``.
+        FileNotFoundError: the files are not available; one line with ``field`` and the reason.
+        ValueError: raised by ``choose``.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -151,7 +152,7 @@ def _passing(error: Exception) -> bool:
 
 
 def _cause(error: Exception) -> Exception:
-    """The error below the client's wrapper of an upload."""
+    """The original error behind the client's wrapper of an upload."""
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         return error.__cause__
     return error

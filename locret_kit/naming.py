@@ -1,6 +1,5 @@
-"""Words of messages: the nearest valid name, what an error says first, how an extra is installed, and bytes as people write and
-read them.
-"""
+"""Words for messages: the nearest valid name, prefixes of errors, install commands, and sizes in bytes (parsed and
+formatted)."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ def first_line(error: BaseException) -> str:
 
 
 def install_line(extra: str) -> str:
-    """How one of the package's extras is installed. With ``-e`` a clone's environment goes on running the clone."""
+    """The command to install one of the package's extras. With ``-e`` a clone's environment continues to run the
+    clone."""
     return f"in the clone, pip install -e '.[{extra}]'"
 
 

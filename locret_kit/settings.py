@@ -30,9 +30,9 @@ BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _BEYOND = ("greater_than_equal", "greater_than", "less_than_equal", "less_than", "too_short")
 
 NAME = "{name}"
-"""The name of what is checked, in a validator's own words."""
+"""Placeholder for the setting's name in a validator's message."""
 Thoughts = Literal["evicted", "dropped", "pinned"]
-"""What becomes of thoughts in a bounded cache: they are evicted like all else, are gone when the turn ends, or stay."""
+"""Handling of thoughts in a bounded cache: evicted like other tokens, dropped when the turn ends, or pinned."""
 
 
 class Schema(Protocol):
@@ -46,7 +46,8 @@ S = TypeVar("S", bound=Schema)
 
 @dataclass(frozen=True)
 class Description:
-    """Metadata of an annotation: the words for what it allows, in place of those made from its type and bounds."""
+    """Metadata of an annotation: a description of the allowed values. It replaces the words derived from type and
+    bounds."""
 
     words: str
 
@@ -59,10 +60,11 @@ def annotations_of(schema: type[Schema]) -> dict[str, object]:
 
 
 def checked(name: str, annotation: object, value: object) -> object:
-    """The value; an integer as a float where the annotation asks for one, and a number of numpy's as Python's.
+    """The value, checked. Integers become floats if the annotation is a float, and numpy numbers become Python's.
 
     Raises:
-        ValueError: wrong type or out of bounds; says name, value and what is allowed, and suggests the nearest choice.
+        ValueError: wrong type or out of bounds. The message has the name, the value, the allowed values and the
+            nearest choice.
     """
     from pydantic import ValidationError
 
@@ -190,19 +192,19 @@ def metadata_of(annotation: object) -> Iterator[object]:
 
 
 def _inside(annotation: object) -> tuple[object, ...]:
-    """What is annotated, or the members of a union; of other types nothing."""
+    """The annotated type, or the members of a union. Other types have no parts."""
     kind, nested = get_origin(annotation), get_args(annotation)
     return nested[:1] if kind is Annotated else nested if kind in (Union, UnionType) else ()
 
 
 BUDGET, CHUNK = 1024, 512
-"""Slots and tokens where neither the user nor the heads say."""
+"""Default slots and tokens, if neither the user nor the heads set them."""
 INT32_MAX = 2**31 - 1
 SCHEMES = ("compact", "clipped", "original")
 PROTECTED = ("first", "system", "markers")
 """Names that ``protect`` may have."""
 FIRST = 4
-"""The first tokens of a text, on which much attention rests whatever they say. Source: StreamingLLM, arXiv 2309.17453."""
+"""Number of first tokens, which get much attention whatever they say. Source: StreamingLLM, arXiv 2309.17453."""
 SMOOTH_L1 = "smooth_l1"
 """The loss of training where no other is named."""
 PUBLISHED = ("budget", "chunk", "stabilizers", "local_len", "positions")
@@ -256,12 +258,12 @@ def is_protect(text: str) -> bool:
 
 
 def is_word(text: str) -> bool:
-    """Whether a text may be a name that a plugin brings. Whether one does is asked when it is used."""
+    """Whether a text may be the name of a plugin's part. Whether the part exists is checked when it is used."""
     return text.isidentifier()
 
 
 def is_size(text: str) -> bool:
-    """Whether a text is a number of bytes. Raises ValueError with what is, which names the setting."""
+    """Whether a text is a number of bytes. Raises ValueError with the setting's name and the reason."""
     return parse_bytes(text, NAME) > 0
 
 
@@ -271,41 +273,42 @@ Word = Annotated[str, Predicate(is_word)]
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Settings of the cache. None leaves a setting to what the heads were published with, then to the default.
+    """Settings of the cache. None means the heads' published value, or else the default.
 
     Raises:
-        ValueError: a wrong type or a value out of bounds; names the setting, its value and the bound.
+        ValueError: wrong type or out of bounds; has the setting's name, its value and the bound.
     """
 
     budget: Budget | None = None
-    """Slots that a key/value head keeps in one layer, everything counted: an integer; or with a point, such as 0.1, a
-    share of the prompt. Default: the heads', or 1024; locret-infer, locret-read and locret-chat take a quarter of a text where
-    that is more, as far as window and memory allow."""
+    """Slots per key/value head and layer, everything included. A number with a point, such as 0.1, is a share of the
+    prompt. Default: the heads', or 1024. locret-infer, locret-read and locret-chat use a quarter of the text if that
+    is more, limited by window and memory."""
     chunk: Slots | None = None
-    """Tokens between evictions while the prompt is read. Default: the heads', or 512."""
+    """Prefill chunk: tokens read between evictions. Default: the heads', or 512."""
     stabilizers: Count | None = None
-    """Newest slots that no prefill eviction may take; part of the budget. Default: the heads' share of the budget, or an
-    eighth of it."""
+    """Newest slots that are never evicted during prefill. They are part of the budget. Default: the heads' share of
+    the budget, or an eighth of it."""
     local_len: Count | None = None
-    """Last prompt tokens that are never evicted before decoding. Default: the heads', or 64; less for small budgets."""
+    """Last prompt tokens that are never evicted before decoding. Default: the heads', or 64; fewer for small
+    budgets."""
     positions: Annotated[str, Predicate(is_positions)] | None = None
-    """'compact' (a slot's rank in the cache), 'original' (its place in the text) or 'clipped(SPAN)' (between). Default:
-    the heads', or compact where the architecture allows it."""
+    """Positions for RoPE: 'compact' (a slot's rank in the cache), 'original' (its position in the text) or
+    'clipped(SPAN)' (in between). Default: the heads', or compact if the architecture allows it."""
     protect: Annotated[str, Predicate(is_protect)] | None = None
-    """Text that is never evicted, whatever the policy: 'first' (the first 4 tokens), 'system' (the chat template's system
-    prompt), 'markers' (the template's own tokens around the messages), or several, as in 'first+system'. Default: none."""
+    """Tokens that no policy may evict: 'first' (the first 4 tokens), 'system' (the system prompt), 'markers' (the
+    chat template's own tokens around messages), or several, as in 'first+system'. Default: none."""
     kv_bits: Literal[8, 4, 2] | Word | None = None
-    """Bits of a stored key or value: 8 (floating point, a scale for each head), 4 or 2 (but for the newest rows); or a
-    plugin's codec. Default: the model's dtype."""
+    """Bits per stored key or value: 8 (floating point, one scale per head), 4 or 2 (newest rows are not quantised);
+    or a plugin's codec. Default: the model's dtype."""
     one_shot: bool = False
-    """Evict once, when the whole prompt has been read, instead of after every chunk."""
+    """Evict once, after the whole prompt, instead of after every chunk."""
     decode_every: Slots | None = None
     """Decoded tokens between evictions. Default: only when the buffers are full."""
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
-    """Seed of policies that draw, and of sampling."""
+    """Seed of random policies and of sampling."""
     backend: Literal["reference", "triton", "cpu"] | Word | None = None
-    """Who computes; or a plugin's backend. Default: triton on CUDA in half precision, cpu (C++) on a CPU where a compiler
-    is, reference otherwise."""
+    """Implementation of the kernels, or a plugin's backend. Default: triton on CUDA in half precision, cpu (C++) on
+    a CPU with a compiler, otherwise reference."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -321,12 +324,12 @@ class RunSettings:
 
     @property
     def run(self) -> RunSettings:
-        """These settings alone, where a class extends them."""
+        """These settings only, without those of a derived class."""
         return RunSettings(**{item.name: getattr(self, item.name) for item in fields(RunSettings)})
 
     @property
     def portable(self) -> dict[str, object]:
-        """The settings by name, as a file says them; the last is one of earlier versions, which their files have."""
+        """The settings by name, in the form of a file. The last one exists only in files of earlier versions."""
         return {**vars(self), "store_bits": None}
 
     def resolved(self, published: Mapping[str, object], prompt_length: int | None) -> Resolved:

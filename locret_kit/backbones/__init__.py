@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 LOG = logging.getLogger("locret_kit")
 TESTED = {"transformers": "5.24", "torch": "2.15"}
-"""The newest releases with which the tests ran; the oldest are in ``pyproject.toml``."""
+"""The newest releases tested; the oldest are in ``pyproject.toml``."""
 
 
 def newer() -> list[str]:

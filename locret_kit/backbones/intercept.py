@@ -1,9 +1,10 @@
-"""The one place where a backbone's attention is met.
+"""Interception of a backbone's attention.
 
-``attach(model)`` routes every attention call of ``model`` to a handler (see ``Handler``), while one is set, and lets everything
-else pass to the backbone's own attention. A forward's handler is the cache that it is given, or the one of ``handled_by``. It is
-told layers as ``BackboneSpec`` numbers them, and queries and keys with their channels in the order that ``Rope`` rotates.
-Meanwhile MLPs work in slices, and elementwise work is the handler's where it has operations for it (``patches``).
+``attach(model)`` routes every attention call of ``model`` to the current handler (see ``Handler``). Without one,
+calls go to the backbone's own attention. A forward's handler is the cache passed to it, or the one of
+``handled_by``. It gets layer numbers as in ``BackboneSpec``, and queries and keys with their channels in the order
+that ``Rope`` rotates. During such a forward, MLPs run in slices, and the handler computes elementwise operations
+that it supports (``patches``).
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ _ACTIVE = _Active()
 def _handled(
     handler: Handler | None, calls: Calls | None, own: str, forward: Forward, *args: object, **kwargs: object
 ) -> DecoderOutput:
-    """Run a forward whose attention calls go to ``handler``, in this thread. KeyboardInterrupt restores what was set before
-    too: torch calls no forward hook after it."""
+    """Run a forward whose attention calls go to ``handler``, in this thread. KeyboardInterrupt also restores the
+    previous state, since torch then calls no forward hook."""
     before = _ACTIVE.handler, _ACTIVE.calls, _ACTIVE.own
     try:
         _ACTIVE.handler, _ACTIVE.calls, _ACTIVE.own = handler, calls, own
@@ -91,10 +92,11 @@ def _handled(
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Attention of a handler that differentiates nothing: what lies below would silently have no gradient."""
+    """Attention of a handler without gradients; backward raises, because layers below would silently get none."""
 
     @staticmethod
     def forward(ctx: object, out: Tensor, q: Tensor) -> Tensor:
+        """Return ``out``, of any shape, unchanged."""
         return out
 
     @staticmethod
@@ -112,6 +114,8 @@ def _attention(
     scaling: float | None = None,
     **kw: Unpack[CallArguments],
 ) -> tuple[Tensor, Tensor | None]:
+    """Attention ``[B, T, Q, D]`` of rotated queries ``[B, Q, T, D]`` and new keys and values ``[B, H, T, D]``, by
+    this thread's handler or, without one, by the model's own function."""
     handler, calls = _ACTIVE.handler, _ACTIVE.calls
     if handler is None or calls is None:
         return _own_attention(module)(module, q, k, v, attention_mask, dropout=dropout, scaling=scaling, **kw)
@@ -138,13 +142,14 @@ def _attention(
 def _method(
     module: nn.Module, own: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
+    """Attention ``[B, Q, T, D]`` in place of a module's method ``own``; q, k and v as in ``_attention``."""
     if _ACTIVE.handler is None:
         return own(q, k, v, mask)
     return _attention(module, q, k, v, mask)[0].transpose(1, 2), None
 
 
 def _own_attention(module: nn.Module) -> Method:
-    """The attention that a module's model had before it was attached."""
+    """The attention function that the module's model had before the attachment."""
     own = _ACTIVE.own
     if own == "eager":
         return getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
@@ -159,7 +164,7 @@ def _mask(*args: object, **kwargs: object) -> object:
 
 
 def active_handler() -> Handler | None:
-    """The handler of the forward that runs now in this thread, if any."""
+    """The handler of this thread's current forward, if any."""
     return _ACTIVE.handler
 
 
@@ -168,8 +173,8 @@ AttentionMaskInterface.register(NAME, _mask)
 
 
 def operations(x: Tensor, *others: Tensor) -> LayerOperations | None:
-    """Operations of the forward that runs now in this thread for ``x`` and what it is computed with; None where the backbone's
-    own are used, as where one of the tensors is differentiated."""
+    """Operations of this thread's current forward for ``x`` ``[B, T, E]`` and its other inputs; None if the
+    backbone's own must be used, for example if a tensor needs gradients."""
     handler, several = _ACTIVE.handler, (x, *others)
     if handler is None or (torch.is_grad_enabled() and any(x.requires_grad for x in several)):
         return None
@@ -177,19 +182,20 @@ def operations(x: Tensor, *others: Tensor) -> LayerOperations | None:
 
 
 def _wants_unrotated() -> bool:
-    """Whether the handler of the forward that runs now in this thread wants q and k before RoPE."""
+    """Whether the handler of this thread's current forward needs q and k before RoPE."""
     handler = _ACTIVE.handler
     return handler is not None and handler.wants_unrotated
 
 
 def _unrotated_operations(x: Tensor, *others: Tensor) -> LayerOperations | None:
-    """``operations`` where the forward's handler wants q and k before RoPE: rotations are left out then."""
+    """``operations`` for ``x`` ``[B, T, E]`` if the handler needs q and k before RoPE, so that rotations are
+    skipped; otherwise None."""
     return operations(x, *others) if _wants_unrotated() else None
 
 
 class Attachment:
-    """A model whose attention is met from ``start()`` until ``detach()``, or the end of a ``with`` block, which restore it
-    exactly. An interrupt of either leaves the model as it was."""
+    """A model whose attention calls are intercepted from ``start()`` to ``detach()`` or the end of a ``with`` block.
+    Both restore the model exactly, and an interrupt of either leaves the model as it was."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model = unwrapped(model)
@@ -209,7 +215,7 @@ class Attachment:
         _sweep(model)
         before = config._attn_implementation
         if before == NAME:
-            raise RuntimeError("this model is attached already: detach it first")
+            raise RuntimeError("this model is already attached: detach it first")
         description = describe(model)
         decoder, words = decoder_of(model), model.get_output_embeddings()
         try:
@@ -288,10 +294,11 @@ class Attachment:
 
 
 def _refuse_copies(undo: Undo, decoder: nn.Module) -> None:
-    """Let copying and pickling of a decoder raise TypeError until ``undo``: a copy would call this one's forward."""
+    """Make copying and pickling of a decoder raise TypeError until ``undo``, because a copy would call this
+    decoder's forward."""
 
     def refuse(protocol: object) -> NoReturn:
-        raise TypeError("an attached model is neither copied nor pickled: detach it first (save_pretrained works)")
+        raise TypeError("an attached model cannot be copied or pickled: detach it first (save_pretrained works)")
 
     undo.add(lambda: vars(decoder).pop("__reduce_ex__", None))
     vars(decoder)["__reduce_ex__"] = refuse
@@ -300,7 +307,8 @@ def _refuse_copies(undo: Undo, decoder: nn.Module) -> None:
 def _calls_of(
     decoder: DecoderStack, description: DecoderAttention, device: torch.device
 ) -> dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]]:
-    """The calls of each attention module, in the order of a forward."""
+    """The calls of each attention module, in the order of a forward, each with the order ``[D]`` of its channels or
+    None."""
     known: dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]] = {}
     for call in description.calls:
         rotation = None if isinstance(description.rotations, str) else description.rotations[call.layer]

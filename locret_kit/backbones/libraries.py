@@ -30,7 +30,8 @@ class Undo:
         self._steps.append(step)
 
     def run(self) -> None:
-        """Run every step, the newest first. An interrupted step runs again; what was raised is raised after the last one."""
+        """Run every step, the newest first. An interrupted step runs again. Exceptions are raised after the last
+        step."""
         raised: BaseException | None = None
         while self._steps:
             try:
@@ -60,8 +61,8 @@ def replace_forward(undo: Undo, module: nn.Module, forward: Callable[..., object
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether a module's forward is its class's, but for what ``replace_forward`` has put before it, and that one is written
-    beside the class, not put there by a program that patches classes."""
+    """Whether a module's forward is its class's own. ``replace_forward`` may wrap it, but the class's method must be
+    defined in the class, not patched by a program."""
     forward, own = vars(module).get("forward"), type(module).forward
     home = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     while getattr(getattr(forward, "func", None), "__module__", "").startswith(__package__):
@@ -74,16 +75,16 @@ def has_own_forward(module: nn.Module) -> bool:
 
 LIBRARIES = ("torch", "peft", "deepspeed", "lightning", "pytorch_lightning")
 INNER = ("_orig_mod", "module", "base_model", "model", "_forward_module")
-"""Names by which wrappers of these libraries hold a model: ``torch.compile``, parallelism, PEFT (two), Fabric."""
+"""Attributes of wrappers that hold the model: ``torch.compile``, parallelism, PEFT (two), Fabric."""
 SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 
 
 def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
-    """The model of transformers inside of wrappers; adapters of PEFT within its layers stay. What is no module, but has a
-    ``config``, is as it was.
+    """The transformers model inside wrappers; PEFT adapters within its layers stay. An object that is no module but
+    has a ``config`` is returned unchanged.
 
     Raises:
-        ValueError: a wrapper that acts beside the model, one that keeps its weights, or one that is not known.
+        ValueError: an unknown wrapper, or one that acts outside the model or holds its weights.
     """
     inner: Any = model
     while True:
@@ -112,14 +113,14 @@ def speaking(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_adapters(model: Any) -> None:
-    """Raise ValueError where an adapter of PEFT acts on a text beside the layers."""
+    """Raise ValueError if a PEFT adapter acts on the text outside the layers."""
     for name in model.active_adapters:
         config = model.peft_config[name]
         kind = str(config.peft_type).removeprefix("PeftType.")
         beside = config.is_prompt_learning or kind == "XLORA" or getattr(config, "alora_invocation_tokens", None)
         if beside:
             raise ValueError(
-                f"{type(model).__name__}: adapter {name!r} ({kind}) acts beside the layers, where no bounded cache sees it: "
+                f"{type(model).__name__}: adapter {name!r} ({kind}) acts outside the layers, where no bounded cache sees it: "
                 "pass the model without it, or one with LoRA"
             )
 

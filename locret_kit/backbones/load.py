@@ -98,7 +98,7 @@ GGUF_ADVICE = {
     "weight_bits": "choose a file of other bits, or give the float model",
     "device_map": "leave it out, or give the float model",
 }
-"""What to do instead of what a GGUF file's weights do not allow, by option."""
+"""Alternatives to options that GGUF weights do not support, by option."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -111,7 +111,7 @@ def pick_device(device: str | None) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"device={device!r} must be one of PyTorch's, such as cpu, cuda, cuda:1 or mps") from error
     if where.type == "meta":
-        raise ValueError(f"device={device!r} holds no numbers: name one that computes, such as cpu or cuda")
+        raise ValueError(f"device={device!r} stores no data: name one that computes, such as cpu or cuda")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: PyTorch sees no CUDA device here")
     return where
@@ -127,11 +127,11 @@ def pick_dtype(dtype: str, device: torch.device, config: PreTrainedConfig) -> to
 
 
 def resolve_model(name: str, field: str = "model") -> str:
-    """A folder as given, or the same relative path beside the installed project, or a Hub id as it is; the demo backbone
-    wherever it was fetched to.
+    """The folder or Hub id to load: the folder as given, the same relative path next to the installed project, or
+    the id unchanged. For the demo's backbone, its downloaded folder.
 
     Raises:
-        FileNotFoundError: a relative path under ``checkpoints/`` that is in neither place; names ``field``.
+        FileNotFoundError: a relative path under ``checkpoints/`` that is in neither place; has ``field``.
     """
     if Path(name).exists():
         return name
@@ -184,7 +184,7 @@ def load_config(name: str, revision: str | None = None, *, whole: bool = False) 
     with _reading(f"model={name!r} cannot be loaded: config.json"):
         fields, _ = PreTrainedConfig.get_config_dict(resolve_model(name), revision=revision)
         if str(fields.get("format")).startswith("locret_kit.heads"):  # its model_type would make a model of billions
-            raise ValueError("it is of retaining heads, not of a backbone: --ckpt takes them")
+            raise ValueError("it holds retaining heads, not a backbone: give it as --ckpt")
         check_config(fields.get("text_config") or fields)
         config = AutoConfig.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
     return config if whole else config.get_text_config(decoder=True)
@@ -223,15 +223,16 @@ def load_backbone(
     weight_bits: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """``(model, tokenizer)``: frozen, in evaluation mode, on ``device``, with a PEFT adapter merged in where one is named.
+    """Load ``(model, tokenizer)``: frozen, in evaluation mode, on ``device``, with a PEFT adapter merged in if one
+    is named.
 
-    Matrices of a GGUF file (see ``gguf``) stay packed; ``dtype`` is then that of the rest.
+    Matrices of a GGUF file (see ``gguf``) stay packed, and ``dtype`` applies to the other weights.
 
     Args:
-        weight_bits: 4 or 8 quantises the layers' matrices as they are loaded, see ``quantisation``.
-        device_map: 'auto' and its like, or accelerate's map of module to device: spread the model over the GPUs and the
-            CPU's memory instead of putting it on ``device``. gpu_memory: most that weights take of each GPU, such as 18GiB.
-        tokenizer: the one to give back; by default it is loaded.
+        weight_bits: 4 or 8 quantises the layers' matrices while loading, see ``quantisation``.
+        device_map: 'auto' and similar, or accelerate's map of module to device. It spreads the model over GPUs and
+            CPU memory instead of ``device``. gpu_memory: limit of the weights per GPU, such as 18GiB.
+        tokenizer: returned unchanged; loaded by default.
     """
     warn_of_newer()
     logging.set_verbosity_error()  # bars and warnings of loading are noise: what matters is checked
@@ -274,7 +275,7 @@ def load_backbone(
     if adapter:
         if any(weight.is_meta for weight in model.parameters()):
             raise ValueError(
-                f"adapter={adapter!r} cannot be merged into weights that device_map={device_map!r} has put off the GPUs: "
+                f"adapter={adapter!r} cannot be merged into weights that device_map={device_map!r} has moved off the GPUs: "
                 "merge it first and name the merged model"
             )
         model = merge_adapter(model, adapter)
@@ -307,7 +308,7 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         wrapped = PeftModel.from_pretrained(model, resolve_model(adapter, "adapter"))
     if not hasattr(wrapped.base_model, "merge_and_unload"):
         kind = str(wrapped.peft_config["default"].peft_type).removeprefix("PeftType.")
-        raise ValueError(f"adapter={adapter!r} is {kind}, which cannot be merged into weights; LoRA and its kin can")
+        raise ValueError(f"adapter={adapter!r} is {kind}, which cannot be merged into weights, as LoRA can")
     return wrapped.merge_and_unload()
 
 
@@ -322,7 +323,7 @@ def choose_adapter(recorded: str | None, given: str | None) -> tuple[str | None,
 
 
 def other_backbone(recorded: str, name: str) -> str | None:
-    """A warning where heads run on another backbone than the one they were trained on; its shapes alone may be right."""
+    """A warning if heads run on another backbone than they were trained on, which may have the same shapes."""
     called = model_name(name) if is_gguf(name) else Path(name).name  # a copy in few bits is the same model
     if name == recorded or called.casefold() == Path(recorded).name.casefold() or _same_folder(name, recorded):
         return None

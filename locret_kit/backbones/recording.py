@@ -1,5 +1,5 @@
-"""Forwards of a decoder over a few tokens, whose attention calls are recorded, or answered with what they returned before; and
-the rotations and windows that two of them show."""
+"""Forwards of a decoder over a few tokens that record its attention calls or replay recorded results; and the
+rotations and windows that two recordings show."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,12 +141,13 @@ class IndexedCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        """Record the layer index that an attention module asks for; shapes ``[B, H, T, D]`` as in transformers."""
         self.asked = layer_idx
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 class Recording(threading.local):
-    """Attention calls of the probe that runs in this thread."""
+    """Attention calls of this thread's probe."""
 
     calls: list[RecordedCall]
     outputs: list[Tensor]
@@ -159,7 +160,7 @@ NOW = Recording()
 
 
 class CallArguments(TypedDict, total=False):
-    """Arguments of an attention call by name that change it; others come with them."""
+    """Named arguments that change an attention call; others are ignored."""
 
     softcap: float | None
     s_aux: Tensor | None
@@ -167,12 +168,13 @@ class CallArguments(TypedDict, total=False):
 
 
 def softmax_of(q: Tensor, scaling: float | None, named: CallArguments) -> Softmax:
-    """The softmax that an attention call asks for."""
+    """The softmax of an attention call with queries ``[B, Q, T, D]``."""
     return Softmax(q.shape[-1] ** -0.5 if scaling is None else scaling, named.get("softcap"), named.get("s_aux"))
 
 
 def unknown_argument(named: CallArguments, tokens: int) -> str | None:
-    """An argument of an attention call that would change it and that the kit does not know; None without one."""
+    """Name of an argument that would change the attention call and that the kit does not know; None if there is
+    none."""
     for name, value in named.items():
         if isinstance(value, Tensor) and name not in IGNORED and name != "s_aux":
             return name
@@ -183,6 +185,8 @@ def record(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, **named: Unpack[CallArguments],
 ) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention ``[B, T, Q, D]`` of a call, recorded with its arguments: queries ``[B, Q, T, D]``, keys and values
+    ``[B, H, S, D]``."""
     number, cache = len(NOW.calls), NOW.cache
     index = None if cache is None else cache.asked
     if cache is not None:
@@ -199,6 +203,7 @@ def record(
 
 
 def record_mask(*args: Any, **named: Any) -> Tensor | None:
+    """The eager mask ``[B, 1, T, S]`` of a layer, with its mask function recorded."""
     mask = eager_mask(*args, **named)
     if mask is not None:
         NOW.masks[storage_of(mask)] = named.get("mask_function")
@@ -206,7 +211,8 @@ def record_mask(*args: Any, **named: Any) -> Tensor | None:
 
 
 def storage_of(x: Tensor) -> int:
-    """A number of the storage that ``x`` is a view of, while that lives: on the meta device too, where addresses are 0."""
+    """An id of the storage of ``x`` (any shape), valid while the storage lives. It works on the meta device too,
+    where addresses are 0."""
     return x.untyped_storage()._cdata
 
 
@@ -216,7 +222,7 @@ AttentionMaskInterface.register(NAME, record_mask)
 
 @contextmanager
 def observed(decoder: PreTrainedModel, config: PreTrainedConfig) -> Iterator[None]:
-    """Attention of a decoder recorded within the block, whose modules are in evaluation mode."""
+    """Record a decoder's attention within the block, with modules in evaluation mode."""
     training, undo = [module for module in decoder.modules() if module.training], Undo()
     try:
         for module in training:
@@ -236,6 +242,11 @@ def observed(decoder: PreTrainedModel, config: PreTrainedConfig) -> Iterator[Non
 def _record_method(
     rows: int, module: nn.Module, own: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, None]:
+    """Attention ``[B, Q, T, D]`` in place of a module's method ``own``, recorded.
+
+    Raises:
+        UnsupportedArchitecture: ``own`` is not the usual softmax attention.
+    """
     if NOW.replayed is None and not q.is_meta and not is_softmax(own, q, rows):
         raise UnsupportedArchitecture(f"attention of {type(module).__name__} is scaled or masked in a way of its own")
     return record(module, q, k, v, mask)[0].transpose(1, 2), None
@@ -243,7 +254,8 @@ def _record_method(
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One forward: its attention calls, their outputs, the final hidden states, and transformers' own cache after it."""
+    """The record of a forward: its attention calls, their outputs, the final hidden states, and transformers' cache
+    after it."""
 
     calls: list[RecordedCall]
     outputs: list[Tensor]
@@ -254,6 +266,8 @@ class RecordedRun:
 def run_recorded(
     decoder: nn.Module, config: PreTrainedConfig, ids_1T: Tensor, replayed: list[Tensor] | None = None, **more: Tensor
 ) -> RecordedRun:
+    """Run a decoder over token ids ``[1, T]`` and record it. ``replayed``: results to return instead of computing
+    attention."""
     NOW.calls, NOW.outputs, NOW.replayed = [], [], replayed
     NOW.cache = IndexedCache(config=config)
     hidden = decoder(input_ids=ids_1T, use_cache=True, **{CACHE: NOW.cache}, **more).last_hidden_state
@@ -261,12 +275,12 @@ def run_recorded(
 
 
 ROUNDING = {torch.float64: 2e-5, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Differences within which numbers of a type count as equal, relative to the largest. Norms and rotations of a model in float64
-are in float32."""
+"""Tolerance for equal numbers of a type, relative to the largest. Norms and rotations of a float64 model are in
+float32."""
 
 
 def close(a: Tensor, b: Tensor, times: float = 1.0) -> bool:
-    """Equal up to the rounding of their type."""
+    """Whether two tensors have one shape and are equal up to the rounding of their type."""
     if a.shape != b.shape:
         return False
     largest = b.float().abs().max().clamp(min=1e-6)
@@ -279,7 +293,7 @@ def close(a: Tensor, b: Tensor, times: float = 1.0) -> bool:
 def rotations_of(
     decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
 ) -> tuple[Rotation, ...] | str:
-    """The rotation of every layer with rows, or why it is not known."""
+    """The rotation of every layer with rows, or the reason why it is unknown. ``ids_1T``: token ids ``[1, T]``."""
     rotaries = rotaries_of(decoder)
     undo = Undo()
     try:
@@ -307,7 +321,7 @@ def rotations_of(
 
 
 def _norms(decoder: nn.Module, attention: str, D: int) -> dict[str, Tensor]:
-    """Weights below a module of attention that could be of a norm of a head's ``D`` channels, by their paths."""
+    """Weights ``[D]`` within an attention module, by path: possible norms of a head's channels."""
     weights = decoder.get_submodule(attention).named_parameters()
     return {f"{attention}.{path}": weight for path, weight in weights if weight.shape == (D,)}
 
@@ -316,8 +330,8 @@ def rotation_between(
     rotaries: dict[str, nn.Module], before: Sequence[Tensor], after: Sequence[Tensor], norms: Mapping[str, Tensor] = {},
     first: str = "",
 ) -> Rotation | None:  # fmt: skip
-    """The form that turns queries and keys ``[B, heads, T, D]`` without a rotation into those with it; None for none of the known
-    ones. ``norms``: see ``_norms``; ``first``: the buffer that is tried before others, which may be like it in a few tokens."""
+    """The rotation between queries and keys ``[B, heads, T, D]`` before and after RoPE; None if no known form fits.
+    ``norms``: see ``_norms``. ``first``: the buffer to try first, since another may be equal in a few tokens."""
     pairs = list(zip(before, after, strict=True))
     if all(close(a, b) for a, b in pairs):
         return Rotation()

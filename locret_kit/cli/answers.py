@@ -31,7 +31,7 @@ from ..settings import made
 from ..text.template import has_template, render_messages
 from ..text.tokens import answer_text, stream_ids
 from .command import check_question, progress, title_of, write_answer
-from .loading import Chosen, beyond_window, check_sampling, choose, not_shown, prompt_ids
+from .loading import ModelChoice, beyond_window, check_sampling, not_shown, prompt_ids, resolve_choice
 
 Say = Callable[[str], None]
 SHARED = (*(item.name for item in fields(Generation)), "seed")
@@ -45,7 +45,7 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
     sampling, shown = check_sampling(args), None if args.quiet else progress
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
     pick_device(args.device)  # before a long text is tokenised
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args, asked=questions != [None])
+    chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args, asked=questions != [None])
     warnings: list[str | None] = [*chosen.warnings]
     say(f"backbone: {chosen.backbone}")
     if len(questions) > 1:
@@ -106,14 +106,14 @@ def thought_of(args: Generation, tokenizer: PreTrainedTokenizerBase, ids: array[
     return Thought.after(tokenizer, ids, max_tokens=args.max_thought_tokens)
 
 
-def reads_once(args: InferOptions, chosen: Chosen, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether answers are the same bit for bit where the text is read once for several questions: not where the budget, the
-    one chunk or the room hang on each prompt's length."""
+def reads_once(args: InferOptions, chosen: ModelChoice, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether reading the text once for several questions gives bit-identical answers. It does not if the budget,
+    the single chunk or the room depends on each prompt's length."""
     by_length = isinstance(args.budget, float) or args.one_shot or not chosen.evicts
     return tokenizer.is_fast and not by_length
 
 
-def origin_of(chosen: Chosen, backend: object) -> dict[str, object]:
+def origin_of(chosen: ModelChoice, backend: object) -> dict[str, object]:
     """The origin of a report. The heads are read anew for their hash, since the run has cast them."""
     heads = RetainingHeads.from_pretrained(chosen.ckpt, backbone=chosen.backbone) if chosen.ckpt else None
     hashed = weights_hash(heads) if heads is not None else ""
@@ -129,10 +129,11 @@ class Line(Request):
 
 
 def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, object]], done: set[str]) -> int:
-    """Load, and answer what has no answer yet; the exit status. Raises ValueError or OSError with a one-line message."""
+    """Load the model and answer the remaining prompts; returns the exit status. Raises ValueError or OSError with a
+    one-line message."""
     left, total = [line for key, line in lines.items() if key not in done], len(lines)
     Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args)
+    chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args)
     if not left:
         print(f"{target} has an answer for each of the {total} prompts", file=sys.stderr)
         return 0
@@ -187,10 +188,10 @@ def open_answers(target: Path) -> Iterator[IO[str]]:
 
 
 def read_line(args: InferOptions, data: object) -> tuple[BatchPrompt, Sampling]:
-    """A line's prompt and how its tokens are chosen; the command's options stand in for those that it leaves out.
+    """A line's prompt and sampling. The command's options are the defaults.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: an invalid line, with the reason.
     """
     if isinstance(data, ValueError):
         raise data
@@ -214,9 +215,9 @@ def ids_of(args: InferOptions, prompt: BatchPrompt, tokenizer: PreTrainedTokeniz
             raise ValueError("messages go through the chat template: leave out --no-chat")
         asked = [message.get("role") for message in prompt.messages] == ["user"]
         if not prompt.messages or prompt.messages[-1].get("role") == "assistant":
-            raise ValueError("messages must end with one that is to be answered")
+            raise ValueError("the last message must not be the assistant's")
         if wrong := next((message for message in prompt.messages if message.keys() != {"role", "content"}), None):
-            raise ValueError(f"a message has role and content, not {', '.join(wrong) or 'nothing'}")
+            raise ValueError(f"a message must have role and content, not {', '.join(wrong) or 'nothing'}")
         ids = stream_ids(tokenizer, render_messages(tokenizer, prompt.messages), special=not has_template(tokenizer))
     else:
         if prompt.question is not None:

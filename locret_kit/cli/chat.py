@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from ..documents.document import Document
     from ..runtime.session import Sampling
-    from .loading import Chosen
+    from .loading import ModelChoice
 
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Characters with which a text could command a terminal."""
+"""Control characters, which could command a terminal."""
 PATIENCE_S = 2
 """Seconds of reading a message after which its progress is shown."""
 
@@ -41,13 +41,13 @@ class Stopped(Exception):
 
 
 class Screen:
-    """A terminal, where stdin is one, else pipes: no prompts, and no greetings.
+    """The terminal, or pipes without prompts and greetings.
 
     Args:
-        history_file: where messages of a terminal are kept for the next time; None keeps them in memory.
+        history_file: file to store the terminal's messages; None keeps them in memory.
 
     Raises:
-        OSError: the file of the history cannot be written.
+        OSError: the history file cannot be written.
     """
 
     status = 0
@@ -98,7 +98,7 @@ class Screen:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A block in which Ctrl-C raises Stopped, in a terminal."""
+        """A context manager. In a terminal, Ctrl-C raises Stopped within it."""
         self._pressed = False
         try:
             yield
@@ -112,7 +112,7 @@ class Screen:
             raise Stopped
 
     def progress(self, patience_s: float = 0) -> Callable[[int, int], None]:
-        """Progress of reading a text, as a line on stderr after so many seconds. Checks for Ctrl-C."""
+        """A progress function for prefill: a line on stderr after ``patience_s`` seconds. It also checks for Ctrl-C."""
         show, began = progress("read"), time.monotonic()
 
         def step(done: int, total: int) -> None:
@@ -200,7 +200,7 @@ class Talk:
     def __init__(
         self,
         args: ChatOptions,
-        chosen: Chosen,
+        chosen: ModelChoice,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         sampling: Sampling,
@@ -248,10 +248,10 @@ class Talk:
                 self.screen.complain(first_line(error) + hint)
 
     def take(self, message: str) -> bool:
-        """Answer a message, or do what a command says; False after /quit.
+        """Answer a message or run a command; False after /quit.
 
         Raises:
-            Stopped: by Ctrl-C. ValueError, OSError, ImportError, RuntimeError: what the user can mend.
+            Stopped: by Ctrl-C. ValueError, OSError, ImportError, RuntimeError: errors that the user can fix.
         """
         if not message.startswith("/") or message.startswith("//"):
             self._ask(message.removeprefix("/"))
@@ -259,13 +259,13 @@ class Talk:
         name, words = (*message[1:].split(None, 1), "", "")[:2]
         words = words.strip()
         if name in GONE:
-            raise ValueError(f"/{name} is no command any more: {GONE[name]}")
+            raise ValueError(f"/{name} was removed: {GONE[name]}")
         if name not in COMMANDS:
             near = nearest(f"/{name}", [f"/{known}" for known in COMMANDS])
             raise ValueError(f"unknown command '/{name}'.{near or ' /help lists them; // begins a message with /'}")
         takes = COMMANDS[name][0]
         if words and not takes:
-            raise ValueError(f"/{name} takes no words, not {words!r}")
+            raise ValueError(f"/{name} takes no arguments, not {words!r}")
         if not words and takes == "FILE":
             raise ValueError(f"/{name} needs a file: /{name} FILE")
         if name == "quit":
@@ -294,9 +294,9 @@ class Talk:
 
     def retry(self) -> None:
         if not self._asked:
-            raise ValueError("nothing was asked yet")
+            raise ValueError("no question has been asked yet")
         if self.args.temperature == 0:
-            self.screen.note("at temperature 0 the answer is the same each time: --temperature 0.7 draws others")
+            self.screen.note("at temperature 0 the answer is the same each time: try --temperature 0.7")
         again = self.screen.progress(PATIENCE_S)
         if len(self.chat.turns) > self._turns:
             self._stream(self.chat.retry(again))
@@ -314,7 +314,7 @@ class Talk:
 
     def pin(self, text: str) -> None:
         start, end = self.chat.pin(text or None)
-        self.screen.note(f"pinned: {end - start} tokens; what was evicted of them before stays gone")
+        self.screen.note(f"pinned: {end - start} tokens; slots evicted before stay evicted")
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class Talk:
             self.document.save(path, names=self.chosen.names)
         else:
             if not self.chat.turns:
-                raise ValueError("nothing was said yet")
+                raise ValueError("the conversation is empty")
             write_text(path, self._markdown())
         self._written.add(path.resolve())
         self.screen.note(f"saved: {path}, {path.stat().st_size / 2**10:.1f} KiB")
@@ -365,7 +365,7 @@ class Talk:
         self.screen.note("\n".join((*lines, keys, "// begins a message with /.")))
 
     def _markdown(self) -> str:
-        """The conversation."""
+        """The conversation as Markdown."""
         said = [("System", self.args.system)] if self.args.system and self.document is None else []
         for turn in self.chat.turns:
             said += [("User", turn.question), ("Assistant", turn.answer)]
@@ -390,7 +390,7 @@ def run(args: ChatOptions) -> int:
             read_record(file)
         else:
             text = text_of(str(file))
-    from .loading import check_sampling, choose, open_document
+    from .loading import check_sampling, open_document, resolve_choice
 
     sampling = check_sampling(args)
     screen, document = Screen(args.history_file), None
@@ -399,7 +399,7 @@ def run(args: ChatOptions) -> int:
         document, chosen = open_document(str(file), args)
         model, tokenizer = document.model, document.tokenizer
     else:
-        chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.run)
+        chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args.run)
         model, tokenizer = chosen.load(args)
     for line in chosen.warnings:
         screen.note(line)

@@ -1,6 +1,6 @@
 """Entry point of a command: one-line errors, exit statuses, Ctrl-C, closed streams. No torch.
 
-And what commands share: text in, answers and progress out, files that can be written.
+It also has functions that commands share: text input, output of answers and progress, checks of output files.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _RETRIES = OneRetryLine()
 
 
 def open_streams() -> None:
-    """The three streams, whatever the caller left of them: one that was closed reads and writes nothing, and what stdout's
-    encoding lacks is escaped, as stderr does it, rather than an error after minutes of work."""
+    """Open the three standard streams. One that the caller closed reads and writes nothing. Characters that stdout's
+    encoding lacks are escaped, as on stderr, instead of failing after minutes of work."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the process ends)
@@ -45,7 +45,7 @@ def open_streams() -> None:
 
 
 def install_hint(error: ImportError) -> str:
-    """A hint how to install a missing module that one of the package's extras brings; '' for others."""
+    """The install command for a missing module of one of the package's extras; '' for others."""
     missing = (error.name or "").split(".")[0]
     with suppress(PackageNotFoundError):  # run from a checkout
         for requirement in requires("locret-kit") or []:
@@ -58,12 +58,12 @@ def install_hint(error: ImportError) -> str:
 def command(
     name: str, *, stopped: str = "stopped", also: tuple[type[Exception], ...] = (), usage: int = 1
 ) -> Callable[[Callable[P, int]], Callable[P, int]]:
-    """Decorate a ``main`` that raises what its user can mend: ValueError, OSError, ImportError and ``also``.
+    """Decorate a ``main`` that raises errors for the user: ValueError, OSError, ImportError and ``also``.
 
-    Its status is then its own, 1 after an error or a closed stdout, 130 after Ctrl-C, each said in one line on stderr that
-    begins with ``name``. ``usage`` is the status after words that are no options, and ``stopped`` what Ctrl-C says, '' to say
-    nothing. Any other exception is a bug and shows its traceback. Where a library may have failed that is newer than the
-    tested one, a line names a release that works.
+    The exit status is main's own, 1 after an error or a closed stdout, 130 after Ctrl-C. Each error is one line on
+    stderr that begins with ``name``. ``usage`` is the status after unknown options. ``stopped`` is the message after
+    Ctrl-C; '' prints none. Any other exception is a bug and shows its traceback. If a library newer than the tested
+    one may be the cause, a line names a release that works.
     """
     mendable: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *also)
 
@@ -146,12 +146,12 @@ def to_stderr(line: str) -> None:
 
 
 def text_of(file: str | None) -> Iterator[str]:
-    """Pieces of the text of a file, or of stdin where it is None or -, which is looked at before this returns: a file as a
-    whole, a pipe at its beginning. What is no text by its name or first bytes, such as a PDF from stdin, is converted whole, in a
-    process of its own.
+    """Pieces of the text of a file, or of stdin if it is None or -. The input is checked before this returns: a file
+    completely, a pipe at its beginning. Input that is no text by its name or first bytes, such as a PDF on stdin, is
+    converted as a whole in a separate process.
 
     Raises:
-        ValueError: it cannot be read, is not UTF-8, or is blank. ImportError: a format that needs the extra ``documents``.
+        ValueError: unreadable, not UTF-8, or blank. ImportError: a format that needs the extra ``documents``.
     """
     source, name = ("stdin", "stdin") if file in (None, "-") else (f"file={file!r}", str(file))
     if source == "stdin" and sys.stdin.isatty():
@@ -162,7 +162,7 @@ def text_of(file: str | None) -> Iterator[str]:
             first = stream.read(1 << 16)
             if first[4:9] == b"\0\0\0\0{":  # the header of a safetensors file
                 raise ValueError(
-                    f"{source} is no text but tensors: if locret-read wrote it, locret-ask answers about it"
+                    f"{source} holds tensors, not text: if locret-read wrote it, ask about it with locret-ask"
                 )
             if name.lower().endswith(CONVERTED) or not may_be_text(first):
                 return iter([convert(first + stream.read(LIMIT), name, lost=to_stderr)])
@@ -174,14 +174,14 @@ def text_of(file: str | None) -> Iterator[str]:
                 stream.seek(begun)
                 first = b""
             if blank and not first:
-                raise ValueError(f"{source} holds no text: name a file that does, or give it with < FILE")
+                raise ValueError(f"{source} has no text: name another file, or pipe a text with < FILE")
         except OSError as error:
             raise ValueError(f"{source} cannot be read: {error.strerror}{_way_out(name)}") from error
         return _blocks(stream, first, source, opened.pop_all())
 
 
 def _way_out(name: str) -> str:
-    """Words for what is no file but may have a text; '' for others."""
+    """A hint for a name that is no file but may be a text; '' for others."""
     if Path(name).is_dir():
         return ": name a file, or join several, as in cat FILES | locret-infer"
     return ": download it first, and name the file" if "://" in name else ""
@@ -201,7 +201,7 @@ def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> I
         except OSError as error:
             raise ValueError(f"{source} cannot be read: {error.strerror}") from error
     if blank:
-        raise ValueError(f"{source} holds no text: name a file that does, or give it with < FILE")
+        raise ValueError(f"{source} has no text: name another file, or pipe a text with < FILE")
 
 
 def title_of(file: str | None) -> str:
@@ -216,9 +216,9 @@ def check_target(path: Path, option: str, *, replace: bool = True, source: str |
     if path.exists() and not path.is_file():
         raise ValueError(f"{said} is {'a folder' if path.is_dir() else 'no regular file'}: name a file")
     if path.exists() and not replace:
-        raise ValueError(f"{said} is there already: name another file, or remove it first")
+        raise ValueError(f"{said} already exists: name another file, or remove it first")
     if source is not None and path.resolve() == Path(source).resolve():
-        raise ValueError(f"{said} is the file that is read: name another")
+        raise ValueError(f"{said} is the input file: name another")
     folder = path.resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{said}: its folder is missing or cannot be written")
@@ -269,7 +269,8 @@ def write_answer(
 
 
 def folded(pieces: Iterable[str], *, quiet: bool = False) -> Iterator[str]:
-    """Pieces of an answer without its thought, of which stderr has one dim line with its length; a terminal while it comes."""
+    """Pieces of an answer without its thought. stderr gets one dim line with the thought's length, and a terminal
+    shows it in progress."""
     from ..runtime.session import ThoughtPiece
 
     words, dim, plain = "", *(("\r\033[2m", "\033[0m") if (terminal := sys.stderr.isatty()) else ("", ""))

@@ -1,6 +1,7 @@
-"""Documents that are read once and asked often: ``locret-read``, ``locret-ask``, ``locret-info`` and ``locret-kept``.
+"""Commands for documents that are read once and asked often: ``locret-read``, ``locret-ask``, ``locret-info`` and
+``locret-kept``.
 
-What is wrong with a file is said before torch is imported; ``locret-info`` imports none and loads no model.
+Errors in files are reported before torch is imported. ``locret-info`` imports no torch and loads no model.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ def run_read(args: ReadOptions) -> int:
         raise ValueError("give --append or --overwrite, not both")
     check_target(target, "out", source=args.file)
     if args.append:
-        refuse(args, AS_BEFORE, "with --append: the text is read on as it began")
+        refuse(args, AS_BEFORE, "with --append: the document keeps its settings")
         if not target.exists():
-            raise FileNotFoundError(f"out={args.out!r} is not there: without --append it is made")
+            raise FileNotFoundError(f"out={args.out!r} does not exist: leave out --append to create it")
         read_record(target)
     elif target.exists() and not args.overwrite:
-        raise ValueError(f"out={args.out!r} is there already: --append adds to it, --overwrite replaces it")
+        raise ValueError(f"out={args.out!r} already exists: --append adds to it, --overwrite replaces it")
     text = text_of(args.file)  # before torch is imported: a name that is wrong is said at once
     document, names, count, seconds = append(args, text) if args.append else read_text(args, text)
     document.save(target, text=args.text, names=names, replace=args.append or args.overwrite)
@@ -65,9 +66,9 @@ Done = tuple["Document", dict[str, str], int, float]
 def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     """The text as a new document."""
     from ..documents.document import Document
-    from .loading import beyond_window, choose, counted_text, not_shown
+    from .loading import beyond_window, counted_text, not_shown, resolve_choice
 
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args.run)
+    chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args.run)
     model, tokenizer = chosen.load(args)
     began = time.perf_counter()
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
@@ -122,7 +123,7 @@ def run_ask(args: AskOptions) -> int:
         )  # fmt: skip
         cached = answer.cache.get_seq_length()
         if document.reads > reads and not args.quiet:
-            print("the text is read anew: with this question it is evicted otherwise", file=sys.stderr)
+            print("reading the text again: this question changes the evictions", file=sys.stderr)
         if args.json:
             print(json_line(as_json(question, answer, cached, began)), flush=True)
             continue
@@ -164,7 +165,7 @@ def questions_of(args: AskOptions) -> list[str]:
 
 
 def words_of(option: str, file: str) -> str:
-    """The text of a small file that an option names, or of stdin where it is -. Raises ValueError where it is none."""
+    """The text of a small file named by an option, or of stdin for -. Raises ValueError if it cannot be read."""
     source = "stdin" if file == "-" else f"{option}={file!r}"
     try:
         with (
@@ -177,7 +178,8 @@ def words_of(option: str, file: str) -> str:
 
 
 def json_line(value: object) -> str:
-    """A value as JSON; in escapes where stdout's encoding lacks a character, since those of ``open_streams`` are no JSON."""
+    """A value as JSON, with escapes for characters that stdout's encoding lacks. The escapes of ``open_streams``
+    would be invalid JSON."""
     line = json.dumps(value, ensure_ascii=False)
     try:
         line.encode(sys.stdout.encoding or "utf-8")
@@ -196,7 +198,7 @@ Fields = dict[str, object]
 
 
 def run_info(args: InfoOptions) -> int:
-    """Show what a file says of itself. Raises ValueError or OSError with a one-line message."""
+    """Show a file's record. Raises ValueError or OSError with a one-line message."""
     path = Path(args.file)
     record = read_record(path)
     if args.json:
@@ -210,7 +212,7 @@ def run_info(args: InfoOptions) -> int:
 
 
 def rows(record: Fields, size: int) -> Iterator[tuple[str, object]]:
-    """Lines of the table: a name and a value. Nothing of the file is trusted to be there, or to be what it should be."""
+    """Lines of the table: name and value. Fields of the file may be missing or of a wrong type."""
     text, model, settings = (part(record, name) for name in ("document", "model", "settings"))
     names, config = part(text, "names"), part(model, "config")
     layers = record.get("layers")
@@ -272,7 +274,7 @@ info = entry(INFO, run_info)
 
 
 def run_kept(args: KeptOptions) -> int:
-    """Show what was kept. Raises ValueError or OSError with a one-line message."""
+    """Show the kept tokens. Raises ValueError or OSError with a one-line message."""
     if args.out is not None:
         refuse(args, ("layer", "head"), "with --out: the page shows each")
         check_target(Path(args.out), "out", replace=args.overwrite, source=args.file)

@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
             print(f"locret-eval: the page is {write_page(made.out)}", file=sys.stderr)
     print(f"locret-eval: rows and summary are in {made.out}", file=sys.stderr)
     if failed:
-        where = f"see {made.out}/rows.*.jsonl; the same command does them again"
+        where = f"see {made.out}/rows.*.jsonl; the same command repeats them"
         print(f"locret-eval: {failed} examples ended with an error, {where}", file=sys.stderr)
     return 1 if failed else 0
 
@@ -124,7 +124,7 @@ def _tasks(config: options.NoConfig) -> None:
 
 
 def _with(made_of: Command[T], show: Callable[[T], None]) -> Callable[[list[str]], int]:
-    """A subcommand that shows what its words ask for."""
+    """A subcommand that parses its arguments and calls ``show`` with its options; exit status 0."""
 
     def run(argv: list[str]) -> int:
         if config := read(made_of, argv):
@@ -147,15 +147,15 @@ GONE = {
 }
 
 
-@command("locret-eval", stopped="stopped; the same command goes on", also=(RuntimeError,))
+@command("locret-eval", stopped="stopped; the same command continues", also=(RuntimeError,))
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line, or where an example failed; 130 after Ctrl-C."""
+    """Returns exit status 0; 1 after a reported error or a failed example; 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         print(options.EVAL.usage)
         return 1
     if argv[0] in GONE:
-        raise ValueError(f"{argv[0]} is no command any more: {GONE[argv[0]]}")
+        raise ValueError(f"{argv[0]} was removed: {GONE[argv[0]]}")
     if argv[0].isidentifier() and argv[0] not in COMMANDS:
         raise ValueError(f"unknown command {argv[0]!r}.{nearest(argv[0], COMMANDS)} There are: {', '.join(COMMANDS)}")
     return COMMANDS[argv[0]](argv[1:]) if argv[0] in COMMANDS else run(argv)

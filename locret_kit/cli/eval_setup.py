@@ -30,7 +30,7 @@ class EvalParts:
     """The backbone's name."""
     adapter: str | None
     heads: dict[str, RetainingHeads]
-    """Heads by the name that rows give them: the checkpoint's last name, or 'untrained'."""
+    """Heads by their name in rows: the last part of the checkpoint's path, or 'untrained'."""
     hashes: dict[str, str]
     """Hashes of the heads' weights."""
 
@@ -56,7 +56,7 @@ def load_parts(config: EvalConfig) -> EvalParts:
         raise ValueError("give ckpt=PATH (heads, which name their backbone) or model=NAME")
     heads = {Path(path).name: RetainingHeads.from_pretrained(path, backbone=config.model) for path in config.ckpt}
     if len(heads) < len(config.ckpt):
-        raise ValueError(f"ckpt={config.ckpt} must have different last names: rows tell them apart by these")
+        raise ValueError(f"ckpt={config.ckpt} must end in different names: rows tell heads apart by them")
     first = next(iter(heads.values()), None)
     model = config.model or (first.config.backbone if first else "")
     for name, one in heads.items():
@@ -72,7 +72,7 @@ def load_parts(config: EvalConfig) -> EvalParts:
 
 
 def _adapter(given: str | None, heads: Mapping[str, RetainingHeads]) -> str | None:
-    """The adapter to load: the given one, with a warning for heads that were trained with another; else the heads'.
+    """The adapter to load: the given one, with a warning if heads were trained with another; otherwise the heads'.
 
     Raises:
         ValueError: none is given, and heads were trained with different ones.
@@ -167,7 +167,7 @@ def settings_of(
 
 
 def run_of(config: EvalConfig, parts: EvalParts | None = None) -> Run:
-    """Load tasks, backbone and heads; ``parts``: those of `load_parts` where they are loaded already."""
+    """Load tasks, backbone and heads. ``parts``: the result of `load_parts` if already loaded."""
     tasks = find_tasks(
         config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples, metric=config.metric
     )
@@ -189,6 +189,6 @@ def engine_for_harness(settings: dict[str, object]) -> tuple[Setup, Variant]:
     words = [f"{name}={value}" for name, value in given.items()]
     config = load_eval_config(["tasks=lm_eval", "out=-", f"policies=[{policy}]", f"budgets=[{budget}]", *words])
     if read_protect(config.protect) - {"first"}:
-        raise ValueError(f"protect={config.protect}: lm_eval makes the prompts, so only 'first' is known here")
+        raise ValueError(f"protect={config.protect}: lm_eval makes the prompts, so only 'first' is supported")
     parts = load_parts(config)
     return load_setup(config, parts), variants(config.policies, config.budgets, parts.trained)[0]

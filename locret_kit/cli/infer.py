@@ -1,6 +1,6 @@
 """``locret-infer long.txt --ckpt heads --budget 6000``: answer from a long text in a fixed key/value budget.
 
-Here without torch: what is wrong with the files, of a text or of ``--batch``, is said before anything is loaded.
+This module imports no torch. Errors in the text or the ``--batch`` file are reported before anything is loaded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(args: InferOptions) -> int:
 @contextmanager
 def open_batch(args: InferOptions) -> Iterator[BatchFiles]:
     """The files, for this process alone. Raises ValueError or OSError with a one-line message."""
-    refuse(args, ("file", "question", "report"), "with --batch, whose lines say what is asked")
+    refuse(args, ("file", "question", "report"), "with --batch, whose lines have the questions")
     if not args.out:
         raise ValueError("--batch needs a file for the answers: give -o answers.jsonl")
     batch, target = Path(str(args.batch)), Path(args.out)
@@ -71,7 +71,7 @@ def read_prompts(batch: Path) -> dict[str, tuple[Name, object]]:
         name = value.get("id") if isinstance(value, dict) else None
         name = name if isinstance(name, str) or type(name) is int else number
         if (key := key_of(name)) in found:
-            said = f"id {key} is there twice (a prompt without one has its line's number)"
+            said = f"id {key} occurs twice (a prompt without one has its line's number)"
             raise ValueError(f"batch={str(batch)!r}: {said}")
         found[key] = name, value
     if not found:
@@ -110,7 +110,7 @@ def keep_answers(target: Path) -> set[str]:
             break
         record = parse_json(line, f"out={str(target)!r}: line {number}")
         if not isinstance(record, dict) or "id" not in record or not {"answer", "error"} & record.keys():
-            raise ValueError(f"out={str(target)!r}: line {number} is no answer of a batch: name another file")
+            raise ValueError(f"out={str(target)!r}: line {number} is not an answer of --batch: name another file")
         if "error" not in record:
             kept[key_of(record["id"])] = line
     if b"".join(kept.values()) != whole:

@@ -1,4 +1,5 @@
-"""Backbone, retaining heads and policy of the commands that answer: named first, loaded when all else is checked."""
+"""Backbone, retaining heads and policy of the commands that answer. Names are resolved first; the backbone is loaded
+after all other checks."""
 
 from __future__ import annotations
 
@@ -34,12 +35,12 @@ from ..text.tokens import stream_ids
 from ..text.untrusted import Span, defused_pieces
 
 ASKED = "rereading-locret"
-"""The policy of the demo's heads where a text is read for its questions alone."""
+"""The default policy with the demo's heads, if the text is read only for its questions."""
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The parts of a run; of the backbone the name alone."""
+class ModelChoice:
+    """The resolved parts of a run; the backbone as a name, not yet loaded."""
 
     backbone: str
     heads: RetainingHeads | None
@@ -50,7 +51,7 @@ class Chosen:
 
     @property
     def names(self) -> dict[str, str]:
-        """Names that a file may say: as they were given, but of an absolute path the last part alone."""
+        """Names to write into a file: as given, but only the last part of an absolute path."""
         recorded = self.heads.config.adapter if self.heads else None
         names = {
             "model": self.backbone,
@@ -66,13 +67,13 @@ class Chosen:
 
     @property
     def evicts(self) -> bool:
-        """Whether a budget bounds what is kept."""
+        """Whether a budget bounds the kept slots."""
         return not self.policy.keeps_everything
 
     def load(
         self, machine: Machine, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The backbone and its tokenizer, which may be there already.
+        """Load the backbone and its tokenizer, unless the tokenizer is given.
 
         Raises:
             ValueError, OSError: it cannot be loaded, or the heads have other shapes.
@@ -90,8 +91,9 @@ class Chosen:
         self, run: RunSettings, model: PreTrainedModel, ids: Sequence[int], say: Callable[[str], None] | None,
         turns: int = 0,
     ) -> RunSettings:  # fmt: skip
-        """The settings, with a budget for the text where nobody gave one; ``turns`` slots come beside it. ``say`` is told what is
-        to be read before minutes of reading: the budget, slots that are too few for facts, the time that a long text takes."""
+        """The settings, with a budget for the text if none was given. ``turns``: additional slots for a
+        conversation. ``say`` gets lines to show before a long prefill: the budget, a warning of too few slots for
+        facts, and the expected time."""
         lines: list[str | None] = []
         if run.budget is None and self.evicts:
             budget, line = budget_of_text(model, self.policy, run, self.published, len(ids), turns)
@@ -114,10 +116,10 @@ class Chosen:
         *,
         asked: bool,
     ) -> tuple[BoundedCache, str | None]:
-        """A new cache for a prompt, and a warning where ``protect`` finds nothing in it.
+        """A new cache for a prompt, and a warning if ``protect`` matches nothing in it.
 
         Args:
-            asked: whether the prompt is a user's one message in the chat template.
+            asked: whether the prompt is a single user message in the chat template.
         """
         cache = BoundedCache(run, self.policy, self.heads, prompt_length=len(ids))
         spans = protected_spans(tokenizer, ids, run.protect) if asked else []
@@ -125,16 +127,17 @@ class Chosen:
         return cache, not_shown(run.protect, spans)
 
 
-def choose(
+def resolve_choice(
     ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, run: RunSettings | None = None, *,
     asked: bool = False,
-) -> Chosen:  # fmt: skip
-    """Backbone, heads and policy by the names that a user gives: the heads name what he leaves open. Where neither backbone nor
-    heads are named, they are the demo's; its backbone is fetched once. ``asked``: the text is read for its questions alone.
+) -> ModelChoice:  # fmt: skip
+    """Resolve backbone, heads and policy from the user's names. The heads provide the missing ones. If neither
+    backbone nor heads are named, the demo's are used, and its backbone is downloaded once. ``asked``: the text is
+    read only for its questions.
 
     Raises:
-        ValueError, OSError: heads that cannot be read, an unknown policy, one that needs heads, settings of the ``run`` that are
-            out of bounds, could not act or are not for the policy, a demo backbone that cannot be fetched.
+        ValueError, OSError: unreadable heads, an unknown policy or one that needs heads, settings of the ``run``
+            that are out of bounds or have no effect with the policy, or a failed download of the demo.
     """
     if not ckpt and not model:
         ckpt, policy = demo.HEADS, policy or (ASKED if asked else None)
@@ -162,11 +165,11 @@ def choose(
         demo.fetch()
     adapter, warning = choose_adapter(config.adapter if config else None, adapter)
     warnings[:0] = warning, other_backbone(config.backbone, name) if config else None
-    return Chosen(name, heads, chosen, adapter, tuple(filter(None, warnings)), ckpt)
+    return ModelChoice(name, heads, chosen, adapter, tuple(filter(None, warnings)), ckpt)
 
 
 def check_sampling(args: Generation) -> Sampling:
-    """Options of sampling. Raises ValueError for what is out of bounds, and for options that could not act."""
+    """Sampling options. Raises ValueError for values out of bounds, and for options without effect."""
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
     if args.temperature == 0:
         refuse(args, ("top_k", "top_p"), "at temperature 0, which is greedy")
@@ -176,7 +179,8 @@ def check_sampling(args: Generation) -> Sampling:
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, text: Iterable[str], question: str | None, *, chat: bool
 ) -> array[int]:
-    """Token ids of a text as it is, or with a question after it; through the chat template no control token forms in either."""
+    """Token ids of a text, with or without a question after it. With the chat template, no control token forms in
+    text or question."""
     if question is None:
         return stream_ids(tokenizer, text, special=True)
     before, after = render_prompt(tokenizer, "", question, chat=chat)
@@ -186,10 +190,11 @@ def prompt_ids(
 
 
 def counted_text(
-    text: Iterable[str], run: RunSettings, chosen: Chosen, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
+    text: Iterable[str], run: RunSettings, chosen: ModelChoice, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     say: Callable[[str], None], *, chat: bool = True, turns: int = 0,
 ) -> tuple[DocumentText, RunSettings]:  # fmt: skip
-    """A document's tokens, and the settings ``for_text``. Raises ValueError where there is no text."""
+    """A document's tokens, and the settings with a budget for it (``for_text``). Raises ValueError if there is no
+    text."""
     whole = DocumentText.of(tokenizer, text, chat)
     return whole, chosen.for_text(run, model, whole.ids, say, turns)
 
@@ -197,7 +202,7 @@ def counted_text(
 def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
     """A warning where a chat template's text is to be protected, and the prompt shows none."""
     asked = read_protect(protect) - {"first"}
-    return f"warning: protect={protect}: the prompt shows no such text" if asked and not spans else None
+    return f"warning: protect={protect}: the prompt has no such text" if asked and not spans else None
 
 
 def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
@@ -207,19 +212,19 @@ def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     rows = max(budgets) + s.chunk if cache.evicts else s.prompt_length or 0
     if window is None or not any(budgets) or (reach := places.largest(rows, s.prompt_length)) <= window:
         return None
-    advice = "--positions compact, with budget and chunk together below it, does not"
+    advice = "use --positions compact with budget + chunk below the window"
     return f"warning: positions go up to {reach - 1}, beyond the backbone's window of {window}; {advice}"
 
 
 def open_document(
     path: str, args: AskOptions | ChatOptions | ReadOptions, force: bool = False
-) -> tuple[Document, Chosen]:
-    """The document in a file, with backbone and heads by the names that the file has for them unless others are given, in
-    the file's precision unless ``args`` say otherwise.
+) -> tuple[Document, ModelChoice]:
+    """Load a document with its backbone and heads. By default they have the names stored in the file, and the file's
+    precision; ``args`` override both.
 
     Raises:
-        OSError: there is no such file. ValueError: it is damaged, what it names cannot be found, or the first difference to
-            what was found.
+        OSError: no such file. ValueError: it is damaged, a named part is missing, or the first difference from the
+            parts found.
     """
     saved, about = describe(path)
     ckpt, model = (
@@ -231,14 +236,14 @@ def open_document(
     if not model:
         raise ValueError(f"{path} does not name its backbone: give --model")
     try:
-        chosen = choose(ckpt, model, args.adapter or about.names.get("adapter"), args.policy)
+        chosen = resolve_choice(ckpt, model, args.adapter or about.names.get("adapter"), args.policy)
         bits = args.weight_bits or next((bits for bits in (8, 4) if saved.model.get("weight_bits") == bits), None)
         dtype = cast(Dtype, saved.dtype) if args.dtype == "auto" else args.dtype
         loaded, tokenizer = chosen.load(replace(args, dtype=dtype, weight_bits=bits))
     except FileNotFoundError as error:
         theirs = ", ".join(f"{what} {name!r}" for what, name in about.names.items())
         raise FileNotFoundError(
-            f"{error}. {path} was read with {theirs}: --model and --ckpt say where they are"
+            f"{error}. {path} was read with {theirs}: give their places with --model and --ckpt"
         ) from error
     needed = chosen.heads if saved.heads else None
     document = Document.load(path, loaded, tokenizer, needed, args.policy, force=force)

@@ -1,5 +1,5 @@
-"""``locret-plan --model phi3-mini --gpu-memory 24GiB``: what a run needs, before it is run. No GPU, no weights,
-no Hub."""
+"""``locret-plan --model phi3-mini --gpu-memory 24GiB``: memory of a run before it starts. Needs no GPU, weights or
+Hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..planning.inference_plan import BackboneSizes, Setting
 
 D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
-"""Defaults where neither the user nor the recipe says."""
+"""Defaults, if neither the user nor the recipe gives a value."""
 
 
 def resolve(name: str) -> tuple[PretrainedConfig, Values]:
@@ -51,7 +51,7 @@ def resolve(name: str) -> tuple[PretrainedConfig, Values]:
     known = [*known_recipes(), *(str(raw["_name_or_path"]) for raw in shipped.values())]
     path = resolve_model(name)
     if "/" not in name and not Path(path).exists():
-        raise ValueError(f"model={name!r} is no recipe and no folder.{nearest(name, known)}")
+        raise ValueError(f"model={name!r} is neither a recipe nor a folder.{nearest(name, known)}")
     try:
         return load_config(name), recipe
     except FileNotFoundError as error:
@@ -65,7 +65,7 @@ def shipped_configs() -> dict[str, dict[str, object]]:
 
 
 def run(args: PlanOptions) -> int:
-    """Print the plan; 0 if it fits. Raises ValueError with what would."""
+    """Print the plan; returns 0 if it fits. Otherwise raises ValueError with a setting that would fit."""
     from ..backbones.weights import gguf_types, suffix
     from ..planning import fitting_settings as fitting
     from ..planning.inference_plan import BackboneSizes, Caches, Setting, decoding_bytes, full_cache_bytes
@@ -81,7 +81,7 @@ def run(args: PlanOptions) -> int:
     for field in ("weight_bits", "train") if types else ():
         if (value := getattr(args, field)) is not None:
             raise ValueError(
-                f"{field}={value} does not go with the packed weights of {args.model!r}: name the float model"
+                f"{field}={value} cannot be combined with the packed weights of {args.model!r}: name the float model"
             )
     backbone = BackboneSizes.of(config)
     d_hidden, bits = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN), args.weight_bits
@@ -122,7 +122,7 @@ def run(args: PlanOptions) -> int:
                 lambda n: peak - (sessions - n) * (caches.each + decoding_bytes(backbone, setting, 1)) <= cap,
                 sessions,
             )
-            advice = f"sessions={max_sessions} fits" if max_sessions else "not even sessions=1 fits beside the others"
+            advice = f"sessions={max_sessions} fits" if max_sessions else "not even sessions=1 fits"
             raise fitting.DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; {advice}")
         return 0
     full = full_cache_bytes(backbone.spec, args.context, args.dtype)
@@ -151,10 +151,10 @@ def run(args: PlanOptions) -> int:
 def _vllm(
     args: PlanOptions, config: PretrainedConfig, backbone: BackboneSizes, setting: Setting, cap: int
 ) -> list[str]:
-    """Lines of a plan of ``locret-vllm``: what the kit's own forward takes beside the pages stands in for vLLM's.
+    """Lines of a plan of ``locret-vllm``. The kit's own forward stands in for vLLM's memory besides the pages.
 
     Raises:
-        ValueError: a policy or settings that a page does not have. DoesNotFit: no page fits, or fewer than are asked for.
+        ValueError: a policy or setting that pages do not support. DoesNotFit: no page fits, or fewer than requested.
     """
     import torch
 
@@ -172,7 +172,7 @@ def _vllm(
     pages = Pages.within(each, max(0, cap - beside))
     if not pages.requests or pages.requests < (args.sessions or 0):
         raise DoesNotFit(
-            f"{pages.requests} requests of {show(each)} fit beside {show(beside)} of weights and workspace"
+            f"{pages.requests} requests of {show(each)} fit next to {show(beside)} of weights and workspace"
         )
     if args.sessions is not None:
         pages = Pages(each, args.sessions)
@@ -186,7 +186,7 @@ def _given(value: int | None, recipe: Values, key: str, default: int) -> int:
 
 
 main = entry(PLAN, run)
-"""Exit status 1 also where nothing fits."""
+"""The exit status is 1 if nothing fits, too."""
 
 
 if __name__ == "__main__":

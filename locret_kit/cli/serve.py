@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 ORIGIN = re.compile(r"https?://[^/?#\s*]+|null")
 """An origin as browsers write it."""
 LAST = 30
-"""Seconds after the grace in which a forward ends, files are written and the last words go out."""
+"""Seconds after the grace for a forward to end, files to be written and last responses to be sent."""
 
 
 def keys_of(args: ServeOptions) -> tuple[str, ...]:
-    """The API keys. Raises ValueError for a file without any, or one that cannot be read."""
+    """The API keys. Raises ValueError if the file has none or cannot be read."""
     if args.api_key_file is None:
         return ()
     try:
@@ -43,7 +43,7 @@ def keys_of(args: ServeOptions) -> tuple[str, ...]:
 
 
 def hosts_of(args: ServeOptions) -> frozenset[str]:
-    """Names of the server. Raises ValueError for what is neither a name nor an address."""
+    """Host names of the server. Raises ValueError for a text that is neither a name nor an address."""
     from ..serving.process import ANY, name_of
 
     names = set()
@@ -56,11 +56,11 @@ def hosts_of(args: ServeOptions) -> frozenset[str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises OSError, naming both."""
+    """A listening socket. Raises OSError with host and port."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise OSError(f"host={host} port={port} cannot be listened on: {error.strerror}") from error
+        raise OSError(f"cannot listen on host={host} port={port}: {error.strerror}") from error
 
 
 def run(args: ServeOptions) -> int:
@@ -72,7 +72,7 @@ def run(args: ServeOptions) -> int:
     if isinstance(args.budget, float):
         raise ValueError(f"budget={args.budget}: a session's slots must be known before the start: give an integer")
     if read_protect(args.run.protect) - {"first"}:
-        raise ValueError(f"protect={args.run.protect!r}: the server's conversations protect 'first' alone")
+        raise ValueError(f"protect={args.run.protect!r}: the server supports 'first' only")
     keys, hosts = keys_of(args), hosts_of(args)
     if wrong := next((one for one in args.cors_origins if one != ANY and not ORIGIN.fullmatch(one)), None):
         raise ValueError(f"cors_origins={wrong!r} must be an origin, such as http://localhost:3000, or *")
@@ -109,7 +109,8 @@ def run(args: ServeOptions) -> int:
 
 
 def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loading: LoadingApp) -> str:
-    """Make the server, put it where requests find it, load the model; what is ready. Raises ValueError, OSError."""
+    """Load the model, build the server and install it for requests; returns a description of it. Raises ValueError,
+    OSError."""
     from ..answers.forms import UNKNOWN, answer_form
     from ..backbones.probe import describe
     from ..planning.inference_plan import Caches, Setting, refuse_unbounded
@@ -119,10 +120,10 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     from ..serving.process import give_back
     from ..serving.state import Limits, Server
     from ..serving.store import Store
-    from .loading import choose
+    from .loading import resolve_choice
 
     policies = [parse_policy(name) for name in args.policies]
-    chosen = choose(args.ckpt, args.model, args.adapter, args.policy, args)
+    chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args)
     refuse_unbounded(chosen.policy, *policies)
     name = args.model_name or Path(args.ckpt or chosen.backbone).name
     limits = Limits(
@@ -153,11 +154,11 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     give_back(server.ended)
     server.engine = engine
     known = answer_form(tokenizer, tools=True).calls != UNKNOWN
-    return f"{name}, {caches}{'' if known else '; how this model calls tools is not known: its calls stay text'}"
+    return f"{name}, {caches}{'' if known else '; its form of tool calls is unknown: calls stay text'}"
 
 
 def sampling_defaults(args: ServeOptions, generation: GenerationConfig | None) -> dict[str, float]:
-    """How tokens are chosen where a request does not say: by an option, or by what a backbone that samples comes with."""
+    """Default sampling of requests: from an option, or from a backbone whose generation_config.json samples."""
     from ..serving.bodies import DEFAULTS
 
     chosen = generation.to_diff_dict() if generation is not None and generation.do_sample else {}

@@ -1,5 +1,5 @@
-"""``locret-train recipe=NAME key=value ...``: train retaining heads, or a pool, on a frozen backbone; and ``locret-publish``,
-which puts heads on the Hugging Face Hub, with card, curves and results."""
+"""``locret-train recipe=NAME key=value ...``: train retaining heads, or a pool, on a frozen backbone.
+``locret-publish`` puts heads on the Hugging Face Hub, with card, curves and results."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..config.train_options import PUBLISH, PublishOptions, TrainConfig
 from .command import command, entry
 
 
-@command("locret-train", stopped="stopped; resume=auto goes on from the newest state that was saved, if there is one")
+@command("locret-train", stopped="stopped; resume=auto continues from the newest saved state, if any")
 def main(argv: list[str] | None = None) -> int:
-    """Train, and print where the result is and how to use it."""
+    """Train, then print the result's folder and a command that uses it."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         print(TRAIN.usage)
@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def out_of_memory(said: str, cfg: TrainConfig) -> str:
-    """One line from PyTorch's message, with the longest samples that the plan of a step lets in. Where the plan does not
-    speak (a pool, a sharded or a spread backbone): PyTorch's first line."""
+    """One line for PyTorch's out-of-memory error, with the longest sample that the plan allows. Without a plan (a
+    pool, a sharded or a spread backbone), PyTorch's first line."""
     from ..backbones.load import pick_device, pick_dtype
     from ..planning.fitting_settings import TrainSetting, allocator_figures, largest_sample, plan_training, shortage
     from ..planning.inference_plan import BackboneSizes
@@ -62,18 +62,18 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
     longest = largest_sample(backbone, setting, room, max_value=tokens)
     advice = f"data.max_tokens={longest} fits" if longest else "no length of samples fits"
     sizes = f"data.max_tokens={cfg.data.max_tokens} and data.batch={cfg.data.batch}"
-    return f"{words}, with {sizes}. By the plan {advice}; resume=auto goes on"
+    return f"{words}, with {sizes}. By the plan {advice}; resume=auto continues"
 
 
 def pool_flags(cfg: TrainConfig, folder: Path) -> str:
-    """Flags with which a pool is used as it was trained."""
+    """Flags to use a pool in the settings of its training."""
     heads = f"--ckpt {cfg.pool.heads} " if cfg.pool.heads else ""
     sizes = f"--budget {cfg.infer.budget} --chunk {cfg.infer.chunk}"
     return f"{heads}--model {cfg.backbone.model} {sizes} --policy '{cfg.pool.policy} merge=lococo({folder})'"
 
 
 def run_publish(args: PublishOptions) -> int:
-    """Publish heads, or show what would be. Raises ValueError or OSError with a one-line message."""
+    """Publish heads, or show the files of a dry run. Raises ValueError or OSError with a one-line message."""
     from .. import card
     from ..heads import RetainingHeads
 
@@ -91,12 +91,12 @@ def run_publish(args: PublishOptions) -> int:
         print(f"would go to {args.repo} ({'private' if args.private else 'public'} if it is new), as one commit:")
         for name in names:
             print(f"{(folder / name).stat().st_size:>12,}  {name}")
-        print(f"Beside the card, all of it is as {source} has it, but for local paths in JSON files.")
+        print(f"Besides the card, files are those of {source}, with local paths in JSON files shortened.")
         print(f"\n{card.CARD}:\n\n{(folder / card.CARD).read_text(encoding='utf-8')}", end="")
     return 0
 
 
-publish = entry(PUBLISH, run_publish, stopped="stopped; whether the files have arrived, the repository says", usage=1)
+publish = entry(PUBLISH, run_publish, stopped="stopped; check which files the repository has", usage=1)
 
 
 if __name__ == "__main__":

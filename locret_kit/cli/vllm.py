@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..vllm.server_settings import ServerSettings
 
 ONCE = 1 << 30
-"""Seconds between uvicorn's notices: it counts from 1970, so that one comes when it takes requests, and no other."""
+"""Seconds between uvicorn's notices. It counts from 1970, so exactly one comes, at the start."""
 
 
 def run(args: VllmOptions, theirs: list[str]) -> int:
@@ -47,14 +47,15 @@ def run(args: VllmOptions, theirs: list[str]) -> int:
 
 
 def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
-    """What is served, and the backbone. Raises ValueError, OSError: heads or a policy that do not go together, or with vLLM."""
+    """Settings of the server, and the backbone's name. Raises ValueError or OSError for heads and a policy that do
+    not fit each other, or vLLM."""
     from ..backbones.gguf import is_gguf
     from ..backbones.load import resolve_model
     from ..vllm.server_settings import ServerSettings, VllmSettings, untrained
-    from .loading import choose
+    from .loading import resolve_choice
 
     policy = args.policy or (untrained() if args.model and not args.ckpt else None)
-    chosen = choose(args.ckpt, args.model, None, policy, args)
+    chosen = resolve_choice(args.ckpt, args.model, None, policy, args)
     if chosen.adapter is not None:
         raise ValueError(
             f"adapter={chosen.adapter!r}: vLLM takes weights as they are; merge the adapter into the backbone first"
@@ -73,8 +74,8 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
 
 
 def settle(options: Namespace, server: ServerSettings, sessions: int | None, theirs: list[str]) -> int:
-    """Set in vLLM's options what must go together, and refuse what cannot; bytes of a request's pages, 0 where vLLM keeps states
-    beside them."""
+    """Set vLLM's options that depend on the kit's, and refuse contradictions. Returns the bytes of a request's
+    pages, or 0 if vLLM keeps states besides them."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -117,7 +118,7 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
     refuse(facts | {"kv_connector": DOCUMENTS})
     if model.is_hybrid and sessions is not None:
         raise ValueError(
-            f"sessions={sessions}: layers of this model hold a state beside the pages: give --kv-cache-memory-bytes instead"
+            f"sessions={sessions}: layers of this model hold a state besides the pages: give --kv-cache-memory-bytes instead"
         )
     if server.heads is not None:
         server.heads.check_backbone(spec_of(config))
@@ -128,7 +129,7 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
 
 
 async def serve(options: Namespace, page: int) -> None:
-    """Serve until stopped; say when requests are taken, and how many fit, of whose pages each has so many bytes."""
+    """Serve until stopped. Reports when requests are accepted, and how many fit with pages of ``page`` bytes."""
     from vllm.entrypoints.launchers.api_server import entry
 
     from ..vllm.server_settings import SPARE, Pages
@@ -151,7 +152,7 @@ async def serve(options: Namespace, page: int) -> None:
 
 @command("locret-vllm", also=(RuntimeError, TypeError), usage=2)
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0; 1 after an error said in one line, 2 after words that are no options; 130 after Ctrl-C."""
+    """Returns exit status 0; 1 after a reported error, 2 after unknown options, 130 after Ctrl-C."""
     ours, theirs = shared_out(sys.argv[1:] if argv is None else argv)
     args = read(VLLM, ours)
     if args is None:

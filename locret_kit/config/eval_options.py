@@ -1,4 +1,4 @@
-"""The configuration of ``locret-eval``: its schemas. Knows no model, imports no torch."""
+"""Options of ``locret-eval``. This module knows no model and imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOTES = """  locret-eval tasks=[passkey,number,perplexity,reconstruction] polici
   locret-eval lm_eval --model locret --model_args ckpt=...,policy=locret,budget=256 --tasks ...
   torchrun --nproc_per_node 2 -m locret_kit.cli.eval tasks=...      # examples are shared among the processes
 
-What prompts have in common at their beginning is read once. An unknown key, task or policy is an error that names the nearest.
+The shared prefix of prompts is read once. An unknown key, task or policy is an error that names the nearest.
 Tasks: locret-eval tasks; policies: locret-infer --list-policies, and here also kvzip and
 kvzip(joint=true) (oracles that read the whole prompt first), bm25 (retrieval: full attention over the best passages, in as many
 tokens as a policy has slots) and random-heads (locret with untrained heads).
@@ -39,52 +39,53 @@ Names = Annotated[list[str], MinLen(1)]
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(RunSettings, Machine):
-    """The evaluation."""
+    """Options of an evaluation."""
 
     HIDDEN: ClassVar[tuple[str, ...]] = ("budget", "backend")
 
     tasks: Names
-    """Names, groups (ruler, infinitebench, leval, longbench), files of questions (mine.jsonl, records as locret-train takes
-    them), or fidelity:NAME and agreement:NAME."""
+    """Names of tasks or groups (ruler, infinitebench, leval, longbench), or files of questions (mine.jsonl, records
+    as locret-train takes them). fidelity:NAME and agreement:NAME compare a task's output with full attention's."""
     out: str
     """Folder of the rows, the summary and the report."""
     policies: Names = field(default_factory=lambda: ["full"])
-    """Names or expressions, as locret-infer takes them; 'random-heads' is locret with untrained heads, 'kvzip' and
-    'kvzip(joint=true)' are the unbounded oracle, 'bm25' reads the best passages alone."""
+    """Names or expressions, as locret-infer takes them. Baselines: 'random-heads' (locret with untrained heads),
+    'kvzip' and 'kvzip(joint=true)' (unbounded oracles), 'bm25' (reads the best passages only)."""
     budgets: Annotated[list[Budget], MinLen(1)] = field(default_factory=lambda: [1024])
-    """Slots kept per key/value head and layer, or with a point shares of the prompt, such as 0.1; `full` ignores them."""
+    """Slots per key/value head and layer. A number with a point is a share of the prompt, such as 0.1. `full`
+    ignores budgets."""
     lengths: Annotated[list[Slots], MinLen(1)] = field(default_factory=lambda: [4096])
-    """Prompt tokens: what synthetic prompts have, and documents are cut to."""
+    """Prompt lengths in tokens: synthetic prompts are made that long, documents are cut to it."""
     samples: Annotated[int, Ge(1)] = 20
-    """Examples of each task, at most."""
+    """Maximum number of examples per task."""
     haystacks: Names = field(default_factory=lambda: ["repeated"])
-    """Texts of synthetic tasks: 'repeated', 'pydoc', 'jargon', files or folders. Tasks that need real text (perplexity,
-    reconstruction, fidelity) leave 'repeated' out, and read 'pydoc' where it is all there is."""
+    """Texts of synthetic tasks: 'repeated', 'pydoc', 'jargon', files or folders. Tasks that need real text
+    (perplexity, reconstruction, fidelity) skip 'repeated', and read 'pydoc' if there is no other."""
     metric: str = "contains"
-    """Score of files of questions: 'contains' (the share of answers in which an accepted one stands, F1 of words beside it), or
-    another by name, such as 'qa_f1', 'has_all' (all of the accepted ones), 'rouge' or 'first_number'."""
+    """Score for files of questions. 'contains' is the share of answers that contain an accepted one (F1 of words is
+    reported too). Others by name: 'qa_f1', 'has_all' (all of the accepted answers), 'rouge', 'first_number', ..."""
     data: list[str] = field(default_factory=list)
-    """Folders with the benchmarks' files; the Hub is asked for what they lack."""
+    """Folders with the benchmarks' files. Missing files are downloaded from the Hub."""
     ckpt: list[str] = field(default_factory=list)
     """Retaining heads: folders, files or Hub repositories."""
     model: str | None = None
-    """The backbone. Default: the one that the heads name."""
+    """The backbone. Default: the one named by the heads."""
     adapter: str | None = None
-    """PEFT adapter on the backbone, or 'none'. Default: the one that the heads were trained with."""
+    """PEFT adapter on the backbone, or 'none'. Default: the adapter used to train the heads."""
     chat: Literal["auto", "always", "never"] = "auto"
-    """Whether prompts go through the chat template; auto does as the benchmark does."""
+    """Whether prompts go through the chat template. auto follows the benchmark."""
     ending: Literal["infinitebench", "open"] = "infinitebench"
-    """End of hidden-digits prompts: 'infinitebench' (blank lines around the question, then the answer's first words) or 'open'
-    (without these words; through the chat template too)."""
+    """End of hidden-digits prompts: 'infinitebench' (blank lines around the question, then the first words of the
+    answer) or 'open' (no such words, with or without the chat template)."""
     max_new_tokens: Annotated[int, Ge(1)] | None = None
-    """Answer tokens, without a thought's. Default: each task's own."""
+    """Maximum number of answer tokens, thinking excluded. Default: set by the task."""
     max_thought_tokens: Annotated[int, Ge(0)] = 2048
-    """Tokens of an answer's thought, at most, which is not scored; then the chat template's end mark closes it."""
+    """Maximum number of thinking tokens, which are not scored. Then the chat template's end mark is inserted."""
     keep: Annotated[int, Ge(0)] = 0
-    """For the first so many examples of each task: store in ``out/kept`` what the cache holds after the prompt. A rerun leaves
-    rows that are there as they are, so to store more of them takes another ``out``."""
+    """Store the kept slots after the prompt in ``out/kept``, for the first n examples of each task. A rerun keeps
+    finished rows, so a larger n needs another ``out``."""
     share_prefix: bool = True
-    """Read what prompts have in common at their beginning once; scores are the same either way, without times each alone."""
+    """Read the shared prefix of prompts once. Scores are the same; turn it off to time every prompt alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,20 +95,20 @@ class EvalConfig(RunSettings, Machine):
 
 @dataclass(kw_only=True)
 class RowsConfig:
-    """Rows of a folder; an empty list is all."""
+    """A selection of a folder's rows. An empty list selects all."""
 
     out: str
-    """Folder of the rows; a figure goes to its ``figures/``."""
+    """Folder of the rows. Figures are written to its ``figures/``."""
     tasks: list[str] = field(default_factory=list)
-    """Names as rows give them, or as `locret-eval` takes them."""
+    """Task names as written in the rows, or as `locret-eval` takes them."""
     haystacks: list[str] = field(default_factory=list)
     """Texts of synthetic tasks."""
     policies: list[str] = field(default_factory=list)
-    """Names or expressions, as the rows give them."""
+    """Policies as written in the rows."""
     budgets: list[Budget] = field(default_factory=list)
-    """Slots kept per key/value head and layer, or shares; rows of `full` have none and always count."""
+    """Slots per key/value head and layer, or shares. Rows of `full` have no budget and are always selected."""
     lengths: list[int] = field(default_factory=list)
-    """Prompt tokens asked for."""
+    """Requested prompt lengths in tokens."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -115,20 +116,21 @@ class RowsConfig:
 
 @dataclass(kw_only=True)
 class PairedConfig(RowsConfig):
-    """The comparison, example by example."""
+    """A paired comparison, example by example."""
 
     against: str
-    """A policy as tables name it, such as 'full' or 'locret (smollm2-135m-locret)'; `policies`, if given, must name it too."""
+    """The baseline, as tables name it: 'full' or 'locret (smollm2-135m-locret)'. If `policies` is given, it must
+    include this one."""
     figure: str | None = None
-    """One of the rows' figures. Default: the main one of each task."""
+    """The score to compare, by its name in the rows. Default: each task's main score."""
 
 
 @dataclass(kw_only=True)
 class FigureConfig(RowsConfig):
-    """The figure to draw of rows; an empty list is all."""
+    """The figure to draw from a folder's rows."""
 
     name: Literal["score-memory", "needle-grid"]
-    """Score against memory, or by the needle's depth and the prompt's length."""
+    """'score-memory' (score against memory) or 'needle-grid' (score by needle depth and prompt length)."""
 
 
 @dataclass(kw_only=True)
@@ -160,7 +162,7 @@ EVAL = Command(
     gone={
         "wording": "a text of your own is a haystack or a file of questions",
         "offset": "chunk=256 and others move a prompt against the chunks",
-        "retry": "every rerun does examples again that ended with an error",
+        "retry": "every rerun repeats failed examples",
     },
 )
 PAIRED = Command(
@@ -189,7 +191,7 @@ FROZEN_KEYS = (
     "model", "adapter", "chat", "ending", "max_new_tokens", "max_thought_tokens", "metric", "dtype", "weight_bits",
     "template_kwargs", "think", "reasoning_effort",
 )  # fmt: skip
-"""Keys that all rows of a folder share, and the heads of one name; the others may differ from one run to the next."""
+"""Keys with one value for all rows of a folder; so have heads of the same name. Other keys may differ between runs."""
 
 
 def load_eval_config(argv: list[str]) -> EvalConfig:

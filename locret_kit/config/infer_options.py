@@ -1,6 +1,5 @@
-"""The options of every command that loads a backbone, and those of ``locret-infer``, ``locret-read``, ``locret-info``,
-``locret-ask``, ``locret-kept`` and ``locret-chat``. No torch.
-"""
+"""Options of all commands that load a backbone, and of ``locret-infer``, ``locret-read``, ``locret-info``,
+``locret-ask``, ``locret-kept`` and ``locret-chat``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ class Plugin:
     """Policies of your own."""
 
     plugin: str | None = None
-    """A module, or a Python file, that brings policies of your own."""
+    """A module or a Python file that defines your own policies."""
 
     def load_plugin(self) -> None:
-        """Make the plugin's policies known."""
+        """Register the plugin's policies."""
         if self.plugin is not None:
             from ..policies import registry
 
@@ -39,21 +38,25 @@ class Machine(Plugin):
     """The machine."""
 
     device: str | None = None
-    """'cpu', 'cuda', 'cuda:1', ... Default: the best there is."""
+    """'cpu', 'cuda', 'cuda:1', ... Default: the best available."""
     dtype: Dtype = "auto"
-    """Precision of backbone and cache; auto is bfloat16, unless a CPU is slower with it."""
+    """Precision of backbone and cache. auto is bfloat16, or float32 on CPUs where that is faster."""
     template_kwargs: str | None = None
-    """Arguments of the chat template, as JSON: '{"enable_thinking": false}' switches off the thoughts of models that have such a
+    """Arguments of the chat template, as JSON. '{"enable_thinking": false}' turns off thinking in models with that
     switch."""
     think: bool | None = None
-    """Answer with thoughts, or without: the switch of the chat template. Default: the template's."""
+    """Turn the model's thinking on or off, by the chat template's switch. Default: the template's."""
     reasoning_effort: str | None = None
-    """How much to think, in the words of the chat template: low, medium or high."""
+    """How much the model thinks, in the chat template's words: low, medium or high."""
     weight_bits: Literal[8, 4] | None = None
-    """Bits of the layers' weights, quantised by bitsandbytes as they are loaded. Default: as ``dtype``."""
+    """Quantise the layers' weights to n bits with bitsandbytes while loading. Default: no quantisation."""
 
     def set_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Give the tokenizer's template its arguments. Raises ValueError for what it does not take, or what is no JSON."""
+        """Set the arguments of the tokenizer's chat template.
+
+        Raises:
+            ValueError: invalid JSON, or an argument that the template does not take.
+        """
         if self.template_kwargs is None and self.think is None and self.reasoning_effort is None:
             return
         from ..text.template import DEFAULTS, render_messages, thinking_arguments
@@ -63,7 +66,7 @@ class Machine(Plugin):
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
-            raise ValueError(f"template_kwargs={self.template_kwargs!s:.64} must be an object of JSON")
+            raise ValueError(f"template_kwargs={self.template_kwargs!s:.64} must be a JSON object")
         arguments |= thinking_arguments(tokenizer, self.think, self.reasoning_effort)
         render_messages(tokenizer, [{"role": "user", "content": "?"}], arguments=arguments)
         setattr(tokenizer, DEFAULTS, arguments)
@@ -74,18 +77,18 @@ class Backbone:
     """The backbone, its retaining heads and the policy."""
 
     ckpt: str | None = None
-    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: with --model none, else the demo's, for
-    SmolLM2-135M-Instruct."""
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: no heads if --model is given,
+    otherwise the demo's heads for SmolLM2-135M-Instruct."""
     model: str | None = None
-    """The backbone: a folder, a Hub id, or a GGUF file (a path; on the Hub user/name/FILE.gguf or user/name:Q4_K_M). Default: the
-    one the heads name."""
+    """The backbone: a folder, a Hub id, or a GGUF file (a path; on the Hub user/name/FILE.gguf or user/name:Q4_K_M).
+    Default: the one named by the heads."""
     adapter: str | None = None
-    """PEFT adapter for the backbone, or none. Default: the one the heads name."""
+    """PEFT adapter for the backbone, or none. Default: the one named by the heads."""
     policy: str | None = None
-    """A policy's name or an expression. Default: what the heads were published with (locret, where they name none); without
-    heads compactor; locret-infer with the demo's heads and a question rereading-locret."""
+    """A policy's name or an expression. Default: the heads' published policy, or locret; compactor without heads;
+    rereading-locret for locret-infer with the demo's heads and a question."""
     list_policies: bool = False
-    """Print every policy with its parts and leave."""
+    """Print every policy with its parts and exit."""
 
 
 INFER_USAGE = """usage: locret-infer [FILE] [--key value | key=value ...]
@@ -98,7 +101,7 @@ Answer from a long text in a fixed key/value budget.
   locret-infer --batch prompts.jsonl -o answers.jsonl"""
 
 Name = str | int
-"""Name of a line of a batch."""
+"""Id of a line of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,27 +109,29 @@ class Text:
     """The text."""
 
     file: str | None = None
-    """The text, UTF-8; - or nothing is stdin. A .html, .pdf, .docx or .epub file is converted (extra `documents`)."""
+    """A text file in UTF-8; - or nothing reads stdin. A .html, .pdf, .docx or .epub file is converted (extra
+    `documents`)."""
     question: Annotated[list[str], Repeatable()] = field(default_factory=list)
-    """Asked about the text, through the chat template. Given several times, each is answered in turn; the text is read once,
-    unless the budget is a share of each prompt. Without one the text is continued."""
+    """A question about the text, asked through the chat template. Repeat the option to ask several. The text is read
+    once, unless the budget is a share of each prompt. Without a question the text is continued."""
     chat: bool = True
-    """Use the chat template; without, nothing follows the question: it may end with the answer's first words."""
+    """Use the chat template. Without it nothing follows the question, so it may end with the first words of the
+    answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Many:
-    """Many prompts at once."""
+    """A batch of prompts."""
 
     batch: str | None = None
-    """A file or a pipe of prompts, a JSON object per line: `prompt` (continued as it is), `text` and `question`, or `messages`
-    (`role` and `content`); if wanted `id` (default: the line's number), `seed`, `max_new_tokens`, `temperature`, `top_k`,
-    `top_p`, `repetition_penalty`. Each answer is what this prompt alone would get."""
+    """A file or pipe of prompts, one JSON object per line. Give one of `prompt` (continued), `text` and `question`,
+    or `messages` (`role` and `content`). Optional: `id` (default: the line number), `seed`, `max_new_tokens`,
+    `temperature`, `top_k`, `top_p`, `repetition_penalty`. Answers do not depend on the other prompts."""
     out: str | None = None
-    """The file of --batch for answers, a JSON object per prompt, in the order in which they end; -o is the same. A prompt whose
-    id has an answer there is not run again, one with an error is. The exit status is 1 where a prompt has an error."""
+    """The answers of --batch, one JSON object per prompt, in order of completion; -o is the same. A rerun skips
+    prompts that the file answers and repeats those with an error. The exit status is 1 if any prompt has an error."""
     batch_size: Annotated[int, Ge(1)] = 32
-    """Prompts of --batch at once, at most; each holds a cache of its own, of budget + chunk rows."""
+    """Maximum number of --batch prompts at a time. Each has its own cache of budget + chunk rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,17 +139,17 @@ class Generation:
     """Generation."""
 
     max_new_tokens: Annotated[int, Ge(1)] = 64
-    """Answer tokens, at most, without its thought; an answer that is cut there says so."""
+    """Maximum number of answer tokens, thinking excluded. A cut answer is reported."""
     max_thought_tokens: Annotated[int, Ge(0)] = 2048
-    """Tokens of a thought, at most; then the chat template's end mark closes it, and the answer follows."""
+    """Maximum number of thinking tokens. Then the chat template's end mark is inserted, and the answer follows."""
     temperature: Annotated[float, Ge(0)] = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_k: Annotated[int, Ge(0)] = 0
-    """Most likely tokens to draw from; 0 is all."""
+    """Sample from the n most likely tokens; 0 is all."""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    """Share of the likelihood to draw from."""
+    """Sample from the most likely tokens whose probabilities sum to this share."""
     repetition_penalty: Annotated[float, Gt(0)] = 1.0
-    """Divides the scores of tokens that were there already; 1 is none."""
+    """Divides the scores of tokens that occurred before; 1 has no effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +157,9 @@ class Output:
     """Output."""
 
     report: str | None = None
-    """A JSON file for every figure of the run."""
+    """Write all measurements of the run to this JSON file."""
     quiet: bool = False
-    """Nothing on stderr but errors and warnings."""
+    """Print only errors and warnings on stderr."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +174,7 @@ class BatchPrompt(Generation):
     """A line of ``--batch``.
 
     Raises:
-        ValueError: a field of a wrong type or out of bounds, or not one way to write a prompt.
+        ValueError: a field of a wrong type or out of bounds, or not exactly one of the three forms of a prompt.
     """
 
     id: Annotated[Name | None, Description("a text or an integer")] = None
@@ -189,7 +194,7 @@ class BatchPrompt(Generation):
         if len(given) != 1:
             raise ValueError(f"give one of: {', '.join(forms)}; found {' and '.join(given) or 'none'}")
         if (self.text is None) != (self.question is None):
-            raise ValueError("text and question go together; a text that is to be continued is a prompt")
+            raise ValueError("give text and question together; to continue a text, give it as prompt")
 
 
 _READ_ONCE = "locret-read FILE -o X.locret reads a text once, and locret-ask X.locret answers about it"
@@ -213,7 +218,7 @@ INFER = Command(
 
 READ_USAGE = """usage: locret-read [FILE] -o BOOK.locret [--key value | key=value ...]
 
-Read a text once into a file that locret-ask and locret-chat ask about.
+Read a text once into a file for locret-ask and locret-chat.
 
   locret-read book.txt -o book.locret
   pdftotext paper.pdf - | locret-read -o paper.locret --model checkpoints/SmolLM2-135M-Instruct --policy snapkv
@@ -221,14 +226,14 @@ Read a text once into a file that locret-ask and locret-chat ask about.
 
 INFO_USAGE = """usage: locret-info BOOK.locret [--json]
 
-What a file of locret-read holds. No model is loaded.
+Show the record of a file written by locret-read. Loads no model.
 
   locret-info book.locret
   locret-info book.locret --json | python -m json.tool"""
 
 ASK_USAGE = """usage: locret-ask BOOK.locret [QUESTION ...] [--key value | key=value ...]
 
-Ask about a text that locret-read has read.
+Ask about a text that locret-read read.
 
   locret-ask book.locret "Who finds the key?" "Where is it hidden?"
   locret-ask book.locret --question-file questions.txt --json > answers.jsonl
@@ -245,24 +250,26 @@ The words that each layer and head kept of a text: in the terminal, or as a page
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """The text, and the file that it becomes."""
+    """The text and the output file."""
 
     file: str | None = None
-    """The text, UTF-8; - or nothing is stdin. A .html, .pdf, .docx or .epub file is converted (extra `documents`)."""
+    """A text file in UTF-8; - or nothing reads stdin. A .html, .pdf, .docx or .epub file is converted (extra
+    `documents`)."""
     out: str
-    """The file to write; -o is the same."""
+    """The output file; -o is the same."""
     append: bool = False
-    """Add the text to the end of the one that the file holds."""
+    """Append the text to the document in the output file."""
     overwrite: bool = False
-    """Replace the file if it is there."""
+    """Replace an existing file."""
     title: str | None = None
-    """A name for people. Default: the text's file name."""
+    """A title for people. Default: the text's file name."""
     text: bool = True
-    """Store the text's tokens. Without, the file answers the same questions, but no one can read the text out of it."""
+    """Store the text's tokens. Without them the file answers the same questions, but the text cannot be read from
+    it."""
     chat: bool = True
-    """Put questions through the chat template; without, nothing follows a question."""
+    """Ask questions through the chat template. Without it nothing follows a question."""
     quiet: bool = False
-    """Nothing on stderr but errors and warnings."""
+    """Print only errors and warnings on stderr."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,28 +279,29 @@ class ReadOptions(TextSource, Backbone, RunSettings, Machine):
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions:
-    """The file."""
+    """The document."""
 
     file: str
-    """A file that locret-read wrote."""
+    """A document written by locret-read."""
     json: bool = False
-    """The whole record as JSON, as the file holds it."""
+    """Print the file's complete record as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """The backbone and its retaining heads, which must be those that read the text."""
+    """The backbone and its retaining heads. They must be the ones that read the text."""
 
     ckpt: str | None = None
-    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: what the file names."""
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: named in the document."""
     model: str | None = None
-    """The backbone: a folder or a Hub id. Default: what the file names."""
+    """The backbone: a folder or a Hub id. Default: named in the document."""
     adapter: str | None = None
-    """PEFT adapter for the backbone, or none. Default: what the file names."""
+    """PEFT adapter for the backbone, or none. Default: named in the document."""
     policy: str | None = None
-    """The same policy, where the file cannot name it: one that merges by weights of a folder. Default: the file's."""
+    """The document's policy, if it merges with weights from a folder, which a document cannot name. Default: named
+    in the document."""
     force: bool = False
-    """Go on in a wider dtype than the text was read in."""
+    """Allow a wider dtype than the text was read in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,17 +309,17 @@ class Questions:
     """Questions and answers."""
 
     book: str
-    """A file that locret-read wrote."""
+    """A document written by locret-read."""
     question: Annotated[list[str], Repeatable()] = field(default_factory=list)
-    """Asked about the text; each question starts from the text alone."""
+    """A question about the text. Questions do not see each other."""
     question_file: str | None = None
-    """Questions from a file, one a line; - is stdin."""
+    """A file of questions, one per line; - is stdin."""
     json: bool = False
-    """One line of JSON for each answer, instead of its text as it is written."""
+    """Print one line of JSON per answer, instead of its text."""
     quiet: bool = False
-    """Nothing on stderr but errors and warnings."""
+    """Print only errors and warnings on stderr."""
     seed: Annotated[int, Interval(ge=0, lt=2**32)] | None = None
-    """Seed of sampling. Default: the one that the text was read with."""
+    """Seed of sampling. Default: stored in the document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,20 +329,20 @@ class AskOptions(Questions, Names, Generation, Machine):
 
 @dataclass(frozen=True, kw_only=True)
 class KeptOptions:
-    """The file, and what is shown of it."""
+    """The document, and the selection to show."""
 
     file: str
-    """A file that locret-read wrote, with its text."""
+    """A document written by locret-read, with its text."""
     out: str | None = None
-    """The page to write; -o is the same. Default: the text in the terminal."""
+    """The HTML page to write; -o is the same. Default: show the text in the terminal."""
     overwrite: bool = False
-    """Replace the page if it is there."""
+    """Replace an existing page."""
     layer: Count | None = None
-    """Show one layer, from 0. Default: all. A page shows each."""
+    """Show one layer, counted from 0. Default: all. A page shows each."""
     head: Count | None = None
-    """Show one key/value head, from 0. Default: all."""
+    """Show one key/value head, counted from 0. Default: all."""
     model: str | None = None
-    """The backbone whose tokenizer made the tokens: a folder or a Hub id. Default: what the file names."""
+    """The backbone with the document's tokenizer: a folder or a Hub id. Default: named in the document."""
 
 
 READ = Command(
@@ -374,16 +382,17 @@ class Conversation:
     """The conversation."""
 
     file: str | None = None
-    """Its subject: a document that locret-read or /save wrote, or a text (.txt, .md, .html, .pdf, .docx, .epub)."""
+    """The subject: a document written by locret-read or /save, or a text (.txt, .md, .html, .pdf, .docx, .epub)."""
     history: Slots = 1024
-    """Slots of a key/value head that the turns have, beside the document's budget. Older turns are evicted as text is."""
+    """Slots per key/value head for the turns, in addition to the document's budget. Older turns are evicted like
+    text."""
     system: str | None = None
-    """A system prompt, for conversations without a document."""
+    """A system prompt. Only for conversations without a document."""
     thoughts: Thoughts = "evicted"
-    """Thoughts of earlier answers: evicted like all else; dropped when the turn ends, so that each prompt is the chat template's
-    of the whole conversation; or pinned."""
+    """Thoughts of earlier answers: 'evicted' like other tokens; 'dropped' when the turn ends, so that each prompt is
+    the chat template's of the whole conversation; or 'pinned'."""
     history_file: str | None = None
-    """A file in which your messages are kept for the next time. Default: none."""
+    """A file to store your messages for later sessions. Default: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,7 +400,7 @@ class ChatOptions(Conversation, Backbone, Generation, RunSettings, Machine):
     """Options of ``locret-chat``."""
 
     max_new_tokens: Annotated[int, Ge(1)] = 512
-    """Tokens of an answer, at most; one that is cut there says so."""
+    """Maximum number of tokens per answer. A cut answer is reported."""
 
 
 CHAT = Command(

@@ -68,7 +68,7 @@ class Recipe:
     values: Values
     """By dotted key."""
     choose: tuple[str, ...] = ()
-    """Keys of ``CHOSEN`` that the device decides where nobody gives them."""
+    """Keys of ``CHOSEN`` that depend on the device if they are not given."""
 
 
 def with_recipe(given: Values, choose: Choose | None = None) -> Values:
@@ -152,24 +152,24 @@ TRAIN = Command(
 
 
 def load_config(argv: list[str]) -> TrainConfig:
-    """The validated configuration of ``recipe=NAME key=value ...``; arguments may come in any order.
+    """The validated configuration of ``recipe=NAME key=value ...``, with arguments in any order.
 
-    Defaults are the schema's, the recipe overrides them, and the other arguments override the recipe. Nothing is chosen for
-    a device.
+    The recipe overrides the schema's defaults, and the other arguments override the recipe. Nothing is chosen for a
+    device.
     """
     return build(TrainConfig, with_recipe(given_by(TRAIN, argv)))
 
 
 def known_recipes() -> list[str]:
-    """Names of the recipes that ship."""
+    """Names of the shipped recipes."""
     return sorted(file.stem for file in recipes_folder().glob("*.yaml"))
 
 
 def read_recipe(recipe: str, below: tuple[str, ...] = ()) -> Recipe:
-    """A recipe that ships, or the YAML file at a path. Where it gives no value, that of its ``base: NAME`` stands.
+    """A shipped recipe, or the YAML file at a path. Missing values come from its ``base: NAME``.
 
     Raises:
-        ValueError: no such recipe, or what it holds is no recipe; bases go round in a circle.
+        ValueError: no such recipe, invalid content, or a circle of bases.
     """
     refuse_gone(RETIRED, "recipe", recipe)
     path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else recipes_folder() / f"{recipe}.yaml"

@@ -1,8 +1,8 @@
-"""Options of a command, as a dataclass states them; their help; and their values from the words of a command line and from YAML.
+"""Options of a command from a dataclass: their help, and their values from a command line and from YAML.
 
-Types and bounds of an option are its field's annotation, the docstring under the field is its help, and a field that is a
-dataclass is a section with dotted names. A field of ``HIDDEN`` is no option. A command line is ``--key value``, ``--key=value``
-or ``key=value``, in any order. No torch.
+An option's type and bounds are its field's annotation, and the docstring under the field is its help. A field that
+is a dataclass is a section with dotted names. Fields in ``HIDDEN`` are no options. A command line has ``--key
+value``, ``--key=value`` or ``key=value``, in any order. No torch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ REQUIRED = object()
 
 
 class UsageError(ValueError):
-    """Words that are no options of the command."""
+    """Arguments that are no options of the command."""
 
 
 class Repeatable:
-    """Metadata of a list whose option is given once for each item, commas and all."""
+    """Metadata of a list whose option is repeated for each item. Commas belong to the item."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,19 @@ class Command(Generic[T]):
     usage: str
     """Usage and examples, for ``--help``."""
     main: tuple[str, ...] = ()
-    """The options that ``--help`` shows, in order, ten at most; () for all, where a command has no more."""
+    """Options that ``--help`` shows, in order, at most ten; () shows all."""
     notes: str = ""
     """Text below the usage of ``--help all``."""
     positional: tuple[str, ...] = ()
-    """The options that bare words are, in order; the last takes the rest of them."""
+    """Options that positional arguments set, in order; the last takes all remaining ones."""
     short: Mapping[str, str] = field(default_factory=dict)
     """Options by short flag, such as ``{"-o": "--out"}``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Options by another name that stands for them."""
+    """Options by alias."""
     gone: Mapping[str, str] = field(default_factory=dict)
-    """Options, sections and values (``name=value``) that there were, and what does their work."""
+    """Removed options, sections and values (``name=value``), and their replacements."""
     complete: Callable[[Values], Values] = dict
-    """Values to build the options from, made of those that are given."""
+    """Function that completes the given values before the options are built."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def options_of(schema: type[DataclassInstance]) -> dict[str, Option]:
 
 @cache
 def docstrings(schema: type) -> dict[str, str]:
-    """The string under each annotated field, of the class and of those that it extends, on one line each."""
+    """Docstrings of the annotated fields of a class and its bases, on one line each."""
     texts: dict[str, str] = {}
     for kind in filter(is_dataclass, reversed(schema.__mro__)):
         (made,) = ast.parse(inspect.getsource(kind)).body
@@ -104,10 +104,10 @@ def docstrings(schema: type) -> dict[str, str]:
 
 
 def build(schema: type[T], values: Values, prefix: str = "") -> T:
-    """The dataclass from values by option; the others have their defaults.
+    """Build the dataclass from values by option; other fields keep their defaults.
 
     Raises:
-        ValueError: an option without a default is missing, or what the schema itself refuses.
+        ValueError: an option without a default is missing, or the schema refuses the values.
     """
     given: Values = {}
     for item in fields(schema):
@@ -122,7 +122,7 @@ def build(schema: type[T], values: Values, prefix: str = "") -> T:
 
 
 def refuse(options: DataclassInstance, names: Iterable[str], why: str) -> None:
-    """Raise ValueError for the first of these options that was given: it ``has no effect``, and why."""
+    """Raise ValueError for the first of these options that was given: it ``has no effect``, with the reason."""
     known = options_of(type(options))
     for name in names:
         if (value := getattr(options, name)) != known[name].default:
@@ -133,17 +133,17 @@ def refuse(options: DataclassInstance, names: Iterable[str], why: str) -> None:
 
 
 COMMON_OPTIONS = {
-    "config": "FILE  read options from a YAML file; those of the command line come before them",
+    "config": "FILE  read options from a YAML file; the command line overrides them",
     "print-config": "print every option as it would be used, as YAML that --config reads",
     "version": "print the version",
     "help": "[all]  print this; with all, every option",
 }
 HEAD = 26
-"""Columns of an option's name and value in the short help."""
+"""Width in columns of an option's name and value in the short help."""
 
 
 def short_help(command: Command[T]) -> str:
-    """Usage, examples and the main options, each with the first sentence of its meaning and its default."""
+    """Usage, examples and the main options, each with the first sentence of its help and its default."""
     width, known = terminal_width(), options_of(command.schema)
     lines = [command.usage.strip(), ""]
     for name in command.main or known:
@@ -161,7 +161,7 @@ def short_help(command: Command[T]) -> str:
 
 
 def full_help(command: Command[T]) -> str:
-    """Usage, examples, and every option with its type, meaning and default, in groups."""
+    """Usage, examples, and every option with its type, help and default, in groups."""
     width = terminal_width()
     lines = [command.usage.strip(), *(["", command.notes.strip()] if command.notes else [])]
     for title, known in groups_of(command):
@@ -174,7 +174,7 @@ def full_help(command: Command[T]) -> str:
 
 
 def terminal_width() -> int:
-    """Columns, as wide as the terminal within reason."""
+    """Width of the terminal in columns, from 60 to 120."""
     return max(60, min(shutil.get_terminal_size().columns, 120))
 
 
@@ -191,7 +191,7 @@ def groups_of(command: Command[T]) -> list[tuple[str, dict[str, Option]]]:
 
 
 def _head(name: str, option: Option) -> str:
-    """An option and its value, as a command line has them."""
+    """An option and its value, in the form of a command line."""
     flag, names = name.replace("_", "-"), choices(option.annotation)
     if bool in parts(option.annotation):
         return f"--no-{flag}" if option.default else f"--{flag}"
@@ -214,7 +214,7 @@ def _line(name: str, option: Option, width: int) -> str:
 
 
 def help_of(command: Command[T], argv: list[str]) -> str:
-    """The help that the words of a command line ask for."""
+    """The short or full help, depending on the arguments."""
     return full_help(command) if "all" in argv else short_help(command)
 
 
@@ -249,14 +249,14 @@ def read(command: Command[T], argv: list[str]) -> T | None:
 
 
 def given_by(command: Command[T], argv: list[str]) -> dict[str, object]:
-    """dict[str, object] by option, those of a ``--config`` file below those of the command line."""
+    """Values by option. The command line overrides a ``--config`` file."""
     known = options_of(command.schema) | {"config": Option(str, None, Command, "")}
     texts: dict[str, list[str]] = {}
     for name, text in _pairs(command, known, argv):
         refuse_gone(command.gone, name, text)
         if name not in known:
             meant = command.positional and any(word.partition("=")[0] == name for word in argv)  # such as "E=mc2?"
-            raise UsageError(unknown(name, known) + "; a text with = in it stands behind --" * bool(meant))
+            raise UsageError(unknown(name, known) + "; put a text with = in it after --" * bool(meant))
         texts.setdefault(name, []).append(text)
     values: dict[str, object] = {}
     for name, words in texts.items():
@@ -286,7 +286,7 @@ def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) ->
             return
         dashes = word.startswith("--")
         if re.fullmatch(r"-[A-Za-z][\w-]*", word):
-            more = ". What begins with one goes after --" if command.positional else ""
+            more = ". Put arguments that begin with a dash after --" if command.positional else ""
             raise UsageError(f"unknown option {word!r}: names have two dashes{more}")
         if not dashes and not re.match(r"[A-Za-z_][\w.-]*=", word):
             if not command.positional:
@@ -311,8 +311,8 @@ def _pairs(command: Command[T], known: Mapping[str, Option], argv: list[str]) ->
 
 
 def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
-    """Words for a name that is no option: the nearest of the same name elsewhere, else of its section, else any; or the
-    section's fields."""
+    """Message for an unknown name. It suggests the nearest option: with the same last name elsewhere, in its
+    section, or any. For a section it lists the fields."""
     inside = [leaf for leaf in known if leaf.startswith(f"{name}.")]
     if inside:
         return f"{name}{where} is a section; its fields: {', '.join(inside)}"
@@ -322,19 +322,19 @@ def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
     if beside and not same and not nearest(last, [leaf.rpartition(".")[2] for leaf in beside]):
         return f"unknown key {name!r}{where}. Fields of {section}: {', '.join(beside)}."
     near = nearest(same[0] if same else name, beside or known)
-    return f"unknown key {name!r}{where}.{near} --help all lists what there is"
+    return f"unknown key {name!r}{where}.{near} --help all lists the options"
 
 
 def refuse_gone(gone: Mapping[str, str], name: str, value: object, where: str = "") -> None:
-    """Raise UsageError for a name, a section or a ``name=value`` that there is no more; says what does its work."""
+    """Raise UsageError for a removed name, section or ``name=value``, with its replacement."""
     for word in (name, name.partition(".")[0], f"{name}={value}"):
         if word in gone:
             shown = f"--{word.replace('_', '-')}" if word == name and word.isidentifier() else word
-            raise UsageError(f"{shown}{where} is no option any more: {gone[word]}")
+            raise UsageError(f"{shown}{where} was removed: {gone[word]}")
 
 
 def typed(annotation: object, text: str) -> object:
-    """A text as a value of an annotation's type, unchecked; ``null`` where that is allowed."""
+    """A text as a value of an annotation's type, unchecked. ``null`` is None if the annotation allows it."""
     kinds, text = list(parts(annotation)), text.strip()
     if text == "null" and type(None) in kinds:
         return None
@@ -347,7 +347,7 @@ def typed(annotation: object, text: str) -> object:
 
 
 def scalar(text: str) -> object:
-    """The number or truth value that a text writes, or the text."""
+    """The number or boolean of a text, or the text itself."""
     if re.fullmatch(r"[+-]?\d{1,300}", text):
         return int(text)
     try:
@@ -369,15 +369,15 @@ def split_list(text: str) -> list[str]:
 
 
 def read_yaml(path: Path, said: str) -> Values:
-    """A YAML file of ``name: value``.
+    """Read a YAML file of ``name: value``.
 
     Raises:
-        ValueError: it cannot be read, is no YAML or holds something else; begins with ``said``.
+        ValueError: it cannot be read, is no YAML or holds something else; the message begins with ``said``.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses what would not be read as it is written: keys that are there twice, and aliases."""
+        """Refuses duplicate keys and aliases."""
 
         def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):
@@ -387,7 +387,7 @@ def read_yaml(path: Path, said: str) -> Values:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
             names = [key.value for key, _ in node.value if isinstance(key.value, str)]
             if twice := [name for name in names if names.count(name) > 1]:
-                raise yaml.YAMLError(f"{twice[0]} is there twice")
+                raise yaml.YAMLError(f"{twice[0]} occurs twice")
             return super().construct_mapping(node, deep)
 
     try:
@@ -404,11 +404,11 @@ def read_yaml(path: Path, said: str) -> Values:
 
 
 def values_of(command: Command[T], tree: Values, where: str) -> Values:
-    """Checked values by option, of what a YAML file holds.
+    """Checked values by option, from the content of a YAML file.
 
     Raises:
         ValueError: an unknown name, or a value of a wrong type or out of bounds.
-        UsageError: a name, a section or a value that there is no more.
+        UsageError: a removed name, section or value.
     """
     known, values = options_of(command.schema), Values()
     for name, value in flattened(tree).items():

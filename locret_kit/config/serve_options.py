@@ -1,7 +1,5 @@
-"""The options of ``locret-serve``, of ``locret-vllm`` (those of ``vllm serve`` may stand among them), and of ``locret-plan``.
-
-No torch.
-"""
+"""Options of ``locret-serve``, ``locret-vllm`` (which also takes those of ``vllm serve``) and ``locret-plan``.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,48 +24,50 @@ Serve OpenAI's protocol with a fixed key/value budget per session.
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """The service."""
+    """The server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback should have --api-key-file."""
+    """Address to listen on. Use --api-key-file with any address other than loopback."""
     allowed_hosts: list[str] = field(default_factory=list)
-    """Names by which requests may call a server without API keys, beside localhost and the address at which they arrive; * for
-    any. A proxy's public name is one. With --api-key-file any name will do."""
+    """Host names that requests may use without API keys, besides localhost and the server's address. Add a proxy's
+    public name, or * for any. With --api-key-file any name is allowed."""
     cors_origins: list[str] = field(default_factory=list)
-    """Origins whose pages may use the server from a browser, such as http://localhost:3000; * for any, which with API keys is
-    harmless and without them lets every page that you look at use it. Default: none."""
+    """Origins of web pages that may call the server, such as http://localhost:3000. * allows any: safe with API
+    keys; without them every page in your browser can use the server. Default: none."""
     port: Annotated[int, Interval(ge=0, le=65535)] = 8000
-    """Port; 0 takes a free one and prints it."""
+    """Port; 0 chooses a free port and prints it."""
     sessions: Annotated[int, Ge(1)] = 8
-    """Caches at once: requests that run, and conversations that wait for their next turn."""
+    """Maximum number of caches: running requests, and conversations that wait for their next turn."""
     documents: Annotated[int, Ge(0)] = 8
-    """Documents in memory at once."""
+    """Maximum number of documents in memory."""
     beginnings: Annotated[int, Ge(0)] = 2
-    """Equal beginnings of prompts (system prompts) that are read once, in memory at once; 0 reads each prompt alone."""
+    """Maximum number of shared prefixes (system prompts) in memory. 0 disables sharing."""
     session_dir: str | None = None
-    """Folder where every conversation is saved after each turn, and every document, so that they outlive the server and
-    leave memory for others. Default: none, they are in memory alone."""
+    """Folder for saved conversations (after each turn) and documents. They then survive a restart and free memory
+    for others. Default: none, kept in memory only."""
     session_disk: Bytes = "10GiB"
-    """Size of that folder, at most: files that were used least recently are removed."""
+    """Maximum size of --session-dir. The least recently used files are removed."""
     max_prompt_tokens: Annotated[int, Ge(1)] = 131072
-    """Tokens of a prompt, at most."""
+    """Maximum number of tokens per prompt."""
     max_answer_tokens: Annotated[int, Ge(1)] = 4096
-    """Tokens of an answer, at most; a request that asks for more gets so many, and x-max-tokens says it."""
+    """Maximum number of tokens per answer. Requests for more are lowered to it, which the header x-max-tokens
+    reports."""
     strict_max_tokens: bool = False
-    """Refuse a request that asks for more tokens than --max-answer-tokens."""
+    """Refuse requests for more than --max-answer-tokens."""
     thoughts: Thoughts = "evicted"
-    """Thoughts of earlier answers in the caches of conversations: evicted like all else; dropped, so that every prompt is read as
-    by a fresh run, from what it shares with the one before on, which takes a second cache a session; or pinned."""
+    """Thoughts of earlier answers: 'evicted' like other tokens; 'dropped', so that each prompt is read as by a fresh
+    run from the shared prefix on (a second cache per session); or 'pinned'."""
     temperature: Annotated[float, Interval(ge=0, le=2)] | None = None
-    """Temperature of requests that name none. Default: that of the backbone's generation_config.json, or OpenAI's 1."""
+    """Temperature for requests without one. Default: the backbone's generation_config.json, or OpenAI's 1."""
     grace: Annotated[float, Interval(ge=0, le=3600)] = 10.0
-    """Seconds that answers which run are given after Ctrl-C or SIGTERM; then they end with an error that says so."""
+    """Seconds for running answers to finish after Ctrl-C or SIGTERM. Then they end with an error that gives the
+    reason."""
     api_key_file: str | None = None
-    """A file with one API key per line. Default: no key is asked for."""
+    """A file with one API key per line. Default: no key is required."""
     policies: Annotated[list[str], Repeatable()] = field(default_factory=list)
-    """A policy that requests may ask for; several times for several."""
+    """A policy that requests may select. Repeat the option for several."""
     model_name: str | None = None
-    """Name of the model in the protocol. Default: the last part of the heads' or the backbone's name."""
+    """Model name in the API. Default: the last part of the heads' or the backbone's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ SERVE = Command(
 
 VLLM_USAGE = """usage: locret-vllm [--key value | key=value ...] [options of vllm serve ...]
 
-Serve with vLLM, whose requests then have a fixed key/value budget each: `vllm serve` with what must go together set.
+Serve with vLLM and a fixed key/value budget per request: `vllm serve` with the dependent options set.
 
   locret-vllm --ckpt checkpoints/smollm2-135m-locret --budget 4096 --sessions 16
   locret-vllm --ckpt user/heads --documents library --max-model-len 131072 --host 0.0.0.0 --api-key KEY"""
@@ -104,23 +104,24 @@ Serve with vLLM, whose requests then have a fixed key/value budget each: `vllm s
 
 @dataclass(frozen=True, kw_only=True)
 class VllmOptions(RunSettings, Plugin):
-    """The server. Other words go to vLLM."""
+    """The server. Other options are passed to vLLM."""
 
     HIDDEN: ClassVar[tuple[str, ...]] = ("kv_bits", "one_shot", "seed")
 
     ckpt: str | None = None
-    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: with --model none, else the demo's."""
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: no heads if --model is given,
+    otherwise the demo's."""
     model: str | None = None
-    """The backbone: a folder or a Hub id. Default: the one the heads name."""
+    """The backbone: a folder or a Hub id. Default: the one named by the heads."""
     policy: str | None = None
-    """A policy's name or an expression. Default: what the heads were published with; without heads compactor, or the
-    nearest that a page can hold."""
+    """A policy's name or an expression. Default: the heads' published policy; without heads compactor, or the
+    nearest that fits a page."""
     policies: Annotated[list[str], Repeatable()] = field(default_factory=list)
-    """A policy that requests may ask for; several times for several."""
+    """A policy that requests may select. Repeat the option for several."""
     sessions: Annotated[int, Ge(1)] | None = None
-    """Requests that run at once, each with a page; more wait. Default: as many as vLLM finds room for."""
+    """Maximum number of running requests, one page each; others wait. Default: as many as fit into vLLM's memory."""
     documents: str | None = None
-    """Folder of documents that locret-read made: a prompt that begins with one goes on from its file."""
+    """Folder of documents written by locret-read. A prompt that begins with one continues from its file."""
 
 
 VLLM = Command(
@@ -132,7 +133,7 @@ VLLM = Command(
 
 
 def shared_out(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The words of a command line that are the kit's options, and those that are vLLM's."""
+    """Split a command line into the kit's arguments and vLLM's."""
     known = {*options_of(VllmOptions), *(name.replace("-", "_") for name in COMMON_OPTIONS)}
     ours, theirs, rest = list[str](), list[str](), deque(argv)
     while rest:
@@ -153,7 +154,7 @@ def shared_out(argv: list[str]) -> tuple[list[str], list[str]]:
 
 PLAN_USAGE = """usage: locret-plan --model NAME --gpu-memory SIZE [--key value | key=value ...]
 
-What a run needs, before it is run: no GPU, no weights, no Hub.
+Memory of a run before it starts. Needs no GPU, weights or Hub.
 
   locret-plan --model phi3-mini --gpu-memory 24GiB --context 131072
   locret-plan --model phi3-mini --gpu-memory 24GiB --sessions 16
@@ -163,41 +164,41 @@ What a run needs, before it is run: no GPU, no weights, no Hub.
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(RunSettings, Plugin):
-    """The plan."""
+    """Options of a plan."""
 
     HIDDEN: ClassVar[tuple[str, ...]] = ("positions", "protect", "decode_every", "seed", "backend")
 
     model: str
-    """A recipe, a folder with config.json, a Hub id, or a GGUF file. A recipe's settings stand in for those that are not
-    given."""
+    """A recipe, a folder with config.json, a Hub id, or a GGUF file. A recipe also provides defaults for the other
+    options."""
     gpu_memory: Bytes
-    """Memory that the run may take, such as 24GiB."""
+    """GPU memory available to the run, such as 24GiB."""
     reserve: Bytes = "1GiB"
-    """Kept free for the CUDA context, libraries and fragmentation: an assumption."""
+    """GPU memory kept free for the CUDA context, libraries and fragmentation (an assumption)."""
     context: int = 131072
-    """Prompt tokens."""
+    """Prompt length in tokens."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of weights, heads, keys and values."""
+    """Data type of weights, heads, keys and values."""
     policy: str = "locret"
     """A policy's name or an expression."""
     d_hidden: Slots | None = None
-    """Width of the retaining heads, for policies that need them. Default: the recipe's, or 1024."""
+    """Width of the retaining heads, if the policy needs them. Default: the recipe's, or 1024."""
     weight_bits: Literal[8, 4] | None = None
-    """Bits of the layers' weights. Default: as ``dtype``."""
+    """Bits per weight of the layers. Default: those of --dtype."""
     engine: Literal["kit", "vllm"] = "kit"
-    """The server that is planned: locret-serve, or locret-vllm, in which each request has a page and nothing else is held."""
+    """The server to plan: 'kit' is locret-serve, 'vllm' is locret-vllm with one page per request."""
     sessions: Annotated[int, Ge(1)] | None = None
-    """Plan the server with so many sessions instead. With vllm by default as many as fit."""
+    """Plan a server with n sessions. Default with vllm: as many as fit."""
     ranks: Annotated[int, Ge(1)] = 1
-    """Cards that share every layer, of ``engine=vllm``: its --tensor-parallel-size. The memory is that of each."""
+    """GPUs that share every layer: vLLM's --tensor-parallel-size, for engine=vllm. --gpu-memory is per GPU."""
     documents: Annotated[int, Ge(0)] = 8
-    """Documents that the server holds."""
+    """Number of documents in the server's memory."""
     beginnings: Annotated[int, Ge(0)] = 2
-    """Equal beginnings of prompts that the server holds."""
+    """Number of shared prefixes in the server's memory."""
     train: int | None = None
-    """Plan a training step of samples of so many tokens instead."""
+    """Plan a training step with samples of n tokens."""
     batch: int | None = None
-    """Samples of one forward in training. Default: the recipe's data.batch, or 1."""
+    """Samples per forward in training. Default: the recipe's data.batch, or 1."""
 
 
 PLAN = Command(

@@ -1,4 +1,5 @@
-"""The options of ``locret-train`` and ``locret-publish``. This module knows no model and imports neither torch nor Lightning."""
+"""Options of ``locret-train`` and ``locret-publish``. This module knows no model and imports neither torch nor
+Lightning."""
 
 from __future__ import annotations
 
@@ -21,20 +22,20 @@ class BackboneConfig:
     """The frozen language model."""
 
     model: str
-    """Hub id or folder. A relative folder is looked for here first, then beside the installed project."""
+    """Hub id or folder. A relative path is searched from the current folder, then from the installed project."""
     dtype: Dtype = "auto"
-    """auto is bfloat16, unless a CPU is slower with it."""
+    """Data type of the backbone. auto is bfloat16, or float32 on CPUs where that is faster."""
     weight_bits: Literal[8, 4] | None = None
-    """Bits of the layers' weights, quantised by bitsandbytes as they are loaded; null leaves them in ``dtype``."""
+    """Quantise the layers' weights to n bits with bitsandbytes while loading. Null does not quantise."""
     adapter: str | None = None
-    """PEFT adapter to put on the backbone: Hub id or folder."""
+    """PEFT adapter for the backbone: Hub id or folder."""
     revision: str | None = None
     """Hub revision of the model: branch, tag or commit."""
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
-    """For a backbone that no one GPU holds, in one process: 'auto', 'balanced', 'balanced_low_0' or 'sequential' spread
-    its layers over the GPUs, and over the CPU's memory what is left, as accelerate places them. Null: on one device."""
+    """Spread a backbone that is too large for one GPU over several, in one process: accelerate's 'auto', 'balanced',
+    'balanced_low_0' or 'sequential'. Layers that do not fit go to CPU memory. Null uses one device."""
     gpu_memory: Bytes | None = None
-    """Most of each GPU that a spread backbone's weights may take, such as 18GiB; null leaves accelerate's margin."""
+    """Maximum memory per GPU for the weights of a spread backbone, such as 18GiB. Null leaves accelerate's margin."""
 
 
 @dataclass
@@ -44,47 +45,48 @@ class HeadsSection:
     d_hidden: Slots = 1024
     """Width of a head's hidden layer."""
     init: str | None = None
-    """Heads to begin with: a folder, a file or a Hub repository; null begins with random ones."""
+    """Initial heads: a folder, a file or a Hub repository. Null starts from random heads."""
     dtype_saved: Literal["bfloat16", "float32"] = "bfloat16"
-    """'bfloat16' or 'float32': the type of the saved weights. Training is in float32."""
+    """Data type of the saved weights: 'bfloat16' or 'float32'. Training is in float32."""
 
 
 @dataclass
 class TargetConfig:
-    """The target that the heads learn to predict."""
+    """The heads' target."""
 
     kind: Literal["logit", "log_prob"] = "logit"
-    """'logit' (the paper's: the largest raw attention logit) or 'log_prob' (the same minus each query's log-sum-exp)."""
+    """'logit' (the paper's: the largest raw attention logit) or 'log_prob' (the logit minus each query's
+    log-sum-exp)."""
     lead: Count = 0
-    """Prompt tokens before each answer whose queries count as the answer's; the last one predicts its first token."""
+    """Prompt tokens before each answer that count as its queries. The last one predicts the answer's first token."""
 
 
 @dataclass
 class LossConfig:
-    """A loss of the predictions plus smoothing along the sequence."""
+    """A loss of the predictions, plus smoothing along the sequence."""
 
     kind: str = SMOOTH_L1
-    """'smooth_l1' (the paper's; ``smooth_l1(beta=0.5)``), or a loss of ``plugin``, with its parameters."""
+    """'smooth_l1' (the paper's, with a parameter: ``smooth_l1(beta=0.5)``), or a loss from ``plugin``."""
     top_weight: Annotated[float, Ge(1)] = 1.0
-    """Weight of the twentieth of each KV head's slots that have the highest targets; 1 is the paper's loss."""
+    """Weight of the 5% of each KV head's slots with the highest targets. 1 is the paper's loss."""
     smoothing: Annotated[float, Ge(0)] = 0.0025
-    """Weight (alpha) of the mean squared difference of neighbouring predictions, in each layer."""
+    """Weight (alpha) of the mean squared difference between neighbouring predictions in each layer."""
 
 
 @dataclass
 class PoolSection:
-    """LoCoCo's pool, where ``trains`` is 'pool'."""
+    """LoCoCo's pool, for trains=pool."""
 
     slots: Slots = 64
-    """Merged slots of a head; part of ``infer.budget``."""
+    """Merged slots per head. They are part of ``infer.budget``."""
     kernel: Annotated[int, Ge(1), Predicate(lambda number: number % 2 == 1), Description("odd and at least 1")] = 21
-    """Slots that a convolution sees at once; odd."""
+    """Width of the convolution in slots; odd."""
     norm: bool = False
-    """Whether slots are layer-normed before the convolution, by norms that are trained with it."""
+    """Apply trained layer norms to slots before the convolution."""
     policy: str = "h2o"
-    """The policy that chooses the slots that stay: a name or an expression."""
+    """The policy that selects the slots to keep: a name or an expression."""
     heads: str | None = None
-    """Retaining heads (a folder, a file or a Hub id), for policies that score with them."""
+    """Retaining heads (a folder, a file or a Hub id), if the policy needs them."""
 
 
 @dataclass
@@ -92,29 +94,29 @@ class DataConfig:
     """The training samples."""
 
     sources: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["synthetic"])
-    """'synthetic', files or folders of records, folders that ``datasets`` saved, or Hub data set ids. Those of the Hub, and local
-    ones of more than 64 MiB, are read as steps need them, and shuffled within some 512 records."""
+    """'synthetic', files or folders of records, folders saved by ``datasets``, or Hub data set ids. Hub data sets,
+    and local ones of more than 64 MiB, are read as needed and shuffled within blocks of 512 records."""
     think: bool | None = None
-    """Whether conversations are rendered with the chat template's thoughts switched on or off; null leaves its own choice."""
+    """Turn the chat template's thinking on or off in training conversations. Null leaves the template's default."""
     weights: list[Annotated[float, Gt(0)]] | None = None
-    """Share of samples from each source; null draws from all sources alike."""
+    """Share of samples from each source. Null gives equal shares."""
     texts: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["pydoc"])
-    """Real text that synthetic samples are made of: 'pydoc', 'jargon', files or folders."""
+    """Real text for synthetic samples: 'pydoc', 'jargon', files or folders."""
     max_tokens: Annotated[int, Ge(2)] = 10240
-    """Longest sample, prompt and answer together, tokens."""
+    """Maximum sample length in tokens, prompt and answer together."""
     truncate: Literal["middle", "end"] = "middle"
-    """Part of a longer record's user message that is cut: its 'middle', so that a question at either end stays, or its 'end',
-    as Locret's published code cuts prompts."""
+    """Where a longer record's user message is cut: in the 'middle', which keeps a question at either end, or at the
+    'end', as in Locret's published code."""
     val_samples: Count = 8
-    """Validation samples. What they are made of is set aside, and never trained on: a record each, or a tenth of each text.
-    0 skips validation and sets nothing aside."""
+    """Number of validation samples. Their data is set aside and never trained on: a record each, or a tenth of each
+    text. 0 skips validation and sets nothing aside."""
     split: str = "train"
-    """Split of a Hub data set, or of a saved one that has several."""
+    """Split of a data set from the Hub or saved by ``datasets``."""
     batch: Slots = 1
-    """Samples of one forward, those of like length together, padded to the longest; a divisor of ``optim.accumulate``.
-    It changes speed and memory, not the curve: targets and loss never see the padding."""
+    """Samples per forward, grouped by length and padded to the longest; a divisor of ``optim.accumulate``. It
+    changes speed and memory, not the curve: targets and loss ignore the padding."""
     num_workers: Annotated[int, Interval(ge=0, le=1024)] = 0
-    """Processes that make training samples ahead of each device; 0 makes them in the training process."""
+    """Worker processes per device that prepare samples. 0 prepares them in the training process."""
 
 
 @dataclass
@@ -128,32 +130,33 @@ class OptimConfig:
     clip_value: Annotated[float, Ge(0)] = 0.5
     """Largest absolute value of a gradient element; 0 does not clip."""
     warmup_steps: Count = 2000
-    """Optimiser steps of linear warm-up; the peak is not reached in a run of fewer steps."""
+    """Optimiser steps of linear warm-up. Shorter runs do not reach the peak."""
     steps: Slots = 3000
     """Optimiser steps of the whole run."""
     accumulate: Slots = 1
-    """Samples on each device whose gradients make one optimiser step."""
+    """Samples per device and optimiser step (gradient accumulation)."""
 
 
 @dataclass
 class TrainerConfig:
-    """The machine, and what training writes when."""
+    """The machine, validation and checkpoints."""
 
     accelerator: str = "auto"
-    """Lightning's name: 'auto', 'cpu', 'gpu', ..."""
+    """Accelerator by Lightning's name: 'auto', 'cpu', 'gpu', ..."""
     devices: Slots = 1
-    """Devices on each node."""
+    """Devices per machine."""
     strategy: Strategy = "auto"
     """'auto' (one device), 'ddp' (copies on every device), 'fsdp' (heads and backbone sharded), 'deepspeed_stage_2'
     (copies, optimiser sharded), 'deepspeed_stage_3' (all sharded) or 'deepspeed_stage_3_offload' (in the CPU's memory)."""
     num_nodes: Slots = 1
-    """Machines."""
+    """Number of machines."""
     val_every: Slots = 100
     """Optimiser steps between validations."""
     save_every: Slots = 100
     """Optimiser steps between checkpoints."""
     keep_best: Count = 2
-    """Heads of the highest validation recall kept in ``out/best``, ready for inference; 0 keeps none."""
+    """Number of heads to keep in ``out/best``, those with the highest validation recall, ready for inference. 0
+    keeps none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,34 +166,36 @@ class InferConfig(RunSettings):
     HIDDEN: ClassVar[tuple[str, ...]] = tuple(item.name for item in fields(RunSettings) if item.name not in PUBLISHED)
 
     budget: Slots = 6000
-    """Slots a KV head keeps in one layer, everything counted."""
+    """Slots per KV head and layer, everything included."""
     chunk: Slots = 3072
-    """Tokens of one prefill chunk."""
+    """Prefill chunk length in tokens."""
     stabilizers: Count = 2500
-    """Newest slots that no eviction touches during prefill (n_s); part of the budget."""
+    """Newest slots that are never evicted during prefill (n_s). They are part of the budget."""
     local_len: Count = 100
     """Last prompt tokens that are never evicted."""
     positions: Annotated[str, Predicate(is_positions)] = "compact"
-    """'compact' (a slot's rank in the cache), 'original' (its place in the text) or 'clipped(SPAN)' (between)."""
+    """Positions for RoPE: 'compact' (a slot's rank in the cache), 'original' (its position in the text) or
+    'clipped(SPAN)' (in between)."""
     policy: str | None = None
     """A policy's name or an expression of the grammar; null is locret."""
 
     def published(self) -> dict[str, object]:
-        """The settings that a checkpoint brings to inference."""
+        """The inference settings that a checkpoint stores."""
         return {name: getattr(self, name) for name in PUBLISHED}
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """Everything a training run needs."""
+    """Options of a training run."""
 
     recipe: str
-    """Name of the recipe, or path of its YAML file."""
+    """Recipe: its name, or the path of its YAML file."""
     trains: Literal["heads", "pool"] = "heads"
-    """'heads' (retaining heads, from each layer's targets) or 'pool' (LoCoCo's convolutions, for ``merge=lococo``; the sections
-    ``heads``, ``target`` and ``loss`` are not used then). ``data.batch`` and ``trainer.keep_best`` are of 'heads' alone."""
+    """'heads' (retaining heads, from each layer's targets) or 'pool' (LoCoCo's convolutions, for ``merge=lococo``).
+    For a pool, the sections ``heads``, ``target`` and ``loss`` have no effect. ``data.batch`` and
+    ``trainer.keep_best`` apply to heads only."""
     plugin: str | None = None
-    """A module, or a Python file, that brings a loss or policies of your own."""
+    """A module or a Python file that defines your own loss or policies."""
     backbone: BackboneConfig
     heads: HeadsSection = field(default_factory=HeadsSection)
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -201,19 +206,19 @@ class TrainConfig:
     infer: InferConfig = field(default_factory=InferConfig)
     pool: PoolSection = field(default_factory=PoolSection)
     out: str = "runs/${recipe}"
-    """Folder for checkpoints and logs."""
+    """Output folder for checkpoints and logs."""
     seed: Annotated[int, Interval(ge=0, lt=2**32)] = 0
-    """Seeds the heads and the samples."""
+    """Seed of the heads and the samples."""
     resume: str = "never"
-    """'auto' (the newest checkpoint in ``out``, if any), 'never' (an ``out`` that holds a run is refused), or a
-    checkpoint's path. Settings other than the checkpoint's count from there on, and are named on stderr."""
+    """Continue a run: 'auto' (from the newest checkpoint in ``out``, if any), 'never' (refuse an ``out`` with a run
+    in it), or a checkpoint's path. Settings may differ from the checkpoint's; changes are listed on stderr."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError at fields that do not go together, naming them."""
+        """Raise ValueError, with the fields' names, if fields contradict each other."""
         self.recipe = Path(self.recipe).stem if self.recipe.endswith((".yaml", ".yml")) else self.recipe
         self.out = self.out.replace("${recipe}", self.recipe)
         if "${" in self.out:
-            raise ValueError(f"out={self.out}: of all names only ${{recipe}} is filled in")
+            raise ValueError(f"out={self.out}: only the name ${{recipe}} is filled in")
         weights, sources, infer = self.data.weights, self.data.sources, self.infer
         if weights is not None and len(weights) != len(sources):
             raise ValueError(
@@ -225,7 +230,7 @@ class TrainConfig:
             )
         if is_gguf(self.backbone.model):
             raise ValueError(
-                f"backbone.model={self.backbone.model!r} holds packed weights, which are for running alone: train on the float "
+                f"backbone.model={self.backbone.model!r} holds packed weights, which cannot be trained: use the float "
                 "model's folder or Hub id; its heads then run on this file (--ckpt HEADS --model FILE.gguf)"
             )
         spread, strategy = self.backbone.device_map, self.trainer.strategy
@@ -275,19 +280,19 @@ class PublishOptions:
     ckpt: str
     """Retaining heads: a folder or a .pt file; a .bin needs --base-model."""
     repo: str
-    """USER/NAME: where they go; made if it is not there."""
+    """USER/NAME of the repository on the Hub. It is created if missing."""
     private: bool = False
-    """Make a new repository private."""
+    """Create a private repository."""
     dry_run: bool = False
-    """Print the files and the card, and send nothing."""
+    """Print the files and the model card, and upload nothing."""
     message: str = "Upload retaining heads"
-    """Message of the commit."""
+    """Commit message."""
     base_model: str | None = None
-    """USER/NAME: the backbone as others load it. Default: what the heads say."""
+    """USER/NAME of the backbone on the Hub. Default: named by the heads."""
     adapter: str | None = None
-    """USER/NAME: the PEFT adapter as others load it. Default: what the heads say."""
+    """USER/NAME of the PEFT adapter on the Hub. Default: named by the heads."""
     license: str | None = None
-    """Default: the card's beside the heads, or apache-2.0."""
+    """Licence of the heads. Default: from the model card next to the heads, or apache-2.0."""
 
 
 PUBLISH = Command("locret-publish", PublishOptions, PUBLISH_USAGE, positional=("ckpt", "repo"))

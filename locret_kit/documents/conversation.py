@@ -1,14 +1,15 @@
-"""A conversation in a cache of fixed size, about a document or about nothing yet.
+"""A conversation in a cache of fixed size, with or without a document.
 
-The document's slots are pinned, and the turns have slots of their own: when those are full, old turns are evicted as text
-is. So the memory of a conversation does not grow with its turns.
+The document's slots are pinned, and the turns have their own slots. When those are full, old turns are evicted like
+text. So the memory of a conversation does not grow with its turns.
 
-The setting ``protect`` holds as in any prompt: 'system' for the whole conversation, 'markers' around the first message's
-beginning and around the newest message.
+The setting ``protect`` works as in any prompt: 'system' for the whole conversation, 'markers' for the start of the
+first message and around the newest message.
 
-Thoughts are evicted like all else, pinned, or dropped. Where they are dropped, each turn is answered from the template's prompt
-of the whole conversation, as by a fresh run of it. What later prompts begin with too is read into a copy that stays, up to the
-last boundary before which they evict alike: the rows of one more cache while an answer is written.
+Thoughts are evicted like other tokens, pinned, or dropped. If they are dropped, each turn is answered from the chat
+template's prompt of the whole conversation, as a fresh run would be. The prefix that later prompts share is read into a
+second cache, up to the last boundary with the same evictions. While an answer is written this costs the rows of one
+more cache.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from ..text.untrusted import Span
 
 
 class Source(Protocol):
-    """A document, as a conversation sees it."""
+    """The interface of a document that a conversation uses."""
 
     chat_template: bool
 
@@ -59,7 +60,7 @@ class Source(Protocol):
 
     def protected(self, prompt: Sequence[int]) -> list[Span]: ...
 
-    def open(self, prompt_length: int) -> BoundedCache: ...
+    def fork_for(self, prompt_length: int) -> BoundedCache: ...
 
 
 @dataclass(frozen=True)
@@ -79,32 +80,35 @@ class Turn:
 
 @dataclass
 class _State:
-    """Everything that a turn changes."""
+    """The state that a turn changes."""
 
     ids: array[int]
     cache: BoundedCache | None
     turns: list[Turn]
     pinned: tuple[Span, ...] = ()
-    """Positions that stay for good."""
+    """Positions that stay pinned."""
     newest: tuple[Span, ...] = ()
-    """Positions of the template's own tokens around the newest message, where they are protected: until the next one."""
+    """Positions of the template's own tokens around the newest message, if they are protected. They are released at the
+    next message."""
     thoughts: tuple[Span, ...] = ()
-    """Positions of thoughts that are pinned, the oldest first."""
+    """Positions of pinned thoughts, oldest first."""
 
 
 class Chat:
-    """A conversation. ``say`` gives an answer that is written while it is read; when it ends, or is left, it is a turn.
+    """A conversation. ``say`` returns an answer that is generated while you iterate over it. When it ends or is
+    abandoned, it becomes a turn.
 
     Args:
-        document: what it is about. history: slots of a key/value head that its turns have, beside the document's.
-        settings, policy, heads: of a conversation without a document, as of ``BoundedCache``; so is ``system``, a system
-            prompt.
-        thoughts: what becomes of them; 'dropped' is of a chat template's conversations. Of pinned ones the oldest are let go
-            when there is no room. max_thought_tokens: of each, beside ``max_new_tokens``; then its end mark closes it.
+        document: the subject. history: slots per key/value head for the turns, in addition to the document's.
+        settings, policy, heads: arguments of ``BoundedCache``, for a conversation without a document; so is ``system``,
+            a system prompt.
+        thoughts: see ``Thoughts``. 'dropped' needs a chat template. If there is no room, the oldest pinned thoughts are
+            released.
+        max_thought_tokens: limit per thought, in addition to ``max_new_tokens``. Then its end mark is inserted.
 
     Attributes:
         turns: questions and answers so far.
-        answer: the last answer that was begun; None before the first.
+        answer: the newest answer; None before the first.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class Chat:
             raise ValueError(f"thoughts={thoughts!r} must be one of: {', '.join(names)}")
         plain = not has_template(tokenizer) or (document is not None and not document.chat_template)
         if thoughts == "dropped" and plain:
-            raise ValueError("thoughts='dropped' needs a chat template, which says what stays of an answer")
+            raise ValueError("thoughts='dropped' needs a chat template, which removes them")
         self.thoughts, self.max_thought_tokens = thoughts, max_thought_tokens
         self.model, self.tokenizer, self.document, self.history = unwrapped(model), tokenizer, document, history
         self.max_new_tokens, self.sampling, self.seed = max_new_tokens, sampling or Sampling(), seed
@@ -181,7 +185,7 @@ class Chat:
                 self._now = before
 
     def _prompt(self, question: str) -> _State:
-        """The conversation up to the next answer, and the cache that reads what is new of it."""
+        """The conversation up to the next answer, and the cache that reads its new tokens."""
         now, document = self._now, self.document
         if self.thoughts == "dropped" and now.turns:
             return self._whole_prompt(question)
@@ -189,7 +193,7 @@ class Chat:
             return self._next_prompt(question, now.cache)
         if document is not None:
             ids = document.prompt(question)
-            cache, spans = document.open(len(ids)), document.protected(ids)
+            cache, spans = document.fork_for(len(ids)), document.protected(ids)
         else:
             stream = IdStream(self.tokenizer, special=not has_template(self.tokenizer))
             ids = stream.finish(render_first(self.tokenizer, question, self.system))
@@ -216,7 +220,8 @@ class Chat:
         return _State(now.ids + new, cache, now.turns, now.pinned, newest, now.thoughts)
 
     def _markers(self, start: int, new: Sequence[int]) -> tuple[Span, ...]:
-        """Positions of the template's own tokens around the newest message, of which ``new`` at ``start`` are the tokens."""
+        """Positions of the template's own tokens around the newest message, whose tokens are ``new``, from position
+        ``start`` on."""
         head, tail = (list(ids_after(self.tokenizer, text)) for text in around_turn(self.tokenizer))
         return tuple((start + a, start + b) for a, b in spans_around(new, head, tail) if a < b)
 
@@ -261,7 +266,7 @@ class Chat:
         return ids_of(self.tokenizer, messages)
 
     def _shared(self, question: str, asked: _State) -> int:
-        """Tokens of a prompt with which that of the next turn begins too; without markers that are let go then."""
+        """Number of prompt tokens shared with the next turn's prompt. Markers that will be released do not count."""
         later = common(asked.ids, self._conversation((question, "x"), ("?", None)))
         return min((later, *(start for start, _ in asked.newest)))
 
@@ -299,9 +304,9 @@ class Chat:
         return copy
 
     def _anew(self, tokens: int) -> BoundedCache:
-        """A cache for a conversation of so many tokens, which is read from its beginning on, or from the document's end."""
+        """A cache for a conversation of n tokens, to be read from its beginning or from the end of the document."""
         if self.document is not None:
-            cache = self.document.open(tokens)
+            cache = self.document.fork_for(tokens)
             try:
                 return self._with_history(cache, self.document.tokens)
             except ValueError:  # its end, which is not read yet, has no room to be pinned
@@ -384,7 +389,7 @@ class Chat:
             ValueError: it does not occur after the document, or there is no room for it.
         """
         if self.cache is None or not self.turns:
-            raise ValueError("nothing was said yet that could be pinned")
+            raise ValueError("the conversation has no text to pin yet")
         if text is None:
             start, end = self.turns[-1].start, self.turns[-1].answered
         else:
@@ -413,7 +418,7 @@ class Chat:
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of tokens with which both begin."""
+    """Length of the shared prefix in tokens."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -41,16 +41,16 @@ Reader = Callable[["PreTrainedModel", "array[int]", BoundedCache, Progress | Non
 
 
 class Document:
-    """A text in a cache of fixed size. Make one with ``read`` or ``load``.
+    """A text in a cache of fixed size. Create one with ``read`` or ``load``.
 
-    Several threads may ask at once, each answer has a copy of the cache. The model is attached while an answer is written;
-    threads share a model that is attached beforehand, or by their answers.
+    Several threads may ask at once, because each answer has a copy of the cache. The model is attached while an answer
+    is generated. To share a model between threads, attach it beforehand or let the answers do it.
 
     Attributes:
-        text: its tokens. cache: what was read of them, up to the last safe boundary.
-        tokens: tokens of the text, the chat template's before it included.
-        title: a name for people.
-        reads: how many times ``ask`` had to read the text anew; see ``ask``.
+        text: the text's tokens. cache: the tokens read so far, up to the last safe boundary.
+        tokens: number of tokens, including the chat template's before the text.
+        title: a title for people.
+        reads: how many times ``ask`` had to read the text again; see ``ask``.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Document:
         self.chat_template, self.title, self.share = text.chat, title, share
         self.text = text
         self._reader: Reader = prefill
-        self._ahead = False
+        self._tail_loaded = False
         self._file: tuple[Path, str] | None = None
         self.reads = 0
 
@@ -114,35 +114,35 @@ class Document:
         document = cls(model, whole, empty, title=title, share=resolved.share)
         # What follows the text is pinned with each question.
         empty.pin_all(span for span in document.protected(document.prompt("?")) if span[1] <= document.tokens)
-        document._reader, document._ahead = reader or prefill, ahead
+        document._reader, document._tail_loaded = reader or prefill, ahead
         document._go_on(whole, progress)
         return document
 
     def append(self, text: str | Path | Iterable[str], progress: Progress | None = None) -> None:
-        """Add text at the end. After an error or an interrupt the document is as it was.
+        """Add text at the end. After an error or an interrupt the document is unchanged.
 
         Raises:
-            CannotFork: the text is not in the file, and the longer document is read otherwise from its beginning on.
-            ValueError, OSError: as ``read``.
+            CannotFork: the longer document must be read from the beginning, but the text is not in the file.
+            ValueError, OSError: as in ``read``.
         """
         longer = self.text.copy()
         longer.feed(text)
         self._go_on(longer, progress)
 
     def _go_on(self, text: DocumentText, progress: Progress | None) -> None:
-        """Read what ``text`` has more, up to the last safe boundary, or ahead of it."""
+        """Read the new tokens of ``text``, up to the last safe boundary or beyond (``prepare``)."""
         text.settle()
         cache = self._fork(text.tokens + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
         ids = text.settled
         end = cache.schedule.safe(len(ids))
-        if self._ahead:
+        if self._tail_loaded:
             end = max(end, text.before_questions(cache.schedule.local_len))
         if end > cache.get_seq_length():
             self._reader(self.model, ids[:end], cache, progress)
         self.text, self.cache = text, cache
 
     def _fork(self, prompt_length: int, local_len: int) -> BoundedCache:
-        """The cache for a prompt of so many tokens; an empty one where the text has to be read anew."""
+        """A cache for a prompt of n tokens. It is empty if the text must be read again."""
         run = replace(self.cache.run, local_len=local_len)
         try:
             if not self.cache.get_seq_length():
@@ -169,7 +169,7 @@ class Document:
 
     @property
     def has_text(self) -> bool:
-        """Whether all its token ids are known: not of a file that was saved without its text."""
+        """Whether all token ids are known. They are not in a file saved without its text."""
         return not self.text.unknown
 
     def prompt(self, question: str) -> array[int]:
@@ -181,10 +181,10 @@ class Document:
         return self.text.prompt(question)
 
     def conversation(self, messages: Objects) -> array[int]:
-        """Token ids of the template's prompt of a conversation about it; zeros for those that are not known.
+        """Token ids of the chat template's prompt of a conversation about the document; zeros for unknown ids.
 
         Raises:
-            ValueError: the chat template puts something else before the document than without the conversation.
+            ValueError: the chat template's text before the document depends on the conversation.
         """
         before, after = render_messages(self.tokenizer, messages, about=True)
         if before != self.text.before:
@@ -192,7 +192,7 @@ class Document:
         return self.text.ids_before(after)
 
     def protected(self, prompt: Sequence[int]) -> list[Span]:
-        """Token spans of a prompt that the setting ``protect`` names, but for the first tokens."""
+        """Token spans of a prompt that the setting ``protect`` names, except the first tokens."""
         return protected_spans(self.tokenizer, prompt, self.cache.settings.protect) if self.chat_template else []
 
     def ask(
@@ -206,28 +206,28 @@ class Document:
         progress: Progress | None = None,
         max_thought_tokens: int = MAX_THOUGHT,
     ) -> Answer:
-        """The answer to a question, written while it is read (see ``Answer``). The document stays as it was.
+        """The answer to a question, generated while you iterate over it (see ``Answer``). The document does not change.
 
-        It equals the answer of a fresh run over text and question (in few bits where the room depends
-        on the prompt's length, under full attention and one-shot, and after ``prepare``: to rounding).
+        The answer equals that of a fresh run over text and question. It is equal up to rounding after ``prepare``, and
+        in few bits if the room depends on the prompt's length, under full attention and one-shot.
 
-        Where a prompt of that length is read otherwise from its
-        beginning on (short texts under a pyramid, LongRoPE's other factor), the text is read anew for this question, and
-        ``reads`` counts it. Without the text in the file, a question shorter than ``local_len`` tokens holds back only
-        its own tokens.
+        Some prompts must be read from the beginning (short texts under a pyramid, LongRoPE's other factor). Then the
+        text is read again for this question, and ``reads`` counts it. Without the text in the file, a question shorter
+        than ``local_len`` tokens holds back only its own tokens.
 
         Args:
-            seed: of sampling; by default the settings'. max_thought_tokens: of the thought, beside ``max_new_tokens``.
+            seed: seed of sampling. Default: from the settings. max_thought_tokens: limit of the thought, in addition to
+                ``max_new_tokens``.
 
         Raises:
-            ValueError: an empty question; without the text: a repetition penalty.
-            CannotFork: the text would have to be read anew, and is not in the file.
+            ValueError: an empty question, or a repetition penalty without the text.
+            CannotFork: the text must be read again, but is not in the file.
         """
         if not question.strip():
             raise ValueError("the question is empty")
         self._check_sampling(sampling)
         ids = self.prompt(question)
-        cache = self.open(len(ids))
+        cache = self.fork_for(len(ids))
         cache.pin_all(self.protected(ids))
         return Answer(
             self.model, self.tokenizer, ids, cache, max_new_tokens=max_new_tokens, sampling=sampling,
@@ -235,8 +235,8 @@ class Document:
             thought=Thought.after(self.tokenizer, ids, max_tokens=max_thought_tokens),
         )  # fmt: skip
 
-    def open(self, prompt_length: int) -> BoundedCache:
-        """A cache of its own that has read the text and goes on with a prompt of so many tokens."""
+    def fork_for(self, prompt_length: int) -> BoundedCache:
+        """A separate cache after the text, for a prompt of n tokens."""
         local_len = self.cache.schedule.local_len
         if self.text.unknown:  # evictions before the tail must come after what was read
             local_len = min(local_len, prompt_length - self.cache.get_seq_length() - 1)
@@ -245,11 +245,11 @@ class Document:
         return cache
 
     def prepare(self) -> None:
-        """Read the text's end ahead of the questions, so that each reads few tokens but its own, and make what their first
-        token would wait for. An error or an interrupt leaves the document as it was.
+        """Read the end of the text before any question, so that a question reads few tokens besides its own, and warm
+        up. After an error or an interrupt the document is unchanged.
 
-        Then an answer equals that of a fresh run to rounding, no longer bit for bit: the same tokens are multiplied in other
-        pieces, and of two slots that tie another may be kept. Without effect where the text is not in the file.
+        Answers then equal those of a fresh run up to rounding, not bit for bit: the same tokens are multiplied in other
+        pieces, and a tie between two slots may fall the other way. No effect if the text is not in the file.
         """
         if self.text.unknown:
             return
@@ -260,7 +260,7 @@ class Document:
                 cache = self.cache.fork(end + local_len + 1, local_len=local_len)
                 self._reader(self.model, self.text.settled[:end], cache, None)
                 self.cache = cache
-        self._ahead = True
+        self._tail_loaded = True
         ready(self.model, self.cache)
 
     def _check_sampling(self, sampling: Sampling | None) -> None:
@@ -268,7 +268,7 @@ class Document:
             raise ValueError(f"repetition_penalty={penalty} needs the text, which is not in the file")
 
     def chat(self, history: int = 1024, **generation: Any) -> Chat:
-        """A conversation about the document, whose turns have ``history`` slots of their own. Raises ValueError as ``ask``."""
+        """A conversation about the document with ``history`` slots for its turns. Raises ValueError as ``ask`` does."""
         self._check_sampling(generation.get("sampling"))
         return Chat(self.model, self.tokenizer, document=self, history=history, **generation)
 
@@ -280,13 +280,14 @@ class Document:
         """Write the document to one ``.safetensors`` file.
 
         Args:
-            text: False leaves the token ids out; the tokens after the last safe boundary are then stored as rows.
-            names: of backbone and heads, for people and commands. replace: whether a file that is there may be replaced.
+            text: False omits the token ids; tokens after the last safe boundary are then stored as rows.
+            names: names of backbone and heads, for people and commands. replace: whether an existing file may be
+                replaced.
 
         Raises:
-            ValueError: without its text, a document of a policy that reads passages again, or one whose last token
-                hangs on the question. OSError: the file cannot be written, or somebody else has written it since it was
-                loaded; the one that was there is whole.
+            ValueError: without its text, a document whose policy rereads passages, or whose last token depends on the
+                question.
+            OSError: the file cannot be written, or it has changed since it was loaded; the existing file is intact.
         """
         file = self.as_file(text=text, names=names)
         target = Path(path).resolve()
@@ -294,7 +295,7 @@ class Document:
         self._file = target, file.write(path, partial(check_there, target, expected, replace))
 
     def as_file(self, *, text: bool = True, names: dict[str, str] | None = None) -> CacheFile:
-        """The document as a file holds it. Arguments and errors as of ``save``."""
+        """The document in the form of a file. Takes the arguments of ``save`` and raises its errors."""
         document = self if self.text.bare or (text and self.has_text) else self._without_text()
         stream = document.text.stream
         record = TextRecord(
@@ -307,7 +308,7 @@ class Document:
         return CacheFile.of(document.cache, document=asdict(record), apart=more)
 
     def _without_text(self) -> Document:
-        """The same document with every token read and no ids."""
+        """A copy of the document with every token read and no token ids."""
         if self.cache.rereads:
             raise ValueError(
                 f"policy={self.cache.policy.name!r} reads passages of the text again: it cannot be saved without its text"
@@ -329,14 +330,14 @@ class Document:
         *,
         force: bool = False,
     ) -> Document:
-        """The document in a file.
+        """Load a document from a file.
 
         Args:
-            heads: those that the document was read with. policy, force, store: as in ``load_cache``.
+            heads: the heads that read the document. policy, force: see ``load_cache``.
 
         Raises:
-            OSError: there is no such file. ValueError: it is damaged or holds no document, or the first difference to what
-                is at hand.
+            OSError: no such file. ValueError: it is damaged or holds no document; or the first difference from
+                ``model``, ``tokenizer`` or ``heads``.
         """
         return cls.of_file(CacheFile.read(path), model, tokenizer, heads, policy, force=force)
 
@@ -345,7 +346,7 @@ class Document:
         cls, file: CacheFile, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         heads: RetainingHeads | str | Path | None = None, policy: str | Policy | None = None, *, force: bool = False,
     ) -> Document:  # fmt: skip
-        """The document that a file holds, which was read. Arguments and errors as of ``load``."""
+        """Restore a document from a file's content. Takes the arguments of ``load`` and raises its errors."""
         about = stated(file)
         with blaming(file.path, ValueError):
             text = stored_text(about, file.apart, tokenizer)
@@ -354,7 +355,7 @@ class Document:
         text.unknown = 0 if about.text else seen
         with blaming(file.path, ValueError):
             if about.text and (hash_ids(text.ids) != about.sha256 or seen > len(text.settled)):
-                raise ValueError("document: its token ids do not have the hash that it states")
+                raise ValueError("document: its token ids do not match their hash")
             if text.tokens != about.tokens:
                 raise ValueError(f"document: tokens={about.tokens} must be {text.tokens}")
         document = cls(model, text, cache, title=about.title, share=about.share)
@@ -370,7 +371,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kept:
-    """Tokens of a text and what is held of them."""
+    """Tokens of a text, and the positions that the cache holds."""
 
     ids: array[int]
     seen: int
@@ -380,17 +381,17 @@ class Kept:
 
     @classmethod
     def of(cls, ids: array[int], cache: BoundedCache) -> Kept:
-        """What a cache holds of a text."""
+        """The positions of a text that a cache holds."""
         layers = range(len(cache.layers))
         positions = [[row[row >= 0].cpu().numpy() for row in cache.kept_positions(layer)[0]] for layer in layers]
         return cls(ids, cache.get_seq_length(), positions)
 
     def heads(self, layer: int | None = None, head: int | None = None) -> tuple[np.ndarray, int]:
-        """Number of the heads of all layers, or of one layer or head, that hold each token that was read ``[seen]``; and how many
-        heads these are.
+        """For each token read, the number of heads that hold it ``[seen]``; and the total number of heads. ``layer``
+        and ``head`` select one of them.
 
         Raises:
-            ValueError: there is no such layer, or head.
+            ValueError: no such layer or head.
         """
         chosen = [
             positions for heads in _one(self.positions, layer, "layer") for positions in _one(heads, head, "head")
@@ -401,7 +402,7 @@ class Kept:
         return counts, len(chosen)
 
     def texts(self, tokenizer: PreTrainedTokenizerBase, start: int, end: int) -> list[str]:
-        """The texts of tokens ``start`` to ``end``, as ``token_texts`` of all has them."""
+        """Texts of the tokens from ``start`` to ``end``, equal to that part of ``token_texts`` of all tokens."""
         begin = max(0, start - 2 * CHARACTER)
         return token_texts(tokenizer, self.ids[begin : end + CHARACTER])[start - begin : end - begin]
 
@@ -410,8 +411,8 @@ BRIGHT, DIM, PLAIN = "\033[1m", "\033[2m", "\033[0m"
 
 
 def highlight(texts: Iterable[str], share_T: np.ndarray, *, color: bool = True) -> str:
-    """The text of tokens: bright where half of the heads hold one, dim where fewer than on average do, or none; without colour,
-    `` ... `` stands for these. ``share_T``: of the heads."""
+    """The text of tokens: bright if at least half of the heads hold the token, dim if fewer than average hold it.
+    Without colour, `` ... `` replaces the dim ones. ``share_T`` ``[T]`` is the share of heads."""
     styles = ((DIM, PLAIN), ("", ""), (BRIGHT, PLAIN))
     level_T = np.where(share_T >= 0.5, 2, (share_T >= share_T.mean()) & (share_T > 0))
     shown, rest = "", iter(texts)
@@ -422,7 +423,7 @@ def highlight(texts: Iterable[str], share_T: np.ndarray, *, color: bool = True) 
 
 
 def _one(items: list[T], number: int | None, what: str) -> list[T]:
-    """All items, or one of them."""
+    """All items, or only the selected one."""
     if number is not None and number >= len(items):
         raise ValueError(f"{what}={number} must be from 0 to {len(items) - 1}")
     return items if number is None else [items[number]]
@@ -435,7 +436,7 @@ def kept_of(document: Document) -> Kept:
         ValueError: it was loaded from a file without its text.
     """
     if not document.has_text:
-        raise ValueError("it was written without its text, so nobody can say which words it holds")
+        raise ValueError("it was written without its text, so its words are unknown")
     return Kept.of(document.ids, document.cache)
 
 
@@ -449,11 +450,11 @@ def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:
     about, layers = stated(file), file.saved.layers
     with blaming(str(path), ValueError):
         if not about.text:
-            raise ValueError("it was written with --no-text, so nobody can say which words it holds")
+            raise ValueError("it was written with --no-text, so its words are unknown")
         text = stored_text(about, file.apart, tokenizer)
         seen = int(layers[0].get("seen", 0)) if layers else 0
         if not seen:
-            raise ValueError("its cache holds nothing: a text this short is read with each question")
+            raise ValueError("its cache is empty: a text this short is read with each question")
         positions = [_positions(file.tensors, number, seen) for number in range(len(layers))]
         ids = text.ids
         if not 0 < seen <= len(ids):

@@ -1,4 +1,4 @@
-"""Text of a document: its tokens, settled as far as no later text can change them; and the record of it in a file."""
+"""Text of a document: its tokens, and the file's record of them. A token is settled when no later text can change it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from ..text.untrusted import defused_pieces
 
 
 class DocumentText:
-    """The text of a document behind what a chat template puts before it.
+    """The text of a document, after the chat template's first tokens.
 
     Args:
-        stream: its tokens. chat: questions go through the chat template. before: the template's text before the document.
-        unknown: first tokens whose ids are not known, where a file was written without its text.
+        stream: the tokens. chat: whether questions go through the chat template. before: the template's text before the
+            document.
+        unknown: number of first tokens without ids, if a file was saved without its text.
     """
 
     def __init__(self, stream: IdStream, *, chat: bool, before: str, unknown: int = 0) -> None:
@@ -36,7 +37,7 @@ class DocumentText:
 
     @classmethod
     def begin(cls, tokenizer: PreTrainedTokenizerBase, chat: bool, max_tokens: int | None = None) -> DocumentText:
-        """A text without a word. Raises ValueError for a slow tokenizer."""
+        """An empty text. Raises ValueError for a slow tokenizer."""
         before = render_prompt(tokenizer, "", "", chat=chat)[0]
         stream = open_stream(tokenizer, chat)
         stream.max_tokens = max_tokens
@@ -47,7 +48,11 @@ class DocumentText:
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, text: str | Path | Iterable[str], chat: bool, max_tokens: int | None = None
     ) -> DocumentText:  # fmt: skip
-        """A text, as it is. Raises ValueError where it holds none or has more than ``max_tokens``; OSError."""
+        """The document text of a string, pieces or a file.
+
+        Raises:
+            ValueError: no text, or more than ``max_tokens``. OSError: the file cannot be read.
+        """
         whole = cls.begin(tokenizer, chat, max_tokens)
         if not whole.feed(text):
             raise ValueError("the document holds no text")
@@ -59,33 +64,33 @@ class DocumentText:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, the template's before the text included."""
+        """Number of tokens, including the template's before the text."""
         return self.unknown + len(self.stream.finish())
 
     @property
     def ids(self) -> array[int]:
-        """Token ids; zeros for those that are not known."""
+        """Token ids; zeros for unknown ids."""
         return self.ids_before("")
 
     @property
     def settled(self) -> array[int]:
-        """Token ids that no later text can change; zeros for those that are not known."""
+        """Token ids that no later text can change; zeros for unknown ids."""
         return self._with_unknown(self.stream.ids)
 
     @property
     def bare(self) -> bool:
-        """Whether nothing of the text is at hand: a file without its text, to which nothing was added."""
+        """Whether the text is missing: the file was saved without it, and nothing was added."""
         stream = self.stream
         return bool(self.unknown) and not stream.ids and not stream.text[stream.done :].strip()
 
     def copy(self) -> DocumentText:
-        """A text of its own, to which more is added."""
+        """A separate copy that may get more text."""
         stream = copy(self.stream)
         stream.ids = array("i", stream.ids)
         return DocumentText(stream, chat=self.chat, before=self.before, unknown=self.unknown)
 
     def feed(self, text: str | Path | Iterable[str]) -> bool:
-        """Add a text, pieces of it, or the file at a path (see ``text.reader``) at the end; whether it holds a word.
+        """Add a string, pieces, or a file (see ``text.reader``) at the end. Returns whether it has a word.
 
         Raises:
             OSError, ValueError: the file cannot be read.
@@ -106,14 +111,14 @@ class DocumentText:
         self.stream.settle()
 
     def ids_before(self, after: str) -> array[int]:
-        """Token ids of the document and the text ``after`` it; zeros for those that are not known."""
+        """Token ids of the document and the text ``after`` it; zeros for unknown ids."""
         return self._with_unknown(self.stream.finish(after))
 
     def prompt(self, question: str) -> array[int]:
-        """Token ids of the whole prompt; zeros for those that are not known.
+        """Token ids of the whole prompt; zeros for unknown ids.
 
         Raises:
-            ValueError: the chat template puts something else before the document than without the question.
+            ValueError: the chat template's text before the document depends on the question.
         """
         # What was read stays what it is, also where a template tells the date.
         for _ in range(3):
@@ -133,23 +138,23 @@ class DocumentText:
         return self.unknown + min(len(self.stream.finish(after)) - local_len - 2, len(self.stream.ids))
 
     def forgotten(self) -> tuple[array[int], DocumentText]:
-        """Every token's id, zeros for those that are not known, and the text without them.
+        """All token ids (zeros for unknown ids), and a copy of the text without ids.
 
         Raises:
-            ValueError: its last token hangs on what follows.
+            ValueError: the last token depends on the text that follows.
         """
         text = self.copy()
         stream = text.stream
         stream.forget()
         question = render_prompt(self.tokenizer, "", "What?", chat=self.chat)[1]
         if stream.finish(question) != self.stream.finish(question):
-            raise ValueError("the last token of the text hangs on the question: it cannot be saved without its text")
+            raise ValueError("the last token of the text depends on the question: it cannot be saved without its text")
         ids, stream.ids = text.settled, array("i")
         text.unknown = len(ids)
         return ids, text
 
     def _with_unknown(self, ids: array[int]) -> array[int]:
-        """Ids after zeros in the place of those that are not known, which the cache has read."""
+        """Token ids, preceded by a zero for each unknown token in the cache."""
         return array("i", bytes(4 * self.unknown)) + ids
 
 
@@ -164,7 +169,7 @@ def open_stream(tokenizer: PreTrainedTokenizerBase, chat: bool) -> IdStream:
 IDS = "document.ids"
 """Name of the tensor of token ids."""
 UNKNOWN = 1 << 24
-"""Tokens whose ids are not in the file, at most: each question counts them."""
+"""Maximum number of tokens without ids in a file: each question counts them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,24 +177,24 @@ class TextRecord:
     """A saved document's record of its text.
 
     Raises:
-        ValueError: a field of another type or out of its bound; it is named.
+        ValueError: a field of a wrong type or out of bounds; names it.
     """
 
     title: str
     tokens: Count
     sha256: str | None
-    """Hash of the token ids, as little-endian 32-bit integers; None where they are not known."""
+    """Hash of the token ids as little-endian 32-bit integers; None if they are unknown."""
     text: bool
     """Whether the ids are in the file."""
     open: str
-    """The end of the text, whose tokens hang on what follows, after ``done`` characters of context."""
+    """The end of the text, whose tokens depend on the following text, after ``done`` characters of context."""
     done: Count
     chat: bool
     """Whether questions go through the chat template."""
     before: str
     """The chat template's text before the document."""
     share: Share | None
-    """The budget as a share of the document, where it was given so."""
+    """The budget as a share of the document, if it was given as one."""
     tokenizer: dict[str, object]
     names: dict[str, str]
     """Names of the backbone and the heads. They help to find them; content decides whether they are the same."""
@@ -226,10 +231,11 @@ def stated(file: CacheFile) -> TextRecord:
 def stored_text(
     about: TextRecord, apart: Mapping[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase
 ) -> DocumentText:
-    """The text that a record and the tensors beside a file's cache state; without the text, the end that is not read yet.
+    """The text from a file's record and its additional tensors (``IDS`` ``[T]``, int32). Without the stored text, only
+    the unread end.
 
     Raises:
-        ValueError: another tokenizer, ids that are none of its vocabulary, or another tensor than ``IDS``.
+        ValueError: a different tokenizer, ids outside its vocabulary, or a tensor other than ``IDS``.
     """
     if others := sorted(apart.keys() - {IDS}):
         raise ValueError(f"{shown(others[0])}: no such tensor")
@@ -242,9 +248,9 @@ def stored_text(
 
 
 def _stored_ids(ids: torch.Tensor | None, vocabulary: int) -> array[int]:
-    """The token ids of a file. Raises ValueError where they are none of ``vocabulary``."""
+    """Token ids ``[T]`` (int32) of a file. Raises ValueError if they are outside ``vocabulary``."""
     if ids is None or ids.dtype != torch.int32 or ids.dim() != 1:
-        raise ValueError(f"{IDS} must be one axis of int32")
+        raise ValueError(f"{IDS} must be one-dimensional int32")
     if ids.numel() and not (ids.min() >= 0 and ids.max() < vocabulary):
         raise ValueError(f"{IDS} must be from 0 to {vocabulary - 1}")
     return array("i", ids.tolist())

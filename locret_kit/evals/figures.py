@@ -90,7 +90,7 @@ def score_memory(rows: Sequence[Row]) -> Figure:
         if row.score is not None and (row.peak_bytes if on_gpu else row.cache_bytes):
             groups[row.task, row.haystack, row.length][row.label][row.budget].append(row)
     if not groups:
-        raise ValueError("no row has a score and the memory that it took")
+        raise ValueError("no row has both a score and its memory")
     figure, axes = panels(len(groups), "Score against memory")
     labels = sorted({label for lines in groups.values() for label in lines})
     for ((task, haystack, length), lines), axis in zip(groups.items(), axes, strict=True):
@@ -114,8 +114,8 @@ def score_memory(rows: Sequence[Row]) -> Figure:
 
 
 def needle_grid(rows: Sequence[Row]) -> Figure:
-    """Mean score by the depth asked for and the prompt's length, a panel per task, policy and budget. Where the needle
-    really stands differs a little from prompt to prompt, which would give every prompt a row of its own."""
+    """Mean score by requested depth and prompt length, one panel per task, policy and budget. Actual depths differ
+    slightly between prompts, which would give every prompt its own row."""
     scored = [
         replace(row, depth=_nominal_depth(row)) for row in rows if row.depth is not None and row.score is not None
     ]
@@ -150,7 +150,7 @@ def needle_grid(rows: Sequence[Row]) -> Figure:
 
 
 def _nominal_depth(row: Row) -> float | None:
-    """The depth that the row's task asked for; four needles stand in each text of 'questions', whose rows have it already."""
+    """The depth requested by the row's task. A text of 'questions' has four needles, and its rows store the depth."""
     name = row.task.rpartition(":")[2]
     return row.depth if name == "questions" else asked_depth(name, row.sample)
 
@@ -166,10 +166,11 @@ def _grid(rows: list[Row], lengths: list[int], starts: np.ndarray) -> tuple[np.n
 
 
 def draw(name: str, rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write ``NAME.png`` and ``NAME.svg`` of a figure; their paths. The same rows give the same bytes.
+    """Write a figure to ``NAME.png`` and ``NAME.svg``; returns their paths. The same rows give the same bytes.
 
     Raises:
-        ValueError: nothing to draw; says what is missing. OSError: names the file and the reason. ImportError: no matplotlib.
+        ValueError: no data; says which is missing. OSError: has the file's name and the reason. ImportError: no
+            matplotlib.
     """
     try:
         from matplotlib import rc_context

@@ -32,7 +32,7 @@ Extra = Mapping[str, Any]
 """Further needs of a metric, by name, such as a task's classes."""
 
 
-Figures = dict[str, float]
+Scores = dict[str, float]
 CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣"  # noqa: RUF001
     "､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."  # noqa: RUF001
@@ -96,7 +96,8 @@ def jieba_words(text: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _private_folder() -> TemporaryDirectory[str]:
-    """Cache folder of jieba's dictionary: it unpickles what it finds there, and in a shared /tmp anybody can leave a file."""
+    """A private cache folder for jieba's dictionary. jieba unpickles any file it finds there, and anybody can write to
+    a shared /tmp."""
     return TemporaryDirectory(prefix="jieba.")
 
 
@@ -190,18 +191,18 @@ def _rouge_scorer() -> RougeScorer:
     return library("rouge_score.rouge_scorer").RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"])
 
 
-def rouge(output: str, answer: Answer, extra: Extra) -> Figures:
+def rouge(output: str, answer: Answer, extra: Extra) -> Scores:
     """ROUGE F1 of rouge-score, without stemming; of several references the best of each figure."""
     all_scores = [_rouge_scorer().score(str(a), output) for a in as_list(answer)]
     return {name: max(scores[name].fmeasure for scores in all_scores) for name in ("rougeL", "rouge1", "rouge2")}
 
 
-def rouge_lsum(output: str, answer: Answer, extra: Extra) -> Figures:
+def rouge_lsum(output: str, answer: Answer, extra: Extra) -> Scores:
     """Summary-level ROUGE-L, sentences separated by line breaks (InfiniteBench's En.Sum)."""
     return {"rougeLsum": max(_rouge_scorer().score(str(a), output)["rougeLsum"].fmeasure for a in as_list(answer))}
 
 
-def rouge_pltrdy(output: str, answer: Answer, extra: Extra) -> Figures:
+def rouge_pltrdy(output: str, answer: Answer, extra: Extra) -> Scores:
     """ROUGE-L of the package `rouge`, which LongBench's published figures were taken with."""
     scorer = library("rouge").Rouge(metrics=["rouge-l"])
 
@@ -214,12 +215,12 @@ def rouge_pltrdy(output: str, answer: Answer, extra: Extra) -> Figures:
     return {"rougeL": best(score, output, answer)}
 
 
-def rouge_jieba(output: str, answer: Answer, extra: Extra) -> Figures:
+def rouge_jieba(output: str, answer: Answer, extra: Extra) -> Scores:
     """`rouge_pltrdy` over Chinese words (LongBench)."""
     return rouge_pltrdy(" ".join(jieba_words(output)), [" ".join(jieba_words(str(a))) for a in as_list(answer)], extra)
 
 
-def distance(output: str, answer: Answer, extra: Extra) -> Figures:
+def distance(output: str, answer: Answer, extra: Extra) -> Scores:
     """Nearness of two texts: ROUGE, BLEU, METEOR, and whether they are the same (RoCo, section 5.1)."""
     reference = str(as_list(answer)[0])
     figures = {
@@ -232,7 +233,7 @@ def distance(output: str, answer: Answer, extra: Extra) -> Figures:
     return dict.fromkeys(figures, 1.0) if output == reference else figures
 
 
-def reconstruction(output: str, answer: Answer, extra: Extra) -> Figures:
+def reconstruction(output: str, answer: Answer, extra: Extra) -> Scores:
     """Share of the text itself that was repeated: ROUGE, and BLEU of the one example (RoCo, section 5.1.1)."""
     return {**rouge(output, answer, extra), "bleu": bleu(output, str(answer))}
 
@@ -242,7 +243,7 @@ def bleu(output: str, reference: str) -> float:
     return min(1.0, library("sacrebleu").sentence_bleu(output, [reference]).score / 100)
 
 
-def meteor(output: str, reference: str) -> Figures:
+def meteor(output: str, reference: str) -> Scores:
     """METEOR by nltk; without WordNet's files it matches words and stems alone and is called 'meteor_stem'."""
     score = library("nltk.translate.meteor_score").meteor_score
     wordnet = _wordnet()
@@ -268,7 +269,7 @@ def _wordnet() -> object:
     return wordnet
 
 
-Metric = Callable[[str, Answer, Extra], Figures]
+Metric = Callable[[str, Answer, Extra], Scores]
 
 
 def get_metric(name: str) -> Metric:
@@ -282,12 +283,12 @@ def get_metric(name: str) -> Metric:
     return METRICS[name]
 
 
-def qa_f1(output: str, answer: Answer, extra: Extra) -> Figures:
+def qa_f1(output: str, answer: Answer, extra: Extra) -> Scores:
     """Best word F1 over the accepted answers."""
     return {"f1": best(lambda o, a: f1(normalize(o).split(), normalize(a).split()), output, answer)}
 
 
-def contains(output: str, answer: Answer, extra: Extra) -> Figures:
+def contains(output: str, answer: Answer, extra: Extra) -> Scores:
     """Whether an accepted answer stands in the output, and the best word F1; whole words, after SQuAD's normalisation."""
     letter = r"[^\W\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]"  # of scripts that put spaces between words
 
@@ -298,12 +299,12 @@ def contains(output: str, answer: Answer, extra: Extra) -> Figures:
     return {"contains": best(stands, output, answer), **qa_f1(output, answer, extra)}
 
 
-def qa_f1_characters(output: str, answer: Answer, extra: Extra) -> Figures:
+def qa_f1_characters(output: str, answer: Answer, extra: Extra) -> Scores:
     """F1 over Chinese characters (InfiniteBench's Zh.QA)."""
     return {"f1": best(lambda o, a: f1(normalize_zh(o), normalize_zh(a)), output, answer)}
 
 
-def qa_f1_jieba(output: str, answer: Answer, extra: Extra) -> Figures:
+def qa_f1_jieba(output: str, answer: Answer, extra: Extra) -> Scores:
     """F1 over Chinese words (LongBench)."""
 
     def words(text: str) -> list[str]:
@@ -317,29 +318,29 @@ def of_first_line(metric: Metric) -> Metric:
     return lambda output, answer, extra: metric(output.lstrip("\n").split("\n")[0], answer, extra)
 
 
-def first_number(output: str, answer: Answer, extra: Extra) -> Figures:
+def first_number(output: str, answer: Answer, extra: Extra) -> Scores:
     """The first run of digits is the answer (InfiniteBench's pass keys and numbers)."""
     number = re.search("[0-9]+", output)
     return {"match": float(number is not None and number.group() == str(as_list(answer)[0]))}
 
 
-def has_word(output: str, answer: Answer, extra: Extra) -> Figures:
+def has_word(output: str, answer: Answer, extra: Extra) -> Scores:
     """The answer is one of the words (InfiniteBench's key/value retrieval)."""
     return {"match": float(str(as_list(answer)[0]) in spaced(output, "\n:\"'.,?!{}").split())}
 
 
-def has_name(output: str, answer: Answer, extra: Extra) -> Figures:
+def has_name(output: str, answer: Answer, extra: Extra) -> Scores:
     """The answer, an upper-case name, is one of the words in any case (InfiniteBench's dialogue)."""
     return {"match": float(str(as_list(answer)[0]) in spaced(output, "\n:\"'.,?!{}").upper().split())}
 
 
-def has_all(output: str, answer: Answer, extra: Extra) -> Figures:
+def has_all(output: str, answer: Answer, extra: Extra) -> Scores:
     """Share of the required strings that occur in the output, in any case (RULER)."""
     wanted = as_list(answer)
     return {"recall": sum(str(a).lower() in output.lower() for a in wanted) / len(wanted)}
 
 
-def equal_number(output: str, answer: Answer, extra: Extra) -> Figures:
+def equal_number(output: str, answer: Answer, extra: Extra) -> Scores:
     """The first number equals the answer; an integer answer reads no further than the point (InfiniteBench's Math.Find)."""
     number, wanted = re.search(r"\d+\.\d+|\d+", output), as_list(answer)[0]
     if number is None or (isinstance(wanted, int) and "." in number.group()):
@@ -347,7 +348,7 @@ def equal_number(output: str, answer: Answer, extra: Extra) -> Figures:
     return {"match": float(float(number.group()) == float(wanted))}
 
 
-def leading_numbers(output: str, answer: Answer, extra: Extra) -> Figures:
+def leading_numbers(output: str, answer: Answer, extra: Extra) -> Scores:
     """Share of the answer's numbers that are right before the first wrong one (InfiniteBench's Math.Calc)."""
     wanted = answer[0] if answer and isinstance(answer[0], list) else answer
     # Compared as texts: Python makes no integer of thousands of digits, which a model may write.
@@ -357,7 +358,7 @@ def leading_numbers(output: str, answer: Answer, extra: Extra) -> Figures:
     return {"share": right / len(wanted)}
 
 
-def last_integer(output: str, answer: Answer, extra: Extra) -> Figures:
+def last_integer(output: str, answer: Answer, extra: Extra) -> Scores:
     """The last word is the answer (InfiniteBench's Code.Run)."""
     words = spaced(output, "\n.`'\":").split()
     try:
@@ -366,7 +367,7 @@ def last_integer(output: str, answer: Answer, extra: Extra) -> Figures:
         return {"match": 0.0}
 
 
-def gsm8k(output: str, answer: Answer, extra: Extra) -> Figures:
+def gsm8k(output: str, answer: Answer, extra: Extra) -> Scores:
     """The number after ``####``, else the last number ('flexible'), equals the answer's."""
 
     def clean(text: str) -> str:
@@ -391,7 +392,7 @@ def _after_prefix(text: str, prefixes: Iterable[str], accepted: Iterable[str]) -
     return None
 
 
-def choice(output: str, answer: Answer, extra: Extra) -> Figures:
+def choice(output: str, answer: Answer, extra: Extra) -> Scores:
     """The option's letter or text (InfiniteBench's En.MC); ``answer`` is ``[text, letter]``."""
     text, accepted = output.strip(), as_list(answer)
     if not text:
@@ -407,7 +408,7 @@ def choice(output: str, answer: Answer, extra: Extra) -> Figures:
     return {"accuracy": float(right)}
 
 
-def bug_choice(output: str, answer: Answer, extra: Extra) -> Figures:
+def bug_choice(output: str, answer: Answer, extra: Extra) -> Scores:
     """The option's letter or function (InfiniteBench's Code.Debug); ``answer`` is ``[function, letter]``."""
     text, (name, letter) = output.strip(), answer
     if text[:2] in (f"{letter}.", f"{letter}:"):
@@ -418,7 +419,7 @@ def bug_choice(output: str, answer: Answer, extra: Extra) -> Figures:
     return {"accuracy": float(_after_prefix(text, prefixes, (letter, name)) or False)}
 
 
-def classification(output: str, answer: Answer, extra: Extra) -> Figures:
+def classification(output: str, answer: Answer, extra: Extra) -> Scores:
     """One over the number of classes that the output names, if the right one is among them (LongBench)."""
 
     def score(output: str, answer: str) -> float:
@@ -433,7 +434,7 @@ def classification(output: str, answer: Answer, extra: Extra) -> Figures:
     return {"accuracy": best(score, output, answer)}
 
 
-def share_of_numbers(output: str, answer: Answer, extra: Extra) -> Figures:
+def share_of_numbers(output: str, answer: Answer, extra: Extra) -> Scores:
     """Share of the output's numbers that are the answer's (LongBench's counts and paragraph retrieval)."""
 
     def score(output: str, answer: str) -> float:
@@ -443,7 +444,7 @@ def share_of_numbers(output: str, answer: Answer, extra: Extra) -> Figures:
     return {"share": best(score, output, answer)}
 
 
-def code_similarity(output: str, answer: Answer, extra: Extra) -> Figures:
+def code_similarity(output: str, answer: Answer, extra: Extra) -> Scores:
     """Similarity of the first line that is code, in whole hundredths (LongBench).
 
     The published requirements name fuzzywuzzy without python-Levenshtein, so its ratio is difflib's: on code about two

@@ -1,7 +1,9 @@
-"""Figures of a run by cell: mean, standard error and number of the examples that differ in their number alone. Tables of
-them: made once, and rendered as Markdown, CSV, HTML (``report/page.html``) and in the card of published heads. And two policies
-on the same prompts: the mean difference example by example, whose standard error is smaller than that of the difference of two
-means wherever hard examples are hard for both.
+"""Tables of a run, and paired comparisons.
+
+A cell has the mean, standard error and number of examples that differ only in their number. Tables are rendered as
+Markdown, CSV, HTML (``report/page.html``) and in the card of published heads. Two policies on the same prompts are
+compared by the mean difference per example. Its standard error is smaller than that of the difference of two means
+if hard examples are hard for both.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from .engine import Row, label_of
 
 T = TypeVar("T")
 LIKELIHOOD = ("nll", "nll_prefill")
-"""Metrics of which the lower is better."""
+"""Metrics where lower is better."""
 
 
 @dataclass(frozen=True)
@@ -142,14 +144,14 @@ def policy_order(label: str) -> tuple:
 
 
 MARKS = {"†": "on other texts than most of its column", "‡": "in another precision than most of the table"}
-"""Marks beside a figure, and their meaning."""
+"""Marks after a value, and their meaning."""
 ESCAPES = str.maketrans({"|": "\\|", "&": "&amp;", "<": "&lt;", ">": "&gt;", "\n": " "})
 """Characters of a cell that Markdown would read as markup."""
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A number in a table, with what stands beside it."""
+class Value:
+    """A number in a table, with its interval, count and marks."""
 
     value: float | None
     """None is a dash."""
@@ -166,7 +168,7 @@ class Figure:
     digits: int = 2
 
     @classmethod
-    def of(cls, cell: Cell, marks: str = "") -> Figure:
+    def of(cls, cell: Cell, marks: str = "") -> Value:
         """The mean of a cell, with its standard error and its number of examples."""
         beside = "" if cell.stderr is None else f"± {cell.stderr:.2f}"
         return cls(cell.mean, beside, cell.n, cell.errors, marks if cell.n else "")
@@ -185,10 +187,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """A header and lines of as many cells, each a text or a figure."""
+    """A header, and lines with the same number of cells, each a text or a value."""
 
     head: Sequence[str]
-    lines: Sequence[Sequence[str | Figure]]
+    lines: Sequence[Sequence[str | Value]]
     title: str = ""
     unit: str = ""
     """Unit of the cells."""
@@ -196,14 +198,14 @@ class Table:
     """Lines that the others are held against: full attention."""
 
     @property
-    def figures(self) -> list[Figure]:
-        """Every figure, line by line."""
-        return [cell for cells in self.lines for cell in cells if isinstance(cell, Figure)]
+    def values(self) -> list[Value]:
+        """Values of the table, line by line."""
+        return [cell for cells in self.lines for cell in cells if isinstance(cell, Value)]
 
     @property
     def notes(self) -> list[str]:
-        """Meaning of the marks beside figures."""
-        return [f"{mark} {text}" for mark, text in MARKS.items() if any(mark in one.marks for one in self.figures)]
+        """Meanings of the marks in the table."""
+        return [f"{mark} {text}" for mark, text in MARKS.items() if any(mark in one.marks for one in self.values)]
 
     def markdown(self) -> str:
         """The title, the table, and a paragraph for each note."""
@@ -212,14 +214,14 @@ class Table:
         return "\n".join(lines) + "\n" + "".join(f"\n{note}\n" for note in self.notes)
 
     def csv(self) -> str:
-        """A header and the lines; of figures the number in full."""
+        """The table as CSV, with numbers in full precision."""
         text = io.StringIO()
-        lines = ([cell.value if isinstance(cell, Figure) else cell for cell in cells] for cells in self.lines)
+        lines = ([cell.value if isinstance(cell, Value) else cell for cell in cells] for cells in self.lines)
         csv.writer(text, lineterminator="\n").writerows([self.head, *lines])
         return text.getvalue()
 
 
-def line(cells: Iterable[str | Figure]) -> str:
+def line(cells: Iterable[str | Value]) -> str:
     """A line of a Markdown table."""
     return f"| {' | '.join(escaped(str(cell)) for cell in cells)} |"
 
@@ -236,8 +238,8 @@ def cells_table(cells: Iterable[Cell]) -> Table:
     return Table(names, lines, "Every cell of summary.csv")
 
 
-def _whole(value: str | float | None, digits: int) -> str | Figure:
-    return Figure(value, digits=digits) if value is None or isinstance(value, float) else str(value)
+def _whole(value: str | float | None, digits: int) -> str | Value:
+    return Value(value, digits=digits) if value is None or isinstance(value, float) else str(value)
 
 
 # ---- two policies on the same prompts ---------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ class Difference:
     budget: int | float
     """Slots of the policy; those of the other are the same, or it has none (`full`)."""
     label: str
-    figure: str
+    metric: str
     n: int
     theirs: float
     """Mean of the other policy."""
@@ -271,30 +273,31 @@ class Difference:
 
 
 def differences(rows: Iterable[Row], against: str, figure: str | None = None) -> list[Difference]:
-    """Every label of the rows minus ``against``, one per cell; of the same budget, unless ``against`` has none.
+    """Differences of every label of the rows from ``against``, one per cell, at equal budgets unless ``against`` has
+    none.
 
     Args:
-        against: a label as tables show it, such as 'locret (smollm2-135m-locret)' or 'full'.
-        figure: one of `Row.scores`; the main one by default.
+        against: a label as in tables, such as 'locret (smollm2-135m-locret)' or 'full'.
+        figure: one of `Row.scores`; by default the main score.
 
     Raises:
-        ValueError: no such label or figure, or rows of one example whose prompts differ.
+        ValueError: no such label or score, or different prompts for one example.
     """
     rows = [row for row in rows if row.score is not None]
     _require("against", against, "rows", {row.label for row in rows}, "Labels")
     if figure is not None:
-        _require("figure", figure, "figure", {name for row in rows for name in _figures(row)}, "Figures")
+        _require("figure", figure, "figure", {name for row in rows for name in _scores(row)}, "Figures")
     base = {_example(row, row.budget): row for row in rows if row.label == against}
     pairs: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         other = base.get(_example(row, row.budget)) or base.get(_example(row, 0))
         name = figure or row.metric
-        if row.label == against or other is None or not {name} <= _figures(row).keys() & _figures(other).keys():
+        if row.label == against or other is None or not {name} <= _scores(row).keys() & _scores(other).keys():
             continue
         if row.prompt_hash != other.prompt_hash:
             raise ValueError(f"{row.task}, sample={row.sample}: {row.label} and {against} have read different prompts")
         key = (row.task, row.haystack, row.length, row.budget, row.label, name)
-        pairs[key].append((_figures(row)[name], _figures(other)[name]))
+        pairs[key].append((_scores(row)[name], _scores(other)[name]))
     result = []
     for key, values in sorted(pairs.items()):
         mean, stderr = mean_and_stderr([mine - theirs for mine, theirs in values])
@@ -309,8 +312,8 @@ def _require(key: str, given: str, what: str, known: set[str], names: str) -> No
         raise ValueError(f"{key}={given!r}: no such {what}.{nearest(given, listed)} {names}: {', '.join(listed)}.")
 
 
-def _figures(row: Row) -> dict[str, float]:
-    """Every figure by name; the oldest rows have the main one alone."""
+def _scores(row: Row) -> dict[str, float]:
+    """Scores by name; the oldest rows have only the main one."""
     return {row.metric: row.score or 0.0, **row.scores}
 
 
@@ -324,7 +327,7 @@ def differences_markdown(pairs: Iterable[Difference], against: str) -> str:
         [
             over(one.task, one.haystack),
             size(one.length), str(one.budget or "-"), one.label,
-            f"{one.figure} (lower is better)" if one.figure in LIKELIHOOD else one.figure,
+            f"{one.metric} (lower is better)" if one.metric in LIKELIHOOD else one.metric,
             str(one.n), f"{one.theirs:.3f}", str(one),
         ]
         for one in pairs

@@ -25,7 +25,7 @@ H = TypeVar("H")
 
 
 WHOLE = 10**6
-"""Parts of a slot in which shares are counted on the device."""
+"""Unit of shares on the device: 1 / ``WHOLE`` of a slot."""
 
 
 def rounded(shares: list[Fraction], total: int, max_shares: list[int] | None = None) -> list[int]:
@@ -45,8 +45,8 @@ def rounded(shares: list[Fraction], total: int, max_shares: list[int] | None = N
 
 
 def rounded_on_device(share_BH: Tensor, most_BH: Tensor, total: int | Tensor) -> Tensor:
-    """``rounded`` of every row ``[B, H]`` (int64), for which the host waits for nothing. Shares are in ``WHOLE``-ths; a row
-    sums to ``total`` (an integer, or ``[B]``), or to its ``max_shares`` where that is less."""
+    """``rounded`` for every row ``[B, H]`` (int64) without a wait of the host. Shares are in units of 1 / ``WHOLE``.
+    A row sums to ``total`` (an integer, or ``[B]``), or to its ``max_shares`` if that is less."""
     H = share_BH.shape[1]
     down_BH = (share_BH // WHOLE).minimum(most_BH)
     turn_BH = (share_BH - WHOLE * down_BH).argsort(dim=-1, descending=True, stable=True)
@@ -65,8 +65,8 @@ def rounded_on_device(share_BH: Tensor, most_BH: Tensor, total: int | Tensor) ->
 
 
 def raised(budgets_BH: Tensor, least_BH: Tensor) -> Tensor:
-    """Budgets ``[B, H]`` (int64) of which each is at least ``least``; rows keep their sums, which are at least those of
-    ``least``. What some heads lack, the others give in proportion to what they have above theirs."""
+    """Budgets ``[B, H]`` (int64) raised to at least ``least``, with the same sum per row. Each row's sum must be at
+    least that of ``least``. The other heads give slots in proportion to their surplus."""
     spare_BH = (budgets_BH - least_BH).clamp(min=0)
     total_B, spare_B1 = (budgets_BH - least_BH).sum(-1), spare_BH.sum(-1, keepdim=True).clamp(min=1)
     # Whole slots and the rest apart: all three factors together would leave 64 bits at 32 heads of 500,000 slots.
@@ -89,13 +89,13 @@ class Policy:
     source: str = ""
     keeps_everything: bool = False
     merge: base.Merge | None = None
-    """None drops what is evicted."""
+    """None drops evicted slots."""
     prefill_mask: base.PrefillMask | None = None
     """None: a token of the prompt sees every slot."""
     sparse: base.Sparse | None = None
     """None: a token of the prompt attends to all that it sees."""
     recall: base.Recall | None = None
-    """None: what is evicted is gone."""
+    """None: evicted slots are not stored."""
     reread: base.Reread | None = None
     """None: the prompt's end is read once and sees every slot."""
 
@@ -105,7 +105,8 @@ class Policy:
         self._check_recall()
 
     def _check_recall(self) -> None:
-        """An evicted slot goes one way, and what comes back is seen in one way."""
+        """Raise ValueError for parts that contradict recall: an evicted slot is merged or stored, and one part
+        decides which slots a token sees."""
         others = {"merge": self.merge, "prefill_mask": self.prefill_mask, "sparse": self.sparse, "reread": self.reread}
         present = [name for name, part in others.items() if part is not None]
         if self.recall is not None and present:
@@ -117,7 +118,7 @@ class Policy:
             raise ValueError(f"policy={self.name!r}: recall does not go with {present[0]}, since {why}: leave one out")
 
     def _check_sparse(self) -> None:
-        """Sparse prefill leaves attention out."""
+        """Raise ValueError for parts that need the attention that sparse prefill skips."""
         if self.sparse is None:
             return
         said = f"policy={self.name!r}: sparse prefill"
@@ -135,8 +136,8 @@ class Policy:
         return self.score.needs_heads
 
     def heads_for(self, heads: H | None, give: str = "pass heads=") -> H | None:
-        """The retaining heads with which it scores: None where it needs none. Raises ValueError where it has none but needs some;
-        ``give`` says how."""
+        """The retaining heads that the policy scores with; None if it needs none. Raises ValueError if it needs some
+        but has none; ``give`` says how to pass them."""
         if self.needs_heads and heads is None:
             raise ValueError(f"policy={self.name!r} scores with retaining heads: {give}")
         return heads if self.needs_heads else None
@@ -160,7 +161,7 @@ class Policy:
 
     @property
     def by_query_head(self) -> bool:
-        """Whether running statistics of every query head are kept, beside those of groups."""
+        """Whether running statistics are kept per query head, in addition to those of groups."""
         recall = self.recall is not None and self.recall.by_query_head
         return recall or (self.selection.by_query_head and self.score.by_query_head)
 
@@ -170,7 +171,7 @@ class Policy:
         return self.allocation.layout != "equal"
 
     def at(self, budget: int) -> Policy:
-        """The policy whose recall has the sizes for a budget of so many slots a head."""
+        """The policy with its recall sized for a budget of n slots per head."""
         return self if self.recall is None else replace(self, recall=self.recall.at(budget))
 
     def recent(self, chunk: int) -> int:
@@ -180,9 +181,10 @@ class Policy:
     def layer_budgets(
         self, budget: int, layers: int, chunk: int, stabilizers: int, tail: int = 0, longest: int | None = None
     ) -> list[int]:
-        """Slots per head of each layer. ``tail``: tokens that are never evicted and must find room in every layer.
+        """Slots per head of each layer. ``tail``: number of tokens that are never evicted; every layer must have
+        room for them.
 
-        Warns (``PolicyWarning``) where the budget leaves no room for what the parts ask for.
+        Warns (``PolicyWarning``) if the budget has too little room for the parts.
         """
         self._warn_of_caps(budget, chunk, stabilizers)
         own = budget - self.selection.reserved_slots(budget)
@@ -203,16 +205,16 @@ class Policy:
                 warnings.warn(f"{said} {part} {shortfall}", base.PolicyWarning, 3)
 
     def protected(self, slots: base.Slots) -> Tensor:
-        """Boolean ``[B, H, S]``: the slots that are pinned, or that one of the scopes protects. Fractions are of what the
-        selection leaves to score and scopes."""
+        """Boolean ``[B, H, S]``: the slots that are pinned, or protected by a scope. Fractions refer to the slots
+        that the selection leaves to score and scopes."""
         own = replace(slots, keep=slots.keep - self.selection.reserved_slots(slots.keep))
         masks = [] if slots.pinned is None else [slots.pinned]
         masks += [scope.protects(own) for scope in self.scopes if not scope.idle]
         return reduce(torch.logical_or, masks) if masks else torch.zeros_like(slots.valid)
 
     def verdicts(self, slots: base.Slots, scores_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor) -> Tensor:
-        """Boolean ``[B, H, G, S]``: the ``budgets`` slots of ``valid`` that score and scopes alone would keep in each query
-        head. A score that reads no attention says the same of all query heads of a group."""
+        """Boolean ``[B, H, G, S]``: the ``budgets`` slots of ``valid`` that score and scopes would keep in each
+        query head on its own. A score without attention gives equal results for all query heads of a group."""
         kept = []
         for one in slots.group or (slots,):
             scores = self.score.score_slots(one) if slots.group and self.score.by_query_head else scores_BHS
@@ -221,7 +223,8 @@ class Policy:
         return torch.stack(kept, dim=2)
 
     def scores(self, slots: base.Slots) -> Tensor:
-        """Scores ``[B, H, S]`` of the slots. Raises ValueError where those of a plugin are no finite numbers of that shape."""
+        """Scores ``[B, H, S]`` of the slots. Raises ValueError if a plugin's scores have another shape or are not
+        finite."""
         scores_BHS = self.score.score_slots(slots)
         if _is_plugin(self.score):
             said = f"policy={self.name!r}, layer {slots.layer}: scores of {type(self.score).__name__} are"
@@ -242,11 +245,11 @@ class Policy:
         return not (self.ragged or plugin) and type(self.selection) is base.TopK
 
     def choose(self, slots: base.Slots, scores_BHS: Tensor | None = None) -> Tensor:
-        """Boolean ``[B, H, S]``: the slots that stay, by their scores (computed where they are not given). Pinned slots stay;
-        scopes and selection share what the head's budget leaves, as if the head held no others.
+        """Boolean ``[B, H, S]``: the slots to keep, by score (computed if not given). Pinned slots stay. Scopes and
+        selection share the rest of the head's budget as if the head held no pinned slots.
 
         Raises:
-            ValueError: a plugin's scores, see ``scores``, or a plugin that keeps other numbers of slots than it must.
+            ValueError: a plugin's invalid scores, see ``scores``, or a plugin that keeps a wrong number of slots.
         """
         stay_BHS = self._chosen(slots, self.scores(slots) if scores_BHS is None else scores_BHS)
         if _is_plugin(self.selection) or _is_plugin(self.allocation):
@@ -264,7 +267,7 @@ class Policy:
         return stay_BHS
 
     def _chosen(self, slots: base.Slots, scores_BHS: Tensor) -> Tensor:
-        """``choose``, by scores that are at hand."""
+        """Boolean ``[B, H, S]``: the slots to keep, as in ``choose``, by known scores."""
         protected_BHS = self.protected(slots)
         budgets_BH = slots.valid.sum(-1).clamp(max=slots.keep)
         if self.ragged:
@@ -281,5 +284,5 @@ class Policy:
 
 
 def _is_plugin(part: base.Part) -> bool:
-    """Whether a part is none of the kit's own, so that what it gives is checked: for that the host waits."""
+    """Whether a part is a plugin's. Its results are checked, and the host waits for the check."""
     return type(part).__module__.partition(".")[0] != __name__.partition(".")[0]

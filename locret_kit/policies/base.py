@@ -1,13 +1,15 @@
 """The parts of an eviction policy.
 
-A policy answers four questions, each with one part: how much is a slot worth (``Score``), which slots may not be evicted now
-(``Scope``), how many slots does each layer and each head get (``Allocation``), and which slots stay (``Selection``). Five
-parts may be absent: ``Merge`` folds evicted slots into those that stay, ``Recall`` brings them back for a question,
-``PrefillMask`` limits what a token of the prompt sees, ``Sparse`` leaves out what its attention would hardly weigh, ``Reread``
-reads passages of the text again for the answer. Parts know nothing of models or caches.
+A policy answers four questions, each with one part. ``Score``: how much is a slot worth? ``Scope``: which slots may
+not be evicted now? ``Allocation``: how many slots does each layer and head get? ``Selection``: which slots stay?
+Five more parts are optional. ``Merge`` folds evicted slots into kept ones. ``Recall`` stores evicted slots and
+brings them back for a question. ``PrefillMask`` limits the slots that a prompt token sees. ``Sparse`` skips rows
+that would get little attention. ``Reread`` reads passages of the text again before the answer. Parts know nothing of
+models or caches.
 
-A part is a frozen dataclass. Its fields are its parameters: their names, types, bounds and defaults stand there and nowhere
-else. Shapes: ``B`` texts, ``H`` key/value heads, ``Q`` query heads, ``S`` slots of a head, ``T`` new tokens, ``D`` channels.
+A part is a frozen dataclass. Its fields are its parameters: their names, types, bounds and defaults are defined only
+there. Shapes: ``B`` texts, ``H`` key/value heads, ``Q`` query heads, ``S`` slots of a head, ``T`` new tokens, ``D``
+channels.
 """
 
 from __future__ import annotations
@@ -127,12 +129,12 @@ class Slots:
     rope: Rope | None = None
     """The layer's ``Rope``; None where the rotation is not known."""
     next_position: Tensor | None = None
-    """Position ``[B, H]`` (int64) by which the next token would be rotated; None unless the score ``needs_unrotated``."""
+    """RoPE position ``[B, H]`` (int64) of the next token; None unless the score ``needs_unrotated``."""
     state: MutableMapping[str, Tensor] = field(default_factory=dict)
     """The score's state of this layer between calls."""
     group: Sequence[Slots] = ()
-    """The same slots as each query head of a group sees them, with statistics and queries of its own, where the selection
-    asks for them (``Selection.by_query_head``)."""
+    """One view of these slots per query head of a group, with its own statistics and queries. Filled if the
+    selection asks for them (``Selection.by_query_head``)."""
     verdicts: Callable[[Tensor, Tensor], Tensor] | None = None
     """Function of ``valid`` ``[B, H, S]`` and ``budgets`` ``[B, H]``: bits ``[B, H, G, S]``, whether score and scopes alone would
     keep the slot in each query head. ``Policy.choose`` sets it."""
@@ -161,7 +163,7 @@ class Slots:
 
 
 def wide(x: Tensor) -> Tensor:
-    """``x`` in float32, or in float64 where it is that already."""
+    """``x`` (any shape) in float32, or in float64 if it already is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -199,22 +201,22 @@ class Part(Protocol):
 
 
 class PolicyWarning(UserWarning):
-    """A policy that cannot do what its parameters say at this budget."""
+    """Warns that a policy's parameters cannot be met at this budget."""
 
 
 def wanted_count(size: int | float, total: int) -> int:
-    """A size that is a number of tokens (an integer) or a fraction of ``total`` (a float), rounded down."""
+    """Number of tokens for a size: an integer, or a fraction of ``total`` (a float), rounded down."""
     return int(size * total) if isinstance(size, float) else size
 
 
 def resolve_count(size: int | float, total: int) -> int:
-    """``wanted_count``, at most ``total``."""
+    """Number of tokens for a size (see ``wanted_count``), at most ``total``."""
     return min(wanted_count(size, total), total)
 
 
 class Score(Part, Protocol):
-    """Worth of a slot. Derive from it, and write the method that the score needs: ``score_new_tokens`` for a score
-    that is fixed when a token enters, ``score_slots`` for one that is computed at every eviction."""
+    """Worth of a slot. Derive from it and write one method: ``score_new_tokens`` for a score fixed when a token
+    enters, ``score_slots`` for one computed at every eviction."""
 
     needs_heads: ClassVar[bool] = False
     """Reads retaining heads."""
@@ -223,8 +225,8 @@ class Score(Part, Protocol):
     needs_logits: ClassVar[bool] = False
     """Reads the backbone's probability of each token."""
     per_token: ClassVar[bool] = False
-    """A new token's score follows from its q, k, v, its position (``Entry.positions``) and the retaining head alone: tokens of
-    several texts are scored in one call."""
+    """Whether a new token's score depends only on its q, k, v, its position (``Entry.positions``) and the retaining
+    head. Tokens of several texts are then scored in one call."""
     by_query_head: ClassVar[bool] = False
     """May be asked again with the statistics and queries of a single query head per group."""
     statistics: ClassVar[frozenset[str]] = frozenset()
@@ -235,43 +237,44 @@ class Score(Part, Protocol):
         return 0
 
     def memory(self, seen: int) -> Mapping[str, str]:
-        """Axes of the tensors of numbers in ``Entry.state`` after ``seen`` tokens, a letter each: batch B, query heads Q,
-        key/value heads H, channels D; any other letter is a size that tensors share, and ``?`` at the end says that there may
-        be none. A saved cache holds these and no others."""
+        """Axes of the numeric tensors in ``Entry.state`` after ``seen`` tokens, one letter each: batch B, query
+        heads Q, key/value heads H, channels D. Other letters are sizes that tensors share. ``?`` at the end marks a
+        tensor that may be missing. A saved cache holds exactly these."""
         return {}
 
     def score_new_tokens(self, entry: Entry) -> Tensor | None:
-        """Scores ``[B, H, T]`` (float32) fixed when tokens enter, found in ``Slots.entry_scores``; None without any."""
+        """Scores ``[B, H, T]`` (float32), fixed when tokens enter and stored in ``Slots.entry_scores``; None if
+        there are none."""
         return None
 
     @property
     def scores_new_tokens(self) -> bool:
-        """Whether ``score_new_tokens`` does more than this one."""
+        """Whether the class overrides ``score_new_tokens``."""
         return type(self).score_new_tokens is not Score.score_new_tokens
 
     @property
     def is_head(self) -> bool:
-        """Whether a token's score is what its retaining head says, and nothing else."""
+        """Whether a token's score is exactly its retaining head's output."""
         return False
 
     def score_by_logits(
         self, model: PreTrainedModel, hidden_BTE: Tensor, ids_BT: Tensor, before_B1E: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Of a score that ``needs_logits``: scores ``[B, T]`` of new tokens by the backbone's final hidden states, and the last
-        of these for the next call; ``before`` is that of the call before."""
+        """Scores ``[B, T]`` of new tokens from the backbone's final hidden states, and the last of these for the
+        next call. ``before_B1E`` is that of the previous call. Only for scores that need logits."""
         raise TypeError(f"{type(self).__name__} needs logits, so it must define score_by_logits")
 
     def score_slots(self, slots: Slots) -> Tensor:
-        """Scores ``[B, H, S]`` (float32) at an eviction; larger is kept. Anything at padding."""
+        """Scores ``[B, H, S]`` (float32) at an eviction; the highest are kept. Values at padding are ignored."""
         return slots.entry_scores
 
     def comparable(self, scores_BHS: Tensor, slots: Slots) -> Tensor:
-        """The same scores ``[B, H, S]`` in a unit that can be compared across heads, for allocations over heads."""
+        """Scores ``[B, H, S]`` converted to a unit that is comparable across heads, for allocations over heads."""
         return scores_BHS
 
     def log_weight(self, scores_BHS: Tensor) -> Tensor:
-        """Logarithm ``[B, H, S]`` (finite) of a token's weight in the mean where slots are merged. By default all tokens weigh
-        the same: a position, a norm or a similarity is no weight."""
+        """Logarithm ``[B, H, S]`` (finite) of a token's weight in the mean of merged slots. By default all tokens
+        weigh the same, because a position, a norm or a similarity is no weight."""
         return torch.zeros_like(scores_BHS)
 
 
@@ -282,8 +285,8 @@ class Scope(Part, Protocol):
     """Running statistics to keep, as in ``Score``."""
 
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
-        """Number of the newest slots that the scope always protects, not cut to the budget: a pyramid leaves them to every
-        layer.
+        """Number of newest slots that the scope always protects, even above the budget. A pyramid reserves them in
+        every layer.
 
         Args:
             budget: slots per head. chunk: tokens between evictions. stabilizers: newest slots that the run protects.
@@ -291,7 +294,11 @@ class Scope(Part, Protocol):
         return 0
 
     def reserved(self, budget: int, chunk: int, stabilizers: int) -> int:
-        """Number of slots that the scope asks for, not cut to the budget. Arguments as in ``window``."""
+        """Number of slots that the scope needs, even above the budget.
+
+        Args:
+            budget: slots per head. chunk: tokens between evictions. stabilizers: newest slots that the run protects.
+        """
         return self.window(budget, chunk, stabilizers)
 
     @property
@@ -304,11 +311,11 @@ class Scope(Part, Protocol):
 
 
 class Allocation(Part, Protocol):
-    """Number of slots of each layer and each head: by default the budget for all. Derive from it."""
+    """Number of slots per layer and head; by default the budget for all. Derive from it."""
 
     layout: ClassVar[str] = "equal"
-    """Name in ``cache.storage.layouts.LAYOUTS`` of how rows lie; with any but ``equal``, heads of one layer may get different
-    numbers."""
+    """Name of the row layout in ``cache.storage.layouts.LAYOUTS``. All but ``equal`` allow different numbers of
+    slots in the heads of a layer."""
 
     def layer_budgets(self, budget: int, layers: int, window: int, longest: int | None = None) -> list[int]:
         """Slots per head of each layer; the sum is ``layers * budget``.
@@ -319,12 +326,12 @@ class Allocation(Part, Protocol):
         return [budget] * layers
 
     def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
-        """Slots ``[B, H]`` (int64) of each head, where they may differ; the sum over heads is ``H * keep``, and no head gets
-        more than it holds. The scores are what ``measured`` makes of them."""
+        """Slots ``[B, H]`` (int64) per head, if they may differ. They sum to ``H * keep``, and no head gets more
+        than it holds. The scores come from ``measured``."""
         raise TypeError(f"{type(self).__name__} is ragged, so it must define head_budgets")
 
     def measured(self, score: Score, scores_BHS: Tensor, slots: Slots) -> Tensor:
-        """Worth that ``head_budgets`` of an allocation compares: by default scores that are comparable across heads."""
+        """Scores ``[B, H, S]`` for ``head_budgets`` to compare; by default comparable across heads."""
         return score.comparable(scores_BHS, slots)
 
 
@@ -334,27 +341,27 @@ class Uniform(Allocation):
 
 
 class Selection(Part, Protocol):
-    """Slots that stay, given scores, scope and the number for each head. Derive from it."""
+    """The slots to keep, given scores, scope and the number per head. Derive from it."""
 
     @property
     def by_query_head(self) -> bool:
-        """Whether it reads ``Slots.verdicts``, for which statistics of every query head are kept."""
+        """Whether it reads ``Slots.verdicts``. They need statistics of every query head."""
         return False
 
     def reserved_slots(self, budget: int) -> int:
-        """Number of slots, of ``budget``, that are taken by another rule than the best score. Score and scopes have the rest:
-        a scope's fraction is one of the rest."""
+        """Number of the ``budget`` slots that another rule than the best score fills. Score and scopes share the
+        rest, and a scope's fraction refers to it."""
         return 0
 
     def shortfall(self, budget: int) -> str:
-        """Why its parameters cannot be met in ``budget`` slots; empty where they can."""
+        """Reason why the parameters cannot be met in ``budget`` slots; empty if they can."""
         return ""
 
     def select(
         self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: Slots
     ) -> Tensor:
-        """Boolean ``[B, H, S]`` with exactly ``budgets_BH`` True in each head, none of them padding. By default protected
-        slots first, then by score; ties go to the newer slot, so runs repeat exactly."""
+        """Boolean ``[B, H, S]`` with exactly ``budgets_BH`` True per head, none at padding. By default protected
+        slots come first, then the best scores. Ties go to the newer slot, so runs repeat exactly."""
         return function("select_rows", slots.backend)(scores_BHS, protected_BHS, valid_BHS, budgets_BH)
 
 
@@ -365,66 +372,67 @@ class TopK(Selection):
 
 @dataclass(frozen=True)
 class Folded:
-    """Slots of one head that take others over; every other slot that stays is as it was."""
+    """Kept slots of one head that evicted slots were folded into; other kept slots are unchanged."""
 
     slots_R: Tensor
-    """Their rows (int64, ascending)."""
+    """Row numbers (int64, ascending)."""
     keys_RD: Tensor
     values_RD: Tensor
     log_weight_R: Tensor | None = None
-    """Logarithm of the weight that each takes over, where a merger remembers it."""
+    """Logarithm of the weight that each slot gains, if the merger remembers weights."""
 
 
 class Merge(Part, Protocol):
     """Folds evicted slots into slots of the same head that stay. Keys are those before RoPE."""
 
     remembers: ClassVar[bool]
-    """Whether a slot carries the weight that it took over."""
+    """Whether a slot stores the weight of the slots folded into it."""
 
     def bind(self, spec: BackboneSpec, device: torch.device) -> None:
-        """Make ready for a backbone. Raises ValueError where it does not fit."""
+        """Prepare for a backbone. Raises ValueError if it does not fit."""
 
     def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
-        """Facts ``[B, H, S]`` about a layer's slots, asked for once per eviction and handed to ``fold``. ``protected_BHS``:
-        slots that are pinned or in a scope; ``stay_BHS``: those that the policy keeps."""
+        """Facts ``[B, H, S]`` about a layer's slots, computed once per eviction and passed to ``fold``.
+        ``protected_BHS``: slots that are pinned or in a scope. ``stay_BHS``: the slots to keep."""
 
     def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, facts_S: Tensor, stay_S: Tensor) -> Folded:
-        """The slots of one head that take others over. ``stay_S``: bool; the others are evicted."""
+        """The result of folding a head's evicted slots into kept ones. ``stay_S``: bool, False for evicted slots."""
 
 
 class PrefillMask(Part, Protocol):
-    """Slots that a token of the prompt attends to while the prompt is read."""
+    """Slots that a prompt token attends to during prefill."""
 
     def visible(self, rows: int, fresh: int) -> tuple[slice, slice] | None:
-        """The rows that a token sees of a head's ``rows``, of which ``fresh`` entered since the last eviction; None for all."""
+        """The row ranges that a token sees, out of a head's ``rows``; ``fresh`` of them entered since the last
+        eviction. None for all."""
 
 
 class Sparse(Part, Protocol):
-    """Rows that blocks of the prompt's tokens attend to, where the others would get little of their attention. Derive from it,
-    and write ``choose``. Decoded tokens attend to all."""
+    """Rows that blocks of prompt tokens attend to; other rows would get little attention. Derive from it and write
+    ``choose``. Decoded tokens attend to all rows."""
 
     def bind(self, spec: BackboneSpec) -> None:
-        """Make ready for a backbone. Raises ValueError where it does not fit."""
+        """Prepare for a backbone. Raises ValueError if it does not fit."""
         return
 
     def choose(self, layer: int, heads: slice, q_BQTD: Tensor, k_BHSD: Tensor, scaling: float) -> Blocks:
-        """Blocks that the query ``heads`` of a layer attend to for the newest ``T`` of the ``S`` rows, their own among them.
-        Queries and keys as attention takes them (rotated)."""
+        """Blocks that the query ``heads`` of a layer attend to for the newest ``T`` of ``S`` rows, including their
+        own. Queries and keys are rotated."""
 
 
 class Reread(Part, Protocol):
-    """Passages of the text that are read once more before the answer."""
+    """Passages of the text to read again before the answer."""
 
     @property
     def window(self) -> int:
         """Number of the newest queries to keep for ``collect``."""
 
     def size(self, budget: int, tail: int) -> int:
-        """Tokens that are read again before the ``tail``, at least one. ``budget``: slots of the smallest layer."""
+        """Number of tokens to read again before the ``tail``, at least one. ``budget``: slots of the smallest layer."""
 
     def collect(self, score_P: Tensor, slots: Slots, tail: int, size: int) -> None:
-        """Raise the scores of a text's tokens ``[P]``, in place, to what the heads of a layer give them; ``size`` of them are
-        to be read again."""
+        """Raise the scores of a text's tokens ``[P]``, in place, to those given by the heads of a layer. ``size``:
+        number of tokens to read again."""
 
     def choose(self, score_P: Tensor, size: int) -> Tensor:
         """Positions of the ``size`` tokens to read again (int64, ascending)."""
@@ -435,79 +443,79 @@ class BlockIndex:
     """Index, on the device, of a layer's stored blocks, ``N`` a head."""
 
     index_BHNRD: Tensor
-    """Keys of the representatives, those of one view after another, in the form of the queries."""
+    """Keys of the representatives, view after view, in the form of the queries."""
     there_BHNR: Tensor
-    """Bool: False where a block has fewer."""
+    """Bool: False if a block has fewer representatives."""
     kept_BHSD: Tensor
-    """Keys of the older slots that are not stored, in the same form."""
+    """Keys of the older kept slots, in the form of the queries."""
     block_BHS: Tensor
-    """Block (int64) in which such a slot would be stored; -1 where it counts for none."""
+    """Block (int64) that each kept slot belongs to; -1 if it counts for none."""
     scaling: float
 
 
 class Recall(Part, Protocol):
-    """Stores evicted slots in the host's memory, in blocks of the text, and brings the best blocks back for the tokens that
-    are read next."""
+    """Stores evicted slots in host memory, in blocks of the text, and brings the best blocks back for the next
+    tokens."""
 
     statistics: ClassVar[frozenset[str]] = frozenset()
-    """Running statistics that ``views`` reads, as in ``Score``."""
+    """Running statistics that ``views`` reads; see ``Score.statistics``."""
     by_query_head: ClassVar[bool] = False
-    """Whether ``views`` reads those of each query head (``Slots.group``)."""
+    """Whether ``views`` reads statistics per query head (``Slots.group``)."""
 
     @property
     def size(self) -> int:
-        """Tokens of a block."""
+        """Tokens per block."""
 
     @property
     def take(self) -> int:
-        """Blocks that come back in each head."""
+        """Number of blocks to bring back per head."""
 
     @property
     def representatives(self) -> int:
-        """Keys that find a block, per view."""
+        """Number of keys that represent a block, per view."""
 
     @property
     def apart(self) -> int:
-        """So many tokens or fewer, read together, look up for each of them alone."""
+        """Largest number of tokens, read together, that look up blocks each alone."""
 
     @property
     def reading(self) -> bool:
-        """Whether blocks come back while the text is read, or only for the prompt's tail and what follows it."""
+        """Whether blocks come back during the whole prefill, or only from the prompt's tail on."""
 
     @property
     def local(self) -> int | float:
-        """Newest slots, or share of the budget, that the tail and what follows it see beside the first tokens and the blocks
-        that come back; 0 for all."""
+        """Newest slots, or a share of the budget, that tokens from the tail on see besides the first tokens and the
+        recalled blocks. 0 for all."""
 
     @property
     def far(self) -> int:
-        """Distance at which all slots stand that are further away; 0 where the run's positions place them."""
+        """RoPE distance of all slots that are further away than it; 0 uses the run's positions."""
 
     @property
     def across(self) -> str:
-        """Whether blocks are chosen for each 'head', for each 'layer', or for the 'model': by the most that a layer up to this
-        one gave."""
+        """Scope of the choice of blocks: per 'head', per 'layer', or for the 'model' by the maximum over the layers
+        so far."""
 
     def at(self, budget: int) -> Recall:
-        """The part whose sizes are those for a budget of so many slots a head."""
+        """The part with sizes for a budget of n slots per head."""
         return self
 
     def shortfall(self, budget: int) -> str:
-        """Why its parameters cannot be met in ``budget`` slots; empty where they can."""
+        """Reason why the parameters cannot be met in ``budget`` slots; empty if they can."""
         return ""
 
     def count(self, group: int) -> int:
-        """Number of ``views``, with so many query heads per key/value head."""
+        """Number of ``views`` for ``group`` query heads per key/value head."""
         return group if self.by_query_head else 1
 
     def views(self, slots: Slots, scores_BHS: Tensor) -> Sequence[Tensor]:
-        """Worth ``[B, H, S]`` of slots as representatives of their blocks, in each view; ``scores_BHS`` is what the policy's
-        score says."""
+        """Worth ``[B, H, S]`` of slots as representatives of their blocks, one tensor per view. ``scores_BHS``: the
+        policy's scores."""
         return (scores_BHS,)
 
     def relevance(self, q_BQTD: Tensor, index: BlockIndex) -> Tensor:
-        """Worth ``[B, H, N]`` of the stored blocks to all of the queries together, of key/value heads or, ``H`` being 1, of all
-        of them; at least 0 where that of several layers is compared."""
+        """Worth ``[B, H, N]`` of the stored blocks to all queries together. ``H`` is the number of key/value heads,
+        or 1 for all of them. At least 0 if several layers are compared."""
 
 
 def best_of(
@@ -528,26 +536,27 @@ def share_of(budgets_BH: Tensor, ratio: float) -> Tensor:
 
 
 def recent_attention(slots: Slots, newest: int, but: int = 0) -> Tensor:
-    """``sum of a`` ``[B, H, S]`` over the ``newest`` queries ``but`` the very last ones, each over the slots up to its own; zero
-    at padding."""
+    """``sum of a`` ``[B, H, S]`` over the ``newest`` queries except the last ``but``, each over the slots up to its
+    own; zero at padding."""
     return of_recent_queries(slots, newest, slots.attention, slots.keys(), but=but)
 
 
 def of_recent_queries(
     slots: Slots, newest: int, measure: Callable[..., Tensor], *rows_BHSD: Tensor, but: int = 0
 ) -> Tensor:
-    """``measure`` ``[B, H, S]`` of the ``newest`` queries ``but`` the very last ones; zero at padding and at slots newer than
-    those queries.
+    """``measure`` ``[B, H, S]`` of the ``newest`` queries except the last ``but``; zero at padding and at slots
+    newer than those queries.
 
     Args:
-        measure: function of queries ``[B, Q, W, D]``, of the rows, cut to the slots that the last of these queries sees, and of
-            the query heads (a slice) whose queries they are.
-        rows_BHSD: keys, and values where the measure needs them.
+        measure: function of queries ``[B, Q, W, D]``, the rows up to the last query's slot, and the slice of query
+            heads.
+        rows_BHSD: keys, and values if the measure needs them.
     """
     q_BQWD = slots.queries()
     end = q_BQWD.shape[2] - but
 
     def measured(q: Tensor, rows: Sequence[Tensor], heads: slice = slice(None)) -> Tensor:
+        """``measure`` ``[B, H, S]`` of queries ``[B, Q, W, D]`` and rows ``[B, H, S, D]`` of equal length."""
         S = rows[0].shape[2]
         W = min(newest - but, end, S - but)
         if W < 1:
@@ -566,8 +575,8 @@ def of_recent_queries(
 
 
 def attention_of_each(q_BQWD: Tensor, k_BHSD: Tensor, softmax: Softmax) -> Tensor:
-    """Attention ``[B, H, G, W, S]`` (float32 or wider) of each of the ``W`` newest queries, of which the last sees all slots and
-    each one before it one slot less."""
+    """Attention ``[B, H, G, W, S]`` (float32 or wider) of each of the ``W`` newest queries. The last query sees all
+    slots, each earlier one a slot less."""
     q_BQWD, k_BHSD = wide(q_BQWD), wide(k_BHSD)
     (B, H, S, _), W = k_BHSD.shape, q_BQWD.shape[2]
     logit_BHGWS = q_BQWD.view(B, H, -1, W, q_BQWD.shape[-1]) @ k_BHSD[:, :, None].mT * softmax.scaling

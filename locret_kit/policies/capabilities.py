@@ -8,20 +8,20 @@ from . import Policy
 
 
 class Subject(NamedTuple):
-    """What is to run."""
+    """A run to check: policy, model and settings."""
 
     policy: Policy
     description: DecoderAttention | None = None
-    """Of the backbone, where it is asked about."""
+    """The backbone's description, if the check concerns one."""
     kv_bits: int | str | None = None
 
 
 PARTS = ("merge", "recall", "reread", "sparse", "prefill_mask")
-"""Parts of a policy that most have not."""
+"""Optional parts of a policy."""
 
 
 def traits(subject: Subject) -> Iterator[tuple[str, object]]:
-    """What a subject has; the value stands in a sentence as ``{value}``."""
+    """Traits of a subject with a value, which a reason can show as ``{value}``."""
     policy, description, bits = subject
     yield from ((name, getattr(policy, name) is not None) for name in PARTS)
     yield from {"ragged": policy.ragged, "grows": policy.keeps_everything, "logits": policy.needs_logits}.items()
@@ -94,11 +94,11 @@ CANNOT: Mapping[str, Mapping[str, str]] = {
     },
     "training of a pool": dict.fromkeys(("grows", "ragged", "merge"), _POOL),
 }
-"""Who cannot what, and why, in the order in which it is said."""
+"""Unsupported traits and the reason, per driver or use. Their order is that of the checks."""
 
 
 def reason(who: str, subject: Subject) -> str | None:
-    """Why one of ``CANNOT`` cannot run a subject; None where it can."""
+    """Reason why a driver or use of ``CANNOT`` cannot run a subject; None if it can."""
     found = dict(traits(subject))
     for trait, sentence in CANNOT[who].items():
         if value := found.get(trait):
@@ -110,6 +110,6 @@ def reason(who: str, subject: Subject) -> str | None:
 
 
 def refuse(who: str, subject: Subject) -> None:
-    """Raise ValueError with the ``reason``, where there is one."""
+    """Raise ValueError with the ``reason``, if there is one."""
     if (why := reason(who, subject)) is not None:
         raise ValueError(why)

@@ -35,11 +35,12 @@ E = TypeVar("E", type, NamedPolicy)
 
 
 def parse_policy(text: str) -> Policy:
-    """A named policy (``roco``, ``streaming(sinks=8)``), a composition of parts, separated by blanks, or a named policy and
-    the parts in which it is changed.
+    """Parse a named policy (``roco``, ``streaming(sinks=8)``), a composition of parts separated by blanks, or a
+    named policy followed by parts that replace its own.
 
     Raises:
-        ValueError: unknown name, part or parameter, or a value out of bounds; names it, and suggests the nearest.
+        ValueError: unknown name, part or parameter, or a value out of bounds; has the name and the nearest known
+            one.
     """
     text = text.strip()
     if max(accumulate((letter == "(") - (letter == ")") for letter in text), default=0) > DEPTH:
@@ -66,7 +67,6 @@ def parse_loss(text: str) -> Loss:
 
 
 def _named(text: str) -> Policy:
-    """A named policy with its parameters."""
     named, given = _call(text, "policy", policies())
     if not named.base:
         return named.make(given)
@@ -108,7 +108,7 @@ def _both(text: str, several: list[object]) -> PyramidAdaptive:
     match sorted(several, key=lambda one: isinstance(one, Adaptive)):
         case [Pyramid(beta=beta), Adaptive(alpha=alpha)]:
             return PyramidAdaptive(alpha=alpha, beta=beta)
-    raise ValueError(f"allocation={text!r}: of several only pyramid+adaptive go together")
+    raise ValueError(f"allocation={text!r}: only pyramid+adaptive can be combined")
 
 
 def split_outside(text: str, mark: str) -> list[str]:
@@ -131,7 +131,7 @@ def _call(text: str, kind: str, known: Mapping[str, E]) -> tuple[E, dict[str, ob
     """The entry of a table that ``name(value, key=value)`` names, and the values."""
     match = _CALL.match(text)
     if not match:
-        raise ValueError(f"{kind}={text!r} does not read as name or name(key=value)")
+        raise ValueError(f"{kind}={text!r} must be name or name(key=value)")
     name, inside = match.groups()
     if name not in known:
         said = f"{kind}={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}."
@@ -215,8 +215,8 @@ def composed_of(policy: Policy) -> str:
 
 
 def describe_policies() -> list[str]:
-    """A text per named policy, below a line that says whether they need heads: its name and what a slot is kept for, then its
-    parts in the grammar, its parameters with their defaults, its source."""
+    """Descriptions of the named policies, grouped by their need for heads: name and purpose, then parts in the
+    grammar, parameters with defaults, and source."""
     made = [(name, named, parse_policy(name)) for name, named in policies().items()]
     texts = []
     for title, needs_heads in (("With retaining heads (--ckpt):", True), ("Without:", False)):
@@ -234,7 +234,7 @@ def describe_policies() -> list[str]:
 
 
 def _entry(name: str, keeps: str, below: Iterable[str]) -> str:
-    """A policy's text: its name and what it keeps, and indented lines."""
+    """A policy's entry: name and purpose, then indented lines."""
     said = wrap(f"  {name:<18} {keeps}".rstrip(), 100, subsequent_indent=" " * 21)
     for text in below:
         said += wrap(

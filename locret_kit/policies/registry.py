@@ -195,18 +195,18 @@ def register(
     keeps: str = "",
     keeps_everything: bool = False,
 ) -> None:
-    """Add a named policy. The fields of its parts are its parameters, and their values the defaults.
+    """Add a named policy. The fields of its parts are its parameters, and the given values are the defaults.
 
     Args:
         source: the paper, for ``--list-policies``.
         parts: by ``Policy``'s fields, ``{"score": Mine(), "scopes": (Window(),)}``.
-        base: the default of a parameter ``base``, another policy, in which ``parts`` are changed. ``{base}`` in ``source``
-            is that policy's source.
-        names: parameters that are not called what the part's field is called, ``{"size": "window"}``; None hides one.
-        keeps: what a slot is kept for, in a few words, for ``--list-policies`` and the page of policies.
+        base: default of a parameter ``base``, another policy that ``parts`` modify. ``{base}`` in ``source`` is that
+            policy's source.
+        names: parameter names that differ from the part's fields, ``{"size": "window"}``; None hides a field.
+        keeps: the criterion for keeping a slot, in a few words, for ``--list-policies`` and the page of policies.
 
     Raises:
-        ValueError: another module has the name.
+        ValueError: another module has registered the name.
     """
     named = NamedPolicy(name, source, parts, base, names or {}, keeps, keeps_everything)
     _policies.add(name, named, sys._getframe(1).f_globals["__name__"])
@@ -291,7 +291,7 @@ def load_plugin(text: str) -> None:
 
 @part("scope", "sinks")
 class Sinks(Scope):
-    """The first ``n`` tokens of the text, or a fraction of what the head keeps. Source: StreamingLLM, arXiv 2309.17453."""
+    """The first ``n`` tokens of the text, or a fraction of the head's slots. Source: StreamingLLM, arXiv 2309.17453."""
 
     n: Size = 4
 
@@ -303,12 +303,13 @@ class Sinks(Scope):
         return not self.n
 
     def protects(self, slots: Slots) -> Tensor:
+        """Boolean ``[B, H, S]``: the first tokens of the text."""
         return (slots.positions < wanted_count(self.n, slots.keep)) & slots.valid
 
 
 @part("scope", "window")
 class Window(Scope):
-    """The newest slots: ``size`` of them, or a fraction of what the head keeps. Source: H2O, ScissorHands (one half)."""
+    """The newest slots: ``size`` of them, or a fraction of the head's slots. Source: H2O, ScissorHands (one half)."""
 
     size: Size = 0.5
 
@@ -325,7 +326,7 @@ class Stabilizers(Scope):
     Source: Locret, section 3.4."""
 
     most: Size = 1.0
-    """At most this number of slots, or this fraction of what the head keeps."""
+    """Maximum number of slots, or fraction of the head's slots."""
 
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
         return min(stabilizers, resolve_count(self.most, budget))
@@ -339,9 +340,10 @@ class Stabilizers(Scope):
 
 @part("allocation", "pyramid")
 class Pyramid(Uniform):
-    """Low layers get more: layer ``l`` of ``L`` has ``w + hi - l (hi - lo) / (L - 1)`` slots, ``lo = (B - w) / beta`` and
-    ``hi = 2 (B - w) - lo``, ``w`` being the protected window. What a short prompt cannot fill of ``hi`` goes to the high
-    layers. Rounded down, and what is missing from the sum goes to the largest fractions. Source: PyramidKV, arXiv 2406.02069."""
+    """Low layers get more: layer ``l`` of ``L`` has ``w + hi - l (hi - lo) / (L - 1)`` slots, ``lo = (B - w) /
+    beta`` and ``hi = 2 (B - w) - lo``, ``w`` being the protected window. A short prompt cannot fill all of ``hi``;
+    the rest goes to the high layers. Numbers are rounded down, and slots missing from the sum go to the largest
+    fractions. Source: PyramidKV, arXiv 2406.02069."""
 
     beta: Annotated[float, Ge(1)] = 20.0
 

@@ -27,7 +27,7 @@ WHOLE = 1 << 26
 PIECE = 1 << 20
 """Characters of a larger JSON array that are read at a time."""
 SAVED = (("dataset_info.json", "state.json"), ("dataset_dict.json",))
-"""Files by which ``datasets`` knows a data set that ``save_to_disk`` wrote, and a dictionary of splits."""
+"""Files that mark a data set, or a dictionary of splits, saved by ``datasets.save_to_disk``."""
 SCHEMAS = (
     "messages: list of {role, content} (THUDM/LongAlign-10k)",
     "conversations: list of {from, value}",
@@ -45,18 +45,18 @@ ROLES |= {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "
 def read_records(
     source: str | Path, *, split: str = "train", broken: Callable[[str], object] | None = None
 ) -> Iterator[dict]:
-    """Records of a local .json, .jsonl or .parquet file, of a folder of them (by name, recursively), of a folder that
-    ``datasets`` saved, or of a data set of the Hub, which is streamed.
+    """Records of a local .json, .jsonl or .parquet file, of a folder of such files (by name, recursively), of a
+    folder saved by ``datasets``, or of a Hub data set, which is streamed.
 
     Args:
         source: a path, or a Hub id such as "Yukang/LongAlpaca-12k".
-        split: the split of a data set of the Hub, or of a saved one that has several; files have none.
-        broken: called with the reason for each line that is no JSON object, which is then left out.
+        split: the split of a data set from the Hub or saved by ``datasets``; files have none.
+        broken: called with the reason for each line that is no JSON object; the line is skipped.
 
     Raises:
-        FileNotFoundError: nothing is there (at once), or the Hub cannot deliver it.
-        ValueError: an unknown kind of file (at once), no such split, or, without ``broken``, a line that is no JSON object:
-            file and line are named.
+        FileNotFoundError: the source does not exist (raised at once), or cannot be read from the Hub.
+        ValueError: an unknown kind of file (raised at once), no such split, or, without ``broken``, a line that is
+            no JSON object; has file and line.
     """
     path = Path(source)
     if any(all((path / name).is_file() for name in names) for names in SAVED):
@@ -96,7 +96,7 @@ def to_messages(record: dict, *, index: int = 0) -> list[dict]:
     if "input" in record and isinstance(record.get("instructions"), list) and isinstance(record.get("outputs"), list):
         asked, given = record["instructions"], record["outputs"]
         if not asked or len(asked) != len(given):
-            raise ValueError(f"instructions and outputs must be as many, and at least one: {len(asked)}, {len(given)}")
+            raise ValueError(f"instructions and outputs must be equally many, at least one: {len(asked)}, {len(given)}")
         index %= len(asked)
         turn = {f"instructions[{index}]": asked[index], f"outputs[{index}]": given[index]}
         question, answer = (_text(turn, name) for name in turn)
@@ -214,11 +214,11 @@ def _read_hub(name: str, split: str) -> Iterator[dict]:
         rows = datasets.load_dataset(name, split=split, streaming=True)
         yield from map(dict, _of_split(rows, split, name))
     except (OSError, datasets.exceptions.DatasetsError) as error:  # not found, damaged, or no connection
-        raise FileNotFoundError(f"source={name} is no local path, and the Hub did not deliver it: {error}") from error
+        raise FileNotFoundError(f"source={name} is no local path, and cannot be read from the Hub: {error}") from error
 
 
 def _of_split(rows: Mapping | Iterable, split: str, source: object) -> Iterable:
-    """The rows of a split, where there are several. Raises ValueError where there is none of that name."""
+    """The rows of a split, if there are several. Raises ValueError if there is none of that name."""
     if isinstance(rows, Mapping) and split not in rows:
         raise ValueError(f"split={split} must be one that {source} has: {', '.join(rows)}.{nearest(split, rows)}")
     return rows[split] if isinstance(rows, Mapping) else rows

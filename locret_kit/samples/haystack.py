@@ -33,16 +33,17 @@ TEXTS = (".txt", ".txt.gz", ".md")
 WORDS: dict[str, list] = yaml.safe_load(
     resources.files(__package__).joinpath("wording.yaml").read_text(encoding="utf-8")
 )
-"""The wording of samples, by kind: its comments say what is what. What begins with "held" is for validation alone."""
+"""The wording of samples by kind; comments in the file explain each. Keys that begin with "held" are for validation
+only."""
 _START = re.compile(r"(?<=\n)(?=[ \t]*\S)|(?<=[.!?] )(?=\S)")
 _SAMPLE_CHARS = 2000
 
 
 class TooShort(ValueError):
-    """A prompt cannot be made in the tokens that are asked for.
+    """A prompt cannot be built within the requested number of tokens.
 
     Args:
-        message: what is said. least: tokens that the shortest prompt has.
+        message: the error message. least: tokens of the shortest possible prompt.
     """
 
     def __init__(self, message: str, least: int) -> None:
@@ -51,18 +52,18 @@ class TooShort(ValueError):
 
 
 def load_text(source: str | Path) -> str:
-    """Text to hide things in.
+    """Load a haystack: text to hide needles in.
 
     Args:
-        source: 'pydoc', the language topics of the running Python (0.5 MB of technical prose); 'jargon', the Jargon
-            File (1.7 MB, in the repository's data folder; a wheel does not have it), or the path in the variable
-            LOCRET_JARGON; or the path of a .txt, .txt.gz or .md file, or of a .jsonl file whose records have an `input`
-            (L-Eval), which are joined with blank lines. Of a folder the records; where it has none, all its text files, by name.
+        source: 'pydoc', the language topics of the running Python (0.5 MB of technical prose). 'jargon', the Jargon
+            File (1.7 MB, in the repository's data folder but not in a wheel), or the path in the variable
+            LOCRET_JARGON. A .txt, .txt.gz or .md file, or a .jsonl file whose records have an `input` (L-Eval),
+            joined with blank lines. A folder: its records, or without any all its text files, by name.
 
     Raises:
-        FileNotFoundError: nothing is there; the message says what to install for 'jargon'.
-        ValueError: an unknown kind of file, one that is not UTF-8 or a damaged gzip file, a record without `input`, or no
-            text at all.
+        FileNotFoundError: no such source; for 'jargon', says what to install.
+        ValueError: an unknown kind of file, invalid UTF-8, a damaged gzip file, a record without `input`, or no
+            text.
     """
     if source == "pydoc":
         text = _pydoc()
@@ -79,12 +80,11 @@ def load_text(source: str | Path) -> str:
 
 
 def cut(text: str, tokenizer, n_tokens: int, rng: random.Random) -> str:
-    """A random contiguous piece of `n_tokens` tokens (within 1%), from the start of a line or sentence on.
-
-    Goes on at the beginning where the text ends. Where it starts depends on `rng` (one draw) and the text alone.
+    """A random contiguous piece of `n_tokens` tokens (within 1%) that starts at a line or sentence. After the end of
+    the text it continues at the beginning. The start depends only on `rng` (one draw) and the text.
 
     Raises:
-        ValueError: if the text is empty or `n_tokens` is below 1.
+        ValueError: the text is empty or `n_tokens` is below 1.
     """
     if not text.strip():
         raise ValueError("text must not be empty")
@@ -286,19 +286,19 @@ def make_needle(
     haystack: str | None = None,
     ending: str = "infinitebench",
 ) -> Needle:
-    """A prompt of at most, and within 1% of, `n_tokens` tokens with one needle at the line or sentence start nearest
-    to `depth`. Digits and piece of haystack depend on task and seed alone; the same in every process.
+    """A prompt of `n_tokens` tokens or at most 1% fewer, with one needle at the line or sentence start nearest to
+    `depth`. Digits and haystack piece depend only on task and seed, in every process.
 
     Args:
-        task: 'R.PassKey' or 'R.Number' (InfiniteBench's 'passkey' and 'number_string' too).
+        task: 'R.PassKey' or 'R.Number' (or InfiniteBench's 'passkey' and 'number_string').
         tokenizer: a fast tokenizer.
-        n_tokens: wanted length of the plain prompt in tokens.
+        n_tokens: length of the plain prompt in tokens.
         depth: 0 is the beginning of the haystack, 1 its end.
-        haystack: real text, of which a random piece is taken; None repeats InfiniteBench's five sentences.
+        haystack: real text to take a random piece from; None repeats InfiniteBench's five sentences.
         ending: one of `ENDINGS`.
 
     Raises:
-        ValueError: an unknown task or ending, a depth outside [0, 1], or an `n_tokens` that the fixed parts do not fit.
+        ValueError: an unknown task or ending, a depth outside [0, 1], or an `n_tokens` too small for the fixed parts.
     """
     task = ALIASES.get(task, task)
     if task not in TASKS:

@@ -1,6 +1,6 @@
 """Overlap of texts, counted in 13-grams of words.
 
-A word is what stands between white space, lower-cased and without punctuation; punctuation alone is no word. A gram is
+Words are separated by white space, lower-cased and stripped of punctuation; punctuation alone is no word. A gram is
 13 words in a row. Source: GPT-3, arXiv 2005.14165, appendix C.
 """
 
@@ -34,7 +34,7 @@ def _word(raw: str) -> int:
 
 
 def words(text: str) -> Grams:
-    """Hashes of what stands between white space, in order; 0 where that is no word."""
+    """Hashes of the words of a text, in order; 0 for text between white space that is no word."""
     words_of_text = _RAW.findall(text)
     return np.fromiter(map(_word, words_of_text), np.uint64, len(words_of_text))
 

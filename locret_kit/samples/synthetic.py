@@ -122,13 +122,13 @@ def synthetic_sample(
     index: int,
     wording: Wording = TRAINING,
 ) -> Sample:
-    """Sample number `index`: one answer, of 0.9 to 1.0 times `n_tokens` tokens in all.
+    """Sample number `index`: a prompt with one answer, 0.9 to 1.0 times `n_tokens` tokens in all.
 
-    Half of them are conversations (`encode_chat`), half plain text whose prompt ends with the answer's first words
-    ("... The pass key is" -> " 12345.").
+    Half of the samples are conversations (`encode_chat`). The others are plain text whose prompt ends with the answer's
+    first words ("... The pass key is" -> " 12345.").
 
     Args:
-        texts: real texts, any of which is cut a piece of.
+        texts: real texts to take pieces from.
         n_tokens: upper bound of the sample in tokens.
         wording: `TRAINING` or `VALIDATION`, which have nothing in common.
 

@@ -326,7 +326,7 @@ class Admission:
     def _own(self, request: ServerRequest, prefix: SharedPrefix | None) -> BoundedCache:
         """A cache of its own, that has read a document, a shared prefix, or nothing."""
         if request.document is not None:
-            cache = request.document.open(len(request.ids))
+            cache = request.document.fork_for(len(request.ids))
         elif prefix is not None and prefix.cache is not None:
             try:
                 cache = prefix.cache.fork(len(request.ids))

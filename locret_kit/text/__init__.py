@@ -1,1 +1,1 @@
-"""Text of users: chat templates around it, documents as plain text, and where its tokens lie. Knows nothing of models."""
+"""Text of users: chat templates, documents as plain text, and positions of tokens. Knows nothing of models."""

@@ -20,7 +20,7 @@ class Refusal(ValueError):
 
 
 def told(*counts: tuple[int, str]) -> list[str]:
-    """Lines that tell how many of what is lost: "#" is the number, "*" its noun's s."""
+    """Lines that report losses with their number: "#" is replaced by the number, "*" by the plural s."""
     return [words.replace("#", str(n)).replace("*", "s" * (n != 1)) for n, words in counts if n]
 
 
@@ -35,11 +35,11 @@ def letters(text: str) -> str:
 
 
 def missing(passages: Iterable[tuple[str, list[str]]], text: str) -> list[str]:
-    """Passages that a text lacks. A number is there as a whole: no digits stand next to it.
+    """Passages that are missing in a text. A number must occur as a whole, without neighbouring digits.
 
     Args:
-        passages: each whole, and in pieces, between which something else may stand in the text. They come mostly in the
-            order of the text.
+        passages: each as a whole, and in pieces that need not be adjacent in the text. Their order is mostly the
+            text's.
     """
     shown, at, lost = letters(text), 0, []
 
@@ -66,10 +66,10 @@ def missing(passages: Iterable[tuple[str, list[str]]], text: str) -> list[str]:
 
 
 def stored(data: bytes, name: str, limit: int) -> BytesIO:
-    """The same zip archive with its entries stored, not packed.
+    """A copy of a zip archive with its entries stored, not compressed.
 
-    Entries are unpacked here in pieces, up to the sizes that they declare and no further. A converter that unpacks an entry at
-    once would unpack what a header hides.
+    Entries are decompressed here in pieces, up to their declared sizes. A converter would decompress an entry at
+    once, whatever its header declares.
     """
     out, locked = BytesIO(), Refusal(f"{name} is encrypted: only a copy without protection can be read")
     with ZipFile(BytesIO(data)) as archive, ZipFile(out, "w", ZIP_STORED) as copy:
@@ -80,7 +80,7 @@ def stored(data: bytes, name: str, limit: int) -> BytesIO:
             if entry.flag_bits & 1:
                 raise locked
             if entry.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
-                raise Refusal(f"{name} is packed by an unusual method ({entry.filename}): pack it anew")
+                raise Refusal(f"{name} has an unsupported compression method ({entry.filename}): compress it again")
             # Of no text; Word misspells some of them.
             if entry.is_dir() or entry.filename.lower().startswith("customxml/"):
                 continue
@@ -98,11 +98,11 @@ ORDINAL = "st|nd|rd|th|er|TM|SM"
 
 
 def marks(mark: str, script: str, before: str, after: str) -> tuple[str, str]:
-    """What stands before and after a raised or lowered text, so that it is no part of what is beside it.
+    """The text before and after a raised or lowered text that separates it from its neighbours.
 
     Args:
         mark: "^" for a raised text, "_" for a lowered one.
-        before, after: characters next to it in the line; '' where there are none.
+        before, after: neighbouring characters in the line; '' if there are none.
     """
     bare = script.strip()
     beside = before.strip() or re.match(r"[^\W_]", after)

@@ -39,7 +39,7 @@ FORMS: dict[str, Callable[[int], str]] = {
 
 
 def formed(number: int, form: str) -> str:
-    """A number in one of the forms; in digits where a form is not known, or has no such number."""
+    """A number in one of the forms; in digits if the form is unknown or does not have the number."""
     return FORMS.get(form, str)(number) if 0 < number < 5000 or form == "none" else str(number)
 
 
@@ -65,7 +65,7 @@ class Styles:
         self.default = next(default, None)
 
     def chain(self, name: str | None) -> list[Element]:
-        """A style, and then what it is based on."""
+        """A style, followed by its base styles."""
         found: list[Element] = []
         while name in self._by_id and len(found) < CHAIN:
             found.append(self._by_id[name])
@@ -119,7 +119,7 @@ class Numbering:
         return number, integer(level)
 
     def label(self, number: str, at: int) -> str | None:
-        """The next number of a list at a level, with what stands behind it; None for a bullet, and where none is defined."""
+        """The next number of a list at a level, with its suffix; None for a bullet or an undefined list."""
         key, levels, starts = self._list(number)
         level, counts = levels.get(at), self._counts[key]
         if level is None or level.text is None:

@@ -22,7 +22,7 @@ _LETTER = r"[^\W\d_]"
 _UNKNOWN = r"[\x00-\x08\x0e-\x1f\x7f-\x9f\ue000-\uf8ff\ufffd]"
 """Characters that a font draws and has no Unicode for."""
 _MORE = re.compile(rb"\d\s+\d+\s+obj\b|\bxref\b|startxref")
-"""Beginning of what a cut file still holds after the %%EOF of its earlier state."""
+"""Pattern of content after the %%EOF of an earlier state, in a file that was cut off."""
 ROWS, WIDE = 4, 18
 """Rows that two columns have together, at least, and letters of their lines: those of a table are shorter."""
 
@@ -91,7 +91,7 @@ def _hyphen(text: str, mark: re.Match[str]) -> str:
 
 
 def _page(document: PdfDocument, page: PdfPage) -> str:
-    """The text of a page, then what is filled in there, and its notes."""
+    """The text of a page, then its form fields, then its notes."""
     shown = page.get_textpage()
     angles = Counter(
         round(pdfium.FPDFText_GetCharAngle(shown, at) / 1.5707963) % 4 for at in range(0, shown.count_chars(), 9)
@@ -148,7 +148,7 @@ def _words(ask: Callable[..., int]) -> str:
 
 
 def _ordered(pieces: list[Piece]) -> str:
-    """The text of a page of columns that it draws row by row; '' where it draws none so."""
+    """The text of a page whose columns are drawn row by row; '' for other pages."""
     rows = _rows([piece.box for piece in pieces])
     lines = _columns(rows, pieces) if sum(len(row) > 1 for row in rows) >= ROWS else None
     return re.sub(rf"(?<={_LETTER})[-{HYPHEN}]\n(?={_LETTER})", HYPHEN, "\n".join(lines or []))
@@ -164,7 +164,7 @@ def _row(row: list[int], pieces: list[Piece]) -> str:
 
 
 def _rows(boxes: list[Box]) -> list[list[int]]:
-    """Numbers of boxes by the row they are drawn in, one after another from the left."""
+    """Numbers of the boxes in each row. A row is drawn from left to right at one height."""
     rows: list[list[int]] = []
     for n, (left, bottom, _, top) in enumerate(boxes):
         if rows:
@@ -177,7 +177,8 @@ def _rows(boxes: list[Box]) -> list[list[int]]:
 
 
 def _columns(rows: list[list[int]], pieces: list[Piece]) -> list[str] | None:
-    """Lines of a page, column after column where rows have a gutter in common and read like prose; None where none have."""
+    """Lines of a page, column after column where rows share a gutter and both sides are running text; None without any."""
+    # A table has gutters too, but must be read row by row. Its cells are short and no sentence runs on, so ``_prose`` decides.
     lines, at, known = [], 0, False
     while at < len(rows):
         end, middle = _gutter(rows, at, [piece.box for piece in pieces])
@@ -187,7 +188,7 @@ def _columns(rows: list[list[int]], pieces: list[Piece]) -> list[str] | None:
         ]
         if end - at >= ROWS and all(_prose([_row(row, pieces) for row in side]) for side in sides):
             known = True
-            for side in sides:
+            for side in sides:  # a side may have columns of its own: three columns are two gutters
                 lines += _columns(side, pieces) or [_row(row, pieces) for row in side]
             at = end
         else:
@@ -197,11 +198,12 @@ def _columns(rows: list[list[int]], pieces: list[Piece]) -> list[str] | None:
 
 
 def _gutter(rows: list[list[int]], at: int, boxes: list[Box]) -> tuple[int, float]:
-    """The end of the rows from ``at`` on that leave a strip free, and its middle."""
+    """The end of the rows from ``at`` on that leave one vertical strip free, and the middle of the strip (points)."""
     row = rows[at]
     gaps = [(boxes[b][0] - boxes[a][2], boxes[a][2], boxes[b][0]) for a, b in pairwise(row)]
     if not gaps or max(gaps)[0] < GUTTER:
         return at, 0.0
+    # Start from the widest gap of the first row. Each row may narrow the strip; rows end where it is too narrow.
     _, low, high = max(gaps)
     for end in range(at, len(rows)):
         middle = (low + high) / 2
@@ -214,14 +216,14 @@ def _gutter(rows: list[list[int]], at: int, boxes: list[Box]) -> tuple[int, floa
 
 
 def _prose(lines: list[str]) -> bool:
-    """Whether lines are those of running text: long ones, of which many go on with a word."""
+    """Whether lines are running text: long, and often continued within a sentence."""
     on = sum(line[:1].islower() for line in lines)
     return len(lines) >= ROWS and sum(map(len, lines)) >= WIDE * len(lines) and 4 * on >= len(lines)
 
 
 LEAST, WHOLE = 20.0, 0.8
-"""Points of a picture's sides, at least: smaller ones are bullets and rules; and the share of a page from which on a picture
-is the page itself, scanned, whose text lies over it."""
+"""Minimum side of a picture in points (smaller ones are bullets and rules); and minimum share of a page for a
+scanned page, whose text is on top of its picture."""
 SHAPES, LOOKED_AT = 3, 5000
 """Slanted or curved shapes, or bars, that make a drawing, at least; and objects of a page that are looked at, at most."""
 

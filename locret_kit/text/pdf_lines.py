@@ -1,9 +1,9 @@
-"""Lines of a PDF: what it draws piece by piece, with marks for what stands higher or lower (powers, notes, fractions), and pages
-of scripts that run from right to left, in the order in which they are read.
+"""Lines of a PDF, from the pieces that it draws. Raised and lowered texts (powers, notes, fractions) get marks, and
+right-to-left pages are put in reading order.
 
-A PDF draws letters in any order, and programs differ: some draw a line as it stands, some as it is read, some in pieces. So
-letters of those scripts are taken by their places, from the left, and put in reading order by the rules of the Unicode
-Bidirectional Algorithm (UAX #9), backwards.
+A PDF draws letters in any order, and programs differ: some draw a line in visual order, some in reading order, some
+in pieces. So letters of right-to-left scripts are sorted by position, from the left, and then reversed by the rules
+of the Unicode Bidirectional Algorithm (UAX #9).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Box = tuple[float, float, float, float]
 GUTTER = 6.0
 """Points between two columns, at least."""
 SMALL = (0.4, 0.92)
-"""Height of a raised or lowered text, as a share of its line's: what is smaller stands beside a large initial."""
+"""Height of a raised or lowered text as a share of its line's. Smaller text belongs to a large initial."""
 HIGHER, LOWER = (0.1, 0.9), (-0.6, -0.04)
 """How much higher and lower they stand, as shares of their line's height."""
 APART, NEAR = 0.3, 0.15
@@ -37,7 +37,7 @@ APART, NEAR = 0.3, 0.15
 SCRIPT = re.compile(r"[^\s\u2e80-\uffff]{1,20}")
 """A text that may be raised or lowered: in Chinese or Japanese it is a smaller word, mostly."""
 BEFORE = re.compile(r".*[\w)\]}.,;:?!%*'\"\u2018-\u201d]", re.DOTALL)
-"""What a raised or lowered text stands beside."""
+"""Pattern of text that a raised or lowered text may follow."""
 
 
 class Piece(NamedTuple):
@@ -63,8 +63,8 @@ def turned(left: float, bottom: float, right: float, top: float, turn: int) -> B
 
 
 def pieces_of(shown: PdfTextPage, turn: int) -> list[Piece]:
-    """What a page draws at once of its lines, in its order; in pieces where words are farther from each other than they are
-    high, as at the gutter of columns whose lines are drawn as one."""
+    """The pieces of lines that a page draws, in its order. Pieces are split at gaps wider than the letters are high,
+    such as the gutter between columns that are drawn as one line."""
     text, count = shown.get_text_range(), shown.count_chars()
     whole = len(text) == count  # else some have no Unicode
     text = text if whole else "".join(chr(pdfium.FPDFText_GetUnicode(shown, at)) for at in range(count))
@@ -112,7 +112,7 @@ def pieces_of(shown: PdfTextPage, turn: int) -> list[Piece]:
 
 
 def marked(pieces: list[Piece]) -> list[Piece]:
-    """Pieces with the raised and lowered ones in those that they stand beside, as text with marks."""
+    """Merge raised and lowered pieces into their neighbours, as text with marks."""
     out: list[Piece] = []
     base, at = None, 0  # the last piece that stands on the line
     while at < len(pieces):
@@ -164,7 +164,7 @@ def marked(pieces: list[Piece]) -> list[Piece]:
 
 
 def _level(pieces: list[Piece], at: int) -> tuple[int, str]:
-    """The end of the pieces that stand beside one at its height, and their text; '' where they are more than a word."""
+    """The end of the adjacent pieces at the same height, and their text; '' if they are more than one word."""
     first, text, end = pieces[at], pieces[at].text, at + 1
     while end < len(pieces):
         one, last = pieces[end], pieces[end - 1]
@@ -176,7 +176,8 @@ def _level(pieces: list[Piece], at: int) -> tuple[int, str]:
 
 
 def _place(one: Piece, base: Piece | None, last: Piece) -> str:
-    """How a piece stands beside its line, whose last piece is ``last``: "^" or "_", "o" off it and as large, else ''."""
+    """Position of a piece relative to its line, whose last piece is ``last``: "^" raised, "_" lowered, "o" off the
+    line at full size, '' otherwise."""
     if base is None or not base.height:
         return ""
     tall = base.height
@@ -213,7 +214,7 @@ SAME_LINE = 0.6
 """Distance of base lines within a line, at most, as a share of the font's size."""
 
 BESIDE = 4
-"""Letters on either side of a mark to one of which it belongs."""
+"""Distance in letters between a mark and its letter, on either side."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ def in_reading_order(shown: PdfTextPage, text: str) -> str:
 
 
 def _drawn(shown: PdfTextPage, at: int, text: str) -> Drawn:
-    """A character of a page by its number."""
+    """A page's character, by number, with its place."""
     x, y, left, right, low, high = (ctypes.c_double() for _ in range(6))
     matrix, loose = pdfium.FS_MATRIX(), pdfium.FS_RECTF()
     pdfium.FPDFText_GetCharOrigin(shown, at, x, y)
@@ -272,7 +273,7 @@ def _drawn(shown: PdfTextPage, at: int, text: str) -> Drawn:
 
 
 def _by_base_line(drawn: list[Drawn]) -> Iterator[list[Drawn]]:
-    """Characters of a line, apart where the next ones stand on another base line."""
+    """Characters of a line, split where the base line changes."""
     line: list[Drawn] = []
     for one in drawn:
         if line and abs(one.y - line[-1].y) > SAME_LINE * max(one.size, line[-1].size):

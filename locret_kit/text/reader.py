@@ -1,13 +1,14 @@
-"""Documents as text: plain text as it is; a PDF through PDFium; HTML, Word and each chapter of an EPUB through markdownify.
+"""Documents as text: plain text unchanged, PDF through PDFium, and HTML, Word and each chapter of an EPUB through
+markdownify.
 
-Each loss, which the file holds and its text does not, is told in one line.
+Each loss, meaning content of the file that its text lacks, is reported in one line.
 
-The one converter of a format is called on bytes in memory, without plugins or guesses of another format. It opens no other
-file and no connection: links and images of a document stay words. HTML, Word and EPUB become Markdown; a PDF keeps the lines
-of its pages.
+Each format has one converter. It runs on bytes in memory, without plugins or guesses of another format. It opens no
+other file and no connection: links and images stay words. HTML, Word and EPUB become Markdown; a PDF keeps its
+pages' lines.
 
-``convert`` does it in a process of its own: what a file does to a parser ends there, by limits on time and memory. As a
-program this module reads a file from stdin and writes its text to stdout.
+``convert`` runs it in a separate process with limits on time and memory, so a malicious file can harm only that
+process. Run as a program, this module reads a file from stdin and writes its text to stdout.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _OFFICE = (
     ("ppt/", "a presentation: save it as PDF"),
     ("xl/", "a spreadsheet: save it as PDF, or its sheets as .csv"),
     ("content.xml", "an OpenDocument file: save it as .docx or PDF"),
-    ("index/", "a file of Apple's: save it as PDF"),
+    ("index/", "an Apple iWork file: save it as PDF"),
 )
 """Names of entries of zip archives that are not read, and what their owner is told."""
 _LOGGERS = ("bs4", "charset_normalizer", "mammoth", "pypdfium2")
@@ -90,23 +91,24 @@ def read_document(path: str | Path, *, limit: int = LIMIT, lost: Lost = tell) ->
 
 
 def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost = tell) -> str:
-    """The text of a byte stream that is called ``name``: an upload, or stdin.
+    """The text of a byte stream called ``name``: an upload, or stdin.
 
-    The format is the name's extension: .html, .htm and .xhtml (UTF-8, or what they declare), .pdf, .docx, .epub. Any other name
-    is read by its content: a PDF, a .docx, an .epub, or else plain text (UTF-8; without a byte-order mark, and lines end with a
-    newline).
+    The name's extension decides the format: .html, .htm and .xhtml (UTF-8, or the declared encoding), .pdf, .docx,
+    .epub. For any other name the content decides: a PDF, a .docx, an .epub, or plain text (UTF-8; without a
+    byte-order mark, and lines end with a newline).
 
-    Converted text has no spaces at the ends of lines and never two blank lines in a row. In that of a PDF, a page ends with
-    a blank line, and the letters around a hyphen at the end of a line or a page are joined: nearly always that is one word.
+    Converted text has no spaces at line ends and never two blank lines in a row. A PDF page ends with a blank line,
+    and words hyphenated at the end of a line or page are joined.
 
     Args:
-        limit: bytes, at most, of the stream, and of a zip archive's entries together. Nothing beyond is read or unpacked.
-        lost: told of each loss; by default it is a warning.
+        limit: maximum bytes of the stream, and of a zip archive's entries together. Nothing beyond is read or
+            unpacked.
+        lost: called with each loss; by default it warns.
 
     Raises:
-        ValueError: one line that begins with the name: another format than the extension says, or one that is not read, too
-            large, damaged, encrypted, not UTF-8, or no text, as in a scanned PDF.
-        ImportError: the extra ``documents`` is not installed, and the format needs it.
+        ValueError: one line that begins with the name: a format that contradicts the extension or is not supported;
+            a file that is too large, damaged, encrypted or not UTF-8; or no text, as in a scanned PDF.
+        ImportError: the format needs the extra ``documents``, which is not installed.
     """
     suffix = Path(name).suffix.lower()
     suffix = suffix if suffix in (*CONVERTED, ".txt", ".md") else ""
@@ -213,7 +215,7 @@ def _quiet() -> Iterator[None]:
 
 
 SECONDS = 300
-"""Processor time of a conversion, at most; of an upload, for which others wait, see ``serving.state``."""
+"""Maximum processor time of a conversion in seconds; for uploads, which others wait for, see ``serving.state``."""
 BYTES = 4 << 30
 """Address space of a conversion, at most."""
 TEXT = 64 << 20
@@ -237,14 +239,14 @@ def convert(
     """The text of a file's bytes.
 
     Args:
-        seconds, memory, text: limits; the clock's is twice the processor's. unwanted: asked twice a second.
-        lost: told of what the file holds and its text does not, line by line.
+        seconds, memory, text: limits; the wall-clock limit is twice the processor's. unwanted: called twice a
+            second.
+        lost: called with each loss, one line each.
 
     Raises:
-        ValueError: a format that is not known, a damaged file, one without text, or too much memory; ``Late`` where it took
-            too long.
-        ImportError: a library is missing or broken, and is named. Its words may hold paths of this machine.
-        Unwanted: ``unwanted`` said so; the process has ended.
+        ValueError: an unknown format, a damaged file, no text, or too much memory. ``Late``: it took too long.
+        ImportError: a library is missing or broken; names it. The message may hold paths of this machine.
+        Unwanted: ``unwanted`` returned True; the process has ended.
     """
     command = python(__name__, name.replace("\0", ""), *map(str, (seconds, memory, text)))
     pipe, end = subprocess.PIPE, time.monotonic() + 2 * seconds
@@ -311,7 +313,7 @@ def main() -> int:
         return 1
     said = text.encode("utf-8", "replace")
     if len(said) > max_bytes:
-        print(f"{name}: its text has {len(said)} bytes, at most {max_bytes} are taken", file=sys.stderr)
+        print(f"{name}: its text has {len(said)} bytes, above the limit of {max_bytes}", file=sys.stderr)
         return 1
     sys.stdout.buffer.write(said)
     for line in losses:

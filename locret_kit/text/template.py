@@ -1,7 +1,7 @@
-"""Chat templates: the text of a conversation, and what a template puts around a message.
+"""Chat templates: the text of a conversation, and the template's text around a message.
 
-A message is told from what stands around it by rendering the conversation with a marker, which no text holds, in its place.
-Control tokens are the template's alone: those that it did not write itself are marked in what it makes (``text.untrusted``).
+To separate a message from the text around it, the conversation is rendered with a marker in its place that no text
+contains. Only the template may write control tokens. Others in its output are marked (``text.untrusted``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Objects = Sequence[Mapping[str, object]]
 DEFAULTS = "template_arguments"
 """Attribute of a tokenizer that holds its template's arguments, for callers that give no others."""
 ROLES = {"system", "developer", "user", "assistant", "tool", "function", "observation", "ipython"}
-"""Roles of which templates make control tokens, such as ``<|user|>``."""
+"""Roles that templates write as control tokens, such as ``<|user|>``."""
 GIVEN = {"messages", "tools", "add_generation_prompt"}
 """Arguments of every template, which no caller replaces."""
 
@@ -57,13 +57,15 @@ def render_prompt(tokenizer, document: str, question: str, *, chat: bool = True)
 
 
 def protected_spans(tokenizer, ids: Sequence[int], protect: str | None, system: str | None = None) -> list[Span]:
-    """Token spans of a prompt that ``protect`` names (see ``RunSettings``), but for 'first': of the system prompt, the
-    template's own or the one given, and of all that the template puts around a user's message, the generation prompt included.
+    """Token spans of a prompt that ``protect`` names (see ``RunSettings``), except 'first': the system prompt (the
+    template's or the given one), and all of the template's text around a user's message, including the generation
+    prompt.
 
-    A token in which template and message meet belongs to the message. The first words of an answer may follow the template.
+    A token that spans template and message belongs to the message. The first words of an answer may follow the
+    template.
 
     Args:
-        ids: the chat template's rendering of one user message (see `render_prompt`), with generation prompt.
+        ids: a single user message in the chat template (see `render_prompt`), with generation prompt.
 
     Raises:
         ValueError: an unknown name, a slow tokenizer, or a template that does not show the message exactly once.
@@ -130,17 +132,17 @@ def render_messages(
     continued: bool = False,
     arguments: Mapping[str, object] | None = None,
 ) -> tuple[str, str]:
-    """The text of a conversation up to its next answer: '' and all of it, or what comes before and after a document that
-    stands, with a blank line, before the first user message's text (``about``).
+    """The text of a conversation up to its next answer, as two parts: '' and all of it, or, with ``about``, the text
+    before and after a document that precedes the first user message.
 
     Args:
-        tools: functions that the answer may call, as OpenAI describes them; for a template that has them.
+        tools: functions that the answer may call, in OpenAI's form, for templates with tools.
         continued: the last message is the beginning of the answer.
-        arguments: of the template beside these, such as ``enable_thinking``, above those that the tokenizer has.
+        arguments: more arguments of the template, such as ``enable_thinking``; they override the tokenizer's.
 
     Raises:
-        ValueError: if the template refuses the conversation or an argument, there is none to take one, or there is no user
-            message for the document.
+        ValueError: the template refuses the conversation or an argument, there is no template for an argument, or no
+            user message for the document.
     """
     if not has_template(tokenizer):
         if arguments:
@@ -188,7 +190,7 @@ def takes(tokenizer, name: str) -> bool:
 
 
 SWITCHES = ("enable_thinking", "thinking")
-"""Arguments by which chat templates leave thoughts out."""
+"""Arguments of chat templates that turn thinking off."""
 
 
 def thinking_arguments(tokenizer, think: bool | None, effort: str | None) -> dict[str, object]:

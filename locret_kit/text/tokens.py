@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 BLOCK = 1 << 16
 """Characters encoded at a time."""
 CONTEXT = 512
-"""Characters by which windows overlap."""
+"""Overlap of windows in characters."""
 NEAR = 64
-"""The same at the end of a text, where the tokenizer cuts words apart before it makes tokens of them."""
+"""Overlap in characters at the end of a text, where the tokenizer splits words before it makes tokens."""
 NEUTRAL = "x"
 """Left context of a text that was forgotten: at the very beginning some tokenizers add a blank."""
 HALVES = re.compile("[\ud800-\udfff]")
@@ -60,21 +60,22 @@ class TooManyTokens(ValueError):
 
 
 class IdStream:
-    """Token ids of a text whose end is open.
+    """Incremental encoding: token ids of a text whose end is open.
 
-    Text is encoded in windows that overlap by ``CONTEXT`` characters; a window's tokens are taken up to a token that
-    starts at a word, where the next window must have a token border too. No token reaches across a mark (``text.untrusted``).
+    Text is encoded in windows that overlap by ``CONTEXT`` characters. A window's tokens are taken up to a token at
+    the start of a word, where the next window must have a token boundary too. No token crosses a mark
+    (``text.untrusted``).
 
     Args:
-        tokenizer: a fast one. special: add the tokenizer's own special tokens (a BOS) as one call would.
-        max_tokens: a text that has more is not encoded to its end.
+        tokenizer: a fast one. special: add the tokenizer's special tokens (a BOS) once, as one call would.
+        max_tokens: encoding stops at a longer text.
 
     Attributes:
         ids: tokens that no later text can change.
-        text: text that is open, after ``done`` characters of context.
+        text: open text, after ``done`` characters of context.
 
     Raises:
-        ValueError: a slow tokenizer, which has no offsets. TooManyTokens: by ``feed`` and ``finish``.
+        ValueError: a slow tokenizer, which has no offsets. TooManyTokens: in ``feed`` and ``finish``.
     """
 
     def __init__(
@@ -146,13 +147,13 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], *, sp
 
 
 class TextStream:
-    """Text of tokens that come one by one: final pieces, which together are one decode of all. A token costs the same after
-    however many.
+    """Incremental detokenisation: final pieces of text, which together equal one decode of all tokens. The cost per
+    token does not grow.
 
     Args:
-        special: whether special tokens are shown. shown: those that are shown, of all.
-        row: bytes of SentencePiece that wait for the end of their row, since one that is no UTF-8 makes all of them unreadable;
-            what a longer row has shown stays.
+        special: whether special tokens are shown. shown: special tokens to show in any case.
+        row: SentencePiece byte tokens that wait for the end of their row, since one invalid byte makes the whole row
+            unreadable. Pieces already shown stay.
     """
 
     def __init__(
@@ -227,11 +228,11 @@ def ids_after(tokenizer: PreTrainedTokenizerBase, text: str) -> array:
 def _take(
     tokenizer: PreTrainedTokenizerBase, text: str, done: int, end: int, ids: array, *, margin: int | None = None
 ) -> tuple[str, int]:
-    """Encode ``text[:end]``, append the ids from ``done`` on, and return the text left with its encoded prefix. More text
-    follows where text is left, or where a ``margin`` of characters at its end is open. Raises ValueError for half of a surrogate
-    pair."""
+    """Encode ``text[:end]``, append the ids from ``done`` on, and return the remaining text with its encoded prefix.
+    If text remains, or a ``margin`` of characters at its end is open, more text follows. Raises ValueError for half
+    of a surrogate pair."""
     if HALVES.search(text, done, end):
-        raise ValueError("the text holds half of a surrogate pair: it is no Unicode")
+        raise ValueError("the text has half of a surrogate pair, which is invalid Unicode")
     encoding = tokenizer(text[:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     tokens, offsets = encoding.input_ids, encoding.offset_mapping
     first = next((i for i, (a, b) in enumerate(offsets) if b > done), len(tokens))
@@ -254,8 +255,8 @@ def _take(
 
 
 def _margin(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Characters at the end of a text whose tokens later text may change: few where words are cut apart first, and then more
-    than any added token has."""
+    """Number of characters at the end of a text whose tokens may still change. It is small if words are split first,
+    and then longer than any added token."""
     cutter = tokenizer.backend_tokenizer.pre_tokenizer  # type: ignore[attr-defined]  # of fast tokenizers
     cuts = cutter is not None and len(cutter.pre_tokenize_str("one two six")) > 2
     return max([NEAR, *(2 * len(text) for text in tokenizer.get_added_vocab())]) if cuts else CONTEXT
@@ -272,7 +273,7 @@ def _context_start(text: str, at: int) -> int:
 def _agreed(
     tokenizer: PreTrainedTokenizerBase, window: str, tokens: list[int], offsets: list[tuple[int, int]], first: int
 ) -> int:
-    """A token, well before the window's end, from which on the next window will read the same tokens."""
+    """Index of a token well before the window's end, from where the next window reads the same tokens."""
     whole = [i for i in range(first + 1, len(tokens)) if offsets[i][0] >= offsets[i - 1][1]]  # not inside a character
     early = [i for i in whole if offsets[i][0] < len(window) - CONTEXT] or whole
     for i in early[: -1 - 256 : -1]:

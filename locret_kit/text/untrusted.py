@@ -1,11 +1,11 @@
-"""Text of others: who wrote each of its characters, marks where no control token may form, and its tokens.
+"""Untrusted text: the author of each character, marks that prevent control tokens, and its tokens.
 
-A template looks for its own tokens in what it is given: it cuts an answer at ``</think>``. So it gets every text as it is, and
-each character of what it makes is traced to the template's own literals or to a text of others.
+A chat template searches for its own tokens in its input, and cuts an answer at ``</think>`` for example. So it gets
+every text unchanged, and each character of its output is traced to the template's literals or to an untrusted text.
 
-``defused`` breaks every control token that a text spells, by a mark after its first character; in what a chat template makes
-every one that is not its own. Whoever encodes the result (``encode``, ``text.tokens.IdStream``) makes no token across a
-mark and leaves it out: what the text says stays, as ordinary tokens. Text that spells no control token is not changed.
+``defused`` breaks every control token in a text by a mark after its first character. In a template's output it
+breaks those that the template did not write. Encoders (``encode``, ``text.tokens.IdStream``) make no token across a
+mark and drop the mark, so the text stays, as ordinary tokens. Text without control tokens is not changed.
 """
 
 from __future__ import annotations
@@ -176,10 +176,10 @@ class Controls:
         return spans
 
     def cut(self, text: str, before: str = "") -> Traced:
-        """The text with marks: one in every control token that is not the template's from end to end.
+        """The text with a mark in every control token that the template did not write completely.
 
         Args:
-            before: what precedes it, of which nothing is changed any more.
+            before: preceding text, which no longer changes.
         """
         before = before[max(0, len(before) - self.longest + 1) :]
         whole, marks = Traced(before, OWN) + traced(text), set[int]()
@@ -220,8 +220,8 @@ def defused(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def defused_pieces(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], before: str = "") -> Iterator[str]:
-    """Pieces of one text as ``defused`` has them, also where a control token lies across pieces, or begins in the text
-    ``before`` them."""
+    """Pieces of one text, defused as ``defused`` does for the whole text. Control tokens across pieces, or with a
+    beginning in the text ``before``, are found too."""
     known = controls(tokenizer)
     for piece in pieces:
         yield str.__str__(known.cut(piece, before))

@@ -35,7 +35,7 @@ _BLOCKS = (
     "address aside button center details dialog fieldset figure footer form header legend main nav option search summary "
     "textarea"
 )
-"""Elements that stand in lines of their own, which converters take for parts of a line."""
+"""Block elements that converters would treat as inline."""
 
 
 _INLINE = re.compile(
@@ -55,10 +55,10 @@ _LOOK = re.compile(
     r"vertical-align\s*:\s*(?:super|sub|text-|-?[\d.])|(?<![\w-])top\s*:|line-through|display\s*:\s*none"
     r"|list-style[\w-]*\s*:",
 )
-"""What a style sheet says where it raises, lowers, strikes out or hides text, or numbers lists."""
+"""CSS declarations that raise, lower, strike out or hide text, or number lists."""
 MOST = 300
 """Rules of style sheets that are looked at, at most."""
-NUMBERS = "numbers that its style sheet makes, of lists or headings, left out"
+NUMBERS = "numbers of lists or headings from its style sheet left out"
 _HIDDEN = re.compile(r"(?:^|;)\s*(?:display\s*:\s*none|visibility\s*:\s*hidden)", re.IGNORECASE)
 _SHIFTED = re.compile(r"(?:vertical-align\s*:\s*|(?<![\w-])(?=top))(text-\w+|-?[\d.]*[1-9]|top\s*:\s*-?[\d.]*[1-9])")
 _STRUCK = re.compile("line-through", re.IGNORECASE)
@@ -73,7 +73,7 @@ def page_text(data: bytes, name: str, losses: list[str]) -> str:
     html, encoding, wrong, named = decoded(data)
     if wrong and not named:
         raise Refusal(f"{name} names no encoding and is not UTF-8: save it as UTF-8")
-    losses += told((wrong, f"# character* not in {encoding}, the encoding that it names, left out"))
+    losses += told((wrong, f"# character* not in {encoding}, its declared encoding, left out"))
     text, title, left = markdown(html)
     losses += left
     if title and missing([(title, [title])], text) and text:
@@ -82,10 +82,10 @@ def page_text(data: bytes, name: str, losses: list[str]) -> str:
 
 
 def decoded(data: bytes) -> tuple[str, str, int, bool]:
-    """A page's characters, its encoding, the number of its characters that are not in it, and whether the page names it.
+    """A page's text, its encoding, the number of invalid characters, and whether the page names its encoding.
 
-    The encoding is that of its mark, else what it names, else UTF-8. What is UTF-8 is not read as one byte a character,
-    whatever it names.
+    The encoding is given by the byte-order mark, or else by the page, or else it is UTF-8. Valid UTF-8 is never read
+    as a single-byte encoding, whatever the page says.
     """
     for first, encoding in (*_MARKS, *_BARE):
         if data.startswith(first):
@@ -155,7 +155,7 @@ def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
         for line in told((len(lost), f"# {what} left out"))
     ]
     losses += told((frames, "# frame* with other pages left out"), (bool(COUNTERS.search(sheets)), NUMBERS))
-    losses += told((pictures, "# picture* left out"), (gone, "# picture* that it names not in the file"))
+    losses += told((pictures, "# picture* left out"), (gone, "# picture* missing in the file"))
     return text, title, losses
 
 
@@ -180,8 +180,8 @@ def _respell(element: Tag) -> None:
 
 
 def _without_pictures(page: BeautifulSoup) -> tuple[int, int]:
-    """Take pictures that the page itself holds out of it, and leave what is said in their place. The number of these, and of
-    those that have no content."""
+    """Replace embedded pictures by their alternative text. Returns the number of pictures, and of those without
+    content."""
     pictures = gone = 0
     for picture in page("img", src=re.compile("^data:", re.IGNORECASE)):
         if picture.get("data-src"):  # what is shown once the page has been scrolled there
@@ -196,7 +196,7 @@ def _without_pictures(page: BeautifulSoup) -> tuple[int, int]:
 
 
 def _write_places(page: BeautifulSoup) -> None:
-    """Write into the text what a page says by places: raised, lowered, fractions, roots."""
+    """Write positions as text: raised, lowered, fractions, roots."""
     for bracket in page("rp"):
         bracket.extract()
     for reading in page("rt"):

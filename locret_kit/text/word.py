@@ -42,7 +42,7 @@ RELATED = (
 LOOKS = ("vertAlign", "strike", "b", "i", "u")
 """Properties of a run that leave marks in the text."""
 LINKED = ("/oleObject", "/chart", "/header", "/footer", "/subDocument", "/aFChunk")
-"""Kinds of parts whose text is lost where they are linked, not in the file."""
+"""Kinds of parts whose text is lost if they are linked, not embedded."""
 FILES = r"(?:^|/)(?:embeddings/|afchunk)[^/]+$"
 """Names of parts that are files of other formats."""
 ElementTree.register_namespace("w", W[1:-1])  # markitdown asks for tags by this name
@@ -99,8 +99,8 @@ def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
     losses += told(
         (hidden, "# hidden passage* left out"), (flat, "# equation* without its form"),
         (symbols, "# symbol* without Unicode left out"),
-        (wild, "# automatic number* or equation fields (some in digits) left out"), (files, "# file* within it left out"),
-        (linked, "# part* that it links to left out"),
+        (wild, "# automatic number* or equation fields (some in digits) left out"), (files, "# embedded file* left out"),
+        (linked, "# linked part* left out"),
     )  # fmt: skip
     return text
 
@@ -134,11 +134,11 @@ def _name(element: Element) -> str:
 
 
 def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
-    """Make a part say all of its text where the converter looks for it: moved text where it was moved to, text boxes behind
-    their paragraph, equations as LaTeX, breaks as breaks, the content of wrappers in their place, and automatic numbers.
+    """Rearrange a part so that the converter finds all of its text: moved text at its new place, text boxes after
+    their paragraph, equations as LaTeX, breaks as breaks, wrappers replaced by their content, and automatic numbers.
 
     Returns:
-        the number of passages that are hidden, which it no longer has.
+        the number of hidden passages, which are removed.
     """
     for ruby in root.iter(f"{W}ruby"):
         for reading in ruby.findall(f"{W}rt"):  # drawn above its word, and said behind it
@@ -278,7 +278,7 @@ def _latex(equation: Element) -> str:
 
 
 def _passages(root: Element) -> Iterable[tuple[str, list[str]]]:
-    """Paragraphs of a part, whole and in runs, without what was deleted or moved away; of a chart its words."""
+    """Paragraphs of a part, whole and in runs, without deleted or moved text; the words of a chart."""
     hidden = {id(one) for gone in root.iter() if _name(gone) in ("del", "moveFrom", "Choice") for one in gone.iter()}
     looks = {
         id(word): [(one.tag, one.get(VALUE)) for name in LOOKS for one in run.findall(f"{W}rPr/{W}{name}")]

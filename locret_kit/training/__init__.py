@@ -53,7 +53,7 @@ class FrozenTraining(L.LightningModule, ABC):
     """
 
     kind: ClassVar[type[nn.Module]]
-    """What is trained, made from its ``config``; the one submodule."""
+    """Type of the trained module, built from its ``config``; the only submodule."""
     watched = ""
     """The figure of a validation that the board compares runs by."""
 
@@ -78,7 +78,8 @@ class FrozenTraining(L.LightningModule, ABC):
     # ---- what a training says of its module ------------------------------------------------------------------------------
 
     def rebuilt(self, state: dict[str, Tensor]) -> nn.Module:
-        """The trained module on the CPU, from this module's gathered state, whose names begin with the module's own."""
+        """The trained module on the CPU, from this module's gathered state: weights of any shape, with this module's
+        name as a prefix."""
         with torch.device("cpu"):
             made = self.kind(next(self.children()).config)
         made.load_state_dict({name.partition(".")[2]: weight for name, weight in state.items()})
@@ -86,7 +87,7 @@ class FrozenTraining(L.LightningModule, ABC):
 
     @abstractmethod
     def export(self, trained: nn.Module, out: Path) -> Path:
-        """Write what is ready for inference, and return its folder."""
+        """Write the trained module for inference; returns its folder."""
 
     @abstractmethod
     def used(self) -> nn.Module:
@@ -105,7 +106,7 @@ class FrozenTraining(L.LightningModule, ABC):
                 self.logger.experiment.file_writer.add_summary(summary)  # type: ignore[union-attr]
 
     def on_train_start(self) -> None:
-        """AdamW and its schedule as the configuration says, where a state that was saved with others has been read too."""
+        """Apply the configuration to AdamW and its schedule, after a state with other settings may have been loaded."""
         schedule = cast(LambdaLR, self.lr_schedulers())
         (group,) = schedule.optimizer.param_groups
         group |= {**self.adamw, "initial_lr": self.cfg.optim.lr}

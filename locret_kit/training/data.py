@@ -1,6 +1,6 @@
-"""Training samples by index: sample ``i`` is a function of the configuration and ``i`` alone, so a run resumes anywhere.
+"""Training samples by index. Sample ``i`` depends only on the configuration and ``i``, so a run resumes anywhere.
 
-Of each source what is validated on is set aside first, the rest is trained on.
+The validation data of each source is set aside first. The rest is trained on.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ CHARACTERS = 4
 
 
 class Records:
-    """Records in whole epochs, each in an order of its own; a record with several questions is asked the next one in each.
+    """Records in whole epochs, each epoch in a new order. A record with several questions asks the next one in each
+    epoch.
 
-    Local files of up to ``WHOLE`` bytes are held. Of others and of the Hub's data sets a block of ``BLOCK`` records is read when
-    a step needs it, and shuffled within itself; records are set aside from the first block.
+    Local files of up to ``WHOLE`` bytes are held in memory. Larger files and Hub data sets are read in blocks of
+    ``BLOCK`` records as needed, and shuffled within a block. Their validation records come from the first block.
 
-    A record is set aside for each sample to validate on. Its copies are not trained on either: records more than half of whose
-    13-grams are in what was set aside, such as other questions about its document. In the place of a record that cannot be
-    used another one is drawn, and stderr names it once. Lines that are no records are left out, and counted on stderr.
+    One record is set aside per validation sample. Records that share more than half of their 13-grams with the
+    set-aside ones, such as other questions about the same document, are not trained on. An unusable record is replaced
+    by another draw and named once on stderr. Invalid lines are skipped and counted on stderr.
 
     Args:
-        name: what ``read_records`` takes. seed: what orders are drawn by.
+        name: an argument of ``read_records``. seed: seed of the orders.
 
     Raises:
-        ValueError: no records, or, in the place of the first sample, ``DRAWS`` in a row that cannot be used.
+        ValueError: no records, or ``DRAWS`` unusable records in a row in place of the first sample.
     """
 
     def __init__(self, name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: str) -> None:
@@ -108,11 +109,11 @@ class Records:
         """Numbers of the block's records that are trained on."""
 
     def _unlike(self, numbers: Iterable[int]) -> list[int]:
-        """Those that are no copies of what was set aside."""
+        """The records that are no copies of the set-aside ones."""
         return [n for n in numbers if not overlap.is_copy(text_of(self.records[n]), self._known)]
 
     def _go(self, place: int) -> None:
-        """Enter the block of a place."""
+        """Load the block that contains a place."""
         if place < self._place:
             self._enter(0, 0)
         while place >= (end := self._place + len(self.trained)):
@@ -126,10 +127,10 @@ class Records:
     # ---- samples -----------------------------------------------------------------------------------------------------------
 
     def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
-        """Set ``wanted`` samples to validate on aside: they, and ``known`` with the 13-grams of what they are made of.
+        """Set ``wanted`` samples aside for validation. Returns them, and ``known`` with their 13-grams added.
 
         Raises:
-            ValueError: so many cannot be set aside.
+            ValueError: too few samples.
         """
         samples: list[Sample] = []
         self._held = wanted
@@ -192,7 +193,7 @@ class Records:
         )
 
     def _shuffled(self, what: str) -> list[int]:
-        """The block's records that are trained on, in the order of an epoch or of what is set aside."""
+        """The block's records for training, in the order of an epoch or of the validation split."""
         return random.Random(f"{self.seed}:{what}").sample(self.trained, len(self.trained))
 
     def _encode(self, number: int, epoch: int) -> Sample | str:
@@ -207,7 +208,7 @@ class Records:
             messages = to_messages(record, index=question)
             sample = encode_chat(self.tokenizer, messages, max_tokens=self.data.max_tokens, cut=self.data.truncate)
             if not sample.prompt_len:
-                raise ValueError("nothing stands in front of its answer")
+                raise ValueError("there is no text before its answer")
         except ValueError as error:
             return self._refused.setdefault((number, question), first_line(error))
         return sample
@@ -276,8 +277,9 @@ class Synthetic:
 
 
 def split_text(text: str, least: int, rng: random.Random) -> tuple[str, str]:
-    """``(stretch, rest)``: a tenth of the text, or ``least`` characters where that is more, but at most half of it; from the
-    start of a line or sentence to another one. One of them is empty where the text has no such start."""
+    """Split a text into ``(stretch, rest)``. The stretch is a tenth of the text, or ``least`` characters if that is
+    more, but at most half. It begins and ends at the start of a line or sentence; without such a start, one part is
+    empty."""
     size = min(len(text) // 2, max(int(STRETCH * len(text)), least))
     start = next_start(text, rng.randrange(len(text) - size))
     end = next_start(text, start + size) if start + size < len(text) else 0
@@ -302,13 +304,14 @@ T = TypeVar("T")
 
 
 class Samples:
-    """The mixture that ``data`` (the configuration's section) describes; any index from 0.
+    """The mixture of sources in the configuration's section ``data``; any index from 0.
 
-    ``held`` is what is validated on. It is set aside before anything is drawn, from each source by its weight, and no source
-    trains on what is like it. The seed decides which source an index is of; a source's own samples come in order of its places.
+    ``held`` is the validation set. It is set aside before any training sample is drawn, from each source by its weight,
+    and no source trains on similar data. The seed decides the source of an index. Samples within a source come in
+    order.
 
     Raises:
-        ValueError: a source with nothing usable, or more samples for validation than can be set aside.
+        ValueError: a source without usable samples, or too many validation samples to set aside.
     """
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
@@ -405,7 +408,7 @@ class SampleModule(L.LightningDataModule):
             raise ValueError(f"data.num_workers={data.num_workers} must be at most {max_workers}, four per CPU core")
         self.cfg, self.tokenizer, self.per_step = data, tokenizer, per_step
         self.samples = Samples(data, tokenizer, seed=seed)
-        """The same in every process."""
+        """Samples, equal in every process."""
         self.done = 0
 
     def transfer_batch_to_device(self, batch: T, device: torch.device, dataloader_idx: int) -> T:

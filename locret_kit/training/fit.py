@@ -1,7 +1,7 @@
-"""Run a training from its configuration: trainer, progress, seeds, signals, checkpoints that survive a full disk or a kill, what
-is exported.
+"""A training run from its configuration: trainer, progress, seeds, signals, and checkpoints that survive a full disk or
+a kill.
 
-With what is exported go a run's curves: TensorBoard's scalars as one CSV file.
+The export includes the run's curves: TensorBoard's scalars in one CSV file.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Bar(TQDMProgressBar):
         return self._steps
 
     def on_train_start(self, trainer: L.Trainer, *rest: object) -> None:
-        """A run that goes on does so inside Lightning's one epoch, at whose beginning alone a bar is given its total."""
+        """Set the progress bar's total for a resumed run. It resumes inside Lightning's single epoch, which sets the
+        total only at its beginning."""
         super().on_train_start(trainer, *rest)
         bar = self.train_progress_bar
         bar.total, bar.initial, bar.n = self._steps, trainer.global_step, trainer.global_step
@@ -97,8 +98,8 @@ class Bar(TQDMProgressBar):
 
 
 class SeedSteps(Callback):
-    """Seed the generators from the run's seed and the step's number, as samples are. A resumed run then draws what the
-    uninterrupted one drew, and no generator's state has to be saved."""
+    """Seeds the random generators from the run's seed and the step's number. A resumed run then draws the same numbers
+    as an uninterrupted one, and no generator state is saved."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -142,13 +143,14 @@ class SaveEvery(Callback):
 
 
 class TrainingStopped(KeyboardInterrupt):
-    """A run was stopped, has saved its state and said how it goes on."""
+    """Raised after a stopped run has saved its state and printed the command to resume."""
 
 
 class StopWhole(Callback):
-    """Ctrl-C and SIGTERM let the step that runs and its validation finish, save the state and print the command that goes on.
+    """On Ctrl-C or SIGTERM, finishes the running step and its validation, saves the state and prints the command to
+    resume.
 
-    A second signal stops at once, with the last checkpoint as it is.
+    A second signal stops at once; the last checkpoint stays.
     """
 
     def __init__(self, path: Path, command: str) -> None:
@@ -178,7 +180,7 @@ class StopWhole(Callback):
             trainer.save_checkpoint(self.path)
             self.saved = True
             if trainer.is_global_zero:
-                said = f"\nstopped at step {trainer.global_step}; state saved. To go on:\n  {self.command}"
+                said = f"\nstopped at step {trainer.global_step}; state saved. To resume:\n  {self.command}"
                 print(said, file=sys.stderr)
 
 
@@ -219,7 +221,7 @@ def newest_state(out: Path) -> Path | None:
         try:
             steps[path] = read_state(path)["global_step"]
         except ValueError as error:
-            print(f"{error}: it is left aside", file=sys.stderr)
+            print(f"{error}: it is skipped", file=sys.stderr)
     return max(steps, key=lambda path: (steps[path], path), default=None)
 
 
@@ -233,9 +235,7 @@ def begin_from(resume: str, out: Path) -> Path | None:
         if any((out / "state").glob("*.ckpt")):
             newest = newest_state(out)
             steps = read_state(newest)["global_step"] if newest else 0
-            raise ValueError(
-                f"out={out} holds a run of {steps} steps: resume=auto goes on with it, or name another out"
-            )
+            raise ValueError(f"out={out} holds a run of {steps} steps: resume=auto continues it, or choose another out")
         return None
     if resume == "auto":
         return newest_state(out)
@@ -261,8 +261,8 @@ def check_state(path: Path, module: FrozenTraining) -> str | None:
         theirs, ours = saved.get(name, "missing"), mine.get(name, "missing")
         if theirs != ours:
             raise ValueError(
-                f"{path} was saved with other settings: {name} is {theirs} there and {ours} here; go on with the settings "
-                "of that run, or begin a new one with another out"
+                f"{path} was saved with other settings: {name} is {theirs} there and {ours} here; continue with that run's "
+                "settings, or start a new run with another out"
             )
     before, now = state.get(SETTINGS, {}), flat(module.cfg)
     changed = [name for name in now if before.get(name, now[name]) != now[name] and not name.startswith(FREE)]
@@ -271,10 +271,11 @@ def check_state(path: Path, module: FrozenTraining) -> str | None:
 
 
 def beyond_window(backbone: PreTrainedModel, cfg: TrainConfig) -> str | None:
-    """A warning of samples that are longer than the backbone's window; a pool's are read at compact positions, below it.
+    """A warning if samples are longer than the backbone's window. A pool's samples are read at compact positions, below
+    it.
 
     Raises:
-        ValueError: they are, and a token's place is an embedding, of which there are no more.
+        ValueError: they are longer, and the backbone has position embeddings for its window only.
     """
     window = getattr(text_config(backbone), "max_position_embeddings", None)
     if window is None or cfg.data.max_tokens <= window or cfg.trains == "pool":
@@ -282,11 +283,11 @@ def beyond_window(backbone: PreTrainedModel, cfg: TrainConfig) -> str | None:
     said = f"data.max_tokens={cfg.data.max_tokens} must be at most the window of {cfg.backbone.model}, {window}"
     if not any(rotation.module for rotation in describe(backbone).require_rotations()):
         raise ValueError(f"{said}: it has no positions beyond")
-    return f"warning: {said}, or heads learn from attention that the model was not made for"
+    return f"warning: {said}, otherwise heads learn from attention beyond the model's window"
 
 
 def command_to_go_on(argv: list[str]) -> str:
-    """The command line that goes on with the run of ``argv``."""
+    """The command line that resumes the run of ``argv``."""
     kept, words = ["locret-train"], iter(argv)
     for word in words:
         if word == "--resume":
@@ -297,11 +298,11 @@ def command_to_go_on(argv: list[str]) -> str:
 
 
 def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
-    """Train, and return the folder of what was exported (``out/heads`` or ``out/pool``); None in every process but the first.
+    """Train, and return the export folder (``out/heads`` or ``out/pool``); None in all processes but the first.
 
     Raises:
-        Stopped: after Ctrl-C or SIGTERM, with the state saved. KeyboardInterrupt: after Ctrl-C without.
-        ValueError: settings with which nothing can be trained here, or not from this checkpoint.
+        Stopped: after Ctrl-C or SIGTERM, with the state saved. KeyboardInterrupt: after Ctrl-C without a saved state.
+        ValueError: settings that cannot be trained here, or not from this checkpoint.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
@@ -397,7 +398,7 @@ def _trainer(cfg: TrainConfig, strategy: Strategy | str, callbacks: list[Callbac
 
 
 def _backbone(cfg: TrainConfig, device: str | None) -> PreTrainedModel:
-    """On ``device``, or where training runs; in the precision that suits where training runs."""
+    """Load the frozen backbone on ``device``, by default that of training, in a suitable precision."""
     where = "cpu" if cfg.trainer.accelerator == "cpu" else None
     config = load_config(cfg.backbone.model, cfg.backbone.revision)
     precision = str(pick_dtype(cfg.backbone.dtype, pick_device(where), config)).removeprefix("torch.")

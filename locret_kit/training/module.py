@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 
 
 class Observer(Handler):
-    """Sees every attention call of a plain forward; calls ``backward(loss)`` once per layer.
+    """Observes every attention call of a plain forward, and calls ``backward(loss)`` once per layer.
 
-    Layers with a window keep no head loss: their cache is their window.
+    Layers with a window have no loss, because their cache is their window.
 
     Args:
-        heads: in training mode where ``backward`` is given.
-        ropes: one per layer. answers: half-open spans of answer tokens. lead: prompt tokens before each answer whose
-            queries count as answer queries too (the last one predicts the first answer token).
-        loss: ``cis_loss`` with its settings; kind: of ``cis_target``.
+        heads: in training mode with ``backward``.
+        ropes: one per layer. answers: half-open spans of answer tokens. lead: number of prompt tokens before each
+            answer that count as its queries (the last one predicts the first answer token).
+        loss: ``cis_loss`` with its settings. kind: argument of ``cis_target``.
         layers: sizes and windows of each layer.
         watch: called with each scored layer's predicted and target CIS ``[B, H, S]``.
     """
@@ -76,8 +76,8 @@ class Observer(Handler):
         self.queries = sorted({t for a, b in answers for t in range(max(0, a - lead), b)})
         self.slots = answers[-1][0]
         self.scored_layers = sum(layer.window is None for layer in layers)
-        self.figures: list[Tensor] = []
-        """Of each scored layer ``[3]``: regression and smoothing loss, recall of the true top 10%."""
+        self.measures: list[Tensor] = []
+        """Measures ``[3]`` of each scored layer: regression loss, smoothing loss, recall of the true top 10%."""
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         q_rot, k_rot = rotated_text(self.ropes[layer], q_BQTD, k_BHTD)
@@ -85,14 +85,15 @@ class Observer(Handler):
         return attend_text(q_rot, k_rot, v_BHTD, softmax, self.layers[layer])
 
     def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
-        """Attention of a layer that reads another's keys: its queries ask for no target."""
+        """Attention ``[B, Q, T, D]`` of a layer that reads another's keys. It has no target."""
         q_rot, k_rot = rotated_text(self.ropes[layer], q_BQTD, k_BHTD)
         return attend_text(q_rot, k_rot, v_BHTD, softmax, self.layers[layer])
 
     def score(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_rot: Tensor, k_rot: Tensor, softmax: Softmax
     ) -> None:
-        """Target, loss and gradients of one layer, from its q, k, v before and its q, k after RoPE."""
+        """Target, loss and gradients of one layer, from q ``[B, Q, T, D]``, k and v ``[B, H, T, D]`` before RoPE, and q
+        and k after it."""
         if self.layers[layer].window is not None:
             return
         at, prompt = torch.tensor(self.queries, device=q.device), slice(0, self.slots)
@@ -109,14 +110,12 @@ class Observer(Handler):
         if self.watch is not None:
             self.watch(predicted_BHS.detach(), target_BHS)
         recall = top_recall(predicted_BHS.detach(), target_BHS)
-        self.figures.append(torch.stack((regression.detach(), smooth.detach(), recall)))
+        self.measures.append(torch.stack((regression.detach(), smooth.detach(), recall)))
 
 
 class Together(Handler):
-    """Samples in one forward, those of different length padded on the right, and an observer for each of them.
-
-    Attention is causal, so no token sees the padding after it, and an observer is handed its sample's own tokens alone.
-    """
+    """Several samples in one forward, padded on the right to one length, with one observer each. Attention is
+    causal, so no token sees the padding, and an observer gets only its own sample's tokens."""
 
     wants_unrotated = True
 
@@ -152,11 +151,11 @@ def unit_of(cfg: TrainConfig) -> Literal["logit", "log_prob"]:
 class HeadTraining(FrozenTraining):
     """Trains retaining heads on a frozen backbone.
 
-    Each layer's loss is back-propagated inside the forward, as its q, k and v appear. Scalars are means over the samples of
-    a step in all processes.
+    Each layer's loss is back-propagated inside the forward, when its q, k and v are computed. Logged scalars are
+    means over a step's samples in all processes.
 
     Raises:
-        ValueError: a backbone whose rotation is not known, or whose layers all have windows.
+        ValueError: a backbone with an unknown rotation, or with windows in all layers.
     """
 
     kind, watched = RetainingHeads, "val/recall"
@@ -223,8 +222,8 @@ class HeadTraining(FrozenTraining):
         backward: Callable[[Tensor], None] | None = None,
         watch: Callable[[Tensor, Tensor], None] | None = None,
     ) -> list[Tensor]:
-        """One forward of the backbone over samples: of each the observer's figures ``[3, scored layers]``, and (with
-        ``backward``) the gradients of all heads."""
+        """One forward of the backbone over samples. Returns each sample's measures ``[3, L]`` of its ``L`` scored
+        layers; ``backward`` accumulates the gradients of all heads."""
         observers = [
             Observer(
                 self.heads, self.description.ropes(self.backbone, len(sample.ids)), self.spec.layers, sample.answers,
@@ -237,7 +236,7 @@ class HeadTraining(FrozenTraining):
         handler: Handler = observers[0] if len(batch) == 1 else Together(observers, lengths)
         with torch.no_grad(), self._attachment.handled_by(handler):
             decoder_of(self.backbone)(input_ids=ids.to(self.device), use_cache=False)
-        return [torch.stack(observer.figures, 1) for observer in observers]
+        return [torch.stack(observer.measures, 1) for observer in observers]
 
     def training_step(self, step: Step, index: int) -> None:
         began = time.perf_counter()
@@ -291,9 +290,9 @@ class HeadTraining(FrozenTraining):
 
 
 class KeepBest(Callback):
-    """After each validation, the heads of the ``keep`` highest recalls are in ``folder``, each ready for inference.
+    """After each validation, keeps the heads with the ``keep`` highest recalls in ``folder``, each ready for inference.
 
-    The names say all there is to know, so a resumed run goes on with what it finds.
+    File names hold all of the state, so a resumed run continues from the folder.
     """
 
     NAME = re.compile(r"^recall=(\d\.\d{4})-step=(\d+)$")

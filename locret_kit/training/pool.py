@@ -1,9 +1,11 @@
-"""LoCoCo's pool in training: texts are read in chunks through the bounded cache, and next-token cross-entropy is minimised.
+"""Training of LoCoCo's pool: texts are read in chunks through the bounded cache, and next-token cross-entropy is
+minimised.
 
-The backbone is frozen: gradients flow through it, and end in the convolutions. Back-propagation is truncated as in the
-published code: a chunk's loss reaches the folds of the eviction before it, whose inputs are constants, and what is folded
-again is a constant too. So no more than one chunk's graph is ever held.
-Source: LoCoCo, arXiv 2406.05317; its 200 steps and kernel of 21: Locret, appendix C.2. There layer norms were trained as well.
+The backbone is frozen: gradients flow through it into the convolutions. Back-propagation is truncated as in the
+published code. A chunk's loss reaches the folds of the eviction before it, whose inputs are constants, and a slot
+folded again is a constant too. So at most one chunk's graph is in memory.
+Source: LoCoCo, arXiv 2406.05317. Its 200 steps and kernel of 21 are from Locret, appendix C.2, where layer norms were
+trained as well.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class LearningCache(BoundedCache):
 
 
 def _with(rows_BHSD: Tensor, folds: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """A copy of the rows in which each head's folds stand in their place; heads in order, batch first."""
+    """A copy of the rows ``[B, H, S, D]`` with each head's folds in their place; heads in order, batch first."""
     rows_NSD = rows_BHSD.flatten(0, 1).clone()
     if folds:
         head = torch.cat([at.new_full(at.shape, n) for n, (at, _) in enumerate(folds)])
@@ -92,10 +94,10 @@ def _with(rows_BHSD: Tensor, folds: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 class PoolTraining(FrozenTraining):
-    """Trains the convolutions of a pool; the policy that chooses what stays is ``pool.policy``, as it is.
+    """Trains the convolutions of a pool. ``pool.policy`` selects the slots to keep and is not trained.
 
     Raises:
-        ValueError: a backbone, policy, strategy or setting with which no pool can be trained.
+        ValueError: a backbone, policy, strategy or setting that cannot train a pool.
     """
 
     kind, watched = ConvPool, "val/loss"
@@ -107,7 +109,7 @@ class PoolTraining(FrozenTraining):
         spec = description.spec
         self.policy = parse_policy(cfg.pool.policy)
         self._heads: list[RetainingHeads] = []
-        """Those that the policy scores with, if it does; no submodule."""
+        """The policy's retaining heads, if it needs them; in a list, so that they are no submodule."""
         if heads := self.policy.heads_for(cfg.pool.heads, "name them with pool.heads"):
             self._heads = [RetainingHeads.from_pretrained(heads).requires_grad_(False)]
             self._heads[0].check_backbone(spec)
@@ -133,7 +135,7 @@ class PoolTraining(FrozenTraining):
     # ---- reading a text --------------------------------------------------------------------------------------------------
 
     def new_cache(self, merges: bool = True) -> BoundedCache:
-        """An empty cache; without merges, what the policy alone makes of the same budget."""
+        """An empty cache. Without merges, the policy's plain eviction for the same budget."""
         make = LearningCache if merges else BoundedCache
         policy = replace(self.policy, merge=LearningMerge(self.pool) if merges else None)
         return make(RunSettings.of(self.cfg.infer.published()), policy, *self._heads)
@@ -141,8 +143,8 @@ class PoolTraining(FrozenTraining):
     def read(
         self, ids: Sequence[int], cache: BoundedCache, backward: Callable[[Tensor], None] | None = None
     ) -> tuple[float, int]:
-        """Cross-entropy (nats, the sum) of the tokens after the first eviction, and their number. ``backward``
-        gets each chunk's part of the mean."""
+        """Sum of the cross-entropy (nats) of the tokens after the first eviction, and their number. ``backward`` takes
+        each chunk's part of the mean, a scalar."""
         s = cache.schedule
         first, done, total = first_eviction(s.budget, s.chunk), 0, 0.0
         counted = max(0, len(ids) - 1 - first)

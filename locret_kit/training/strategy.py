@@ -1,4 +1,4 @@
-"""One key, ``trainer.strategy``, to how heads and backbone lie on the devices, and how gradients become one.
+"""Strategies of training, by ``trainer.strategy``: the placement of heads and backbone on devices, and the gradients' reduction.
 
 =========================  ==========================================  ==================================
 key                        heads, with their optimiser                 frozen backbone
@@ -13,20 +13,20 @@ key                        heads, with their optimiser                 frozen ba
 offload``                  the CPU's memory                            memory
 =========================  ==========================================  ==================================
 
-Every layer's loss is back-propagated inside the forward, so ``ddp`` wraps no module: it averages the finished gradients,
-which is exact, and cheap since heads are small. All strategies write one kind of state file, so a run goes on with another.
+Every layer's loss is back-propagated inside the forward, so ``ddp`` wraps no module. It averages the finished gradients,
+which is exact, and cheap because heads are small. All strategies write the same state file, so a run can resume with another.
 
-Lightning's own strategy for DeepSpeed's ZeRO runs on CUDA alone, clips no values, casts the heads to the backbone's precision
-and writes a folder of shards that no other strategy reads. This one keeps the heads in float32, so its curve is that of one
-process, and writes the state file of every other strategy. Needs deepspeed 0.19.8, whose engines reduce the gradients of many
-backward passes at once: one pass per layer and sample is what keeps a layer's graph alone in memory.
+Lightning's own DeepSpeed strategy runs on CUDA only, cannot clip values, casts the heads to the backbone's precision, and
+writes shards that no other strategy reads. This one keeps the heads in float32, so its curve equals that of one process.
+It needs deepspeed 0.19.8, whose engines reduce the gradients of many backward passes at once. We run one pass per layer and
+sample, so that only one layer's graph is in memory.
 
-Heads and backbone are two engines. The heads' engine owns AdamW (PyTorch's, offloaded or not, so that nothing is compiled);
-the backbone's, in stage 3, gathers each weight where it is used and frees it afterwards. Every process first loads the whole
-backbone into the CPU's memory.
+Heads and backbone are two engines. The heads' engine owns AdamW (PyTorch's, offloaded or not, so that nothing is compiled).
+The backbone's engine, in stage 3, gathers each weight for its use and frees it afterwards. Every process first loads the
+whole backbone into CPU memory.
 
-What a CPU can check is checked there with two processes over gloo (``tests/training/test_deepspeed.py``): curves, heads and
-resumed runs. Memory, speed, pinned buffers and NCCL need GPUs and have not been run.
+``tests/training/test_deepspeed.py`` checks curves, heads and resumed runs with two CPU processes over gloo. Memory, speed,
+pinned buffers and NCCL need GPUs and have not been run.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ class ZeroStrategy(ReplicatedStrategy):
         if self.offload:
             place = {"device": "cpu", "pin_memory": self.root_device.type == "cuda"}
             zero |= {"offload_param": place, "offload_optimizer": place}
+        # PyTorch's own AdamW, which DeepSpeed calls untested: its state can be read by every other strategy, and the CPU's
+        # variant would be compiled here.
         return {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": zero,
@@ -107,7 +109,7 @@ class ZeroStrategy(ReplicatedStrategy):
         }
 
     def backward(self, closure_loss: Tensor, optimizer: object, *args: object, **kwargs: object) -> Tensor:
-        """Add to this process's gradients; ``finish_gradients`` reduces them."""
+        """Add the gradients of the scalar loss to this process's; ``finish_gradients`` reduces them."""
         if self._passes is None:
             self._passes = ExitStack()
             self._passes.enter_context(self.engine.coalesce_grad_reduction())
@@ -115,12 +117,13 @@ class ZeroStrategy(ReplicatedStrategy):
         return closure_loss
 
     def finish_gradients(self, parameters: list[nn.Parameter], bound: float) -> None:
-        """Each process's part of the mean gradients, each element within ``[-bound, bound]`` (0: as it is)."""
+        """Each process's part of the mean gradients, each element clipped to ``[-bound, bound]`` (0: not clipped)."""
         from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
 
         assert self._passes is not None
         self._passes.close()
         self._passes = None
+        # Element by element, so clipping a part of a gradient (stage 3) is exact. Stage 2 gives whole gradients only.
         read, write = (safe_get_local_grad, safe_set_local_grad)
         if self.stage == 2:
             read, write = (safe_get_full_grad, safe_set_full_grad)
@@ -168,6 +171,8 @@ class ZeroStrategy(ReplicatedStrategy):
         weights = [weight for _, weight in self._weights()]
         adamw.param_groups[0] |= {key: value for key, value in saved["param_groups"][0].items() if key != "params"}
         flat = self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
+        # DeepSpeed steps over flat parts of all weights together. Their moments would first exist after a step, so they are
+        # made here as zeros, and then filled weight by weight.
         for part in flat:
             adamw.state[part] = {"step": step.clone(), **{key: torch.zeros_like(part) for key in MOMENTS}}
         if self.stage == 2:
@@ -186,19 +191,20 @@ class ZeroStrategy(ReplicatedStrategy):
 
 
 def own_part(value: Tensor, size: int) -> Tensor:
-    """This process's ``size`` elements of a flattened tensor that all processes share, zeros after its end."""
+    """This process's part ``[size]`` of a tensor of any shape, flattened and divided among the processes; zeros after
+    its end."""
     start = dist.get_rank() * size
     part = value.flatten()[start : start + size]
     return F.pad(part, (0, size - len(part)))
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """The package, told to work where ``device`` is.
+    """Import DeepSpeed for ``device``.
 
-    On a CPU it would first compile a reduction over shared memory, for minutes; gloo, which is there, does the same.
+    On a CPU it would first compile a reduction over shared memory for minutes; gloo, which is installed, does the same.
 
     Raises:
-        ImportError: it is older than what ``ZeroStrategy`` calls.
+        ImportError: older than the functions that ``ZeroStrategy`` calls.
     """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

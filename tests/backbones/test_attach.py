@@ -114,7 +114,7 @@ def test_generation_without_a_bounded_cache_is_untouched():
 
 def test_attaching_twice_is_an_error():
     model = tiny_model("llama")
-    with attach(model), pytest.raises(RuntimeError, match="attached already"):
+    with attach(model), pytest.raises(RuntimeError, match="already attached"):
         attach(model)
 
 
@@ -124,7 +124,7 @@ def test_an_attached_model_is_not_copied(copied):
     model = tiny_model("llama")
     with (
         attach(model),
-        pytest.raises(TypeError, match="^an attached model is neither copied nor pickled: detach it first"),
+        pytest.raises(TypeError, match="^an attached model cannot be copied or pickled: detach it first"),
     ):
         copied(model)
     copied(model)

@@ -193,9 +193,7 @@ def test_what_floats_alone_allow_is_refused(changes, message, file):
 
 
 def test_training_says_what_to_do_instead(file):
-    with pytest.raises(
-        ValueError, match="train on the float model's folder or Hub id; its heads then run on this file"
-    ):
+    with pytest.raises(ValueError, match="use the float model's folder or Hub id; its heads then run on this file"):
         load_train_config(["recipe=tiny", f"backbone.model={file}"])
 
 
@@ -213,13 +211,13 @@ def written(data: bytes, after: str, number: int, at: int = 4, size: int = 4) ->
         (lambda data: written(data, "tokenizer.ggml.tokens", 2**40, 8, 8), "is damaged: .* bytes from .* on go beyond"),
         (lambda data: written(data, "blk.1.attn_q.weight", 2**40 + 2, 24, 8), "offset=1099511627778 must be a multiple of"),
         (lambda data: written(data, "blk.1.attn_q.weight", 2**40, 24, 8), "is cut off"),
-        (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_k.weight"), "a tensor is there twice"),
+        (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_k.weight"), "a tensor occurs twice"),
         (lambda data: written(data, "llama.block_count", 2**31), "block_count=2147483648 must be a whole number from 1 to 6"),
         (lambda data: written(data, "llama.rope.freq_base", 0x7F800000), "rope.freq_base=inf must be a finite number above 0"),
         (lambda data: data[:-1000], "is cut off"),
         (lambda data: data.replace(b"llama", b"mamba"), "architecture='mamba' of a GGUF file is not mapped; there are: llama"),
-        (lambda data: data.replace(b"llama.vocab_size", b"llama.other_size"), "other_size=.* is not known of llama"),
-        (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.9.attn_q.weight"), "blk.9.attn_q.weight is not known"),
+        (lambda data: data.replace(b"llama.vocab_size", b"llama.other_size"), "other_size=.* is unknown for llama"),
+        (lambda data: data.replace(b"blk.1.attn_q.weight", b"blk.9.attn_q.weight"), "blk.9.attn_q.weight is unknown"),
         (lambda data: data.replace(b"blk.1.attn_output.weight", b"rope_factors_long.weight"), "long.weight'. cannot be restored"),
         (lambda data: data.replace(b"gpt-2", b"weird"), "tokenizer.ggml.pre='weird' is not known"),
     ],

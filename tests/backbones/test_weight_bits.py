@@ -182,7 +182,7 @@ def test_without_the_package_the_extra_is_named(place, monkeypatch, capsys):
     ("options", "message"),
     [
         ({"weight_bits": 3}, "weight_bits=3 must be 8 or 4"),
-        ({"weight_bits": 4, "device": "meta"}, "device='meta' holds no numbers"),
+        ({"weight_bits": 4, "device": "meta"}, "device='meta' stores no data"),
         ({"weight_bits": 8, "adapter": "lab/lora"}, "adapter='lab/lora' would be rounded .* merge it first"),
     ],
 )

@@ -168,9 +168,9 @@ def sharded(model):
 
 
 REFUSED = [
-    (prompts, "PeftModelForCausalLM: adapter 'default' .PROMPT_TUNING. acts beside the layers.*: pass the model without it"),
-    (prefixes, "PeftModelForCausalLM: adapter 'default' .PREFIX_TUNING. acts beside the layers"),
-    (invoked, "PeftModelForCausalLM: adapter 'default' .LORA. acts beside the layers"),
+    (prompts, "PeftModelForCausalLM: adapter 'default' .PROMPT_TUNING. acts outside the layers.*: pass the model without it"),
+    (prefixes, "PeftModelForCausalLM: adapter 'default' .PREFIX_TUNING. acts outside the layers"),
+    (invoked, "PeftModelForCausalLM: adapter 'default' .LORA. acts outside the layers"),
     (apart, "FullyShardedDataParallel keeps its weights in shards"),
     (sharded, "FSDPLlamaForCausalLM keeps its weights in shards: pass the model before it is sharded"),
     (lambda model: [model], "list is neither a model of transformers nor a known wrapper"),

@@ -125,4 +125,4 @@ def test_infer_pins_them(tmp_path, monkeypatch, capsys):
         for head in heads:
             assert {at for at in head if at < len(ids)} == wanted
     assert main([*words[:-1], "--quiet"]) == 0
-    assert "warning: protect=first+system+markers: the prompt shows no such text" in capsys.readouterr().err
+    assert "warning: protect=first+system+markers: the prompt has no such text" in capsys.readouterr().err

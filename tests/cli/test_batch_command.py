@@ -109,7 +109,7 @@ def test_a_wrong_line_is_an_error_of_its_own(files, capsys):
         '{"prompt": "a", "text": "b", "question": "c"}': "give one of: prompt, text and question, messages; found",
         '{"text": "b", "question": " "}': "the question is empty",
         '{"messages": [{"role": "user", "content": 3}]}': "must be a list of",
-        '{"messages": []}': "messages must end with one that is to be answered",
+        '{"messages": []}': "the last message must not be the assistant's",
         '{"prompt": ""}': "the prompt holds no tokens",
         '{"prompt": "a", "top_p": 0.5}': "top_p has no effect at temperature 0",
         '{"prompt": "\\ud800"}': "half of a character",
@@ -201,7 +201,7 @@ def test_prompts_from_a_pipe(files):
 
 
 def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("locret_kit.cli.answers.choose", None)
+    monkeypatch.setattr("locret_kit.cli.answers.resolve_choice", None)
 
     def says(words: str, *more: str, given: list[str] | None = None) -> None:
         assert main(given or ["--batch", str(files.prompts), "-o", str(files.answers), *more]) == 1
@@ -215,13 +215,13 @@ def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, t
     for source in ("/dev/zero", "/dev/null"):
         says(f"batch='{source}' must be a file or a pipe", given=["--batch", source, "-o", str(files.answers)])
     files.write(LINES[0], LINES[0])
-    says('id "plain" is there twice')
+    says('id "plain" occurs twice')
     files.write({"id": 2, "prompt": "a"}, {"prompt": "b"})
-    says("id 2 is there twice (a prompt without one has its line's number)")
+    says("id 2 occurs twice (a prompt without one has its line's number)")
     files.write(LINES[0])
     says("--batch needs a file for the answers", given=["--batch", str(files.prompts)])
     again = ["--batch", str(files.prompts), "-o", f"{tmp_path}/./prompts.jsonl"]
-    says("is the file that is read: name another", given=again)
+    says("is the input file: name another", given=again)
     says("its folder is missing", given=["--batch", str(files.prompts), "-o", f"{tmp_path}/no/answers.jsonl"])
     says("--question Who? has no effect with --batch", "--question", "Who?")
     says("temperature=1e-05 must be 0 (greedy)", "--temperature", "0.00001")
@@ -229,7 +229,7 @@ def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, t
     files.answers.write_text("my diary\n")
     says("answers.jsonl': line 1 is not JSON")
     files.answers.write_text('{"id": 1, "prompt": "a"}\n')
-    says("line 1 is no answer of a batch")
+    says("line 1 is not an answer of --batch")
     assert files.answers.read_text() == '{"id": 1, "prompt": "a"}\n'
 
 

@@ -76,18 +76,18 @@ def test_the_last_line_may_lack_its_end_and_a_mark_may_come_first(piped, backbon
 SAID = {
     b"/sav": "unknown command '/sav'. Did you mean '/save'?",
     b"/undo": "there is no turn to undo",
-    b"/undo now": "/undo takes no words, not 'now'",
+    b"/undo now": "/undo takes no arguments, not 'now'",
     b"/read nowhere.txt": "file='nowhere.txt' does not exist",
     b"/read": "/read needs a file",
-    b"/budget 9": "/budget is no command any more: start locret-chat with --budget",
-    b"/kept": "/kept is no command any more: /save BOOK.locret, and locret-kept",
+    b"/budget 9": "/budget was removed: start locret-chat with --budget",
+    b"/kept": "/kept was removed: /save BOOK.locret, and locret-kept",
     b"caf\xe9": "line 8 of stdin is not UTF-8: byte 3",
-    b"/stats": "/stats is no command any more: /save BOOK.locret, and locret-info",
+    b"/stats": "/stats was removed: /save BOOK.locret, and locret-info",
     b"/save x.txt": "/save needs a file that ends in .locret or .md",
     b"/save x.locret": "there is no document to save",
-    b"/save x.md": "nothing was said yet",
-    b"/retry": "nothing was asked yet",
-    b"/pin": "nothing was said yet that could be pinned",
+    b"/save x.md": "the conversation is empty",
+    b"/retry": "no question has been asked yet",
+    b"/pin": "the conversation has no text to pin yet",
 }
 """Lines of a talk in which nothing was said yet, and what is said to them."""
 
@@ -112,7 +112,7 @@ def test_a_document_is_read_asked_shown_and_saved(piped, backbone, tmp_path):
     about = document.chat(128, max_new_tokens=6)
     answer = answers(about, "Who came in?")
     assert out == answer and f"my book.txt: {document.tokens} tokens, 64 slots" in err
-    assert err.rstrip().endswith("is there already: name another file, or remove it first")
+    assert err.rstrip().endswith("already exists: name another file, or remove it first")
     assert book.with_suffix(".md").read_text() == "mine"
     assert (tmp_path / "said.md").read_text() == f"## User\n\nWho came in?\n\n## Assistant\n\n{answer.strip()}\n"
     # the file alone gives the same answer
@@ -233,7 +233,7 @@ def test_a_talk_in_a_terminal(backbone, tmp_path):
         window.keys("C-c")
         window.until("Ctrl-D leaves")
         window.type("/kept")
-        window.until("/kept is no command any more")
+        window.until("/kept was removed")
         window.keys("C-d")
         window.until("status 0")
     lines = history.read_text()

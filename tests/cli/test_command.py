@@ -127,8 +127,8 @@ def test_retries_of_the_hub_are_one_line(caplog):
             logger.warning(f"Retrying in {attempt}s [Retry {attempt}/5].")
         logger.warning("Rate limited. Waiting 301.0s before retry [Retry 1/5].")
     assert caplog.messages == [
-        "'[Errno -2] no name' thrown while requesting HEAD https://hub/config.json: trying again; HF_HUB_OFFLINE=1 looks into "
-        "the Hub's cache alone",
+        "'[Errno -2] no name' thrown while requesting HEAD https://hub/config.json: trying again; HF_HUB_OFFLINE=1 uses "
+        "the local cache only",
         "Rate limited. Waiting 301.0s before retry [Retry 1/5].",
     ]
 

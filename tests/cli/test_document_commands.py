@@ -107,7 +107,7 @@ def test_appending_equals_reading_it_all(use, book, tmp_path):
     said = [use("ask", str(path), *QUESTIONS)[1] for path in (book, tmp_path / "whole.locret")]
     assert said[0] == said[1]
     assert use("read", "more.txt", "-o", str(book), "--append", "--budget", "64")[2].endswith(
-        "--budget 64 has no effect with --append: the text is read on as it began\n"
+        "--budget 64 has no effect with --append: the document keeps its settings\n"
     )
 
 
@@ -115,7 +115,7 @@ def test_a_file_that_is_there_is_not_replaced_unasked(use, book):
     before = book.read_bytes()
     again = ("read", "long.txt", "-o", str(book), "--ckpt", "heads", *RUN)
     status, _, err = use(*again)
-    assert status == 1 and "is there already" in err and book.read_bytes() == before
+    assert status == 1 and "already exists" in err and book.read_bytes() == before
     assert use(*again, "--overwrite", "--no-text", "--title", "A book\x1b[31m")[0] == 0
     status, out, _ = use("info", str(book))
     assert status == 0 and "not stored" in out and "A book\ufffd[31m" in out
@@ -233,7 +233,7 @@ def test_a_text_that_is_read_with_each_question_keeps_nothing(use, tmp_path):
     short = str(tmp_path / "short.locret")
     assert use("read", "long.txt", "-o", short, "--ckpt", "heads", "--chunk", "1024", "--quiet")[0] == 0
     status, _, err = use("kept", short)
-    assert status == 1 and "its cache holds nothing: a text this short is read with each question" in err
+    assert status == 1 and "its cache is empty: a text this short is read with each question" in err
 
 
 def test_kept_text_in_the_terminal(use, book):
@@ -250,27 +250,31 @@ def test_kept_text_in_the_terminal(use, book):
 
 BAD = [
     (("read", "long.txt", "--ckpt", "heads"), 2, "out=... is missing"),
-    (("read", "long.txt", "-o", "{out}/x", "--append"), 1, "/x' is not there"),
+    (("read", "long.txt", "-o", "{out}/x", "--append"), 1, "/x' does not exist"),
     (("read", "long.txt", "-o", "{out}/no/x", "--ckpt", "heads"), 1, "its folder is missing"),
     (("read", "gone.txt", "-o", "{out}/x", "--ckpt", "heads"), 1, "gone.txt' cannot be read"),
-    (("read", "-o", "{out}/x", "--ckpt", "heads"), 1, "stdin holds no text"),
+    (("read", "-o", "{out}/x", "--ckpt", "heads"), 1, "stdin has no text"),
     (("info", "long.txt"), 1, "long.txt is no saved cache: locret-read makes one"),
     (("info", "{book}", "more.txt"), 2, "file is given twice"),
     (("kept", "{book}", "--layer", "3"), 1, "layer=3 must be from 0 to 2"),
-    (("kept", "{book}", "-o", "{book}"), 1, "is there already"),
-    (("kept", "{book}", "-o", "{book}", "--overwrite"), 1, "is the file that is read: name another"),
-    (("read", "long.txt", "-o", "./long.txt", "--overwrite", "--ckpt", "heads"), 1, "is the file that is read"),
-    (("infer", "long.txt", "--report", "long.txt", "--question", "Who?"), 1, "is the file that is read"),
+    (("kept", "{book}", "-o", "{book}"), 1, "already exists"),
+    (("kept", "{book}", "-o", "{book}", "--overwrite"), 1, "is the input file: name another"),
+    (("read", "long.txt", "-o", "./long.txt", "--overwrite", "--ckpt", "heads"), 1, "is the input file"),
+    (("infer", "long.txt", "--report", "long.txt", "--question", "Who?"), 1, "is the input file"),
     (("kept", "{book}", "-o", "{out}/x", "--layer", "1"), 1, "--layer 1 has no effect with --out"),
     (("ask", "{book}"), 1, "ask something"),
     (("ask", "{book}", "Who?", "--model", "other"), 1, "model.weights"),
-    (("ask", "{book}", "Who?", "--model", "./nowhere"), 1, "--model and --ckpt say where they are"),
+    (("ask", "{book}", "Who?", "--model", "./nowhere"), 1, "give their places with --model and --ckpt"),
     (("ask", "{book}", "--question-file", "gone"), 1, "gone' cannot be read"),
     (("ask", "{book}", "Who?", "-n", "5"), 2, "unknown option '-n': names have two dashes"),
-    (("infer", "{book}", "--question", "Who?"), 1, "is no text but tensors: if locret-read wrote it, locret-ask"),
+    (
+        ("infer", "{book}", "--question", "Who?"),
+        1,
+        "holds tensors, not text: if locret-read wrote it, ask about it",
+    ),
     (("infer", "{out}", "--question", "Who?"), 1, "Is a directory: name a file, or join several"),
     (("infer", "https://example.org/x.html", "--question", "Who?"), 1, "No such file or directory: download it first"),
-    (("infer", "long.txt", "--save-cache", "x"), 2, "--save-cache is no option any more: locret-read FILE -o X.locret"),
+    (("infer", "long.txt", "--save-cache", "x"), 2, "--save-cache was removed: locret-read FILE -o X.locret"),
 ]
 
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.load import load_config
 from locret_kit.cli.infer import main
-from locret_kit.cli.loading import Chosen, choose
+from locret_kit.cli.loading import ModelChoice, resolve_choice
 from locret_kit.heads import RetainingHeads
 from locret_kit.planning import duration
 from locret_kit.policies.grammar import parse_policy
@@ -56,7 +56,7 @@ def test_a_budget_that_cannot_work_is_told():
         ("snapkv", RunSettings(budget=0.01), True), ("full", RunSettings(budget=16), False),
         ("infllm", RunSettings(budget=16), False), ("snapkv", RunSettings(budget=512), False),
     ):  # fmt: skip
-        chosen = Chosen("", None, parse_policy(policy), None, (), None)
+        chosen = ModelChoice("", None, parse_policy(policy), None, (), None)
         lines: list[str] = []
         assert chosen.for_text(run, tiny_model("llama"), range(4000), lines.append) == run
         assert [line.startswith("warning: ") for line in lines] == [True] * told
@@ -64,7 +64,7 @@ def test_a_budget_that_cannot_work_is_told():
 
 def test_the_time_that_a_long_text_takes_is_told_before_it_is_read(monkeypatch):
     ids = array("i", [5] * 5000)
-    chosen = Chosen("", None, parse_policy("snapkv"), None, (), None)
+    chosen = ModelChoice("", None, parse_policy("snapkv"), None, (), None)
     clock = iter((0.0, 9.0, 10.0, 10.25))
     monkeypatch.setattr("locret_kit.planning.time.perf_counter", lambda: next(clock))
     said: list[str] = []
@@ -99,7 +99,7 @@ def test_a_published_bin_takes_its_sizes_from_the_model(place, infer):
     answer = infer(TEXT * 4, *named, *run)
     assert answer == infer(TEXT * 4, "--ckpt", str(place / "heads"), *run)
     status, _, err = infer(TEXT, "--ckpt", str(place / "published.bin"), "--quiet")
-    assert status == 1 and "name it (--model" in err
+    assert status == 1 and "give it (--model" in err
 
 
 def test_the_same_seed_repeats_and_sampling_differs(place, infer):
@@ -111,13 +111,13 @@ def test_the_same_seed_repeats_and_sampling_differs(place, infer):
 
 
 BAD = [
-    (b"", [], "stdin holds no text"),
+    (b"", [], "stdin has no text"),
     (b"fine until \xff here", [], "byte 11"),
     (b"text", ["--policy", "locrett"], "Did you mean 'locret'?"),
     (b"text", ["--model", "{place}/other"], "n_layers: heads have 3, the backbone has 2"),
     (b"text", ["--model", "{place}/nowhere"], "no such folder"),
     (b"text", ["--ckpt", "{place}/nothing.pt"], "no such file"),
-    (b"text", ["--ckpt", "{place}/backbone"], "config.json: it is a backbone's, not heads': --model"),
+    (b"text", ["--ckpt", "{place}/backbone"], "config.json: it is a backbone, not retaining heads: give it as --model"),
     (b"text", ["--ckpt", "{place}/truncated.pt"], "cannot be read safely"),
     (b"caf\xe9 noir", [], "stdin: the text is not UTF-8: byte 3 is 0xe9; if it is text, save it"),
     (b"text", ["--model", "{place}/cut"], "cannot be loaded"),
@@ -154,12 +154,12 @@ def test_bad_input_is_one_line(place, infer, text, flags, said):
 
 def test_a_path_that_heads_name_is_found_by_its_last_part(place):
     """A document names no more of it."""
-    assert choose(str(place / "heads"), "backbone", None, None).backbone == str(place / "backbone")
-    assert choose(str(place / "heads"), "other", None, None).backbone == "other"
+    assert resolve_choice(str(place / "heads"), "backbone", None, None).backbone == str(place / "backbone")
+    assert resolve_choice(str(place / "heads"), "other", None, None).backbone == "other"
 
 
 def test_heads_are_no_backbone(place):
-    with pytest.raises(FileNotFoundError, match="it is of retaining heads, not of a backbone: --ckpt takes them"):
+    with pytest.raises(FileNotFoundError, match="it holds retaining heads, not a backbone: give it as --ckpt"):
         load_config(str(place / "heads"))
 
 

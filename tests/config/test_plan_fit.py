@@ -162,14 +162,14 @@ def test_a_server_is_planned(capsys):
     assert cli.main([*words, "--sessions", str(most + 1)]) == 1
     capsys.readouterr()
     assert cli.main([*words[:-1], "400", "--sessions", "2"]) == 1
-    assert "not even sessions=1 fits beside" in capsys.readouterr().err
+    assert "not even sessions=1 fits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--model phi3-mini --gpu-memory 24GiB --policy full --sessions 2", "policy='full' evicts nothing"),
-        ("--model phi3min --gpu-memory 24GiB", "is no recipe and no folder. Did you mean 'phi3-mini'?"),
+        ("--model phi3min --gpu-memory 24GiB", "is neither a recipe nor a folder. Did you mean 'phi3-mini'?"),
         ("--model phi3-mini --gpu-memory 24", "gpu_memory=24 is 24 bytes; with a unit: gpu_memory=24GiB?"),
         ("--model phi3-mini --gpu-memory 1GiB", "gpu_memory=1GiB must be above reserve=1GiB"),
         ("--model llama3.1-8b --gpu-memory 17GiB", "These fit: budget"),

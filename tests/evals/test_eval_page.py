@@ -104,7 +104,7 @@ def test_errors_say_what_is_missing_and_what_does_it_instead(run, tmp_path, caps
         (["figure", "score-memry", f"out={run}"], "Did you mean 'score-memory'"),
         (["figure", "score-memory"], "out=... is missing"),
         (["table", f"out={run}", "format=latex"], "summary.csv has every number"),
-        (["tasks=[passkey]", f"out={run}", "retry=errors"], "every rerun does examples again"),
+        (["tasks=[passkey]", f"out={run}", "retry=errors"], "every rerun repeats failed examples"),
     ):
         assert main(words) == 1
         assert said in capsys.readouterr().err

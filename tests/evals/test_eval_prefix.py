@@ -106,7 +106,7 @@ def test_a_beginning_grows_and_is_read_once(prompts, chunk, tail):
 def in_order(*examples: tuple[array, float | None, int | None]) -> list[Example]:
     """Prompts as a process answers them, of ids, depth and document each."""
     made = [Example(None, None, 0, 0, depth=d, document=n, ids=ids) for ids, d, n in examples]
-    return sorted(made, key=runner.neighbours)
+    return sorted(made, key=runner.sort_key)
 
 
 @given(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=2, max_size=8), st.integers(1, 4), st.integers(0, 3))

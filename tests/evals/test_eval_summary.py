@@ -44,7 +44,7 @@ def leading(table: Table) -> list[tuple[str, str]]:
     """Policy and column of the figures that lead theirs."""
     at = table.head.index("policy")
     return [(cells[at], head) for cells in table.lines for head, cell in zip(table.head, cells, strict=True)
-            if cell in table.figures and cell.best]  # fmt: skip
+            if cell in table.values and cell.best]  # fmt: skip
 
 
 def test_leaders_are_the_best_of_those_that_evict_and_read_the_same():

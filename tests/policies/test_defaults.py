@@ -63,11 +63,11 @@ def test_nothing_named_is_the_demo(monkeypatch):
     fetched: list[bool] = []
     monkeypatch.setattr(demo, "is_missing", lambda name: name == demo.BACKBONE)
     monkeypatch.setattr(demo, "fetch", lambda: fetched.append(True))
-    chosen = loading.choose(None, None, None, None)
+    chosen = loading.resolve_choice(None, None, None, None)
     assert (chosen.ckpt, chosen.backbone, chosen.policy.name) == (demo.HEADS, demo.BACKBONE, "lookahead-locret")
-    assert loading.choose(None, None, None, None, asked=True).policy.name == loading.ASKED
-    assert loading.choose(None, None, None, "h2o", asked=True).policy.name == "h2o" and fetched == [True] * 3
-    alone = loading.choose(None, "any/model", None, None, asked=True)
+    assert loading.resolve_choice(None, None, None, None, asked=True).policy.name == loading.ASKED
+    assert loading.resolve_choice(None, None, None, "h2o", asked=True).policy.name == "h2o" and fetched == [True] * 3
+    alone = loading.resolve_choice(None, "any/model", None, None, asked=True)
     assert (alone.heads, alone.policy.name) == (None, UNTRAINED[0]) and len(fetched) == 3
 
 

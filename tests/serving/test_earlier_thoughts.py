@@ -225,7 +225,7 @@ def test_conversations_about_a_document(thoughts, monkeypatch):
                 )
                 ids = document.conversation(messages[:-1])
                 assert usage["prompt_tokens"] == len(ids)
-                logprobs, _ = fresh(ids, document.open(len(ids)))
+                logprobs, _ = fresh(ids, document.fork_for(len(ids)))
                 assert [one["logprob"] for one in said["choices"][0]["logprobs"]["content"]] == logprobs
         assert cached == sorted(cached) and cached[-1] > cached[0], cached
 

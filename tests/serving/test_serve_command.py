@@ -165,11 +165,11 @@ def test_errors_are_one_line(files, tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         cases = [
-            ([*heads, "--port", str(port)], 1, f"host=127.0.0.1 port={port} cannot be listened on: Address already in use"),
+            ([*heads, "--port", str(port)], 1, f"cannot listen on host=127.0.0.1 port={port}: Address already in use"),
             (["--model", str(tmp_path / "none"), "--port", "0"], 1, "none"),
             (["--model", str(files / "backbone"), "--policy", "locret"], 1, "scores with retaining heads: give --ckpt"),
             ([*heads, "--budget", "0.5"], 1, "budget=0.5: a session's slots must be known before the start"),
-            ([*heads, "--protect", "first+system"], 1, "protect='first+system': the server's conversations"),
+            ([*heads, "--protect", "first+system"], 1, "protect='first+system': the server supports 'first' only"),
             ([*heads, "--api-key-file", str(tmp_path / "empty.txt")], 1, "holds no key"),
             ([*heads, "--api-key-file", str(tmp_path / "no.txt")], 1, "cannot be read"),
             ([*heads, "--allowed-hosts", "a.org,http://b.org"], 1, "allowed_hosts='http://b.org' must be a name or an address"),

@@ -434,7 +434,7 @@ def test_readers_that_do_not_read(url, engine):
 
 
 def test_a_conversion_ends_at_its_limits():
-    with pytest.raises(ValueError, match="at most 10 are taken"):
+    with pytest.raises(ValueError, match="above the limit of 10"):
         convert(b"x" * 11, "a.txt", text=10)
     began = time.monotonic()
     with pytest.raises(Unwanted):

@@ -196,7 +196,7 @@ def words() -> Iterator[Case]:
     unknown = word(f"<w:p><w:strange>{said(FACT)}</w:strange></w:p>")
     yield "unknown.docx", unknown, ["Before."], ["1 passage left out"]
     files = docx_files([FACT])
-    yield "sheet.docx", zipped(files | {"word/embeddings/a.xlsx": "x"}), [FACT], ["1 file within it left out"]
+    yield "sheet.docx", zipped(files | {"word/embeddings/a.xlsx": "x"}), [FACT], ["1 embedded file left out"]
 
     def changed(old: str, new: str) -> dict[str, str]:
         return {name.replace(old, new): str(part).replace(old, new) for name, part in files.items()}
@@ -289,9 +289,9 @@ def numbered() -> Iterator[Case]:
     yield "menu.docx", word(f"<w:p><w:r>{menu}</w:ddList></w:ffData></w:fldChar></w:r></w:p>"), ["Before. 5"], []
     for n, (target, line) in enumerate({
         "media/a.png": "1 picture left out", "/word/media/a.png": "1 picture left out",
-        "media/b.png": "1 picture that it names not in",
-        'https://192.0.2.1/a.png" TargetMode="External': "1 picture that it names not in",
-        'file:///C:/a.png" TargetMode="External': "1 picture that it names not in", "": "",
+        "media/b.png": "1 picture missing in",
+        'https://192.0.2.1/a.png" TargetMode="External': "1 picture missing in",
+        'file:///C:/a.png" TargetMode="External': "1 picture missing in", "": "",
     }.items()):  # fmt: skip
         files = docx_files([FACT])
         main = str(files["word/document.xml"])
@@ -337,7 +337,7 @@ def books() -> Iterator[Case]:
     yield "lost.epub", lost, [FACT], ["2 of 3 chapters of the spine are not in the file"]
     item_a, css = item % ("a", "a.xhtml"), "h1::before { content: counters(a, '.') }"
     styled = book({"a.xhtml": page % FACT, "a.css": css}, item_a, ref % "a")
-    yield "styled.epub", styled, [FACT], ["numbers that its style sheet makes"]
+    yield "styled.epub", styled, [FACT], ["numbers of lists or headings"]
     pictured = {"a.xhtml": page % f"{FACT}<img src='x%20y.png'/>", "x y.png": "x"}
     shown = book(pictured, item_a, ref % "a")
     yield "shown.epub", shown, [FACT], ["1 picture left out"]
@@ -392,9 +392,9 @@ def places() -> Iterator[Case]:
         ("<del>700</del>800 <strike>1</strike>2 <span style='text-decoration:line-through'>9</span>8",
          "~~700~~800 ~~1~~2 ~~9~~8", ""),
         ("one<div hidden>two</div><p style='color:red; display:none'>three", "one", "2 hidden passages left out, such as 'two'"),
-        ("<style>h1::before{content: counter(s)}</style><h1>A</h1>", "# A", "numbers that its style sheet makes"),
+        ("<style>h1::before{content: counter(s)}</style><h1>A</h1>", "# A", "numbers of lists or headings"),
         ("<style>ol{list-style-type: lower-alpha}</style><ol><li>A</ol>", "a. A", ""),
-        ("<style>ol{list-style-type: lower-greek}</style><ol><li>A</ol>", "1. A", "numbers that its style sheet makes"),
+        ("<style>ol{list-style-type: lower-greek}</style><ol><li>A</ol>", "1. A", "numbers of lists or headings"),
         ("<style>.a,.b {color:red;vertical-align:super} a:hover{vertical-align:sub}</style>10<span class=b>6</span> <a>x</a>",
          "10^6 x", ""),
         ("<style>.s1 {font-size:.6em;position: relative;\ntop:-.3em} .h{display: none} li{list-style:none}</style>10"
@@ -499,5 +499,5 @@ def test_documents_that_take_a_parser_long_are_short_work_or_end(tmp_path, monke
     (tmp_path / "a.html").write_bytes(b"<p>one two</p>")
     assert list(text_of(str(tmp_path / "a.html"))) == ["one two"]
     monkeypatch.setattr("locret_kit.cli.command.convert", partial(convert, text=3))
-    with pytest.raises(ValueError, match="its text has 7 bytes, at most 3 are taken"):
+    with pytest.raises(ValueError, match="its text has 7 bytes, above the limit of 3"):
         text_of(str(tmp_path / "a.html"))

@@ -83,7 +83,11 @@ def test_dashes_switches_bare_words_and_lists_of_texts():
     ("argv", "kind", "said"),
     [
         (["nmaes=a"], UsageError, "unknown key 'nmaes'. Did you mean 'names'?"),
-        (["E=mc2, or not?"], UsageError, "unknown key 'E'. --help all lists what there is; a text with = in it stands"),
+        (
+            ["E=mc2, or not?"],
+            UsageError,
+            "unknown key 'E'. --help all lists the options; put a text with = in it after",
+        ),
         (["--rate", "1"], UsageError, "unknown key 'rate'. Did you mean 'section.rate'?"),
         (["--number"], UsageError, "--number needs a value"),
         (["number=1", "--number", "2"], UsageError, "number is given twice: number=1 and number=2"),
@@ -124,7 +128,7 @@ def test_words_that_look_like_others(argv, values):
         ("number: [", "is not valid YAML"),
         ("number: " + "9" * 5000, "is not valid YAML"),
         ("names: " + "[" * 5000, "nested too deeply"),
-        ("number: 1\nnumber: 2", "number is there twice"),
+        ("number: 1\nnumber: 2", "number occurs twice"),
         ("names: &a [x]\nask: *a", "aliases are not read"),
         ("- a", "must hold sections of key: value"),
         ("nmaes: [a]", "unknown key 'nmaes' in config="),
@@ -141,12 +145,12 @@ def test_errors_in_a_file(tmp_path, text, said):
 @pytest.mark.parametrize(
     ("command", "text", "said"),
     [
-        (ASK, "graph: true", "--graph in config=FILE is no option any more: CUDA graphs"),
-        (INFER, "save_cache: x.locret", "--save-cache in config=FILE is no option any more: locret-read FILE"),
-        (TABLE, "interval: 0.95", "--interval in config=FILE is no option any more: summary.csv has"),
-        (TRAIN, "optim: {betas: [0.9, 0.99]}", "optim.betas in config=FILE is no option any more: nobody changed it"),
-        (TRAIN, "gates: {shares: [0.1]}", "gates in config=FILE is no option any more: tried and left"),
-        (TRAIN, "loss: {kind: mse}", "loss.kind=mse in config=FILE is no option any more: loss.kind=NAME with plugin"),
+        (ASK, "graph: true", "--graph in config=FILE was removed: CUDA graphs"),
+        (INFER, "save_cache: x.locret", "--save-cache in config=FILE was removed: locret-read FILE"),
+        (TABLE, "interval: 0.95", "--interval in config=FILE was removed: summary.csv has"),
+        (TRAIN, "optim: {betas: [0.9, 0.99]}", "optim.betas in config=FILE was removed: nobody changed it"),
+        (TRAIN, "gates: {shares: [0.1]}", "gates in config=FILE was removed: tried and left"),
+        (TRAIN, "loss: {kind: mse}", "loss.kind=mse in config=FILE was removed: loss.kind=NAME with plugin"),
     ],
 )
 def test_a_file_names_what_replaced_an_option(tmp_path, command, text, said):

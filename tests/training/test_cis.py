@@ -155,7 +155,7 @@ def test_observer_equals_one_joint_pass(kind, answers):
     total.backward()
     for got, parameter in zip(mine, heads.parameters(), strict=True):
         torch.testing.assert_close(got, parameter.grad, rtol=1e-3, atol=1e-6)
-    regression, smooth, _ = torch.stack(observer.figures).mean(0)
+    regression, smooth, _ = torch.stack(observer.measures).mean(0)
     assert (regression + smooth).item() == pytest.approx(total.item(), rel=1e-4)
 
 

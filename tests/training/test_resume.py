@@ -193,7 +193,7 @@ def files(out: Path) -> dict[Path, bytes]:
 def test_the_same_command_again_leaves_the_first_run_as_it_is(run, capsys):
     before = files(run)
     said = refused(capsys, *arguments(Path("checkpoints/nothing"), run, "optim.steps=2"))
-    assert said == f"locret-train: out={run} holds a run of 2 steps: resume=auto goes on with it, or name another out"
+    assert said == f"locret-train: out={run} holds a run of 2 steps: resume=auto continues it, or choose another out"
     assert files(run) == before
 
 
@@ -247,4 +247,4 @@ def test_a_signal_while_the_backbone_loads_is_said_in_one_line(backbone, tmp_pat
     monkeypatch.setattr(fit, "load_backbone", load)
     assert main(arguments(backbone, tmp_path)) == 130
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line == "locret-train: stopped; resume=auto goes on from the newest state that was saved, if there is one"
+    assert line == "locret-train: stopped; resume=auto continues from the newest saved state, if any"

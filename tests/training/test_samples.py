@@ -214,7 +214,7 @@ def test_hub_is_streamed(monkeypatch):
     there[0] = {"train": []}
     with pytest.raises(ValueError, match="split=test must be one that owner/name has: train"):
         list(read_records("owner/name", split="test"))
-    with pytest.raises(FileNotFoundError, match="no/where is no local path, and the Hub did not deliver it: offline"):
+    with pytest.raises(FileNotFoundError, match="no/where is no local path, and cannot be read from the Hub: offline"):
         list(read_records("no/where"))
 
 

@@ -116,7 +116,7 @@ BAD = [
     ({"instruction": "What?", "output": " "}, "is an empty answer"),
     ({"messages": [{"role": "user", "content": "What?"}]}, "no assistant turn"),
     ({"instruction": "What?", "output": "It is quiet. " * 400}, "max_tokens=200 must be at least"),
-    ({"input": "What?", "instructions": [], "outputs": []}, "instructions and outputs must be as many"),
+    ({"input": "What?", "instructions": [], "outputs": []}, "instructions and outputs must be equally many"),
     ({"conversations": [{"from": ["gpt"], "value": "It is."}]}, "turn 0 needs a 'from' of"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "turn 0 needs a 'role' of"),
     ({"conversations": []}, "no assistant turn"),
@@ -159,7 +159,7 @@ def test_an_answer_with_nothing_in_front_of_it_cannot_be_used(tmp_path, capsys):
     source = jsonl(tmp_path / "bare.jsonl", [{"messages": [{"role": "assistant", "content": "It is."}]}, GOOD[0]])
     samples = samples_of(source, bare)
     assert all(samples[i].prompt_len for i in range(20))
-    assert "record 0 is left out: nothing stands in front of its answer" in capsys.readouterr().err
+    assert "record 0 is left out: there is no text before its answer" in capsys.readouterr().err
 
 
 def test_a_source_without_a_usable_record_is_one_error_and_no_list(tmp_path, capsys):

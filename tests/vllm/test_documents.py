@@ -55,7 +55,7 @@ def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, ra
         document.save(tmp_path / "library" / f"{policy}.locret")
         assert asked == [list(document.prompt(" " + words(question))) for question in (short, long)]
         read[policy] = document.cache.get_seq_length()
-        wanted[policy] = [tiny.kit(model, ids, 24, document.open(len(ids))) for ids in asked]
+        wanted[policy] = [tiny.kit(model, ids, 24, document.fork_for(len(ids))) for ids in asked]
         wanted[policy] += [tiny.kit(model, ids, 24, **SETTINGS, **own) for ids in strangers]
     section = {**SETTINGS, "policy": POLICIES[0], "policies": list(POLICIES[1:]), "heads": heads}
     section["documents"] = str(tmp_path / "library")

@@ -41,7 +41,7 @@ def served(tmp_path_factory):
         (library := folder / f"library-{settings['budget']}").mkdir()
         document.save(library / "book.locret")
         assert list(document.prompt(" " + words(prompts[0][-2:]))) == prompts[0]
-        caches = [document.open(len(prompts[0])), *[None] * len(rest)]
+        caches = [document.fork_for(len(prompts[0])), *[None] * len(rest)]
         wanted.append(
             [tiny.kit(model, ids, TOKENS, cache, **settings) for ids, cache in zip(prompts, caches, strict=True)]
         )

@@ -26,7 +26,7 @@ def model_name(name: str) -> str:
 
 
 def part_names(name: str) -> list[str]:
-    """Names of all parts of a file of which one is named so, ``NAME-00001-of-00002.gguf``; of a whole file its own."""
+    """Names of all parts of a split file, given one, ``NAME-00001-of-00002.gguf``. For a single file, its name."""
     match = PART.match(name)
     numbers = range(1, int(match["count"]) + 1) if match else ()
     return [f"{match['stem']}-{n:05}-of-{match['count']}{match['suffix']}" for n in numbers if match] or [name]

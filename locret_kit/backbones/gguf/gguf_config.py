@@ -1,6 +1,6 @@
-"""transformers' configuration of a model, and its tokenizer, from what a GGUF file says: all is taken, or refused by name.
+"""A model's transformers configuration and tokenizer from a GGUF file. Every field is used, or refused by name.
 
-The file's words are llama.cpp's (``gguf/constants.py``), and so are the defaults of what it does not say (``llama-model.cpp``).
+Field names are llama.cpp's (``gguf/constants.py``), and so are the defaults of missing fields (``llama-model.cpp``).
 """
 
 import math
@@ -31,7 +31,7 @@ NEUTRAL = {
 """Fields without effect at this value; None is any."""
 LAYER = re.compile(r"blk\.(\d+)\.")
 NO_HEAD_DIM = ("qwen2", "phi3", "smollm3")
-"""Types of models whose configurations have no field for the size of a head, where it is the usual one."""
+"""Model types without a configuration field for the head size; theirs must be the usual one."""
 ENDS = ("eos", "eot", "eom")
 """Special tokens that end an answer."""
 END_TOKENS = (
@@ -95,7 +95,7 @@ class ModelFields:
 
     @property
     def layers(self) -> int:
-        """Layers: at most those for which there are tensors."""
+        """Number of layers that have tensors."""
         found = {match[1] for name in self.file.tensors if (match := LAYER.match(name))}
         return self.size("block_count", max_size=len(found))
 
@@ -115,7 +115,7 @@ class ModelFields:
             if name == key or name in self.read:
                 continue
             if name not in NEUTRAL or not (NEUTRAL[name] is None or np.all(value == NEUTRAL[name])):
-                raise ValueError(f"{name}={value!r:.60} is not known of {self.file.architecture}")
+                raise ValueError(f"{name}={value!r:.60} is unknown for {self.file.architecture}")
 
 
 def config_of(file: GgufFile, name: str) -> PreTrainedConfig:
@@ -225,7 +225,7 @@ def _scaling(fields: ModelFields, rotated: int) -> ConfigFields:
 
 
 def _llama3(factors: Tensor, theta: float, rotated: int) -> ConfigFields:
-    """The scaling of which the frequencies' factors are."""
+    """Llama 3's RoPE scaling, recovered from its frequency factors, of shape ``[rotated / 2]``."""
     _check_factors(FACTORS, factors, rotated)
     factor = round(float(factors.max()), 4)
     lengths = 2 * math.pi * theta ** (torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated)
@@ -253,7 +253,7 @@ def _longrope(fields: ModelFields, original: int, stretch: float, rotated: int) 
 
 
 def _check_factors(name: str, factors: Tensor, rotated: int) -> None:
-    """Raise ValueError unless there is a factor above 0 for every frequency."""
+    """Raise ValueError unless the factors, of shape ``[rotated / 2]``, are finite and above 0, one per frequency."""
     if factors.shape != (rotated // 2,) or not bool((factors > 0).all() and factors.isfinite().all()):
         raise ValueError(f"{name} {tuple(factors.shape)} must be {rotated // 2} finite numbers above 0")
 
@@ -343,7 +343,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerBase:
     if not tokens:
         raise ValueError("it holds no tokenizer")
     if len(set(tokens)) < len(tokens):
-        raise ValueError("tokenizer.ggml.tokens: a token is there twice")
+        raise ValueError("tokenizer.ggml.tokens: a token occurs twice")
     if kind not in ("gpt2", "llama"):
         raise ValueError(f"tokenizer.ggml.model={kind!r:.60} must be 'gpt2' or 'llama'")
     if kind == "gpt2" and pre not in (known := [*PLAIN, *SPLITS]):

@@ -1,7 +1,7 @@
-"""A GGUF file: what it says of a model, and where its tensors lie. Nothing of the tensors is read before they are asked for.
+"""A GGUF file: its metadata, and the places of its tensors. Tensor data is not read until it is requested.
 
-The ``gguf`` package's own reader makes arrays of every word of the vocabulary, which takes a minute for Gemma's. Source: the
-specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+The ``gguf`` package's own reader makes arrays of every word of the vocabulary, which takes a minute for Gemma's.
+Source: the specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import mmap
@@ -80,7 +80,7 @@ class GgufFile:
         return str(self.fields.get("general.architecture"))
 
     def token_id(self, name: str) -> int | None:
-        """The number of a special token, such as ``bos``; None where the file says none of its vocabulary's."""
+        """The id of a special token, such as ``bos``; None if the file defines none."""
         value = self.fields.get(f"tokenizer.ggml.{name}_token_id")
         return value if isinstance(value, int) and 0 <= value < len(self.tokens) else None
 
@@ -108,11 +108,13 @@ class GgufFile:
 
     @cached_property
     def _mapped(self) -> dict[Path, Tensor]:
+        """Each file's bytes ``[N]`` (uint8), mapped."""
         paths = {tensor.path for tensor in self.tensors.values()}
         return {p: torch.from_file(str(p), shared=False, size=p.stat().st_size, dtype=torch.uint8) for p in paths}
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor where it lies: packed ones as rows of bytes (uint8), others in their own type."""
+        """A tensor in the mapped file: packed ones as rows of bytes ``[N, row_bytes]`` (uint8), others in their own
+        shape and type."""
         place = self.tensors[name]
         data = self._mapped[place.path][place.start : place.start + place.nbytes]
         if place.form in FLOATS:
@@ -205,11 +207,11 @@ class _Head:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """The head of a file, or of all parts of which ``path`` is one.
+    """The header of a file, or of all parts of a split file.
 
     Raises:
-        ValueError: it is no GGUF file, damaged, cut off, or of types that are not read; a part is missing or another model's.
-            One line.
+        ValueError: no GGUF file, damaged, cut off, or unsupported types; a part is missing or belongs to another
+            model. One line.
     """
     parts = max(
         map(_beside, (path, path.resolve())), key=lambda some: (all(part.is_file() for part in some), len(some))
@@ -219,7 +221,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def _beside(path: Path) -> list[Path]:
-    """A file, or all parts of which it is one, as they are spelt in its folder."""
+    """Paths of a file, or of all parts of a split file, as spelt in its folder."""
     there = {file.name.casefold(): file for file in path.parent.glob("*")}
     return [there.get(name.casefold(), path.with_name(name)) for name in part_names(path.name)]
 
@@ -258,7 +260,7 @@ def _opened(path: Path, parts: tuple[Path, ...], states: tuple[tuple[int, int] |
 
 
 def _read_head(path: Path) -> tuple[dict[str, object], dict[str, FileTensor]]:
-    """Fields and tensors of one file."""
+    """Fields of one file, and shapes and places of its tensors."""
     size = path.stat().st_size
     if size < len(MAGIC) + 20:
         raise ValueError(f"{path} is no GGUF file")
@@ -272,7 +274,7 @@ def _read_head(path: Path) -> tuple[dict[str, object], dict[str, FileTensor]]:
             n_tensors, n_fields = head.entries(), head.entries()
             fields, places = dict(head.fields(n_fields)), dict(head.places(n_tensors))
             if (len(fields), len(places)) != (n_fields, n_tensors):
-                raise ValueError("a field or a tensor is there twice")
+                raise ValueError("a field or a tensor occurs twice")
         except (ValueError, KeyError) as error:
             raise ValueError(f"{path} is damaged: its head cannot be read ({type(error).__name__}: {error})") from error
         at = head.at
@@ -289,12 +291,12 @@ def _read_head(path: Path) -> tuple[dict[str, object], dict[str, FileTensor]]:
 def _placed(
     path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int, alignment: int
 ) -> FileTensor:
-    """A tensor that lies so far after ``start``."""
+    """The place of a tensor of ``shape``, ``offset`` bytes after ``start``."""
     form = TYPES.get(kind, f"number {kind}")
     if offset % alignment:
         raise ValueError(f"{name}: offset={offset} must be a multiple of general.alignment={alignment}")
     if form in FLOATS:
         return FileTensor(path, form, shape, start + offset, prod(shape) * FLOATS[form].itemsize)
     if form not in FORMATS:
-        raise ValueError(f"{name} is of type {form}, which is not read; these are: {', '.join([*FORMATS, *FLOATS])}")
+        raise ValueError(f"{name}: type={form} is not supported; known: {', '.join([*FORMATS, *FLOATS])}")
     return FileTensor(path, form, shape, start + offset, prod(shape[:-1]) * FORMATS[form].row_bytes(shape[-1]))

@@ -1,7 +1,8 @@
-"""A model whose weights are a GGUF file's: packed matrices lie where the file is mapped, the rest in the model's own type.
+"""A model with the weights of a GGUF file. Packed matrices stay in the mapped file, other weights have the model's
+data type.
 
-Converters write some weights otherwise than the model has them; that is undone here. Sources: ``gguf/tensor_mapping.py`` for the
-names, llama.cpp's ``convert_hf_to_gguf.py`` for what it changes.
+Converters change some weights from the model's form; that is undone here. Sources: ``gguf/tensor_mapping.py`` for
+names, llama.cpp's ``convert_hf_to_gguf.py`` for the changes.
 """
 
 import logging
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 1 << 22
 """Numbers of a matrix that are unpacked at a time."""
 UNPACKED = 12
-"""Bytes that come and go for each of them: codes, steps times codes, and their sum with what is lowest."""
+"""Temporary bytes per weight while unpacking: codes, steps times codes, and their sum with the minimum."""
 
 
 @cache
@@ -86,6 +87,7 @@ class PackedLinear(nn.Module):
         return len(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The product ``[..., N]`` of inputs ``[..., K]`` with the packed matrix."""
         return packed_product(x, self.weight, self.form, self.bias)
 
     def extra_repr(self) -> str:
@@ -106,6 +108,7 @@ class PackedEmbedding(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Unpacked rows ``[..., K]`` of token ids of any shape."""
         rows = unpacked_rows(self.weight[ids.flatten()], self.form, self.dtype).view(*ids.shape, -1)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=self.dtype, device=rows.device)
 
@@ -165,7 +168,7 @@ def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
             module = model.get_submodule(path)
             shape = getattr(module, kind).shape
         except AttributeError as error:
-            raise ValueError(f"{name} is not known of {file.architecture}") from error
+            raise ValueError(f"{name} is unknown for {file.architecture}") from error
         if tuple(shape) != place.shape:
             raise ValueError(f"{name} is {place.shape}, expected {tuple(shape)}")
         data = file.tensor(name)
@@ -229,22 +232,22 @@ def _place(architecture: str, name: str) -> tuple[str, str]:
     """Path of the module that a tensor is of, and its parameter's name."""
     match = PLACE.match(name)
     if match is None:
-        raise ValueError(f"{name} is not known of {architecture}")
+        raise ValueError(f"{name} is unknown for {architecture}")
     names = NAMES if match["layer"] is None else LAYER_NAMES[architecture]
     if match["name"] not in names:
-        raise ValueError(f"{name} is not known of {architecture}")
+        raise ValueError(f"{name} is unknown for {architecture}")
     layer = "" if match["layer"] is None else f"model.layers.{match['layer']}."
     return layer + names[match["name"]], match["kind"]
 
 
 def unpaired(rows: Tensor, heads: int) -> Tensor:
-    """Rows of queries or keys, or their biases, with the two channels of a rotated pair half a head apart, as transformers has
-    them, where llama.cpp has them side by side. The order within a row of bytes stays."""
+    """Rows ``[N, ...]`` of query or key weights, or biases, in transformers' order: the channels of a rotated pair
+    are half a head apart. llama.cpp has them side by side. The order within a row of bytes stays."""
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _tie(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Let the last layer be the table of words where the file has no matrix of its own for it."""
+    """Use the embedding table as the last layer if the file has no matrix for it."""
     if config.tie_word_embeddings:
         words = model.get_input_embeddings()
         if isinstance(words, PackedEmbedding):

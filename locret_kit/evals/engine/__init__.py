@@ -1,14 +1,14 @@
-"""One row per answered example: the format that the runner writes, and that summaries, figures and the page read. And what a
-run does: its backbone, tasks and variants, built by the command line or by hand from Python.
+"""An evaluation run: its backbone, tasks and variants, and one row per answered example.
 
-A run's folder (``out=``) holds::
+The command line builds a run, or you build it in Python. The runner writes rows; summaries, figures and the HTML page
+read them. A run's folder (``out=``) holds::
 
-    config.json              the settings that every row of the folder shares
-    rows.<rank>.jsonl        one JSON line per finished example; the shards of all processes together are the run
-    kept/<kept>.npz          what the cache held after prefill, for rows that name a `kept`, see `measure.store_kept`
+    config.json              settings shared by all rows of the folder
+    rows.<rank>.jsonl        one JSON line per finished example; the run is the union of all processes' files
+    kept/<kept>.npz          kept slots after prefill, for rows with a `kept`, see `measure.store_kept`
     summary.md, summary.csv  written by `report`
 
-A kill leaves at most one half line, which readers leave aside and the next run of that shard cuts off.
+If a run is killed, a file may end with half a line. Readers skip it, and the next run of that process cuts it off.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ ORACLES = {"kvzip": False, "kvzip(joint=true)": True}
 
 @dataclass
 class Setup:
-    """The backbone, the heads and the settings of every cache of a run."""
+    """The backbone, the heads and the cache settings of a run."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str
     """The backbone, as it was named."""
     settings_for: Callable[[Variant, int | None], Resolved]
-    """Settings of a variant's cache for a prompt of so many tokens (None: not known): those of its heads scaled to its
-    budget, of `full` at their own budget."""
+    """Settings of a variant's cache for a prompt of n tokens (None if unknown). The heads' settings are scaled to the
+    variant's budget; `full` keeps their own budget."""
     heads: dict[str, RetainingHeads] = field(default_factory=dict)
     """Heads by the name that rows give them: a checkpoint's, or 'untrained'."""
     hashes: dict[str, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Run:
     samples: int
     out: Path
     keep: int = 0
-    """Examples of a task, the first ones, of which the tokens in the cache after the prompt are stored."""
+    """Store the kept tokens after the prompt for the first n examples of each task."""
     share_prefix: bool = True
     """Read what prompts about one document have in common once, see `measure.SharedBeginning`."""
     rank: int = 0
@@ -131,7 +131,7 @@ BM25 = "bm25"
 
 
 def reads_alone(policy: str) -> bool:
-    """Whether a policy is one of evaluations alone, an oracle or `BM25`: it looks at the whole prompt before it reads."""
+    """Whether a policy exists only in evaluations, as an oracle or `BM25`: it reads the whole prompt first."""
     return policy == BM25 or is_oracle(policy)
 
 
@@ -190,8 +190,8 @@ _RUN = tuple(item.name for item in fields(RunSettings) if item.name != "backend"
 SETTINGS = ("model", "heads_hash", "adapter", "dtype", *_RUN, "ending", "metric")
 """Fields that must not differ among the examples of one cell of a table."""
 SCHEDULED = ("chunk", "stabilizers", "local_len")
-"""Those of them that say nothing of full attention, of a one-shot cache, whose chunk is its prompt, and of a budget that is a
-share of the prompt, which differs from one prompt to the next."""
+"""Schedule settings without a meaning for some rows: full attention has none, the chunk of a one-shot cache is its
+prompt, and a budget given as a share differs between prompts."""
 RECORDED = ("model", "heads_hash", "dtype", "text_hash")
 """Fields that are '' where a run has not recorded them."""
 Key = tuple[str | int | float, ...]
@@ -336,17 +336,15 @@ class Row(RunSettings):
 
 
 def label_of(policy: str, heads: str) -> str:
-    """The policy with its heads, or with what it is where it is no bounded one."""
+    """The policy with its heads, or the kind of an unbounded baseline."""
     if policy in ORACLES:
         return f"{policy} (unbounded oracle)"
     return policy if heads in ("-", UNTRAINED) else f"{policy} ({heads})"
 
 
 def read_rows(source: str | Path | Iterable[Path]) -> list[Row]:
-    """The rows of a run's folder, of one file, or of several files, sorted by `KEY`. Of two alike one with a score counts
-    before an error, then the one of the later `date`.
-
-    A half line at a file's end is left aside.
+    """Rows of a run's folder, or of files, sorted by `KEY`. Of duplicates the one with a score wins, then the one
+    with the later `date`. Half a line at the end of a file is skipped.
 
     Raises:
         FileNotFoundError: no such file, or a folder without rows.
@@ -443,7 +441,7 @@ class Shard:
 
 
 def read_config(out: Path) -> dict[str, object]:
-    """The settings that a folder's rows share; nothing where it says none.
+    """The settings shared by a folder's rows; empty without ``config.json``.
 
     Raises:
         ValueError: ``config.json`` is no JSON object; names the file.

@@ -1,10 +1,11 @@
-"""BM25, the baseline that remembers nothing: the passages of a prompt whose words its question has, read with full attention.
+"""BM25, a retrieval baseline without a cache: full attention reads the prompt's passages that share words with its
+question.
 
-The text, between a prompt's instruction and its question, is cut into passages of whole lines and sentences. Those that score
-best for the question are kept, in the text's order, as many whole ones as fit into ``budget`` tokens together with instruction,
-question and chat template: a policy's slots count those too. What is left is a short prompt, read as any other.
-Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009; Lucene's form of it, with
-k1 = 1.5, b = 0.75 and English stop words, by the package bm25s.
+The text between instruction and question is cut into passages of whole lines and sentences. The passages with the
+highest scores are kept in text order. Together with instruction, question and chat template they fit into ``budget``
+tokens, as a policy's slots must. The result is a short prompt.
+Sources: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond, 2009. Lucene's variant with k1
+= 1.5, b = 0.75 and English stop words, from the package bm25s.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ PASSAGE = 64
 
 
 def shortened(tokenizer: PreTrainedTokenizerBase, example: Example, budget: int) -> list[int]:
-    """Token ids, at most ``budget``, of the prompt with its best passages alone. Where the task does not say where its text lies,
-    that is all but the chat template's beginning and the last ``min(64, budget // 4)`` tokens, which are then the question.
+    """Token ids of the prompt with its best passages only, at most ``budget``. If the task does not mark its text,
+    the last ``min(64, budget // 4)`` tokens are the question, and the text is the rest after the chat template's
+    beginning.
 
     Raises:
         ValueError: a budget below the tokens around the text, or a tokenizer without offsets.

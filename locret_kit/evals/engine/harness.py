@@ -71,6 +71,7 @@ class LocretLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors ``[N, ...]`` of all processes, concatenated along the first axis."""
         return tensor if self.accelerator is None else self.accelerator.gather(tensor)
 
     def gather_object(self, obj: T, dst: int = 0) -> list[T | None] | None:

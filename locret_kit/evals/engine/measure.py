@@ -82,11 +82,11 @@ class Forced:
 
 
 def nll_reading(setup: Setup, cache: BoundedCache, ids: Sequence[int], skip: int) -> tuple[float, Answer]:
-    """Mean NLL per token of the prompt's tokens from ``skip`` on, measured while the prompt is read chunk by chunk: a token sees
-    its own chunk and what the cache has kept of the chunks before. Beside it the reading.
+    """Mean NLL per prompt token (nats) from token ``skip`` on, and the reading itself. Each token sees its own chunk
+    and the kept slots of earlier chunks.
 
     Raises:
-        ValueError: nothing lies after ``skip``.
+        ValueError: no tokens after ``skip``.
     """
     if not 0 < skip < len(ids):
         raise ValueError(f"skip={skip} must be above 0 and below the prompt's {len(ids)} tokens")
@@ -124,11 +124,11 @@ def _common(a: array[int], b: array[int], cache: BoundedCache) -> int:
 
 
 class SharedBeginning:
-    """The cache of what prompts have in common, of one policy and budget.
+    """A cache of the prefix that prompts share, for one policy and budget.
 
     Args:
-        fresh: makes an empty cache for a prompt of so many tokens.
-        longest: tokens of the longest prompt; full attention's cache gets room for it, so that it need not grow.
+        fresh: makes an empty cache for a prompt of n tokens.
+        longest: tokens of the longest prompt. Full attention's cache is allocated for it, so it never grows.
     """
 
     def __init__(self, model: PreTrainedModel, fresh: Callable[[int], BoundedCache], longest: int) -> None:
@@ -139,15 +139,15 @@ class SharedBeginning:
         """Forget the cache; the next prompt that shares a beginning reads it again."""
         self._cache: BoundedCache | None = None
         self.seconds = 0.0
-        """Seconds in which the cache has read what it holds."""
+        """Seconds spent reading the tokens in the cache."""
 
     def fork(self, ids: array[int], shared: int, pins: Sequence[tuple[int, int]] = ()) -> BoundedCache:
-        """The cache that the next prompt goes on from: a copy behind its first ``shared`` tokens; or an empty one, where that
-        is none or a copy would not equal a fresh run (budgets or frequencies that depend on the prompt's length).
+        """A cache for the next prompt: a copy after its first ``shared`` tokens. The cache is empty if nothing is
+        shared, or if a copy would differ from a fresh run (budgets or frequencies that depend on the prompt's length).
 
         Args:
             shared: see `shared_lengths`.
-            pins: the prompt's, see `BoundedCache.pin`; prompts that begin alike have the same ones there.
+            pins: the prompt's, see `BoundedCache.pin`. Prompts that share a prefix have the same pins in it.
         """
         try:
             if shared:
@@ -169,7 +169,6 @@ class SharedBeginning:
 
 
 def _pinned(cache: BoundedCache, pins: Sequence[tuple[int, int]]) -> BoundedCache:
-    """The cache, with pins."""
     for pin in pins:
         cache.pin(*pin)
     return cache
@@ -190,7 +189,7 @@ def cache_for(setup: Setup, variant: Variant, prompt_length: int | None) -> Boun
         ValueError: a setting that the budget cannot meet; names both.
     """
     if reads_alone(variant.policy):
-        raise ValueError(f"policy={variant.policy} reads a prompt before it chooses: it answers tasks of a run alone")
+        raise ValueError(f"policy={variant.policy} reads the whole prompt first: it runs in locret-eval only")
     policy = "locret" if variant.policy == RANDOM_HEADS else variant.policy
     try:
         settings = setup.settings_for(variant, prompt_length)
@@ -271,8 +270,8 @@ def _score_generation(
 def _score_agreement(
     setup: Setup, variant: Variant, example: Example, cache: BoundedCache, reference: Row | None
 ) -> tuple[Fields, Answer]:
-    """Feed what full attention chooses, token by token, and count what the policy would have chosen too. Without a reference
-    this is full attention, which chooses first and is then given its own."""
+    """Agreement: feed full attention's tokens one by one, and count the policy's own choices that are equal. Without a
+    reference this is full attention, which first generates the tokens and is then scored on them."""
     fields: Fields = {}
     if reference is None:
         fresh, limit = cache_for(setup, variant, len(example.ids)), setup.max_new_tokens or example.task.max_new_tokens
@@ -303,11 +302,12 @@ def _score_likelihood(setup: Setup, example: Example, cache: BoundedCache) -> tu
 
 
 def store_kept(out: Path, key: Key, cache: BoundedCache, ids: array[int]) -> str:
-    """Write what the cache holds now; the file's stem. ``ids``: the prompt's token ids ``[T]`` (int32); ``heads``, for each
-    layer and token the key/value heads that hold it ``[L, T]`` (uint8, 0 to H); and ``n_heads``, H of the layers (int).
+    """Write the cache's kept slots to a file; returns its stem. Arrays: ``ids``, the prompt's token ids ``[T]``
+    (int32); ``heads`` ``[L, T]`` (uint8), the number of key/value heads per layer that hold each token; ``n_heads``
+    (int), heads per layer.
 
     Raises:
-        NotStored: names the file and the reason.
+        NotStored: has the file's name and the reason.
     """
     kept = Kept.of(ids, cache)
     held = [kept.heads(layer) for layer in range(len(kept.positions))]

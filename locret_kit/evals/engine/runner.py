@@ -1,8 +1,8 @@
-"""Answer every example of a run that has no row yet, in this process's share of them.
+"""The loop over a run's missing examples, in this process's share of them.
 
-Examples are dealt to processes by their number, those about one document in stretches of neighbours, so that any number of
-processes, and any number of interruptions, give the same rows. A row is on the disk before the next example begins; an
-example that fails is a row with its error.
+Examples are assigned to processes by number, and neighbours about one document stay together. So rows do not depend on
+the number of processes or interruptions. A row is written before the next example begins. A failed example becomes a
+row with its error.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ LONG_ENOUGH = 8192
 
 
 def answer(run: Run) -> int:
-    """Answer the missing examples of this process's share, with a line each on stderr; the number that ended with an error.
-    Those that had ended with one are answered again.
+    """Answer this process's missing examples, one line each on stderr. Returns the number of errors. Examples that
+    failed before are repeated.
 
     Raises:
-        ValueError: a budget that a policy cannot meet, or a metric that does not exist, before anything is run; or a prompt
-            that is not the one of the rows that are there.
-        OSError: a file cannot be written; every row that was written before is whole.
+        ValueError: before any run, a budget that a policy cannot meet or an unknown metric; or a prompt that differs
+            from the rows of an earlier run.
+        OSError: a file cannot be written; rows written before are complete.
     """
     check(run)
     hashes = check_prompts(run)
@@ -58,11 +58,11 @@ def answer(run: Run) -> int:
 
 
 def rows(run: Run, done: Rows, hashes: dict[Key, str]) -> Iterator[Row]:
-    """The loop: every row of this process's share that is not ``done``, as it is answered. Each policy reads a document once
-    and goes on from a fork of it for every prompt; full attention comes first where its answer is the reference.
+    """Rows of this process's share that are not ``done``, one by one. Each policy reads a document once and forks the
+    cache for every prompt. Full attention runs first if its answer is the reference.
 
     Args:
-        done: grows by every row before the next one is asked for.
+        done: must contain each row before the next one is requested.
         hashes: see `check_prompts`.
     """
     for number, batch in enumerate(run.batches()):
@@ -71,7 +71,7 @@ def rows(run: Run, done: Rows, hashes: dict[Key, str]) -> Iterator[Row]:
         if part.start == part.stop or not any(missing.values()):
             continue
         every = [_checked(example.made(), hashes) for example in batch]
-        mine = [example for example in sorted(every, key=neighbours)[part] if missing[example.sample]]
+        mine = [example for example in sorted(every, key=sort_key)[part] if missing[example.sample]]
         for example in mine:
             if example.error is not None:
                 yield from (_failed(run, example, variant, example.error) for variant in missing[example.sample])
@@ -98,16 +98,17 @@ def _line(row: Row) -> str:
 
 
 def check(run: Run) -> None:
-    """Build every variant's cache and try every metric, so that a wrong setting or a missing library is an error now.
+    """Build every variant's cache and call every metric, so that wrong settings and missing libraries fail before the
+    run.
 
     Raises:
-        ValueError: a setting that cannot be met; or a task's shortest prompt is longer than a length: names both.
+        ValueError: a setting that cannot be met, or a length below a task's shortest prompt; has both.
     """
     kinds = [task.kind for task in run.tasks]
     for variant in run.variants:
         if reads_alone(variant.policy) and "nll_prefill" in kinds:
             raise ValueError(
-                f"policy={variant.policy} chooses with the whole prompt, so it has no likelihood while reading: "
+                f"policy={variant.policy} chooses with the whole prompt, so it has no likelihood during prefill: "
                 "take tasks=[perplexity] instead of perplexity_prefill"
             )
         if is_oracle(variant.policy):
@@ -127,11 +128,11 @@ def check(run: Run) -> None:
 
 
 def check_prompts(run: Run) -> dict[Key, str]:
-    """Hashes of the prompts of all rows that the folder has, by task, haystack, length and number. The first that it has of
-    every task, haystack and length is made again and compared.
+    """Hashes of the prompts of the folder's rows, by task, haystack, length and number. One prompt of each task,
+    haystack and length is rebuilt and compared.
 
     Raises:
-        ValueError: it is another now, since data or tokenizer have changed; names it.
+        ValueError: a prompt differs, because data or tokenizer have changed; names it.
     """
     hashes = {(*row.key[:3], row.sample): row.prompt_hash for row in finished(run).values() if row.prompt_hash}
     compared: set[Key] = set()
@@ -144,7 +145,7 @@ def check_prompts(run: Run) -> dict[Key, str]:
 
 
 def _checked(example: Example, hashes: dict[Key, str]) -> Example:
-    """The example. Raises ValueError where its prompt is not the one of the rows."""
+    """The example. Raises ValueError if its prompt differs from the prompt of earlier rows."""
     task, length, sample = example.task, example.length, example.sample
     before = hashes.get((task.name, task.haystack, length, sample))
     if before and example.error is None and hash_ids(example.ids)[:16] != before:
@@ -162,28 +163,30 @@ def finished(run: Run) -> Rows:
 
 
 def left(run: Run) -> tuple[int, int]:
-    """How many examples have no row, and how many have ended with an error, in whichever process."""
+    """Number of examples without a row, and of examples with an error, in all processes."""
     keys, done = set(run.row_keys()), finished(run)
     return len(keys - done.keys()), sum(done[key].error is not None for key in keys & done.keys())
 
 
 def own_part(run: Run, number: int, prompts: int) -> slice:
-    """This process's stretch of a batch; one that is left over goes to another process in every batch."""
+    """This process's slice of a batch. The remainder goes to a different process in each batch."""
+    # The parts turn with the batch: otherwise the last process would get the remainder of every batch.
     turn = (run.rank - number - 1) % run.world_size
     return slice(turn * prompts // run.world_size, (turn + 1) * prompts // run.world_size)
 
 
-def neighbours(example: Example) -> tuple[bool, int, float]:
-    """Sorts examples by document, and those that hide something in one haystack by its depth: each has then no less in common
-    with the next than with the one before. Those that cannot be made come last."""
+def sort_key(example: Example) -> tuple[bool, int, float]:
+    """Sort key of examples: by document and prompt length, or by the depth of a needle in a haystack. Examples that
+    cannot be built come last."""
     if example.document is None:
+        # Prompts share the haystack up to the needle, so by depth each shares more with the next one.
         return example.error is not None, 0, example.depth or 0.0
     return example.error is not None, example.document, len(example.ids)
 
 
 def _document(run: Run, variant: Variant, examples: list[Example]) -> tuple[SharedBeginning, list[int]]:
-    """The document of these prompts, and for each of them how many tokens of it are shared, see `shared_lengths`: none where
-    the policy or the kind of task reads a beginning otherwise."""
+    """The cache of these prompts' document, and the number of shared tokens of each prompt, see `shared_lengths`.
+    Nothing is shared if the policy or the kind of task reads the prefix differently."""
     setup, longest = run.setup, max(len(example.ids) for example in examples)
     document = SharedBeginning(setup.model, lambda tokens: cache_for(setup, variant, tokens), longest)
     alone = reads_alone(variant.policy) or isinstance(variant.budget, float)  # whose slots differ with the prompt
@@ -195,7 +198,8 @@ def _document(run: Run, variant: Variant, examples: list[Example]) -> tuple[Shar
 def _answer(
     run: Run, variant: Variant, example: Example, shared: int, document: SharedBeginning, reference: Row | None
 ) -> Row:
-    """The row of one example; an exception becomes its error. Out of memory, a prompt is tried once more by itself."""
+    """The row of one example; an exception becomes its error. After running out of memory, a prompt is tried once more
+    without sharing."""
     device = run.setup.model.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,8 +1,8 @@
-"""Report of a run: tables of figures by task, length, policy and budget, and pages of one HTML file that needs no network, no
-server and no other file: the report, and a text shaded by what was kept of it.
+"""Report of a run: tables by task, length, policy and budget, and self-contained HTML pages that need no network or
+server. One page is the report, the other shades a text by its kept tokens.
 
-The page of a run has tables that sort, figures and the settings. The templates escape all text and figures are images, so that
-nothing of a run can become markup or a script.
+The report has sortable tables, figures and settings. Templates escape all text and figures are images, so a run's
+content cannot become markup or a script.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from jinja2 import Environment, PackageLoader
 from ...files import locked, write_beside, write_text
 from ..engine import SETTINGS, Row, read_config, read_rows
 from ..figures import FIGURES, draw
-from ..tables import LIKELIHOOD, Cell, Figure, Table, cells_table, grouped, policy_order, size, summarize
+from ..tables import LIKELIHOOD, Cell, Table, Value, cells_table, grouped, policy_order, size, summarize
 from ..tasks import groups
 from ..tasks.document_tasks import averages
 
 UNIT = "mean ± standard error"
 """Unit of a table's figures."""
 ENOUGH = 10
-"""Examples from which on a mean may lead its column: with fewer, chance orders policies."""
+"""Minimum number of examples for a mean to be marked best in its column. With fewer, the order of policies is chance.
+"""
 
 
 def usual_samples(cells: Iterable[Cell], length: int, budget: float) -> str:
@@ -58,7 +59,7 @@ def overview(rows: Iterable[Row]) -> Table | None:
     task and figure; texts that were compared have both ROUGE-L and BLEU."""
     columns: dict[str, list[Cell]] = {}
     for (task, haystack), members in grouped(rows, lambda row: (row.task, row.haystack)).items():
-        for name in next((_figures(row) for row in members if row.score is not None), ["-"]):
+        for name in next((_score_names(row) for row in members if row.score is not None), ["-"]):
             head = f"{_over(task, haystack)} ({'nll, lower is better' if name in LIKELIHOOD else name})"
             columns[head] = summarize(_by_figure(row, name) for row in members)
     if len(columns) < 2:
@@ -67,7 +68,7 @@ def overview(rows: Iterable[Row]) -> Table | None:
     blocks: dict[tuple[int, float], set[str]] = defaultdict(set)
     for cell in (cell for cells in columns.values() for cell in cells):
         blocks[cell.length, cell.budget].add(cell.label)
-    lines: list[list[str | Figure]] = []
+    lines: list[list[str | Value]] = []
     for (length, budget), names in sorted(blocks.items()):
         labels = sorted(names, key=policy_order)
         by_column = [column(cells, labels, length, budget) for cells in columns.values()]
@@ -80,8 +81,9 @@ def overview(rows: Iterable[Row]) -> Table | None:
 
 
 def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
-    """A column for each group of tasks of which a policy has answered all, and for each haystack where there are several: the
-    mean of their means, each task the same, and its standard error; n counts the examples of all tasks."""
+    """Mean columns: one per group of tasks that a policy has answered completely, and one per haystack if there are
+    several. A column holds the unweighted mean of the tasks' means and its standard error; n counts the examples of all
+    tasks."""
     at: dict[tuple[int, float, str], dict[tuple[str, str], Cell]] = defaultdict(dict)
     for cell in cells:
         if cell.mean is not None:  # a task's main figure comes first
@@ -106,8 +108,9 @@ def group_means(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
     return dict(columns)
 
 
-def _figures(row: Row) -> list[str]:
-    """A row's main figure, and where it has them F1 of words, the two by which texts are compared and the likelihood."""
+def _score_names(row: Row) -> list[str]:
+    """Names of a row's values: the main score and, if present, F1 of words, the two text comparisons and the
+    likelihood."""
     return list(dict.fromkeys([row.metric, *(name for name in ("f1", "rougeL", "bleu", "nll") if name in row.scores)]))
 
 
@@ -147,19 +150,19 @@ def score_table(cells: Sequence[Cell]) -> Table:
     return Table(head, lines, _over(cells[0].task, cells[0].haystack), unit, full)
 
 
-def column(cells: Sequence[Cell], labels: Sequence[str], length: int, budget: float) -> list[str | Figure]:
+def column(cells: Sequence[Cell], labels: Sequence[str], length: int, budget: float) -> list[str | Value]:
     """A figure for each label, marked where it differs from most of the cells, which are of one task. `full` has no budget."""
     at = {(cell.label, cell.length, cell.budget): cell for cell in cells}
     members = [at.get((label, length, budget)) or at.get((label, length, 0)) for label in labels]
     samples, dtype = usual_samples(cells, length, budget), usual_dtype(cells)
     best = leaders([cell if cell and cell.budget and cell.samples == samples else None for cell in members])
-    figures: list[str | Figure] = []
+    figures: list[str | Value] = []
     for i, cell in enumerate(members):
         if cell is None:
             figures.append("-")
         else:
             marks = ("" if cell.samples == samples else "†") + ("" if cell.dtype == dtype else "‡")
-            figures.append(replace(Figure.of(cell, marks), best=i in best))
+            figures.append(replace(Value.of(cell, marks), best=i in best))
     return figures
 
 
@@ -187,7 +190,7 @@ def write_summary(out: Path) -> str:
 
 
 def every_table(rows: Sequence[Row]) -> str:
-    """The table of all tasks, where there are several, and one of each, in Markdown."""
+    """Markdown tables: one of all tasks if there are several, and one per task."""
     every = overview(rows)
     return "\n".join([*([every.markdown()] if every else []), to_markdown(summarize(rows))])
 
@@ -244,9 +247,9 @@ def page(out: Path, rows: Sequence[Row]) -> str:
     )  # fmt: skip
 
 
-def number(cell: str | Figure) -> str | float | None:
-    """The number by which a cell sorts; None sorts it by its text."""
-    if isinstance(cell, Figure):
+def number(cell: str | Value) -> str | float | None:
+    """The number that sorts a cell; None sorts by text."""
+    if isinstance(cell, Value):
         return cell.value
     return cell if re.fullmatch(r"-?\d+(\.\d+)?", cell) else None
 

@@ -135,7 +135,7 @@ def perplexity_task(name: str, haystack: str, text: str) -> Task:
 
 
 def fidelity_of(task: Task) -> Task:
-    """The same prompts, scored by their distance from full attention's output."""
+    """A task with the prompts of another, scored by the distance from full attention's output."""
     if task.kind == "fidelity":
         return task
     if task.kind != "answer":
@@ -144,7 +144,8 @@ def fidelity_of(task: Task) -> Task:
 
 
 def agreement_of(task: Task) -> Task:
-    """The same prompts, scored by the tokens of full attention's output that would have been chosen too."""
+    """A task with the prompts of another, scored by the share of full attention's output tokens that the policy would
+    choose too."""
     if task.kind not in ("answer", "fidelity"):
         raise ValueError(f"task=agreement:{task.name}: only tasks with written answers have one to agree with")
     return replace(task, name=f"agreement:{task.name}", metric="agreement", kind="agreement")
@@ -206,7 +207,7 @@ def known_tasks() -> list[str]:
 
 @lru_cache(maxsize=1)
 def groups() -> dict[str, list[str]]:
-    """Tasks of the names that stand for all tasks of a benchmark, or for those of a paper's average."""
+    """Task names by group: all tasks of a benchmark, or those of a paper's average."""
     names = [*HAYSTACK_TASKS, *STANDALONE_TASKS]
     documents = {table: [n for n in entries() if n.startswith(start)] for table, start in BENCHMARKS.items() if start}
     return {"ruler": [name for name in names if name.startswith("ruler.")], **documents, **averages()}
@@ -242,19 +243,19 @@ def find_tasks(
     samples: int = 20,
     metric: str = "contains",
 ) -> list[Task]:
-    """The tasks of the names, one for each haystack where a task has one, each once.
+    """Tasks by name, without repetition: one per haystack for tasks that use haystacks.
 
     Args:
-        names: tasks, groups ('ruler', 'leval', ...), files of records ('mine.jsonl'), or 'fidelity:NAME' and 'agreement:NAME' for
-            a task scored against what full attention answers.
-        haystacks: 'repeated', or what `samples.haystack.load_text` takes.
-        data: folders that hold the benchmarks' files; the Hub is asked for what they lack.
-        samples: how many records to read of each data set.
-        metric: of files of records.
+        names: tasks, groups ('ruler', 'leval', ...), files of records ('mine.jsonl'), or 'fidelity:NAME' and
+            'agreement:NAME' to score a task against full attention's answer.
+        haystacks: 'repeated', or an argument of `samples.haystack.load_text`.
+        data: folders with the benchmarks' files; missing ones come from the Hub.
+        samples: number of records to read per data set.
+        metric: metric for files of records.
 
     Raises:
-        ValueError: an unknown task; suggests the nearest; or two haystacks or files of one name. FileNotFoundError: a
-            haystack, a file or a data set is missing.
+        ValueError: an unknown task, with the nearest name; or two haystacks or files with one name. FileNotFoundError:
+            a haystack, a file or a data set is missing.
     """
     files = [plain for name in names if is_file_of_records(plain := name.rpartition(":")[2])]
     if metric != "contains" and not files:

@@ -1,13 +1,13 @@
-"""Tasks that bring their own documents: one YAML table a benchmark, one entry a task.
+"""Tasks with their own documents: one YAML table per benchmark, one entry per task.
 
-The files come from local folders (``data=``) or from the Hub. An entry's fields, beside those of `Task`:
-``file`` (its name without ending; the task's own name by default), ``hub`` (arguments of `datasets.load_dataset`),
+The files come from local folders (``data=``) or from the Hub. An entry has these fields besides those of `Task`:
+``file`` (its name without ending, by default the task's name), ``hub`` (arguments of `datasets.load_dataset`),
 ``prompt`` (a format string over the record's fields), ``prefix`` (the answer's first words), ``answer`` (a field, or
-'option': the text and letter of one of the record's ``options``), ``each`` (lists of the record that are walked
-together), ``extract`` (fields made of others by a pattern), ``words`` (the field whose words are counted as
-``{words}``), ``extra`` (what the metric needs: fields or plain values), ``truncate`` ('middle' of the prompt, the
-document's 'end' or 'start', or 'never'), ``document`` (the field cut), ``shots`` and ``shot`` (examples in front, from
-the training split), ``leave_out`` (values of fields whose records are not asked).
+'option': text and letter of one of the record's ``options``), ``each`` (lists of the record that are iterated
+together), ``extract`` (fields made from others by a pattern), ``words`` (the field to count words in, as ``{words}``),
+``extra`` (fields or plain values for the metric), ``truncate`` ('middle' of the prompt, the document's 'end' or
+'start', or 'never'), ``document`` (the field to cut), ``shots`` and ``shot`` (few-shot examples from the training
+split), ``leave_out`` (field values of records to skip).
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ def document_task(name: str, data: Sequence[str], samples: int) -> Task:
 
 
 def task_of(entry: TaskEntry, records: Iterable[Numbered], samples: int, shots: str = "") -> Task:
-    """The task of an entry over records, of which the first ``samples`` are read; ``shots`` stands in front of each prompt.
+    """The task of an entry over its first ``samples`` records; ``shots`` precedes each prompt.
 
     Raises:
-        ValueError: there is no record, or the first lacks a field that the prompt, the answer or the metric names.
+        ValueError: no records, or the first lacks a field of the prompt, the answer or the metric.
     """
     examples = list(islice(records, samples))
     if not examples:
@@ -230,7 +230,7 @@ def _example(entry: TaskEntry, record: Record, shots: str, request: Example) -> 
 
 
 def _text_span(entry: TaskEntry, fields: Record, prompt: str) -> Span | None:
-    """Characters of the document in the prompt; None without one, or where a part of what stands around it was cut."""
+    """Character range of the document in the prompt; None without one, or if part of the text around it was cut."""
     if not entry.document:
         return None
     before, _, after = (part.format(**fields) for part in entry.prompt.partition(f"{{{entry.document}}}"))
@@ -306,14 +306,15 @@ def is_file_of_records(name: str) -> bool:
 
 
 def records_task(path: str, samples: int, metric: str = "contains") -> Task:
-    """The task of a file's first ``samples`` questions, named as the file is. A prompt is all that comes before the last
-    answer, through the chat template where there is one, and loses its middle where it is too long; the metric takes the best of
-    the accepted answers (a list ``answers`` has several). A record's list ``instructions`` are as many questions.
+    """A task of a file's first ``samples`` questions, named like the file. A prompt is everything before the last
+    answer, through the chat template if there is one, and is cut in the middle if too long. The metric takes the
+    best of the accepted answers (a list ``answers`` has several). A record with a list ``instructions`` gives one
+    question for each.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, or a record is of no known schema; names the record. A metric that is unknown, or needs
-            more than accepted answers.
+        FileNotFoundError: no such file.
+        ValueError: unreadable, or a record of an unknown schema, which is named; or a metric that is unknown or
+            needs more than accepted answers.
     """
     score = get_metric(metric)
     with blaming(f"metric={metric} needs more than a list of accepted answers", KeyError, ValueError):

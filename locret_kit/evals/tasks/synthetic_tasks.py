@@ -56,13 +56,13 @@ class Draft:
 
 
 def fit(request: Example, chat: bool, name: str, build: Callable[[random.Random, int], Draft], least: int) -> Draft:
-    """``build(rng, n)`` for an ``n`` whose prompt has the length asked for, or at most 1% fewer tokens.
+    """``build(rng, n)`` for the ``n`` whose prompt has the requested length, or at most 1% fewer tokens.
 
-    One item may be longer than 1%. Then other random items are tried (the generator's seed gets a further number) until
-    the total fits; which one is found depends on the arguments alone.
+    One item may be longer than 1%. Then other random items are tried, with a further number in the generator's seed,
+    until the total fits. The result depends only on the arguments.
 
     Args:
-        build: makes a candidate with ``n`` items; more items make a longer prompt. least: the smallest ``n`` that makes sense.
+        build: makes a candidate with ``n`` items; more items make a longer prompt. least: the smallest useful ``n``.
 
     Raises:
         TooShort: the fixed parts are longer than the length. ValueError: no candidate is near enough.
@@ -197,7 +197,7 @@ def distinct(rng: random.Random, n: int) -> list[str]:
 
 SENTENCES = tuple(sentence.rstrip(".") + "." for sentence in NOISE.strip().split(". "))
 DEPTHS = 40
-"""Places in a text where several needles may stand."""
+"""Positions in a text for several needles."""
 UNIT = 6
 """Characters of real text that count as one item."""
 COMMON = 10

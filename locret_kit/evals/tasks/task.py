@@ -1,8 +1,8 @@
-"""Task: a numbered family of examples, a way to read them, and a metric. And digits hidden in a haystack: InfiniteBench's
-R.PassKey and R.Number, the grid of depth by length, and several questions about one document.
+"""Task: a numbered family of examples, their source, and a metric. This module also has the hidden-digits tasks:
+InfiniteBench's R.PassKey and R.Number, the grid of depth by length, and several questions about one document.
 
-Each of those goes on from the same cache: the document is read before any question is known. `measure.SharedBeginning` reads
-what the prompts of a document have in common once. So this is a session: read once, asked often.
+All of these share a prefix: the document is read before any question is known, and `measure.SharedBeginning` reads the
+shared prefix once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NEEDS_REFERENCE = ("fidelity", "agreement")
 
 @dataclass(frozen=True)
 class Example:
-    """A task's example by its number: what is asked for, and once it is made the prompt and what is expected of the model. The
-    same is asked for and made in every process."""
+    """A task's example by number: the request, then, once built, the prompt and the expected answer. Every process
+    builds the same example."""
 
     task: Task
     tokenizer: PreTrainedTokenizerBase
@@ -57,8 +57,8 @@ class Example:
     """The text whose likelihood is measured (kind 'nll')."""
     extra: Extra = field(default_factory=dict)
     text: Span | None = None
-    """Half-open characters of the prompt in which the text lies, between instruction and question; None where the task does not
-    say."""
+    """Half-open character range of the text in the prompt, between instruction and question. None if the task does not
+    give it."""
     document: int | None = None
     """Number of the document that it asks about; None where its text is its own, or a haystack that others share."""
     ids: array[int] = field(default_factory=lambda: array("i"))
@@ -117,8 +117,8 @@ def wrap(request: Example, text: str, prefix: str = "", *, chat: bool) -> tuple[
 
 
 def span_of(prompt: str, text: str) -> Span | None:
-    """The half-open characters of the prompt where the text first stands; None where it does not, since a template has marked
-    what it spells."""
+    """Half-open character range of the first occurrence of the text in the prompt. None if there is none, because a
+    template has broken control tokens in it."""
     start = prompt.find(text)
     return None if start < 0 else (start, start + len(text))
 
@@ -203,7 +203,7 @@ PER_DOCUMENT = 4
 
 
 def questions_task(haystack: str, text: str | None) -> Task:
-    """Digits hidden at four depths of the haystack, said in four of the wordings; each is asked for in an example of its own.
+    """Digits hidden at four depths of the haystack, in four of the wordings. Each example asks for one of them.
 
     Args:
         text: the haystack; None repeats InfiniteBench's sentences.

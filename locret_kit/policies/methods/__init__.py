@@ -1,10 +1,10 @@
 """One file per method: its parts, its paper and its registration. The registry imports every module of this folder.
 
-Scores of keys and values are defined by their papers for one eviction after a whole prompt, and that case is kept exactly. In
-a chunked, bounded run a slot is either fresh (its own chunk) or kept (an earlier chunk, whose queries and neighbours may be
-gone):
+Papers define scores of keys and values for one eviction after a whole prompt, and one-shot runs follow them exactly.
+In a chunked run a slot is either fresh (from the current chunk) or kept (from an earlier chunk, whose queries and
+neighbours may be gone). Parts of a score are fixed at different times:
 
-| score | fixed when a token enters | once, when what it is compared with is there | anew at every eviction |
+| score | when a token enters | once, when its reference is complete | at every eviction |
 |---|---|---|---|
 | ``knorm`` | everything | - | - |
 | ``keydiff`` | - | - | everything, over kept and fresh slots (the paper's own block-wise form) |
@@ -12,6 +12,7 @@ gone):
 | ``expected-attention`` | running mean and covariance of all queries so far | - | everything else |
 | ``compactor`` | - | attention inside a block of the text | leverage over kept and fresh slots, both z-scores |
 
-A score's state of a layer between calls is in ``Entry.state`` and ``Slots.state``, one mapping; what it writes into
-``Slots.entry_scores`` stays with the slot. Both depend on the text and on where evictions fall, never on how a model is fed.
+A score keeps its state of a layer in ``Entry.state`` and ``Slots.state``, which are one mapping. Scores written into
+``Slots.entry_scores`` stay with their slot. Both depend on the text and on the evictions' positions, not on the
+sizes of the model's forwards.
 """

@@ -54,12 +54,13 @@ def gaussian_sketch(heads: int, size: int, rank: int, seed: int) -> Tensor:
 
 @part("score", "compactor")
 class Compactor(Score):
-    """z-score of the attention received inside a block of ``block`` tokens (not causal, times the value's norm, mean over 3
-    neighbours) plus ``blend`` times the evicted share of the text times the z-score of the key's leverage. The first
-    ``first`` and the newest ``last`` tokens are left out of both and kept.
+    """The z-score of attention within a block, plus ``blend`` times the evicted share of the text times the z-score
+    of the key's leverage. Attention within a block of ``block`` tokens is not causal, multiplied by the value's norm
+    and averaged over 3 neighbours. The ``first`` and the newest ``last`` tokens are excluded from both and kept.
 
-    A block ends after ``block`` tokens or at an eviction. Where the text ends it is shorter: it is read without padding.
-    Source: Compactor, arXiv 2507.08143; blend, pooling and sizes: its author's implementation in kvpress."""
+    A block ends after ``block`` tokens or at an eviction. The last block of a text may be shorter; it is not padded.
+    Source: Compactor, arXiv 2507.08143; blend, pooling and sizes: its author's implementation in kvpress.
+    """
 
     block: Positive = 256
     sketch: Positive = 48
@@ -73,6 +74,7 @@ class Compactor(Score):
         return axes if seen else {}
 
     def score_new_tokens(self, entry: Entry) -> Tensor:
+        """Buffer the new tokens; zeros ``[B, H, T]``, since blocks are scored later."""
         memory, skip = entry.state, max(0, self.first - entry.position)
         for name, x in (("q", entry.q), ("k", entry.k), ("norm", wide(entry.v).norm(dim=-1))):
             memory[name] = torch.cat((memory[name], x[:, :, skip:]), 2) if name in memory else x[:, :, skip:].clone()
@@ -81,6 +83,7 @@ class Compactor(Score):
         return torch.zeros(entry.k.shape[:3], dtype=torch.float32, device=entry.k.device)
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: z-scores of block attention and leverage."""
         self._settle(slots)
         among_BHS = slots.valid & (slots.positions >= self.first) & ~slots.newest(self.last)
         raw_BHSD = slots.raw_keys()
@@ -93,7 +96,8 @@ class Compactor(Score):
         return torch.where(among_BHS, score_BHS, score_BHS.max() + 1).float()
 
     def _close(self, memory: MutableMapping[str, Tensor], tokens: int, rope: Rope | None) -> None:
-        """Score the oldest ``tokens`` waiting tokens as one block."""
+        """Score the oldest ``tokens`` waiting tokens as one block; queries ``[B, Q, T, D]`` and keys ``[B, H, T,
+        D]`` are in ``memory``."""
         q, k = memory["q"][:, :, :tokens], memory["k"][:, :, :tokens]
         if rope is not None:
             q, k = rotated_text(rope, q, k)

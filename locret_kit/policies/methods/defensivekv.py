@@ -11,13 +11,14 @@ from ..registry import Adaptive, Window, part, register
 
 @part("score", "defensive")
 class Defensive(Weight):
-    """Worst-case attention: of each of the newest ``window`` queries, and of each query head of a group, the attention to the
-    slots before that window, averaged over ``kernel`` neighbours and scaled back to its sum. Of these the maximum, but at least
-    its mean over the head's slots: a slot that nobody reads now may be read later. Slots of the window get 0, whatever the scope
-    protects.
+    """Worst-case attention to the slots before the newest ``window`` queries. Each query's attention, in each query
+    head of a group, is averaged over ``kernel`` neighbours and scaled back to its sum. The score is the maximum of
+    these, but at least its mean over the head's slots, because a slot that nobody reads now may be read later. Slots
+    of the window get 0, whatever the scope protects.
 
-    Left out of the authors' code: the product with norms of projected values (CriticalKV), for which a policy would need the
-    backbone's weights, and Layer-DefensiveKV's budget over all layers at once. Source: DefensiveKV, section 4."""
+    Differences from the authors' code: no product with norms of projected values (CriticalKV), which needs the
+    backbone's weights, and no budget over all layers at once (Layer-DefensiveKV). Source: DefensiveKV, section 4.
+    """
 
     window: Positive = 32
     """Queries."""
@@ -29,6 +30,8 @@ class Defensive(Weight):
         return self.window
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: the worst-case attention."""
+
         def worst(q_BQWD: Tensor, k_BHSD: Tensor, heads: slice) -> Tensor:
             p_BHGWS = attention_of_each(q_BQWD, k_BHSD, slots.softmax.of(heads))
             S = p_BHGWS.shape[-1]

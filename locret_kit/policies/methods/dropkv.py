@@ -9,9 +9,9 @@ from ..registry import Window, part, register
 
 
 def drop_residual(q_BQWD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, softmax: Softmax) -> Tensor:
-    """Squared change ``[B, H, S]`` (float32) of attention's output when a slot alone is dropped, ``(p / (1 - p))^2 |v - o|^2``:
-    sum over the ``W`` queries, mean over the group. The last query sees all slots and each one before it one slot less; a query
-    that sees one slot alone counts for nothing, since no output is left without it."""
+    """Squared change ``[B, H, S]`` (float32) of attention's output when one slot is dropped, ``(p / (1 - p))^2 |v -
+    o|^2``: sum over the ``W`` queries, mean over the group. The last query sees all slots, each earlier one a slot
+    less. A query that sees a single slot counts 0, since it has no output without the slot."""
     v_BHSD, p_BHGWS = wide(v_BHSD), attention_of_each(q_BQWD, k_BHSD, softmax)
     B, H, S, _ = v_BHSD.shape
     W = q_BQWD.shape[2]
@@ -37,6 +37,8 @@ class DropResidual(Weight):
         return self.window
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: the residual of dropping each slot."""
+
         def residual(q: Tensor, k: Tensor, v: Tensor, heads: slice) -> Tensor:
             return drop_residual(q, k, v, slots.softmax.of(heads))
 

@@ -67,6 +67,7 @@ class ExpectedAttention(Score):
         add_moments(entry.state, entry.q[:, :, max(0, self.sinks - entry.position) :])
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: the expected attention of future queries."""
         assert slots.rope is not None and slots.next_position is not None  # needs_unrotated
         among_BHS = slots.valid & (slots.positions >= self.sinks)
         if slots.seen <= self.sinks:

@@ -15,6 +15,7 @@ class Aas(Weight):
     statistics: ClassVar[frozenset[str]] = frozenset({"sum"})
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: the sum of attention so far."""
         return slots.stats["sum"]
 
 

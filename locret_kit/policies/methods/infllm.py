@@ -1,13 +1,14 @@
-"""InfLLM, arXiv 2402.04617: the first tokens, a local window, and blocks of everything else that come back.
+"""InfLLM, arXiv 2402.04617: the first tokens, a local window, and recalled blocks of everything else.
 
-As published and as its code does it (``inf_llm/attention/context_manager.py`` of thunlp/InfLLM): the first tokens; a window of
-``far`` tokens; blocks of 128 tokens of the text behind both, in host memory. Slots further away than the window all stand at its
-distance. A block's representatives are the 4 tokens that received most attention from within the window, in each query head by
-itself; their mean is its key. The mean of the queries that are read together finds the best 16 blocks, for all heads of a layer
-together. As published: a budget of 4224 (128 and 4096), ``chunk=512``, ``decode_every=128``, positions ``compact``.
+As published and in its code (``inf_llm/attention/context_manager.py`` of thunlp/InfLLM): the first tokens; a window
+of ``far`` tokens; and blocks of 128 tokens of the text between both, in host memory. Slots further away than the
+window get its RoPE distance. A block's representatives are the 4 tokens with the most attention from within the
+window, per query head; their mean is its key. The mean of the queries read together selects the best 16 blocks for
+all heads of a layer. As published: a budget of 4224 (128 and 4096), ``chunk=512``, ``decode_every=128``, positions
+``compact``.
 
-Differences: what has left the window waits for the next eviction, which comes after a chunk; the block that the prompt's last
-eviction cuts is stored with what was evicted of it.
+Differences: tokens that leave the window wait for the next eviction, after a chunk. The block cut by the prompt's
+last eviction is stored with its evicted part.
 """
 
 from collections.abc import Sequence

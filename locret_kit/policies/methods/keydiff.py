@@ -20,6 +20,7 @@ class KeyDiff(Score):
     """Dissimilarity of a key to the mean direction of the keys held now. Source: KeyDiff, arXiv 2504.15364."""
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: dissimilarity to the mean key."""
         return key_difference(slots.keys()).float()
 
 

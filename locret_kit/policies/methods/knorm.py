@@ -18,6 +18,7 @@ class KNorm(Score):
     is fixed when the token enters. Source: L2-norm strategy, arXiv 2406.11430."""
 
     def score_new_tokens(self, entry: Entry) -> Tensor:
+        """Scores ``[B, H, T]``: a low key norm scores high."""
         k = wide(entry.k)
         if entry.rope is not None:  # the factor lengthens only the part that is turned
             k = rotate(k, *entry.rope.tables(k.new_zeros(1), k.dtype))

@@ -17,8 +17,8 @@ Pick = Literal["even", "random"]
 
 
 def _places(pick: Pick, edges_HJ: Tensor, slots: Slots) -> Tensor:
-    """Place ``[H, J]`` in a head's order of the member that stays of each group, its first ('even') or a drawn one ('random').
-    Group ``j`` lies between the edges ``j`` and ``j + 1``, of which there are ``J + 1``."""
+    """Index ``[H, J]``, in a head's order, of each group's representative: the first ('even') or a random member
+    ('random'). Group ``j`` lies between the edges ``j`` and ``j + 1`` of ``J + 1`` edges."""
     first_HJ = edges_HJ[:, :-1]
     if pick == "even":
         return first_HJ
@@ -28,22 +28,24 @@ def _places(pick: Pick, edges_HJ: Tensor, slots: Slots) -> Tensor:
 
 @part("selection", "representatives")
 class Representatives(Selection):
-    """The best of each head, and representatives of what it evicts: ``ratio`` of its budget. Source: KVCrush, section III.
+    """The best slots of each head, and representatives of the evicted ones: ``ratio`` of its budget. Source:
+    KVCrush, section III.
 
-    Score and scopes have the rest of the budget, B_important, to themselves: a window that is a fraction is one of that.
-    A token's vector has one bit per query head of the layer: would score and scopes keep it, of B_important slots, in that
-    query head alone? (A head that does not hold it has evicted it.) The tokens that a head evicts are ordered by the Hamming
-    distance of their vectors to an anchor (ties by position) and cut into as many equal groups as it has representatives;
-    one of each group stays. By chunks or pages, scores are summed over the unit, its vector is that of its tokens together,
-    representatives are counted in whole units, and units stay or go as a whole but for the last one of B_important.
+    Score and scopes share the rest of the budget, B_important; a window given as a fraction is a fraction of that. A
+    token's vector has one bit per query head of the layer: would score and scopes keep it, with B_important slots,
+    in that query head alone? (A head that does not hold the token has evicted it.) A head's evicted tokens are
+    ordered by the Hamming distance of their vectors to an anchor (ties by position) and cut into equal groups, one
+    per representative; one token of each group stays. With chunks or pages, scores are summed over the unit, and its
+    vector is that of its tokens together. Representatives are whole units, and units stay or go as a whole except
+    the last one of B_important.
 
-    Readings, where the paper leaves room: buckets are equal groups of the order by distance; where heads keep different
-    tokens, each head has representatives of what *it* evicts.
+    The paper leaves two points open. Here buckets are equal groups of the order by distance, and if heads keep
+    different tokens, each head has representatives of its own evicted tokens.
     """
 
     ratio: Ratio = 0.25
     anchor: Literal["mean", "random", "alternate", "zeros", "ones"] = "mean"
-    """'mean' (majority bit of what the head evicts), 'random', 'alternate' (0101...), 'zeros' or 'ones'."""
+    """'mean' (majority bit of the head's evicted tokens), 'random', 'alternate' (0101...), 'zeros' or 'ones'."""
     pick: Pick = "even"
     """The member of a group that stays: its first ('even', evenly spaced) or a drawn one ('random', as in the paper)."""
     level: Literal["token", "chunk", "page"] = "token"
@@ -102,7 +104,8 @@ class Representatives(Selection):
         max_units: int,
         slots: Slots,
     ) -> Tensor:
-        """Boolean ``[H, S]`` of the slots of the ``wanted`` units, at most ``max_units``, that represent what a head evicts."""
+        """Boolean ``[H, S]``: the slots of the ``wanted`` units, at most ``max_units``, that represent a head's
+        evicted slots."""
         unit, (H, G, S) = LEVELS[self.level], bits_HGS.shape
         unit_U, unit_of_M = (position_HS[valid_HS] // unit).unique(return_inverse=True)
         unit_of_HS = torch.zeros_like(position_HS).masked_scatter(valid_HS, unit_of_M)
@@ -144,10 +147,10 @@ class Representatives(Selection):
 
 @part("selection", "kmeans")
 class KMeans(Selection):
-    """The best of each head, and of the keys that it evicts one of each cluster: ``ratio`` of its budget. The clusters are those
-    of k-means: squared distance, Lloyd's iteration from keys spaced evenly over the text. Score and scopes have the rest of
-    the budget to themselves.
-    Source: KVCrush, section IV-C (what it compares its groups with; keys and start are not said there)."""
+    """The best slots of each head, and one slot per cluster of the evicted keys: ``ratio`` of its budget. Clusters
+    are those of k-means: squared distance, Lloyd's iteration, starting from keys spaced evenly over the text. Score
+    and scopes share the rest of the budget. Source: KVCrush, section IV-C, as a baseline; the paper does not specify
+    keys and start."""
 
     ratio: Ratio = 0.25
     pick: Pick = "even"

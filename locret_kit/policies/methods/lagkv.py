@@ -11,8 +11,8 @@ from ..registry import part, register
 
 
 def lag_relative(x_BHPLD: Tensor, present_BHPL: Tensor) -> Tensor:
-    """``softmax_L( std_D( (x - low) / (high - low) ) )``, ``[B, H, P - 1, L]``: partitions of ``L`` tokens, ``low`` and
-    ``high`` the channel-wise extremes of the *next* partition. A channel in which that one does not vary counts as 0.
+    """``softmax_L( std_D( (x - low) / (high - low) ) )``, ``[B, H, P - 1, L]``: partitions of ``L`` tokens; ``low``
+    and ``high`` are the channel-wise extremes of the *next* partition. A channel that is constant in it counts as 0.
     Source: LagKV, arXiv 2504.04704, equations 4 to 8."""
     x_BHPLD = wide(x_BHPLD)
     there = present_BHPL[:, :, 1:, :, None]
@@ -50,9 +50,11 @@ class LagKV(Score):
     per_token: ClassVar[bool] = True
 
     def score_new_tokens(self, entry: Entry) -> Tensor:
+        """Scores ``[B, H, T]`` until the next partition is complete; 2 for sinks, 1 otherwise."""
         return (1 + (entry.positions < self.sinks).float()).expand(entry.k.shape[:3])
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: ranks within partitions, once the next one is complete."""
         before, complete = ((n - self.sinks) // self.lag for n in (slots.seen - slots.since_eviction, slots.seen))
         first = max(0, before - 1)  # partitions below have their ranks since the last eviction
         if complete - 1 <= first:

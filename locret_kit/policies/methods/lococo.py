@@ -1,19 +1,19 @@
-"""LoCoCo, arXiv 2406.05317: a pool, into which one convolution per layer folds what is evicted.
+"""LoCoCo, arXiv 2406.05317: one convolution per layer folds evicted slots into a pool of merged slots.
 
-The convolution says how the slots of a head fold into a few merged ones.
-
-``x_i = [k_i; v_i]`` (keys before RoPE) are the ``L`` slots that fold, oldest first: what is evicted now, and the pool
-``p_1 < ... < p_R`` among them. With the layer's convolution ``W`` of kernel ``K``, its bias ``b`` and its gate ``c``:
+``x_i = [k_i; v_i]`` (keys before RoPE) are the ``L`` slots to fold, oldest first: the evicted ones, and the pool
+``p_1 < ... < p_R`` among them. With the layer's convolution ``W`` of kernel ``K``, its bias ``b`` and its gate
+``c``:
 
     a[m, i] = relu(b[m] + sum_j W[m, :, j] . x[i + j - (K - 1) / 2])     x is 0 outside of 1..L
     w[m, i] = (1 - g) [i = p_m] + g exp(a[m, i]) / sum_l exp(a[m, l])    g = 1 / (1 + exp(-c))
     k[p_m] <- sum_i w[m, i] k_i          v[p_m] <- sum_i w[m, i] v_i
 
-All heads of a layer share its convolution. The weights of a merged slot are convex, and a gate of 0 is plain eviction.
-Where a pool has layer norms (``norm``), the convolution reads ``LayerNorm(x_i)``, with a scale and a shift for each channel
-and layer; what is mixed stays ``k_i`` and ``v_i``. Locret (appendix C.2) trains "the newly-added convolution and layer norms".
-Source: LoCoCo, arXiv 2406.05317, and its released code, which has these heads, this kernel of 21, the ReLU and a learnt gate
-that begins at a half. Here the gate is a sigmoid, so that weights stay convex, and keys are met before RoPE.
+All heads of a layer share its convolution. The weights of a merged slot are convex, and a gate of 0 is plain
+eviction. With layer norms (``norm``) the convolution reads ``LayerNorm(x_i)``, with a scale and a shift per channel
+and layer; ``k_i`` and ``v_i`` themselves are mixed. Locret (appendix C.2) trains "the newly-added convolution and
+layer norms".
+Source: LoCoCo, arXiv 2406.05317, and its released code, with these heads, the kernel of 21, the ReLU and a learnt
+gate that starts at a half. Here the gate is a sigmoid, so that weights stay convex, and keys are taken before RoPE.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ConvPool(nn.Module):
         return float(torch.stack([self[i].gate.sigmoid() for i in range(len(self.layers))]).mean())
 
     def check_backbone(self, spec: BackboneSpec) -> None:
-        """Raise ValueError naming every dimension in which ``spec`` is not the backbone of this pool."""
+        """Raise ValueError with every dimension of ``spec`` that differs from the pool's backbone."""
         pairs = [(name, getattr(self.config, name), getattr(spec, name)) for name in DIMENSIONS]
         if wrong := [f"{n}: the pool has {mine}, the backbone has {its}" for n, mine, its in pairs if mine != its]:
             raise ValueError(f"this pool is for {self.config.backbone}: " + "; ".join(wrong))
@@ -210,5 +210,5 @@ class Lococo(Merge):
         return pool_slots(slots, scores_BHS, protected_BHS, stay_BHS, self.weights.config.slots)
 
     def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, facts_S: Tensor, stay_S: Tensor) -> Folded:
-        """One head's pool, with what was evicted in it."""
+        """One head's pool after folding the evicted slots into it."""
         return fold_convolved(self.weights[layer], keys_SD, values_SD, facts_S, stay_S)

@@ -130,22 +130,23 @@ class Nearest(Merge):
 
 @part("reread", "passages")
 class Passages(Reread):
-    """The tail of the prompt, which is held back, is read over every slot; then the cache is emptied, and the ``tokens`` of
-    the text that the tail asked for are read once more, and the tail after them: kept slots are an index to the text.
+    """Reading in two passes. The held-back tail of the prompt is read over every slot. Then the cache is emptied,
+    the ``tokens`` of the text that the tail attended to are read again, and the tail after them. The kept slots
+    serve as an index to the text.
 
-    A token's score is its share of the attention of the newest ``window`` queries among the older slots of a head, with
-    ``each`` of any one of these queries, the most that any head of any layer gives it; then the mean over ``smooth``
-    neighbouring tokens, zero where none is, and the maximum over ``kernel`` of these. A single token that one head looks at
-    says little; a passage that heads look at token after token says more. Which query knows what is asked for depends on the
-    prompt: its last one after the answer's first words, that of the question's last word where a chat template's follow. With
-    ``least``, what scores less than so much of the best is not read again even where there is room: other passages distract
-    a small model. The ``first`` tokens (a
-    template's head, an instruction, the sinks of attention) do not count among the slots, and are read again in any case.
-    What is read again stands side by side, and nothing is evicted from it, so the answer does not come through a context with
-    gaps; what was not asked for is gone. A prompt that fits the budget is read once.
+    A token's score is its share of the attention of the newest ``window`` queries among the older slots of a head;
+    with ``each``, that of the single best query. The maximum over all heads and layers counts. Scores are then
+    averaged over ``smooth`` neighbouring tokens (zero outside the text), and the maximum over ``kernel`` of these is
+    taken. A single token that one head attends to says little; a passage that gets attention token after token says
+    more. Which query knows the question depends on the prompt: its last query after the answer's first words, or the
+    query of the question's last word if a chat template follows. With ``least``, tokens below this share of the best
+    score are not read again even if there is room, because other passages distract a small model. The ``first``
+    tokens (a template's head, an instruction, attention sinks) do not count among the slots and are always read
+    again. Tokens read again are contiguous and nothing is evicted from them, so the answer has a context without
+    gaps; the rest of the text is gone. A prompt that fits the budget is read once.
 
-    Source: to read again what attention points to, from token ids, is InfiniRetri's (arXiv 2502.12962; last layer,
-    sentences); from the slots that a policy keeps, and by the most of all heads, is this project's
+    Source: rereading by attention, from token ids, is InfiniRetri's (arXiv 2502.12962; last layer, sentences). Using
+    a policy's kept slots and the maximum over all heads is this project's
     (``checkpoints/smollm2-135m-locret/LOG.md``).
     """
 
@@ -169,8 +170,8 @@ class Passages(Reread):
         return max(1, min(self.tokens, budget // 2, budget - tail))
 
     def collect(self, score_P: Tensor, slots: Slots, tail: int, size: int) -> None:
-        """Raise the scores of a text's tokens ``[P]``, in place, to what the heads of a layer give them; ``size`` of them are
-        to be read again."""
+        """Raise the scores of a text's tokens ``[P]``, in place, to those given by the heads of a layer. ``size``:
+        number of tokens to read again."""
         text_BHS = slots.valid & (slots.positions >= self._opening(size)) & (slots.positions < len(score_P))
         at_BHS = slots.positions.long().masked_fill(~text_BHS, 0)
         window = min(self.window, tail)
@@ -201,19 +202,20 @@ class Passages(Reread):
 
 @part("prefill_mask", "sliding")
 class Sliding(PrefillMask):
-    """Once slots have been evicted, a token sees the first ``sinks`` slots of its head, the ``newest`` ones that were kept at the
-    last eviction, and what has been read since. The other slots wait for the question.
+    """After the first eviction, a token sees the first ``sinks`` slots of its head, the ``newest`` slots kept at the
+    last eviction, and all tokens read since. The other slots wait for the question.
 
-    A context with gaps is not what a backbone was trained on, and what it makes of new tokens there is worse, which shows
-    when they are asked for. Source: sinks and a window are StreamingLLM's, arXiv 2309.17453; keeping slots that the text
-    after them does not see is this project's (``checkpoints/smollm2-135m-locret/LOG.md``).
+    Backbones are not trained on contexts with gaps. New tokens read in one get worse keys and values, which shows
+    when the question needs them. Source: sinks and a window are StreamingLLM's, arXiv 2309.17453. Keeping slots that
+    later text does not see is this project's (``checkpoints/smollm2-135m-locret/LOG.md``).
     """
 
     newest: Count = 1024
     sinks: Count = 8
 
     def visible(self, rows: int, fresh: int) -> tuple[slice, slice] | None:
-        """The rows that a token sees of a head's ``rows``, of which ``fresh`` entered since the last eviction; None for all."""
+        """The row ranges that a token sees, out of a head's ``rows``; ``fresh`` of them entered since the last
+        eviction. None for all."""
         hidden_until = rows - fresh - self.newest
         return (slice(0, self.sinks), slice(hidden_until, rows)) if hidden_until > self.sinks else None
 
@@ -224,14 +226,15 @@ class Sliding(PrefillMask):
 @part("score", "cis")
 @dataclass(frozen=True)
 class Cis(Score):
-    """Predicted causal importance of the layer's retaining head. Source: Locret, section 3.2.
+    """Causal importance predicted by the layer's retaining head. Source: Locret, section 3.2.
 
-    ``decay`` lowers it by so much with every token of age, as TRIM-KV's gates do (arXiv 2512.03324: a factor per token; there
-    each token has its own). Only differences within a head count, so a token's place raises it instead, once, as it enters.
+    ``decay`` lowers it by n nats per token of age, as TRIM-KV's gates do (arXiv 2512.03324, where each token has its
+    own factor). Only differences within a head count, so the code raises the score by the token's position once, as
+    it enters.
 
-    With ``lookahead``, a slot's score is the mean of its own and those of the next tokens, computed once, when they are there: a
-    retaining head sees one token, and cannot know that a number follows. Of those whose next tokens are yet to come, and of
-    those whose next tokens were evicted before they came to be averaged, what is there counts.
+    With ``lookahead``, a slot's score is the mean of its own and the next tokens' scores, computed once, when they
+    are there. A retaining head sees one token and cannot know that a number follows. If some of the next tokens are
+    still to come, or were evicted before, the mean is over the others.
     """
 
     decay: Annotated[float, Interval(ge=0, le=1)] = 0.0
@@ -242,6 +245,11 @@ class Cis(Score):
     per_token: ClassVar[bool] = True
 
     def score_new_tokens(self, entry: Entry) -> Tensor:
+        """Scores ``[B, H, T]`` of the retaining head, plus the decay.
+
+        Raises:
+            ValueError: no retaining heads.
+        """
         if entry.head is None:
             raise ValueError("score=cis needs retaining heads")
         score_BHT = entry.head(entry.q, entry.k, entry.v, entry.linear)
@@ -254,6 +262,7 @@ class Cis(Score):
         return type(self) is Cis and not self.decay
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``, averaged over the next ``lookahead`` tokens."""
         if not self.lookahead:
             return slots.entry_scores
         # Slots that stood here at the last eviction have their mean already, but for the newest of them.

@@ -1,4 +1,5 @@
-"""MInference 1.0, arXiv 2407.02490: each head attends by a pattern of its own, whose places the newest queries tell."""
+"""MInference 1.0, arXiv 2407.02490: each head has its own attention pattern, whose positions are estimated from the
+newest queries."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -136,13 +137,14 @@ def _means(x_BHSD: Tensor) -> Tensor:
 
 @part("sparse", "vertical-slash")
 class VerticalSlash(Sparse):
-    """The ``vertical`` columns and the ``slash`` diagonals that get most of the attention of a chunk's newest ``last`` queries
-    are what all its queries see; the first 30 columns and the nearest 100 diagonals come first among them. A diagonal is computed
-    in tiles of 64: a block of 64 queries attends to all rows that one of them reaches on it.
+    """A chunk's queries see the ``vertical`` columns and ``slash`` diagonals with the most attention from the
+    chunk's newest ``last`` queries, including always the first 30 columns and the nearest 100 diagonals. Diagonals
+    are computed in tiles: a block of 64 queries attends to all rows that one of them reaches on it.
 
-    The paper estimates once, by the last queries of the whole prompt. Here each chunk of the prompt estimates for itself, by
-    queries nearer to what it reads. The defaults are the paper's, for contexts of 128K: of 8K they compute almost everything.
-    Source: MInference 1.0, arXiv 2407.02490, algorithm 2 and its code (its other patterns come by a file alone).
+    The paper estimates once, by the last queries of the whole prompt. Here each chunk estimates for itself, by
+    queries nearer to its text. The defaults are the paper's for contexts of 128K; at 8K they compute almost
+    everything. Source: MInference 1.0, arXiv 2407.02490, algorithm 2 and its code (its other patterns need a file of
+    measured heads).
     """
 
     vertical: Count = 1000

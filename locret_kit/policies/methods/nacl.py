@@ -51,6 +51,7 @@ class ProxyAttention(Weight):
             entry.state[name] = torch.cat((entry.state[name], new), 2) if name in entry.state else new.clone()
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: attention of the recent and of the first queries."""
         scores_BHS = recent_attention(slots, self.recent(slots.chunk))
         if not self.first:
             return scores_BHS

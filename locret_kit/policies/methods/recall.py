@@ -1,8 +1,8 @@
-"""Recall: evicted slots are stored in the host's memory, and the best blocks of them come back for the tokens that are read.
+"""Recall: evicted slots are stored in host memory, and the best blocks come back for the next tokens.
 
-``Blocks`` is this project's form: only what eviction drops is stored, the policy's own scores choose the keys by which a block
-is found, and the slots that were kept point to blocks too. Source of store, blocks and representatives: InfLLM,
-arXiv 2402.04617, whose published form is in ``infllm.py``.
+``Blocks`` is this project's form. Only evicted slots are stored, the policy's scores select the keys that represent
+a block, and kept slots vote for blocks too. Source of store, blocks and representatives: InfLLM, arXiv 2402.04617,
+whose published form is in ``infllm.py``.
 """
 
 from typing import Literal
@@ -34,7 +34,7 @@ class Blocks(Recall):
     reading: bool = True
     """Whether blocks come back while the text is read, or only for the tail and what follows it."""
     apart: Count = 32
-    """So many tokens or fewer, read together, look up for each of them alone; more look up together."""
+    """Largest number of tokens, read together, that look up blocks each alone; more tokens look up together."""
     across: Literal["head", "layer", "model"] = "model"
     """'head': every head has blocks of its own; 'layer': the best of any head; 'model': of any head of this layer or one
     before it."""

@@ -12,9 +12,9 @@ from .snapkv import WindowAttention
 
 
 def redundancy(k_BHSD: Tensor, valid_BHS: Tensor, threshold: float) -> Tensor:
-    """Share ``[B, H, S]`` of each slot in the redundancy of its head: softmax of the mean cosine similarity of its key with those
-    of the other slots, where the newest slot whose similarity is above ``threshold`` counts as unlike. Zero at padding.
-    Source: R-KV, arXiv 2505.24133."""
+    """Redundancy ``[B, H, S]`` of each slot within its head: softmax of the mean cosine similarity of its key with
+    the other slots' keys. For each slot, the newest slot with similarity above ``threshold`` counts as dissimilar.
+    Zero at padding. Source: R-KV, arXiv 2505.24133."""
     B, H, S, _ = k_BHSD.shape
     k_BHSD = wide(k_BHSD)
     unit_BHSD = k_BHSD / k_BHSD.norm(dim=-1, keepdim=True).clamp_min(1e-8)
@@ -31,11 +31,11 @@ def redundancy(k_BHSD: Tensor, valid_BHS: Tensor, threshold: float) -> Tensor:
 
 @part("score", "joint")
 class AttentionAndRedundancy(Score):
-    """``mix`` times the mean attention of the newest ``window`` queries, pooled over ``kernel`` neighbours as by SnapKV, less
-    ``1 - mix`` times the redundancy of the key: the softmax over the head's slots of its mean cosine similarity with the other
-    keys (as attention sees them). Of the slots that are more similar than ``threshold`` the newest does not count, so that one
-    of many alike stays. Source: R-KV, arXiv 2505.24133; sizes: its authors' code, which lets the first slot count as unlike where
-    none is similar."""
+    """``mix`` times the mean attention of the newest ``window`` queries (pooled over ``kernel`` neighbours as in
+    SnapKV), minus ``1 - mix`` times the redundancy of the key. Redundancy is the softmax over the head's slots of
+    the mean cosine similarity with the other keys, after RoPE. Among slots more similar than ``threshold`` the
+    newest does not count, so that one of many similar slots stays. Source: R-KV, arXiv 2505.24133; sizes: its
+    authors' code, where the first slot counts as dissimilar if none is similar."""
 
     window: Positive = 8
     """Queries."""
@@ -48,6 +48,7 @@ class AttentionAndRedundancy(Score):
         return self.window
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: window attention minus redundancy."""
         attention_BHS = WindowAttention(self.window, self.kernel).score_slots(slots) / self.window
         return self.mix * attention_BHS - (1 - self.mix) * redundancy(slots.keys(), slots.valid, self.threshold).float()
 

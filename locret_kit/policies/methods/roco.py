@@ -16,6 +16,7 @@ class Mas(Weight):
     statistics: ClassVar[frozenset[str]] = frozenset({"sum", "count"})
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: mean attention."""
         return slots.stats["sum"] / slots.stats["count"]
 
 
@@ -26,7 +27,7 @@ class Deviation(Scope):
     Source: RoCo, section 4; the two exceptions are its published implementation's."""
 
     size: Size = 0.5
-    """Slots, or a fraction of what the head keeps; the exceptions are among them."""
+    """Number of slots, or a fraction of the slots a head keeps; the exceptions are included."""
     newest: Count = 10
     sinks: Count = 4
     statistics: ClassVar[frozenset[str]] = frozenset({"sum", "square", "count"})
@@ -35,6 +36,7 @@ class Deviation(Scope):
         return wanted_count(self.size, budget)
 
     def protects(self, slots: Slots) -> Tensor:
+        """Boolean ``[B, H, S]``: the slots of highest deviation."""
         mean_BHS = slots.stats["sum"] / slots.stats["count"]
         variance_BHS = slots.stats["square"] / slots.stats["count"] - mean_BHS.square()
         first_BHS = slots.newest(self.newest) | ((slots.positions < self.sinks) & slots.valid)

@@ -16,6 +16,7 @@ class Aqas(Weight):
     statistics: ClassVar[frozenset[str]] = frozenset({"above"})
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: number of queries with attention above the mean."""
         return slots.stats["above"]
 
 

@@ -9,15 +9,15 @@ from ..registry import Parts, Window, part, register
 
 @part("score", "window")
 class WindowAttention(Weight):
-    """``sum of a`` over the newest ``window`` queries, then the maximum over ``kernel`` neighbouring slots (as Ada-KV, section
-    4.1, gives SnapKV's settings; the code of its authors can also take the mean). The newest ``window`` slots are neither
-    pooled nor pooled from, whatever the scope protects. Source: SnapKV, arXiv 2404.14469.
+    """``sum of a`` over the newest ``window`` queries, then the maximum over ``kernel`` neighbouring slots. Pooling
+    follows Ada-KV, section 4.1; the code of SnapKV's authors can also take the mean. The newest ``window`` slots are
+    excluded from pooling, whatever the scope protects. Source: SnapKV, arXiv 2404.14469.
 
-    The newest queries of the text count, not of the last block alone: a block shorter than the window leaves the rest of it
-    to the blocks before. The newest query sees all slots, each one before it one slot less. In compact positions a query looks
-    from the place of its rank; where one of those tokens was evicted (no scope protects it), that is an older slot's place. A
-    head that holds fewer slots than the window (a budget below it, or a small share of an adaptive one) sums over as many of the
-    newest queries as it has slots, and pools nothing.
+    The newest queries of the whole text count: if the last block is shorter than the window, queries of earlier
+    blocks fill it. The newest query sees all slots, each earlier one a slot less. With compact positions, a query
+    has the position of its rank. If one of those tokens was evicted (no scope protects it), that is an older slot's
+    position. A head with fewer slots than the window (a small budget, or a small share of an adaptive one) sums over
+    as many of the newest queries as it has slots, without pooling.
     """
 
     window: Positive = 32
@@ -29,6 +29,7 @@ class WindowAttention(Weight):
         return self.window
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: attention of the window's queries, max-pooled before the window."""
         scores_BHS = recent_attention(slots, self.window)
         before = max(0, scores_BHS.shape[-1] - self.window)
         if before and self.kernel > 1:

@@ -15,6 +15,7 @@ class Recency(Score):
     per_token: ClassVar[bool] = True
 
     def score_new_tokens(self, entry: Entry) -> Tensor:
+        """Scores ``[B, H, T]``: the positions."""
         return entry.positions.float().expand(entry.k.shape[:3])
 
 

@@ -15,6 +15,7 @@ class Ltas(Weight):
         return 1
 
     def score_slots(self, slots: Slots) -> Tensor:
+        """Scores ``[B, H, S]``: attention of the newest query."""
         return recent_attention(slots, 1)
 
 

@@ -29,8 +29,8 @@ def antidiagonal_weights(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, stride:
 
 
 def fewest_blocks(score_BQNU: Tensor, always_NU: Tensor, threshold: float) -> Tensor:
-    """Boolean ``[B, Q, N, U]``: those of ``always``, and the fewest others with which a row's scores sum to a ``threshold`` of
-    their sum; of equals the earlier one. Source: XAttention, ``find_blocks``."""
+    """Boolean ``[B, Q, N, U]``: the blocks of ``always``, and the fewest others whose scores bring the row's sum to
+    ``threshold`` of the total. Ties go to the earlier block. Source: XAttention, ``find_blocks``."""
     first = score_BQNU.masked_fill(always_NU, float("inf"))  # so these head the order
     order = first.argsort(dim=-1, descending=True, stable=True)
     before = score_BQNU.gather(-1, order).cumsum(-1).roll(1, -1)  # the sum of all before a place
