@@ -211,3 +211,5 @@ class LentStep:
             if not rows.is_initialized:
                 pool.bind(turn.page, rows)
         self.batch.attend(layer, q_NQD, k_NHD, v_NHD, softmax, out_NQD)
+        if layer + 1 == len(self.pages.orders):
+            self.batch.finish()

@@ -19,7 +19,7 @@ from .attend import RowRotation, VarlenRows, decode_rows
 from .context import Context
 from .pages import RowPool
 from .rotation import RotationTables
-from .step import evict, in_model_type, make_room, read_tokens
+from .step import Eviction, evict_after, in_model_type, make_room, read_tokens
 from .storage.rows import BoundedLayer
 from .view import entry_scores, score_alike, shared_scores
 
@@ -30,6 +30,9 @@ Span = tuple[int, int]
 class Text(Protocol):
     """Rows in every layer, with the rules by which they are cut: a ``BoundedCache``, or a request of an engine."""
 
+    waiting: list[Eviction]
+    """Evictions for the end of a forward."""
+
     @property
     def context(self) -> Context: ...
 
@@ -38,6 +41,12 @@ class Text(Protocol):
 
     def close(self, layer: int) -> None:
         """Take note that the new tokens are in a layer."""
+
+    def make_room(self, tokens: int) -> None:
+        """Evict in all layers together, where new tokens have no room."""
+
+    def evict_waiting(self) -> None:
+        """Evict in all layers what has waited for the end of a forward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +150,9 @@ class TextBatch:
         q_NQD, k_NHD, v_NHD = in_model_type(self.contexts[0], *(x[: self.end] for x in (q_NQD, k_NHD, v_NHD)))
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NQD, k_NHD, v_NHD))  # [1, heads, N, D]
         rows = [text.open(layer, softmax, k[:, :, :0], v[:, :, :0]) for text in self.texts]
+        if layer == 0:
+            for text, (start, end) in zip(self.texts, self.spans, strict=True):
+                text.make_room(end - start)
         score_BHN = None
         if self._scored_alike:
             score_BHN = shared_scores(self.contexts[0], layer, q, k, v, self.positions(self.end, q.device)[None])
@@ -150,10 +162,16 @@ class TextBatch:
         for i in self._alone:
             new = slice(*self.spans[i])
             score = None if score_BHN is None else score_BHN[:, :, new]
-            out = read_tokens(self.contexts[i], layer, rows[i], q[:, :, new], k[:, :, new], v[:, :, new], score)
+            given, waiting = [x[:, :, new] for x in (q, k, v)], self.texts[i].waiting
+            out = read_tokens(self.contexts[i], layer, rows[i], *given, score, waiting)
             out_NQD[new] = out[0].transpose(0, 1)
         for text in self.texts:
             text.close(layer)
+
+    def finish(self) -> None:
+        """Evict in every text what has waited for the end of the forward."""
+        for text in self.texts:
+            text.evict_waiting()
 
     def _plan(self, rows: Sequence[BoundedLayer], device: torch.device) -> list[DecodingGroup]:
         """Which texts are decoded together, the same in all layers; the others are read alone."""
@@ -188,8 +206,8 @@ class TextBatch:
         assert isinstance(pool, RowPool)
         # Room first: an eviction moves rows, and places are numbers of rows.
         dues = [own_ctx.due(layer, own, 1) for own_ctx, own in texts]
-        for (own_ctx, own), due in zip(texts, dues, strict=True):
-            make_room(own_ctx, layer, own, due)
+        for own_ctx, own in texts:
+            make_room(own_ctx, [(layer, own)], 1)
         if score_NH is None:
             alone = zip(texts, *(x[:, None, :, None] for x in (q_NQD, k_NHD, v_NHD)), strict=True)  # [1, heads, 1, D]
             made = [entry_scores(own_ctx, layer, own, own.seen, q, k, v) for (own_ctx, own), q, k, v in alone]
@@ -215,8 +233,7 @@ class TextBatch:
         rotation = None if rope is None else self._step.rotation(index, rope, ctx.tables, q_NQD)
         out = decode_rows(q_NQ1D, flat, first.scaling, ctx.backend.kernels, statistics, rotation, ctx.group)
         # Each by its own schedule; what moves lies in its own page.
-        for (own_ctx, own), due in zip(texts, dues, strict=True):
+        for i, (own_ctx, own), due in zip(group.turns, texts, dues, strict=True):
             own.count(1)
-            if due.keep is not None and not own_ctx.evicts_after_forward:
-                evict(own_ctx, layer, own, due.keep, last=due.last)
+            evict_after(own_ctx, layer, own, due, self.texts[i].waiting)
         return out[:, :, 0]

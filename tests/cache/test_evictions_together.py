@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
@@ -19,28 +20,28 @@ MODES = {
     "compact": {}, "original": {"positions": "original"}, "clipped": {"positions": "clipped(60)"}, "every": {"decode_every": 3},
     "pins": {"protect": "first"}, "windows": {"family": "gemma3"}, "one-shot": {"one_shot": True},
 }  # fmt: skip
-REAL = step.evicts_together
+REAL, EVICT = step.evicts_together, step._evict
 
 
 def run(policy: str, mode: str, together: bool):
-    """What is left of a run, and how many layers each choice of slots was for."""
+    """What is left of a run, and how many layers each choice of slots was for; of runs apart, marked slot by slot."""
     rest = dict(MODES[mode])
     model, layers = backbone(rest.get("family", "llama")), []
     cache, ids = make(policy, **rest), tokens()
-    choose = type(cache.policy).choose
 
-    def counted(self, slots, scores):
-        layers.append(len(scores))
-        return choose(self, slots, scores)
+    def counted(ctx, cuts, seen):
+        layers.append(len(cuts))
+        EVICT(ctx, cuts, seen)
 
     def as_on_a_card(ctx, rows):
         return together and REAL(replace(ctx, backend=BACKENDS["triton"]), rows)
 
-    patches = (
-        mock.patch.object(step, "evicts_together", as_on_a_card),
-        mock.patch.object(type(cache.policy), "choose", counted),
-    )
-    with patches[0], patches[1], attach(model), torch.inference_mode():
+    patches = [mock.patch.object(where, "evicts_together", as_on_a_card) for where in (step, bounded)]
+    patches += [mock.patch.object(step, "_evict", counted)]
+    patches += [] if together else [mock.patch.object(type(cache.policy), "ranks", False)]
+    with ExitStack() as stack, attach(model), torch.inference_mode():
+        for patch in patches:
+            stack.enter_context(patch)
         logits = prefill(model, ids, cache)
         new = list(decode(model, cache, logits, prompt=ids, max_new_tokens=30, sampling=Sampling(), stop=frozenset()))
     counts = [(rows.rows, rows.seen, rows.since_eviction, rows.evictions) for rows in cache.bounded]
@@ -71,7 +72,7 @@ def test_who_may_is_one_choice_for_all_layers(policy, together):
 def test_an_interrupt_before_the_end_of_the_forward_is_noticed(monkeypatch):
     model, cache = backbone(), make("h2o")
     monkeypatch.setattr(step, "evicts_together", lambda ctx, rows: True)
-    monkeypatch.setattr(bounded, "evict_together", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(bounded, "evict", mock.Mock(side_effect=KeyboardInterrupt))
     with attach(model), torch.inference_mode():
         with pytest.raises(KeyboardInterrupt):
             prefill(model, tokens(), cache)

@@ -99,7 +99,7 @@ def main() -> None:
                     run(model, policy, of, form, positions=positions) for form in ("graph", "eager", "dynamic")
                 )
                 assert driver is not None and driver.reason is None and driver.cuts_captured, driver and driver.reason
-                assert any(before for before, _ in driver.graphs) and ((), ()) in driver.graphs
+                assert any(form.before for form in driver.graphs) and Form() in driver.graphs
                 torch.testing.assert_close(graph, eager, **CLOSE)
                 torch.testing.assert_close(graph, dynamic, **CLOSE)
                 print(
