@@ -108,7 +108,9 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     scores, most = numbers[None], torch.full((1, H), budget, dtype=torch.int64, device=device)
     guard, nbytes = torch.zeros(1, H, S, dtype=torch.uint8, device=device), scores.nbytes + stay.nbytes
     yield case("select_index", f"S={S} K={budget}", scores, budget, T // 4, nbytes=nbytes)
-    yield case("select_index, guarded", f"S={S} K={budget}", scores, budget, T // 4, guard, nbytes=nbytes + guard.nbytes)
+    yield case(
+        "select_index, guarded", f"S={S} K={budget}", scores, budget, T // 4, guard, nbytes=nbytes + guard.nbytes
+    )
     marks = guard.bool(), guard == 0
     yield case("select_rows", f"S={S} K={budget}", scores, *marks, most, nbytes=scores.nbytes + 3 * guard.nbytes)
     wide, weight = x(1, T, Q * D), x(Q * D)

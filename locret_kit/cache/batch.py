@@ -77,7 +77,7 @@ class ForwardOfTexts(Cache, Handler):
         self.batch.finish()
         hidden_NE = hidden_BTE.flatten(0, 1)
         for text, (start, end) in zip(self.batch.texts, self.batch.spans, strict=True):
-            if isinstance(text, BoundedCache) and text.in_blocks:
+            if text.in_blocks:
                 text.read(hidden_NE[None, start:end], None if ids_BT is None else ids_BT.view(1, -1)[:, start:end])
 
     def update(

@@ -67,9 +67,7 @@ def attend_again(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Ten
     return attend_newest(replace(ctx, statistics=()), layer, rows, q)
 
 
-def attend_newest(
-    ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed: StaticStep | None = None
-) -> Tensor:
+def attend_newest(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed: StaticStep | None = None) -> Tensor:
     """Attention ``[B, Q, T, D]`` of the newest tokens, which are rows already. One token takes a call for all heads; a block
     takes one per part, heads of equal length, or one for heads of different lengths where PyTorch has it."""
     if fixed is not None and fixed.flat is not None:
@@ -112,7 +110,13 @@ def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedR
 
 
 def _attend_part(
-    ctx: Context, layer: int, rows: BoundedLayer, part: EqualLengthHeads, q: Tensor, softmax: Softmax, seen: int | Tensor
+    ctx: Context,
+    layer: int,
+    rows: BoundedLayer,
+    part: EqualLengthHeads,
+    q: Tensor,
+    softmax: Softmax,
+    seen: int | Tensor,
 ) -> Tensor:
     """Attention of heads of equal length after ``seen`` tokens, the newest included; their slots gain its statistics. Rows are
     read in place, unless the policy's prefill mask hides some of them."""
@@ -266,18 +270,14 @@ def make_room(
     evict(ctx, cuts, seen)
 
 
-def evict_if_due(
-    ctx: Context, layers: Iterable[tuple[int, BoundedLayer]], seen: int | Tensor | None = None
-) -> None:
+def evict_if_due(ctx: Context, layers: Iterable[tuple[int, BoundedLayer]], seen: int | Tensor | None = None) -> None:
     """Evict at a boundary of the schedule."""
     dues = ((layer, rows, ctx.due(layer, rows, 0)) for layer, rows in layers)
     cuts = [Eviction(layer, rows, due.keep, due.last) for layer, rows, due in dues if due.keep is not None]
     evict(ctx, cuts, seen)
 
 
-def evict_after(
-    ctx: Context, layer: int, rows: BoundedLayer, due: Due, waiting: list[Eviction] | None = None
-) -> None:
+def evict_after(ctx: Context, layer: int, rows: BoundedLayer, due: Due, waiting: list[Eviction] | None = None) -> None:
     """Evict where it is due after a block, or let it be ``waiting`` where it may be one call with other layers."""
     if due.keep is not None and not ctx.evicts_after_forward:
         cut = Eviction(layer, rows, due.keep, due.last)

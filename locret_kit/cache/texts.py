@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,34 +19,15 @@ from .attend import RowRotation, VarlenRows, decode_rows
 from .context import Context
 from .pages import RowPool
 from .rotation import RotationTables
-from .step import Eviction, evict_after, in_model_type, make_room, read_tokens
+from .step import evict_after, in_model_type, make_room, read_tokens
 from .storage.rows import BoundedLayer
 from .view import entry_scores, score_alike, shared_scores
 
+if TYPE_CHECKING:
+    from .bounded import BoundedCache
+
 Span = tuple[int, int]
 """First and last but one of a text's new tokens, among those of a forward."""
-
-
-class Text(Protocol):
-    """Rows in every layer, with the rules by which they are cut: a ``BoundedCache``, or a request of an engine."""
-
-    waiting: list[Eviction]
-    """Evictions for the end of a forward."""
-
-    @property
-    def context(self) -> Context: ...
-
-    def open(self, layer: int, softmax: Softmax, k_BH0D: Tensor, v_BH0D: Tensor) -> BoundedLayer:
-        """The rows of a layer, before a forward's new tokens enter it. Keys and values tell sizes and dtype."""
-
-    def close(self, layer: int) -> None:
-        """Take note that the new tokens are in a layer."""
-
-    def make_room(self, tokens: int) -> None:
-        """Evict in all layers together, where new tokens have no room."""
-
-    def evict_waiting(self) -> None:
-        """Evict in all layers what has waited for the end of a forward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +102,7 @@ class TextBatch:
         texts: that have new tokens. spans: where they stand, ascending. seen: tokens of each text before them.
     """
 
-    def __init__(self, texts: Sequence[Text], spans: Sequence[Span], seen: Sequence[int]) -> None:
+    def __init__(self, texts: Sequence[BoundedCache], spans: Sequence[Span], seen: Sequence[int]) -> None:
         self.texts, self.spans, self.seen = texts, spans, seen
         self.contexts = [text.context for text in texts]
         self.end = max((end for _, end in spans), default=0)

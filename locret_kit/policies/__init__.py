@@ -246,15 +246,12 @@ class Policy:
     def index(self, slots: Sequence[base.Slots], scores_LHS: Tensor) -> Tensor:
         """Index ``[L, H, keep]`` (ascending) of the slots that stay in layers of equal lengths, the same as by ``choose``."""
         first, guard = slots[0], None
-        newest = {scope: scope.protects_newest(first) for scope in self.scopes if not scope.idle}
-        marking = [scope for scope, count in newest.items() if count is None]
-        if marking or first.pinned is not None:
+        newest = [scope.protects_newest(first) for scope in self.scopes if not scope.idle]
+        if None in newest or first.pinned is not None:
             whole = base.joined(slots) if len(slots) > 1 else first
-            marks = torch.zeros_like(whole.valid, dtype=torch.uint8)
-            for scope in marking:
-                marks |= scope.protects(whole)
-            guard = marks if whole.pinned is None else marks.masked_fill(whole.pinned, 2)
-        most = max((count or 0 for count in newest.values()), default=0)
+            guard, newest = self.protected(whole).to(torch.uint8), []
+            guard = guard if whole.pinned is None else guard.masked_fill(whole.pinned, 2)
+        most = max((count or 0 for count in newest), default=0)
         index: Tensor = function("select_index", first.backend)(scores_LHS, first.keep, most, guard)
         return index
 

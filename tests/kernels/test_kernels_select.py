@@ -88,9 +88,7 @@ def test_select_index(kind, S, keep, newest):
         marks = torch.zeros_like(mark) if guard is None else guard
         marks = marks.maximum((torch.arange(S) >= S - newest).to(torch.uint8))
         for b, h in product(range(2), range(2)):
-            exact = by_hand(
-                scores[b, h].tolist(), marks[b, h].tolist(), [True] * S, keep, torch.finfo(KINDS[kind]).max
-            )
+            exact = by_hand(scores[b, h].tolist(), marks[b, h].tolist(), [True] * S, keep, torch.finfo(KINDS[kind]).max)
             assert all(index[b, h].tolist() == [s for s in range(S) if exact[s]] for index in found), (guard, b, h)
 
 
@@ -111,5 +109,7 @@ def test_what_select_rows_refuses(functions):
     with pytest.raises(ValueError, match=r"most \(1, 1\) must be \(1, 2\), a number of each head"):
         functions["select_rows"](scores, marks, marks, most[:, :1])
     for keep in (0, 6):
-        with pytest.raises(ValueError, match=f"index: {keep} rows must be at least 1 and at most the 5 rows of a buffer"):
+        with pytest.raises(
+            ValueError, match=f"index: {keep} rows must be at least 1 and at most the 5 rows of a buffer"
+        ):
             functions["select_index"](scores, keep)

@@ -145,8 +145,10 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_
     for x in args:
         assert isinstance(x, (OnCard, int, float)), f"{kernel.__name__} is given {type(x)}"
         assert not isinstance(x, int) or abs(x) < 2**31, f"{kernel.__name__}: {x} is no int32"
-    if kernel.__name__ == "_select_rows" and not constants["INDEX"]:  # the newest, as many as are wanted: heads are laid out so
-        most_BH, stay_BHS = (x.inner for x in args[3:5])
+    if (
+        kernel.__name__ == "_select_rows" and not constants["INDEX"]
+    ):  # the newest, as many as are wanted: heads are laid out so
+        most_BH, stay_BHS = (x.inner for x in args[2:4])
         stay_BHS.copy_(torch.arange(stay_BHS.shape[-1]) >= stay_BHS.shape[-1] - most_BH[..., None])
 
 

@@ -64,5 +64,7 @@ class TapedDecoder(GraphDriver):
 
     def _run(self, form):
         self.replays += form in self.graphs
-        self.evictions_replayed += bool(form.before or form.after) and form in self.graphs
+        self.evictions_replayed += (
+            any(one.due and (one.due.room or one.due.keep) for one in form) and form in self.graphs
+        )
         return super()._run(form)

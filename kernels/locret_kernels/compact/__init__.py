@@ -7,15 +7,15 @@ from collections.abc import MutableMapping, Sequence
 import torch
 from torch import Tensor
 
+from .. import check_keep
+
 __all__ = ["compact_rows"]
 
 Addresses = MutableMapping[tuple[int, ...], Tensor]
 """Tables on the device of where buffers begin, by what is in them."""
 
 
-def compact_rows(
-    buffers: Sequence[Sequence[Tensor]], index_LHK: Tensor, addresses: Addresses | None = None
-) -> None:
+def compact_rows(buffers: Sequence[Sequence[Tensor]], index_LHK: Tensor, addresses: Addresses | None = None) -> None:
     """Move row ``index[j]`` of every buffer ``[H, S]`` or ``[H, S, D]`` of a layer to row ``j``, for ``j < K``, in place.
 
     ``index`` ascends, so rows keep their order; rows from ``K`` on are left as they are.
@@ -27,15 +27,8 @@ def compact_rows(
     Raises:
         ValueError: ``K`` outside ``1..S``.
     """
-    check_moves(index_LHK, buffers)
     for layer, index_HK in zip(buffers, index_LHK.long(), strict=True):
         for rows in layer:
+            check_keep(index_HK.shape[1], rows.shape[1])
             index = index_HK if rows.dim() == 2 else index_HK[..., None].expand(-1, -1, rows.shape[-1])
             rows[:, : index.shape[1]] = torch.gather(rows, 1, index)
-
-
-def check_moves(index_LHK: Tensor, buffers: Sequence[Sequence[Tensor]]) -> None:
-    """Raise ValueError unless between one and all of the rows of every buffer stay."""
-    K, S = index_LHK.shape[2], min(rows.shape[1] for layer in buffers for rows in layer)
-    if not 1 <= K <= S:
-        raise ValueError(f"index: {K} rows must be at least 1 and at most the {S} rows of a buffer")

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from .. import common
+from .. import check_keep, common
 from ..common import check
-from . import Addresses, check_moves
+from . import Addresses
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Element size -> the type as which bits are copied, whatever they mean."""
@@ -46,16 +46,14 @@ def _compact_rows(
         tl.store(x + target[:, None] * stride_s + columns[None, :], rows, mask=moves)
 
 
-def compact_rows(
-    buffers: Sequence[Sequence[Tensor]], index_LHK: Tensor, addresses: Addresses | None = None
-) -> None:
+def compact_rows(buffers: Sequence[Sequence[Tensor]], index_LHK: Tensor, addresses: Addresses | None = None) -> None:
     """See the definition, ``compact_rows``."""
-    check_moves(index_LHK, buffers)
     index, addresses = index_LHK.contiguous(), {} if addresses is None else addresses
     _, H, K = index.shape
     kinds: dict[tuple[object, ...], list[tuple[Tensor, int]]] = {}
     for layer, own in enumerate(buffers):
         for buffer in own:
+            check_keep(K, buffer.shape[1])
             rows = (buffer if buffer.dim() == 3 else buffer[..., None]).view(INTEGERS[buffer.element_size()])
             kinds.setdefault((rows.dtype, rows.shape[2], rows.stride()), []).append((rows, layer))
     for kind in kinds.values():

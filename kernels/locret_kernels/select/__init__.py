@@ -1,11 +1,11 @@
-"""The best rows of each head by score, protected rows first, as marks or as an index: the definition, in torch, by a stable sort."""
+"""The best rows of each head by score, protected rows first, as marks or as an index: the definition, by a stable sort."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .. import check_some
+from .. import check_keep, check_some
 
 __all__ = ["select_index", "select_rows"]
 
@@ -41,8 +41,8 @@ def select_index(scores_BHS: Tensor, keep: int, newest: int = 0, guard_BHS: Tens
     Raises:
         ValueError: ``keep`` outside ``1..S``.
     """
-    check_keep(keep, scores_BHS)
     S = scores_BHS.shape[-1]
+    check_keep(keep, S)
     protected = (torch.arange(S, device=scores_BHS.device) >= S - newest).expand(scores_BHS.shape)
     pinned = torch.zeros_like(protected) if guard_BHS is None else guard_BHS > 1
     if guard_BHS is not None:
@@ -55,12 +55,6 @@ def kept_rows(stay_BHS: Tensor, keep: int) -> Tensor:
     place_BHS = (stay_BHS.cumsum(-1) - 1).masked_fill_(~stay_BHS, keep)  # the others share one place after them
     row_S = torch.arange(place_BHS.shape[-1], device=place_BHS.device).expand_as(place_BHS)
     return place_BHS.new_empty(*place_BHS.shape[:-1], keep + 1).scatter_(-1, place_BHS, row_S)[..., :keep]
-
-
-def check_keep(K: int, rows: Tensor) -> None:
-    """Raise ValueError unless between one and all of the rows of ``[B, H, S]`` stay."""
-    if not 1 <= K <= rows.shape[2]:
-        raise ValueError(f"index: {K} rows must be at least 1 and at most the {rows.shape[2]} rows of a buffer")
 
 
 def check_scores(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, most_BH: Tensor) -> None:

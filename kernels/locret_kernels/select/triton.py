@@ -12,62 +12,53 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import common
+from .. import check_keep, common
 from ..common import check
-from . import check_keep, check_scores
+from . import check_scores
+
 
 @triton.jit
-def _ordered(scores, guard, valid, rows, S, oldest, largest, INDEX: tl.constexpr, GUARDED: tl.constexpr):
-    """Keys ``[rows]`` (uint32) in the order of the reference's: 0 past the end, then padding, scores, protected rows, NaN, pinned
-    rows."""
+def _ordered(scores, marks, rows, S, oldest, largest, MARKED: tl.constexpr):
+    """Keys ``[rows]`` (uint32) in the order of the reference's: 0 past the end, then padding (marks of 3), scores, protected rows
+    (1, and those from ``oldest`` on), NaN, pinned rows (2)."""
     there = rows < S
     x = tl.load(scores + rows, mask=there, other=0.0).to(tl.float32)  # [BS]
-    guarded = rows >= oldest
-    pinned = rows < 0
-    if GUARDED:
-        mark = tl.load(guard + rows, mask=there, other=0)
-        guarded = guarded | (mark != 0)
-        pinned = mark > 1
-    unknown = (x != x) & ~guarded
+    mark = tl.zeros_like(rows)
+    if MARKED:
+        mark = tl.load(marks + rows, mask=there, other=0).to(tl.int32)
+    mark = tl.where((mark == 0) & (rows >= oldest), 1, mark)
+    unknown = (x != x) & (mark == 0)
     x = tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))
-    x = tl.where(guarded, float("inf"), x)
-    if not INDEX:
-        padding = tl.load(valid + rows, mask=there, other=0) == 0
-        unknown = unknown & ~padding
-        x = tl.where(padding, float("-inf"), x)
+    x = tl.where(mark == 1, float("inf"), tl.where(mark == 3, float("-inf"), x))
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, ~bits, bits ^ -(2**31))  # negative numbers are in reverse, and below the others
     key = tl.where(x == 0.0, -(2**31), key)  # 0 and -0 are equal
-    key = tl.where(unknown, -2, key)
-    key = tl.where(pinned, -1, key)
+    key = tl.where(unknown, -2, tl.where(mark == 2, -1, key))
     return tl.where(there, key, 0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _select_rows(
-    scores, guard, valid, most, out, largest, S, K, oldest, BLOCK_S: tl.constexpr, INDEX: tl.constexpr,
-    GUARDED: tl.constexpr,
-):  # fmt: skip
+    scores, marks, most, out, largest, S, K, oldest, BLOCK_S: tl.constexpr, INDEX: tl.constexpr, MARKED: tl.constexpr
+):
     """A program owns one head, and reads BS rows at a time. It writes whether each row stays, or with ``INDEX`` the ``K`` that
     do."""
     head = tl.program_id(0).to(tl.int64)
     scores += head * S
-    guard += head * S
-    valid += head * S
+    marks += head * S
     out += head * (K if INDEX else S)
     wanted = K
     if not INDEX:
         wanted = tl.load(most + head).to(tl.int32)
-    block = tl.arange(0, BLOCK_S)  # [BS]
+    block, none = tl.arange(0, BLOCK_S), tl.zeros([BLOCK_S], tl.int32)  # [BS]
     # `least` grows to the largest key that `wanted` rows reach, from its highest digit on.
     least = tl.zeros([1], tl.uint32)
     digit = tl.full([1], 2**30, tl.uint32)
     for _ in range(16):
         one, two, three = least + digit, least + 2 * digit, least + 3 * digit  # [1]
-        none = tl.zeros([BLOCK_S], tl.int32)  # [BS]
         reach1, reach2, reach3 = none, none, none
         for s in range(0, S, BLOCK_S):
-            key = _ordered(scores, guard, valid, s + block, S, oldest, largest, INDEX, GUARDED)  # [BS]
+            key = _ordered(scores, marks, s + block, S, oldest, largest, MARKED)  # [BS]
             reach1 += (key >= one).to(tl.int32)
             reach2 += (key >= two).to(tl.int32)
             reach3 += (key >= three).to(tl.int32)
@@ -75,16 +66,16 @@ def _select_rows(
         least = tl.where(tl.sum(reach2, 0) >= wanted, two, least)
         least = tl.where(tl.sum(reach3, 0) >= wanted, three, least)
         digit = digit >> 2
-    above, equal = tl.zeros([BLOCK_S], tl.int32), tl.zeros([BLOCK_S], tl.int32)
+    above, equal = none, none
     for s in range(0, S, BLOCK_S):
-        key = _ordered(scores, guard, valid, s + block, S, oldest, largest, INDEX, GUARDED)
+        key = _ordered(scores, marks, s + block, S, oldest, largest, MARKED)
         above += (key > least).to(tl.int32)
         equal += ((key == least) & (s + block < S)).to(tl.int32)
     # Of the rows with that key the newest stay: those with fewer after them than there is room for.
     room, left, placed = wanted - tl.sum(above, 0), tl.sum(equal, 0), 0
     for s in range(0, S, BLOCK_S):
         rows = s + block
-        key = _ordered(scores, guard, valid, rows, S, oldest, largest, INDEX, GUARDED)
+        key = _ordered(scores, marks, rows, S, oldest, largest, MARKED)
         same = ((key == least) & (rows < S)).to(tl.int32)  # [BS]
         stays = ((key > least) | ((same != 0) & (left - tl.cumsum(same, 0) < room))).to(tl.int32)
         left -= tl.sum(same, 0)
@@ -95,15 +86,14 @@ def _select_rows(
             tl.store(out + rows, stays.to(tl.uint8), mask=rows < S)
 
 
-def _launch(
-    scores: Tensor, guard: Tensor | None, valid: Tensor, most: Tensor, out: Tensor, keep: int, newest: int, index: bool
-) -> Tensor:
-    """``out``, written by the kernel."""
+def _select(scores: Tensor, marks: Tensor | None, most: Tensor, out: Tensor, keep: int, newest: int) -> Tensor:
+    """``out``, written by the kernel: the index of ``keep`` rows, or marks of ``most`` where that is 0."""
+    scores, given = scores.contiguous(), scores if marks is None else marks.contiguous()
+    check(scores=scores, marks=given, most=most)
     B, H, S = scores.shape
     common.launch(
-        _select_rows, (B * H,), scores, scores if guard is None else guard, valid, most, out, torch.finfo(scores.dtype).max, S,
-        keep, S - newest, BLOCK_S=min(2048, triton.next_power_of_2(S)), INDEX=index, GUARDED=guard is not None, num_warps=8,
-        num_stages=1,
+        _select_rows, (B * H,), scores, given, most, out, torch.finfo(scores.dtype).max, S, keep, S - newest,
+        BLOCK_S=min(2048, triton.next_power_of_2(S)), INDEX=keep > 0, MARKED=marks is not None, num_warps=8, num_stages=1,
     )  # fmt: skip
     return out
 
@@ -111,18 +101,13 @@ def _launch(
 def select_rows(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, most_BH: Tensor) -> Tensor:
     """See the definition, ``select_rows``."""
     check_scores(scores_BHS, protected_BHS, valid_BHS, most_BH)
-    scores, most = scores_BHS.contiguous(), most_BH.contiguous()
-    protected, valid = (x.contiguous().view(torch.uint8) for x in (protected_BHS, valid_BHS))
-    check(scores=scores, protected=protected, valid=valid, most=most)
-    stay = torch.empty(scores.shape, dtype=torch.uint8, device=scores.device)
-    return _launch(scores, protected, valid, most, stay, 0, 0, False).view(torch.bool)
+    marks = protected_BHS.to(torch.uint8).masked_fill(~valid_BHS, 3)
+    stay = torch.empty_like(marks, memory_format=torch.contiguous_format)
+    return _select(scores_BHS, marks, most_BH.contiguous(), stay, 0, 0).view(torch.bool)
 
 
 def select_index(scores_BHS: Tensor, keep: int, newest: int = 0, guard_BHS: Tensor | None = None) -> Tensor:
     """See the definition, ``select_index``."""
-    check_keep(keep, scores_BHS)
-    scores = scores_BHS.contiguous()
-    check(scores=scores)
-    guard = None if guard_BHS is None else guard_BHS.contiguous()
-    index = torch.empty(*scores.shape[:2], keep, dtype=torch.int32, device=scores.device)
-    return _launch(scores, guard, scores, scores, index, keep, newest, True)
+    check_keep(keep, scores_BHS.shape[2])
+    index = torch.empty(*scores_BHS.shape[:2], keep, dtype=torch.int32, device=scores_BHS.device)
+    return _select(scores_BHS, guard_BHS, index, index, keep, newest)

@@ -10,10 +10,10 @@ Host-side counts follow every step, and the device's follow the host's, so any f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,9 @@ from ...backbones.libraries import forward
 from ...backbones.weights import weight_bits_of
 from ...cache.bounded import BoundedCache
 from ...cache.context import Pins
+from ...cache.due import Due
 from ...cache.step import StaticStep, evict_if_due, make_room
-from ...cache.storage.rows import COUNTS, BoundedLayer
+from ...cache.storage.rows import COUNTS
 from ...naming import first_line
 from ...policies.capabilities import reason
 
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 WARM = 3
 """Tokens before the first capture: kernels are compiled and workspaces allocated in them, and a short answer ends with them."""
 CHUNKS = 6
-"""Chunks of a prompt, at least, for which one is captured: the third that leaves a full cache."""
+"""Chunks left of a prompt, at least, for which one is captured: the third that leaves a full cache."""
 MOST_GRAPHS = 4
 """Captured forms of a step; a form beyond them runs without a graph."""
 SYNCING_OPS = frozenset(
@@ -68,30 +69,20 @@ def _warn(reason: str) -> None:
     logger.warning("steps run without CUDA graphs: %s", reason)
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A layer that is cut before or after a step: every number of the host on which its kernels depend."""
+class LayerForm(NamedTuple):
+    """A layer that is cut before or after a step, and any at a chunk: every number of the host on which its kernels depend."""
 
     layer: int
     rows: int
     since_eviction: int
     """Tokens since the layer's last eviction; 0 for a layer with a window, where nothing asks."""
-    keep: int
-    last: bool = False
-    """Before the tail."""
+    due: Due | None
+    """None where the step runs without its cuts."""
     pins: Pins = ()
 
 
-Cuts = tuple[Cut, ...]
-
-
-class Form(NamedTuple):
-    """A step, by all numbers of the host that its kernels know."""
-
-    before: Cuts = ()
-    after: Cuts = ()
-    rows: tuple[int, ...] = ()
-    """Rows of each layer before a chunk."""
+Form = tuple[LayerForm, ...]
+"""A step."""
 
 
 @cache
@@ -165,8 +156,9 @@ class GraphDriver:
         with torch.inference_mode(False):
             self.ids = torch.zeros(1, tokens, dtype=torch.int64, device=model.device)
             self.seen = torch.zeros((), dtype=torch.int64, device=model.device)
+            self.offset_T = torch.arange(tokens, dtype=torch.int32, device=model.device)
             self.length_L = torch.zeros(len(cache.bounded), dtype=torch.int64, device=model.device)
-            self.flats = [rows.flat() for rows in cache.bounded]
+            self.flats = [rows.flat() for rows in cache.bounded] if tokens == 1 else []
             self.followed: list[int] = []
             """Tokens and rows of the cache of which the device's counts speak."""
         self._follow()
@@ -187,7 +179,7 @@ class GraphDriver:
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int] | Tensor) -> Tensor:
         if isinstance(tokens, Tensor):
-            self.ids.copy_(tokens[None])
+            self.ids[0] = tokens
         else:
             self.ids.fill_(tokens[0])
         self._follow()
@@ -195,9 +187,9 @@ class GraphDriver:
         if self.cuts_captured:
             logits = self._run(form).clone()
         else:
-            self._make_room(form.before)
-            logits = self._run(Form(rows=self._rows())).clone()
-            self._evict(form.after)
+            self._cut(form, "room")
+            logits = self._run(self._form(cut=False)).clone()
+            self._cut(form, "keep")
         self.followed = self._followed()
         return logits
 
@@ -211,20 +203,15 @@ class GraphDriver:
             for layer, rows in enumerate(held[1:]):
                 self.length_L[layer].fill_(rows)
 
-    def _rows(self) -> tuple[int, ...]:
-        return tuple(self.cache.kept_rows) if self.tokens > 1 else ()
-
-    def _form(self) -> Form:
-        """Layers that must be cut to make room for a step, and those that are due after it."""
-        before, after, ctx, T = [], [], self.cache.context, self.tokens
-        for layer, rows in enumerate(self.cache.bounded):
-            due, held, fresh = ctx.due(layer, rows, T), rows.rows, rows.since_eviction
-            if due.room is not None:
-                before.append(Cut(layer, held, fresh if rows.window is None else 0, due.room, pins=ctx.pins))
-                held, fresh = due.room, 0
-            if due.keep is not None:
-                after.append(Cut(layer, held + T, fresh + T, due.keep, due.last, ctx.pins))
-        return Form(tuple(before), tuple(after), self._rows())
+    def _form(self, cut: bool = True) -> Form:
+        """The next step; without its cuts where it is not to ``cut``."""
+        layers, ctx, form = self.cache.bounded, self.cache.context, []
+        for layer, rows in enumerate(layers):
+            due = ctx.due(layer, rows, self.tokens)
+            if self.tokens > 1 or (cut and (due.room is not None or due.keep is not None)):
+                fresh = rows.since_eviction if rows.window is None else 0
+                form.append(LayerForm(layer, rows.rows, fresh, due if cut else None, ctx.pins))
+        return tuple(form)
 
     def _run(self, form: Form) -> Tensor:
         """One form of the step: as it is at first, then captured, then replayed."""
@@ -252,7 +239,7 @@ class GraphDriver:
                 return self._run(form)
         with SyncDetector() as reads:
             logits = self._step(form)
-        self._judge(reads.found, bool(form.before or form.after))
+        self._judge(reads.found, any(one.due is not None for one in form))
         return logits
 
     def _captured(self, form: Form) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -282,28 +269,24 @@ class GraphDriver:
     # ---- what is captured: no number of the host may matter on the device -------------------------------------------
 
     def _step(self, form: Form) -> Tensor:
-        self._make_room(form.before)
-        place = partial(self._place_of_token, *self._lengths()) if self.tokens == 1 else self._place_of_chunk()
-        self.cache.fixed = place
+        self._cut(form, "room")
+        position_T = self.seen + self.offset_T  # int32, as the offsets
+        if self.tokens > 1:
+            self.cache.fixed = lambda layer: StaticStep(self.seen, position_T)
+        else:
+            # Once for all layers: the rows of every head, the new token's included, and its own rank.
+            last_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape).contiguous()
+            self.cache.fixed = partial(self._static_step, position_T, last_LBH + 1, last_LBH)
         try:
             logits_BTV = forward(self.model, self.ids, self.cache, logits_to_keep=1)
         finally:
             self.cache.fixed = None
         self.seen += self.tokens
         self.length_L += self.tokens
-        self._evict(form.after)
+        self._cut(form, "keep")
         return logits_BTV[:, -1].float()
 
-    def _place_of_chunk(self) -> Callable[[int], StaticStep]:
-        position_T = (self.seen + torch.arange(self.tokens, device=self.seen.device)).int()
-        return lambda layer: StaticStep(self.seen, position_T)
-
-    def _lengths(self) -> tuple[Tensor, Tensor, Tensor]:
-        """A token's position, the rows of every head, its own included, and its own rank, once for all layers."""
-        last_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape).contiguous()
-        return self.seen.int(), last_LBH + 1, last_LBH
-
-    def _place_of_token(self, position: Tensor, lengths_LBH: Tensor, last_LBH: Tensor, layer: int) -> StaticStep:
+    def _static_step(self, position_T: Tensor, lengths_LBH: Tensor, last_LBH: Tensor, layer: int) -> StaticStep:
         """Where a layer's new token stands, and the rows that it sees: as many as the device says."""
         flat, rows = self.flats[layer], self.cache.bounded[layer]
         starts_BH, lengths_BH, last_BH = flat.starts_BH, lengths_LBH[layer], last_LBH[layer]
@@ -311,21 +294,17 @@ class GraphDriver:
             seen_BH = lengths_BH.clamp(max=rows.window)
             starts_BH, lengths_BH, last_BH = starts_BH + (lengths_BH - seen_BH), seen_BH, seen_BH - 1
         seen = replace(flat, starts_BH=starts_BH, lengths_BH=lengths_BH, last_BH=last_BH, longest=rows.capacity)
-        return StaticStep(self.seen, position, self.length_L[layer : layer + 1], seen)
+        return StaticStep(self.seen, position_T, self.length_L[layer : layer + 1], seen)
 
-    def _make_room(self, cuts: Cuts) -> None:
-        make_room(self.cache.context, self._layers(cuts), self.tokens, self.seen)
-        self._note_lengths(cuts)
-
-    def _evict(self, cuts: Cuts) -> None:
-        evict_if_due(self.cache.context, self._layers(cuts), self.seen)
-        self._note_lengths(cuts)
-
-    def _layers(self, cuts: Cuts) -> list[tuple[int, BoundedLayer]]:
-        return [(cut.layer, self.cache.bounded[cut.layer]) for cut in cuts]
-
-    def _note_lengths(self, cuts: Cuts) -> None:
-        for layer, rows in self._layers(cuts) if self.tokens == 1 else ():
+    def _cut(self, form: Form, when: Literal["room", "keep"]) -> None:
+        """Cut the layers that must be before a step (``room``), or after it (``keep``)."""
+        cut = [one.layer for one in form if one.due is not None and getattr(one.due, when) is not None]
+        ctx, layers = self.cache.context, [(layer, self.cache.bounded[layer]) for layer in cut]
+        if when == "room":
+            make_room(ctx, layers, self.tokens, self.seen)
+        else:
+            evict_if_due(ctx, layers, self.seen)
+        for layer, rows in layers if self.tokens == 1 else ():
             self.length_L[layer].fill_(rows.rows)
 
     # ---- the host's counts, which a replayed graph does not touch ----------------------------------------------------
