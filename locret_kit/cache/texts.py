@@ -143,8 +143,9 @@ class TextBatch:
         for i in self._alone:
             new = slice(*self.spans[i])
             score = None if score_BHN is None else score_BHN[:, :, new]
-            given, waiting = [x[:, :, new] for x in (q, k, v)], self.texts[i].waiting
-            out = read_tokens(self.contexts[i], layer, rows[i], *given, score, waiting)
+            new_q, new_k, new_v = (x[:, :, new] for x in (q, k, v))
+            waiting = self.texts[i].waiting
+            out = read_tokens(self.contexts[i], layer, rows[i], new_q, new_k, new_v, score, waiting)
             out_NQD[new] = out[0].transpose(0, 1)
         for text in self.texts:
             text.close(layer)

@@ -177,10 +177,11 @@ class Engine:
     def _forward(self, driver: Driver | None, sequences: list[Sequence]) -> Tensor:
         """Logits ``[N, V]`` after the new tokens of each sequence."""
         caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
-        if driver is not None:
-            reading = sequences[0].reading  # a chunk of its prompt, alone
-            return driver(caches, sequences[0].next_piece() if reading else [one.tokens[-1] for one in sequences])
         first = sequences[0]
+        if driver is not None and driver is first.chunks:
+            return first.chunks(caches, first.next_piece())
+        if driver is not None:
+            return driver(caches, [sequence.tokens[-1] for sequence in sequences])
         # Those that are decoded come first (see ``_turns``): one copy to the device for the tokens of all.
         decoded = [sequence.tokens[-1] for sequence in sequences if not sequence.reading]
         pieces = [sequence.next_piece() for sequence in sequences if sequence.reading]

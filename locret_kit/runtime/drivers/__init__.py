@@ -32,8 +32,8 @@ class Driver(Protocol):
     def ready(self, cache: BoundedCache) -> bool:
         """Whether the next token of a cache can come here."""
 
-    def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int] | Tensor) -> Tensor:
-        """Logits ``[texts, V]`` (float32) after one token more of each text; of a driver of chunks after a chunk of one text."""
+    def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
+        """Logits ``[texts, V]`` (float32) after one token more of each text."""
 
 
 class PlainDriver:
@@ -50,7 +50,7 @@ class PlainDriver:
     def ready(self, cache: BoundedCache) -> bool:
         return True
 
-    def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int] | Tensor) -> Tensor:
+    def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
         ids = torch.tensor([tokens], device=self.model.device)
         return logits_after(self.model, caches, ids, [1] * len(caches)).float()
 
