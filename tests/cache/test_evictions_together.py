@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,8 +13,10 @@ from interpreted import common
 from policy_runs import EVICTING, LENGTH, backbone, held, make, tokens
 
 from locret_kit import attach
-from locret_kit.cache import bounded, step
+from locret_kit.cache import bounded, context, step
 from locret_kit.cache.backend import BACKENDS
+from locret_kit.runtime.engine import Engine
+from locret_kit.runtime.sequence import Request
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 MODES = {
@@ -21,6 +24,10 @@ MODES = {
     "pins": {"protect": "first"}, "windows": {"family": "gemma3"}, "one-shot": {"one_shot": True},
 }  # fmt: skip
 REAL, EVICT = step.evicts_together, step._evict
+
+
+def as_on_a_card(ctx, rows):
+    return REAL(replace(ctx, backend=BACKENDS["triton"]), rows)
 
 
 def run(policy: str, mode: str, together: bool):
@@ -33,10 +40,10 @@ def run(policy: str, mode: str, together: bool):
         layers.append(len(cuts))
         EVICT(ctx, cuts, seen)
 
-    def as_on_a_card(ctx, rows):
-        return together and REAL(replace(ctx, backend=BACKENDS["triton"]), rows)
+    def may(ctx, rows):
+        return together and as_on_a_card(ctx, rows)
 
-    patches = [mock.patch.object(where, "evicts_together", as_on_a_card) for where in (step, bounded)]
+    patches = [mock.patch.object(where, "evicts_together", may) for where in (step, bounded)]
     patches += [mock.patch.object(step, "_evict", counted)]
     patches += [] if together else [mock.patch.object(type(cache.policy), "ranks", False)]
     with ExitStack() as stack, attach(model), torch.inference_mode():
@@ -57,6 +64,40 @@ def test_equal_bit_for_bit(policy):
         )
         assert torch.equal(logits, joint_logits) and left == joint_left and sum(alone) == sum(joint)
         assert set(alone) == {1}, "each layer by itself"
+
+
+@pytest.mark.parametrize("policy", ["locret", "h2o", "tova"])
+def test_texts_that_share_forwards(policy, monkeypatch):
+    """Prompts side by side, then tokens in one call a layer: each text's layers are cut at once, before a forward and after."""
+    monkeypatch.setattr(context, "backend_for", lambda *args: BACKENDS["reference"])
+    found = []
+    for together in (False, True):
+        model, caches, layers = backbone(), [], []
+
+        def cut(ctx, cuts, seen, layers=layers):
+            layers.append((len(cuts), cuts[0].rows.seen > LENGTH))
+            EVICT(ctx, cuts, seen)
+
+        def cache_of(length, caches=caches):
+            caches.append(make(policy, length=length, chunk=5))
+            return caches[-1]
+
+        with ExitStack() as stack:
+            may = as_on_a_card if together else lambda ctx, rows: False
+            for where in (step, bounded):
+                stack.enter_context(mock.patch.object(where, "evicts_together", may))
+            stack.enter_context(mock.patch.object(step, "_evict", cut))
+            engine = Engine(model, frozenset(), piece=40, pages=3)
+            asked = [
+                engine.add(Request(tokens(length, seed=length), 20), partial(cache_of, length))
+                for length in (LENGTH, 61, 70)
+            ]
+            while engine.running:
+                engine.step()
+        found.append(([one.tokens for one in asked], [held(cache) for cache in caches]))
+        assert {count for count, _ in layers} == ({3} if together and policy != "tova" else {1, 3} if together else {1})
+        assert {decoding for _, decoding in layers} == {False, True}
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
