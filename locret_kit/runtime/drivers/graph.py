@@ -169,11 +169,9 @@ class GraphDriver:
 
     def ready(self, cache: BoundedCache) -> bool:
         """Whether the next step can come here: any token, and a chunk after which every layer without a window is cut."""
-        dues = ((rows, cache.context.due(n, rows, self.tokens)) for n, rows in enumerate(cache.bounded))
-        return self.reason is None and (
-            self.tokens == 1
-            or all(due.tokens == self.tokens and (due.keep or rows.window) is not None for rows, due in dues)
-        )
+        T, dues = self.tokens, ((rows, cache.context.due(n, rows, self.tokens)) for n, rows in enumerate(cache.bounded))
+        steady = T == 1 or all(due.tokens == T and (due.keep or rows.window) is not None for rows, due in dues)
+        return steady and self.reason is None
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -226,7 +224,8 @@ class GraphDriver:
             counts = self._counts()
             try:
                 self.graphs[form] = self._captured(form)
-            except RuntimeError as error:  # nothing of it has run: the token is still to come
+            except RuntimeError as error:  # nothing of it has run: the step is still to come, and tables that it made
+                self.cache.context.tables.clear()
                 self.reason = f"its capture failed: {first_line(error)}"
                 _warn(self.reason)
                 torch.cuda.empty_cache()  # what the capture had, where memory was short
