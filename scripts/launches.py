@@ -126,9 +126,8 @@ class Recorder(TorchDispatchMode):
         # What stands in for a tensor that a kernel does not read is one of the others.
         nbytes = sum(map(extent, {id(x): x for x in args}.values()))
         if name == "compact_rows":  # rows that stay are read and written, whatever the buffer holds
-            rows, index = given["x"], given["index"]
-            heads, kept, width = prod(index.shape[:2]), given["K"], given["D"]
-            nbytes = 2 * heads * kept * width * rows.element_size() + extent(index)
+            moving = 2 * given["like"].element_size() * given["D"] + given["index"].element_size()
+            nbytes = grid[0] * given["K"] * moving + extent(given["table"])
         elif name == "ragged_decode":
             nbytes = grid[0] * self.rows * sum(given[x].shape[-1] * given[x].element_size() for x in ("keys", "values"))
         elif name == "enter_rows":  # keys and values are read and written; of the buffers it has all rows

@@ -109,15 +109,16 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
         form, work = f"sparse_attend, units of {unit}", 4 * Q * D * T * S / 3
         yield case(form, chunk, q, k, v, scaling, Blocks(seen_BQNU, queries, unit), flops=work)
 
-    buffers = (k.clone(), v.clone(), x(1, H, S, dtype=torch.float32))
-    stay = torch.rand(1, H, S, dtype=torch.float32, device=device).argsort(-1)[..., :budget].sort(-1).values
-    moved = 2 * sum(t[:, :, :budget].nbytes for t in buffers)
-    yield case("compact_rows", f"S={S} K={budget}", buffers, stay, nbytes=moved, state=buffers)
+    numbers = x(H, S, dtype=torch.float32)
+    buffers = [k[0].clone(), v[0].clone(), numbers.clone(), numbers.int()]
+    stay = torch.rand(1, H, S, dtype=torch.float32, device=device).argsort(-1)[..., :budget].sort(-1).values.int()
+    moved = 2 * sum(t[:, :budget].nbytes for t in buffers)
+    yield case("compact_rows", f"S={S} K={budget}", [buffers], stay, {}, nbytes=moved, state=tuple(buffers))
 
     flat = (k.reshape(-1, D), v.reshape(-1, D))
     for n, kinds in ((T, 0), (T, 2), (1, 0), (1, 2)):  # a chunk and a token, with a head and with statistics
-        numbers = torch.zeros(H * S, dtype=torch.int32, device=device), x(H * S, dtype=torch.float32)
-        buffers, new = RowBuffers(*flat, *numbers, x(kinds, H * S, dtype=torch.float32)), x(n, 2 * H, D).transpose(0, 1)
+        places = torch.zeros(H * S, dtype=torch.int32, device=device), x(H * S, dtype=torch.float32)
+        buffers, new = RowBuffers(*flat, *places, x(kinds, H * S, dtype=torch.float32)), x(n, 2 * H, D).transpose(0, 1)
         score = None if kinds else HeadProduct(x(1, n, 1024), x(H, 1024))
         # A token's place is known to the device alone.
         at, seen = (S - n, 10000) if n > 1 else torch.tensor([[S - n], [10000]], device=device)
@@ -125,11 +126,14 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
         yield case(f"enter_rows, {kinds} statistics", f"T={n}", buffers, at, new[:H], new[H:], seen, score, apart=S, nbytes=work,
                    state=buffers if kinds else buffers[:4], moves=False)  # fmt: skip
 
-    held = torch.zeros(1, H, S, dtype=torch.bool, device=device).scatter_(-1, stay, True)
-    yield case("kept_rows", f"S={S} K={budget}", held, budget, nbytes=held.nbytes + stay.nbytes)
-    scores, most = x(1, H, S, dtype=torch.float32), torch.full((1, H), budget, dtype=torch.int64, device=device)
-    marks = torch.zeros_like(held), torch.ones_like(held)
-    yield case("select_rows", f"S={S} K={budget}", scores, *marks, most, nbytes=scores.nbytes + 3 * held.nbytes)
+    scores, most = numbers[None], torch.full((1, H), budget, dtype=torch.int64, device=device)
+    guard, nbytes = torch.zeros(1, H, S, dtype=torch.uint8, device=device), scores.nbytes + stay.nbytes
+    yield case("select_index", f"S={S} K={budget}", scores, budget, T // 4, nbytes=nbytes)
+    yield case(
+        "select_index, guarded", f"S={S} K={budget}", scores, budget, T // 4, guard, nbytes=nbytes + guard.nbytes
+    )
+    marks = guard.bool(), guard == 0
+    yield case("select_rows", f"S={S} K={budget}", scores, *marks, most, nbytes=scores.nbytes + 3 * guard.nbytes)
     wide, weight = x(1, T, Q * D), x(Q * D)
     for form, residual in (("rms_norm", None), ("rms_norm, residual", x(1, T, Q * D))):
         passes = 2 if residual is None else 4

@@ -74,10 +74,12 @@ class ForwardOfTexts(Cache, Handler):
         return out_NQD.view(B, T, Q, -1).transpose(1, 2)
 
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
-        """After a forward: texts whose policy scores tokens by their probability read the final hidden states."""
+        """After a forward: evictions that waited for it; texts whose policy scores tokens by their probability read the final
+        hidden states."""
+        self.batch.finish()
         hidden_NE = hidden_BTE.flatten(0, 1)
         for text, (start, end) in zip(self.batch.texts, self.batch.spans, strict=True):
-            if isinstance(text, BoundedCache) and text.in_blocks:
+            if text.in_blocks:
                 text.read(hidden_NE[None, start:end], None if ids_BT is None else ids_BT.view(1, -1)[:, start:end])
 
     def update(

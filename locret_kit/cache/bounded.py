@@ -32,12 +32,14 @@ from .context import CacheCounters, Context, Pins, Stage, make_layers
 from .options import CacheOptions, checked_arguments
 from .stages import stages_of
 from .step import (
+    Eviction,
     StaticStep,
-    Waiting,
     attend_again,
+    evict,
     evict_if_due,
-    evict_together,
+    evicts_together,
     in_model_type,
+    make_room,
     read_block,
     read_tokens,
 )
@@ -154,7 +156,7 @@ class BoundedCache(StatefulCache, Handler):
         super().__init__(layers=[])
         self.scratch = Scratch()
         self.unfinished = False
-        self.waiting: list[Waiting] = []
+        self.waiting: list[Eviction] = []
         self.options = CacheOptions.of(settings, policy, heads, given)
         self.policy, self.heads = self.options.policy, self.options.heads
         self.settings, self.schedule = self.options.at(prompt_length)
@@ -484,6 +486,8 @@ class BoundedCache(StatefulCache, Handler):
             return read_block(ctx, layer, self.bounded[layer], q_BQTD, k_BHTD, v_BHTD, self.fixed(layer), score)
         q_BQTD, k_BHTD, v_BHTD = in_model_type(ctx, q_BQTD, k_BHTD, v_BHTD)
         rows = self.open(layer, softmax, k_BHTD, v_BHTD)
+        if layer == 0:
+            self.make_room(q_BQTD.shape[2])
         out = read_tokens(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, score, self.waiting)
         self.close(layer)
         return out
@@ -504,6 +508,13 @@ class BoundedCache(StatefulCache, Handler):
         # Not undone by an exception: a cache that stopped between two layers must not be read on.
         self.unfinished = True
         return rows
+
+    def make_room(self, tokens: int) -> None:
+        """Before a forward of so many tokens: layers that evict together and are full do so now. Scores of remembered queries
+        wait for the attention of their layer."""
+        ctx = self.context
+        ready = [(n, rows) for n, rows in enumerate(self.bounded) if rows.is_initialized and not rows.recent]
+        make_room(ctx, [(n, rows) for n, rows in ready if evicts_together(ctx, rows)], tokens)
 
     def close(self, layer: int) -> None:
         """Take note that a forward's new tokens are in a layer."""
@@ -527,8 +538,7 @@ class BoundedCache(StatefulCache, Handler):
             self.last_hidden = score_by_logits(ctx, self.bounded, hidden_BTE, ids_BT, self.last_hidden)
         ctx.counters.score_s += time.perf_counter() - began
         # Only now: in a forward, later layers read rows that earlier ones have written.
-        for layer, rows in enumerate(self.bounded):
-            evict_if_due(ctx, layer, rows)
+        evict_if_due(ctx, enumerate(self.bounded))
         self.unfinished = False
 
     # ---- all layers together, as transformers and reports ask -------------------------------------------------------
@@ -550,15 +560,20 @@ class BoundedCache(StatefulCache, Handler):
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
         """Evict what has waited for the forward's end, and check that every layer has seen its tokens. Raises ValueError where
         one has not."""
-        if self.waiting and len({rows.seen for rows in self.bounded}) == 1:
-            evict_together(self.context, self.waiting)
-            self.waiting, self.unfinished = [], False
+        if len({rows.seen for rows in self.bounded}) == 1:
+            self.evict_waiting()
         # A backbone that computes some attention by itself leaves a layer behind.
         seen = {rows.seen for rows in self.bounded}
         if self.unfinished or len(seen) > 1:
             raise ValueError(
                 f"layers have seen {min(seen)} to {max(seen)} tokens of this text: some attention did not reach the cache"
             )
+
+    def evict_waiting(self) -> None:
+        """Evict in all layers what has waited for the end of a forward."""
+        if self.waiting:
+            evict(self.context, self.waiting)
+            self.waiting, self.unfinished = [], False
 
     @property
     def bounded(self) -> list[BoundedLayer]:

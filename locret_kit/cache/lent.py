@@ -216,3 +216,5 @@ class LentStep:
             if not rows.is_initialized:
                 self.pages.place(rows, layer, turn.page, memory)
         self.batch.attend(layer, q_NQD, k_NHD, v_NHD, softmax, out_NQD)
+        if layer + 1 == len(self.pages.orders):
+            self.batch.finish()

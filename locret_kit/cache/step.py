@@ -1,14 +1,15 @@
 """One step of a layer: new tokens become rows, attend to what they see, and the policy evicts where the schedule says.
 
-Dynamic decoding and decoding with fixed shapes (``runtime.drivers.graph``) take the same step. In the second the text's length,
-the row of the new token and the lengths of heads are numbers on the device (``StaticStep``), and nothing is read back.
+Steps of any shape and those of fixed shapes (``runtime.drivers.graph``) are the same. In the second the text's length, and of a
+single token its row and the lengths of heads, are numbers on the device (``StaticStep``), and nothing is read back.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from .due import Due
 from .storage.codec import Plain
 from .storage.layouts import EqualRows, RaggedRows
 from .storage.rows import BoundedLayer, EqualLengthHeads
-from .view import entry_scores, joined, of_tokens, prefill_mask, slots_of
+from .view import entry_scores, of_tokens, prefill_mask, slots_of
 
 # ---- attention of new tokens, which are rows already, over the rows of their layer ----------------------------------
 
@@ -33,21 +34,21 @@ from .view import entry_scores, joined, of_tokens, prefill_mask, slots_of
 
 @dataclass(frozen=True)
 class StaticStep:
-    """Where one token stands whose step has fixed shapes: numbers on the device."""
+    """Where the tokens of a step stand that has fixed shapes: numbers on the device."""
 
     seen: Tensor
-    """Tokens before it (integer without axes)."""
-    position: Tensor
-    """The same in the type of stored positions (int32)."""
-    row_1: Tensor
-    """Row ``[1]`` that it becomes in every head."""
-    flat: VarlenRows
-    """Rows that it sees, its own included."""
+    """Tokens before them (integer without axes)."""
+    position_T: Tensor
+    """Position of each, in the type of stored positions (int32)."""
+    row_1: Tensor | None = None
+    """Row ``[1]`` that a single token becomes in every head; the host knows those of a chunk."""
+    flat: VarlenRows | None = None
+    """Rows that a single token sees, its own included."""
 
 
 def attend_token(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed: StaticStep | None = None) -> Tensor:
     """Attention ``[B, Q, 1, D]`` of one token over all heads in one call, of rows that lie end to end."""
-    flat = rows.flat().newest(rows.window) if fixed is None else fixed.flat
+    flat = rows.flat().newest(rows.window) if fixed is None or fixed.flat is None else fixed.flat
     turn = None
     if (rope := ctx.read_rope(layer, rows)) is not None:
         span = ctx.positions.span or 0
@@ -67,9 +68,11 @@ def attend_again(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Ten
     return attend_newest(replace(ctx, statistics=()), layer, rows, q)
 
 
-def attend_newest(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
+def attend_newest(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed: StaticStep | None = None) -> Tensor:
     """Attention ``[B, Q, T, D]`` of the newest tokens, which are rows already. One token takes a call for all heads; a block
     takes one per part, heads of equal length, or one for heads of different lengths where PyTorch has it."""
+    if fixed is not None and fixed.flat is not None:
+        return attend_token(ctx, layer, rows, q, fixed)
     masked = prefill_mask(ctx, rows) is not None
     if q.shape[2] == 1 and rows.reads_flat and not masked:
         return attend_token(ctx, layer, rows, q)
@@ -78,10 +81,10 @@ def attend_newest(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Te
     sizes = rows.layout.device, rows.dtype, rows.codec.key_size
     if plain and isinstance(rows.layout, RaggedRows) and ctx.backend.attends_ragged(*sizes):
         return _attend_ragged(ctx, layer, rows, rows.layout, q)
-    out, G = [], q.shape[1] // rows.layout.H
+    out, G, seen = [], q.shape[1] // rows.layout.H, rows.seen if fixed is None else fixed.seen + q.shape[2]
     for part in rows.parts():
         queries = slice(part.heads.start * G, part.heads.stop * G)  # [b, h * G, T, D]
-        out.append(_attend_part(ctx, layer, rows, part, q[:, queries], rows.softmax.of(queries)))
+        out.append(_attend_part(ctx, layer, rows, part, q[:, queries], rows.softmax.of(queries), seen))
     return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
@@ -108,14 +111,20 @@ def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedR
 
 
 def _attend_part(
-    ctx: Context, layer: int, rows: BoundedLayer, part: EqualLengthHeads, q: Tensor, softmax: Softmax
+    ctx: Context,
+    layer: int,
+    rows: BoundedLayer,
+    part: EqualLengthHeads,
+    q: Tensor,
+    softmax: Softmax,
+    seen: int | Tensor,
 ) -> Tensor:
-    """Attention of heads of equal length; their slots gain its statistics. Rows are read in place, unless the policy's
-    prefill mask hides some of them."""
-    T, seen, rotation = q.shape[2], None, None
+    """Attention of heads of equal length after ``seen`` tokens, the newest included; their slots gain its statistics. Rows are
+    read in place, unless the policy's prefill mask hides some of them."""
+    T, shown, rotation = q.shape[2], None, None
     if (mask := prefill_mask(ctx, rows)) is not None:
-        seen = mask.visible(part.keys.shape[2], rows.since_eviction)
-    keys, values = _picked(part.keys, seen), _picked(part.values, seen)
+        shown = mask.visible(part.keys.shape[2], rows.since_eviction)
+    keys, values = _picked(part.keys, shown), _picked(part.values, shown)
     if (rope := ctx.read_rope(layer, rows)) is not None:
         n = keys.shape[2]
         if ctx.positions.by_rank:
@@ -123,7 +132,7 @@ def _attend_part(
             newest = queries_at[0][-T:], queries_at[1][-T:]
         else:
             rank_S = torch.arange(n, device=q.device)
-            at = ctx.positions.place(rank_S, _picked(part.positions, seen), rows.seen)
+            at = ctx.positions.place(rank_S, _picked(part.positions, shown), seen)
             keys_at = ctx.tables.at(rope, at, ctx.positions.span, q)
             # The newest tokens are placed alike in heads of equal length.
             newest = ctx.tables.at(rope.of_queries, at[0, 0, -T:], max(ctx.positions.span or 0, n), q)
@@ -141,7 +150,7 @@ def _attend_part(
     if want:  # each row's statistic [b, h, S] sums over the group and the block's queries
         for made, stats in zip(counted, part.stats.unflatten(0, (1 + ctx.group, -1)), strict=True):
             for stat, name in zip(stats, ctx.statistics, strict=True):
-                _add_picked(stat, getattr(made, name), seen)
+                _add_picked(stat, getattr(made, name), shown)
     return out
 
 
@@ -177,23 +186,19 @@ def read_tokens(
     k_BHTD: Tensor,
     v_BHTD: Tensor,
     score: Score = None,
-    waiting: list[Waiting] | None = None,
+    waiting: list[Eviction] | None = None,
 ) -> Tensor:
     """Attention output ``[B, Q, T, D]`` of a forward's new tokens, which become rows; evicts at every boundary. Their entry
     scores are made here where they are not known. An eviction behind the last of them joins those that are ``waiting`` where it
-    may be one call with others (``evict_together``)."""
+    may be one call with others (``evicts_together``)."""
     out, start, tokens = [], 0, q_BQTD.shape[2]
     while start < tokens:
         due = ctx.due(layer, rows, tokens - start)
         new = slice(start, start + due.tokens)
-        make_room(ctx, layer, rows, due)
-        mine = of_tokens(score, new)
-        out.append(read_block(ctx, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], None, mine))
-        if due.keep is not None and not ctx.evicts_after_forward:
-            if waiting is not None and new.stop == tokens and evicts_together(ctx, rows):
-                waiting.append((layer, rows, due))
-            else:
-                evict(ctx, layer, rows, due.keep, last=due.last)
+        make_room(ctx, [(layer, rows)], due.tokens)
+        part = of_tokens(score, new)
+        out.append(read_block(ctx, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], None, part))
+        evict_after(ctx, layer, rows, due, waiting if new.stop == tokens else None)
         rows.codec.finish_block()
         start = new.stop
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
@@ -213,21 +218,21 @@ def read_block(
     score: Score = None,
 ) -> Tensor:
     """Attend over the rows and one block of new tokens, which become rows: ``[B, Q, T, D]``."""
-    seen = rows.seen if fixed is None else fixed.seen
+    seen, T = rows.seen if fixed is None else fixed.seen, q.shape[2]
     if score is None:
         score = entry_scores(ctx, layer, rows, seen, q, k, v)
     if rows.recent:
         rows.append_queries(q)  # as it came: scores rotate the newest queries for the rows that are left
     if (rope := ctx.write_rope(layer, rows)) is not None:
-        tables, T = ctx.tables.between(rope, seen, q.shape[2], q), q.shape[2]
+        tables = ctx.tables.between(rope, seen, T, q)
         of_queries = tables if rope.queries is None else ctx.tables.between(rope.queries, seen, T, q)
         q, k = ctx.backend.rotate(q, *of_queries), ctx.backend.rotate(k, *tables)
     if fixed is not None:
-        rows.append(k, v, score, fixed.row_1, fixed.position)
-        return attend_token(ctx, layer, rows, q, fixed)
+        rows.append(k, v, score, fixed.row_1, fixed.position_T)
+        return attend_newest(ctx, layer, rows, q, fixed)
     rows.append(k, v, score)
     for stage in ctx.stages:
-        if stage.attends(ctx, rows, q.shape[2]):
+        if stage.attends(ctx, rows, T):
             return stage.attend(ctx, layer, rows, q)
     return attend_newest(ctx, layer, rows, q)
 
@@ -235,77 +240,92 @@ def read_block(
 # ---- evicting --------------------------------------------------------------------------------------------------------
 
 
-def make_room(ctx: Context, layer: int, rows: BoundedLayer, due: Due, seen: int | Tensor | None = None) -> None:
-    """Before a block is appended: windowed layers forget what no query can see; decoding evicts when full."""
-    if due.room is None:
-        if rows.rows + due.tokens > rows.capacity:
-            rows.grow(rows.rows + due.tokens)
-    elif rows.window is not None:
-        rows.drop_oldest(due.room)
-    else:
-        evict(ctx, layer, rows, due.room, seen=seen)
+class Eviction(NamedTuple):
+    """A layer that must be cut."""
+
+    layer: int
+    rows: BoundedLayer
+    keep: int
+    """Slots of a head, on average where heads differ."""
+    last: bool = False
+    """Before the tail, which protects no newest slots."""
 
 
-def evict_if_due(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor | None = None) -> None:
-    """Evict at a boundary of the schedule."""
-    due = ctx.due(layer, rows, 0)
-    if due.keep is not None:
-        evict(ctx, layer, rows, due.keep, last=due.last, seen=seen)
-
-
-def evict(
-    ctx: Context, layer: int, rows: BoundedLayer, keep: int, *, last: bool = False, seen: int | Tensor | None = None
+def make_room(
+    ctx: Context, layers: Iterable[tuple[int, BoundedLayer]], tokens: int, seen: int | Tensor | None = None
 ) -> None:
-    """Cut a layer to ``keep`` slots per head, on average where heads differ. ``last``: before the tail, which protects no newest
-    slots. ``seen`` is the text's length on the device, where the host's must not be read."""
-    if rows.rows > keep:
-        _evict(ctx, [(layer, rows)], keep, last, seen)
+    """Before a block is appended: windowed layers forget what no query can see; decoding evicts when full."""
+    cuts = []
+    for layer, rows in layers:
+        due = ctx.due(layer, rows, tokens)
+        if due.room is None:
+            if rows.rows + due.tokens > rows.capacity:
+                rows.grow(rows.rows + due.tokens)
+        elif rows.window is not None:
+            rows.drop_oldest(due.room)
+        else:
+            cuts.append(Eviction(layer, rows, due.room))
+    evict(ctx, cuts, seen)
 
 
-Waiting = tuple[int, BoundedLayer, Due]
-"""A layer, and its eviction that waits for the end of the forward."""
+def evict_if_due(ctx: Context, layers: Iterable[tuple[int, BoundedLayer]], seen: int | Tensor | None = None) -> None:
+    """Evict at a boundary of the schedule."""
+    dues = ((layer, rows, ctx.due(layer, rows, 0)) for layer, rows in layers)
+    cuts = [Eviction(layer, rows, due.keep, due.last) for layer, rows, due in dues if due.keep is not None]
+    evict(ctx, cuts, seen)
+
+
+def evict_after(ctx: Context, layer: int, rows: BoundedLayer, due: Due, waiting: list[Eviction] | None = None) -> None:
+    """Evict where it is due after a block, or let it be ``waiting`` where it may be one call with other layers."""
+    if due.keep is not None and not ctx.evicts_after_forward:
+        cut = Eviction(layer, rows, due.keep, due.last)
+        if waiting is not None and evicts_together(ctx, rows):
+            waiting.append(cut)
+        else:
+            evict(ctx, [cut])
 
 
 def evicts_together(ctx: Context, rows: BoundedLayer) -> bool:
     """Whether a layer's eviction may be one call with those of others: on a card, which has room for all their slots at once."""
     plain = type(rows.layout) is EqualRows and type(rows.codec) is Plain and not ctx.stages
-    return plain and ctx.backend.kernels == "triton" and ctx.policy.chooses_together
+    return plain and ctx.backend.kernels == "triton" and ctx.policy.ranks
 
 
-def evict_together(ctx: Context, waiting: Sequence[Waiting]) -> None:
-    """Evict in layers at the end of a forward: one choice of slots for all whose heads are of one length."""
-    alike: dict[Hashable, list[Waiting]] = {}
-    for layer, rows, due in waiting:
-        alike.setdefault((due, rows.rows, rows.layout.H, rows.device), []).append((layer, rows, due))
+def evict(ctx: Context, cuts: Iterable[Eviction], seen: int | Tensor | None = None) -> None:
+    """Cut layers: one choice of slots for all that may go together and whose heads are of one length. ``seen`` is the text's
+    length on the device, where the host's must not be read."""
+    alike: dict[Hashable, list[Eviction]] = {}
+    for cut in cuts:
+        rows = cut.rows
+        if rows.rows > cut.keep:
+            key = (rows.rows, rows.layout.H, rows.device) if evicts_together(ctx, rows) else cut.layer
+            alike.setdefault((key, cut.keep, cut.last), []).append(cut)
     for same in alike.values():
-        _, rows, due = same[0]
-        if due.keep is not None and rows.rows > due.keep:
-            _evict(ctx, [(layer, rows) for layer, rows, _ in same], due.keep, due.last)
+        _evict(ctx, same, seen)
 
 
-def _evict(
-    ctx: Context, layers: Sequence[tuple[int, BoundedLayer]], keep: int, last: bool, seen: int | Tensor | None = None
-) -> None:
-    """``evict`` of layers that all hold more than ``keep`` rows; of several the heads are of one length."""
-    policy, counters = ctx.policy, ctx.counters
-    stabilizers = 0 if last else ctx.schedule.stabilizers
-    slots_L = [slots_of(ctx, layer, rows, keep, min(stabilizers, keep), seen) for layer, rows in layers]
+def _evict(ctx: Context, cuts: Sequence[Eviction], seen: int | Tensor | None) -> None:
+    """``evict`` of layers that go together."""
+    policy, counters, (_, first, keep, last) = ctx.policy, ctx.counters, cuts[0]
+    stabilizers = 0 if last else min(ctx.schedule.stabilizers, keep)
+    slots_L = [slots_of(ctx, layer, rows, keep, stabilizers, seen) for layer, rows, *_ in cuts]
     t0 = time.perf_counter()
     scores_L = []
-    for slots, (_, rows) in zip(slots_L, layers, strict=True):
+    for slots, (_, rows, *_) in zip(slots_L, cuts, strict=True):
         scores_L.append(policy.scores(slots))
         rows.layout.put_back(rows.scores, slots.entry_scores)  # a score may have aged them
     t1 = time.perf_counter()
-    several = len(layers) > 1
-    stay_LHS = policy.choose(*((joined(slots_L), torch.cat(scores_L)) if several else (slots_L[0], scores_L[0])))
+    if policy.ranks and not ctx.stages:
+        chosen = policy.index(slots_L, torch.cat(scores_L) if len(cuts) > 1 else scores_L[0])
+    else:
+        chosen = policy.choose(slots_L[0], scores_L[0])
     t2 = time.perf_counter()
-    for n, (layer, rows) in enumerate(layers):
-        stay_BHS = stay_LHS[n : n + 1]
+    for slots, scores, (layer, rows, *_) in zip(slots_L, scores_L, cuts, strict=True):
         # Before rows move: positions and slots still belong together.
-        counters.count_eviction(rows, stay_BHS.shape[:2].numel() * (rows.rows - keep))
+        counters.count_eviction(rows, scores.shape[:2].numel() * (rows.rows - keep))
         for stage in ctx.stages:
-            stage.evicted(ctx, layer, rows, slots_L[n], scores_L[n], stay_BHS)
-        rows.keep(stay_BHS, keep)
+            stage.evicted(ctx, layer, rows, slots, scores, chosen)
+    first.keep(chosen, keep, [cut.rows for cut in cuts[1:]])
     counters.score_s += t1 - t0
     counters.select_s += t2 - t1
     counters.compact_s += time.perf_counter() - t2

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,25 +22,15 @@ from .attend import RowRotation, VarlenRows, decode_rows
 from .context import Context
 from .pages import RowPool
 from .rotation import RotationTables
-from .step import evict, in_model_type, make_room, read_tokens
+from .step import evict_after, in_model_type, make_room, read_tokens
 from .storage.rows import BoundedLayer
 from .view import entry_scores, folded_scores, of_tokens, score_alike, scores_of
 
+if TYPE_CHECKING:
+    from .bounded import BoundedCache
+
 Span = tuple[int, int]
 """First and last but one of a text's new tokens, among those of a forward."""
-
-
-class Text(Protocol):
-    """Rows in every layer, with the rules by which they are cut: a ``BoundedCache``, or a request of an engine."""
-
-    @property
-    def context(self) -> Context: ...
-
-    def open(self, layer: int, softmax: Softmax, k_BH0D: Tensor, v_BH0D: Tensor) -> BoundedLayer:
-        """The rows of a layer, before a forward's new tokens enter it. Keys and values tell sizes and dtype."""
-
-    def close(self, layer: int) -> None:
-        """Take note that the new tokens are in a layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +105,7 @@ class TextBatch:
         texts: that have new tokens. spans: where they stand, ascending. seen: tokens of each text before them.
     """
 
-    def __init__(self, texts: Sequence[Text], spans: Sequence[Span], seen: Sequence[int]) -> None:
+    def __init__(self, texts: Sequence[BoundedCache], spans: Sequence[Span], seen: Sequence[int]) -> None:
         self.texts, self.spans, self.seen = texts, spans, seen
         self.contexts = [text.context for text in texts]
         self.end = max((end for _, end in spans), default=0)
@@ -149,6 +139,9 @@ class TextBatch:
         q_NQD, k_NHD, v_NHD = in_model_type(self.contexts[0], *(x[: self.end] for x in (q_NQD, k_NHD, v_NHD)))
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NQD, k_NHD, v_NHD))  # [1, heads, N, D]
         rows = [text.open(layer, softmax, k[:, :, :0], v[:, :, :0]) for text in self.texts]
+        if layer == 0:
+            for text, (start, end) in zip(self.texts, self.spans, strict=True):
+                text.make_room(end - start)
         score, ctx = None, self.contexts[0]
         if x_NC is not None and (self._scored_alike or len(self.texts) == 1):
             score = folded_scores(ctx, layer, x_NC[None, : self.end], self.end)
@@ -159,11 +152,17 @@ class TextBatch:
             out_NQD[at] = self._decode(group, layer, rows, q_NQD[at], k_NHD[at], v_NHD[at], of_tokens(score, at))
         for i in self._alone:
             new = slice(*self.spans[i])
-            mine = of_tokens(score, new)
-            out = read_tokens(self.contexts[i], layer, rows[i], q[:, :, new], k[:, :, new], v[:, :, new], mine)
+            part, waiting = of_tokens(score, new), self.texts[i].waiting
+            new_q, new_k, new_v = (x[:, :, new] for x in (q, k, v))
+            out = read_tokens(self.contexts[i], layer, rows[i], new_q, new_k, new_v, part, waiting)
             out_NQD[new] = out[0].transpose(0, 1)
         for text in self.texts:
             text.close(layer)
+
+    def finish(self) -> None:
+        """Evict in every text what has waited for the end of the forward."""
+        for text in self.texts:
+            text.evict_waiting()
 
     def _plan(self, rows: Sequence[BoundedLayer], device: torch.device) -> list[DecodingGroup]:
         """Which texts are decoded together, the same in all layers; the others are read alone."""
@@ -198,8 +197,8 @@ class TextBatch:
         assert isinstance(pool, RowPool)
         # Room first: an eviction moves rows, and places are numbers of rows.
         dues = [own_ctx.due(layer, own, 1) for own_ctx, own in texts]
-        for (own_ctx, own), due in zip(texts, dues, strict=True):
-            make_room(own_ctx, layer, own, due)
+        for own_ctx, own in texts:
+            make_room(own_ctx, [(layer, own)], 1)
         if not self._scored_alike and score is None:
             alone = zip(texts, *(x[:, None, :, None] for x in (q_NQD, k_NHD, v_NHD)), strict=True)  # [1, heads, 1, D]
             made = [entry_scores(own_ctx, layer, own, own.seen, q, k, v) for (own_ctx, own), q, k, v in alone]
@@ -226,8 +225,7 @@ class TextBatch:
         rotation = None if rope is None else self._step.rotation(index, rope, ctx.tables, q_NQD)
         out = decode_rows(q_NQ1D, flat, first.scaling, ctx.backend.kernels, statistics, rotation, ctx.group)
         # Each by its own schedule; what moves lies in its own page.
-        for (own_ctx, own), due in zip(texts, dues, strict=True):
+        for i, (own_ctx, own), due in zip(group.turns, texts, dues, strict=True):
             own.count(1)
-            if due.keep is not None and not own_ctx.evicts_after_forward:
-                evict(own_ctx, layer, own, due.keep, last=due.last)
+            evict_after(own_ctx, layer, own, due, self.texts[i].waiting)
         return out[:, :, 0]

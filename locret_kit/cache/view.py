@@ -150,19 +150,6 @@ def slots_of(
     return slots
 
 
-def joined(slots: Sequence[Slots]) -> Slots:
-    """Slots ``[L, H, S]`` of several layers of equal lengths, as though they were texts, for ``Policy.chooses_together``."""
-    first, pinned = slots[0], [one.pinned for one in slots if one.pinned is not None]
-    return replace(
-        first,
-        positions=torch.cat([one.positions for one in slots]),
-        valid=torch.cat([one.valid for one in slots]),
-        entry_scores=torch.cat([one.entry_scores for one in slots]),
-        stats={name: torch.cat([one.stats[name] for one in slots]) for name in first.stats},
-        pinned=torch.cat(pinned) if pinned else None,
-    )
-
-
 def _of_query_head(slots: Slots, g: int, G: int, stats: Mapping[str, Tensor], keys: Callable[[], Tensor]) -> Slots:
     """The slots as the ``g``-th of the ``G`` query heads of every group sees them."""
     softmax = slots.softmax.of(slice(g, None, G))

@@ -6,6 +6,7 @@ The parts are in ``base``, their names in ``registry``, and the grammar that com
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial, reduce
@@ -14,6 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from locret_kernels.backend import function
 
 from . import base
 
@@ -238,11 +241,22 @@ class Policy:
         return scores_BHS
 
     @property
-    def chooses_together(self) -> bool:
-        """Whether ``choose`` may get the slots of several layers side by side: their scores are known, and neither scopes nor
-        selection ask for more than positions and statistics."""
+    def ranks(self) -> bool:
+        """Whether ``index`` says which slots stay: the best scores do, and scopes ask for positions and statistics alone."""
         plugin = any(_is_plugin(scope) for scope in self.scopes)
         return not (self.ragged or plugin) and type(self.selection) is base.TopK
+
+    def index(self, slots: Sequence[base.Slots], scores_LHS: Tensor) -> Tensor:
+        """Index ``[L, H, keep]`` (ascending) of the slots that stay in layers of equal lengths, the same as by ``choose``."""
+        first, guard = slots[0], None
+        newest = [scope.protects_newest(first) for scope in self.scopes if not scope.idle]
+        if None in newest or first.pinned is not None:
+            whole = base.joined(slots) if len(slots) > 1 else first
+            guard, newest = self.protected(whole).to(torch.uint8), []
+            guard = guard if whole.pinned is None else guard.masked_fill(whole.pinned, 2)
+        most = max((count or 0 for count in newest), default=0)
+        index: Tensor = function("select_index", first.backend)(scores_LHS, first.keep, most, guard)
+        return index
 
     def choose(self, slots: base.Slots, scores_BHS: Tensor | None = None) -> Tensor:
         """Boolean ``[B, H, S]``: the slots to keep, by score (computed if not given). Pinned slots stay. Scopes and

@@ -15,7 +15,7 @@ channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Annotated, ClassVar, Protocol
 
 import torch
@@ -162,6 +162,18 @@ class Slots:
         return (row_S >= S - n) & self.valid
 
 
+def joined(slots: Sequence[Slots]) -> Slots:
+    """Slots ``[L, H, S]`` of several layers of equal lengths, as though they were texts, for ``Policy.index``."""
+    first, pinned = slots[0], [one.pinned for one in slots if one.pinned is not None]
+    return replace(
+        first,
+        positions=torch.cat([one.positions for one in slots]),
+        valid=torch.cat([one.valid for one in slots]),
+        stats={name: torch.cat([one.stats[name] for one in slots]) for name in first.stats},
+        pinned=torch.cat(pinned) if pinned else None,
+    )
+
+
 def wide(x: Tensor) -> Tensor:
     """``x`` (any shape) in float32, or in float64 if it already is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -279,7 +291,7 @@ class Score(Part, Protocol):
 
 
 class Scope(Part, Protocol):
-    """Slots that may not be evicted now. Derive from it, and write ``protects``."""
+    """Slots that may not be evicted now. Derive from it, and write ``protects`` or ``protects_newest``."""
 
     statistics: ClassVar[frozenset[str]] = frozenset()
     """Running statistics to keep, as in ``Score``."""
@@ -306,8 +318,13 @@ class Scope(Part, Protocol):
         """Whether it protects nothing, so that it need not be asked."""
         return False
 
+    def protects_newest(self, slots: Slots) -> int | None:
+        """Number of the newest slots, where it protects those and no others; None of a scope that writes ``protects``."""
+        return None
+
     def protects(self, slots: Slots) -> Tensor:
         """Boolean ``[B, H, S]``; True stays while there is room."""
+        return slots.newest(self.protects_newest(slots) or 0)
 
 
 class Allocation(Part, Protocol):

@@ -316,8 +316,8 @@ class Window(Scope):
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
         return wanted_count(self.size, budget)
 
-    def protects(self, slots: Slots) -> Tensor:
-        return slots.newest(resolve_count(self.size, slots.keep))
+    def protects_newest(self, slots: Slots) -> int:
+        return resolve_count(self.size, slots.keep)
 
 
 @part("scope", "stabilizers")
@@ -331,8 +331,8 @@ class Stabilizers(Scope):
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
         return min(stabilizers, resolve_count(self.most, budget))
 
-    def protects(self, slots: Slots) -> Tensor:
-        return slots.newest(min(slots.stabilizers, resolve_count(self.most, slots.keep)))
+    def protects_newest(self, slots: Slots) -> int:
+        return min(slots.stabilizers, resolve_count(self.most, slots.keep))
 
 
 # ---- numbers of slots of each layer and each head -------------------------------------------------------------------

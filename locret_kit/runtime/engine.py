@@ -22,7 +22,7 @@ from ..backbones.libraries import forward, unwrapped
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
-from .drivers import Decoding, Driver, GraphDriver, PlainDriver, logits_after
+from .drivers import Decoding, Driver, GraphDriver, PlainDriver, chunk_driver, logits_after
 from .drivers.cpu import cpu_driver
 from .sampling import Chooser, stop_ids
 from .sequence import PromptScheduler, Request, Sequence
@@ -177,9 +177,11 @@ class Engine:
     def _forward(self, driver: Driver | None, sequences: list[Sequence]) -> Tensor:
         """Logits ``[N, V]`` after the new tokens of each sequence."""
         caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
+        first = sequences[0]
+        if driver is not None and driver is first.chunks:
+            return first.chunks(caches, first.next_piece())
         if driver is not None:
             return driver(caches, [sequence.tokens[-1] for sequence in sequences])
-        first = sequences[0]
         # Those that are decoded come first (see ``_turns``): one copy to the device for the tokens of all.
         decoded = [sequence.tokens[-1] for sequence in sequences if not sequence.reading]
         pieces = [sequence.next_piece() for sequence in sequences if sequence.reading]
@@ -223,9 +225,14 @@ class Engine:
             yield sequence
 
     def _driver(self, sequence: Sequence) -> Driver | None:
-        """The driver of a sequence's next token; None where its new tokens go into the shared forward."""
-        if sequence.reading or sequence.cache is None:
+        """The driver of a sequence's next tokens; None where they go into the shared forward."""
+        if sequence.cache is None:
             return None
+        if sequence.reading:
+            if len(self.running) > 1 or sequence.noted:
+                return None
+            chunks = sequence.chunks = sequence.chunks or chunk_driver(self.model, sequence.cache, self.graph)
+            return chunks if chunks and sequence.step == chunks.tokens and chunks.ready(sequence.cache) else None
         if sequence.decoding is None:
             sequence.decoding = Decoding(self.model, sequence.cache, self.graph)
         driver = sequence.decoding.next_driver()

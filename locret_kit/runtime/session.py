@@ -29,6 +29,7 @@ def prefill(
     ids: abc.Sequence[int],
     cache: BoundedCache,
     progress: Callable[[int, int], None] | None = None,
+    graph: bool | None = None,
 ) -> Tensor:
     """Read the prompt through ``cache``: logits ``[V]`` after its last token. What the cache has seen already (a fork) is taken
     as the prompt's beginning and not read again.
@@ -36,6 +37,7 @@ def prefill(
     Args:
         ids: any integer sequence; fewer than the cache's ``prompt_length`` are the beginning of a prompt.
         progress: called as ``progress(done, total)`` after every piece.
+        graph: False replays no CUDA graph for chunks of a long prompt, as is done where it is possible.
 
     Raises:
         ValueError: no tokens, none that are new, or more than the prompt for which the cache was made.
@@ -45,7 +47,7 @@ def prefill(
     if expected is not None and cache.get_seq_length() < expected < total:
         raise _other_length(cache, total)
     cache.bind(model)
-    engine = Engine(model, frozenset(), alone=True)
+    engine = Engine(model, frozenset(), alone=True, graph=graph)
     sequence = engine.add(Request(ids, 0), lambda: cache)
     with attached(model):
         while engine.running:

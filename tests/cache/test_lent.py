@@ -8,6 +8,8 @@ from transformers import LlamaConfig
 
 from locret_kit import BoundedCache
 from locret_kit.backbones.decoder_attention import Softmax
+from locret_kit.cache import bounded
+from locret_kit.cache import step as step_module
 from locret_kit.cache.lent import LentPages
 from locret_kit.cache.ranks import Ranks
 from locret_kit.policies.grammar import parse_policy
@@ -21,8 +23,16 @@ LENGTHS = {1: 60, 2: 30, 3: 50}
 READ = 16
 
 
-@pytest.mark.parametrize(("policy", "size"), [("streaming", 1), ("h2o", 2), ("snapkv(4,3)", 1), ("snapkv(4,3)", 2)])
-def test_attention_is_that_of_a_cache_with_memory_of_its_own(tmp_path, policy, size):
+@pytest.mark.parametrize(
+    ("policy", "size", "together"),
+    [("streaming", 1, False), ("h2o", 2, False), ("h2o", 1, True), ("snapkv(4,3)", 1, True), ("snapkv(4,3)", 2, False)],
+)
+def test_attention_is_that_of_a_cache_with_memory_of_its_own(tmp_path, policy, size, together, monkeypatch):
+    """``together``: as on a card, where evictions wait for the last layer."""
+    cuts, evict = [], step_module._evict
+    for where in (step_module, bounded):
+        monkeypatch.setattr(where, "evicts_together", lambda ctx, rows: together)
+    monkeypatch.setattr(step_module, "_evict", lambda ctx, cut, seen: (cuts.append(len(cut)), evict(ctx, cut, seen)))
     LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=LAYERS, num_attention_heads=HEADS[0],
         num_key_value_heads=HEADS[1], head_dim=D, architectures=["LlamaForCausalLM"],
@@ -70,6 +80,9 @@ def test_attention_is_that_of_a_cache_with_memory_of_its_own(tmp_path, policy, s
                 outs.append(torch.empty_like(q))
                 step.attend(layer, q, k, v, memory[rank][layer], Softmax(0.3), outs[-1])
             torch.testing.assert_close(torch.cat(outs, 1), expected[0].transpose(0, 1))
+        for page in new:
+            alone[page].evict_waiting()
+    assert LAYERS in cuts if together else set(cuts) == {1}
     assert alone[1].schedule.budget < alone[1].get_seq_length()
     with pytest.raises(RuntimeError, match="page 2 holds 43 tokens, and the engine says 7 tokens"):
         ranks[0].text(2, 7)

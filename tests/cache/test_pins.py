@@ -35,15 +35,16 @@ def pinned(pins, before: int) -> set[int]:
 @contextmanager
 def watched(monkeypatch, pins):
     """Check every eviction of every layer from what lies in its rows; yields the list of (layer, tokens seen)."""
-    real, seen = step.evict, []
+    real, seen = step._evict, []
 
     def heads(rows):
         kept = rows.kept()
         return [head.tolist() for batch in kept for head in batch]
 
-    def evict(ctx, layer, rows, keep, **rest):
+    def evict(ctx, cuts, length):
+        ((layer, rows, keep, _),) = cuts  # one by one on a CPU
         before = heads(rows)
-        real(ctx, layer, rows, keep, **rest)
+        real(ctx, cuts, length)
         after = heads(rows)
         if len(before[0]) == len(after[0]) and before == after:
             return
@@ -55,7 +56,7 @@ def watched(monkeypatch, pins):
             assert pinned(pins, rows.seen) <= set(new)
 
     with monkeypatch.context() as patched:
-        patched.setattr(step, "evict", evict)
+        patched.setattr(step, "_evict", evict)
         yield seen
 
 
@@ -272,9 +273,9 @@ def test_fixed_shapes(policy):
 def test_pinned_text_is_read_again(monkeypatch, base):
     """Where the prompt's end is read twice, pinned tokens are among the passages, and are kept while the answer grows."""
     cache, pins = make(f"{base} reread=passages(14,5,3,2)", 40), ((8, 11), (50, 52))
-    real, decoded = step.evict, []
+    real, decoded = step._evict, []
     monkeypatch.setattr(
-        step, "evict", lambda *args, **rest: decoded.append(args[2].seen > LENGTH) or real(*args, **rest)
+        step, "_evict", lambda ctx, cuts, seen: decoded.append(cuts[0].rows.seen > LENGTH) or real(ctx, cuts, seen)
     )
     too_many = pytest.raises(ValueError, match=r"pins=14 tokens must be at most 13: .*14 tokens are read again")
     halfway = copy.deepcopy(cache)

@@ -16,11 +16,13 @@ from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import spec_of
 from locret_kit.policies.methods.h2o import Aas
+from locret_kit.runtime.drivers import graph
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
 LENGTH, CHUNK = 57, 13
 COPIED = "a copy between host and device in start"
+TABLE = "a copy between host and device in compact_rows"
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
     "short_factor": [1.0] * 32, "long_factor": [2.0] * 32,
@@ -32,9 +34,9 @@ FAMILIES = {
 
 
 def read(
-    policy: str, family: str = "llama", steps: int = 0, dynamic: int = 0, **rest
+    policy: str, family: str = "llama", steps: int = 0, dynamic: int = 0, length: int = LENGTH, **rest
 ) -> tuple[list[str], GraphDriver | None, BoundedCache]:
-    """Where the host waits while a prompt is read, and ``steps`` tokens of fixed shapes are decoded."""
+    """Where the host waits while a prompt of ``length`` tokens is read, and ``steps`` tokens of fixed shapes are decoded."""
     config = AutoConfig.for_model(
         family, vocab_size=97, hidden_size=256, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, bos_token_id=1, eos_token_id=None, pad_token_id=0,
@@ -45,7 +47,7 @@ def read(
     heads.to = lambda *where: heads  # they are there
     cache = BoundedCache(
         24, policy, heads if "locret" in policy else None, chunk=CHUNK, stabilizers=4, local_len=5,
-        prompt_length=LENGTH, **rest,
+        prompt_length=length, **rest,
     )  # fmt: skip
     decoder = None
     describe(model)  # measured here: tensors of the card hold no numbers
@@ -53,7 +55,7 @@ def read(
         moved(heads)
         cache.bind(model)  # LongRoPE's factors are copied here, once a prompt
         mode.waits.clear()
-        prefill(model, list(range(LENGTH)), cache)
+        prefill(model, [n % 97 for n in range(length)], cache)
         for token in range(dynamic):
             with mock.patch.object(F, "scaled_dot_product_attention", lambda *given, **named: pytest.fail("SDPA")):
                 model(input_ids=torch.full((1, 1), token, device=CUDA), **{CACHE: cache}, use_cache=True)
@@ -78,9 +80,9 @@ def read(
     ],
 )  # fmt: skip
 def test_the_host_waits_for_nothing_inside_a_chunk(policy, family, positions):
-    """The prompt's tokens are copied at once, and nothing more."""
+    """The prompt's tokens are copied at once, and where the rows lie at the first eviction, and nothing more."""
     waits, _, _ = read(policy, family, positions=positions)
-    assert waits == [COPIED]
+    assert waits[0] == COPIED and set(waits[1:]) == {TABLE} and len(waits) <= 3, "a table for each kind of column"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,40 @@ def test_a_step_of_fixed_shapes_is_fit_for_a_graph(policy, family):
     waits, decoder, cache = read(policy, family, steps=CHUNK + 2)
     assert waits == [] and decoder.reason is None and decoder.cuts_captured
     assert cache.counters.evictions >= 4
+
+
+@pytest.mark.parametrize(
+    ("policy", "family", "positions"),
+    [
+        ("locret", "phi3", "compact"),
+        ("h2o", "gemma3_text", "original"),
+        ("roco", "llama", "clipped(40)"),
+        ("tova", "llama", "compact"),
+    ],
+)
+def test_a_chunk_of_fixed_shapes_is_fit_for_a_graph(policy, family, positions, monkeypatch):
+    """A long prompt has one; nothing else than before makes the host wait."""
+    drivers = []
+
+    def step(driver, form):
+        drivers.append((driver, form))
+        return real(driver, form)
+
+    real = GraphDriver._step
+    monkeypatch.setattr(graph, "MOST_GRAPHS", 0)
+    monkeypatch.setattr(GraphDriver, "_step", step)
+    waits, _, _ = read(policy, family, positions=positions, length=LENGTH - 1)
+    assert not drivers and set(waits) == {COPIED, TABLE}, "a prompt that is too short for it"
+    waits, _, _ = read(policy, family, positions=positions, length=10 * CHUNK + 5)
+    assert waits[0] == COPIED and len(waits) <= 3 and all(wait.startswith("a copy between") for wait in waits), (
+        "two tables"
+    )
+    assert (
+        len(drivers) >= 7
+        and len({form for _, form in drivers}) <= 4
+        and len({id(driver) for driver, _ in drivers}) == 1
+    )
+    assert drivers[0][0].reason is None and drivers[0][0].cuts_captured
 
 
 @pytest.mark.parametrize(

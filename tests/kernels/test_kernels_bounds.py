@@ -55,7 +55,7 @@ def test_no_answer_query(functions):
 def test_rows_to_move(functions, K):
     index = torch.arange(K).expand(1, 1, K)
     with pytest.raises(ValueError, match=f"index: {K} rows must be at least 1 and at most the 5 rows of a buffer"):
-        functions["compact_rows"]([torch.zeros(1, 1, 5, 64)], index)
+        functions["compact_rows"]([[torch.zeros(1, 5, 64)]], index)
 
 
 @BOTH

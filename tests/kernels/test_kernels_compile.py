@@ -24,14 +24,13 @@ PRODUCTS = {
     "attend", "column_max", "column_stats", "enter_rows", "log_sum_exp", "packed_decode", "ragged_decode", "sparse_attend",
 }  # fmt: skip
 SPILLS = {
-    ("3.9.0", "select_rows", 120),  # 1,024 threads have 64 registers each
     ("3.6.0", "attend", 120),  # its assembler stops at 96 registers, though 255 are allowed
     ("3.6.0", "column_max", 120),  # and here at 128
 }
 """Two words of stack a thread each."""
 
 
-CHOICES = {"--arch 89 --head-size 128": 37, "--arch 80 90 --every 29": 292 // 29}
+CHOICES = {"--arch 89 --head-size 128": 38, "--arch 80 90 --every 29": 300 // 29}
 """One card and head size, a round of the other cards; and their compilations. All of them take minutes: run compile_check.py
 without these options."""
 COMPILE = f"""
@@ -79,14 +78,14 @@ def keys():
 
 
 def test_every_kernel_is_launched_by_a_case(keys):
-    assert {kernel for kernel, *_ in keys} == launched() and len(launched()) == 16
+    assert {kernel for kernel, *_ in keys} == launched() and len(launched()) == 15
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.9.0"])
 def test_the_table_is_whole(version, keys):
     """Every launch of every kernel on four cards, and of each what a card's speed depends on."""
     rows = [row for row in check.read(TABLE) if row.triton == version]
-    assert {row.key for row in rows} == keys and len(rows) == len(keys) == 584
+    assert {row.key for row in rows} == keys and len(rows) == len(keys) == 600
     assert all(row.blocks >= 1 and row.barriers >= 0 and 1 <= row.registers <= 255 for row in rows)
     with_products = {row.kernel for row in rows if row.layout != "-"}
     assert with_products == PRODUCTS
@@ -94,7 +93,7 @@ def test_the_table_is_whole(version, keys):
     assert [row for row in rows if row.shared_bytes > check.LIMIT_KIB[row.arch] * 1024] == []
     spilled = {(version, row.kernel, row.arch) for row in rows if row.stack_bytes}
     assert spilled == {spill for spill in SPILLS if spill[0] == version}
-    assert max(row.stack_bytes for row in rows) == 8
+    assert max(row.stack_bytes for row in rows) <= 8
 
 
 def test_the_pinned_triton_is_in_the_table():

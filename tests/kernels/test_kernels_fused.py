@@ -58,19 +58,6 @@ def test_swiglu(functions, dtype, T, C):
 
 
 @BOTH
-@pytest.mark.parametrize(("S", "K"), [(1, 1), (7, 3), (5000, 4097), (300, 300)])
-def test_kept_rows(functions, S, K):
-    rows = [[sorted(torch.randperm(S, generator=torch.Generator().manual_seed(7 * b + h))[:K].tolist()) for h in range(3)]
-            for b in range(2)]  # fmt: skip
-    stay = torch.zeros(2, 3, S, dtype=torch.bool)
-    for b in range(2):
-        for h in range(3):
-            stay[b, h, rows[b][h]] = True
-    found = functions["kept_rows"](stay, K)
-    assert found.dtype == torch.int64 and found.tolist() == rows
-
-
-@BOTH
 def test_shapes_that_do_not_fit(functions):
     with pytest.raises(ValueError, match="do not belong together"):
         functions["rms_norm"](random(2, 8), random(4), 1e-5)

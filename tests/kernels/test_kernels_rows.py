@@ -23,18 +23,23 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 @BOTH
 @pytest.mark.parametrize(("S", "K", "D"), [(1, 1, 64), (7, 5, 96), (700, 600, 64), (129, 1, 128), (40, 40, 256)])
 def test_compact_rows(functions, S, K, D):
-    buffers = [
-        random(2, 3, S + 4, D).bfloat16(), random(2, 3, S + 4, D, seed=1).half(), random(2, 3, S + 4, seed=2),
-        torch.arange(2 * 3 * (S + 4), dtype=torch.int32).view(2, 3, -1),
+    """Layers whose buffers lie apart, one of another head size; rows of a larger buffer, and one that begins anywhere."""
+    layers = [
+        [random(3, S + 4, size, seed=size).bfloat16(), random(3, S + 4, D, seed=1).half(), random(2, 3, S + 4, seed=2)[1],
+         torch.arange(3 * (S + 4), dtype=torch.int32).view(3, -1)]
+        for size in (D, D, 64)
     ]  # fmt: skip
-    index = random(2, 3, S, seed=3).argsort(-1)[..., :K].sort(-1).values
-    before = [buffer.clone() for buffer in buffers]
-    functions["compact_rows"](buffers, index)
-    for old, new in zip(before, buffers, strict=True):
-        for b in range(2):
-            for h in range(3):
-                assert torch.equal(new[b, h, :K], old[b, h, index[b, h]])
-                assert torch.equal(new[b, h, K:], old[b, h, K:])
+    index = random(3, 3, S, seed=3).argsort(-1)[..., :K].sort(-1).values
+    addresses: dict = {}
+    for number in (index, index.int()):
+        before = [[buffer.clone() for buffer in layer] for layer in layers]
+        functions["compact_rows"](layers, number, addresses)
+        made = len(addresses)
+        for layer, was, index_HK in zip(layers, before, index, strict=True):
+            for new, old in zip(layer, was, strict=True):
+                for h in range(3):
+                    assert torch.equal(new[h, :K], old[h, index_HK[h]]) and torch.equal(new[h, K:], old[h, K:])
+    assert made == len(addresses), "a table serves until buffers lie elsewhere"
 
 
 # ---- the dispatcher ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Selection of rows: Triton (interpreted) and the reference against a sort by hand."""
+"""Selection of rows, as marks and as an index: Triton (interpreted) and the reference against a sort by hand."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from interpreted import BOTH, KERNELS, REFERENCES, poisoned
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def by_hand(scores: list[float], protected: list[bool], valid: list[bool], most: int, largest: float) -> list[bool]:
+def by_hand(scores: list[float], protected: list[int], valid: list[bool], most: int, largest: float) -> list[bool]:
     """From the words of the definition: Python's own sort of the best ones."""
 
     def worth(s: int) -> tuple[float, ...]:
         if not valid[s]:
             return 0.0, 0.0, s
+        if protected[s] > 1:
+            return 4.0, 0.0, s
         if protected[s]:
             return 2.0, 0.0, s
         if math.isnan(scores[s]):
@@ -43,22 +45,15 @@ def draw(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize(
-    ("kind", "held", "dtype"),
-    [
-        ("plain", 32768, torch.float32),
-        ("ties", 32768, torch.bfloat16),
-        ("equal", 32768, torch.float32),
-        ("odd", 32768, torch.float32),
-        ("odd", 32, torch.float32),
-    ],
-)
-def test_select_rows(kind, held, dtype, monkeypatch):
-    """A batch whose heads hold different numbers of rows, padded on the left, some protected."""
-    monkeypatch.setitem(KERNELS["select_rows"].__globals__, "HELD", held)
-    for S in (1, 77) if held > 77 else (77,):
-        heads = (2, 3) if held > 77 else (1, 2)
-        scores = draw(kind, (*heads, S), S).to(dtype)
+KINDS = {"plain": torch.float32, "ties": torch.bfloat16, "equal": torch.float32, "odd": torch.float32}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_select_rows(kind):
+    """A batch whose heads hold different numbers of rows, padded on the left, some protected; one and two blocks of rows."""
+    for S in (1, 77, 2100):
+        heads = (2, 3) if S < 2100 else (1, 2)
+        scores = draw(kind, (*heads, S), S).to(KINDS[kind])
         generator = torch.Generator().manual_seed(S)
         lengths = torch.randint(S // 2 + 1, S + 1, heads, generator=generator)
         valid = torch.arange(S) >= S - lengths[..., None]
@@ -71,10 +66,30 @@ def test_select_rows(kind, held, dtype, monkeypatch):
         for b, h in product(*map(range, heads)):
             exact = by_hand(
                 scores[b, h].tolist(), protected[b, h].tolist(), valid[b, h].tolist(), int(most[b, h]),
-                torch.finfo(dtype).max,
+                torch.finfo(KINDS[kind]).max,
             )  # fmt: skip
             assert theirs[b, h].tolist() == exact, (S, b, h)
             assert mine[b, h].tolist() == exact, (S, b, h)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("S", "keep", "newest"), [(1, 1, 0), (77, 40, 10), (77, 9, 20), (64, 64, 5), (2100, 1500, 30), (2100, 1, 1)]
+)
+def test_select_index(kind, S, keep, newest):
+    """Newest rows protected by their number; others by marks, some of them above all."""
+    scores = draw(kind, (2, 2, S), S).to(KINDS[kind])
+    mark = torch.randint(0, 12, (2, 2, S), generator=torch.Generator().manual_seed(S), dtype=torch.uint8)
+    for guard in (None, mark * (mark < 2), torch.where(mark < 3, mark, 0)):
+        if guard is not None and int((guard > 1).sum(-1).max()) > keep:
+            continue
+        with poisoned():
+            found = [functions["select_index"](scores, keep, newest, guard) for functions in (KERNELS, REFERENCES)]
+        marks = torch.zeros_like(mark) if guard is None else guard
+        marks = marks.maximum((torch.arange(S) >= S - newest).to(torch.uint8))
+        for b, h in product(range(2), range(2)):
+            exact = by_hand(scores[b, h].tolist(), marks[b, h].tolist(), [True] * S, keep, torch.finfo(KINDS[kind]).max)
+            assert all(index[b, h].tolist() == [s for s in range(S) if exact[s]] for index in found), (guard, b, h)
 
 
 def test_views_are_read_as_they_look():
@@ -93,3 +108,8 @@ def test_what_select_rows_refuses(functions):
         functions["select_rows"](scores, marks, marks[..., :4], most)
     with pytest.raises(ValueError, match=r"most \(1, 1\) must be \(1, 2\), a number of each head"):
         functions["select_rows"](scores, marks, marks, most[:, :1])
+    for keep in (0, 6):
+        with pytest.raises(
+            ValueError, match=f"index: {keep} rows must be at least 1 and at most the 5 rows of a buffer"
+        ):
+            functions["select_index"](scores, keep)

@@ -24,15 +24,12 @@ def test_launches_and_bytes_of_a_layer(name, most):
     assert matrices <= weights <= 1.001 * matrices
     (decode,) = [x.nbytes for x in token if x.operator == "ragged_decode"]
     assert setting.budget <= decode / (4 * spec.n_kv_heads * spec.head_dim) <= setting.budget + setting.chunk
-    found = {
-        name: [x.nbytes for x in ends if x.operator == name] for name in ("select_rows", "kept_rows", "compact_rows")
-    }
-    assert [len(x) for x in found.values()] == [1, 2, 8] and not any(
-        x.operator in ("sort", "topk") for x in chunk + ends
-    )
-    assert not any(x.operator in found for x in chunk) and len(ends) <= 24
+    # Scores of all layers side by side, the choice, keys with values, positions with scores: whatever layers there are.
+    assert [x.operator for x in ends] == ["cat", "select_rows", "compact_rows", "compact_rows"]
+    assert not any(x.operator in ("select_rows", "compact_rows", "sort", "topk") for x in chunk)
     row = 2 * spec.head_dim * 2 + 4 + 4  # keys, values, position and score; a row's number is read with each
-    assert sum(found["compact_rows"]) == 2 * spec.n_kv_heads * setting.budget * (2 * row + 4 * 8)
+    rows = 2 * spec.n_kv_heads * setting.budget
+    assert 0 < sum(x.nbytes for x in ends[2:]) - rows * (2 * row + 4 * 4) < 999
 
 
 def test_eight_texts_take_the_launches_of_two():

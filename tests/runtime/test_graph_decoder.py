@@ -38,7 +38,7 @@ def test_equal_to_dynamic_decoding(policy):
     positions = ["compact", "original", "clipped(60)"][OTHERS.index(policy) % 3]
     caches = pair(policy, positions=positions)
     step = same(backbone(), caches, tokens(), GraphDriver)
-    evictions = [cut for before, _ in step.ran for cut in before]
+    evictions = [cut for form in step.ran for cut in form]
     assert len({cut.layer for cut in evictions}) == 3 and caches[0].counters.evictions >= 8
     assert step.length_L.tolist() == caches[0].kept_rows and int(step.seen) == caches[0].get_seq_length()
 
@@ -58,7 +58,7 @@ def test_what_is_replayed(policy):
     positions = ["compact", "original", "clipped(60)"][CAPTURED.index(policy) % 3]
     step = same(backbone(), pair(policy, positions=positions, chunk=5), tokens(), TapedDecoder)
     assert step.reason is None and step.cuts_captured and step.replays >= STEPS - 6
-    assert any(before for before, _ in step.graphs) and ((), ()) in step.graphs
+    assert any(step.graphs) and () in step.graphs
     assert step.evictions_replayed >= 5
 
 
@@ -151,7 +151,7 @@ def test_several_texts_share_a_forward_and_one_alone_has_a_graph(monkeypatch):
 @pytest.mark.parametrize("every", [1, 5])
 def test_evictions_that_are_due_after_a_token(every):
     step = same(backbone(), pair("h2o", decode_every=every), tokens(), TapedDecoder)
-    assert any(after for _, after in step.graphs)
+    assert any(one.due.keep for form in step.graphs for one in form)
 
 
 def test_what_is_not_captured_says_why():
@@ -237,14 +237,14 @@ def test_decode_chooses(monkeypatch):
 def test_a_capture_that_fails_loses_no_token(monkeypatch, caplog):
     """The step that could not be captured runs as it is, once, and the reason is there for the next."""
 
-    def fails(self, before, after):
+    def fails(self, form):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(TapedDecoder, "_captured", fails)
     step = same(backbone(), pair("h2o"), tokens(), TapedDecoder, steps=15)
     assert step.reason == "its capture failed: operation not permitted when stream is capturing" and not step.graphs
     same(backbone(), pair("h2o"), tokens(), TapedDecoder, steps=5)
-    assert caplog.text.count("tokens are decoded without CUDA graphs: its capture failed") == 1
+    assert caplog.text.count("steps run without CUDA graphs: its capture failed") == 1
     with attach(backbone()), torch.inference_mode():
         assert (
             decoded(backbone(), make("h2o"), tokens(), TapedDecoder, 3)[1].reason is None

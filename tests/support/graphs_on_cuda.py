@@ -1,5 +1,6 @@
 """On a CUDA device: attention of a chunk is right by every kernel that may be chosen, evictions of all layers at once equal those
-of each, and decoding through graphs equals the same step run as it is, and dynamic decoding. Ends with an error where not.
+of each, chunks of a prompt through a graph equal plain ones, and decoding through graphs equals the same step run as it is, and
+dynamic decoding. Ends with an error where not.
 
 A process of its own, since the tests interpret the kernels: ``python tests/support/graphs_on_cuda.py`` with the repository and
 ``kernels`` on the path. ``test_graph_decoder_cuda.py`` runs it where there is a device.
@@ -22,6 +23,7 @@ from locret_kit.runtime.session import Sampling, decode, prefill
 
 LENGTH, STEPS = 300, 60
 SETTINGS = dict(chunk=10, prompt_length=LENGTH, stabilizers=8, local_len=16, backend="triton")
+POLICIES = ("locret", "h2o", "roco")
 CLOSE = dict(rtol=2e-3, atol=2e-3)
 
 
@@ -72,16 +74,40 @@ def attention() -> None:
 
 def evictions(model, heads) -> None:
     """Logits and rows, bit for bit."""
-    ids = torch.randint(2, 97, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
-    for policy in ("locret", "h2o", "roco"):
+    for policy in POLICIES:
         found = []
         for may in (step.evicts_together, lambda ctx, rows: False):
-            cache = BoundedCache(64, policy, heads if policy == "locret" else None, **SETTINGS)
             with mock.patch.object(step, "evicts_together", may):
-                logits = prefill(model, ids, cache)
-            found.append([logits, *(cache.kept_positions(layer) for layer in range(len(cache.layers)))])
+                found.append(read(model, heads, policy, graph=False))
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), f"evictions of {policy} at once"
         print(f"{policy}: evictions of all layers at once are those of each", flush=True)
+
+
+def read(model, heads, policy: str, **rest) -> list[torch.Tensor]:
+    """Logits behind a prompt, and the positions that each layer keeps."""
+    ids = torch.randint(2, 97, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
+    graph = rest.pop("graph")
+    cache = BoundedCache(64, policy, heads if policy == "locret" else None, **{**SETTINGS, **rest})
+    logits = prefill(model, ids, cache, graph=graph)
+    return [logits, *(cache.kept_positions(layer) for layer in range(len(cache.layers)))]
+
+
+def chunks(model, heads) -> None:
+    """Rows alike and logits as near as kernels of other runs are."""
+    for policy in POLICIES:
+        for positions in ("compact", "original"):
+            replayed: list[int] = []
+            replay = torch.cuda.CUDAGraph.replay
+            counting = mock.patch.object(
+                torch.cuda.CUDAGraph, "replay", lambda graph, replay=replay, n=replayed: (n.append(1), replay(graph))
+            )
+            plain, *kept = read(model, heads, policy, positions=positions, graph=False)
+            with counting:
+                logits, *graphs = read(model, heads, policy, positions=positions, graph=None)
+            assert len(replayed) >= 15, f"{policy} {positions}: {len(replayed)} chunks of {LENGTH // 10} were replayed"
+            assert all(torch.equal(a, b) for a, b in zip(kept, graphs, strict=True)), f"{policy} {positions}: rows"
+            torch.testing.assert_close(logits, plain, **CLOSE)
+            print(f"{policy} {positions}: {len(replayed)} chunks were replayed", flush=True)
 
 
 @torch.inference_mode()
@@ -92,14 +118,15 @@ def main() -> None:
     heads = RetainingHeads(config).requires_grad_(False).cuda()
     with attach(model):
         evictions(model, heads)
-        for policy in ("locret", "h2o", "roco"):
+        chunks(model, heads)
+        for policy in POLICIES:
             for positions in ("compact", "original"):
                 of = heads if policy == "locret" else None
                 (graph, driver), (eager, _), (dynamic, _) = (
                     run(model, policy, of, form, positions=positions) for form in ("graph", "eager", "dynamic")
                 )
                 assert driver is not None and driver.reason is None and driver.cuts_captured, driver and driver.reason
-                assert any(before for before, _ in driver.graphs) and ((), ()) in driver.graphs
+                assert any(driver.graphs) and () in driver.graphs
                 torch.testing.assert_close(graph, eager, **CLOSE)
                 torch.testing.assert_close(graph, dynamic, **CLOSE)
                 print(

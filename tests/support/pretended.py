@@ -148,8 +148,9 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_
         assert not isinstance(x, int) or abs(x) < 2**31, f"{kernel.__name__}: {x} is no int32"
     if kernel.__name__ == "_enter_rows":  # positions are indices of tables
         args[kernel.arg_names.index("positions")].inner.zero_()
-    if kernel.__name__ == "_select_rows":  # the newest, as many as are wanted: heads are laid out by their number
-        most_BH, stay_BHS = (x.inner for x in args[3:5])
+    marks = kernel.__name__ == "_select_rows" and not constants["INDEX"]
+    if marks:  # the newest, as many as are wanted: heads are laid out by their number
+        most_BH, stay_BHS = (x.inner for x in args[2:4])
         stay_BHS.copy_(torch.arange(stay_BHS.shape[-1]) >= stay_BHS.shape[-1] - most_BH[..., None])
 
 

@@ -13,7 +13,7 @@ from locret_kernels import backend
 from locret_kernels.enter import HeadProduct, RowBuffers
 
 SIZES = ((700, 600, 64), (4500, 4300, 96), (33000, 100, 128))
-"""Slots, those that stay, and the head size: one block of slots, two, and more than a program holds in registers."""
+"""Slots, those that stay, and the head size: one block of slots, three, and many."""
 
 
 def enter(T: int, H: int, D: int) -> None:
@@ -44,18 +44,20 @@ def main() -> None:
     for S, K, D in SIZES:
         scores = torch.randn(1, 2, S, generator=generator, device="cuda").round(decimals=1)
         protected, valid = scores > 2.5, torch.ones_like(scores, dtype=torch.bool)
+        guard = protected.byte()
+        guard[..., :3] = 2
         keys = torch.randn(1, 2, S, D, generator=generator, device="cuda").bfloat16()
         buffers, found = [keys, scores], {}
         for name in ("reference", "triton"):
             call = {
                 each: backend.function(each, name)
-                for each in ("select_rows", "kept_rows", "compact_rows", "rotate_rows")
+                for each in ("select_rows", "select_index", "compact_rows", "rotate_rows")
             }
             most = torch.full((1, 2), K, device="cuda")
             stay = call["select_rows"](scores, protected, valid, most)
-            index = call["kept_rows"](stay, K)
-            up = [x.clone() for x in buffers]
-            call["compact_rows"](up, index)
+            chosen = [call["select_index"](scores, K, S // 50, guard) for guard in (None, guard)]
+            up = [[x[0].clone() for x in buffers] for _ in chosen]  # two layers whose buffers lie apart
+            call["compact_rows"](up, torch.cat(chosen), {})
             place = torch.randperm(S, generator=torch.Generator().manual_seed(0)).int().cuda().repeat(1, 2, 1)
             tables = (
                 torch.randn(2, S, D // 2, generator=torch.Generator().manual_seed(0)).repeat(1, 1, 2).bfloat16().cuda()
@@ -63,7 +65,7 @@ def main() -> None:
             # The reference in float32: a kernel rounds once, at its end.
             exact = (keys, *tables) if name == "triton" else (x.float() for x in (keys, *tables))
             turned = call["rotate_rows"](*exact, place).float()
-            found[name] = [stay, index, *up], turned
+            found[name] = [stay, *(index.long() for index in chosen), *(x for layer in up for x in layer)], turned
         (mine, turned), (theirs, expected) = found["triton"], found["reference"]
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), f"rows of {S} slots"
         torch.testing.assert_close(turned, expected, rtol=2**-8, atol=1e-5)

@@ -46,23 +46,25 @@ class Tape(TorchDispatchMode):
 class TapedDecoder(GraphDriver):
     """Captures tapes on a CPU. A recording runs, which a capture does not: what it wrote is put back."""
 
-    def __init__(self, model, cache) -> None:
-        super().__init__(model, cache)
+    def __init__(self, model, cache, tokens: int = 1) -> None:
+        super().__init__(model, cache, tokens)
         self.captures, self.replays, self.evictions_replayed = True, 0, 0
 
-    def _captured(self, before, after):
+    def _captured(self, form):
         holders = [one for layer in self.cache.bounded for one in (layer, layer.codec)]
         rows = [x for one in holders for x in vars(one).values() if isinstance(x, torch.Tensor)]
         state = [*rows, self.seen, self.length_L]
         kept, tape = [x.clone() for x in state], Tape()
         with tape:
-            logits = self._step(before, after)
+            logits = self._step(form)
         for x, old in zip(state, kept, strict=True):
             x.copy_(old)
         logits.fill_(float("nan"))
         return tape, logits
 
-    def _run(self, before, after):
-        self.replays += (before, after) in self.graphs
-        self.evictions_replayed += bool(before) and (before, after) in self.graphs
-        return super()._run(before, after)
+    def _run(self, form):
+        self.replays += form in self.graphs
+        self.evictions_replayed += (
+            any(one.due and (one.due.room or one.due.keep) for one in form) and form in self.graphs
+        )
+        return super()._run(form)

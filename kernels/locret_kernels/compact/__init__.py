@@ -1,39 +1,34 @@
-"""Compaction of buffers: rows that stay move to the front, in place; and the index of those rows. The definition, in torch."""
+"""Compaction of buffers: rows that stay move to the front, in place. The definition, in torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["compact_rows", "kept_rows"]
+from .. import check_keep
+
+__all__ = ["compact_rows"]
+
+Addresses = MutableMapping[tuple[int, ...], Tensor]
+"""Tables on the device of where buffers begin, by what is in them."""
 
 
-def compact_rows(buffers: Sequence[Tensor], index_BHK: Tensor) -> None:
-    """Move row ``index[j]`` of every buffer ``[B, H, S]`` or ``[B, H, S, D]`` to row ``j``, for ``j < K``, in place.
+def compact_rows(buffers: Sequence[Sequence[Tensor]], index_LHK: Tensor, addresses: Addresses | None = None) -> None:
+    """Move row ``index[j]`` of every buffer ``[H, S]`` or ``[H, S, D]`` of a layer to row ``j``, for ``j < K``, in place.
 
     ``index`` ascends, so rows keep their order; rows from ``K`` on are left as they are.
+
+    Args:
+        buffers: of each layer, one layer's beside another's.
+        addresses: tables that were made for earlier calls; kernels add theirs.
 
     Raises:
         ValueError: ``K`` outside ``1..S``.
     """
-    K = index_BHK.shape[-1]
-    for rows in buffers:
-        check_moves(index_BHK, rows)
-        index = index_BHK if rows.dim() == 3 else index_BHK[..., None].expand(-1, -1, -1, rows.shape[-1])
-        rows[:, :, :K] = torch.gather(rows, 2, index)
-
-
-def kept_rows(stay_BHS: Tensor, keep: int) -> Tensor:
-    """Row indices ``[B, H, keep]`` (int64, ascending) of a boolean with ``keep`` True in each head."""
-    place_BHS = (stay_BHS.cumsum(-1) - 1).masked_fill_(~stay_BHS, keep)  # the others share one place after them
-    row_S = torch.arange(place_BHS.shape[-1], device=place_BHS.device).expand_as(place_BHS)
-    return place_BHS.new_empty(*place_BHS.shape[:-1], keep + 1).scatter_(-1, place_BHS, row_S)[..., :keep]
-
-
-def check_moves(index_BHK: Tensor, rows: Tensor) -> None:
-    """Raise ValueError unless between one and all of a buffer's rows stay."""
-    K, S = index_BHK.shape[2], rows.shape[2]
-    if not 1 <= K <= S:
-        raise ValueError(f"index: {K} rows must be at least 1 and at most the {S} rows of a buffer")
+    for layer, index_HK in zip(buffers, index_LHK.long(), strict=True):
+        for rows in layer:
+            check_keep(index_HK.shape[1], rows.shape[1])
+            index = index_HK if rows.dim() == 2 else index_HK[..., None].expand(-1, -1, rows.shape[-1])
+            rows[:, : index.shape[1]] = torch.gather(rows, 1, index)

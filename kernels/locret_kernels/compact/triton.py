@@ -1,7 +1,8 @@
 """In-place compaction as a Triton kernel; ``__init__.py`` defines it.
 
 Blocks of rows are read and written from the front. The index ascends, so a row is read before it is overwritten, and rows
-that stay where they are cost nothing. Columns are independent, so a head's columns are spread over programs.
+that stay where they are cost nothing. Columns are independent, so a head's columns are spread over programs. Buffers of one kind
+are one launch, wherever they lie: the kernel reads from a table where each begins.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv
 
-from .. import common
+from .. import check_keep, common
 from ..common import check
-from . import check_moves
+from . import Addresses
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Element size -> the type as which bits are copied, whatever they mean."""
@@ -24,12 +25,15 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit
 def _compact_rows(
-    x, index, stride_b, stride_h, stride_s, H, K, D, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr
+    like, table, index, stride_h, stride_s, H, K, D, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """A program owns one head's block of columns."""
-    b, h = tl.program_id(0) // H, tl.program_id(0) % H
-    x += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-    index += tl.program_id(0).to(tl.int64) * K
+    """A program owns one head's block of columns. ``table [buffers, 2]``: address and layer of each; ``like`` is one of them."""
+    buffer, h = tl.program_id(0) // H, tl.program_id(0) % H
+    x = tl.load(table + 2 * buffer).to(like.dtype)
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+    x += h.to(tl.int64) * stride_h
+    index += (tl.load(table + 2 * buffer + 1) * H + h) * K
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BD]
     # Before each block, rows below j are final and rows from j on are as they were: index[j] >= j. So a block's writes are in no
     # later block's way.
@@ -42,53 +46,25 @@ def _compact_rows(
         tl.store(x + target[:, None] * stride_s + columns[None, :], rows, mask=moves)
 
 
-@triton.jit
-def _kept_rows(stay, index, S, K, BLOCK_S: tl.constexpr):
-    """A program owns one head: it counts the rows that stay, a block of them (BS) at a time."""
-    stay += tl.program_id(0).to(tl.int64) * S
-    index += tl.program_id(0).to(tl.int64) * K
-    before = 0  # rows that stay, in the blocks before
-    for s in range(0, S, BLOCK_S):
-        rows = s + tl.arange(0, BLOCK_S)  # [BS]
-        stays = (tl.load(stay + rows, mask=rows < S, other=0) != 0).to(tl.int32)  # [BS]
-        place = before + tl.cumsum(stays, 0) - 1  # [BS]
-        tl.store(index + place, rows.to(tl.int64), mask=(stays != 0) & (place < K))
-        before += tl.sum(stays, 0)
-
-
-def kept_rows(stay_BHS: Tensor, keep: int) -> Tensor:
-    """See the definition, ``kept_rows``."""
-    stay = stay_BHS.contiguous().view(torch.uint8)
-    check(stay=stay)
-    B, H, S = stay.shape
-    index = torch.empty(B, H, keep, dtype=torch.int64, device=stay.device)
-    common.launch(
-        _kept_rows,
-        (B * H,),
-        stay,
-        index,
-        S,
-        keep,
-        BLOCK_S=min(4096, triton.next_power_of_2(S)),
-        num_warps=8,
-        num_stages=1,
-    )
-    return index
-
-
-def compact_rows(buffers: Sequence[Tensor], index_BHK: Tensor) -> None:
+def compact_rows(buffers: Sequence[Sequence[Tensor]], index_LHK: Tensor, addresses: Addresses | None = None) -> None:
     """See the definition, ``compact_rows``."""
-    index = index_BHK.contiguous()
-    B, H, K = index.shape
-    for buffer in buffers:
-        check_moves(index, buffer)
-        rows = buffer if buffer.dim() == 4 else buffer[..., None]
-        bits = rows.view(INTEGERS[rows.element_size()])
-        check(index=index, buffer=bits[0, 0])
-        D = bits.shape[-1]
-        block_d = min(16, triton.next_power_of_2(D))
-        block_k = min(1024 if D > 1 else 2048, triton.next_power_of_2(K))
+    index, addresses = index_LHK.contiguous(), {} if addresses is None else addresses
+    _, H, K = index.shape
+    kinds: dict[tuple[object, ...], list[tuple[Tensor, int]]] = {}
+    for layer, own in enumerate(buffers):
+        for buffer in own:
+            check_keep(K, buffer.shape[1])
+            rows = (buffer if buffer.dim() == 3 else buffer[..., None]).view(INTEGERS[buffer.element_size()])
+            kinds.setdefault((rows.dtype, rows.shape[2], rows.stride()), []).append((rows, layer))
+    for kind in kinds.values():
+        numbers = tuple(number for rows, layer in kind for number in (rows.data_ptr(), layer))
+        if numbers not in addresses:
+            addresses[numbers] = torch.tensor(numbers, dtype=torch.int64, device=index.device)
+        rows, D = kind[0][0], kind[0][0].shape[2]
+        check(index=index, buffer=rows[0])
+        block_d, most = min(16, triton.next_power_of_2(D)), 1024 if D > 1 else 2048
         common.launch(
-            _compact_rows, (B * H, cdiv(D, block_d)), bits, index, *bits.stride()[:3], H, K, D,
-            BLOCK_K=block_k, BLOCK_D=block_d, num_warps=16 if D > 1 else 8, num_stages=1,
+            _compact_rows, (len(kind) * H, cdiv(D, block_d)), rows, addresses[numbers], index, *rows.stride()[:2], H, K, D,
+            BLOCK_K=min(most, triton.next_power_of_2(K)), BLOCK_D=block_d,
+            ALIGNED=not any(address % 16 for address in numbers[::2]), num_warps=16 if D > 1 else 8, num_stages=1,
         )  # fmt: skip

@@ -1,13 +1,13 @@
-"""The best rows of each head by score, protected rows first: the definition, in torch, by a stable sort."""
+"""The best rows of each head by score, protected rows first, as marks or as an index: the definition, by a stable sort."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .. import check_some
+from .. import check_keep, check_some
 
-__all__ = ["select_rows"]
+__all__ = ["select_index", "select_rows"]
 
 
 def rank_of(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor) -> Tensor:
@@ -29,6 +29,32 @@ def select_rows(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, mo
     """
     check_scores(scores_BHS, protected_BHS, valid_BHS, most_BH)
     return rank_of(scores_BHS, protected_BHS, valid_BHS) < most_BH[..., None]
+
+
+def select_index(scores_BHS: Tensor, keep: int, newest: int = 0, guard_BHS: Tensor | None = None) -> Tensor:
+    """Row indices ``[B, H, keep]`` (ascending integers) of the rows of each head that ``rank_of`` places first.
+
+    Args:
+        newest: rows at the end of every head that are protected. guard_BHS: uint8, 1 protects too; 2 is above all that is
+            protected, and NaN.
+
+    Raises:
+        ValueError: ``keep`` outside ``1..S``.
+    """
+    S = scores_BHS.shape[-1]
+    check_keep(keep, S)
+    protected = (torch.arange(S, device=scores_BHS.device) >= S - newest).expand(scores_BHS.shape)
+    pinned = torch.zeros_like(protected) if guard_BHS is None else guard_BHS > 1
+    if guard_BHS is not None:
+        protected = protected | (guard_BHS > 0)
+    return kept_rows(select_rows(scores_BHS, protected, ~pinned, keep - pinned.sum(-1)) | pinned, keep)
+
+
+def kept_rows(stay_BHS: Tensor, keep: int) -> Tensor:
+    """Row indices ``[B, H, keep]`` (int64, ascending) of a boolean with ``keep`` True in each head."""
+    place_BHS = (stay_BHS.cumsum(-1) - 1).masked_fill_(~stay_BHS, keep)  # the others share one place after them
+    row_S = torch.arange(place_BHS.shape[-1], device=place_BHS.device).expand_as(place_BHS)
+    return place_BHS.new_empty(*place_BHS.shape[:-1], keep + 1).scatter_(-1, place_BHS, row_S)[..., :keep]
 
 
 def check_scores(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, most_BH: Tensor) -> None:

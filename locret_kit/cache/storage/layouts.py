@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from locret_kernels.backend import function
-from locret_kernels.compact import kept_rows
+from locret_kernels.compact import Addresses
+from locret_kernels.select import kept_rows
 
 from ...policies.registry import Registry
 
@@ -122,8 +124,15 @@ class Layout(ABC):
     # ---- moving ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def keep(self, stay_1HS: Tensor, mean: int, buffers: Sequence[Tensor], backend: str) -> None:
-        """Keep the slots that stay, ``mean`` of them a head, and move their rows to the front; the rest is free."""
+    def keep(
+        self, chosen: Tensor, mean: int, buffers: Sequence[Sequence[Tensor]], backend: str, addresses: Addresses
+    ) -> None:
+        """Move the rows that stay to the front, ``mean`` of a head; the rest is free.
+
+        Args:
+            chosen: slots ``[layers, H, S]`` that stay (bool), or where heads are of one length their index ``[layers, H, mean]``.
+            buffers: of each layer that lies so, this one first. addresses: as of ``compact_rows``.
+        """
 
     # ---- taken out and put back ------------------------------------------------------------------------------------
 
@@ -137,6 +146,12 @@ class Layout(ABC):
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Take exported tensors back."""
+
+
+@cache
+def _true(device: torch.device) -> Tensor:
+    """True, once for all layers of a device."""
+    return torch.ones((), dtype=torch.bool, device=device)
 
 
 class EqualRows(Layout):
@@ -167,7 +182,7 @@ class EqualRows(Layout):
         return (None, *self.every()), None
 
     def valid(self) -> Tensor:
-        return torch.ones(1, self.H, self.rows, dtype=torch.bool, device=self.device)
+        return _true(self.device).expand(1, self.H, self.rows)
 
     def put_back(self, buffer: Tensor, slots_1HS: Tensor) -> None:
         pass  # the slots are the buffer itself
@@ -193,11 +208,12 @@ class EqualRows(Layout):
         """Positions ``[1, H, rows]``."""
         return positions[self.slots()[0]].clone()
 
-    def keep(self, stay_1HS: Tensor, mean: int, buffers: Sequence[Tensor], backend: str) -> None:
+    def keep(
+        self, chosen: Tensor, mean: int, buffers: Sequence[Sequence[Tensor]], backend: str, addresses: Addresses
+    ) -> None:
         # In place: row i moves to a row that is not above it, so order by age is kept.
-        index_1HK = function("kept_rows", backend)(stay_1HS, mean)
-        function("compact_rows", backend)([x[None] for x in buffers], index_1HK)
-        self.rows = mean
+        index_LHK = kept_rows(chosen, mean) if chosen.dtype == torch.bool else chosen
+        function("compact_rows", backend)(buffers, index_LHK, addresses)
 
 
 # ---- the layout whose heads have different numbers of rows ----------------------------------------------------------
@@ -317,14 +333,16 @@ class RaggedRows(Layout):
         """Positions ``[rows of the head]``, ``kept()[0][h]``."""
         return [[positions[self.head(h)].clone() for h in range(self.H)]]
 
-    def keep(self, stay_1HS: Tensor, mean: int, buffers: Sequence[Tensor], backend: str) -> None:
+    def keep(
+        self, chosen: Tensor, mean: int, buffers: Sequence[Sequence[Tensor]], backend: str, addresses: Addresses
+    ) -> None:
         # slots [H, S] -> rows [N], head after head; kept_rows takes the N that stay in order
-        (stay_HS,), (row_N, slot_N) = stay_1HS, self._rows()
+        (stay_HS,), (row_N, slot_N) = chosen, self._rows()
         source = row_N[kept_rows(stay_HS[slot_N], self.H * mean)]
         self._lay_out(stay_HS.sum(-1))
         _, target = each_row(self.starts, self.lengths, len(source))
         # buffer[source] is a copy, so targets may overlap sources.
-        for buffer in buffers:
+        for buffer in buffers[0]:
             buffer[target] = buffer[source]
 
     def export(self) -> dict[str, Tensor]:

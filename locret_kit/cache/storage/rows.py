@@ -6,7 +6,7 @@ read (``parts``, ``flat``, ``slots``) has it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -106,6 +106,7 @@ class BoundedLayer(CacheLayerMixin):
         self.statistics, self.recent, self.merges = statistics, recent, merges
         self.chunked = chunked
         self.softmax = Softmax(1.0)
+        self.addresses: dict[tuple[int, ...], Tensor] = {}
         self.state: dict[str, Tensor] = {}
         self.seen = self.since_eviction = self.evictions = 0
 
@@ -298,14 +299,18 @@ class BoundedLayer(CacheLayerMixin):
 
     # ---- eviction ------------------------------------------------------------------------------------------------
 
-    def keep(self, stay_BHS: Tensor, mean: int) -> None:
-        """Keep the slots that stay, ``mean`` of them a head, and move them to the front; the rest is free."""
-        self.codec.read_all()
-        # All that belongs to a slot moves together, or positions and rows would part.
-        own = [getattr(self, name) for name in self.own_columns()]
-        self.layout.keep(stay_BHS, mean, [*self.codec.moving(), *own, *self.stats], self.backend)
-        self.since_eviction = 0
-        self.codec.finish_block()
+    def keep(self, chosen: Tensor, mean: int, others: Sequence[BoundedLayer] = ()) -> None:
+        """Keep the slots that are ``chosen`` (``Layout.keep``), here and in ``others``, layers of heads as long."""
+        layers, buffers = [self, *others], []
+        for rows in layers:
+            rows.codec.read_all()
+            # All that belongs to a slot moves together, or positions and rows would part.
+            own = [getattr(rows, name) for name in rows.own_columns()]
+            buffers.append([*rows.codec.moving(), *own, *rows.stats])
+        self.layout.keep(chosen, mean, buffers, self.backend, self.addresses)
+        for rows in layers:
+            rows.rows, rows.since_eviction = mean, 0
+            rows.codec.finish_block()
 
     def drop_oldest(self, keep: int) -> None:
         """Keep the newest ``keep`` rows (layers with a window)."""

@@ -91,8 +91,8 @@ class Proxies(Scope):
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
         return min(proxy_count(self.tokens, chunk), wanted_count(self.most, budget))
 
-    def protects(self, slots: Slots) -> Tensor:
-        return slots.newest(min(resolve_count(self.most, slots.keep), proxy_count(self.tokens, slots.chunk)))
+    def protects_newest(self, slots: Slots) -> int:
+        return min(resolve_count(self.most, slots.keep), proxy_count(self.tokens, slots.chunk))
 
 
 @part("selection", "sampled")

@@ -14,7 +14,7 @@ from ...cache.batch import Packed
 from ...cache.bounded import BoundedCache
 from ...policies.registry import Registry
 from .cpu import cpu_driver
-from .graph import GraphDriver
+from .graph import CHUNKS, GraphDriver
 
 
 class Driver(Protocol):
@@ -140,3 +140,12 @@ def _graph(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> D
 @DRIVERS.register("cpu")
 def _compiled(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str | None:
     return None if graph or model.device.type != "cpu" else cpu_driver(model, cache.context.heads)
+
+
+def chunk_driver(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> GraphDriver | None:
+    """What replays a chunk of a prompt, where that is possible and enough of them are left; None elsewhere. ``graph``: as of
+    ``Decoding``, but that nothing is refused."""
+    s, seen = cache.schedule, cache.get_seq_length()
+    left = (s.body or 0) - seen
+    worth = seen and s.chunk > 1 and not s.one_shot and left >= CHUNKS * s.chunk
+    return GraphDriver(model, cache, s.chunk) if worth and graph is not False and model.device.type == "cuda" else None

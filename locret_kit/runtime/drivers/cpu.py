@@ -149,8 +149,7 @@ class CpuDriver:
         pointers, ctx, seen = self._rows.get(cache), cache.context, cache.get_seq_length()
         if pointers is None or not pointers.left or pointers.context is not ctx or pointers.seen != seen:
             ctx.tables.clear()
-            for layer, rows in enumerate(cache.bounded):
-                make_room(ctx, layer, rows, ctx.due(layer, rows, 1))
+            make_room(ctx, enumerate(cache.bounded), 1)
             pointers = self._rows[cache] = RowPointers.of(cache, self.shape[1], self._tables)
         pointers.rows["position"] = seen
         if ctx.positions.span:
@@ -181,7 +180,7 @@ class CpuDriver:
                     full += [] if wider is None else [FullTail(codec, *wider)]
             rows.count(1)
             if not pointers.left:
-                evict_if_due(cache.context, layer, rows)
+                evict_if_due(cache.context, [(layer, rows)])
                 codec.finish_block()
         if full:
             quantise(full)

@@ -1,18 +1,19 @@
-"""Decoding with fixed shapes: a step whose kernels, sizes and addresses never change, so that a CUDA graph can replay it.
+"""Steps of fixed shapes: their kernels, sizes and addresses never change, so that a CUDA graph can replay them.
 
-A step appends one token to every layer and attends to its rows. How many rows there are, and where in the text the token
-stands, are numbers on the device: rows are written at an index, and attention masks by length. When a layer is full is
-known to the host, since every head of a layer holds as many rows: a step that evicts is a graph of its own.
-Host-side counts follow every step, and the device's follow the host's, so decoding may change to the dynamic form and back after
-any token.
+A step appends one token, or a chunk of a prompt, to every layer and attends to its rows. Where in the text its tokens stand is a
+number on the device. So is how many rows there are before a single token: rows are written at an index, and attention masks by
+length. Chunks find as many rows again and again once the cache is full. When a layer is full is known to the host, since every
+head of a layer holds as many rows: a step that evicts is a graph of its own.
+Host-side counts follow every step, and the device's follow the host's, so any forward may come in between.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from ...backbones.libraries import forward
 from ...backbones.weights import weight_bits_of
 from ...cache.bounded import BoundedCache
 from ...cache.context import Pins
+from ...cache.due import Due
 from ...cache.step import StaticStep, evict_if_due, make_room
 from ...cache.storage.rows import COUNTS
 from ...naming import first_line
@@ -34,7 +36,9 @@ logger = logging.getLogger(__name__)
 
 
 WARM = 3
-"""Steps before the first capture: kernels are compiled and workspaces allocated in them, and a short answer ends with them."""
+"""Tokens before the first capture: kernels are compiled and workspaces allocated in them, and a short answer ends with them."""
+CHUNKS = 6
+"""Chunks left of a prompt, at least, for which one is captured: the third that leaves a full cache."""
 MOST_GRAPHS = 4
 """Captured forms of a step; a form beyond them runs without a graph."""
 SYNCING_OPS = frozenset(
@@ -61,22 +65,24 @@ def _reason_against(model: PreTrainedModel, cache: BoundedCache) -> str | None:
 
 @cache
 def _warn(reason: str) -> None:
-    """Log why tokens are decoded dynamically, once a process for each reason."""
-    logger.warning("tokens are decoded without CUDA graphs: %s", reason)
+    """Log why steps run without graphs, once a process for each reason."""
+    logger.warning("steps run without CUDA graphs: %s", reason)
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A layer that is cut before or after a token: every number of the host on which its kernels depend."""
+class LayerForm(NamedTuple):
+    """A layer that is cut before or after a step, and any at a chunk: every number of the host on which its kernels depend."""
 
     layer: int
     rows: int
     since_eviction: int
     """Tokens since the layer's last eviction; 0 for a layer with a window, where nothing asks."""
+    due: Due | None
+    """None where the step runs without its cuts."""
     pins: Pins = ()
 
 
-Cuts = tuple[Cut, ...]
+Form = tuple[LayerForm, ...]
+"""A step."""
 
 
 @cache
@@ -116,39 +122,43 @@ def _shape_is_read(name: str, args: tuple[object, ...], kwargs: dict[str, object
 
 
 class GraphDriver:
-    """``driver([cache], [token])`` gives the logits ``[1, V]`` after a token of its one text, as the dynamic forward does.
+    """``driver([cache], [token])`` gives the logits ``[1, V]`` after a token of its one text, as the dynamic forward does; with
+    ``tokens`` above 1 ``driver([cache], ids)`` those after a chunk ``[tokens]`` of its prompt.
 
     On CUDA a form of the step that has run before is captured, then replayed; elsewhere the very same function runs as it
     is. ``reason`` says why nothing (more) is captured, once that is known; the caller then decodes dynamically.
 
     Args:
         model: attached, and bound to the cache.
-        cache: after its prompt. Before it ``takes`` may be asked, and no token comes.
+        cache: after its prompt, or after a chunk. Before it ``takes`` may be asked, and no token comes.
     """
 
     name = "graph"
 
-    def __init__(self, model: PreTrainedModel, cache: BoundedCache) -> None:
-        self.model, self.cache = model, cache
+    def __init__(self, model: PreTrainedModel, cache: BoundedCache, tokens: int = 1) -> None:
+        self.model, self.cache, self.tokens = model, cache, tokens
         self.reason = _reason_against(model, cache)
         self.captures = model.device.type == "cuda"
         self.cuts_captured = True
         """Whether evictions are inside the graphs: unless the policy's make the host wait."""
         self.evictions = cache.counters.evictions
-        """Of the layer that had most, before the first token."""
-        self.graphs: dict[tuple[Cuts, Cuts], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self.changes: dict[tuple[Cuts, Cuts], list[int]] = {}
+        """Of the layer that had most, before the first step."""
+        self.graphs: dict[Form, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.changes: dict[Form, list[int]] = {}
         """Counts on the host that a step of a graph adds to."""
-        self.ran: dict[tuple[Cuts, Cuts], int] = {}
+        self.ran: dict[Form, int] = {}
         self._held: list[list[tuple[Tensor, Tensor]]] = []
         """Tables of rotation that graphs read: a dynamic forward in between would free them."""
+        if tokens > 1 and cache.context.stages:
+            self.reason = f"policy={cache.policy.name!r} does more with a chunk than attend and evict"
         if self.reason is not None or not cache.get_seq_length():
             return
         with torch.inference_mode(False):
-            self.ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+            self.ids = torch.zeros(1, tokens, dtype=torch.int64, device=model.device)
             self.seen = torch.zeros((), dtype=torch.int64, device=model.device)
+            self.offset_T = torch.arange(tokens, dtype=torch.int32, device=model.device)
             self.length_L = torch.zeros(len(cache.bounded), dtype=torch.int64, device=model.device)
-            self.flats = [rows.flat() for rows in cache.bounded]
+            self.flats = [rows.flat() for rows in cache.bounded] if tokens == 1 else []
             self.followed: list[int] = []
             """Tokens and rows of the cache of which the device's counts speak."""
         self._follow()
@@ -158,22 +168,26 @@ class GraphDriver:
         return self.reason
 
     def ready(self, cache: BoundedCache) -> bool:
-        """Whether the next token can come here."""
-        return self.reason is None
+        """Whether the next step can come here: any token, and a chunk after which every layer without a window is cut."""
+        T, dues = self.tokens, ((rows, cache.context.due(n, rows, self.tokens)) for n, rows in enumerate(cache.bounded))
+        steady = T == 1 or all(due.tokens == T and (due.keep or rows.window) is not None for rows, due in dues)
+        return steady and self.reason is None
 
-    # ---- a token -------------------------------------------------------------------------------------------------
+    # ---- a step --------------------------------------------------------------------------------------------------
 
-    def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
-        (token,) = tokens
-        self.ids.fill_(token)
-        self._follow()
-        before, after = form = self._cuts()
-        if self.cuts_captured or form == ((), ()):
-            logits = self._run(before, after).clone()
+    def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int] | Tensor) -> Tensor:
+        if isinstance(tokens, Tensor):
+            self.ids[0] = tokens
         else:
-            self._make_room(before)
-            logits = self._run((), ()).clone()
-            self._evict(after)
+            self.ids.fill_(tokens[0])
+        self._follow()
+        form = self._form()
+        if self.cuts_captured:
+            logits = self._run(form).clone()
+        else:
+            self._cut(form, "room")
+            logits = self._run(self._form(cut=False)).clone()
+            self._cut(form, "keep")
         self.followed = self._followed()
         return logits
 
@@ -187,33 +201,31 @@ class GraphDriver:
             for layer, rows in enumerate(held[1:]):
                 self.length_L[layer].fill_(rows)
 
-    def _cuts(self) -> tuple[Cuts, Cuts]:
-        """Layers that must be cut to make room for a token, and those that are due after it."""
-        before, after, ctx = [], [], self.cache.context
-        for layer, rows in enumerate(self.cache.bounded):
-            due, held, fresh = ctx.due(layer, rows, 1), rows.rows, rows.since_eviction
-            if due.room is not None:
-                before.append(Cut(layer, held, fresh if rows.window is None else 0, ctx.pins))
-                held, fresh = due.room, 0
-            if due.keep is not None:
-                after.append(Cut(layer, held + 1, fresh + 1, ctx.pins))
-        return tuple(before), tuple(after)
+    def _form(self, cut: bool = True) -> Form:
+        """The next step; without its cuts where it is not to ``cut``."""
+        layers, ctx, form = self.cache.bounded, self.cache.context, []
+        for layer, rows in enumerate(layers):
+            due = ctx.due(layer, rows, self.tokens)
+            if self.tokens > 1 or (cut and (due.room is not None or due.keep is not None)):
+                fresh = rows.since_eviction if rows.window is None else 0
+                form.append(LayerForm(layer, rows.rows, fresh, due if cut else None, ctx.pins))
+        return tuple(form)
 
-    def _run(self, before: Cuts, after: Cuts) -> Tensor:
+    def _run(self, form: Form) -> Tensor:
         """One form of the step: as it is at first, then captured, then replayed."""
-        form = before, after
         if form in self.graphs:
             graph, logits = self.graphs[form]
             graph.replay()
             self._set_counts([n + more for n, more in zip(self._counts(), self.changes[form], strict=True)])
             return logits
         ran = self.ran[form] = self.ran.get(form, 0) + 1
-        warm = sum(self.ran.values()) > WARM
+        warm = sum(self.ran.values()) > (WARM if self.tokens == 1 else 2)
         if self.captures and self.reason is None and warm and ran > 1 and len(self.graphs) < MOST_GRAPHS:
             counts = self._counts()
             try:
-                self.graphs[form] = self._captured(before, after)
-            except RuntimeError as error:  # nothing of it has run: the token is still to come
+                self.graphs[form] = self._captured(form)
+            except RuntimeError as error:  # nothing of it has run: the step is still to come, and tables that it made
+                self.cache.context.tables.clear()
                 self.reason = f"its capture failed: {first_line(error)}"
                 _warn(self.reason)
                 torch.cuda.empty_cache()  # what the capture had, where memory was short
@@ -223,22 +235,24 @@ class GraphDriver:
             finally:
                 self._set_counts(counts)
             if form in self.graphs:
-                return self._run(before, after)
+                return self._run(form)
         with SyncDetector() as reads:
-            logits = self._step(before, after)
-        self._judge(reads.found, bool(before or after))
+            logits = self._step(form)
+        self._judge(reads.found, any(one.due is not None for one in form))
         return logits
 
-    def _captured(self, before: Cuts, after: Cuts) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _captured(self, form: Form) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """A graph of the step, which does not run yet, and where its logits will be."""
         graph, device = torch.cuda.CUDAGraph(), self.model.device
+        if self.tokens > 1:  # a chunk's tensors are large, and the graph has its own
+            torch.cuda.empty_cache()
         pool = next((first.pool() for first, _ in self.graphs.values()), None)
         side = capture_stream(device)
         capture = partial(torch.cuda.graph, graph, pool=pool, stream=side, capture_error_mode="thread_local")
         # A capture that fails leaves PyTorch on its stream: the outer block brings back the one before.
         before_it = torch.cuda.stream(torch.cuda.current_stream(device))
         with torch.cuda.device(device), before_it, capture():
-            logits = self._step(before, after)
+            logits = self._step(form)
         return graph, logits
 
     def _judge(self, found: set[str], cut: bool) -> None:
@@ -248,25 +262,30 @@ class GraphDriver:
         if cut and self.cuts_captured:
             self.cuts_captured = False
             return
-        self.reason = f"a token of policy={self.cache.policy.name!r} makes the host wait ({', '.join(sorted(found))})"
+        what = "token" if self.tokens == 1 else "chunk"
+        self.reason = f"a {what} of policy={self.cache.policy.name!r} makes the host wait ({', '.join(sorted(found))})"
 
     # ---- what is captured: no number of the host may matter on the device -------------------------------------------
 
-    def _step(self, before: Cuts, after: Cuts) -> Tensor:
-        self._make_room(before)
-        # Once for all layers: the rows of every head, the new token's included, and its own rank.
-        last_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape).contiguous()
-        self.cache.fixed = partial(self._static_step, self.seen.int(), last_LBH + 1, last_LBH)
+    def _step(self, form: Form) -> Tensor:
+        self._cut(form, "room")
+        position_T = self.seen + self.offset_T  # int32, as the offsets
+        if self.tokens > 1:
+            self.cache.fixed = lambda layer: StaticStep(self.seen, position_T)
+        else:
+            # Once for all layers: the rows of every head, the new token's included, and its own rank.
+            last_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape).contiguous()
+            self.cache.fixed = partial(self._static_step, position_T, last_LBH + 1, last_LBH)
         try:
             logits_BTV = forward(self.model, self.ids, self.cache, logits_to_keep=1)
         finally:
             self.cache.fixed = None
-        self.seen += 1
-        self.length_L += 1
-        self._evict(after)
+        self.seen += self.tokens
+        self.length_L += self.tokens
+        self._cut(form, "keep")
         return logits_BTV[:, -1].float()
 
-    def _static_step(self, position: Tensor, lengths_LBH: Tensor, last_LBH: Tensor, layer: int) -> StaticStep:
+    def _static_step(self, position_T: Tensor, lengths_LBH: Tensor, last_LBH: Tensor, layer: int) -> StaticStep:
         """Where a layer's new token stands, and the rows that it sees: as many as the device says."""
         flat, rows = self.flats[layer], self.cache.bounded[layer]
         starts_BH, lengths_BH, last_BH = flat.starts_BH, lengths_LBH[layer], last_LBH[layer]
@@ -274,19 +293,18 @@ class GraphDriver:
             seen_BH = lengths_BH.clamp(max=rows.window)
             starts_BH, lengths_BH, last_BH = starts_BH + (lengths_BH - seen_BH), seen_BH, seen_BH - 1
         seen = replace(flat, starts_BH=starts_BH, lengths_BH=lengths_BH, last_BH=last_BH, longest=rows.capacity)
-        return StaticStep(self.seen, position, self.length_L[layer : layer + 1], seen)
+        return StaticStep(self.seen, position_T, self.length_L[layer : layer + 1], seen)
 
-    def _make_room(self, cuts: Cuts) -> None:
-        for cut in cuts:
-            rows, ctx = self.cache.bounded[cut.layer], self.cache.context
-            make_room(ctx, cut.layer, rows, ctx.due(cut.layer, rows, 1), self.seen)
-            self.length_L[cut.layer].fill_(rows.rows)
-
-    def _evict(self, cuts: Cuts) -> None:
-        for cut in cuts:
-            rows = self.cache.bounded[cut.layer]
-            evict_if_due(self.cache.context, cut.layer, rows, self.seen)
-            self.length_L[cut.layer].fill_(rows.rows)
+    def _cut(self, form: Form, when: Literal["room", "keep"]) -> None:
+        """Cut the layers that must be before a step (``room``), or after it (``keep``)."""
+        cut = [one.layer for one in form if one.due is not None and getattr(one.due, when) is not None]
+        ctx, layers = self.cache.context, [(layer, self.cache.bounded[layer]) for layer in cut]
+        if when == "room":
+            make_room(ctx, layers, self.tokens, self.seen)
+        else:
+            evict_if_due(ctx, layers, self.seen)
+        for layer, rows in layers if self.tokens == 1 else ():
+            self.length_L[layer].fill_(rows.rows)
 
     # ---- the host's counts, which a replayed graph does not touch ----------------------------------------------------
 
