@@ -10,7 +10,7 @@ any token.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -60,7 +60,7 @@ def _reason_against(model: PreTrainedModel, cache: BoundedCache) -> str | None:
 
 
 @cache
-def _warn(reason: str) -> None:
+def warn(reason: str) -> None:
     """Log why tokens are decoded dynamically, once a process for each reason."""
     logger.warning("tokens are decoded without CUDA graphs: %s", reason)
 
@@ -84,6 +84,22 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of all captures on a device: PyTorch's own is one for all devices, on that of the first capture. cuBLAS keeps a
     workspace for every stream, so there is one only."""
     return torch.cuda.Stream(device)
+
+
+Captured = tuple[torch.cuda.CUDAGraph, Tensor]
+"""A graph of a step, and where its logits will be."""
+
+
+def capture(device: torch.device, others: Iterable[Captured], step: Callable[[], Tensor]) -> Captured:
+    """A graph of a step, which does not run yet. It shares its memory with the others, of which one runs at a time."""
+    graph, pool = torch.cuda.CUDAGraph(), next((first.pool() for first, _ in others), None)
+    side = capture_stream(device)
+    capturing = partial(torch.cuda.graph, graph, pool=pool, stream=side, capture_error_mode="thread_local")
+    # A capture that fails leaves PyTorch on its stream: the outer block brings back the one before.
+    before_it = torch.cuda.stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), before_it, capturing():
+        logits = step()
+    return graph, logits
 
 
 class SyncDetector(TorchDispatchMode):
@@ -136,7 +152,7 @@ class GraphDriver:
         """Whether evictions are inside the graphs: unless the policy's make the host wait."""
         self.evictions = cache.counters.evictions
         """Of the layer that had most, before the first token."""
-        self.graphs: dict[tuple[Cuts, Cuts], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.graphs: dict[tuple[Cuts, Cuts], Captured] = {}
         self.changes: dict[tuple[Cuts, Cuts], list[int]] = {}
         """Counts on the host that a step of a graph adds to."""
         self.ran: dict[tuple[Cuts, Cuts], int] = {}
@@ -215,7 +231,7 @@ class GraphDriver:
                 self.graphs[form] = self._captured(before, after)
             except RuntimeError as error:  # nothing of it has run: the token is still to come
                 self.reason = f"its capture failed: {first_line(error)}"
-                _warn(self.reason)
+                warn(self.reason)
                 torch.cuda.empty_cache()  # what the capture had, where memory was short
             else:
                 self.changes[form] = [new - old for new, old in zip(self._counts(), counts, strict=True)]
@@ -229,17 +245,8 @@ class GraphDriver:
         self._judge(reads.found, bool(before or after))
         return logits
 
-    def _captured(self, before: Cuts, after: Cuts) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """A graph of the step, which does not run yet, and where its logits will be."""
-        graph, device = torch.cuda.CUDAGraph(), self.model.device
-        pool = next((first.pool() for first, _ in self.graphs.values()), None)
-        side = capture_stream(device)
-        capture = partial(torch.cuda.graph, graph, pool=pool, stream=side, capture_error_mode="thread_local")
-        # A capture that fails leaves PyTorch on its stream: the outer block brings back the one before.
-        before_it = torch.cuda.stream(torch.cuda.current_stream(device))
-        with torch.cuda.device(device), before_it, capture():
-            logits = self._step(before, after)
-        return graph, logits
+    def _captured(self, before: Cuts, after: Cuts) -> Captured:
+        return capture(self.model.device, self.graphs.values(), partial(self._step, before, after))
 
     def _judge(self, found: set[str], cut: bool) -> None:
         """Decide about graphs after a step that read from the device; the very first one prepares what later ones need not."""
