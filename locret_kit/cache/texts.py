@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from ..backbones.decoder_attention import Rope, Softmax, Tables
-from .attend import RowRotation, VarlenRows, decode_rows
+from .attend import VarlenRows, decode_rows
 from .context import Context
 from .pages import RowPool
-from .rotation import RotationTables
-from .step import evict, in_model_type, make_room, read_tokens
+from .step import evict, in_model_type, make_room, read_tokens, row_rotation
 from .storage.rows import BoundedLayer
 from .view import entry_scores, score_alike, shared_scores
 
@@ -76,7 +75,6 @@ class StepTables:
     def __init__(self, given_X4N: Tensor | None = None) -> None:
         self.given_X4N = given_X4N
         self._indices: dict[RowNumbers, RowIndex] = {}
-        self._rotations: dict[tuple[RowIndex, int], RowRotation] = {}
         self._own: dict[tuple[RowIndex, int], Tables] = {}
 
     def index(self, pool: RowPool, rows: Sequence[BoundedLayer]) -> RowIndex:
@@ -101,15 +99,6 @@ class StepTables:
             cos, sin = rope.tables(index.seen_N1[:, 0], like.dtype)
             self._own[key] = cos[:, None, None], sin[:, None, None]
         return self._own[key]
-
-    def rotation(self, index: RowIndex, rope: Rope, tables: RotationTables, like: Tensor) -> RowRotation:
-        """Rotation of rows that are placed by their rank alone, see ``batch_key``."""
-        key = index, id(rope)
-        if key not in self._rotations:
-            cos_sin, of_queries = (tables.upto(part, index.longest, like) for part in (rope, rope.of_queries))
-            newest = RowRotation.tables_at(index.lengths_NH - 1, *of_queries)
-            self._rotations[key] = RowRotation(*cos_sin, *of_queries, newest=newest)
-        return self._rotations[key]
 
 
 def batch_key(ctx: Context) -> Hashable | None:
@@ -238,7 +227,7 @@ class TextBatch:
             (pool.keys, pool.values), pool.positions, stats, index.starts_NH, index.lengths_NH, index.longest
         ).newest(first.window)
         rope = ctx.read_rope(layer, first)
-        rotation = None if rope is None else self._step.rotation(index, rope, ctx.tables, q_NQD)
+        rotation = None if rope is None else row_rotation(ctx, rope, index.longest, q_NQD, first.seen)
         out = decode_rows(q_NQ1D, flat, first.scaling, ctx.backend.kernels, statistics, rotation, ctx.group)
         # Each by its own schedule; what moves lies in its own page.
         for (own_ctx, own), due in zip(texts, dues, strict=False):

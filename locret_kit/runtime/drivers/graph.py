@@ -261,9 +261,9 @@ class GraphDriver:
 
     def _step(self, before: Cuts, after: Cuts) -> Tensor:
         self._make_room(before)
-        # Once for all layers: the rows of every head, the new token's included, and its own rank.
-        last_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape).contiguous()
-        self.cache.fixed = partial(self._static_step, self.seen.int(), last_LBH + 1, last_LBH)
+        # Once for all layers: the rows of every head, the new token's included.
+        lengths_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape) + 1
+        self.cache.fixed = partial(self._static_step, self.seen.int(), lengths_LBH)
         try:
             logits_BTV = forward(self.model, self.ids, self.cache, logits_to_keep=1)
         finally:
@@ -273,14 +273,14 @@ class GraphDriver:
         self._evict(after)
         return logits_BTV[:, -1].float()
 
-    def _static_step(self, position: Tensor, lengths_LBH: Tensor, last_LBH: Tensor, layer: int) -> StaticStep:
+    def _static_step(self, position: Tensor, lengths_LBH: Tensor, layer: int) -> StaticStep:
         """Where a layer's new token stands, and the rows that it sees: as many as the device says."""
         flat, rows = self.flats[layer], self.cache.bounded[layer]
-        starts_BH, lengths_BH, last_BH = flat.starts_BH, lengths_LBH[layer], last_LBH[layer]
+        starts_BH, lengths_BH = flat.starts_BH, lengths_LBH[layer]
         if rows.window is not None:
             seen_BH = lengths_BH.clamp(max=rows.window)
-            starts_BH, lengths_BH, last_BH = starts_BH + (lengths_BH - seen_BH), seen_BH, seen_BH - 1
-        seen = replace(flat, starts_BH=starts_BH, lengths_BH=lengths_BH, last_BH=last_BH, longest=rows.capacity)
+            starts_BH, lengths_BH = starts_BH + (lengths_BH - seen_BH), seen_BH
+        seen = replace(flat, starts_BH=starts_BH, lengths_BH=lengths_BH, longest=rows.capacity)
         return StaticStep(self.seen, position, self.length_L[layer : layer + 1], seen)
 
     def _make_room(self, cuts: Cuts) -> None:
