@@ -287,7 +287,7 @@ class Rope:
     """Weight of a norm that comes after the rotation (Hunyuan); its scale is part of what is rotated already."""
     queries: Rope | None = None
     """Rotation of queries, where it is not that of keys."""
-    made: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, compare=False, repr=False)
+    made: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
     """``steps``, by how far they reach: graphs read them, so none is made anew."""
 
     @property

@@ -26,7 +26,7 @@ PRODUCTS = {
 SPILLS = {
     ("3.9.0", "select_rows", 120),  # 1,024 threads have 64 registers each
     ("3.6.0", "attend", 120),  # its assembler stops at 96 registers, though 255 are allowed
-    ("3.6.0", "column_max", 120),  # and here at 128, where it also stops for
+    ("3.6.0", "column_max", 120),  # and here, and below, at 128
     ("3.6.0", "ragged_decode", 120),
 }
 """Two words of stack a thread each."""
