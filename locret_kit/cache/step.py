@@ -61,9 +61,9 @@ def row_rotation(ctx: Context, rope: Rope, longest: int, like: Tensor, seen: int
     span, both = ctx.positions.span or 0, (rope, rope.of_queries)
     if not span and ctx.backend.kernels == "triton":
         return Angles(*(one.steps(longest, like.device) for one in both))
-    tables = [table for one in both for table in ctx.tables.upto(one, max(span, longest), like)]
+    of_keys, of_queries = (ctx.tables.upto(one, max(span, longest), like) for one in both)
     now = seen if isinstance(seen, Tensor) else torch.tensor(seen, device=like.device) if span else None
-    return RowRotation(*tables, span, now)
+    return RowRotation(*of_keys, *of_queries, span, now)
 
 
 def attend_again(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
