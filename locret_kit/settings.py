@@ -31,6 +31,8 @@ _BEYOND = ("greater_than_equal", "greater_than", "less_than_equal", "less_than",
 
 NAME = "{name}"
 """The name of what is checked, in a validator's own words."""
+Thoughts = Literal["evicted", "dropped", "pinned"]
+"""What becomes of thoughts in a bounded cache: they are evicted like all else, are gone when the turn ends, or stay."""
 
 
 class Schema(Protocol):

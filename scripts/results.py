@@ -1,12 +1,11 @@
-"""Write the tables of results from the committed rows (``checkpoints/*/results*.jsonl``, and ``kernels/benchmarks/results/*.csv``
-of GPUs), or check that they agree.
+"""Write the tables and pictures of results from the committed rows (``checkpoints/*/results*.jsonl``, GPUs'
+``kernels/benchmarks/results/*.csv``, and tables without rows, ``scripts/research/logs/tables/*.csv``), or check that they agree.
 
-    python scripts/results.py           # rewrite the tables
+    python scripts/results.py           # rewrite them
     python scripts/results.py --check   # exit status 1 if one would change
 
-docs/results has one page for each question of a reader: facts.md, questions.md, and in speed.md what GPUs reach of their
-targets. The logs of scripts/research/logs have every needle (needles.md), what comes back and sparse prefill (recall.md), and the
-papers' own comparisons (papers.md).
+docs/results has a page of pictures, index.md, and one for each question of a reader. The logs of scripts/research/logs have every
+needle (needles.md), what comes back and sparse prefill (recall.md), and the papers' own comparisons (papers.md).
 Tables stand between HTML comments such as ``<!-- facts:begin -->`` and ``<!-- facts:end -->``; the RESULTS.md beside each set
 of heads has every table of its rows.
 """
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "scripts" / "research")]
 import log_tables  # noqa: E402
 import paper_tables  # noqa: E402
+import picture  # noqa: E402
 import targets  # noqa: E402
 from log_tables import HEADS, PAPER, RECALL, device_rows  # noqa: E402
 
@@ -46,7 +47,6 @@ FACTS = (
 QUESTIONS = (
     ("agreement:leval.quality", "-", 2048, (256, 512)), ("agreement:leval.meeting_summ", "-", 2048, (256, 512)),
     ("agreement:leval.coursera", "-", 2048, (256, 512)), ("questions", "later", 4096, (256, 512)),
-    ("leval.quality", "-", 2048, (256, 512)), ("leval.coursera", "-", 2048, (256, 512)),
     ("perplexity", "later", 2048, (256, 512)), ("perplexity", "jargon", 2048, (512,)),
     ("agreement:fidelity.continue", "later", 2048, (256, 512)),
 )  # fmt: skip
@@ -59,19 +59,18 @@ TITLES = {
     "R.PassKey": "A pass key of five digits", "R.Number": "A number of ten digits",
     "ruler.niah_multikey": "One key among many alike", "ruler.niah_multiquery": "Four numbers by four keys",
     "ruler.fwe": "The three most frequent words of a made-up text",
-    "paraphrase": "A price of five digits, asked for in other words than the text has",
-    "agreement:leval.quality": "L-Eval's questions about stories: share of full attention's own tokens that are chosen too",
+    "paraphrase": "A price of five digits, asked for in words that the text does not have",
+    "agreement:leval.quality": "L-Eval's questions about stories: share of full attention's tokens that are chosen too",
     "agreement:leval.meeting_summ": "L-Eval's meetings, to be summarised: the same share",
     "agreement:leval.coursera": "L-Eval's questions about lectures: the same share",
     "questions": "Four questions about one document, asked of one cache",
-    "leval.quality": "L-Eval's questions about stories: multiple choice", "leval.coursera": "L-Eval's lectures: multiple choice",
-    "perplexity": "The next words of a text: nats a token, lower is better",
-    "agreement:fidelity.continue": "The next words of a text: share of full attention's own tokens",
+    "perplexity": "The next words of a text: nats per token, lower is better",
+    "agreement:fidelity.continue": "The next words of a text: share of full attention's tokens",
 }  # fmt: skip
 TEXTS = {
-    "later": "two manuals that were opened after every setting was fixed",
-    "unseen": "a book, a dictionary and a manual, first opened for this table", "jargon": "the Jargon File",
-    "repeated": "five sentences, repeated",
+    "later": "two manuals opened after every setting was fixed",
+    "unseen": "a book, a dictionary and a manual opened for this table alone", "jargon": "the Jargon File",
+    "repeated": "five repeated sentences",
 }  # fmt: skip
 FOLDERS = {"later": "texts/later", "unseen": "texts/unseen"}
 """Texts that a command finds elsewhere than by their name."""
@@ -86,6 +85,10 @@ OPEN_CHAT, OPEN = "scripts/research/logs/open-chat.jsonl", "open chat"
 """Rows of plain questions through the chat template, without the answer's first words, and their ending."""
 PLAIN = (("R.PassKey", "unseen", 4096, (256, 512)),)
 """Tables of those in docs/results/facts.md."""
+FEWEST = 5
+"""Texts that a line of a table has at least."""
+PRINTED = {"llamacpp": "speed", "clients": "serving", "vllm": "serving"}
+"""Tables that a script printed, and their pages."""
 
 
 def provenance(rows: Sequence[Row], files: Sequence[Path]) -> str:
@@ -120,8 +123,8 @@ def _one_place(rows: Sequence[Row], place: Place) -> str:
     if not here:
         return ""
     forms = [[row for row in here if row.one_shot == once] for once in (False, True)]
-    cells = [(cell, form) for form in forms for cell in summarize(form) if cell.mean is not None]
-    plain = ["asked for through the chat template, without the answer's first words"] if here[0].ending == OPEN else []
+    cells = [(cell, form) for form in forms for cell in summarize(form) if cell.n >= FEWEST]
+    plain = ["asked through the chat template, without the answer's first words"] if here[0].ending == OPEN else []
     words = [TITLES[task], *plain, *([TEXTS[text]] if text in TEXTS else []), f"{size(length)} tokens"]
     lines = []
     for cell, form in sorted(
@@ -134,9 +137,18 @@ def _one_place(rows: Sequence[Row], place: Place) -> str:
         label += ", evicts once, after the question" if own[0].one_shot else ""
         when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "-"
         lines.append([slots, label, str(cell.n), _figure(cell), f"{when}, {cell.dtype.replace('+', ' and ')}"])
-    table = Table(["slots", "policy", "n", "figure", "measured"], lines).markdown()
+    table = Table(["slots", "policy", "n", "score", "measured"], lines).markdown()
+    shown = {(cell.policy, cell.heads, cell.budget) for cell, _ in cells}
+    forms = [[row for row in form if (row.policy, row.heads, row.budget) in shown] for form in forms]
     commands = "\n".join(_command(form, place) for form in forms if form)
-    return f"### {', '.join(words)}\n\n{table}\n```bash\n{commands}\n```\n"
+    marks = ["chat"] * bool(plain) + ["gemma"] * any(row.heads == SECOND for row in here)
+    name = re.sub(r"[\W_]+", "-", "-".join([task, text, size(length), *marks]).lower())
+    return folded(name, ", ".join(words), f"{table}\n```bash\n{commands}\n```")
+
+
+def folded(name: str, title: str, body: str) -> str:
+    """A part of a page below a fold, with the anchor of that name."""
+    return f'<details markdown id="{name}">\n<summary>{title}</summary>\n\n{body}\n\n</details>\n'
 
 
 def _figure(cell: Cell) -> str:
@@ -165,6 +177,11 @@ def _command(rows: Sequence[Row], place: Place) -> str:
         f"locret-eval tasks=[{task}] {where}lengths=[{length}] budgets=[{','.join(map(str, budgets))}] \\\n"
         f'    "policies=[{named}]" samples={samples}{form} ckpt=checkpoints/{heads}{model} out={out}'
     )
+
+
+def _printed(root: Path, name: str) -> str:
+    head, *lines = csv.reader((root / picture.TABLES / f"{name}.csv").read_text(encoding="utf-8").splitlines())
+    return Table(head, lines).markdown()
 
 
 def placed(page: str, name: str, tables: str) -> str:
@@ -212,11 +229,14 @@ def main(argv: list[str] | None = None) -> int:
             ("scripts/research/logs/recall.md", "sparse", log_tables.sparse_table(everything)),
             *(("scripts/research/logs/papers.md", *one) for one in paper_tables.sections(args.root).items()),
             ("docs/results/speed.md", "gpu", targets.to_markdown(gpus)),
+            *((f"docs/results/{page}.md", name, _printed(args.root, name)) for name, page in PRINTED.items()),
         ]
         for name, marker, table in sections:
             path = args.root / name
             texts[path] = placed(texts.get(path) or path.read_text(encoding="utf-8"), marker, table)
         stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+        panels = picture.pictures(demo, args.root)
+        stale += [path for path in panels if not picture.is_drawn(path, panels[path])]
         if args.check and stale:
             names = " and ".join(str(path.relative_to(args.root)) for path in stale)
             print(
@@ -225,7 +245,10 @@ def main(argv: list[str] | None = None) -> int:
             )
             return 1
         for path in stale:
-            write_beside(path, lambda beside, text=texts[path]: beside.write_text(text, encoding="utf-8"))
+            if path in panels:
+                picture.write(path, panels[path])
+            else:
+                write_beside(path, lambda beside, text=texts[path]: beside.write_text(text, encoding="utf-8"))
     except (ValueError, OSError) as error:
         print(f"results.py: {error}", file=sys.stderr)
         return 1

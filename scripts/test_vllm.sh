@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Tests of the plugin for vLLM (tests/vllm/), in an environment of their own: vLLM's build for CPUs, and of what it asks for only what
 # serving a text model needs. It takes some 1.6 GB and two minutes to make, once.
-# Usage: scripts/test_vllm.sh [--fast | --probe] [ARGUMENTS]
+# Usage: scripts/test_vllm.sh [--fast | --scale | --probe] [ARGUMENTS]
 # --fast leaves out what needs the demo backbone, and most families: a minute. Arguments go to pytest.
+# --scale starts several engines, on Ray too (200 MB more), and sends many requests: ten minutes.
 # --probe runs tests/vllm/test_scheduler.py alone, which needs no model: of a newer release, LOCRET_VLLM_VERSION=0.33.0.
 # LOCRET_VLLM_VENV=FOLDER is the environment, by default .venv-vllm; LOCRET_TORCH_INDEX=URL takes torch from that index.
 set -euo pipefail
@@ -37,9 +38,14 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
     echo "$want" >"$stamp"
 fi
 cd "$root"
-chosen=(tests/vllm)
+chosen=(tests/vllm -m "not scale")
 case "${1:-}" in
---fast) chosen+=(-m "not backbone and not slow") && shift ;;
+--fast) chosen=(tests/vllm -m "not backbone and not slow and not scale") && shift ;;
+--scale)
+    # Ray Serve LLM asks for another release of vLLM, so that what it imports is named here.
+    "$venv/bin/python" -m pip install --quiet --no-input "ray[serve]==2.60.0" pyarrow fsspec jsonref typer
+    chosen=(tests/vllm -m scale --numprocesses=0) && shift
+    ;;
 --probe) chosen=(tests/vllm/test_scheduler.py) && shift ;;
 *) "$venv/bin/python" scripts/fetch_backbone.py ;;
 esac

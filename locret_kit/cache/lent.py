@@ -30,7 +30,7 @@ from .bounded import BoundedCache
 from .foreign import SeenLayer, described
 from .pages import PageShape, RowPool, SharedRotations
 from .ranks import Ranks
-from .storage.rows import export_rows, restore_rows
+from .storage.rows import BoundedLayer, export_rows, restore_rows
 from .texts import TextBatch
 
 
@@ -97,6 +97,8 @@ class LentPages:
 
     softmax = Softmax
     """Of a layer: scaling, cap and sinks, see ``LentStep.attend``."""
+    mixed = False
+    """Whether the engine keeps states of layers in other pages of the same memory: each text is decoded by itself then."""
 
     def __init__(
         self, model: str, settings: Resolved, policies: Iterable[Policy], heads: RetainingHeads | None, *,
@@ -161,18 +163,22 @@ class LentPages:
         ``LentStep.attend``."""
         self.begin(page, text)
         for layer, rows in enumerate(text.bounded):
-            pool = self.pool(layer, memory[layer])
-            pool.bind(page, rows)
+            pool = self.place(rows, layer, page, memory[layer])
             empty = pool.keys.new_empty(1, pool.shape.heads, 0, pool.shape.head_dim)
             counts, tensors = export_rows(document.bounded[layer])
             part = {name: self.ranks.rows(name, x, self.spec.layers[layer]) for name, x in tensors.items()}
             restore_rows(rows, counts, part, empty, empty)
 
-    def pool(self, layer: int, memory: Tensor) -> RowPool:
-        """Pages of a layer in the engine's memory ``[pages, ...]``."""
-        if layer not in self._pools:
-            self._pools[layer] = RowPool(self.shapes[layer], memory, len(memory))
-        return self._pools[layer]
+    def place(self, rows: BoundedLayer, layer: int, page: int, memory: Tensor) -> RowPool:
+        """Let empty rows of a layer lie in a page of the engine's memory ``[pages, ...]``; the pool of the page."""
+        if self.mixed:  # other pages are not ours: nothing may be written outside of this one
+            pool, page = RowPool(self.shapes[layer], memory[page], 1), 0
+        else:
+            if layer not in self._pools:
+                self._pools[layer] = RowPool(self.shapes[layer], memory, len(memory))
+            pool = self._pools[layer]
+        pool.bind(page, rows)
+        return pool
 
     def text(self, page: int, seen: int) -> BoundedCache:
         """The text of a page. Raises RuntimeError where it is another one than the engine says."""
@@ -199,7 +205,6 @@ class LentStep:
     ) -> None:
         """Attention of the new tokens in one layer, into ``out``; they become rows, and what is due is evicted. ``memory``: the
         layer's, ``[pages, ...]``."""
-        pool = self.pages.pool(layer, memory)
         if (order_D := self.pages.orders[layer]) is not None:
             q_NQD, k_NHD = q_NQD[..., order_D], k_NHD[..., order_D]
         if self.batch is None:  # in the first layer: by then documents are taken
@@ -209,5 +214,5 @@ class LentStep:
         for turn in self.turns:
             rows = self.pages.texts[turn.page].bounded[layer]
             if not rows.is_initialized:
-                pool.bind(turn.page, rows)
+                self.pages.place(rows, layer, turn.page, memory)
         self.batch.attend(layer, q_NQD, k_NHD, v_NHD, softmax, out_NQD)

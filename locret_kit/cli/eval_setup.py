@@ -143,7 +143,7 @@ def load_setup(config: EvalConfig, parts: EvalParts) -> Setup:
     return Setup(
         model, tokenizer, parts.model, lambda variant, tokens: settings_of(config, published, variant, tokens), 
         parts.heads, parts.hashes, parts.adapter, chat=config.chat, ending=config.ending, seed=config.seed,
-        max_new_tokens=config.max_new_tokens,
+        max_new_tokens=config.max_new_tokens, max_thought_tokens=config.max_thought_tokens,
     )  # fmt: skip
 
 

@@ -113,7 +113,8 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
         )
         options.enable_prompt_tokens_details = True  # how much of a prompt was a document's
     model = AsyncEngineArgs.from_cli_args(options).create_model_config()
-    refuse({"runner": model.runner_type, "is_hybrid": model.is_hybrid, "documents": section.documents})
+    facts = {"runner": model.runner_type, "is_hybrid": model.is_hybrid, "documents": section.documents}
+    refuse(facts | {"kv_connector": DOCUMENTS})
     if model.is_hybrid and sessions is not None:
         raise ValueError(
             f"sessions={sessions}: layers of this model hold a state beside the pages: give --kv-cache-memory-bytes instead"
@@ -137,7 +138,8 @@ async def serve(options: Namespace, page: int) -> None:
 
     def announced(engine: EngineClient, *rest: object, **more: object) -> Awaitable[object]:
         async def say() -> None:
-            pages = Pages(page, engine.vllm_config.cache_config.num_gpu_blocks - SPARE)
+            engines = engine.vllm_config.parallel_config.data_parallel_size
+            pages = Pages(page, engine.vllm_config.cache_config.num_gpu_blocks - SPARE * engines, engines)
             fit = f", {pages}" if page else ""
             print(f"ready: http://{where}:{options.port}{fit}", file=sys.stderr, flush=True)
 

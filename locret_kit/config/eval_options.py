@@ -77,7 +77,9 @@ class EvalConfig(RunSettings, Machine):
     """End of hidden-digits prompts: 'infinitebench' (blank lines around the question, then the answer's first words) or 'open'
     (without these words; through the chat template too)."""
     max_new_tokens: Annotated[int, Ge(1)] | None = None
-    """Answer tokens. Default: each task's own."""
+    """Answer tokens, without a thought's. Default: each task's own."""
+    max_thought_tokens: Annotated[int, Ge(0)] = 2048
+    """Tokens of an answer's thought, at most, which is not scored; then the chat template's end mark closes it."""
     keep: Annotated[int, Ge(0)] = 0
     """For the first so many examples of each task: store in ``out/kept`` what the cache holds after the prompt. A rerun leaves
     rows that are there as they are, so to store more of them takes another ``out``."""
@@ -184,7 +186,8 @@ TASKS = Command("locret-eval", NoConfig, "usage: locret-eval tasks")
 
 FROZEN_KEYS = (
     *(item.name for item in fields(RunSettings) if item.name not in EvalConfig.HIDDEN),
-    "model", "adapter", "chat", "ending", "max_new_tokens", "metric", "dtype", "weight_bits",
+    "model", "adapter", "chat", "ending", "max_new_tokens", "max_thought_tokens", "metric", "dtype", "weight_bits",
+    "template_kwargs", "think", "reasoning_effort",
 )  # fmt: skip
 """Keys that all rows of a folder share, and the heads of one name; the others may differ from one run to the next."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from ..settings import Count, Description, RunSettings, Slots, check
+from ..settings import Count, Description, RunSettings, Slots, Thoughts, check
 from .schema import Command, Repeatable
 
 if TYPE_CHECKING:
@@ -379,7 +379,7 @@ class Conversation:
     """Slots of a key/value head that the turns have, beside the document's budget. Older turns are evicted as text is."""
     system: str | None = None
     """A system prompt, for conversations without a document."""
-    thoughts: Literal["evicted", "dropped", "pinned"] = "evicted"
+    thoughts: Thoughts = "evicted"
     """Thoughts of earlier answers: evicted like all else; dropped when the turn ends, so that each prompt is the chat template's
     of the whole conversation; or pinned."""
     history_file: str | None = None

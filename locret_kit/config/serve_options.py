@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Interval
 
-from ..settings import Bytes, RunSettings, Slots
+from ..settings import Bytes, RunSettings, Slots, Thoughts
 from .infer_options import Backbone, Machine, Plugin
 from .schema import COMMON_OPTIONS, Command, Repeatable, options_of
 
@@ -55,6 +55,9 @@ class Service:
     """Tokens of an answer, at most; a request that asks for more gets so many, and x-max-tokens says it."""
     strict_max_tokens: bool = False
     """Refuse a request that asks for more tokens than --max-answer-tokens."""
+    thoughts: Thoughts = "evicted"
+    """Thoughts of earlier answers in the caches of conversations: evicted like all else; dropped, so that every prompt is read as
+    by a fresh run, from what it shares with the one before on, which takes a second cache a session; or pinned."""
     temperature: Annotated[float, Interval(ge=0, le=2)] | None = None
     """Temperature of requests that name none. Default: that of the backbone's generation_config.json, or OpenAI's 1."""
     grace: Annotated[float, Interval(ge=0, le=3600)] = 10.0
@@ -81,7 +84,7 @@ SERVE = Command(
     SERVE_USAGE,
     ("model", "ckpt", "budget", "policy", "host", "port", "sessions", "documents", "session_dir", "api_key_file"),
     gone={
-        "share_session_dir": "a folder of sessions is one server's, docs/serving.md says how several share the work",
+        "share_session_dir": "a folder of sessions is one server's, docs/howto/scale.md says how several share the work",
         "share_beginnings": "each API key has its own",
         "queue": "64 requests may wait, whatever --sessions is",
         **dict.fromkeys(("top_p", "top_k", "min_p"), _SAMPLING),

@@ -94,6 +94,8 @@ class DataConfig:
     sources: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["synthetic"])
     """'synthetic', files or folders of records, folders that ``datasets`` saved, or Hub data set ids. Those of the Hub, and local
     ones of more than 64 MiB, are read as steps need them, and shuffled within some 512 records."""
+    think: bool | None = None
+    """Whether conversations are rendered with the chat template's thoughts switched on or off; null leaves its own choice."""
     weights: list[Annotated[float, Gt(0)]] | None = None
     """Share of samples from each source; null draws from all sources alike."""
     texts: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["pydoc"])

@@ -29,8 +29,8 @@ from ..cache.bounded import BoundedCache, CannotFork
 from ..heads import RetainingHeads
 from ..policies import Policy
 from ..runtime.session import Answer, Sampling, prefill
-from ..runtime.thoughts import MAX_THOUGHT, Thought, Thoughts
-from ..settings import RunSettings, read_protect
+from ..runtime.thoughts import MAX_THOUGHT, Thought
+from ..settings import RunSettings, Thoughts, read_protect
 from ..text.template import (
     Objects,
     around_turn,

@@ -192,6 +192,11 @@ class Answer:
             pass
         return self._text
 
+    @property
+    def text(self) -> str:
+        """The answer so far, without its thought."""
+        return self._text
+
     def leave(self) -> None:
         """Write no more: the cache stays as it is."""
         self._pieces.close()

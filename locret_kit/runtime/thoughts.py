@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Literal
 
 import regex
 from transformers import PreTrainedTokenizerBase
@@ -13,8 +12,6 @@ from ..answers.forms import AnswerForm, answer_form
 from ..answers.reader import Event, Reader
 from ..text.tokens import TextStream
 
-Thoughts = Literal["evicted", "dropped", "pinned"]
-"""What becomes of thoughts in a bounded cache: they are evicted like all else, are gone when the turn ends, or stay."""
 MAX_THOUGHT = 2048
 """Tokens of an answer's thought, at most, in commands."""
 ANSWER = "<|start|>assistant<|channel|>final<|message|>"

@@ -8,12 +8,13 @@ import secrets
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from ..documents.document_text import hash_ids
 from ..engine import BoundedCache, CannotFork, Engine, Sequence
 from .request import LOG, Counters, PrefixKey, ServerRequest
 from .store import SessionSpec, Store
@@ -30,10 +31,11 @@ class ParkedSession:
     """A cache that waits for the next turn.
 
     Attributes:
+        keys: beginnings of prompts that go on with it, of which one may leave its thoughts out.
         saving: its file is being written, so nobody may go on with it. settled: there is nothing more to write.
     """
 
-    key: PrefixKey
+    keys: tuple[PrefixKey, ...]
     cache: BoundedCache
     saving: bool = False
     settled: bool = False
@@ -60,14 +62,17 @@ class Sessions:
     def __contains__(self, name: str) -> bool:
         return name in self._parked
 
-    def find(self, request: ServerRequest) -> ParkedSession | None:
-        """The session in memory that has read most of a prompt's beginning and nothing else."""
+    def find(self, request: ServerRequest) -> PrefixKey | None:
+        """The key of the session in memory that has read most of a prompt's beginning, and nothing else but thoughts."""
         if not request.has_defaults:
             return None
-        keys = (parked.key for parked in self._parked.values())
+        keys = (key for parked in self._parked.values() for key in parked.keys)
         best = request.prefixes.longest(keys, request.owner, request.document_id)
-        parked = None if best is None else self._parked[best.name]
-        return None if parked is None or parked.cache.context.outgrown(len(request.ids)) else parked
+        grown = best is not None and self[best].cache.context.outgrown(len(request.ids) + best.hidden)
+        return None if grown else best
+
+    def __getitem__(self, key: PrefixKey) -> ParkedSession:
+        return self._parked[key.name]
 
     def find_file(self, request: ServerRequest) -> PrefixKey | None:
         """The key of the file that has, as ``find``. It is looked for again when files have changed: this is asked at every step,
@@ -82,7 +87,7 @@ class Sessions:
 
     def take(self, parked: ParkedSession) -> None:
         """Let a session go: a request goes on with it."""
-        del self._parked[parked.key.name]
+        del self._parked[parked.keys[0].name]
 
     def drop_oldest(self) -> bool:
         """Let the session go that was used least recently, of those whose files are written; False where there is none."""
@@ -91,12 +96,14 @@ class Sessions:
             self.take(oldest)
         return oldest is not None
 
-    def park(self, request: ServerRequest, cache: BoundedCache, ids: array[int]) -> None:
-        """Have a request's cache, which has read ``ids``, wait for the next turn, and write its file."""
+    def park(self, request: ServerRequest, cache: BoundedCache, read: Iterable[tuple[array[int], int]]) -> None:
+        """Have a request's cache, which has ``read`` this, see there, wait for the next turn, and write its file."""
         goes_on = request.session and request.session not in self
         name = request.session if goes_on else f"session_{secrets.token_hex(16)}"
-        key = PrefixKey.of(name, request.owner, request.document_id, ids)
-        parked = ParkedSession(key, cache, settled=self.store is None)
+        keys = {
+            PrefixKey(name, request.owner, request.document_id, len(ids), hash_ids(ids), hidden) for ids, hidden in read
+        }
+        parked = ParkedSession(tuple(keys), cache, settled=self.store is None)
         self._parked[name] = parked
         if self.store is not None:
             self.write(self._save, parked, self.store)
@@ -112,11 +119,12 @@ class Sessions:
                 cache = self.store.load(key)
             except Exception:  # the store has caught what a file can do
                 LOG.exception("a session could not be loaded")
-            if cache is not None and cache.context.outgrown(len(request.ids)):
+            if cache is not None and cache.context.outgrown(len(request.ids) + key.hidden):
                 cache = None
             with self._changed:
                 request.loading, request.cache = False, cache
                 request.session = request.session if cache is not None else ""
+                request.hidden = key.hidden if cache is not None else 0
                 self._changed.notify_all()
 
         self._loader.submit(load)
@@ -124,7 +132,7 @@ class Sessions:
     def forget(self, document_id: str) -> None:
         """Drop a document's file, after what is being written, and all sessions about it."""
         self._parked = OrderedDict(
-            (name, one) for name, one in self._parked.items() if one.key.document_id != document_id
+            (name, one) for name, one in self._parked.items() if one.keys[0].document_id != document_id
         )
         if self.store is not None:
             self.write(self.store.forget, document_id)
@@ -136,13 +144,13 @@ class Sessions:
 
     def _save(self, parked: ParkedSession, store: Store) -> None:
         """Write a session's file, unless it has gone on already."""
-        name = parked.key.name
+        name = parked.keys[0].name
         with self._changed:
             if self._parked.get(name) is not parked:
                 return
             parked.saving = True
         try:
-            store.save(parked.key, parked.cache)
+            store.save(parked.keys, parked.cache)
         except Exception:  # the store has caught what a disk can do
             LOG.exception("a session could not be saved")
         with self._changed:
@@ -231,21 +239,37 @@ class Admission:
     def _admit_one(self, request: ServerRequest) -> None:
         """Let a request enter, or begin to read its session from its file; it goes on waiting where neither can be yet."""
         if request.cache is not None:  # a document's, or a session's from its file
-            self._enter(request, existing(request.cache), request.cache.get_seq_length())
+            self._go_on(request, request.cache, request.hidden)
             return
-        parked, file = self._sessions.find(request), self._sessions.find_file(request)
-        seen = parked.key.tokens if parked is not None else 0
-        if file is not None and file.tokens > seen:
+        key, file = self._sessions.find(request), self._sessions.find_file(request)
+        if file is not None and file.tokens > (key.tokens if key is not None else 0):
             if self._room():
                 taken = file.name in self._sessions or file.name in {one.session for one in (*self.active, *self.queue)}
                 # A branch of a conversation that went on gets a file of its own.
                 request.session = "" if taken else file.name
                 self._sessions.load(request, file)
-        elif parked is None:
+        elif key is None:
             self._begin(request)
-        elif not parked.saving and self._enter(request, existing(parked.cache), seen):
-            request.cache, request.session, request.document = parked.cache, parked.key.name, None
+        elif not (parked := self._sessions[key]).saving and self._go_on(request, parked.cache, key.hidden):
+            request.session = key.name
             self._sessions.take(parked)
+
+    def _go_on(self, request: ServerRequest, cache: BoundedCache, hidden: int) -> bool:
+        """Let a request enter with a cache that has read its beginning, and so many tokens of thoughts: with a copy where these
+        are dropped, with the cache itself otherwise."""
+
+        def resumed() -> BoundedCache:
+            if not request.drops:
+                request.cache, request.document = cache, None
+                return cache
+            try:
+                request.cache, request.kept, request.document = cache.fork(len(request.ids)), cache, None
+                return request.cache
+            except CannotFork:  # a shorter prompt, or an answer that was read with its thought
+                request.ids, request.hidden = request.ids[hidden:], 0
+                return self._own(request, None)
+
+        return self._enter(request, resumed, cache.get_seq_length() - hidden, hidden)
 
     def _begin(self, request: ServerRequest) -> None:
         """Let a request begin: with a document's cache, that of a shared prefix, or an empty one."""
@@ -291,7 +315,7 @@ class Admission:
             request.ids[:tokens], 0, owner=request.owner, purpose="prefix", parks=False, on_change=read, cache=cache
         )
         request.prefix_read = tokens
-        self._enter(reader, existing(cache), 0)
+        self._enter(reader, lambda: cache, 0)
         return prefix
 
     @property
@@ -313,12 +337,16 @@ class Admission:
         request.cache, request.document = cache, None
         return cache
 
-    def _enter(self, request: ServerRequest, make_cache: Callable[[], BoundedCache], seen: int) -> bool:
-        """Admit a request, whose cache has seen so many of its tokens, if it is its turn. Raises ValueError as ``Engine.add``."""
+    def _enter(
+        self, request: ServerRequest, make_cache: Callable[[], BoundedCache], seen: int, hidden: int = 0
+    ) -> bool:
+        """Admit a request, whose cache has seen so many of its tokens and of hidden ones, if it is its turn. Raises ValueError as
+        ``Engine.add``."""
         background = request.purpose == "document"
         if not self._engine.takes(len(request.ids) - seen, background=background):
             return False
-        request.sequence = self._engine.add(request, make_cache, seen=seen, background=background)
+        request.hidden, request.ids = hidden, request.ids[:1] * hidden + request.ids
+        request.sequence = self._engine.add(request, make_cache, seen=seen + hidden, background=background)
         self.queue = [one for one in self.queue if one is not request]
         self.active.append(request)
         if request.purpose == "answer":
@@ -331,8 +359,3 @@ class Admission:
             if not self._sessions.drop_oldest():
                 return False
         return True
-
-
-def existing(cache: BoundedCache) -> Callable[[], BoundedCache]:
-    """A ``make_cache`` for a cache that is there already."""
-    return lambda: cache

@@ -78,13 +78,11 @@ class AnswerStream:
         self._withheld, self._newest = max((len(stop) for stop in stops), default=1) - 1, ""
         self._cut: int | None = None
         self._ended: str | None = None
-        request.on_change, request.stop_at = self._tell, self._take
+        request.on_change, request.stop_at, request.thought_spans = self._tell, self._take, self.thought_spans
 
-    @property
-    def thought_tokens(self) -> int:
-        """Tokens of thoughts, with their marks."""
-        ends = self._ends
-        return sum(bisect_left(ends, end) - bisect_left(ends, start) for start, end in self.reader.thoughts)
+    def thought_spans(self) -> list[tuple[int, int]]:
+        """Half-open spans of the tokens of thoughts, with their marks."""
+        return [(bisect_left(self._ends, start), bisect_left(self._ends, end)) for start, end in self.reader.thoughts]
 
     def _tell(self) -> None:
         """Wake the event loop, from the engine's thread."""
@@ -156,7 +154,7 @@ class AnswerStream:
             ValueError: the request cannot be answered. Failed: the engine could not. Stopping: the server stops.
         """
         request, ends = self.request, self._ends
-        echo = str(self.engine.tokenizer.decode(list(request.ids))) if self.echoes else ""
+        echo = str(self.engine.tokenizer.decode(list(request.ids[request.hidden :]))) if self.echoes else ""
         taken, shown, end, ended, before = 0, 0, 0, None, len(echo)
         while ended is None:
             await self._news.wait()
@@ -188,7 +186,7 @@ class AnswerStream:
 
     def _prompt_tokens(self) -> Iterable[Token]:
         """Tokens of the prompt, where their log-probabilities are asked for."""
-        sequence, ids = self.request.sequence, list(self.request.ids)
+        sequence, ids = self.request.sequence, list(self.request.ids[self.request.hidden :])
         if sequence is None or not self.request.prompt_logprobs:
             return ()
         offsets = accumulate(map(len, token_texts(self.engine.tokenizer, ids)[:-1]), initial=0)
@@ -211,7 +209,7 @@ class Reply(StreamingResponse, ABC):
 
     def __init__(self, server: Server, body: CompletionBody, answers: Sequence[AnswerStream]) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"} if body.stream else {}
-        headers["x-max-tokens"] = str(answers[0].request.max_new_tokens)  # they may be fewer than were asked for
+        headers["x-max-tokens"] = str(answers[0].request.max_tokens)  # they may be fewer than were asked for
         kind = "text/event-stream" if body.stream else "application/json"
         super().__init__(self._chunks(), media_type=kind, headers=headers)
         self.server, self.asked, self.answers, self.answer = server, body, answers, answers[0]

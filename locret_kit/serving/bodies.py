@@ -11,6 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticKnownError
 from transformers import PreTrainedTokenizerBase
 
+from ..documents.conversation import common
 from ..documents.document import Document
 from ..engine import Sampling
 from ..text.template import has_template, render_messages, takes, template_source
@@ -257,6 +258,16 @@ class ChatBody(CompletionBody):
         stream = IdStream(tokenizer, special=not has_template(tokenizer), max_tokens=max_tokens)
         return [stream.finish(render(messages)[1])]
 
+    def later(self, tokenizer: PreTrainedTokenizerBase, document: Document | None) -> array[int]:
+        """Token ids up to this prompt's answer, as the next turn's prompt has them; none where it can have none."""
+        asked = Message(role="user", content="?")
+        turns = ([*self.messages, Message(role="assistant", content=text), asked] for text in "xy")
+        try:
+            one, other = (self.model_copy(update={"messages": said}).ids(tokenizer, document)[0] for said in turns)
+        except ValueError:
+            return array("i")
+        return one[: common(one, other)]
+
     def shared_tokens(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> int:
         """Tokens with which other prompts may begin too: all before the first user message, where that is not only the template's
         own; 0 for none."""
@@ -265,9 +276,7 @@ class ChatBody(CompletionBody):
         if first is None or not (first or self.tools) or not has_template(tokenizer):
             return 0
         alone = IdStream(tokenizer).finish(render(messages, about=True)[0])
-        return next(
-            (at for at, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), min(len(alone), len(ids))
-        )
+        return common(alone, ids)
 
 
 def asked(messages: list[TemplateMessage]) -> list[TemplateMessage]:

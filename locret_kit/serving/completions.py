@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
@@ -27,6 +28,8 @@ from .request import ServerRequest
 from .state import Server
 from .tools import call_rules
 
+ANSWER, THOUGHT = 512, 2048
+"""Tokens of an answer, and of a thought before it, where a request bounds neither."""
 NEAREST = 64
 """Tokens at a prompt's end in which a thought may begin."""
 LEAST = -9999.0
@@ -143,11 +146,12 @@ def usage(answers: Sequence[AnswerStream], n: int = 1) -> JsonObject:
     figures."""
     requests = [answer.request for answer in answers]
     new = sum(len(one.sequence.tokens) for one in requests if one.sequence is not None)
-    prompt = sum(len(one.ids) for one in requests[::n])
+    thought = sum(end - start for answer in answers for start, end in answer.thought_spans())
+    prompt = sum(one.prompt_tokens for one in requests[::n])
     return {
         "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in requests[::n])},
-        "completion_tokens_details": {"reasoning_tokens": sum(answer.thought_tokens for answer in answers)},
+        "completion_tokens_details": {"reasoning_tokens": thought},
         "locret": {"evictions": max(one.evictions for one in requests), "kept_rows": max(one.kept_rows for one in requests)},
     }  # fmt: skip
 
@@ -186,9 +190,14 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
             raise Refused(400, "repetition_penalty needs the document's text, which is not in its file")
         if engine.store is not None:
             engine.store.used(upload.id)
-    bound, strict = server.limits.answer_tokens, server.limits.strict
-    wanted = 512 if body.wanted_tokens is None else body.wanted_tokens
-    if strict and wanted > bound:
+    form = answer_form(engine.tokenizer, tools=bool(body.tools)) if isinstance(body, ChatBody) else AnswerForm()
+    bound, strict, wanted = server.limits.answer_tokens, server.limits.strict, body.wanted_tokens
+    apart = wanted is None and form.thinks
+    budget = body.thought_tokens if isinstance(body, ChatBody) and form.thinks else None
+    if wanted is None:
+        thought = min(THOUGHT, bound * 4 // 5) if apart else 0
+        wanted, budget = min(ANSWER, bound - thought), min(budget or thought, thought) if apart else None
+    elif strict and wanted > bound:
         raise Refused(400, f"max_tokens={wanted} must be at most {bound}", "max_tokens")
     max_new_tokens = bound if wanted == -1 else min(wanted, bound)
     if body.best_of not in (None, body.n):
@@ -207,12 +216,12 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
         raise Refused(400, said, where, TOO_LONG) from None
     if not all(map(len, prompts)):
         raise Refused(400, "the prompt holds no tokens", where)
-    form = answer_form(engine.tokenizer, tools=bool(body.tools)) if isinstance(body, ChatBody) else AnswerForm()
     begun = [isinstance(body, ChatBody) and begins_in_thought(engine.tokenizer, form, ids, body) for ids in prompts]
     constrain, reader = await asyncio.to_thread(form_of_answer, engine, body, form, begun[0])
     sampling = replace(sampling, constrain=constrain)
-    budget = body.thought_tokens if isinstance(body, ChatBody) and form.thinks else None
-    shared_tokens = 0
+    later, shared_tokens = array("i"), 0
+    if form.thinks and isinstance(body, ChatBody) and not body.continued:
+        later = await asyncio.to_thread(body.later, engine.tokenizer, document)
     if document is None and engine.beginnings and isinstance(body, ChatBody):
         shared_tokens = await asyncio.to_thread(body.shared_tokens, engine.tokenizer, prompts[0])
     seed = secrets.randbelow(2**32) if body.seed is None or body.seed == -1 else body.seed
@@ -224,8 +233,9 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
             ServerRequest(
                 ids, max_new_tokens, sampling, (seed + i) % 2**32, top_logprobs=top_logprobs, owner=owner, document=document,
                 document_id=body.document_id or "", settings=settings, policy=policy, shared_tokens=shared_tokens,
+                later=later, drops=engine.thoughts == "dropped" and form.thinks,
                 prompt_logprobs=echoes and top_logprobs is not None, parks=max_new_tokens > 0,
-                thought=None if budget is None else Thought(engine.tokenizer, opened=thinks, max_tokens=budget, apart=False),
+                thought=None if budget is None else Thought(engine.tokenizer, opened=thinks, max_tokens=budget, apart=apart),
             ),
             body.stops, reader(thinks=thinks), echoes=echoes,
         )

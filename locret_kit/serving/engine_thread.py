@@ -17,14 +17,18 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..documents.conversation import common
 from ..documents.document import Document, Progress
 from ..engine import BoundedCache, CacheFile, Engine, RetainingHeads, Sequence
 from ..naming import blaming
 from ..policies import Policy
-from ..settings import RunSettings
+from ..settings import RunSettings, Thoughts
 from .admission import Admission, Sessions
 from .request import LOG, Busy, Counters, ServerRequest, Stopping
 from .store import SessionSpec, Store
+
+PINNED_AHEAD = 32
+"""Tokens of a thought that are pinned before they are written."""
 
 
 class EngineThread:
@@ -35,6 +39,7 @@ class EngineThread:
         sessions: caches at once, running and idle. queue: requests that may wait for one. piece: see ``Engine``.
         store: where sessions are saved after each turn; None keeps them in memory alone.
         policies: others that requests and saved caches may have.
+        thoughts: what becomes of them, see ``runtime.thoughts``.
         beginnings: equal beginnings of prompts (system prompts) in memory at once, each of which has a cache beside those of
             sessions, and is one owner's: no time tells what others say.
     """
@@ -43,7 +48,7 @@ class EngineThread:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RunSettings, policy: Policy,
         heads: RetainingHeads | None, *,
         sessions: int = 8, queue: int = 64, piece: int = 512, store: Store | None = None, policies: abc.Sequence[Policy] = (),
-        beginnings: int = 2,
+        beginnings: int = 2, thoughts: Thoughts = "evicted",
     ) -> None:  # fmt: skip
         for name, value in (("sessions", sessions), ("queue", queue)):
             if value < 1:
@@ -53,6 +58,7 @@ class EngineThread:
         self.model, self.stop_ids, self.vocabulary = self._engine.model, self._engine.stop, self._engine.vocabulary
         self.tokenizer, self.settings, self.policy, self.heads = tokenizer, settings, policy, heads
         self.sessions, self.queue, self.beginnings, self.store = sessions, queue, beginnings, store
+        self.thoughts = thoughts
         self.spec, self.counters = SessionSpec(self.model, settings, heads, (policy, *policies)), Counters()
         if store is not None:
             store.scan(self.spec)
@@ -243,6 +249,8 @@ class EngineThread:
             request.evictions, request.kept_rows = request.cache.counters.evictions, max(request.cache.kept_rows)
         try:
             stays = request.stop_at(sequence.tokens) if request.stop_at is not None and sequence.tokens else None
+            if request.cache is not None and request.cache.layers:
+                self._keep(request, request.cache, sequence)
         except Exception as error:
             stays = None
             self._engine.fail(error, [sequence])
@@ -264,9 +272,29 @@ class EngineThread:
                 self._admission.active.remove(request)
             cache, ended_well = request.cache, sequence.finish_reason in ("stop", "length")
             kept = request.parks and request.has_defaults and ended_well
-            request.cache = request.document = None
+            if request.drops:
+                cache, kept = request.kept, request.parks and request.has_defaults
             if kept and cache is not None and not cache.unfinished and not cache.reread_positions:
-                self._parked.park(request, cache, (request.ids + array("i", sequence.tokens))[: cache.get_seq_length()])
+                read = request.read(
+                    cache.get_seq_length(), lambda token: not str(self.tokenizer.decode([token])).strip()
+                )
+                self._parked.park(request, cache, read)
+            request.cache = request.kept = request.document = None
+
+    def _keep(self, request: ServerRequest, cache: BoundedCache, sequence: Sequence) -> None:
+        """Copy what later prompts share, up to the last boundary before which they evict alike, where thoughts are dropped; pin
+        what there is of one, where they are pinned, and some tokens that are to come."""
+        read, tokens = cache.get_seq_length(), len(sequence.tokens)
+        shared = common(request.ids, request.later) if request.drops and request.has_defaults else 0
+        if shared and read == cache.schedule.safe(shared):
+            request.kept = None  # before another is made
+            request.kept = cache.fork(len(request.ids))
+        ended = sequence.finish_reason is not None
+        if self.thoughts == "pinned" and (tokens % PINNED_AHEAD == 1 or ended):
+            begin = len(request.ids)
+            cache.unpin(begin, begin + tokens + PINNED_AHEAD)
+            for start, end in request.thought_spans():
+                pin_thought(cache, begin + start, begin + end + (0 if ended else PINNED_AHEAD))
 
     def session_settings(self, budget: int | None) -> RunSettings | None:
         """Settings of a request that asks for its own budget, at most the server's.
@@ -280,3 +308,14 @@ class EngineThread:
         if isinstance(max_budget, int) and budget > max_budget:
             raise ValueError(f"budget={budget} must be at most {max_budget}, the slots of a session")
         return replace(self.settings, budget=budget)
+
+
+def pin_thought(cache: BoundedCache, start: int, end: int) -> None:
+    """Pin a thought, in place of the oldest ones where there is no room. One that has none without them is not pinned."""
+    while True:
+        with suppress(ValueError):
+            return cache.pin(start, end)
+        older = [span for span in cache.pins if (cache.schedule.prompt_length or 0) <= span[0] < start]
+        if not older:
+            return
+        cache.unpin(*older[0])

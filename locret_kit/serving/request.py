@@ -8,10 +8,12 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, cached_property
+from itertools import dropwhile
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -37,20 +39,23 @@ class PrefixKey:
     tokens: int
     sha256: str
     """Hash of the token ids, see ``documents.document_text``."""
+    hidden: int = 0
+    """Tokens that it has read beside these: thoughts, which chat templates leave out of later prompts."""
 
     @classmethod
-    def of(cls, name: str, owner: str, document_id: str, ids: array[int]) -> PrefixKey:
-        """The key of a session that has read ``ids``."""
-        return cls(name, owner, document_id, len(ids), hash_ids(ids))
+    def from_record(cls, name: str, owner: str, record: dict[str, Any]) -> tuple[PrefixKey, ...]:
+        """The keys that a session's file holds. Raises ValueError."""
+        document, keys = record.get("about"), record.get("keys", [[record.get("tokens"), record.get("sha256"), 0]])
+        with suppress(TypeError):
+            made = tuple(cls(name, owner, document, *key) for key in keys if isinstance(document, str))
+            if made and all((type(one.tokens), type(one.sha256), type(one.hidden)) == (int, str, int) for one in made):
+                return made
+        raise ValueError(f"{name} is no session")
 
     @classmethod
-    def from_record(cls, name: str, owner: str, record: dict[str, object]) -> PrefixKey:
-        """The key that a session's file holds. Raises ValueError."""
-        document, tokens, digest = (record.get(field) for field in ("about", "tokens", "sha256"))
-        right = isinstance(document, str) and type(tokens) is int and isinstance(digest, str) and len(record) == 3
-        if not right:
-            raise ValueError(f"{name} is no session")
-        return cls(name, owner, str(document), int(str(tokens)), str(digest))
+    def record(cls, keys: tuple[PrefixKey, ...]) -> dict[str, object]:
+        """What a session's file holds of its keys."""
+        return {"about": keys[0].document_id, "keys": [[key.tokens, key.sha256, key.hidden] for key in keys]}
 
 
 class PrefixHashes:
@@ -90,6 +95,11 @@ class ServerRequest(Request):
             the request has its own copy.
         settings, policy: of its own; None for the server's.
         shared_tokens: tokens with which other prompts may begin too.
+        later: ids up to its answer, as the next turn's prompt has them. drops: whether the cache that waits for that turn has
+            read no more than both have.
+        thought_spans: half-open spans of the answer's tokens that are thoughts, so far.
+        kept: the cache that will wait, where it is another than the answer's.
+        hidden: tokens at the beginning of ``ids`` that stand for thoughts, which the cache has read and the prompt does not have.
         parks: whether the cache may wait for a next turn.
         on_change: called by the engine's thread after every token and at the end; must not block.
         stop_at: asked by the engine's thread after every token; the answer ends where it says how many of its tokens stay.
@@ -114,6 +124,11 @@ class ServerRequest(Request):
     settings: RunSettings | None = None
     policy: Policy | None = None
     shared_tokens: int = 0
+    later: array[int] = field(default_factory=lambda: array("i"))
+    drops: bool = False
+    thought_spans: Callable[[], list[tuple[int, int]]] = field(default=list)
+    kept: BoundedCache | None = None
+    hidden: int = 0
     parks: bool = True
     on_change: Callable[[], None] = field(default=lambda: None)
     stop_at: Callable[[list[int]], int | None] | None = None
@@ -136,9 +151,34 @@ class ServerRequest(Request):
         return PrefixHashes(self.ids)
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt as it was sent."""
+        return len(self.ids) - self.hidden
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the answer and its thought, at most."""
+        apart = self.thought.max_tokens if self.thought is not None and self.thought.apart else 0
+        return self.max_new_tokens + (apart or 0)
+
+    @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that were not read again."""
-        return max(0, self.sequence.prompt_read - self.prefix_read) if self.sequence is not None else 0
+        return max(0, self.sequence.prompt_read - self.prefix_read - self.hidden) if self.sequence is not None else 0
+
+    def read(self, tokens: int, blank: Callable[[int], bool]) -> Iterator[tuple[array[int], int]]:
+        """Beginnings of prompts that may go on from a cache that has read so many tokens, and the thoughts' tokens that each does
+        not have: the prompt with its answer, and the same as the next turn's prompt has it, without a ``blank`` token first."""
+        assert self.sequence is not None
+        answer = self.sequence.tokens[: max(0, tokens - len(self.ids))]
+        yield (self.ids + array("i", answer))[self.hidden : tokens], self.hidden
+        if answer and self.later:
+            answer = answer[max((end for _, end in self.thought_spans()), default=0) :]
+            answer = [*dropwhile(blank, answer)]
+            same = (size for size in range(len(answer), 0, -1) if self.later[-size:].tolist() == answer[:size])
+            shorter = self.later + array("i", answer[next(same, 0) :])
+            if tokens >= len(shorter):
+                yield shorter, tokens - len(shorter)
 
     @property
     def has_defaults(self) -> bool:
@@ -205,7 +245,7 @@ class Counters(SimpleNamespace):
         self.requests += 1
         self.cancelled += sequence.finish_reason == "cancelled"
         self.failed += sequence.finish_reason == "error"
-        self.prompt_tokens += len(request.ids)
+        self.prompt_tokens += request.prompt_tokens
         self.cached_tokens += request.cached_tokens
         self.new_tokens += len(sequence.tokens)
         if sequence.first_token_s is not None and sequence.ended_s is not None:

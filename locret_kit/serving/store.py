@@ -91,11 +91,11 @@ OWNER = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class File:
-    """A file in the folder. ``key``: what a session has read; None for a document. ``usable``: this server may load it."""
+    """A file in the folder. ``keys``: what a session has read; none for a document. ``usable``: this server may load it."""
 
     path: Path
     bytes: int
-    key: PrefixKey | None = None
+    keys: tuple[PrefixKey, ...] = ()
     usable: bool = True
 
 
@@ -177,32 +177,32 @@ class Store:
         name, owner = path.stem, path.parent.name
         if not (OWNER.fullmatch(owner) and (SESSION.fullmatch(name) or DOCUMENT.fullmatch(name))):
             return None
-        key, usable = None, True
+        keys, usable = tuple[PrefixKey, ...](), True
         try:
             found = path.lstat()
             if not stat.S_ISREG(found.st_mode):
                 return None
             file = CacheFile.read_record(path)
             if SESSION.fullmatch(name):
-                key = PrefixKey.from_record(name, owner, file.saved.document or {})
+                keys = PrefixKey.from_record(name, owner, file.saved.document or {})
         except LaterVersion as error:
             self._others.append(first_line(error))
-            return File(path, found.st_size, None, False)
+            return File(path, found.st_size, usable=False)
         except ValueError as error:
             self._damaged.append(first_line(error))
             path.unlink(missing_ok=True)
             return None
         try:
-            self._spec.check(file, session=key is not None and not key.document_id)
+            self._spec.check(file, session=any(not key.document_id for key in keys))
         except ValueError as error:
             self._others.append(f"{path}: {first_line(error)}")
-            key, usable = None, False
-        return File(path, found.st_size, key, usable)
+            keys, usable = (), False
+        return File(path, found.st_size, keys, usable)
 
     def sessions(self, owner: str) -> list[PrefixKey]:
         """Keys of what an owner's sessions have read."""
         with self._lock:
-            return [file.key for file in self._files.values() if file.key is not None and file.key.owner == owner]
+            return [key for file in self._files.values() for key in file.keys if key.owner == owner]
 
     def documents(self, owners: set[str]) -> Iterator[tuple[str, str, int, Path]]:
         """Name, owner, second of creation and path of every document of these owners, the one used last first."""
@@ -238,8 +238,7 @@ class Store:
     def forget(self, document: str) -> None:
         """Remove a document and all sessions about it."""
         with self._lock:
-            keys = [file.key for file in self._files.values() if file.key is not None]
-        about = [key.name for key in keys if key.document_id == document]
+            about = {key.name for file in self._files.values() for key in file.keys if key.document_id == document}
         for name in (document, *about):
             self.remove(name)
 
@@ -253,16 +252,18 @@ class Store:
 
     # ---- writing and reading ---------------------------------------------------------------------------------------
 
-    def save(self, key: PrefixKey, cache: BoundedCache) -> None:
+    def save(self, keys: tuple[PrefixKey, ...], cache: BoundedCache) -> None:
         """Write a session's file. What a disk can do to it is said, and counted, and no error."""
-        about = {"about": key.document_id, "tokens": key.tokens, "sha256": key.sha256}
-        self._write(key.name, key.owner, key, lambda: CacheFile.of(cache, self._spec.origin(), document=about))
+        record = PrefixKey.record(keys)
+        self._write(
+            keys[0].name, keys[0].owner, keys, lambda: CacheFile.of(cache, self._spec.origin(), document=record)
+        )  # fmt: skip
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, as ``save``."""
-        self._write(name, owner, None, document.as_file)
+        self._write(name, owner, (), document.as_file)
 
-    def _write(self, name: str, owner: str, key: PrefixKey | None, make: Callable[[], CacheFile]) -> None:
+    def _write(self, name: str, owner: str, keys: tuple[PrefixKey, ...], make: Callable[[], CacheFile]) -> None:
         path = self.folder / owner / f"{name}{SUFFIX}"
         try:
             file = make()
@@ -284,7 +285,7 @@ class Store:
         self.failing = None
         self.written += 1
         with self._lock:
-            self._add(name, File(path, made, key))
+            self._add(name, File(path, made, keys))
         self._make_room(0, "")  # where the file was larger than it seemed
 
     def _make_room(self, size: int, name: str) -> None:
@@ -307,12 +308,12 @@ class Store:
         path = self.folder / key.owner / f"{key.name}{SUFFIX}"
         try:
             file, spec = CacheFile.read(path), self._spec
-            if PrefixKey.from_record(key.name, key.owner, file.saved.document or {}) != key:
+            if key not in PrefixKey.from_record(key.name, key.owner, file.saved.document or {}):
                 return None  # it went on since the key was looked up
             policy = spec.policies[0] if file.saved.policy == spec.policies[0].name else None
             cache = file.restore(spec.model, spec.heads, policy, origin=spec.origin())
-            if cache.get_seq_length() != key.tokens:
-                raise ValueError(f"{path}: its cache has read {cache.get_seq_length()} tokens, not {key.tokens}")
+            if cache.get_seq_length() != (tokens := key.tokens + key.hidden):
+                raise ValueError(f"{path}: its cache has read {cache.get_seq_length()} tokens, not {tokens}")
         except (FileNotFoundError, ValueError) as error:
             LOG.warning("a session's file is not usable and removed: %s", first_line(error))
             self.remove(key.name)

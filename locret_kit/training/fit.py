@@ -36,6 +36,7 @@ from ..backbones.spec import text_config
 from ..config.train_options import TrainConfig
 from ..files import locked, write_beside, write_json
 from ..naming import first_line
+from ..text.template import DEFAULTS, thinking_arguments
 from . import SETTINGS, TRAINING, FrozenTraining, flat, gather, trained_with
 from .data import SampleModule
 from .module import HeadTraining
@@ -328,6 +329,7 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery
     resume = begin_from(cfg.resume, out)
     # Before the weights, which may take minutes: what is wrong with the data is said at once.
     tokenizer = load_tokenizer(cfg.backbone.model, cfg.backbone.revision)
+    setattr(tokenizer, DEFAULTS, thinking_arguments(tokenizer, cfg.data.think, None))
     data = SampleModule(cfg.data, tokenizer, seed=cfg.seed, per_step=cfg.optim.accumulate)
     backbone = _backbone(cfg, device=None if cfg.trainer.strategy == "auto" else "cpu")
     too_long = beyond_window(backbone, cfg)

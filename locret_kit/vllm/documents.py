@@ -135,6 +135,9 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
             self.worker = worker_here()
             self.reader = DocumentReader(model, self.worker.server)
             self.loaded: OrderedDict[str, BoundedCache] = OrderedDict()
+            folder = str(self.worker.server.section.documents)
+            # Open, so that a file that is removed or replaced later ends no engine.
+            self.files = {str(path): path.open("rb") for path in sorted(Path(folder).glob("*.locret"))}
 
     # ---- the scheduler ---------------------------------------------------------------------------------------------
 
@@ -203,7 +206,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
 
     def _document(self, path: str) -> BoundedCache:
         if path not in self.loaded:
-            self.loaded[path] = self.reader.cache(path)[0]
+            self.loaded[path] = self.reader.cache(f"/dev/fd/{self.files[path].fileno()}")[0]
         self.loaded.move_to_end(path)
         while len(self.loaded) > MAX_LOADED:
             self.loaded.popitem(last=False)

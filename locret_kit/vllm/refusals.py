@@ -62,16 +62,14 @@ CHOICES: dict[str, tuple[tuple[object, ...], str]] = {
     "decode_context_parallel_size": ((1,), ROWS),
     "prefill_context_parallel_size": ((1,), ROWS),
     "pipeline_parallel_size": ((1,), "on CPUs vLLM's own pipelines fail, and no card was at hand"),
-    "data_parallel_size": ((1,), SERVERS),
     "api_server_count": ((1,), SERVERS),
     "nnodes": ((1,), "a layer split over several machines was not tried"),
     "kv_cache_dtype": (("auto", "bfloat16", "float16"), "pages hold keys and values in the model's type"),
-    "distributed_executor_backend": (("mp", "uni"), "Ray as vLLM's executor was not tried"),
     "kv_connector": ((DOCUMENTS,), "a page is of use to the same model and settings alone"),
     "runner": (("auto", "generate"), "nothing is evicted from what is read once"),
 }
 """Values that a setting may have, and why no others."""
-UNEQUAL = ("lfm2", "lfm2_moe", "ernie4_5_moe")
+UNEQUAL = ("apertus", "ernie4_5_moe")
 """Models whose tokens were not the kit's where they were tried, for reasons that are not known."""
 
 

@@ -153,6 +153,8 @@ class Pages:
     """Bytes of a request's pages."""
     requests: int
     """Requests that run at once; more wait."""
+    engines: int = 1
+    """Engines of data parallelism, which share them."""
 
     @classmethod
     def within(cls, each: int, memory: int) -> Pages:
@@ -162,7 +164,7 @@ class Pages:
     @property
     def bytes(self) -> int:
         """Of all pages, vLLM's own among them."""
-        return (self.requests + SPARE) * self.each
+        return (self.requests + SPARE * self.engines) * self.each
 
     def __str__(self) -> str:
         return f"{self.requests} requests fit, each of any length in {show(self.each)}: {self.bytes} bytes"

@@ -128,7 +128,7 @@ def begin(vllm_config: VllmConfig, device: torch.device) -> Worker:
     State.worker = Worker.of(server, model, device, _ranks())
     State.worker.unmeasured = vllm_config
     if model.is_hybrid:  # vLLM makes states as large as so many of our pages
-        vllm_config.cache_config.block_size = 1
+        vllm_config.cache_config.block_size, State.worker.pages.mixed = 1, True
     if State.worker.pages.widens:
         LOG.warning("warning: dtype=bfloat16: this processor widens each number of it: --dtype float32 is faster")
     return State.worker

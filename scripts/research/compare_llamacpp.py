@@ -1,6 +1,7 @@
 """Last used 2026-11-26, for docs/results/speed.md.
 
-Measure prefill and decoding beside ``model.generate`` and llama.cpp, on a CPU: write a table of docs/results/speed.md.
+Measure prefill and decoding beside ``model.generate`` and llama.cpp, on a CPU: print its provenance and
+the lines of scripts/research/logs/tables/llamacpp.csv.
 
     CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python
     python scripts/research/compare_llamacpp.py --ckpt checkpoints/smollm2-135m-locret --gguf FILE.gguf [FILE.gguf ...]
@@ -15,6 +16,7 @@ copying a large tensor moves.
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import platform
 import shlex
@@ -31,14 +33,12 @@ import torch
 
 from locret_kit import BoundedCache, RetainingHeads, attach
 from locret_kit.backbones.load import load_backbone, load_tokenizer, resolve_model
-from locret_kit.files import write_text
 from locret_kit.runtime.drivers.cpu import cpu_driver
 from locret_kit.runtime.report import versions
 from locret_kit.runtime.session import Sampling, decode, prefill
 from locret_kit.samples.haystack import load_text
 from locret_kit.settings import RunSettings
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "speed.md"
 COPIED = 1 << 28
 """Bytes of the tensor that is copied."""
 Rates = tuple[float, float]
@@ -152,8 +152,8 @@ def ask_llama(ids: list[int], new: int) -> Rates:
     return len(ids) / read, new / (time.perf_counter() - began)
 
 
-def measure(args: argparse.Namespace, ids: list[int], theirs: Sequence[Path]) -> tuple[list[str], Path]:
-    """Rows of the table for one length of prompt, and the file that llama.cpp read fastest of ``theirs``."""
+def measure(args: argparse.Namespace, ids: list[int], theirs: Sequence[Path]) -> tuple[list[list[str]], Path]:
+    """Lines of the table for one length of prompt, and the file that llama.cpp read fastest of ``theirs``."""
     bandwidth = copy_bandwidth()
     backbone = resolve_model(RetainingHeads.from_pretrained(args.ckpt).config.backbone)
     short = len(ids) <= SHORT
@@ -189,15 +189,23 @@ def measure(args: argparse.Namespace, ids: list[int], theirs: Sequence[Path]) ->
     rates = {name: [median(column) for column in zip(*some, strict=True)] for name, some in rounds.items()}
     best = [max(column) for column in zip(*(rates[name] for name in files), strict=True)]
     rows = [
-        f"| {len(ids):,} | {name} | {prefill_rate:,.0f} | {rate:.1f} | {prefill_rate / best[0]:.1f} | {rate / best[1]:.2f} | "
-        f"{read[name] / 2**20:,.0f} | {read[name] * rate / bandwidth:.0%} |"
+        [
+            f"{len(ids):,}",
+            name,
+            f"{prefill_rate:.0f}",
+            f"{rate:.1f}",
+            f"{prefill_rate / best[0]:.1f}",
+            f"{rate / best[1]:.2f}",
+            f"{read[name] / 2**20:.0f}",
+            f"{read[name] * rate / bandwidth:.0%}",
+        ]
         for name, (prefill_rate, rate) in rates.items()
     ]
     return rows, files[max(files, key=lambda name: rates[name][0])]
 
 
-def table(args: argparse.Namespace) -> list[str]:
-    """Lines of the page."""
+def write(args: argparse.Namespace) -> None:
+    """Print the run and its lines."""
     from llama_cpp import __version__, llama_print_system_info
 
     tokenizer = load_tokenizer(RetainingHeads.from_pretrained(args.ckpt).config.backbone)
@@ -209,25 +217,14 @@ def table(args: argparse.Namespace) -> list[str]:
         rows += added
         theirs = [fastest] if length >= SHORT else args.gguf
     made, system = versions(), " ".join(llama_print_system_info().decode().split())
-    return [
+    print(
         f"`python scripts/research/compare_llamacpp.py {shlex.join(sys.argv[1:])}`; {time.strftime('%Y-%m-%d')}, commit "
         f"{made.get('commit', made['locret_kit'])}, torch {made['torch']}, llama-cpp-python {__version__} ({system}), "
         f"{os.cpu_count()} CPU cores ({platform.machine()}), {args.threads} threads, load {os.getloadavg()[0]:.1f} (1 minute). "
         f"Budget {args.budget}, {args.new_tokens} new tokens, {args.rounds} rounds (medians); shares are of the best rates of "
         "llama.cpp at that length.",
-        "",
-        "| prompt | tokens per second | prefill | decoding | of llama.cpp's | its decoding | MiB per token | of copying |",
-        "|---|---|---|---|---|---|---|---|",
-        *rows,
-    ]
-
-
-def put(name: str, lines: Sequence[str]) -> None:
-    """Rewrite a block of the page."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    head, rest = PAGE.read_text(encoding="utf-8").split(begin)
-    write_text(PAGE, f"{head}{begin}\n" + "\n".join(lines) + f"\n{end}{rest.split(end)[1]}")
-    print("\n".join(lines))
+    )
+    csv.writer(sys.stdout, lineterminator="\n").writerows(rows)
 
 
 def main() -> None:
@@ -241,7 +238,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    put("llamacpp", table(args))
+    write(args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Last used 2026-11-26, for docs/results/speed.md.
 
-Measure how far the logits of a GGUF file are from exact ones, the kit's beside llama.cpp's: write a table of
+Measure how far the logits of a GGUF file are from exact ones, the kit's beside llama.cpp's: print a table of
 docs/results/speed.md.
 
     python scripts/research/gguf_logits.py --model checkpoints/SmolLM2-135M-Instruct --gguf FILE.gguf [FILE.gguf ...]
@@ -22,7 +22,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from compare_llamacpp import put
 from torch import Tensor
 
 from locret_kit import BoundedCache, attach
@@ -91,17 +90,15 @@ def main() -> None:
         name = path.rsplit("/", 1)[-1]
         rows += [f"| {name} | {way} | {distances(exact, x)} | {distances(own, x)} |" for way, x in ways.items()]
     made = versions()
-    put(
-        "logits",
-        [
-            f"`python scripts/research/gguf_logits.py {shlex.join(sys.argv[1:])}`; {time.strftime('%Y-%m-%d')}, commit "
-            f"{made.get('commit', made['locret_kit'])}, torch {made['torch']}; the first {len(ids)} tokens of the Jargon File.",
-            "",
-            "| file | logits | mean divergence from the float model's (nats) | largest difference | from the file's own numbers' "
-            "| largest |",
-            "|---|---|---|---|---|---|",
-            *rows,
-        ],
+    print(
+        f"`python scripts/research/gguf_logits.py {shlex.join(sys.argv[1:])}`; {time.strftime('%Y-%m-%d')}, commit "
+        f"{made.get('commit', made['locret_kit'])}, torch {made['torch']}; the first {len(ids)} tokens of the Jargon File.",
+        "",
+        "| file | logits | mean divergence from the float model (nats) | largest difference | from the file's own numbers (nats) "
+        "| largest |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        sep="\n",
     )
 
 

@@ -262,3 +262,12 @@ def test_thoughts_are_folded_bounded_and_switched(backbone, command, tmp_path):
     assert status == 0 and "thought:" not in err and out.strip()
     status, _, err = run("--reasoning-effort", "low")
     assert status == 1 and "reasoning_effort=low: the model's chat template has no reasoning_effort" in err
+    with Tmux(talk(str(folder), "--max-thought-tokens", "40", tokens=6), env=HERE, columns=160) as window:
+        window.until("/help")
+        window.type("What is it?")
+        screen = window.until("closed after max_thought_tokens=40")
+        (line,) = [line for line in screen.splitlines() if line.startswith("thought: ")]
+        assert line.endswith(" words"), "one line, whose count goes up while the thought is written"
+        window.type("/thought")
+        said = window.until(follows("/thought", 20)).rpartition("/thought")[2].rpartition("\n>")[0]
+        assert line == f"thought: {len(said.split())} words"

@@ -229,3 +229,16 @@ def test_the_documented_results_are_those_of_the_committed_rows(capsys, monkeypa
     monkeypatch.setattr(RESULTS, "answers", lambda rows, places: "another table")
     assert RESULTS.main(["--check"]) == 1
     assert "facts.md and docs/results/questions.md differ from the rows" in capsys.readouterr().err
+
+
+def test_a_picture_holds_its_points_and_one_of_other_points_is_stale(tmp_path, capsys, monkeypatch):
+    """Titles and names are in the text of the SVG, as the page's readers search it."""
+    picture, rows = RESULTS.picture, read_rows((ROOT / "checkpoints" / RESULTS.HEADS).glob("results*.jsonl"))
+    for path, panels in picture.pictures(rows, ROOT).items():
+        drawn = tmp_path / path.name
+        picture.write(drawn, panels)
+        assert picture.is_drawn(drawn, panels) and not picture.is_drawn(drawn, panels[1:])
+        shown = drawn.read_text(encoding="utf-8")
+        assert all(f">{name}</text>" in shown for panel in panels for name in (panel.title, *panel.lines))
+    monkeypatch.setattr(picture, "memory", lambda rows, root: picture.Panel("other", {}))
+    assert RESULTS.main(["--check"]) == 1 and "cost.svg differ" in capsys.readouterr().err

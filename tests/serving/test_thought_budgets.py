@@ -41,6 +41,23 @@ def test_a_thought_ends_at_its_budget_and_the_answer_follows(engine, monkeypatch
             assert answer.status_code == 400 and "budget_tokens must be an integer of at least 1" in answer.text
 
 
+def test_without_max_tokens_a_thought_has_a_bound_of_its_own(engine, monkeypatch):
+    tokenizer = deepcopy(engine.tokenizer)
+    tokenizer.chat_template = chatml("<think></think>", "<think>\n")
+    monkeypatch.setattr(engine, "tokenizer", tokenizer)
+    body = {"messages": user("How deep?"), "temperature": 0, "logit_bias": {tokenizer.eos_token_id: -100}}
+    with serving(engine, replace(LIMITS, answer_tokens=30)) as url:
+        for more, thought in (({}, 24), ({"thinking": {"type": "enabled", "budget_tokens": 5}}, 5)):
+            headers = {"authorization": f"Bearer {KEYS[0]}"}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body | more, headers=headers)
+            usage = answer.json()["usage"]
+            end = len(tokenizer("</think>", add_special_tokens=False).input_ids)
+            assert usage["completion_tokens_details"]["reasoning_tokens"] == thought + end
+            assert usage["completion_tokens"] == thought + end + 6 and answer.headers["x-max-tokens"] == str(
+                thought + 6
+            )
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_more_tokens_than_served(engine, strict):
     headers = {"authorization": f"Bearer {KEYS[0]}"}

@@ -1,13 +1,15 @@
-"""Figures of the README come from rows: the tables of docs/results are generated of them (tests/evals/test_eval_summary.py checks
-those), and a figure in a sentence is found again here."""
+"""Figures of the README and of "What we know" come from rows: tables and pictures are generated from them
+(tests/evals/test_eval_summary.py checks those), and a figure in a sentence is found again here."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+from scripts_loaded import load_script
 
 from locret_kit.backbones import demo
 from locret_kit.evals.engine import Row, read_rows
@@ -15,19 +17,51 @@ from locret_kit.evals.engine import Row, read_rows
 ROOT = Path(__file__).resolve().parents[2]
 
 
+DEMO = "smollm2-135m-locret"
+PICTURE = load_script("scripts/picture.py")
+
+
 @cache
-def rows() -> list[Row]:
-    return read_rows((ROOT / "checkpoints" / "smollm2-135m-locret").glob("results*.jsonl"))
+def rows(heads: str = DEMO, files: str = "results*.jsonl") -> list[Row]:
+    return read_rows((ROOT / "checkpoints" / heads).glob(files))
 
 
-def right(task: str, text: str, length: int, budget: int, policy: str) -> str:
-    """``19 of 20`` for the heads that ship, or a policy without heads."""
-    own = [
-        row.score for row in rows()
+def scores(task: str, text: str, length: int, budget: int, policy: str, *place: str) -> list[float]:
+    """Scores of the heads that ship, or of a policy without heads."""
+    return [
+        row.score for row in rows(*place)
         if (row.task, row.haystack, row.length, row.slots, row.policy) == (task, text, length, budget, policy)
-        and row.heads in ("smollm2-135m-locret", "-") and row.score is not None
+        and row.heads in (*place[:1], DEMO, "-") and row.score is not None
     ]  # fmt: skip
+
+
+def right(*place: str | int) -> str:
+    """``19 of 20``."""
+    own = scores(*place)
     return f"{sum(own):.0f} of {len(own)}"
+
+
+def percent(*place: str | int) -> str:
+    own = scores(*place)
+    return f"{sum(own) / len(own):.0%}"
+
+
+def faster(what: str) -> str:
+    """The kit's rate at 16K tokens over llama.cpp's."""
+    lines = PICTURE.rates(ROOT, what, 1).lines
+    return f"{dict(lines['locret_kit, 1,024 slots'])[16384] / dict(lines['llama.cpp'])[16384]:.0f}"
+
+
+def card(model: str) -> str:
+    """Prefill against full attention on a card, in the newest run."""
+    with (ROOT / "kernels" / "benchmarks" / "results" / "nvidia-h200.csv").open(newline="", encoding="utf-8") as file:
+        found = [row for row in csv.DictReader(file) if (row["model"], row["context"]) == (model, "131072")]
+    return f"{float([row['value'] for row in found if row['measurement'] == 'prefill against full attention'][-1]):.3g}"
+
+
+def clients(measure: str, column: int = 1) -> float:
+    (row,) = (row for row in PICTURE.table(ROOT, "clients") if row[""] == measure)
+    return float([*row.values()][column])
 
 
 def cache_mib(length: int, budget: int) -> str:
@@ -44,22 +78,57 @@ def full_gib(tokens: int) -> str:
     return f"{tokens * 30 * 3 * 64 * 2 * 2 / 2**30:.1f} GiB"
 
 
-FIGURES: dict[str, list[tuple[str, Callable[[], str]]]] = {
-    "README.md": [
-        ("take 36 MiB of", lambda: f"take {cache_mib(131072, 1024)} of"),
-        ("take 2.8 GiB", lambda: f"take {full_gib(131072)}"),
-        ("19 of 20 are found", lambda: f"{right('R.PassKey', 'jargon', 16384, 4096, 'rereading-locret')} are found"),
-        ("picks answer 19 of 20", lambda: f"picks answer {right('R.PassKey', 'jargon', 16384, 512, 'bm25')}"),
-        ("11 of 20 where", lambda: f"{right('R.PassKey', 'jargon', 16384, 4096, 'locret')} where"),
-        ("270 MB", lambda: f"{demo.HUB_MB} MB"),
-        ("95 MB", lambda: f"{demo.WHEEL_MB} MB"),
-    ],
+UNSEEN, NEXT = ("R.PassKey", "unseen", 4096), ("agreement:fidelity.continue", "later", 2048, 512)
+SHORT, LONG = ("R.PassKey", "jargon", 4096, 512), ("R.PassKey", "jargon", 16384, 4096)
+GEMMA, WORDS = ("R.PassKey", "later", 4096), ("ruler.fwe", "-", 2048, 256)
+FIGURES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {
+        "take {} of": lambda: cache_mib(131072, 1024),
+        "take {}": lambda: full_gib(131072),
+        "{} are found": lambda: right(*LONG, "rereading-locret"),
+        "picks answer {}": lambda: right("R.PassKey", "jargon", 16384, 512, "bm25"),
+        "{} where": lambda: right(*LONG, "locret"),
+        "{} from the Hugging Face Hub": lambda: f"{demo.HUB_MB} MB",
+        "or {} from the Python package index": lambda: f"{demo.WHEEL_MB} MB",
+    },
+    "docs/results/index.md": {
+        "eighth of the slots answers [{}]": lambda: right(*UNSEEN, 512, "lookahead-locret"),
+        "Full attention answers {}": lambda: right(*UNSEEN, 0, "full"),
+        "too few: it answers [{}]": lambda: right(*UNSEEN, 128, "lookahead-locret"),
+        "one reading answers [{}]": lambda: right(*LONG, "locret"),
+        "matter answers {}": lambda: right(*LONG, "rereading-locret"),
+        "[at most {}]": lambda: right(*SHORT, "compactor"),
+        "`locret`\n  answers {}": lambda: right(*SHORT, "locret"),
+        "It answers [{}]": lambda: right(*SHORT, "snapkv", DEMO, "one-shot.jsonl"),
+        "own heads answers [{}]": lambda: right(*GEMMA, 512, "locret", "gemma3-270m-locret"),
+        "full attention {}": lambda: right(*GEMMA, 0, "full", "gemma3-270m-locret"),
+        "without training answers [{}]": lambda: right("R.Number", "repeated", 32768, 512, "compactor"),
+        "take {} with": lambda: cache_mib(131072, 1024),
+        "and {} with full": lambda: full_gib(131072),
+        "reads [{} times]": lambda: faster("prefill"),
+        "decodes {} times": lambda: faster("decoding"),
+        "[{} times](speed.md#on-a-gpu)": lambda: card("phi3-mini"),
+        "Phi-3-mini, {} times": lambda: card("llama3.1-8b"),
+        "get [{} tokens]": lambda: f"{clients('new tokens per second')}",
+        "gives {}": lambda: f"{clients('new tokens per second', 2)}",
+        "wait [{} seconds]": lambda: f"{clients('seconds to the first token (median)'):.0f}",
+        "[{} above the plan]": lambda: f"{clients('largest memory, MiB') / clients('memory planned, MiB') - 1:.0%}",
+        "get [{} times]": lambda: f"{clients('new tokens per second', 4) / clients('new tokens per second', 3):.1f}",
+        "BM25 answers [{}]": lambda: right("R.PassKey", "unseen", 16384, 1024, "bm25"),
+        "in 16K tokens, `lookahead-locret` {}": lambda: right("R.PassKey", "unseen", 16384, 1024, "lookahead-locret"),
+        "chooses [{}]": lambda: percent(*NEXT, "streaming"),
+        "tokens, `lookahead-locret` {} |": lambda: percent(*NEXT, "lookahead-locret"),
+        "the cache answers [{}]": lambda: right("paraphrase", "jargon", 1024, 256, "lookahead-locret"),
+        ", BM25 {}": lambda: right("paraphrase", "jargon", 1024, 256, "bm25"),
+        "names [{}]": lambda: percent(*WORDS, "bm25"),
+        "words, the cache {}": lambda: percent(*WORDS, "lookahead-locret"),
+    },
 }
-"""By page: words as they stand, and the same made of rows."""
+"""By page: words around a figure, and the figure made of rows."""
 
 
 @pytest.mark.parametrize("page", FIGURES)
 def test_a_figure_in_a_sentence_has_its_rows(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    for words, made in FIGURES[page]:
-        assert words in text and made() == words, f"{page}: {words!r} is {made()!r} by the rows"
+    for words, made in FIGURES[page].items():
+        assert words.format(made()) in text, f"{page}: no {words.format(made())!r}"

@@ -37,7 +37,6 @@ ONLY = {
     "fastapi": {"serving"},
     "prometheus_client": {"serving"},
     "llguidance": {"serving"},
-    "ray": {"serving"},
     "vllm": {"vllm", "cli"},
     "lightning": {"training"},
     "deepspeed": {"training"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 
 import pytest
@@ -61,6 +62,7 @@ def test_a_prompt_that_begins_with_a_document_goes_on_from_its_page(tmp_path, ra
     asking = engine_options(ServerSettings(VllmSettings.read(section)))  # workers of two ranks are other processes
     rest = {"kv_transfer_config": connector(), "tensor_parallel_size": ranks, **asking}
     with tiny.started(tmp_path / "model", section, **rest) as llm:
+        shutil.rmtree(tmp_path / "library")  # a server has its documents open
         for policy in POLICIES:
             params = SamplingParams(
                 temperature=0, max_tokens=24, ignore_eos=True, detokenize=False, extra_args={"policy": policy}

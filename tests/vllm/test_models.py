@@ -54,7 +54,8 @@ def test_every_family(name, tmp_path):
 
 @pytest.mark.parametrize("name", tiny.HYBRIDS)
 def test_states_of_layers_live_beside_the_pages(name, tmp_path):
-    """Where the budget holds the whole text, tokens are those of transformers; with less, a request still has one page."""
+    """Where the budget holds the whole text, tokens are those of transformers; with less, they do not depend on who had a page
+    before: a text or a state."""
     model, ids = tiny.make(tmp_path, name), tiny.prompts((20, 64, 150, 300))
     wanted = [
         model.generate(torch.tensor([one]), max_new_tokens=16, do_sample=False)[0, len(one) :].tolist() for one in ids
@@ -68,4 +69,5 @@ def test_states_of_layers_live_beside_the_pages(name, tmp_path):
             assert sorted(kinds) == ["BoundedSpec", "MambaSpec"]
             found = tiny.generate(llm, ids, 16)
             assert found[:same] == wanted[:same]
+            assert [tiny.generate(llm, [one], 16)[0] for one in ids] == found
             assert tiny.free_pages(llm) == tiny.scheduler(llm).kv_cache_config.num_blocks - 1

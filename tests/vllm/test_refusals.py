@@ -65,9 +65,8 @@ def test_a_budget_without_room_for_what_is_protected_is_refused_where_a_request_
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2 must be 1"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2 must be 1"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 must be 1: on CPUs vLLM's own"),
-        ({"data_parallel_size": 2}, "data_parallel_size=2 must be 1: start several servers"),
+        ({"api_server_count": 2}, "api_server_count=2 must be 1: start several servers"),
         ({"nnodes": 2}, "nnodes=2 must be 1: a layer split over several machines"),
-        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend=ray must be mp or uni: Ray"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode must be left out"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 must be auto or bfloat16 or float16"),
         ({"enable_lora": True}, "enable_lora must be left out: it was not tried"),
@@ -79,7 +78,7 @@ def test_a_budget_without_room_for_what_is_protected_is_refused_where_a_request_
             {"documents": "library", "is_hybrid": True},
             "documents=library must be left out: layers of this model hold a state",
         ),
-        ({"model_type": "lfm2"}, "model_type=lfm2: its tokens were not the kit's"),
+        ({"model_type": "apertus"}, "model_type=apertus: its tokens were not the kit's"),
     ],
 )
 def test_what_does_not_go_together_is_refused(facts, said):
@@ -87,9 +86,7 @@ def test_what_does_not_go_together_is_refused(facts, said):
         refuse(facts)
 
 
-@pytest.mark.parametrize(
-    "name", ["enable_prefix_caching", "enable_lora", "pipeline_parallel_size", "data_parallel_size"]
-)
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "enable_lora", "pipeline_parallel_size"])
 def test_an_engine_is_refused_by_its_configuration(tmp_path, name):
     tiny.make(tmp_path, "llama")
     with pytest.raises(ValueError, match=f"{name}(=2)? must be"):

@@ -191,8 +191,7 @@ def test_what_is_refused(client):
         (["--decode-context-parallel-size", "2"], "decode_context_parallel_size=2 must be 1"),
         (["--kv-cache-dtype", "fp8"], "kv_cache_dtype=fp8 must be auto or"),
         (["--policy", "ada-locret"], "its heads differ"),
-        (["--data-parallel-size", "2"], "data_parallel_size=2 must be 1"),
-        (["--distributed-executor-backend", "ray"], "distributed_executor_backend=ray must be mp or uni"),
+        (["--api-server-count", "2"], "api_server_count=2 must be 1"),
         (["--budget", "0.5"], "budget=0.5: a page's rows must be known"),
     ],
 )

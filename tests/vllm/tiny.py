@@ -67,9 +67,16 @@ MEASURED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {}, "mixtral": {}, "olmoe": {}, "gpt_oss": {}, "smollm3": {}, "granite": {}, "olmo3": {}, "exaone4": {},
     "gemma2": {"tie_word_embeddings": True}, "cohere2": {"tie_word_embeddings": True},
     "gemma4_text": {"tie_word_embeddings": True, "num_experts": None},
+    "olmo2": {}, "glm4": {}, "glm4_moe": {"head_dim": 16}, "qwen2_moe": {},
 }  # fmt: skip
 """Others, by model type: what differs from the tiny decoders of the other tests."""
-HYBRIDS: dict[str, dict[str, Any]] = {"falcon_h1": {}}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "falcon_h1": {}, "lfm2_moe": {"tie_word_embeddings": True},
+    "lfm2": {
+        "tie_word_embeddings": True, "conv_dim": 64, "block_dim": 64, "block_ff_dim": 96, "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
+    },
+}  # fmt: skip
 """Whose layers hold a state. The kit runs them with later releases of transformers than vLLM takes."""
 SIZES = Sizes(vocab=8192, window=48, context=4096)
 LENGTHS = (20, 64, 65, 96, 150, 300, 517, 700)

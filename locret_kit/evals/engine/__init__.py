@@ -30,7 +30,7 @@ from ..tasks.task import Example, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ...engine import RetainingHeads
+    from ...engine import RetainingHeads, Thought
 
 RANDOM_HEADS = "random-heads"
 """The policy `locret` with untrained heads."""
@@ -62,6 +62,13 @@ class Setup:
     seed: int = 0
     max_new_tokens: int | None = None
     """Answer tokens of every task; None takes each task's own."""
+    max_thought_tokens: int = 2048
+
+    def thought(self, ids: Sequence[int]) -> Thought | None:
+        """The thought of an answer to a prompt, where the model marks some."""
+        from ...engine import Thought
+
+        return Thought.after(self.tokenizer, ids, max_tokens=self.max_thought_tokens)
 
 
 @dataclass(frozen=True)
@@ -219,7 +226,9 @@ class Row(RunSettings):
     scores: dict[str, float] = field(default_factory=dict)
     """Every figure of the example by metric, `metric` among them."""
     output: str = ""
-    """Text that the model wrote; '' for perplexity tasks."""
+    """Text that the model wrote, without its thought; '' for perplexity tasks."""
+    thought: str = ""
+    """The thought before it."""
     answer: Answer = ""
     """The reference: a string, a list of accepted or required ones, or for 'agreement' the ids of full attention's tokens."""
     depth: float | None = None

@@ -148,10 +148,11 @@ class LocretLM(TemplateLM):
         answer = Answer(
             self.model, self.tokenizer, ids, cache_for(self.setup, self.variant, len(ids)),
             max_new_tokens=settings["max_gen_toks"], sampling=sampling, seed=self.setup.seed + number,
+            thought=self.setup.thought(ids),
         )  # fmt: skip
         text = ""
-        for piece in answer:
-            text += piece
+        for _ in answer:
+            text = answer.text
             if any(mark in text for mark in until):
                 answer.leave()  # the model is detached
         return text[: min((text.find(mark) for mark in until if mark in text), default=len(text))]

@@ -253,7 +253,7 @@ def _score_generation(
 
     written = Answer(
         setup.model, setup.tokenizer, example.ids, cache, max_new_tokens=setup.max_new_tokens or task.max_new_tokens,
-        seed=setup.seed, progress=at_end_of_prompt,
+        seed=setup.seed, progress=at_end_of_prompt, thought=setup.thought(example.ids),
     )  # fmt: skip
     text, answer = str(written), example.answer
     if task.kind == "fidelity":
@@ -264,6 +264,7 @@ def _score_generation(
         distances = get_metric("rouge")(text, example.extra["source"], {})
         scores |= {f"source_{name}": value for name, value in distances.items()}
     fields = {"score": scores[metric], "metric": metric, "scores": scores, "output": text, "answer": answer, **kept}
+    fields |= {"thought": written.thought_text} if written.thought_text else {}
     return fields, written
 
 

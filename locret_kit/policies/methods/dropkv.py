@@ -48,5 +48,5 @@ register(
     "DropKV, openreview.net/forum?id=MqfNzH3TVH",
     {"score": DropResidual(), "scopes": (Window(DropResidual.window),)},
     names={"size": "window"},
-    keeps="what the output of the newest 32 queries loses without it",
+    keeps="the change of the newest 32 queries' output without it",
 )

@@ -94,5 +94,5 @@ register(
     "expected-attention",
     "Expected Attention, arXiv 2510.00636",
     {"score": ExpectedAttention()},
-    keeps="attention expected of queries to come",
+    keeps="the attention that later queries are expected to pay",
 )

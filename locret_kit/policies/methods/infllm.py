@@ -79,7 +79,7 @@ register(
     f"{SOURCE}: with a budget of {PUBLISHED}",
     {"score": Recency(), "scopes": (Sinks(128),), "recall": Infllm()},
     names=NAMES,
-    keeps="being one of the first 128, or new; blocks of the rest come back",
+    keeps="its place among the first 128 tokens or the newest; blocks of the others are recalled",
 )
 register(
     "scaled-infllm",

@@ -202,5 +202,5 @@ register(
     "KVCrush, arXiv 2503.00022",
     {"selection": Representatives()},
     base="h2o",
-    keeps="another policy's score, and representatives of what that evicts",
+    keeps="another policy's score, and representatives of its evicted slots",
 )

@@ -297,7 +297,7 @@ register(
     "Locret with scores that are averaged, and its newest slots kept to the end",
     AVERAGED,
     names={**NAMES, "size": "newest"},
-    keeps="as locret, averaged with that of the next 3 tokens; the newest half stays at the last eviction too",
+    keeps="as locret, averaged over a token and the next 3; the newest half also survives the last eviction",
 )
 register(
     "ada-locret",
@@ -332,7 +332,7 @@ register(
     "Locret with StreamingLLM's reading",
     {"scopes": (Stabilizers(Sliding.newest),), "prefill_mask": Sliding(), **SCORE},
     names={"most": "newest"},
-    keeps="as locret; the text reads its newest 1,024 slots alone, the question all",
+    keeps="as locret; tokens of the text attend to the newest 1,024 slots, the question to all",
 )
 register(
     "rereading-locret",

@@ -65,5 +65,5 @@ register(
     "{base}; what is evicted comes back, after InfLLM, arXiv 2402.04617",
     {"recall": Blocks()},
     base="locret",
-    keeps="as locret; the best of what is evicted comes back from the host",
+    keeps="as locret; the best evicted blocks are recalled from host memory",
 )

@@ -23,7 +23,7 @@ register(
     "StreamingLLM, arXiv 2309.17453",
     {"score": Recency(), "scopes": (Sinks(),)},
     names={"n": "sinks"},
-    keeps="being one of the first four, or new",
+    keeps="its place among the first four tokens or the newest",
 )
-register("recency", "", {"score": Recency()}, keeps="being new")
+register("recency", "", {"score": Recency()}, keeps="its place among the newest")
 register("full", "", {"score": Recency()}, keeps_everything=True, keeps="nothing is evicted")
