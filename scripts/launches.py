@@ -35,8 +35,8 @@ from locret_kit.backbones.spec import decoder_of, spec_of
 from locret_kit.cache.pages import PagePool
 from locret_kit.cli.plan import resolve
 from locret_kit.planning.inference_plan import Setting
-from locret_kit.runtime.drivers import PlainDriver
 from locret_kit.runtime.drivers.graph import GraphDriver
+from locret_kit.runtime.drivers.texts import TextsDriver
 from locret_kit.settings import RunSettings
 
 ALLOCATES = {
@@ -191,7 +191,7 @@ def record(config: PretrainedConfig, setting: Setting) -> tuple[list[Launch], li
 
 
 def record_texts(config: PretrainedConfig, setting: Setting, texts: int) -> list[Launch]:
-    """Launches of a layer for a token of each of several texts, whose rows are pages of one pool."""
+    """Launches of a layer for a token of each of several texts, whose rows are pages of one pool, decoded as a graph."""
     model, heads = on_meta(config, setting)
     recorder, pool = Recorder(decoder_of(model).layers[1]), PagePool(texts)
     ids = torch.zeros(1, setting.chunk, dtype=torch.int64, device="meta")
@@ -205,7 +205,7 @@ def record_texts(config: PretrainedConfig, setting: Setting, texts: int) -> list
             pool.enter(cache)
             forward(model, ids, cache, logits_to_keep=1)
         recorder.launches.clear()
-        PlainDriver(model)(caches, [0] * texts)
+        TextsDriver(model, caches[0])(caches, [0] * texts)
     return recorder.launches
 
 

@@ -14,7 +14,7 @@ from . import backend
 from .column_stats import STATISTICS
 from .enter import HeadProduct, RowBuffers
 from .product import FORMATS, format_of
-from .ragged_decode import Float8Rows, PackedRows, Rotation, Spans
+from .ragged_decode import Angles, Float8Rows, PackedRows, Rotation, Spans, angle_steps
 from .sparse_attend import Blocks
 
 
@@ -153,9 +153,10 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     yield case("rotate_rows, placed", f"S={S}", k, table, table, place, nbytes=2 * k.nbytes)
     lengths = torch.full((1, H), S, dtype=torch.int64, device=device)
     spans = Spans(torch.arange(H, device=device)[None] * S, lengths, S)
+    angles = Angles(*[angle_steps(x(D // 2, dtype=torch.float32), S)] * 2)
     forms = (
         ("", None, False),
-        (", keys rotated", Rotation(table, table), False),
+        (", turned", angles, False),
         (", keys placed, received", Rotation(table, table, place.flatten()), True),
     )
 
@@ -164,18 +165,25 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
 
     codes = tuple(torch.randint(0, 0x7F, (H * S, D), dtype=torch.uint8, device=device) for _ in range(2))
     eight = Float8Rows(*codes, *(torch.full((H,), 2.0**-6, dtype=torch.float32, device=device) for _ in range(2)))
-    yield case("ragged_decode 8 bits, keys rotated", f"S={S}", one, eight, spans, scaling, forms[1][1], nbytes=k.nbytes)
     for form, turn, received in forms:
         peer = None if turn else decoding
-        nbytes = 2 * k.nbytes
         yield case(
-            f"ragged_decode{form}", f"S={S}", one, flat, spans, scaling, turn, received, nbytes=nbytes, peer=peer
+            f"ragged_decode{form}", f"S={S}", one, flat, spans, scaling, turn, received, nbytes=2 * k.nbytes, peer=peer
         )
-    for bits in (4, 2):
-        rows = packed_rows(H, S, D, bits, device, dtype)
-        for form, turn, received in forms:
-            name, nbytes = f"packed_decode {bits} bits{form}", sum(t.nbytes for t in rows)
-            yield case(name, f"S={S}", one, rows, spans, scaling, turn, received, nbytes=nbytes)
+    yield case("ragged_decode 8 bits, turned", f"S={S}", one, eight, spans, scaling, angles, nbytes=k.nbytes)
+    few = {bits: packed_rows(H, S, D, bits, device, dtype) for bits in (4, 2)}
+    for bits, (_, turn, received) in ((4, forms[1]), (4, forms[2]), (2, forms[1])):
+        form = f"packed_decode {bits} bits{', received' * received}"
+        nbytes = sum(t.nbytes for t in few[bits])
+        yield case(form, f"S={S}", one, few[bits], spans, scaling, turn, received, nbytes=nbytes)
+    # One query a head goes by another form of the kernel.
+    if Q > H:
+        lone, size = one[:, :: Q // H].contiguous(), f"S={S}, one query a head"
+        yield case("ragged_decode, turned", size, lone, flat, spans, scaling, angles, nbytes=2 * k.nbytes)
+        yield case("ragged_decode 8 bits, turned", size, lone, eight, spans, scaling, angles, nbytes=k.nbytes)
+        yield case(
+            "packed_decode 4 bits", size, lone, few[4], spans, scaling, angles, nbytes=sum(t.nbytes for t in few[4])
+        )
 
 
 def packed_matrix(

@@ -167,10 +167,9 @@ def split_rows(rows: int, block: int, programs: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _join(parts, norms, out, norm, N, splits, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr):
-    """One output row ``[D]`` from its parts ``[splits, D]``. A program owns one of the ``N`` rows."""
+def join_parts(parts, norms, out, norm, n, N, splits, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the output row ``[D]`` of number ``n`` of ``N`` from its parts ``[splits, D]``, which other programs have left."""
     D: tl.constexpr = D0 + D1
-    n = tl.program_id(0).to(tl.int64)
     parts += n * D
     # A softmax over the splits, a block at a time: `total` and `y` are scaled by 2**-top, the largest norm so far.
     top = tl.full([1], float("-inf"), tl.float32)
@@ -197,6 +196,12 @@ def _join(parts, norms, out, norm, N, splits, D0: tl.constexpr, D1: tl.constexpr
     tl.store(to + tl.arange(0, D0), (y0 / total).to(out.dtype.element_ty))
     if D1 > 0:
         tl.store(to + D0 + tl.arange(0, D1), (y1 / total).to(out.dtype.element_ty))
+
+
+@triton.jit
+def _join(parts, norms, out, norm, N, splits, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr):
+    """A program owns one of the ``N`` rows."""
+    join_parts(parts, norms, out, norm, tl.program_id(0).to(tl.int64), N, splits, D0, D1, BLOCK)
 
 
 def merge_splits(parts_PND: Tensor, norm_PN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from locret_kernels.ragged_decode import angle_steps
 from locret_kernels.rotate import rotate_rows
 
 from .libraries import Undo, replace_forward
@@ -288,6 +289,8 @@ class Rope:
     """Weight of a norm that comes after the rotation (Hunyuan); its scale is part of what is rotated already."""
     queries: Rope | None = None
     """Rotation of queries, where it is not that of keys."""
+    made: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """``steps``, by how far they reach: graphs read them, so none is made anew."""
 
     @property
     def of_queries(self) -> Rope:
@@ -303,6 +306,14 @@ class Rope:
             sin = angle.sin() * (w_R / w_R.roll(len(w_R) // 2)).float().to(angle.device)
             return angle.cos().to(dtype), sin.to(dtype)
         return (angle.cos() * self.scaling).to(dtype), (angle.sin() * self.scaling).to(dtype)
+
+    def steps(self, longest: int, device: torch.device) -> Tensor:
+        """``angle_steps`` of the ranks below ``longest`` at least."""
+        key = 1 << (longest - 1).bit_length(), device
+        if key not in self.made:
+            with torch.inference_mode(False):
+                self.made[key] = angle_steps(self.inv_freq.to(device), key[0], self.scaling)
+        return self.made[key]
 
     def both_tables(self, pos_T: Tensor, dtype: torch.dtype) -> tuple[Tables, Tables]:
         """``tables`` of keys and of queries."""

@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from locret_kernels.attend import attend_and_count
 from locret_kernels.backend import function
 from locret_kernels.column_stats import MARGIN, ColumnStats
-from locret_kernels.ragged_decode import Float8Rows, PackedRows, Rotation, Spans
+from locret_kernels.ragged_decode import Angles, Float8Rows, PackedRows, Rotation, Spans
 
 from ..backbones.decoder_attention import Softmax
 from ..backbones.spec import AttentionLayer
@@ -337,8 +337,6 @@ class VarlenRows:
     lengths_BH: Tensor
     longest: int
     """No head has more rows."""
-    last_BH: Tensor | None = None
-    """Rank of each head's newest row, where it is at hand."""
 
     def newest(self, window: int | None) -> VarlenRows:
         """At most the ``window`` newest rows of every head."""
@@ -346,7 +344,7 @@ class VarlenRows:
             return self
         seen_BH = self.lengths_BH.clamp(max=window)
         starts_BH = self.starts_BH + (self.lengths_BH - seen_BH)
-        return replace(self, starts_BH=starts_BH, lengths_BH=seen_BH, longest=min(self.longest, window), last_BH=None)
+        return replace(self, starts_BH=starts_BH, lengths_BH=seen_BH, longest=min(self.longest, window))
 
 
 @dataclass(frozen=True)
@@ -361,19 +359,11 @@ class RowRotation:
     span: int = 0
     seen: Tensor | None = None
     """Tokens of the text, the newest included (integer without axes); with a span above 0."""
-    newest: tuple[Tensor, Tensor] | None = None
-    """cos and sin of the newest tokens, where they are at hand: of rows that are placed by their rank."""
-
-    @staticmethod
-    def tables_at(place_BH: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[P, 1, 1, R]`` of a place in each of the ``P = B * H`` heads."""
-        place_P = place_BH.flatten()
-        return cos_SR[place_P][:, None, None], sin_SR[place_P][:, None, None]
 
     def places(self, flat: VarlenRows) -> tuple[Tensor, Tensor | None]:
         """Rows of the newest token of each head ``[B, H]``, and the rows where that is above their rank ``[N]``."""
         # The query stands where its own row does, which is the newest of its head.
-        rank_BH = flat.lengths_BH - 1 if flat.last_BH is None else flat.last_BH
+        rank_BH = flat.lengths_BH - 1
         if not self.span:
             return rank_BH, None
         assert self.seen is not None
@@ -387,22 +377,19 @@ def decode_rows(
     scaling: float,
     backend: str,
     statistics: Sequence[str] = (),
-    turn: RowRotation | None = None,
+    turn: RowRotation | Angles | None = None,
     group: int = 0,
 ) -> Tensor:
     """Attention output ``[B, Q, 1, D]`` of the newest token, which is the last row of every head already; slots gain its
     ``statistics``, and those of each of the ``group`` query heads per key/value head unless it is 0. With ``turn`` the query
     comes before RoPE, as the keys are."""
-    q_BQD, rotation = q_BQ1D.squeeze(2), None  # one token: no axis of its own
-    if turn is not None:
-        place_N: Tensor | None = None
-        newest = turn.newest
-        if newest is None:
-            newest_BH, place_N = turn.places(flat)
-            newest = turn.tables_at(newest_BH, turn.q_cos_SR, turn.q_sin_SR)
+    q_BQD, rotation = q_BQ1D.squeeze(2), turn  # one token: no axis of its own
+    if isinstance(turn, RowRotation):
+        newest_BH, place_N = turn.places(flat)
         # P = B * H: a group turns alike
+        tables = (table_SR[newest_BH.flatten()][:, None, None] for table_SR in (turn.q_cos_SR, turn.q_sin_SR))
         group_PG1D = q_BQ1D.reshape(flat.lengths_BH.numel(), -1, 1, q_BQ1D.shape[-1])
-        q_BQD = function("rotate_rows", backend)(group_PG1D, *newest).view(q_BQD.shape)
+        q_BQD = function("rotate_rows", backend)(group_PG1D, *tables).view(q_BQD.shape)
         rotation = Rotation(turn.cos_SR, turn.sin_SR, place_N)
     decode = function("packed_decode" if isinstance(flat.rows, PackedRows) else "ragged_decode", backend)
     spans = Spans(flat.starts_BH, flat.lengths_BH, flat.longest)

@@ -38,6 +38,8 @@ class ForwardOfTexts(Cache, Handler):
     batch: TextBatch
     position_BT: Tensor
     """Position of each new token in its own text; 0 at padding."""
+    given_X4N: Tensor | None = None
+    """As of ``TextBatch``."""
 
     def __init__(self, texts: Sequence[BoundedCache] = ()) -> None:
         super().__init__(layers=[])
@@ -59,7 +61,8 @@ class ForwardOfTexts(Cache, Handler):
         """Say where the new tokens of each text stand in a forward ``[B, T]``, row after row; a text may have none."""
         new = [(text, span) for text, span in zip(self.texts, spans, strict=True) if span[0] < span[1]]
         texts = [text for text, _ in new]
-        self.batch = TextBatch(texts, [span for _, span in new], [text.get_seq_length() for text in texts])
+        seen = [text.get_seq_length() for text in texts]
+        self.batch = TextBatch(texts, [span for _, span in new], seen, self.given_X4N)
         self.position_BT = self.batch.positions(B * T, device).view(B, T)
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
@@ -105,10 +108,12 @@ class Packed(ForwardOfTexts):
 
     Args:
         counts: new tokens of each text. A text that is read ``in_blocks`` must not cross a boundary of its schedule.
+        given_X4N: as of ``TextBatch``.
     """
 
-    def __init__(self, texts: Sequence[BoundedCache], counts: Sequence[int]) -> None:
+    def __init__(self, texts: Sequence[BoundedCache], counts: Sequence[int], given_X4N: Tensor | None = None) -> None:
         super().__init__(texts)
+        self.given_X4N = given_X4N
         self.ends = list(accumulate(counts))  # (3, 1, 2) -> 3, 4, 6
         self.spans = list(zip([0, *self.ends], self.ends, strict=False))
 

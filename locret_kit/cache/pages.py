@@ -150,6 +150,13 @@ class RowPool:
         """All rows, for ``enter_rows``."""
         return RowBuffers(self.keys, self.values, self.positions, self.scores, self.stats)
 
+    def append_queries(self, first_N: Tensor, q_NQD: Tensor, recent: int) -> None:
+        """Make a query of each text, whose page has that first row, the newest of the ``recent`` ones that it keeps."""
+        (N, Q, D), page_N = q_NQD.shape, first_N // (self.shape.heads * self.shape.rows)
+        own = page_N, slice(Q * recent * D)
+        newest = torch.cat((self.queries[own].view(N, Q, recent, D)[:, :, 1:], q_NQD[:, :, None]), 2)
+        self.queries[own] = newest.flatten(1)
+
 
 class Rotations(list[Rope]):
     """The rotations of a text, one per layer, that may be referred to weakly."""

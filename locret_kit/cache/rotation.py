@@ -101,13 +101,6 @@ class RotationTables:
             self._made[key] = rope.tables(pos_T, like.dtype)
         return self._made[key]
 
-    def each(self, rope: Rope, places: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor]:
-        """``[places, R]`` of such positions."""
-        key = (id(rope), -1, *places)
-        if key not in self._made:
-            self._made[key] = rope.tables(torch.tensor(places, device=like.device), like.dtype)
-        return self._made[key]
-
     def upto(self, rope: Rope, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """``[>= length, R]`` of the positions from 0 on."""
         return self.between(rope, 0, -(-length // STEP) * STEP, like)

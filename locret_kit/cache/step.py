@@ -17,8 +17,9 @@ from torch import Tensor
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.backend import function
 from locret_kernels.enter import Score
+from locret_kernels.ragged_decode import Angles
 
-from ..backbones.decoder_attention import Softmax
+from ..backbones.decoder_attention import Rope, Softmax
 from .attend import RowRotation, VarlenRows, attend_heads, decode_rows
 from .context import Context
 from .due import Due
@@ -50,13 +51,21 @@ def attend_token(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed:
     """Attention ``[B, Q, 1, D]`` of one token over all heads in one call, of rows that lie end to end."""
     flat = rows.flat().newest(rows.window) if fixed is None or fixed.flat is None else fixed.flat
     turn = None
+    seen = rows.seen if fixed is None or not ctx.positions.span else fixed.seen + 1
     if (rope := ctx.read_rope(layer, rows)) is not None:
-        span = ctx.positions.span or 0
-        now = None if not span else torch.tensor(rows.seen, device=q.device) if fixed is None else fixed.seen + 1
-        tables = (ctx.tables.upto(one, max(span, flat.longest), q) for one in (rope, rope.of_queries))
-        turn = RowRotation(*next(tables), *next(tables), span, now)
+        turn = row_rotation(ctx, rope, flat.longest, q, seen)
     statistics = ctx.statistics if rows.window is None else ()
     return decode_rows(q, flat, rows.scaling, ctx.backend.kernels, statistics, turn, ctx.group)
+
+
+def row_rotation(ctx: Context, rope: Rope, longest: int, like: Tensor, seen: int | Tensor) -> RowRotation | Angles:
+    """Rotation of a token's query and of the keys that it sees, at most ``longest`` of a head, in a text of ``seen`` tokens."""
+    span, both = ctx.positions.span or 0, (rope, rope.of_queries)
+    if not span and ctx.backend.kernels == "triton":
+        return Angles(*(one.steps(longest, like.device) for one in both))
+    of_keys, of_queries = (ctx.tables.upto(one, max(span, longest), like) for one in both)
+    now = seen if isinstance(seen, Tensor) else torch.tensor(seen, device=like.device) if span else None
+    return RowRotation(*of_keys, *of_queries, span, now)
 
 
 def attend_again(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:

@@ -17,12 +17,11 @@ from torch import Tensor
 from locret_kernels.backend import function
 from locret_kernels.enter import Score
 
-from ..backbones.decoder_attention import Rope, Softmax
-from .attend import RowRotation, VarlenRows, decode_rows
+from ..backbones.decoder_attention import Rope, Softmax, Tables
+from .attend import VarlenRows, decode_rows
 from .context import Context
 from .pages import RowPool
-from .rotation import RotationTables
-from .step import evict_after, in_model_type, make_room, read_tokens
+from .step import evict_after, in_model_type, make_room, read_tokens, row_rotation
 from .storage.rows import BoundedLayer
 from .view import entry_scores, folded_scores, of_tokens, score_alike, scores_of
 
@@ -47,37 +46,52 @@ class RowIndex:
     longest: int
 
 
-class StepTables:
-    """Numbers of one forward that layers share: one copy to the device for all that have the same counts."""
+RowNumbers = tuple[int, tuple[tuple[int, int, int, int], ...]]
+"""Heads of a layer, and of each text the first row of its page, the rows of a head for which there is room, those that it holds,
+and the tokens before the next one."""
 
-    def __init__(self) -> None:
-        self._indices: dict[Hashable, RowIndex] = {}
-        self._rotations: dict[tuple[RowIndex, int], RowRotation] = {}
+
+def row_numbers(rows: Sequence[BoundedLayer]) -> RowNumbers:
+    """Numbers of the next token of texts in one pool: layers of equal ones share an index."""
+    pages = tuple((own.page.first, own.capacity, own.rows, own.seen) for own in rows if own.page is not None)
+    return rows[0].layout.H, pages
+
+
+class StepTables:
+    """Numbers of one forward that layers share: one copy to the device for all that have the same counts.
+
+    Args:
+        given_X4N: the ``row_numbers`` of ``N`` texts on the device already, in the order in which layers ask for them, for a
+            forward with fixed shapes.
+    """
+
+    def __init__(self, given_X4N: Tensor | None = None) -> None:
+        self.given_X4N = given_X4N
+        self._indices: dict[RowNumbers, RowIndex] = {}
+        self._own: dict[tuple[RowIndex, int], Tables] = {}
 
     def index(self, pool: RowPool, rows: Sequence[BoundedLayer]) -> RowIndex:
         """Index of the next token of texts in one pool."""
-        # Layers of equal counts share it: that is all layers but those with a window.
-        numbers = tuple((own.page.first, own.capacity, own.rows, own.seen) for own in rows if own.page is not None)
-        key = pool.shape.heads, numbers
+        key, given = row_numbers(rows), self.given_X4N
         if key not in self._indices:
-            first_N, room_N, rows_N, seen_N = torch.tensor(numbers, device=pool.device).T
+            numbers = torch.tensor(key[1], device=pool.device).T if given is None else given[len(self._indices)]
+            first_N, room_N, rows_N, seen_N = numbers
             # A page holds head after head, each with room for `capacity` rows of this layer.
             head_H = torch.arange(pool.shape.heads, device=pool.device)
             starts_NH = first_N[:, None] + head_H * room_N[:, None]
             lengths_NH = (rows_N + 1)[:, None].expand_as(starts_NH).contiguous()
-            longest = 1 + max(rows for _, _, rows, _ in numbers)
+            longest = 1 + max(rows for _, _, rows, _ in key[1]) if given is None else pool.shape.rows
             at_NH = starts_NH + rows_N[:, None]
             self._indices[key] = RowIndex(at_NH, starts_NH, lengths_NH, seen_N[:, None].int(), longest)
         return self._indices[key]
 
-    def rotation(self, index: RowIndex, rope: Rope, tables: RotationTables, like: Tensor) -> RowRotation:
-        """Rotation of rows that are placed by their rank alone, see ``batch_key``."""
+    def own(self, index: RowIndex, rope: Rope, like: Tensor) -> Tables:
+        """cos and sin ``[N, 1, 1, R]`` of the next tokens' positions in their texts."""
         key = index, id(rope)
-        if key not in self._rotations:
-            cos_sin, of_queries = (tables.upto(part, index.longest, like) for part in (rope, rope.of_queries))
-            newest = RowRotation.tables_at(index.lengths_NH - 1, *of_queries)
-            self._rotations[key] = RowRotation(*cos_sin, *of_queries, newest=newest)
-        return self._rotations[key]
+        if key not in self._own:
+            cos, sin = rope.tables(index.seen_N1[:, 0], like.dtype)
+            self._own[key] = cos[:, None, None], sin[:, None, None]
+        return self._own[key]
 
 
 def batch_key(ctx: Context) -> Hashable | None:
@@ -86,7 +100,8 @@ def batch_key(ctx: Context) -> Hashable | None:
     if ctx.positions.span not in (None, 0):
         return None
     # Rotations by identity: tables are shared by the object, see RotationTables.
-    return ctx.positions.span, ctx.statistics, ctx.group, ctx.backend.kernels, id(ctx.ropes)
+    recent = 0 if ctx.policy.keeps_everything else ctx.policy.recent(ctx.schedule.chunk)
+    return ctx.positions.span, ctx.statistics, ctx.group, ctx.backend.kernels, recent, id(ctx.ropes)
 
 
 @dataclass(frozen=True)
@@ -103,17 +118,21 @@ class TextBatch:
 
     Args:
         texts: that have new tokens. spans: where they stand, ascending. seen: tokens of each text before them.
+        given_X4N: as ``StepTables`` takes it, for a token of each of texts that are decoded together. Whoever gives it has made
+            room for the tokens, counts them, and evicts.
     """
 
-    def __init__(self, texts: Sequence[BoundedCache], spans: Sequence[Span], seen: Sequence[int]) -> None:
+    def __init__(
+        self, texts: Sequence[BoundedCache], spans: Sequence[Span], seen: Sequence[int], given_X4N: Tensor | None = None
+    ) -> None:
         self.texts, self.spans, self.seen = texts, spans, seen
         self.contexts = [text.context for text in texts]
         self.end = max((end for _, end in spans), default=0)
-        self._scored_alike = len(texts) > 1 and score_alike(self.contexts)
-        self._step = StepTables()
+        self._scored_alike = (len(texts) > 1 or given_X4N is not None) and score_alike(self.contexts)
+        self._step = StepTables(given_X4N)
         self._groups: list[DecodingGroup] | None = None
         self._alone: list[int] = []
-        self._position_N: Tensor | None = None
+        self._position_N = None if given_X4N is None else given_X4N[0, 3]
 
     def positions(self, size: int, device: torch.device) -> Tensor:
         """Position ``[size]`` in its text of each token of the forward; 0 where there is none."""
@@ -139,7 +158,7 @@ class TextBatch:
         q_NQD, k_NHD, v_NHD = in_model_type(self.contexts[0], *(x[: self.end] for x in (q_NQD, k_NHD, v_NHD)))
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NQD, k_NHD, v_NHD))  # [1, heads, N, D]
         rows = [text.open(layer, softmax, k[:, :, :0], v[:, :, :0]) for text in self.texts]
-        if layer == 0:
+        if layer == 0 and self._step.given_X4N is None:
             for text, (start, end) in zip(self.texts, self.spans, strict=True):
                 text.make_room(end - start)
         score, ctx = None, self.contexts[0]
@@ -196,23 +215,19 @@ class TextBatch:
         pool = first.page and first.page.pool
         assert isinstance(pool, RowPool)
         # Room first: an eviction moves rows, and places are numbers of rows.
-        dues = [own_ctx.due(layer, own, 1) for own_ctx, own in texts]
-        for own_ctx, own in texts:
+        dues = [] if self._step.given_X4N is not None else [own_ctx.due(layer, own, 1) for own_ctx, own in texts]
+        for own_ctx, own in texts if dues else ():
             make_room(own_ctx, [(layer, own)], 1)
         if not self._scored_alike and score is None:
             alone = zip(texts, *(x[:, None, :, None] for x in (q_NQD, k_NHD, v_NHD)), strict=True)  # [1, heads, 1, D]
             made = [entry_scores(own_ctx, layer, own, own.seen, q, k, v) for (own_ctx, own), q, k, v in alone]
             score = torch.cat([scores_of(one, k_NHD[:1, :, None]) for one in made], 2)
-        # As they came: a score rotates the newest queries for the rows that an eviction leaves.
-        for n, own in enumerate(rows):
-            if own.recent:
-                own.append_queries(q_NQD[n : n + 1, :, None])
         index, q_NQ1D = self._step.index(pool, rows), q_NQD[:, :, None]
+        if first.recent:  # as they came: a score rotates the newest queries for the rows that an eviction leaves
+            pool.append_queries(index.starts_NH[:, 0], q_NQD, first.recent)
         if (rope := ctx.write_rope(layer, first)) is not None:
-            seen = tuple(own.seen for own in rows)
-            cos_sin, of_queries = (ctx.tables.each(part, seen, q_NQD) for part in (rope, rope.of_queries))
-            k_NHD = ctx.backend.rotate(k_NHD[:, :, None], *(x[:, None, None] for x in cos_sin))[:, :, 0]
-            q_NQ1D = ctx.backend.rotate(q_NQ1D, *(x[:, None, None] for x in of_queries))
+            k_NHD = ctx.backend.rotate(k_NHD[:, :, None], *self._step.own(index, rope, q_NQD))[:, :, 0]
+            q_NQ1D = ctx.backend.rotate(q_NQ1D, *self._step.own(index, rope.of_queries, q_NQD))
         # One write for all texts. Rows are counted after it: until then the pages say where the new ones go.
         enter = function("enter_rows", ctx.backend.kernels)
         enter(pool.rows, index.at_NH.T, k_NHD.transpose(0, 1), v_NHD.transpose(0, 1), index.seen_N1[:, 0], score)
@@ -222,10 +237,10 @@ class TextBatch:
             (pool.keys, pool.values), pool.positions, stats, index.starts_NH, index.lengths_NH, index.longest
         ).newest(first.window)
         rope = ctx.read_rope(layer, first)
-        rotation = None if rope is None else self._step.rotation(index, rope, ctx.tables, q_NQD)
+        rotation = None if rope is None else row_rotation(ctx, rope, index.longest, q_NQD, first.seen)
         out = decode_rows(q_NQ1D, flat, first.scaling, ctx.backend.kernels, statistics, rotation, ctx.group)
         # Each by its own schedule; what moves lies in its own page.
-        for i, (own_ctx, own), due in zip(group.turns, texts, dues, strict=True):
+        for i, (own_ctx, own), due in zip(group.turns, texts, dues, strict=False):
             own.count(1)
             evict_after(own_ctx, layer, own, due, self.texts[i].waiting)
         return out[:, :, 0]

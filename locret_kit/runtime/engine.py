@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import abc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
 from typing import TypeVar
@@ -22,8 +22,10 @@ from ..backbones.libraries import forward, unwrapped
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
-from .drivers import Decoding, Driver, GraphDriver, PlainDriver, chunk_driver, logits_after
+from .drivers import Decoding, Driver, PlainDriver, chunk_driver, logits_after
 from .drivers.cpu import cpu_driver
+from .drivers.graph import MOST_GRAPHS, GraphDriver, warn
+from .drivers.texts import TextsDriver, texts_key
 from .sampling import Chooser, stop_ids
 from .sequence import PromptScheduler, Request, Sequence
 
@@ -68,6 +70,7 @@ class Engine:
         self._scheduler: PromptScheduler[Sequence] | None = None if chunk is None else PromptScheduler(chunk, piece)
         self.alone, self.graph, self._pool = alone, graph, PagePool(pages)
         self.running: list[Sequence] = []
+        self._graphs: dict[Hashable, TextsDriver] = {}
         self._added: list[tuple[Sequence, Callable[[], BoundedCache]]] = []
 
     @classmethod
@@ -236,9 +239,22 @@ class Engine:
         if sequence.decoding is None:
             sequence.decoding = Decoding(self.model, sequence.cache, self.graph)
         driver = sequence.decoding.next_driver()
-        # A graph makes the tokens of one text; a forward of several reads the weights once for all.
-        shared = type(driver) is PlainDriver or (isinstance(driver, GraphDriver) and len(self.running) > 1)
-        return None if shared else driver
+        if isinstance(driver, GraphDriver) and not self.alone:
+            return self._graph(sequence.cache) or (driver if len(self.running) == 1 else None)
+        return None if type(driver) is PlainDriver else driver
+
+    def _graph(self, cache: BoundedCache) -> Driver | None:
+        """The graph of texts like this one; None where its token goes into the shared forward, which reads the weights once for
+        prompts too."""
+        key = texts_key(cache)
+        if not isinstance(key, str) and key not in self._graphs and len(self._graphs) < MOST_GRAPHS:
+            self._graphs[key] = TextsDriver(self.model, cache)
+        driver = self._graphs.get(key)
+        why = driver.takes(cache) if driver is not None else key if isinstance(key, str) else "texts of many kinds"
+        if why is not None and len(self.running) > 1:
+            warn(f"beside other texts: {why}")
+            cache.counters.decoding = f"dynamic beside other texts: {why}"
+        return None if why is not None or any(other.reading for other in self.running) else driver
 
 
 def run(

@@ -12,7 +12,7 @@ from policy_runs import backbone, distinct_tokens, held, make
 from tiny_models import tiny_model
 
 from locret_kernels import ragged_decode as reference
-from locret_kernels.ragged_decode import Rotation, Spans, cpu
+from locret_kernels.ragged_decode import Angles, Rotation, Spans, angle_steps, cpu
 from locret_kit import BoundedCache
 from locret_kit.backbones.decoder_attention import Softmax
 from locret_kit.cache import texts
@@ -168,7 +168,7 @@ def test_a_page_holds_all_that_its_rows_need():
 @pytest.mark.parametrize(
     ("dtype", "D"), [(torch.float32, 64), (torch.float64, 48), (torch.bfloat16, 96), (torch.float32, 20)]
 )
-@pytest.mark.parametrize("turned", ["still", "by rank", "by place"])
+@pytest.mark.parametrize("turned", ["still", "by rank", "by place", "by angle"])
 def test_the_compiled_decoding_is_its_definition(dtype, D, turned):
     draw = torch.Generator().manual_seed(5)
     keys, values = (torch.full((1500, D), float("nan")).to(dtype) for _ in range(2))
@@ -179,7 +179,10 @@ def test_the_compiled_decoding_is_its_definition(dtype, D, turned):
     q, angle = torch.randn(2, 6, D, generator=draw).to(dtype), torch.randn(600, D // 4, generator=draw)
     tables = [torch.cat((x, x), -1).to(dtype) for x in (angle.cos(), angle.sin())]  # half of the columns are rotated
     place = torch.randint(-50, 600, (1500,), generator=draw)
-    turn = {"still": None, "by rank": Rotation(*tables), "by place": Rotation(*tables, place)}[turned]
+    turn = {
+        "still": None, "by rank": Rotation(*tables), "by place": Rotation(*tables, place),
+        "by angle": Angles(angle_steps(angle[0], 517, 1.5), angle_steps(angle[1], 517)),
+    }[turned]  # fmt: skip
     arguments = (q, (keys, values), Spans(starts, lengths, 517), 0.3, turn)
     mine, theirs = (form.ragged_decode(*arguments, received=True) for form in (cpu, reference))
     close = {torch.float32: 2e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]

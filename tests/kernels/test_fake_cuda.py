@@ -3,6 +3,7 @@ mixes devices; a step of the graph decoder is fit for a graph."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -15,9 +16,11 @@ from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import spec_of
+from locret_kit.cache.pages import PagePool
 from locret_kit.policies.methods.h2o import Aas
 from locret_kit.runtime.drivers import graph
 from locret_kit.runtime.drivers.graph import GraphDriver
+from locret_kit.runtime.drivers.texts import TextsDriver, texts_key
 from locret_kit.runtime.session import prefill
 
 LENGTH, CHUNK = 57, 13
@@ -33,10 +36,8 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def read(
-    policy: str, family: str = "llama", steps: int = 0, dynamic: int = 0, length: int = LENGTH, **rest
-) -> tuple[list[str], GraphDriver | None, BoundedCache]:
-    """Where the host waits while a prompt of ``length`` tokens is read, and ``steps`` tokens of fixed shapes are decoded."""
+def on_the_card(family: str):
+    """A tiny model and its heads, whose attention is measured already: tensors of the card hold no numbers."""
     config = AutoConfig.for_model(
         family, vocab_size=97, hidden_size=256, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, bos_token_id=1, eos_token_id=None, pad_token_id=0,
@@ -45,12 +46,20 @@ def read(
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().requires_grad_(False).bfloat16()
     heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(config), "tiny", 32)).requires_grad_(False).bfloat16()
     heads.to = lambda *where: heads  # they are there
+    describe(model)
+    return model, heads
+
+
+def read(
+    policy: str, family: str = "llama", steps: int = 0, dynamic: int = 0, length: int = LENGTH, **rest
+) -> tuple[list[str], GraphDriver | None, BoundedCache]:
+    """Where the host waits while a prompt of ``length`` tokens is read, and ``steps`` tokens of fixed shapes are decoded."""
+    model, heads = on_the_card(family)
     cache = BoundedCache(
         24, policy, heads if "locret" in policy else None, chunk=CHUNK, stabilizers=4, local_len=5,
         prompt_length=length, **rest,
     )  # fmt: skip
     decoder = None
-    describe(model)  # measured here: tensors of the card hold no numbers
     with card() as mode, attach(moved(model)), torch.inference_mode():
         moved(heads)
         cache.bind(model)  # LongRoPE's factors are copied here, once a prompt
@@ -139,6 +148,36 @@ def test_a_chunk_of_fixed_shapes_is_fit_for_a_graph(policy, family, positions, m
         and len({id(driver) for driver, _ in drivers}) == 1
     )
     assert drivers[0][0].reason is None and drivers[0][0].cuts_captured
+
+
+@pytest.mark.parametrize(
+    ("policy", "family", "positions"),
+    [("locret", "phi3", "compact"), ("h2o", "gemma3_text", "original"), ("snapkv(6,3)", "llama", "original")],
+)
+def test_a_token_of_several_texts_is_fit_for_a_graph(policy, family, positions):
+    """Their tokens and places are one copy, outside of it."""
+    model, heads = on_the_card(family)
+    settings = dict(chunk=CHUNK, prompt_length=LENGTH, positions=positions)
+    with card() as mode, attach(moved(model)), torch.inference_mode():
+        moved(heads)
+        pool, caches = (
+            PagePool(3),
+            [BoundedCache(24, policy, heads if policy == "locret" else None, **settings) for _ in range(3)],
+        )
+        for cache in caches:
+            cache.bind(model)
+            # Frequencies of the card cannot be compared: all texts have those of the first.
+            cache.move(replace(cache.context, ropes=caches[0].context.ropes), cache.bounded)
+            pool.enter(cache)
+            prefill(model, list(range(LENGTH)), cache)
+        driver = TextsDriver(model, caches[0])
+        assert len({texts_key(cache) for cache in caches}) == 1 and driver.captures
+        driver.captures = False
+        for _ in range(CHUNK + 2):
+            mode.waits.clear()
+            driver(caches, [1, 2, 3])
+            assert mode.waits == ["a copy between host and device in __call__"] and driver.reason is None
+    assert caches[0].counters.evictions >= 4
 
 
 @pytest.mark.parametrize(

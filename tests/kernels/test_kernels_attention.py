@@ -9,7 +9,7 @@ from interpreted import BOTH, KERNELS, REFERENCES, close, common, poisoned, rand
 from pairwise import pairs
 
 from locret_kernels.column_stats import STATISTICS
-from locret_kernels.ragged_decode import Rotation, Spans
+from locret_kernels.ragged_decode import Angles, Rotation, Spans, angle_steps
 from locret_kit.cis import cis_target
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -131,6 +131,10 @@ def angles(place, R):
     return place.double()[:, None] * 0.3 ** torch.arange(R // 2).double()
 
 
+def steps_of(places, R, scale=1.0):
+    return angle_steps(0.3 ** torch.arange(R // 2).double(), places, scale)
+
+
 def tables_of(places, R):
     angle = angles(torch.arange(places), R).repeat(1, 2)
     return Rotation(angle.cos().float(), angle.sin().float())
@@ -150,22 +154,31 @@ def test_ragged_decode(lengths, D, group, share):
     for seed, (start, rows) in enumerate(zip(starts.flatten().tolist(), lengths.flatten().tolist(), strict=True)):
         keys[start : start + rows] = random(rows, D, seed=10 + seed)
         values[start : start + rows] = random(rows, D, seed=20 + seed)
-    turn = tables_of(longest, R) if R else None
-    arguments = (random(2, Q, D), (keys, values), Spans(starts, lengths, longest), 0.2, turn)
-    with poisoned():
-        mine = KERNELS["ragged_decode"](*arguments, received=True)
-        alone = KERNELS["ragged_decode"](*arguments)
-    theirs = REFERENCES["ragged_decode"](*arguments, received=True)
-    close(mine.out_BQD, theirs.out_BQD)
-    close(mine.received_BHS, theirs.received_BHS)
-    assert torch.equal(alone.out_BQD, mine.out_BQD) and alone.received_BHS is None
-    b, h, rows = 1, H - 1, int(lengths[1, H - 1])
-    k, v = (x[int(starts[b, h]) :][:rows].double() for x in (keys, values))
-    k = turned(k, angles(torch.arange(rows), R))
-    weights = (arguments[0][b].double().view(H, Q // H, D)[h] @ k.T * 0.2).softmax(-1)
-    close(mine.out_BQD[b, -1], (weights @ v)[-1].float())
-    close(mine.received_BHS[b, h, :rows], weights.mean(0).float())
-    assert not mine.received_BHS[b, h, rows:].any()
+    turns = [
+        tables_of(longest, R),
+        Angles(steps_of(longest, R, 1.25), steps_of(longest + 70, R, 0.5)[: 32 - -longest // 32]),
+    ]
+    for turn in turns if R else [None]:
+        arguments = (random(2, Q, D), (keys, values), Spans(starts, lengths, longest), 0.2, turn)
+        with poisoned():
+            mine = KERNELS["ragged_decode"](*arguments, received=True)
+            alone = KERNELS["ragged_decode"](*arguments)
+        theirs = REFERENCES["ragged_decode"](*arguments, received=True)
+        close(mine.out_BQD, theirs.out_BQD)
+        close(mine.received_BHS, theirs.received_BHS)
+        assert torch.equal(alone.out_BQD, mine.out_BQD) and alone.received_BHS is None
+        b, h, rows = 1, H - 1, int(lengths[1, H - 1])
+        k, v = (x[int(starts[b, h]) :][:rows].double() for x in (keys, values))
+        k, q = turned(k, angles(torch.arange(rows), R)), arguments[0][b].double().view(H, Q // H, D)[h]
+        if isinstance(turn, Angles):  # what turns is scaled; queries come before it
+            q, k = (
+                torch.cat((x[:, :R] * by, x[:, R:]), 1)
+                for x, by in ((turned(q, angles(torch.tensor([rows - 1]), R)), 0.5), (k, 1.25))
+            )
+        weights = (q @ k.T * 0.2).softmax(-1)
+        close(mine.out_BQD[b, -1], (weights @ v)[-1].float())
+        close(mine.received_BHS[b, h, :rows], weights.mean(0).float())
+        assert not mine.received_BHS[b, h, rows:].any()
 
 
 def test_rows_are_rotated_by_a_place_above_their_rank():

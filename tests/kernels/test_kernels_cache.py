@@ -14,12 +14,14 @@ from kernel_runs import (
     run,
 )
 from tiny_heads import tiny_heads
+from tiny_models import LONGROPE, tiny_model
 
 from locret_kit import BoundedCache, attach
 from locret_kit.cache import attend
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.session import prefill
 
+FACTORS, HALF = [1.0 + n / 16 for n in range(16)], {"partial_rotary_factor": 0.5}
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
@@ -43,6 +45,18 @@ def test_backends_agree(model, policy, bits, kernel, positions):
     assert calls == wanted + ([(kernel, "reference")] * 2 * DECODED if kernel else [])
     torch.testing.assert_close(mine[0], theirs[0], rtol=1e-3, atol=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(mine[1], theirs[1], strict=True))
+
+
+def test_frequencies_of_longrope_and_a_part_of_the_columns():
+    """Its factor scales what turns, and nothing else."""
+    found = []
+    for backend in ("triton", "reference"):
+        longrope = tiny_model(
+            "phi3-longrope", hidden_size=128, head_dim=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+            rope_parameters=LONGROPE["rope_parameters"] | dict.fromkeys(("short_factor", "long_factor"), FACTORS) | HALF,
+        )  # fmt: skip
+        found.append(run(longrope, "h2o", None, backend)[0])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,12 @@ TABLE = BENCHMARKS / "compile_table.csv"
 
 check = load_script("kernels/benchmarks/compile_check.py")
 PRODUCTS = {
-    "attend", "column_max", "column_stats", "enter_rows", "log_sum_exp", "packed_decode", "ragged_decode", "sparse_attend",
+    "attend", "column_max", "column_stats", "enter_rows", "log_sum_exp", "ragged_decode", "sparse_attend",
 }  # fmt: skip
 SPILLS = {
     ("3.6.0", "attend", 120),  # its assembler stops at 96 registers, though 255 are allowed
-    ("3.6.0", "column_max", 120),  # and here at 128
+    ("3.6.0", "column_max", 120),  # and here, and below, at 128
+    ("3.6.0", "ragged_decode", 120),
 }
 """Two words of stack a thread each."""
 
@@ -78,7 +79,7 @@ def keys():
 
 
 def test_every_kernel_is_launched_by_a_case(keys):
-    assert {kernel for kernel, *_ in keys} == launched() and len(launched()) == 15
+    assert {kernel for kernel, *_ in keys} == launched() and len(launched()) == 14
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.9.0"])
@@ -88,8 +89,10 @@ def test_the_table_is_whole(version, keys):
     assert {row.key for row in rows} == keys and len(rows) == len(keys) == 600
     assert all(row.blocks >= 1 and row.barriers >= 0 and 1 <= row.registers <= 255 for row in rows)
     with_products = {row.kernel for row in rows if row.layout != "-"}
-    assert with_products == PRODUCTS
-    assert with_products & {row.kernel for row in rows if row.layout == "-"} == {"enter_rows"}  # a token's has none
+    without = {
+        row.kernel for row in rows if row.layout == "-" and "BLOCK_G=1 " not in row.options
+    }  # a group of one needs none
+    assert with_products == PRODUCTS and with_products & without == {"enter_rows"}  # a token's has none
     assert [row for row in rows if row.shared_bytes > check.LIMIT_KIB[row.arch] * 1024] == []
     spilled = {(version, row.kernel, row.arch) for row in rows if row.stack_bytes}
     assert spilled == {spill for spill in SPILLS if spill[0] == version}

@@ -36,7 +36,7 @@ def test_eight_texts_take_the_launches_of_two():
     """A token of each text: what is launched for one more text is nothing."""
     config, setting = tool.setting_of("phi3-mini")
     two, eight = (tool.record_texts(config, setting, texts) for texts in (2, 8))
-    assert [x.operator for x in two] == [x.operator for x in eight]
+    assert [x.operator for x in two] == [x.operator for x in eight] and len(eight) <= 19
     assert sum(x.operator == "ragged_decode" for x in eight) == 1
 
 

@@ -119,7 +119,7 @@ def test_a_graph_goes_on_after_tokens_that_came_in_another_way(policy, positions
     torch.testing.assert_close(mine, theirs, rtol=0, atol=3e-6)
 
 
-def test_several_texts_share_a_forward_and_one_alone_has_a_graph(monkeypatch):
+def test_texts_without_pages_share_a_forward_and_one_alone_has_a_graph(monkeypatch):
     """A text joins one that is decoded as a graph, and leaves it: tokens are those of each alone."""
     steps: list[TapedDecoder] = []
 
@@ -131,7 +131,7 @@ def test_several_texts_share_a_forward_and_one_alone_has_a_graph(monkeypatch):
     monkeypatch.setattr(drivers, "_chosen", taped)
 
     def answers(*counts: int) -> list[list[int]]:
-        engine = Engine(backbone(), frozenset(), pages=2)
+        engine = Engine(backbone(), frozenset())
         asked = [
             engine.add(Request(tokens(seed=n), count), lambda: make("h2o", chunk=5))
             for n, count in enumerate(counts[:1])

@@ -8,6 +8,7 @@ A process of its own, since the tests interpret the kernels: ``python tests/supp
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import tiny_models
@@ -19,6 +20,8 @@ from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache import attend, step
 from locret_kit.runtime.drivers.graph import GraphDriver
+from locret_kit.runtime.engine import Engine
+from locret_kit.runtime.sequence import Request
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 LENGTH, STEPS = 300, 60
@@ -110,6 +113,30 @@ def chunks(model, heads) -> None:
             print(f"{policy} {positions}: {len(replayed)} chunks were replayed", flush=True)
 
 
+def texts(model, heads) -> None:
+    """Tokens of three texts that share graphs, one of which comes later, against those of shared forwards."""
+    for policy in ("locret", "h2o", "snapkv(6,3)"):
+        found = []
+        for graph in (None, False):
+            engine, of = Engine(model, frozenset(), pages=3, graph=graph), heads if policy == "locret" else None
+            asked = []
+            for n in range(3):
+                ids = torch.randint(2, 97, (LENGTH,), generator=torch.Generator().manual_seed(n)).tolist()
+                asked.append(engine.add(Request(ids, 60), partial(BoundedCache, 64, policy, of, **SETTINGS)))
+                for _ in range(40 * (n == 1)):
+                    engine.step()
+            while engine.running:
+                engine.step()
+            assert not any(one.error for one in asked), [one.error for one in asked]
+            found.append([one.tokens for one in asked])
+            drivers = [*engine._graphs.values()]
+            assert graph is False or (
+                all(len(driver.graphs) >= 2 and not driver.reason for driver in drivers) and drivers
+            )
+        assert found[0] == found[1], f"texts of {policy} with shared graphs"
+        print(f"{policy}: tokens of three texts by shared graphs are those of shared forwards", flush=True)
+
+
 @torch.inference_mode()
 def main() -> None:
     attention()
@@ -119,6 +146,7 @@ def main() -> None:
     with attach(model):
         evictions(model, heads)
         chunks(model, heads)
+        texts(model, heads)
         for policy in POLICIES:
             for positions in ("compact", "original"):
                 of = heads if policy == "locret" else None

@@ -75,7 +75,7 @@ def flags(tree: Any) -> set[bool]:
     return {isinstance(x, OnCard) for x in tree_leaves(tree) if isinstance(x, Tensor)}
 
 
-GUARDED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__, Tensor.contiguous)
+GUARDED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__, Tensor.contiguous, Tensor.copy_)
 
 
 class Indexing(TorchFunctionMode):
@@ -89,7 +89,10 @@ class Indexing(TorchFunctionMode):
         if func not in GUARDED or not isinstance(args[0], OnCard):
             return func(*args, **(kwargs or {}))
         at = tree_leaves(args[1:2])
-        if any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in at):
+        if func is Tensor.copy_:
+            if not isinstance(args[1], OnCard) and args[1].dim():
+                self.card.note("a copy between host and device")
+        elif any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in at):
             self.card.note("index by booleans")
         if any(isinstance(x, Tensor) for x in at) and len(args) == 3 and not isinstance(args[2], OnCard):
             self.card.note("a number of the host written at an index of the device")

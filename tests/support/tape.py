@@ -5,6 +5,8 @@ Numbers of the host are what they were at the recording, sizes and addresses too
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from locret_kit.cache import context
 from locret_kit.cache.backend import BACKENDS
 from locret_kit.runtime.drivers.graph import GraphDriver
+from locret_kit.runtime.drivers.texts import TextsDriver
 
 
 @pytest.fixture
@@ -43,8 +46,36 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
+def recorded(state: list[torch.Tensor], step: Callable[[], torch.Tensor]) -> tuple[Tape, torch.Tensor]:
+    """A tape of a step and its logits. A recording runs, which a capture does not: what it wrote is put back."""
+    kept, tape = [x.clone() for x in state], Tape()
+    with tape:
+        logits = step()
+    for x, old in zip(state, kept, strict=True):
+        x.copy_(old)
+    logits.fill_(float("nan"))
+    return tape, logits
+
+
+class TapedTexts(TextsDriver):
+    """Captures tapes on a CPU."""
+
+    def __init__(self, model, first) -> None:
+        super().__init__(model, first)
+        self.captures, self.replays = True, 0
+
+    def _captured(self, form, caches):
+        pools = [rows.page.pool for rows in caches[0].bounded]
+        state = [x for pool in pools for x in vars(pool).values() if isinstance(x, torch.Tensor)]
+        return recorded(state, lambda: self._step(form, caches))
+
+    def _run(self, form, caches):
+        self.replays += form in self.graphs
+        return super()._run(form, caches)
+
+
 class TapedDecoder(GraphDriver):
-    """Captures tapes on a CPU. A recording runs, which a capture does not: what it wrote is put back."""
+    """Captures tapes on a CPU."""
 
     def __init__(self, model, cache, tokens: int = 1) -> None:
         super().__init__(model, cache, tokens)
@@ -53,14 +84,7 @@ class TapedDecoder(GraphDriver):
     def _captured(self, form):
         holders = [one for layer in self.cache.bounded for one in (layer, layer.codec)]
         rows = [x for one in holders for x in vars(one).values() if isinstance(x, torch.Tensor)]
-        state = [*rows, self.seen, self.length_L]
-        kept, tape = [x.clone() for x in state], Tape()
-        with tape:
-            logits = self._step(form)
-        for x, old in zip(state, kept, strict=True):
-            x.copy_(old)
-        logits.fill_(float("nan"))
-        return tape, logits
+        return recorded([*rows, self.seen, self.length_L], lambda: self._step(form))
 
     def _run(self, form):
         self.replays += form in self.graphs

@@ -51,6 +51,52 @@ class Rotation(NamedTuple):
     """Integer: a row is rotated to its rank within its head, or to this place where it is higher."""
 
 
+BLOCK = 32
+"""Ranks whose angles are given one by one in ``Angles``."""
+
+
+class Angles(NamedTuple):
+    """Rotary embedding of the first ``2C`` columns (halves convention) of keys to their rank within their head, and of queries,
+    which come before it, to that of its newest row. Angles add: cos and sin (float32) of the ranks below ``BLOCK``, then of each
+    multiple of it, see ``angle_steps``."""
+
+    keys_X2C: Tensor
+    queries_X2C: Tensor
+
+    def check(self, longest: int, D: int) -> None:
+        """Raise ValueError unless there are angles for every rank of the longest head, of columns that its rows have."""
+        shape, least = tuple(self.keys_X2C.shape), BLOCK - (-longest // BLOCK)
+        if shape != self.queries_X2C.shape or shape[0] < least or not 2 <= 2 * shape[2] <= D:
+            raise ValueError(f"angles {shape} must be [at least {least}, 2, at most {D // 2}], of queries too")
+
+    def tables(self, q_BQD: Tensor, spans: Spans, dtype: torch.dtype) -> tuple[Tensor, Rotation]:
+        """Queries after the rotation, and that of keys by tables, in a type that may be wider."""
+        self.check(spans.longest, q_BQD.shape[2])
+        rank_S = torch.arange(spans.longest, device=q_BQD.device)
+        newest_BQ = (
+            (spans.lengths_BH.long() - 1).clamp(min=0).repeat_interleave(q_BQD.shape[1] // spans.lengths_BH.shape[1], 1)
+        )
+        q = _rotated(q_BQD.to(dtype), *_sums(self.queries_X2C, newest_BQ, dtype))
+        return q, Rotation(*_sums(self.keys_X2C, rank_S, dtype))
+
+
+def angle_steps(inv_freq_C: Tensor, longest: int, scaling: float = 1.0) -> Tensor:
+    """cos and sin ``[BLOCK + blocks, 2, C]`` (float32, computed in float64) of the ranks below ``BLOCK``, then of each multiple
+    of it below ``longest``, scaled: a rank is turned by the product of two."""
+    near, far = (torch.arange(*size, device=inv_freq_C.device) for size in ((BLOCK,), (0, longest, BLOCK)))
+    angle = torch.cat((near, far))[:, None].double() * inv_freq_C.double()
+    steps = torch.stack((angle.cos(), angle.sin()), 1).float()
+    steps[BLOCK:] *= scaling
+    return steps
+
+
+def _sums(steps_X2C: Tensor, rank: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin ``[*rank, 2C]`` of ranks."""
+    (c0, s0), (c1, s1) = (steps_X2C[at].to(dtype).unbind(-2) for at in (rank % BLOCK, BLOCK + rank // BLOCK))
+    cos, sin = c0 * c1 - s0 * s1, s0 * c1 + c0 * s1
+    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
 FullRows = tuple[Tensor, Tensor]
 """Keys and values ``[N, D]`` of all heads, one head's rows after another's; a uniform cache is a view of this form."""
 
@@ -112,13 +158,13 @@ def ragged_decode(
     rows: FullRows | Float8Rows,
     spans: Spans,
     scaling: float,
-    turn: Rotation | None = None,
+    turn: Rotation | Angles | None = None,
     received: bool = False,
 ) -> Decoded:
     """Attention of one query per head over the rows of its key/value head. Nothing is read back to the host.
 
     Args:
-        turn: rotation of the keys before they are used.
+        turn: rotation of the keys before they are used; by ``Angles`` of the queries too.
         received: whether to return what each row received, too.
 
     Raises:
@@ -136,7 +182,12 @@ def ragged_decode(
 
 
 def packed_decode(
-    q_BQD: Tensor, rows: PackedRows, spans: Spans, scaling: float, turn: Rotation | None = None, received: bool = False
+    q_BQD: Tensor,
+    rows: PackedRows,
+    spans: Spans,
+    scaling: float,
+    turn: Rotation | Angles | None = None,
+    received: bool = False,
 ) -> Decoded:
     """``ragged_decode`` over rows in few bits."""
     channels = q_BQD.shape[2] // rows.value_step_NC.shape[1]
@@ -171,7 +222,7 @@ def _decode(
     read: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
     spans: Spans,
     scaling: float,
-    turn: Rotation | None,
+    turn: Rotation | Angles | None,
     received: bool,
 ) -> Decoded:
     """Attention over keys and values ``[S, D]`` that ``read(b * H + h, rows, which of them the head has)`` returns."""
@@ -181,6 +232,8 @@ def _decode(
     (B, Q, _), H = q_BQD.shape, starts_BH.shape[1]
     G, rank_S = Q // H, torch.arange(longest, device=q_BQD.device)
     out = torch.empty_like(q_BQD)
+    if isinstance(turn, Angles):
+        q_BQD, turn = turn.tables(q_BQD, spans, dtype)
     got = q_BQD.new_empty(B, H, longest, dtype=dtype) if received else None
     for b in range(B):
         for h in range(H):
@@ -201,12 +254,12 @@ def _decode(
     return Decoded(out, got)
 
 
-def _rotated(x_SD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
-    """Rows whose first ``R`` columns are rotated."""
-    R = cos_SR.shape[1]
-    part = x_SD[:, :R]
-    half = torch.cat((-part[:, R // 2 :], part[:, : R // 2]), -1)
-    return torch.cat((part * cos_SR + half * sin_SR, x_SD[:, R:]), -1)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rows ``[..., D]`` whose first ``R`` columns are rotated."""
+    R = cos.shape[-1]
+    part = x[..., :R]
+    half = torch.cat((-part[..., R // 2 :], part[..., : R // 2]), -1)
+    return torch.cat((part * cos + half * sin, x[..., R:]), -1)
 
 
 def check_tables(cos_SR: Tensor, sin_SR: Tensor, longest: int, D: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import check_some, cpp
 from .. import ragged_decode as reference
-from . import Decoded, Float8Rows, FullRows, Rotation, Spans, check_tables
+from . import Angles, Decoded, Float8Rows, FullRows, Rotation, Spans, check_tables
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 DECODE = cpp.Struct(SOURCE, "Decode")
@@ -32,14 +32,14 @@ def ragged_decode(
     rows: FullRows | Float8Rows,
     spans: Spans,
     scaling: float,
-    turn: Rotation | None = None,
+    turn: Rotation | Angles | None = None,
     received: bool = False,
 ) -> Decoded:
     """See the definition, ``ragged_decode``. Keys and values are contiguous."""
     starts_BH, lengths_BH, longest = spans
     check_some("longest", longest, "rows")
     (B, Q, D), H = q_BQD.shape, starts_BH.shape[1]
-    if turn is not None:
+    if isinstance(turn, Rotation):
         check_tables(turn.cos_SR, turn.sin_SR, longest, D)
     # What else there is would be misread.
     alike = rows[0].shape == rows[1].shape and all((x.dtype, x.shape[1]) == (q_BQD.dtype, D) for x in rows[:2])
@@ -49,6 +49,8 @@ def ragged_decode(
     exact, device = cpp.SUMS[q_BQD.dtype], q_BQD.device
     out = torch.empty(B, Q, D, dtype=exact, device=device)
     got = torch.zeros(B, H, longest, dtype=torch.float32, device=device) if received else None
+    if isinstance(turn, Angles):
+        q_BQD, turn = turn.tables(q_BQD, spans, exact)
     cos = sin = places = None
     if turn is not None:
         cos, sin = (table.to(exact).contiguous() for table in (turn.cos_SR, turn.sin_SR))
@@ -60,4 +62,4 @@ def ragged_decode(
         scaling=scaling,
     )  # fmt: skip
     load(keys.dtype, D).locret_ragged_decode(at.ctypes.data, torch.get_num_threads())
-    return Decoded(out.to(q_BQD.dtype), got)
+    return Decoded(out.to(keys.dtype), got)

@@ -10,7 +10,7 @@ Host-side counts follow every step, and the device's follow the host's, so any f
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Literal, NamedTuple
@@ -64,7 +64,7 @@ def _reason_against(model: PreTrainedModel, cache: BoundedCache) -> str | None:
 
 
 @cache
-def _warn(reason: str) -> None:
+def warn(reason: str) -> None:
     """Log why steps run without graphs, once a process for each reason."""
     logger.warning("steps run without CUDA graphs: %s", reason)
 
@@ -90,6 +90,22 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of all captures on a device: PyTorch's own is one for all devices, on that of the first capture. cuBLAS keeps a
     workspace for every stream, so there is one only."""
     return torch.cuda.Stream(device)
+
+
+Captured = tuple[torch.cuda.CUDAGraph, Tensor]
+"""A graph of a step, and where its logits will be."""
+
+
+def capture(device: torch.device, others: Iterable[Captured], step: Callable[[], Tensor]) -> Captured:
+    """A graph of a step, which does not run yet. It shares its memory with the others, of which one runs at a time."""
+    graph, pool = torch.cuda.CUDAGraph(), next((first.pool() for first, _ in others), None)
+    side = capture_stream(device)
+    capturing = partial(torch.cuda.graph, graph, pool=pool, stream=side, capture_error_mode="thread_local")
+    # A capture that fails leaves PyTorch on its stream: the outer block brings back the one before.
+    before_it = torch.cuda.stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), before_it, capturing():
+        logits = step()
+    return graph, logits
 
 
 class SyncDetector(TorchDispatchMode):
@@ -143,7 +159,7 @@ class GraphDriver:
         """Whether evictions are inside the graphs: unless the policy's make the host wait."""
         self.evictions = cache.counters.evictions
         """Of the layer that had most, before the first step."""
-        self.graphs: dict[Form, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.graphs: dict[Form, Captured] = {}
         self.changes: dict[Form, list[int]] = {}
         """Counts on the host that a step of a graph adds to."""
         self.ran: dict[Form, int] = {}
@@ -227,7 +243,7 @@ class GraphDriver:
             except RuntimeError as error:  # nothing of it has run: the step is still to come, and tables that it made
                 self.cache.context.tables.clear()
                 self.reason = f"its capture failed: {first_line(error)}"
-                _warn(self.reason)
+                warn(self.reason)
                 torch.cuda.empty_cache()  # what the capture had, where memory was short
             else:
                 self.changes[form] = [new - old for new, old in zip(self._counts(), counts, strict=True)]
@@ -241,19 +257,10 @@ class GraphDriver:
         self._judge(reads.found, any(one.due is not None for one in form))
         return logits
 
-    def _captured(self, form: Form) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """A graph of the step, which does not run yet, and where its logits will be."""
-        graph, device = torch.cuda.CUDAGraph(), self.model.device
+    def _captured(self, form: Form) -> Captured:
         if self.tokens > 1:  # a chunk's tensors are large, and the graph has its own
             torch.cuda.empty_cache()
-        pool = next((first.pool() for first, _ in self.graphs.values()), None)
-        side = capture_stream(device)
-        capture = partial(torch.cuda.graph, graph, pool=pool, stream=side, capture_error_mode="thread_local")
-        # A capture that fails leaves PyTorch on its stream: the outer block brings back the one before.
-        before_it = torch.cuda.stream(torch.cuda.current_stream(device))
-        with torch.cuda.device(device), before_it, capture():
-            logits = self._step(form)
-        return graph, logits
+        return capture(self.model.device, self.graphs.values(), partial(self._step, form))
 
     def _judge(self, found: set[str], cut: bool) -> None:
         """Decide about graphs after a step that read from the device; the very first one prepares what later ones need not."""
@@ -273,9 +280,9 @@ class GraphDriver:
         if self.tokens > 1:
             self.cache.fixed = lambda layer: StaticStep(self.seen, position_T)
         else:
-            # Once for all layers: the rows of every head, the new token's included, and its own rank.
-            last_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape).contiguous()
-            self.cache.fixed = partial(self._static_step, position_T, last_LBH + 1, last_LBH)
+            # Once for all layers: the rows of every head, the new token's included.
+            lengths_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape) + 1
+            self.cache.fixed = partial(self._static_step, position_T, lengths_LBH)
         try:
             logits_BTV = forward(self.model, self.ids, self.cache, logits_to_keep=1)
         finally:
@@ -285,14 +292,14 @@ class GraphDriver:
         self._cut(form, "keep")
         return logits_BTV[:, -1].float()
 
-    def _static_step(self, position_T: Tensor, lengths_LBH: Tensor, last_LBH: Tensor, layer: int) -> StaticStep:
+    def _static_step(self, position_T: Tensor, lengths_LBH: Tensor, layer: int) -> StaticStep:
         """Where a layer's new token stands, and the rows that it sees: as many as the device says."""
         flat, rows = self.flats[layer], self.cache.bounded[layer]
-        starts_BH, lengths_BH, last_BH = flat.starts_BH, lengths_LBH[layer], last_LBH[layer]
+        starts_BH, lengths_BH = flat.starts_BH, lengths_LBH[layer]
         if rows.window is not None:
             seen_BH = lengths_BH.clamp(max=rows.window)
-            starts_BH, lengths_BH, last_BH = starts_BH + (lengths_BH - seen_BH), seen_BH, seen_BH - 1
-        seen = replace(flat, starts_BH=starts_BH, lengths_BH=lengths_BH, last_BH=last_BH, longest=rows.capacity)
+            starts_BH, lengths_BH = starts_BH + (lengths_BH - seen_BH), seen_BH
+        seen = replace(flat, starts_BH=starts_BH, lengths_BH=lengths_BH, longest=rows.capacity)
         return StaticStep(self.seen, position_T, self.length_L[layer : layer + 1], seen)
 
     def _cut(self, form: Form, when: Literal["room", "keep"]) -> None:

@@ -1,0 +1,150 @@
+"""Decoding a token of each of several texts as one CUDA graph: rows are pages of one pool, and where each text stands comes from
+a buffer of the device (``cache.texts.StepTables``), so that a graph serves every set of so many texts.
+
+Texts are cut between two steps. What the host counts follows every step, so a text may be decoded in another way at any token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...backbones.libraries import forward
+from ...cache.batch import Packed
+from ...cache.bounded import BoundedCache
+from ...cache.context import Context
+from ...cache.step import evict_if_due, make_room
+from ...cache.texts import batch_key, row_numbers
+from ...cache.view import score_alike
+from ...naming import first_line
+from .graph import WARM, Captured, SyncDetector, capture, warn
+
+
+def texts_key(cache: BoundedCache) -> Hashable:
+    """Texts of equal keys share a graph; a sentence says why a text has none."""
+    ctx, pages = cache.context, [rows.page for rows in cache.bounded]
+    if pages[0] is None:
+        return "its rows are no pages of a pool"
+    if (key := batch_key(ctx)) is None:
+        return f"positions={ctx.settings.positions!r} places rows of each text in its own way"
+    if not score_alike([ctx]):
+        return f"policy={cache.policy.name!r} scores the new tokens of each text by themselves"
+    return key, id(pages[0].pool), ctx.policy.score, ctx.settings.seed, id(ctx.heads)
+
+
+class Form(NamedTuple):
+    """All that tells one step from another: the texts, and which layers have rows of the same numbers."""
+
+    texts: int
+    layers: tuple[int, ...]
+
+
+class Followed(NamedTuple):
+    """A text as the last step left it."""
+
+    context: Context
+    seen: int
+    left: int
+    """Tokens until rows are cut."""
+
+
+class TextsDriver:
+    """``driver(caches, tokens)`` gives the logits ``[texts, V]`` after a token more of each text, as the shared forward does.
+
+    Args:
+        model: attached. first: one of the texts, all of which have its ``texts_key``.
+    """
+
+    name = "graph"
+
+    def __init__(self, model: PreTrainedModel, first: BoundedCache) -> None:
+        self.model, self.captures = model, model.device.type == "cuda"
+        self.reason: str | None = None
+        self.held = first.context.ropes, first.context.heads, first.bounded[0].page
+        """Objects by whose identity texts are alike."""
+        self.graphs: dict[Form, Captured] = {}
+        self.given: dict[Form, Tensor] = {}
+        """Buffers of the device: tokens ``[N]``, then four ``row_numbers`` for each kind of layers."""
+        self.ran: Counter[Form] = Counter()
+        self._followed: WeakKeyDictionary[BoundedCache, Followed] = WeakKeyDictionary()
+
+    def takes(self, cache: BoundedCache) -> str | None:
+        """Reason why texts are not decoded so (any more); None where they are, as far as known."""
+        return self.reason
+
+    def ready(self, cache: BoundedCache) -> bool:
+        """Whether the next token can come here."""
+        return self.reason is None
+
+    def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
+        followed = [self._with_room(cache) for cache in caches]
+        layers = [row_numbers(rows) for rows in zip(*(cache.bounded for cache in caches), strict=True)]
+        kinds = list(dict.fromkeys(layers))
+        form = Form(len(caches), tuple(map(kinds.index, layers)))
+        columns = [column for _, pages in kinds for column in zip(*pages, strict=True)]
+        numbers = torch.tensor([tokens, *columns], device="cpu")
+        if form not in self.given:
+            with torch.inference_mode(False):
+                self.given[form] = torch.zeros_like(numbers, device=self.model.device)
+        self.given[form].copy_(numbers)
+        logits_NV = self._run(form, caches).clone()
+        for cache, before in zip(caches, followed, strict=True):
+            cache.unfinished = True
+            for rows in cache.bounded:
+                rows.count(1)
+            if before.left == 1:
+                evict_if_due(cache.context, enumerate(cache.bounded))
+            self._followed[cache] = before._replace(seen=before.seen + 1, left=before.left - 1)
+            cache.unfinished = False
+        return logits_NV
+
+    def _with_room(self, cache: BoundedCache) -> Followed:
+        """A text as it stands, with room for a token in every layer."""
+        ctx, seen, followed = cache.context, cache.get_seq_length(), self._followed.get(cache)
+        if followed is not None and followed.context is ctx and followed.seen == seen and followed.left:
+            return followed
+        make_room(ctx, enumerate(cache.bounded), 1)
+        room = min(rows.capacity - rows.rows for rows in cache.bounded)
+        return Followed(ctx, seen, min(ctx.due(layer, rows, room).tokens for layer, rows in enumerate(cache.bounded)))
+
+    def _run(self, form: Form, caches: Sequence[BoundedCache]) -> Tensor:
+        """One form of the step: as it is at first, then captured, then replayed."""
+        self.ran[form] += 1
+        if self.captures and form not in self.graphs and self.ran[form] > 1 and self.ran.total() > WARM:
+            try:
+                self.graphs[form] = self._captured(form, caches)
+            except RuntimeError as error:  # nothing of it has run: the tokens are still to come
+                self._refuse(f"the capture of {form.texts} texts failed: {first_line(error)}")
+                torch.cuda.empty_cache()  # what the capture had, where memory was short
+                for cache in caches:
+                    cache.unfinished = False
+        if form in self.graphs:
+            graph, logits_NV = self.graphs[form]
+            graph.replay()
+            return logits_NV
+        with SyncDetector() as reads:
+            logits_NV = self._step(form, caches)
+        if reads.found and self.ran.total() > 1:
+            self._refuse(f"a token of several texts makes the host wait ({', '.join(sorted(reads.found))})")
+        return logits_NV
+
+    def _refuse(self, reason: str) -> None:
+        self.reason = reason
+        warn(reason)
+
+    def _captured(self, form: Form, caches: Sequence[BoundedCache]) -> Captured:
+        return capture(self.model.device, self.graphs.values(), lambda: self._step(form, caches))
+
+    def _step(self, form: Form, caches: Sequence[BoundedCache]) -> Tensor:
+        """What is captured: no number of the host may matter on the device."""
+        given = self.given[form]
+        packed = Packed(caches, [1] * form.texts, given[1:].unflatten(0, (-1, 4)))
+        logits_NV = forward(self.model, given[:1], packed)[0].float()
+        caches[0].context.tables.clear()  # they lie in the memory of graphs
+        return logits_NV
