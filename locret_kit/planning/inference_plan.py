@@ -70,6 +70,7 @@ class BackboneSizes:
         if model.get_output_embeddings() is None:  # a decoder alone: whether they are tied is not said
             weights += config.vocab_size * hidden
         gguf = getattr(config, "gguf", None) or {}
+        projections = [getattr(layer, "self_attn", None) for layer in getattr(decoder_of(model), "layers", ())]
         return cls(
             outlined(model),
             config.vocab_size,
@@ -78,8 +79,7 @@ class BackboneSizes:
             weights,
             gguf.get("packed_bytes"),
             gguf.get("plain_numbers", 0),
-            not gguf
-            and all(plain_projections(getattr(layer, "self_attn", None)) for layer in decoder_of(model).layers),
+            not gguf and bool(projections) and all(map(plain_projections, projections)),
         )
 
     @property
