@@ -29,7 +29,8 @@ def load(form: str, *options: str) -> cpp.Library:
 
 
 def product(x: Tensor, data: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
-    """As the definition, ``product``."""
+    """``x [..., K]`` times packed rows, plus ``bias [N]``: shape ``[..., N]``, compiled; see the definition,
+    ``product``."""
     if x.dtype not in cpp.DTYPES:
         return reference.product(x, data, form, bias)
     reference.check_packed(x, data, form)
