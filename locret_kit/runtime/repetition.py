@@ -4,11 +4,8 @@ word.
 The whole context is read with full attention and kept. Then the backbone is asked to repeat it, chunk by chunk. A
 slot's score is the most attention that any query of that repetition pays to it. It costs about three prefills, and a
 cache of the whole context. It shows the best that an eviction could know. It is not a bounded method, so compare only
-its scores. Source: KVzip, arXiv 2505.23416, section 3.
+its scores.
 
-The whole context is read with full attention and kept; then the backbone is asked to repeat it, chunk by chunk, and a slot is
-worth the most attention that any query of that repetition pays to it. About three prefills, and a cache of the whole
-context: it says what an eviction could know, and is not a bounded method, so only its scores are to be compared.
 Source: KVzip, arXiv 2505.23416, section 3.
 """
 

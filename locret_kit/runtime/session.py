@@ -108,7 +108,7 @@ def written(engine: Engine, sequence: Sequence) -> Iterator[int]:
 
 
 def ready(model: PreTrainedModel, cache: BoundedCache) -> None:
-    """Compile ahead of the first decoded token: on a CPU the compiled call and its weights."""
+    """Prepare the first decoded token: on a CPU the compiled call and its weights."""
     Decoding(model, cache)
 
 

@@ -91,8 +91,8 @@ def _enter_rows(
 
 
 def _form(x: int | Tensor, axes: int) -> int:
-    """Where the number of ``at`` or ``seen`` comes from: the host, a tensor of shape [] or [1], or one with a number
-    for each of ``axes``."""
+    """Form of ``at`` or ``seen``: a number of the host, a tensor of ``axes`` axes that is read element by element, or
+    a tensor of another shape whose first element is read."""
     return (HOST if isinstance(x, int) else EACH if x.dim() == axes else FIRST).value
 
 

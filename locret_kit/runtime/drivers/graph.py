@@ -98,7 +98,7 @@ Captured = tuple[torch.cuda.CUDAGraph, Tensor]
 
 
 def capture(device: torch.device, others: Iterable[Captured], step: Callable[[], Tensor]) -> Captured:
-    """A graph of a step, which does not run yet, and its logits ``[V]``. It shares its memory with the others; one
+    """A graph of a step, which does not run yet, and its logits ``[N, V]``. It shares its memory with the others; one
     graph runs at a time."""
     graph, pool = torch.cuda.CUDAGraph(), next((first.pool() for first, _ in others), None)
     side = capture_stream(device)
@@ -194,7 +194,7 @@ class GraphDriver:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int] | Tensor) -> Tensor:
-        """Logits ``[V]`` (float32) after the tokens."""
+        """Logits ``[1, V]`` (float32) after the last of the tokens."""
         if isinstance(tokens, Tensor):
             self.ids[0] = tokens
         else:
@@ -231,7 +231,7 @@ class GraphDriver:
         return tuple(form)
 
     def _run(self, form: Form) -> Tensor:
-        """Logits ``[V]`` of one form of the step. It runs uncaptured at first, is then captured, and replayed from
+        """Logits ``[1, V]`` of one form of the step. It runs uncaptured at first, is then captured, and replayed from
         then on."""
         if form in self.graphs:
             graph, logits = self.graphs[form]
@@ -279,7 +279,7 @@ class GraphDriver:
     # ---- what is captured: no number of the host may matter on the device -------------------------------------------
 
     def _step(self, form: Form) -> Tensor:
-        """Logits ``[V]`` (float32) of the step, with its cuts before and after."""
+        """Logits ``[1, V]`` (float32) of the step, with its cuts before and after."""
         self._cut(form, "room")
         position_T = self.seen + self.offset_T  # int32, as the offsets
         if self.tokens > 1:

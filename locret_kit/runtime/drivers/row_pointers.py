@@ -97,7 +97,7 @@ class RowPointers:
     seen: int
     context: Context
     own: list[tuple[Rope, Tensor]]
-    """Rotations of new keys when they are stored, and the memory ``[2, R]`` with the tables of the next token."""
+    """Rotations of stored new keys, and the memory ``[2, R]`` with the tables of the next token."""
     held: list[object]
     """Objects to whose memory addresses point."""
     wider: dict[int, tuple[Tensor, Tensor]]
