@@ -395,7 +395,7 @@ def in_prompt(reread: Sequence[int], total: int, positions: Kept) -> Kept:
     """Positions at which a layer holds rows (``[1, H, rows]``, or ``[0][h]`` where heads differ) as positions in the prompt."""
 
     def moved(position: Tensor) -> Tensor:
-        """Positions in the prompt of positions ``[H, S]`` in rows, of the same shape."""
+        """Positions in the prompt of positions in rows, of the same shape."""
         # Position p of the last len(reread) ones holds prompt token reread[p - (total - len)]; later ones were decoded.
         at = torch.tensor(reread, dtype=position.dtype, device=position.device)
         place = (position - (total - len(at))).clamp(max=len(at) - 1)

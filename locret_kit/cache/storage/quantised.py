@@ -329,8 +329,8 @@ class GroupedBits(Codec):
         self.tail += T
 
     def overflow(self, keys_HRD: Tensor, values_HRD: Tensor) -> None:
-        """Write the token that the full tail has no room for, into a copy of the tail with more room. The token is
-        not yet counted. ``finish_block`` then quantises the full group."""
+        """Write the token that the full tail has no room for to its row, from a copy of the tail that holds it. The
+        token is not yet counted. ``finish_block`` then quantises the full group."""
         self.read_all(values=False)
         new, own = self.layout.following(1), slice(self.tail, self.tail + 1)
         self.scratch.keys[new], self.scratch.values[new] = keys_HRD[:, own], values_HRD[:, own]

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 WARM = 3
 """Tokens before the first capture: kernels are compiled and workspaces allocated in them, and a short answer ends with them."""
 CHUNKS = 6
-"""Fewest chunks left of a prompt for a capture to pay: the third that leaves a full cache is captured."""
+"""Fewest chunks left of a prompt for a capture. The third chunk that leaves a full cache is captured."""
 MOST_GRAPHS = 4
 """Captured forms of a step; a form beyond them runs without a graph."""
 SYNCING_OPS = frozenset(
