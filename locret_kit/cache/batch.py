@@ -234,7 +234,7 @@ class BatchCache(ForwardOfTexts):
 
 
 def _refuse_other_places(given: object, position_BT: Tensor) -> None:
-    """Raise ValueError unless new tokens without padding go on where the texts of a cache end."""
+    """Raise ValueError unless new tokens without padding continue the texts of a cache."""
     if isinstance(given, Tensor) and given.shape == position_BT.shape and not torch.equal(given, position_BT):
         raise ValueError(
             f"position_ids begin with {given[:, 0].tolist()}, they must begin with {position_BT[:, 0].tolist()}, where "

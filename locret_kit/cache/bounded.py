@@ -231,7 +231,7 @@ class BoundedCache(StatefulCache, Handler):
         they take nothing over. Forks and copies inherit them, `reset` forgets all but the first tokens of ``protect``.
 
         Raises:
-            ValueError: not 0 <= start < end; more tokens are pinned than some layer has room for beside its
+            ValueError: not 0 <= start < end; more tokens are pinned than some layer has room for besides its
                 stabilizers, the prompt's tail and one slot more. Before the first forward, `bind` raises that.
         """
         if not 0 <= start < end:
@@ -546,7 +546,7 @@ class BoundedCache(StatefulCache, Handler):
     # ---- all layers together, as transformers and reports ask -------------------------------------------------------
 
     def __bool__(self) -> bool:
-        """False, since Phi-3's ``prepare_inputs_for_generation`` goes on without a cache that is true where a text outgrows the
+        """False, since Phi-3's ``prepare_inputs_for_generation`` continues without a cache that is true where a text outgrows the
         first factors of LongRoPE; here they are chosen once, and stay."""
         return False
 

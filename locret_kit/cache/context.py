@@ -66,7 +66,7 @@ class BlockScores:
         self._most: dict[tuple[int, int], Tensor] = {}
 
     def clear(self) -> None:
-        """Forget those of the last forward."""
+        """Forget the scores of the last forward."""
         self._most.clear()
 
     def raised(self, start: int, tokens: int, worth_B1N: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class CacheCounters:
 
 
 class Stage:
-    """Work of a policy beside evicting. The base does none; a part of a policy that needs more derives from it."""
+    """Work of a policy besides evicting. The base does none; a part of a policy that needs more derives from it."""
 
     def attends(self, ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
         """Whether the attention of a layer's newest ``tokens`` rows is this stage's own: ``attend`` computes it."""
@@ -157,7 +157,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Context:
-    """Everything that a step needs beside the rows of its layer. Only the counters and the tables of a forward change."""
+    """Everything that a step needs besides the rows of its layer. Only the counters and the tables of a forward change."""
 
     policy: Policy
     schedule: Schedule
@@ -185,7 +185,7 @@ class Context:
     recalls: RecallCounters = field(default_factory=RecallCounters)
     block_scores: BlockScores = field(default_factory=BlockScores)
     stages: tuple[Stage, ...] = ()
-    """Work of the policy beside evicting."""
+    """Work of the policy besides evicting."""
     pins: Pins = ()
     """Positions, as rows carry them, whose tokens are never evicted."""
 
@@ -379,7 +379,7 @@ def layer_rows(
     compiled: bool = False,
 ) -> BoundedLayer:
     """Rows of one layer: ``capacity`` of them a head, with keys and values in ``bits`` bits; of one with a window those that it
-    can still see beside a chunk, as they came. ``compiled``: read and quantised by compiled calls."""
+    can still see besides a chunk, as they came. ``compiled``: read and quantised by compiled calls."""
     if layer.window is not None:
         # A chunk forgets everything at its end; before a sliding block stands the window of its first token.
         capacity = layer.window if layer.chunked else layer.window - 1 + chunk

@@ -71,7 +71,7 @@ class CacheOptions:
 
 
 def checked_arguments(arguments: Arguments, seen: int, *, in_pieces: bool = True) -> Arguments:
-    """The arguments of a forward whose new tokens go on where a cache ends, after ``seen`` tokens. Masks that a model with
+    """The arguments of a forward that continues a cache, after ``seen`` tokens. Masks that a model with
     several parts has made for its decoder are left to the cache.
 
     Args:

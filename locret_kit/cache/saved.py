@@ -49,7 +49,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The record of a saved cache, beside its tensors.
+    """The record of a saved cache, besides its tensors.
 
     Raises:
         ValueError: a field of another type or out of its bound; it is named.
@@ -368,7 +368,7 @@ class CacheFile:
 
     @classmethod
     def read_record(cls, path: str | Path) -> CacheFile:
-        """A file without its tensors. Errors as ``read``, but that nobody compares its digest."""
+        """A file without its tensors. Errors as ``read``, but the digest is not compared."""
         record = file.read_record(Path(path))
         digest = str(record.pop("digest", ""))
         return cls(cls._saved(record, path), {}, {}, str(path), digest)

@@ -28,7 +28,7 @@ from .view import turned_back
 
 @dataclass(frozen=True)
 class MergeStage(Stage):
-    """Folds the slots that go into those that stay, in place and one head at a time: beside the buffers there are never more
+    """Folds the slots that go into those that stay, in place and one head at a time: besides the buffers there are never more
     than a head's rows in float32. Pinned slots are as they were read: no merger sees them."""
 
     merger: Merge
@@ -222,7 +222,7 @@ class _Lookup:
     """Rows of the part up to the last of them."""
     recalled: Recalled
     shown: Tensor | None
-    """``[b, h, K]``: blocks whose kept slots are seen, beside the first tokens and the newest slots; None where all are."""
+    """``[b, h, K]``: blocks whose kept slots are seen, besides the first tokens and the newest slots; None where all are."""
     local: int
     """Newest slots before the tokens that are seen then."""
 

@@ -268,7 +268,7 @@ def of_tokens(score: Score, at: slice | Tensor) -> Score:
 
 
 def scores_of(score: Score, k_BHTD: Tensor) -> Tensor:
-    """Entry scores ``[B, H, T]`` of new tokens with such keys; zeros where nobody reads them."""
+    """Entry scores ``[B, H, T]`` of new tokens with such keys; zeros where they are not read."""
     if score is None:
         return torch.zeros((), dtype=torch.float32, device=k_BHTD.device).expand(k_BHTD.shape[:3])
     return score.scores() if isinstance(score, HeadProduct) else score
@@ -298,7 +298,7 @@ def score_by_logits(
 def entry_scores(
     ctx: Context, layer: int, rows: BoundedLayer | None, seen: int | Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> Score:
-    """Scores of new tokens after ``seen`` others; None where nobody reads them. Tokens of several texts, whose contexts
+    """Scores of new tokens after ``seen`` others; None where they are not read. Tokens of several texts, whose contexts
     ``score_alike``, have no ``rows``; ``seen`` is then the position ``[B, T]`` of each in its own."""
     began = time.perf_counter()
     # A windowed layer's scores are never read, and its score's memory would grow with the text.

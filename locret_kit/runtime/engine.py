@@ -128,7 +128,7 @@ class Engine:
         return sequence
 
     def cancel(self, sequence: Sequence, reason: str = "cancelled") -> None:
-        """Let a sequence leave, whatever it is doing; one that has ended stays as it is."""
+        """Let a sequence leave, in any state; one that has ended stays as it is."""
         if sequence.finish_reason is None:
             sequence.end(reason)
             self.running = [one for one in self.running if one is not sequence]

@@ -39,7 +39,7 @@ CHUNK = 2048
 OVERLAP = 8
 """Tokens before a chunk that its request quotes."""
 SINKS = 4
-"""First tokens of the context, kept whatever they score."""
+"""First tokens of the context, kept at any score."""
 ALL = "\n\nRepeat the previous context exactly."
 PART = "\n\nRepeat the part of the previous context exactly, starting with "
 POLICY = Policy("kvzip", Recency(), (), TopK(), source="KVzip, arXiv 2505.23416", keeps_everything=True)

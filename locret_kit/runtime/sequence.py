@@ -225,7 +225,7 @@ class Prompt(Protocol):
 
     @property
     def left(self) -> int:
-        """Tokens to read; 0 when it has ended, in whatever way."""
+        """Tokens to read; 0 when it has ended, in any way."""
 
     @property
     def step(self) -> int:
@@ -240,7 +240,7 @@ class QueueEntry(Generic[P]):
     """A prompt that has entered.
 
     Attributes:
-        background: a book of whatever length.
+        background: a book of any length.
         passed: tokens of others that were read since it entered; of a book, since its last piece.
         taken: its own tokens in the forward that is being made up.
     """

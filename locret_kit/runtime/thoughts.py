@@ -26,7 +26,7 @@ class Thought:
         max_tokens: of the thought. At this number its end mark closes it. None for no bound.
 
     Attributes:
-        events: pieces of thought and text that nobody has taken. cut: whether the thought was closed at its bound.
+        events: pieces of thought and text that were not taken yet. cut: whether the thought was closed at its bound.
     """
 
     def __init__(

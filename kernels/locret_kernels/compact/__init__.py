@@ -21,7 +21,7 @@ def compact_rows(buffers: Sequence[Sequence[Tensor]], index_LHK: Tensor, address
     ``index`` ascends, so rows keep their order; rows from ``K`` on are left as they are.
 
     Args:
-        buffers: of each layer, one layer's beside another's.
+        buffers: of each layer, one layer's after another's.
         addresses: tables that were made for earlier calls; kernels add theirs.
 
     Raises:

@@ -234,7 +234,7 @@ def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
     """A source as a library; the first call on a machine compiles it.
 
     Args:
-        options: of the compiler, beside the usual ones. calls: types of the arguments of its functions, which return nothing.
+        options: of the compiler, besides the usual ones. calls: types of the arguments of its functions, which return nothing.
 
     Raises:
         Unavailable: another system, no compiler, or one that fails.

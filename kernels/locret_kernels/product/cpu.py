@@ -18,7 +18,7 @@ from .. import product as reference
 
 @cache
 def load(form: str, *options: str) -> cpp.Library:
-    """The compiled calls for a format, by options of the compiler beside the usual ones.
+    """The compiled calls for a format, by options of the compiler besides the usual ones.
 
     Raises:
         cpp.Unavailable: another system, no compiler, or one that fails.

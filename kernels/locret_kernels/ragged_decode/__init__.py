@@ -116,7 +116,7 @@ class Float8Rows(NamedTuple):
 
 class PackedRows(NamedTuple):
     """Keys and values of all heads in 4 or 2 bits: ``N`` rows, one head's after another's. The newest rows of a head, its
-    tail, are held in full beside the codes.
+    tail, are held in full next to the codes.
 
     A number is ``zero + code * step``; of the codes in a byte the first has the lowest bits. Keys have a step and a zero point
     per channel for a group of rows, values per row for a group of channels (KIVI, arXiv 2402.02750). Values are stored rotated

@@ -136,7 +136,7 @@ class Codec(ABC):
         """Buffers with a row per slot, which move with the rows."""
 
     def tables(self) -> Shapes:
-        """Buffers beside them, whatever the rows are."""
+        """Further buffers, without a row per slot."""
         return {}
 
     def begin(self) -> None:
@@ -189,7 +189,7 @@ class Codec(ABC):
         return {}
 
     def exported(self) -> Shapes:
-        """Dtype and shape of every tensor that ``export`` gives beside the columns. Needs the counts."""
+        """Dtype and shape of every tensor that ``export`` gives besides the columns. Needs the counts."""
         return self.tables()
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:

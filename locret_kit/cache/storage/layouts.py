@@ -1,7 +1,7 @@
 """Layouts of a layer's rows: where each head's rows lie in a buffer with room for ``capacity`` rows a head.
 
 The rows are those of one text: buffers have no batch axis. An index for attention or a policy adds one, of size 1.
-A letter beside the legend's: N, rows of all heads, end to end.
+A letter besides the legend's: N, rows of all heads, end to end.
 """
 
 from __future__ import annotations

@@ -519,7 +519,7 @@ class CompiledBits(GroupedBits):
         quantiser.load().locret_quantise(at.ctypes.data, 1, torch.get_num_threads())
 
     def _described(self) -> np.ndarray:
-        """The layer with the scratch beside it, as the calls read it."""
+        """The layer with the scratch next to it, as the calls read it."""
         at = np.zeros(1, quantiser.GROUP.dtype)
         describe(at[0], self, self.tail_keys, self.tail_values)
         quantiser.GROUP.point(at[0], self.dtype, keys=self.scratch.keys, values=self.scratch.values)

@@ -86,7 +86,7 @@ class BoundedLayer(CacheLayerMixin):
     store: BlockStore | None = None
     """Evicted slots that may come back."""
     external: Mapping[str, Tensor] | None = None
-    """Buffers of somebody else, for every name of ``shapes`` and of those sizes; such a layer does not grow."""
+    """Buffers of another owner, one of the same size for every name of ``shapes``; such a layer does not grow."""
     page: Page | None = None
     """Whose they are, where they lie in a pool."""
 
@@ -327,7 +327,7 @@ class BoundedLayer(CacheLayerMixin):
 
     def grow(self, rows: int) -> None:
         """Make room for ``rows`` rows at least, twice as many as before or more (full attention of unknown length). Raises
-        ValueError where the buffers are somebody else's."""
+        ValueError where the buffers have another owner."""
         if self.external is not None:
             raise ValueError(f"buffers: room for {self.capacity} rows a head, {rows} are needed")
         # Doubling makes the copies of a whole text linear in its length.

@@ -57,7 +57,7 @@ class CpuDriver:
 
     Weights are read where they are. Those of float32 that bfloat16 holds without a change are copied to it: most checkpoints
     are of bfloat16, and half the bytes are read in half the time. When an answer begins, ``cpu_driver`` compares the copies
-    with the weights: whoever writes to them need tell nobody.
+    with the weights: writers need not report it.
 
     Args:
         model: attached or not. weights: its own, where they are known.
@@ -266,7 +266,7 @@ class CpuDriver:
 
 
 def _places(x: object) -> object:
-    """All numbers beside weights, and for each weight its address, sizes and type."""
+    """All numbers besides weights, and for each weight its address, sizes and type."""
     if isinstance(x, Tensor):
         return x.data_ptr(), x.shape, x.dtype
     if isinstance(x, tuple | list):
