@@ -76,9 +76,10 @@ def runnable(name: str, device: torch.device) -> tuple[str, ...]:
 
 
 def choose(backend: str | None, device: torch.device, head_size: int, dtype: torch.dtype) -> str:
-    """Backend for heads of this size and type on a device: the one that is named, otherwise ``triton`` on CUDA in half
-    precision, for which its kernels are made, and ``reference`` elsewhere. A backend that cannot run is an error here, before
-    anything is allocated, and never replaced by another.
+    """Backend for a head size and a dtype on a device.
+
+    A named backend is taken. By default it is ``triton`` on CUDA in half precision, and ``reference`` elsewhere. A
+    backend that cannot run is an error here, before anything is allocated. It is never replaced by another.
 
     Raises:
         ValueError: an unknown backend, or a device, head size or type that it does not take.

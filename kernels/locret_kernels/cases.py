@@ -67,12 +67,14 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     heads = f"{name} Q={Q} H={H} D={D}"
 
     def x(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        """Random numbers of a shape and a dtype."""
         return torch.randn(*size, dtype=torch.float32, device=device).to(dtype)
 
     def case(form: str, sizes: str, *args: object, flops: float | None = None, nbytes: float | None = None,
              state: tuple[torch.Tensor, ...] = (), moves: bool = True, peer: Callable[[], object] | None = None,
              **rest: object) -> Case:  # fmt: skip
-        """The case of one function, the first word of ``form``; ``peer`` is what PyTorch has for the same."""
+        """The case of one function, the first word of ``form``. ``peer`` is PyTorch's function for tensors of the
+        same shape."""
         name = form.split()[0].rstrip(",")
         kernels = {key: backend.function(name, key) for key in backend.runnable(name, device)}
         runs: dict[str, Callable[[], object]] = {
@@ -94,6 +96,7 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
         yield case(form, f"T={A} S={P}", answer, prompt, pos, scaling, flops=flops, log_prob=log_prob)
 
     def attention() -> torch.Tensor:
+        """PyTorch's attention of the chunk, ``[B, Q, T, D]``."""
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=Q > H)
 
     yield case("attend", chunk, q, k, v, scaling, flops=4 * Q * D * seen, peer=attention)
@@ -161,6 +164,7 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     )
 
     def decoding() -> torch.Tensor:
+        """PyTorch's attention of one query per head, ``[B, Q, 1, D]``."""
         return F.scaled_dot_product_attention(row, k, v, scale=scaling, enable_gqa=Q > H)
 
     codes = tuple(torch.randint(0, 0x7F, (H * S, D), dtype=torch.uint8, device=device) for _ in range(2))
@@ -207,10 +211,11 @@ def packed_rows(H: int, S: int, D: int, bits: int, device: torch.device, dtype: 
     M, tail = max(1, S * 3 // 64), 63
 
     def codes() -> torch.Tensor:
+        """Random codes of shape ``[H * S, D * bits / 8]`` (uint8)."""
         return torch.randint(0, 256, (H * S, D * bits // 8), dtype=torch.uint8, device=device)
 
     def levels(*size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Steps and zero points."""
+        """Steps and zero points, random, of a shape."""
         step, zero = (make(*size, dtype=torch.float16, device=device) for make in (torch.rand, torch.randn))
         return step / 2**bits, zero
 

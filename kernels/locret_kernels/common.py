@@ -1,7 +1,8 @@
-"""Shared parts of the Triton kernels: tiles of a head's rows, launches, and what the kernels refuse.
+"""Shared parts of the Triton kernels: tiles of a head's rows, launches, and checks of arguments.
 
-A head of 96 columns is read as 64 + 32, so that no lane works on padding: ``D0`` and ``D1`` are powers of two, and ``D1`` may
-be 0."""
+A head of 96 columns is read as 64 + 32, so that no lane works on padding: ``D0`` and ``D1`` are powers of two, and
+``D1`` may be 0.
+"""
 
 from __future__ import annotations
 

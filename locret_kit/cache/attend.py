@@ -141,8 +141,11 @@ def _cudnn(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, causa
 
 
 def _two_parts(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """As ``_flash``, by an operator that knows no lower right: over the rows before the chunk without a mask, over the chunk
-    square and causal."""
+    """Attention ``[B, Q, T, D]`` of a causal chunk and its log-sum-exp ``[B, Q, T]``, by an operator without a
+    lower-right mask.
+
+    It attends to the rows before the chunk without a mask, and to the chunk itself with a square causal mask.
+    """
     before = k_BHSD.shape[2] - q_BQTD.shape[2]
     own, own_lse = _cudnn(q_BQTD, k_BHSD[:, :, before:], v_BHSD[:, :, before:], scaling, True)
     if not before:
@@ -156,8 +159,12 @@ def _two_parts(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -
 
 @cache
 def varlen_operator(device: torch.device, dtype: torch.dtype, head_size: int) -> Callable[..., Tensor] | None:
-    """PyTorch's attention over sequences of different lengths (``torch.nn.attention.varlen``), found out by calling it once as
-    the kit does; None where it does not run. Says so then, but for a CPU and full precision."""
+    """PyTorch's attention over sequences of different lengths (``torch.nn.attention.varlen``), on rows of shape
+    ``[N, heads, D]``.
+
+    It is called once, as the kit calls it, to find out. Returns None where it does not run, with a warning except on
+    CPUs and in full precision.
+    """
     if device.type == "cpu" or dtype.itemsize != 2:
         return None
     try:
@@ -213,7 +220,8 @@ def _attend_window(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: floa
 def operator(
     device: torch.device, dtype: torch.dtype, head_size: int, backend: str, heads: tuple[int, int] = (32, 8)
 ) -> str:
-    """Name of what a chunk's attention over rows before it runs through (``chunk_attention``); ``sdpa`` where PyTorch chooses."""
+    """Name of the operator for a chunk's attention over earlier rows (``chunk_attention``); ``sdpa`` where PyTorch
+    chooses."""
     chosen = None if backend == "reference" else chunk_attention(device, dtype, head_size, heads)
     return "sdpa" if chosen is None else chosen[0]
 
@@ -237,8 +245,11 @@ def _lower_right_bias(T: int, S: int) -> Tensor:
 
 
 def lower_right(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Causal mask in the fastest form for ``device``. On CUDA that is PyTorch's own bias, which reaches flash attention: a mask
-    rules it out, and with grouped queries leaves the kernel that builds the matrix of logits."""
+    """Causal mask of shape ``[T, S]`` in the fastest form for ``device``.
+
+    On CUDA it is PyTorch's own bias, which allows flash attention. A tensor mask rules that out. With grouped queries
+    it leaves only the kernel that builds the matrix of logits.
+    """
     if device.type == "cuda" and window is None:
         return _lower_right_bias(T, S)
     return lower_right_mask(T, S, window, dtype, device)

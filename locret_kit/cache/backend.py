@@ -30,16 +30,18 @@ Counted = tuple[Tensor, list[ColumnStats]]
 
 
 class Backend:
-    """PyTorch, and the definitions of ``locret_kernels``, on any device; the base of the others, which replace what they have a
-    faster form of."""
+    """PyTorch, and the definitions of ``locret_kernels``, on any device. The other backends derive from it and
+    replace the operations that they have in a faster form."""
 
     name = kernels = "reference"
-    """The setting ``backend``; and the name in ``locret_kernels.backend`` by which policies and rows choose their operations."""
+    """The setting ``backend``, and the name in ``locret_kernels.backend`` under which policies and rows choose their
+    operations."""
     linear: ClassVar[Linear] = staticmethod(F.linear)
-    """Product of what the kit computes beside the backbone."""
+    """Matrix product for the kit's own layers, besides the backbone."""
 
     def operations(self, x: Tensor) -> LayerOperations | None:
-        """Operations of a layer beside attention, for tensors like ``x``; None where the backbone's own are used."""
+        """Operations of a layer besides attention, for hidden states of a dtype and device like ``x [B, T, C]``.
+        None leaves the backbone's own."""
         return None
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -59,8 +61,8 @@ class Backend:
         by_head: bool = False,
         rotation: ChunkRotation | None = None,
     ) -> Counted:
-        """Attention of a chunk over rows, of which the newest ``T`` are its own, with the statistics that are wanted. With sinks
-        or a cap on the logits it is the definition's, whatever the backend.
+        """Attention of a chunk over rows whose newest ``T`` are its own, with the wanted statistics. With sinks or a
+        cap on the logits it is the definition's, on every backend.
 
         Args:
             window: rows up to each query's own that it sees; no statistics are wanted then.
@@ -113,6 +115,8 @@ class TritonBackend(Backend):
     name = kernels = "triton"
 
     def operations(self, x: Tensor) -> LayerOperations | None:
+        """Triton's norm and gate for hidden states like ``x [B, T, C]`` on a GPU; None on a CPU, where kernels are
+        interpreted."""
         if x.device.type == "cpu":  # kernels are interpreted there
             return None
         return LayerOperations(function("rms_norm", self.kernels), function("swiglu", self.kernels), F.linear)
@@ -134,7 +138,7 @@ class TritonBackend(Backend):
 
 
 class CpuBackend(Backend):
-    """C++ of ``locret_kernels`` on a CPU, where it takes what it is given; PyTorch elsewhere."""
+    """C++ of ``locret_kernels`` on a CPU, for the tensors that it supports; PyTorch elsewhere."""
 
     name = kernels = "cpu"
     linear: ClassVar[Linear] = staticmethod(product)
@@ -143,6 +147,8 @@ class CpuBackend(Backend):
         return dtype in cpp.DTYPES
 
     def operations(self, x: Tensor) -> LayerOperations | None:
+        """Compiled norm, gate and product for hidden states like ``x [B, T, C]``; None for tensors that C++ does not
+        take."""
         if type(x) is not Tensor or x.device.type != "cpu" or x.dtype not in cpp.DTYPES:
             return None
         return LayerOperations(fused_on_cpu.rms_norm, fused_on_cpu.swiglu, product)

@@ -55,6 +55,7 @@ class ForwardOfTexts(Cache, Handler):
         return self.texts[0].wants_unrotated
 
     def operations(self, x: Tensor) -> LayerOperations | None:
+        """Operations of a layer besides attention, for hidden states like ``x [B, T, C]``: those of the first text."""
         return self.texts[0].operations(x)
 
     def place(self, spans: Sequence[Span], B: int, T: int, device: torch.device) -> None:
@@ -88,7 +89,7 @@ class ForwardOfTexts(Cache, Handler):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Hand keys and values through; ``attend`` stores them."""
+        """Return keys and values ``[B, H, T, D]`` unchanged; ``attend`` stores them."""
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -137,9 +138,9 @@ class Packed(ForwardOfTexts):
 class BatchCache(ForwardOfTexts):
     """A cache for ``model.generate`` with a padded batch: every row is a text of its own, evicted where it would be alone.
 
-    Arguments are those of ``BoundedCache``. The first forward makes a cache for each row, whose prompt is what the
-    attention mask shows; pass the whole prompt in one forward (no ``prefill_chunk_size``). Rows that are padded on the
-    right are moved to the right edge, so that the last column is the last token of every row.
+    Arguments are those of ``BoundedCache``. The first forward makes a cache for each row. Its prompt is the tokens that
+    the attention mask shows; pass the whole prompt in one forward (no ``prefill_chunk_size``). Rows that are padded on
+    the right are moved to the right edge, so that the last column is the last token of every row.
 
     Attributes:
         texts: the cache of each row.
@@ -217,12 +218,12 @@ class BatchCache(ForwardOfTexts):
         self.batch_select_indices(torch.arange(len(self.texts), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Row ``i`` becomes a copy of row ``indices[i]``, or of the ``i``-th one that a bool says."""
+        """Row ``i`` becomes a copy of row ``indices[i]``. A bool index of shape ``[B]`` keeps the marked rows."""
         rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
         self.reorder_cache(rows)  # type: ignore[arg-type]  # a LongTensor
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row ``i`` becomes a copy of row ``beam_idx[i]``."""
+        """Row ``i`` becomes a copy of row ``beam_idx[i]``, for an index of shape ``[B]``."""
         # A row that several beams go on from is copied for all of them but the first.
         taken: set[int] = set()
         texts = []
@@ -233,7 +234,7 @@ class BatchCache(ForwardOfTexts):
 
 
 def _refuse_other_places(given: object, position_BT: Tensor) -> None:
-    """Raise ValueError unless new tokens without padding go on where the texts of a cache end."""
+    """Raise ValueError unless new tokens without padding continue the texts of a cache."""
     if isinstance(given, Tensor) and given.shape == position_BT.shape and not torch.equal(given, position_BT):
         raise ValueError(
             f"position_ids begin with {given[:, 0].tolist()}, they must begin with {position_BT[:, 0].tolist()}, where "

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 
 class CannotFork(ValueError):
-    """A copy would not hold what a fresh run of that prompt holds."""
+    """A copy would hold other rows than a fresh run of that prompt."""
 
 
 def check_past(old: Context, new: Context, seen: int) -> None:
@@ -111,10 +111,10 @@ class BoundedCache(StatefulCache, Handler):
     Args:
         settings: a ``RunSettings``, or its budget: slots that a key/value head of a full-attention layer keeps after an
             eviction, everything counted; the mean over layers and heads where the policy's allocation tells them apart.
-        policy: a name or an expression of the policy grammar, or a ``Policy``; by default what ``heads`` were published
-            with, or locret.
+        policy: a name or an expression of the policy grammar, or a ``Policy``; by default the published policy of
+            ``heads``, or locret.
         heads: retaining heads, or their folder, file or Hub repository, for policies that score by predicted importance;
-            the first forward moves them to the model's device and dtype. What they were published with stands in for
+            the first forward moves them to the model's device and dtype. Their published settings are the defaults of
             settings that are not given.
         prompt_length: tokens of the prompt. When given, the last ``local_len`` of them are never evicted before
             decoding, and the eviction before them protects no stabilizers (Locret, algorithm 1). When not, every
@@ -123,7 +123,7 @@ class BoundedCache(StatefulCache, Handler):
         **given: fields of ``RunSettings`` by name, where ``settings`` is none.
 
     Attributes:
-        terms: what was asked for, whatever the prompt and the model.
+        terms: the settings as given, before prompt and model.
         settings: resolved for this prompt; positions and backend too once a model is bound.
         context: constants of the bound cache.
         counters: work done on this text.
@@ -205,7 +205,7 @@ class BoundedCache(StatefulCache, Handler):
 
     @property
     def evicts(self) -> bool:
-        """Whether its budget bounds what it keeps."""
+        """Whether its budget bounds the kept slots."""
         return not self.policy.keeps_everything
 
     @property
@@ -231,7 +231,7 @@ class BoundedCache(StatefulCache, Handler):
         they take nothing over. Forks and copies inherit them, `reset` forgets all but the first tokens of ``protect``.
 
         Raises:
-            ValueError: not 0 <= start < end; more tokens are pinned than some layer has room for beside its
+            ValueError: not 0 <= start < end; more tokens are pinned than some layer has room for besides its
                 stabilizers, the prompt's tail and one slot more. Before the first forward, `bind` raises that.
         """
         if not 0 <= start < end:
@@ -278,8 +278,8 @@ class BoundedCache(StatefulCache, Handler):
     # ---- copies and other texts ------------------------------------------------------------------------------------
 
     def fork(self, prompt_length: int | None = None, *, local_len: int | None = None) -> Self:
-        """An independent copy that goes on with another prompt of the same beginning: a document read once and asked
-        several questions. Heads, policy and model are shared, the buffers are copied.
+        """An independent copy that continues with another prompt of the same beginning. It serves a document that is
+        read once and asked several questions. Heads, policy and model are shared, the buffers are copied.
 
         Going on equals a fresh run of the new prompt: bit for bit where the fork was made at a multiple of ``chunk``.
 
@@ -288,7 +288,7 @@ class BoundedCache(StatefulCache, Handler):
             local_len: of the new prompt; this cache's by default.
 
         Raises:
-            ValueError: what was read reaches into the new prompt's tail, a fresh run of the new prompt would have evicted
+            ValueError: the tokens read so far reach into the new prompt's tail, a fresh run of the new prompt would have evicted
                 otherwise so far, or this cache was interrupted.
         """
         self.refuse_interrupted()
@@ -326,11 +326,11 @@ class BoundedCache(StatefulCache, Handler):
             raise CannotFork(f"{max(kept)} queries are kept here, and {max(wanted)} in a prompt of that length")
 
     def with_budget(self, budget: int, *, stabilizers: int | None = None) -> Self:
-        """An independent copy that holds the same rows and goes on with another budget, larger than what it holds: later
-        turns of a conversation get room of their own. ``stabilizers``: another number of them, too.
+        """An independent copy with the same rows and another budget, larger than its rows: later turns of a
+        conversation get room of their own. ``stabilizers``: another number of them, too.
 
         Raises:
-            ValueError: a budget of which places are rotated by other frequencies than those of the rows, or this cache was
+            ValueError: a budget that needs other rotary frequencies than the rows have, or this cache was
                 interrupted.
         """
         self.refuse_interrupted()
@@ -376,7 +376,7 @@ class BoundedCache(StatefulCache, Handler):
         return True
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """As ``fork``, for the same prompt: heads, policy and model are shared, all else is copied."""
+        """A copy for the same prompt: heads, policy and model are shared, all else is copied."""
         own = self._context
         shared = (self.heads, self.policy, self.policy.merge, own and own.model, own and own.folded)
         memo.update({id(one): one for one in shared})
@@ -388,14 +388,14 @@ class BoundedCache(StatefulCache, Handler):
         raise TypeError("a BoundedCache holds its model and is not pickled: fork() and copy.deepcopy() copy its rows")
 
     def reset(self, prompt_length: int | None = None) -> None:
-        """Forget the text: what is read next is another one, as by a new cache, in the same buffers.
+        """Forget the text. The cache then reads another one in the same buffers, as a new cache would.
 
         Args:
             prompt_length: tokens of the next prompt; None where they are unknown, as in a cache that is made without.
                 Buffers whose size depends on it are made anew.
 
         Raises:
-            ValueError: a length with which the settings cannot be met; the cache is then as it was.
+            ValueError: a length that the settings do not allow; the cache is then unchanged.
         """
         if prompt_length != self.schedule.prompt_length:
             self._resize(prompt_length)
@@ -460,6 +460,8 @@ class BoundedCache(StatefulCache, Handler):
         return checked_arguments(arguments, self.get_seq_length(), in_pieces=self.context.description.in_pieces)
 
     def operations(self, x: Tensor) -> LayerOperations | None:
+        """Operations of a layer besides attention, for hidden states like ``x [B, T, C]``. With folded scores they
+        also note the layer's input."""
         made, folded = self.context.backend.operations(x), self.context.folded
         return made if made is None or folded is None else made._replace(enter=partial(setattr, self, "input_BTC"))
 
@@ -510,8 +512,8 @@ class BoundedCache(StatefulCache, Handler):
         return rows
 
     def make_room(self, tokens: int) -> None:
-        """Before a forward of so many tokens: layers that evict together and are full do so now. Scores of remembered queries
-        wait for the attention of their layer."""
+        """Before a forward of ``tokens`` tokens: evict now in layers that evict together and are full. Scores of
+        remembered queries wait for the attention of their layer."""
         ctx = self.context
         ready = [(n, rows) for n, rows in enumerate(self.bounded) if rows.is_initialized and not rows.recent]
         make_room(ctx, [(n, rows) for n, rows in ready if evicts_together(ctx, rows)], tokens)
@@ -526,7 +528,7 @@ class BoundedCache(StatefulCache, Handler):
         return self._context is not None and self._context.evicts_after_forward
 
     def blocks(self, tokens: int) -> list[int]:
-        """Lengths of the blocks in which the next ``tokens`` tokens go."""
+        """Lengths of the blocks that the next ``tokens`` tokens are read in."""
         return list(self.schedule.blocks(self.get_seq_length(), tokens))
 
     @torch.no_grad()
@@ -544,7 +546,7 @@ class BoundedCache(StatefulCache, Handler):
     # ---- all layers together, as transformers and reports ask -------------------------------------------------------
 
     def __bool__(self) -> bool:
-        """False, since Phi-3's ``prepare_inputs_for_generation`` goes on without a cache that is true where a text outgrows the
+        """False, since Phi-3's ``prepare_inputs_for_generation`` continues without a cache that is true where a text outgrows the
         first factors of LongRoPE; here they are chosen once, and stay."""
         return False
 
@@ -558,8 +560,11 @@ class BoundedCache(StatefulCache, Handler):
 
     @torch.no_grad()
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
-        """Evict what has waited for the forward's end, and check that every layer has seen its tokens. Raises ValueError where
-        one has not."""
+        """Run the evictions that wait for the forward's end, and check that every layer has seen its tokens.
+
+        Raises:
+            ValueError: a layer has not.
+        """
         if len({rows.seen for rows in self.bounded}) == 1:
             self.evict_waiting()
         # A backbone that computes some attention by itself leaves a layer behind.
@@ -570,7 +575,7 @@ class BoundedCache(StatefulCache, Handler):
             )
 
     def evict_waiting(self) -> None:
-        """Evict in all layers what has waited for the end of a forward."""
+        """Run the evictions that wait for the end of a forward, in all layers."""
         if self.waiting:
             evict(self.context, self.waiting)
             self.waiting, self.unfinished = [], False
@@ -583,7 +588,8 @@ class BoundedCache(StatefulCache, Handler):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Hand keys and values through; ``attend`` stores them."""
+        """Return keys and values ``[1, H, T, D]`` unchanged; ``attend`` stores them. Raises RuntimeError where the
+        model is not attached."""
         # A backbone's attention calls this first. Where no handler takes over, every row would be lost.
         if active_handler() is not self:
             raise RuntimeError(
@@ -599,6 +605,7 @@ class BoundedCache(StatefulCache, Handler):
         return self.bounded[0].get_mask_sizes(query_length) if self.layers else (int(query_length), 0)
 
     def reorder_cache(self, beam_idx: LongTensor) -> None:
+        """Refuse beams: raises ValueError for every ``beam_idx [B]``."""
         raise ValueError("a BoundedCache takes one text: beams are texts of a BatchCache")
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -49,7 +49,7 @@ class RecallCounters:
     blocks: int = 0
     """Blocks of a head that came back."""
     hits: int = 0
-    """Those of them that were on the device already."""
+    """Blocks that came back and were on the device already."""
     loaded_bytes: int = 0
     stored_slots: int = 0
     recall_s: float = 0.0
@@ -66,7 +66,7 @@ class BlockScores:
         self._most: dict[tuple[int, int], Tensor] = {}
 
     def clear(self) -> None:
-        """Forget those of the last forward."""
+        """Forget the scores of the last forward."""
         self._most.clear()
 
     def raised(self, start: int, tokens: int, worth_B1N: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class BlockScores:
 
 
 Pins = tuple[tuple[int, int], ...]
-"""Half-open ranges of positions, ascending, between any two of which there is a gap."""
+"""Half-open ranges of positions, ascending, with a gap between any two."""
 
 
 @dataclass
@@ -103,7 +103,7 @@ class CacheCounters:
     computed_pairs: Annotated[int, Ge(0)] = 0
     """Pairs of a query and a row whose attention sparse prefill computed, all heads and layers together."""
     dense_pairs: Annotated[int, Ge(0)] = 0
-    """Those that dense attention computes in the same blocks; 0 where prefill was not sparse."""
+    """Pairs that dense attention computes in the same blocks; 0 where prefill was not sparse."""
     decoding: str = "dynamic"
     """How tokens were decoded: "graph", "cpu" (one compiled call per token), or "dynamic" and why."""
 
@@ -124,7 +124,7 @@ class CacheCounters:
 
 
 class Stage:
-    """Work of a policy beside evicting. The base does none; a part of a policy that needs more derives from it."""
+    """Work of a policy besides evicting. The base does none; a part of a policy that needs more derives from it."""
 
     def attends(self, ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
         """Whether the attention of a layer's newest ``tokens`` rows is this stage's own: ``attend`` computes it."""
@@ -157,7 +157,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Context:
-    """Everything that a step needs beside the rows of its layer. Only the counters and the tables of a forward change."""
+    """Everything that a step needs besides the rows of its layer. Only the counters and the tables of a forward change."""
 
     policy: Policy
     schedule: Schedule
@@ -165,7 +165,7 @@ class Context:
     settings: Resolved
     """Positions and backend included, which depend on the model."""
     positions: Positions
-    """The position by which a cached key is rotated."""
+    """The kind of position that rotates a cached key."""
     ropes: Sequence[Rope] | None
     """One per layer; None where the rotation is of no known form, so that the backbone rotates."""
     budgets: Sequence[int]
@@ -185,7 +185,7 @@ class Context:
     recalls: RecallCounters = field(default_factory=RecallCounters)
     block_scores: BlockScores = field(default_factory=BlockScores)
     stages: tuple[Stage, ...] = ()
-    """Work of the policy beside evicting."""
+    """Work of the policy besides evicting."""
     pins: Pins = ()
     """Positions, as rows carry them, whose tokens are never evicted."""
 
@@ -265,12 +265,12 @@ class Context:
         )
 
     def due(self, layer: int, rows: BoundedLayer, tokens: int) -> Due:
-        """The next block of a layer when ``tokens`` more are at hand; with 0 of them, what is due now."""
+        """The next block of a layer with ``tokens`` more tokens at hand; with 0 tokens, the eviction due now."""
         return self.schedule.due(rows, self.budgets[layer], tokens, after_forward=self.evicts_after_forward)
 
     def outgrown(self, tokens: int) -> bool:
-        """Whether a prompt of so many tokens is rotated by other frequencies than were chosen (LongRoPE, dynamic NTK): it must be
-        read anew."""
+        """Whether a prompt of ``tokens`` tokens is rotated by other frequencies than were chosen (LongRoPE, dynamic
+        NTK). It must then be read again."""
         if self.ropes is None:
             return False
         span = span_of(self.policy, self.positions, self.spec, self.budgets, self.schedule, tokens)
@@ -298,8 +298,8 @@ class Context:
 
     @property
     def evicts_after_forward(self) -> bool:
-        """Whether evictions wait for the end of a block's forward: for the final hidden states, by which its tokens are scored,
-        or for later layers that read the same rows."""
+        """Whether evictions wait for the end of a block's forward. Some scores need the final hidden states, and
+        some later layers read the same rows."""
         return self.policy.needs_logits or self.spec.shared
 
     def rope(self, layer: int) -> Rope:
@@ -330,8 +330,8 @@ def span_of(
     schedule: Schedule,
     tokens: int | None,
 ) -> int:
-    """One more than the largest position in a prompt of so many tokens, by which LongRoPE and dynamic NTK choose frequencies;
-    ``FARTHEST`` where it is not known."""
+    """One more than the largest position in a prompt of ``tokens`` tokens; ``FARTHEST`` where it is not known.
+    LongRoPE and dynamic NTK choose frequencies from it."""
     if policy.keeps_everything or None not in spec.windows or placed.span is None:  # places are those of the text
         return FARTHEST if tokens is None else tokens
     # Bounded rows: their number alone bounds the positions. One head of a ragged layer may hold the slots of all of them.
@@ -379,7 +379,7 @@ def layer_rows(
     compiled: bool = False,
 ) -> BoundedLayer:
     """Rows of one layer: ``capacity`` of them a head, with keys and values in ``bits`` bits; of one with a window those that it
-    can still see beside a chunk, as they came. ``compiled``: read and quantised by compiled calls."""
+    can still see besides a chunk, as they came. ``compiled``: read and quantised by compiled calls."""
     if layer.window is not None:
         # A chunk forgets everything at its end; before a sliding block stands the window of its first token.
         capacity = layer.window if layer.chunked else layer.window - 1 + chunk

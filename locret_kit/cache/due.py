@@ -62,7 +62,7 @@ class Schedule:
 
     @classmethod
     def of(cls, settings: Resolved, prompt_length: int | None) -> Schedule:
-        """The schedule of a prompt of so many tokens, or of one whose length is not known (None)."""
+        """The schedule of a prompt of ``prompt_length`` tokens; None is an unknown length."""
         names = ("budget", "chunk", "stabilizers", "local_len", "decode_every", "one_shot")
         return cls(prompt_length=prompt_length, **{name: getattr(settings, name) for name in names})
 
@@ -105,14 +105,14 @@ class Schedule:
         return to_chunk if self.body is None else min(to_chunk, self.body - seen)
 
     def blocks(self, seen: int, tokens: int) -> Iterator[int]:
-        """Lengths of the blocks in which ``tokens`` new ones go, none of them across a boundary."""
+        """Lengths of the blocks that ``tokens`` new tokens are read in. No block crosses a boundary."""
         while tokens > 0:
             step = min(tokens, self.until_boundary(seen))
             yield step
             seen, tokens = seen + step, tokens - step
 
     def due(self, rows: BoundedLayer, budget: int, tokens: int, *, after_forward: bool = False) -> Due:
-        """The next block of a layer when ``tokens`` more are at hand; with 0 of them, what is due now.
+        """The next block of a layer with ``tokens`` more tokens at hand; with 0 tokens, the eviction due now.
 
         Args:
             budget: the layer's. after_forward: whether evictions wait for the end of a forward, which crosses no boundary.

@@ -34,10 +34,10 @@ Record = dict[str, object]
 
 
 def write(path: Path, record: Record, tensors: Mapping[str, Tensor], check: Callable[[], object] | None = None) -> str:
-    """Write a file as ``files.write_beside`` does; its digest.
+    """Write a file as ``files.write_beside`` does, with tensors of any shape; returns its digest.
 
     Args:
-        check: called when all is written but the new file's name; what it raises leaves the file that was there.
+        check: called when all is written but the new file's name; if it raises, the old file stays.
 
     Raises:
         OSError: it cannot be written; the file that was there is whole. ValueError: the record is too large for a header.
@@ -63,7 +63,7 @@ def write(path: Path, record: Record, tensors: Mapping[str, Tensor], check: Call
 
 
 def header_bytes(record: Record, tensors: int) -> int:
-    """Bytes of a header, about, with so many tensors."""
+    """Bytes of a header with ``tensors`` tensors, about."""
     text = json.dumps(record, ensure_ascii=False)
     return len(json.dumps(text, ensure_ascii=False).encode()) + 200 * tensors  # 200: name, dtype, shape and place
 
@@ -80,7 +80,8 @@ def read_record(path: Path) -> Record:
 
 
 def read(path: Path) -> tuple[Record, dict[str, Tensor], str]:
-    """Record and tensors, and their digest, which is right. Tensors take as many bytes as the file.
+    """Record, tensors of their stored shape, and their digest, which was checked. Tensors take as much memory as the
+    file has bytes.
 
     Raises:
         OSError: there is no such file. ValueError: as ``read_record``, or it is damaged.
@@ -119,7 +120,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _header(path: Path, file: BinaryIO) -> dict[str, object]:
-    """The safetensors header, read by itself: it says what the file holds before anything of that size is read."""
+    """The safetensors header, read by itself. It is checked before anything of the size that it states is read."""
     held, size = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
     if size > LARGEST:  # eight letters of a text are more
         raise ValueError(f"{path} is no saved cache: locret-read makes one of a text")
@@ -154,7 +155,8 @@ def _object(text: str | bytes, where: str) -> Record:
 
 
 def digest(record: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 (hexadecimal) of a record and its tensors."""
+    """SHA-256 (hexadecimal) of a record and its tensors, with their names, dtypes and shapes: one of another shape
+    has another digest."""
     import torch
 
     made = hashlib.sha256(json.dumps(record, sort_keys=True).encode())

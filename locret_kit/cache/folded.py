@@ -77,12 +77,13 @@ def _foldable(head: nn.Module, attention: nn.Module) -> tuple[RetainingHead, lis
 
 
 def _weights(head: RetainingHead, products: Sequence[Product]) -> list[Tensor]:
+    """Weights of the products and of the retaining head, each of its own shape."""
     own = [x for one in products for x in (one.weight, one.bias) if x is not None]
     return [*own, head.fc1.weight.detach(), head.fc2.weight.detach()]
 
 
 def _signature(weights: Sequence[Tensor]) -> object:
-    """Where weights lie, and a sum of their bits: they are read once, at the speed of memory."""
+    """Addresses of weights of any shape, and a sum of the bits of each: they are read once, at the speed of memory."""
     places = [(x.data_ptr(), x.shape, x.dtype) for x in weights]
     if not weights or weights[0].is_meta:
         return places

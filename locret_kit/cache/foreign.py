@@ -1,5 +1,5 @@
-"""What another engine's layers do to queries, keys and values, by what was seen in forwards of a few tokens: that engine
-runs the model, so its layers are measured and not transformers' own."""
+"""Queries, keys and values in another engine's layers, as seen in forwards of a few tokens. That engine runs the
+model, so its layers are measured, not transformers' own."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class SeenLayer(NamedTuple):
     came: Heads
     """What attention is given where nothing is rotated."""
     moved: Heads
-    """The same of the same tokens at other positions."""
+    """The arguments of attention for the same tokens at other positions, without rotation."""
     turned: Heads
-    """What it is given where queries and keys are rotated."""
+    """The arguments of attention where queries and keys are rotated."""
 
 
 def described(
@@ -89,5 +89,5 @@ def _rotation(one: SeenLayer, rotaries: nn.Module, named: Rotation) -> Rotation:
 
 
 def _turns(a: Tensor, b: Tensor) -> bool:
-    """Whether vectors of a head keep their lengths and not their directions."""
+    """Whether vectors ``[..., D]`` of one shape keep their lengths but not their directions."""
     return close(a.norm(dim=-1), b.norm(dim=-1)) and not close(a, b)

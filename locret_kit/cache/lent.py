@@ -1,8 +1,8 @@
-"""Texts whose rows lie in another engine's memory: that engine runs the model and says which text has which page; attention,
-scores and evictions are the kit's.
+"""Texts whose rows lie in another engine's memory. That engine runs the model and says which text has which page;
+attention, scores and evictions are the kit's.
 
-New tokens are scored at once, the texts that have one new token are decoded in one call, and the others are read one after
-another (see ``texts``). What a layer counts follows from what it was given, so nothing is told to the engine.
+New tokens are scored at once. Texts with one new token are decoded in one call, and the others are read one after
+another (see ``texts``). Each layer counts the tokens that it receives, so the engine needs no reports.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def page_bytes(
 
 
 class Standin(nn.Module, Described):
-    """The model of a cache whose forward is another engine's: the language model's configuration of one rank, its rotary
-    embeddings, and its device. Its attention is what the configuration says, until the engine's was measured."""
+    """The model of a cache whose forward is another engine's: the language model's configuration of one rank, its
+    rotary embeddings, and its device. Its attention follows the configuration until the engine's was measured."""
 
     def __init__(self, name: str, revision: str | None, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM
@@ -64,7 +64,8 @@ class Standin(nn.Module, Described):
         return self
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The whole model's weights, by which it is told from others, from its files: the engine's are joined and split.
+        """The whole model's weights from its files, to tell models apart. The engine's own weights are joined and
+        split.
 
         Raises:
             ValueError: they are no ``.safetensors`` files with transformers' names.
@@ -85,8 +86,8 @@ class LentPages:
     """Texts by their pages.
 
     Args:
-        model: name of a folder or of a repository of the Hub, with ``revision``. settings, policies: the largest that a text
-            may have, and all from which it may choose. heads: of the whole model.
+        model: name of a folder or of a repository of the Hub, with ``revision``. settings, policies: the largest
+            settings of a text, and all policies that it may choose. heads: of the whole model.
 
     Attributes:
         model: stands in for it. heads: the part of this rank. shape: of the largest page of a layer. texts: by page.
@@ -138,7 +139,7 @@ class LentPages:
         unrotate(Undo(), model)
 
     def measure(self, seen: Sequence[SeenLayer]) -> None:
-        """Take attention to be what was seen of the engine's. Raises ValueError where the kit does not know it."""
+        """Take over attention as seen in the engine. Raises ValueError for a form that the kit does not know."""
         self.describe(described(self.model.description, self.model.config, self.model, seen))
         if self.heads is not None:
             self.heads.check_backbone(self.spec)
@@ -159,8 +160,8 @@ class LentPages:
         self.texts[page] = text
 
     def take(self, page: int, text: BoundedCache, document: BoundedCache, memory: Mapping[int, Tensor]) -> None:
-        """Give a text a page, and to read what a document of all ranks has read; ``memory``: of every layer, as in
-        ``LentStep.attend``."""
+        """Give a text a page, and the rows of a document that all ranks have read. ``memory``: of every layer, of
+        shape ``[pages, ...]``."""
         self.begin(page, text)
         for layer, rows in enumerate(text.bounded):
             pool = self.place(rows, layer, page, memory[layer])
@@ -170,7 +171,8 @@ class LentPages:
             restore_rows(rows, counts, part, empty, empty)
 
     def place(self, rows: BoundedLayer, layer: int, page: int, memory: Tensor) -> RowPool:
-        """Let empty rows of a layer lie in a page of the engine's memory ``[pages, ...]``; the pool of the page."""
+        """Let empty rows of a layer lie in a page of the engine's memory, of shape ``[pages, ...]``; returns the
+        pool of the page."""
         if self.mixed:  # other pages are not ours: nothing may be written outside of this one
             pool, page = RowPool(self.shapes[layer], memory[page], 1), 0
         else:
@@ -203,8 +205,8 @@ class LentStep:
     def attend(
         self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, memory: Tensor, softmax: Softmax, out_NQD: Tensor
     ) -> None:
-        """Attention of the new tokens in one layer, into ``out``; they become rows, and what is due is evicted. ``memory``: the
-        layer's, ``[pages, ...]``."""
+        """Attention of the new tokens in one layer, into ``out``. They become rows, and a due eviction runs.
+        ``memory``: the layer's, ``[pages, ...]``."""
         if (order_D := self.pages.orders[layer]) is not None:
             q_NQD, k_NHD = q_NQD[..., order_D], k_NHD[..., order_D]
         if self.batch is None:  # in the first layer: by then documents are taken

@@ -1,4 +1,4 @@
-"""What a cache is given: its options, before its prompt and its model are known, and the arguments of each forward."""
+"""Options of a cache before its prompt and its model are known, and the arguments of each forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .view import check_reread
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Settings, a policy and the retaining heads with which it scores."""
+    """Settings, a policy, and its retaining heads."""
 
     settings: RunSettings
     policy: Policy
@@ -57,8 +57,8 @@ class CacheOptions:
         return cls(settings, policy, needed, published)
 
     def at(self, prompt_length: int | None) -> tuple[Resolved, Schedule]:
-        """Settings and schedule of a prompt of so many tokens. Raises ValueError where the prompt must be longer or shorter, or
-        its length known."""
+        """Settings and schedule of a prompt of ``prompt_length`` tokens. Raises ValueError where the prompt must be
+        longer, shorter, or of known length."""
         if prompt_length is None:
             refuse("prompt of unknown length", Subject(self.policy))
         resolved = self.settings.resolved(self.published, prompt_length)
@@ -71,7 +71,7 @@ class CacheOptions:
 
 
 def checked_arguments(arguments: Arguments, seen: int, *, in_pieces: bool = True) -> Arguments:
-    """The arguments of a forward whose new tokens go on where a cache ends, after ``seen`` tokens. Masks that a model with
+    """The arguments of a forward that continues a cache, after ``seen`` tokens. Masks that a model with
     several parts has made for its decoder are left to the cache.
 
     Args:

@@ -1,8 +1,8 @@
-"""Rows of one layer of many texts in one stretch of memory, which somebody else may own: a page for each text.
+"""Rows of one layer of many texts in one stretch of memory, which may have another owner: a page for each text.
 
-A page holds ``rows`` rows of every key/value head with all that a ``BoundedLayer`` keeps of them, so a text takes the same
-memory however long it is. The rows of all pages lie end to end: a row has one number, by which one call reads those of several
-texts.
+A page holds ``rows`` rows of every key/value head with all that a ``BoundedLayer`` keeps of them. So a text takes the
+same memory at any length. The rows of all pages lie end to end. Each row has one number, so one call reads rows of
+several texts.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ class RowPool:
     """``[pages, Q * recent * D]``."""
 
     def __init__(self, shape: PageShape, memory: Tensor, pages: int) -> None:
+        """Cut the buffers ``[pages * H * S, D]`` and so on from ``memory``. Raises ValueError where it is too small
+        or not contiguous."""
         if not memory.is_contiguous() or memory.nbytes < pages * shape.nbytes:
             raise ValueError(f"memory: {memory.nbytes} bytes must be {pages * shape.nbytes}, in one stretch")
         self.shape, self.pages, self.device = shape, pages, memory.device
@@ -123,7 +125,7 @@ class RowPool:
         self.stats = self._cut(torch.float32, shape.statistics, N)
 
     def _cut(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        """The next so many bytes of the memory."""
+        """The next part of the memory, with a dtype and a shape."""
         size = prod(shape) * dtype.itemsize
         cut, self._left = self._left[:size], self._left[size:]
         return cut.view(dtype).view(shape)
@@ -163,15 +165,15 @@ class Rotations(list[Rope]):
 
 
 class SharedRotations:
-    """Rotations and their tables for many texts: equal ones are one object, by which texts are decoded together. Those of
-    lengths that no text has any more are gone."""
+    """Rotations and their tables for many texts. Equal rotations are one object, which lets texts be decoded
+    together. Rotations that no text uses any more are dropped."""
 
     def __init__(self) -> None:
         self.tables = RotationTables()
         self._known: list[weakref.ref[Rotations]] = []
 
     def of(self, ctx: Context) -> Context:
-        """A text's context with what is shared."""
+        """A text's context with the shared tables and rotations."""
         ropes = None
         if ctx.ropes is not None:
             known = [alive for one in self._known if (alive := one()) is not None]

@@ -54,12 +54,13 @@ class Ranks:
         return split
 
     def rows(self, name: str, x: Tensor, layer: AttentionLayer) -> Tensor:
-        """The part of an exported tensor that belongs to the heads of this rank; ``layer`` is the rank's."""
+        """This rank's heads of an exported tensor ``[H, ...]``, or ``[N, H, ...]`` for statistics and states: same
+        shape but for the heads. ``layer`` is the rank's."""
         heads = layer.n_heads if name == "queries" else layer.n_kv_heads
         return x.narrow(int(name == "stats" or name.startswith(STATE)), self.rank * heads, heads)
 
     def columns(self, config: HeadsConfig) -> Tensor:
-        """Columns of the concatenation [q; k; v] of all heads that this rank's make up."""
+        """Columns ``[C]`` of this rank in the concatenation [q; k; v] of all heads."""
         D, start, columns = config.head_dim, 0, []
         for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads):
             own = heads // self.size

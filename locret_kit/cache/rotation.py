@@ -1,4 +1,4 @@
-"""Positions by which cached keys are rotated, and the tables of cos and sin, each made once a forward."""
+"""Positions that rotate cached keys, and the tables of cos and sin, each made once per forward."""
 
 from __future__ import annotations
 
@@ -55,13 +55,14 @@ class Positions:
         return most if tokens is None else min(most, tokens)
 
     def place(self, rank: Tensor, position: Tensor, seen: int | Tensor) -> Tensor:
-        """Positions (int64) to rotate by after ``seen`` tokens; ``rank`` and ``position`` broadcast. Not for ``original``."""
+        """Positions (int64) for rotation after ``seen`` tokens, of the broadcast shape of ``rank`` and ``position``.
+        Not for ``original``."""
         before = seen - (self.span or 0)  # tokens before the newest span
         moved = before.clamp(min=0) if isinstance(before, Tensor) else max(0, before)
         return torch.maximum(rank, position.long() - moved)
 
     def next_place(self, rows_BH: Tensor, seen: int | Tensor) -> Tensor:
-        """Position ``[B, H]`` (int64) of the next token, for heads with so many rows."""
+        """Position ``[B, H]`` (int64) of the next token, for heads with ``rows`` rows."""
         if self.span is None:
             return torch.zeros_like(rows_BH) + seen
         # At least its true distance from the span's start, at least its rank.
@@ -87,7 +88,7 @@ class RotationTables:
         self._made.clear()
 
     def made(self) -> list[tuple[Tensor, Tensor]]:
-        """All of them."""
+        """All tables: pairs of cos and sin of shape ``[length, R]``."""
         return list(self._made.values())
 
     def between(self, rope: Rope, start: int | Tensor, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +103,7 @@ class RotationTables:
         return self._made[key]
 
     def upto(self, rope: Rope, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """``[>= length, R]`` of the positions from 0 on."""
+        """Tables of shape ``[>= length, R]`` of the positions from 0 on."""
         return self.between(rope, 0, -(-length // STEP) * STEP, like)
 
     def first(self, rope: Rope, n: int, like: Tensor, ragged: bool) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""A bound cache as a file: everything that it needs to go on exactly, and everything that must be the same where it does.
+"""A bound cache as a file: everything that it needs to continue exactly, and everything that must match there.
 
 Identity is by content: the backbone by its configuration and a fingerprint of its weights, retaining heads by theirs, the
-rotation by the frequencies that were chosen. A file whose parts differ from what is at hand is refused with the first
-difference in words.
+rotation by the frequencies that were chosen. A file is refused if a part differs from the model or heads at hand. The
+error names the first difference.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The record of a saved cache, beside its tensors.
+    """The record of a saved cache, besides its tensors.
 
     Raises:
         ValueError: a field of another type or out of its bound; it is named.
@@ -67,7 +67,7 @@ class Saved:
     parts: dict[str, str]
     """The policy in full, every parameter written out."""
     pool: str | None
-    """Fingerprint of the weights with which a policy merges."""
+    """Fingerprint of the weights of a merging policy."""
     settings: dict[str, object]
     ropes: list[dict[str, object]] | None
     """See ``rotations``."""
@@ -81,7 +81,7 @@ class Saved:
     pins: list[list[Count]]
     """Positions that are never evicted: pairs of start and end, ascending, with a gap between any two."""
     document: dict[str, object] | None
-    """What was read, see ``documents``."""
+    """Further fields about the text that was read, see ``documents``."""
 
     def __post_init__(self) -> None:
         # Anybody may have written the file: every field is checked before one is used.
@@ -112,11 +112,11 @@ HIDDEN = "last_hidden"
 STATES = "states."
 """Prefix of the tensors of layers that are no attention, see ``backbones.spec.States``."""
 Expected = dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]
-"""Tensors by name: dtypes of which one must be theirs, and the shape."""
+"""Tensors by name: their allowed dtypes, and the shape."""
 
 
 def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Check the tensors against the record, then take them. Errors as in ``load_cache``."""
+    """Check dtype and shape of the tensors against the record, then take them. Errors as in ``load_cache``."""
     ctx = cache.context
     spec, dtype, seen = ctx.spec, DTYPES[saved.dtype], {counts.get("seen") for counts in saved.layers}
     if len(saved.layers) != len(cache.bounded):
@@ -183,7 +183,8 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
 
 
 def _reread(schedule: Schedule, stored: Tensor | None) -> list[int]:
-    """The positions that are read again, of the prompt, ascending; the tail's are the last of them."""
+    """Positions of the prompt that are read again, ascending, from a tensor of shape [N]. The tail's are the last of
+    them."""
     if stored is None:
         return []
     total = schedule.prompt_length or 0
@@ -213,7 +214,7 @@ def _check_counts(rows: BoundedLayer, counts: Mapping[str, float], keeps_everyth
 
 
 def _expected(rows: BoundedLayer, held: Mapping[str, Tensor], ctx: Context, layer: AttentionLayer) -> Expected:
-    """The tensors of a layer. Raises ValueError for a store of blocks that there cannot be."""
+    """Dtype and shape of a layer's tensors. Raises ValueError for an impossible store of blocks."""
     shapes = exported_shapes(rows, layer.n_heads).items()
     layout = {name: (dtype, _in_file(rows, name, shape)) for name, (dtype, shape) in shapes}
     if rows.store is not None:
@@ -253,7 +254,8 @@ def _check_tensors(tensors: Mapping[str, Tensor], expected: Expected) -> None:
 
 
 def _check_indices(rows: BoundedLayer, held: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for numbers by which something would be read out of bounds; all others are the file's own."""
+    """Raise ValueError for indices out of bounds: positions, lengths ``[H]`` and the codec's. All other numbers
+    are the file's own."""
     positions, lengths = held.get("positions"), held.get("lengths")
     if positions is not None and positions.numel() and not (positions.min() >= 0 and positions.max() < rows.seen):
         raise ValueError(f"positions must be from 0 to {rows.seen - 1}")
@@ -294,7 +296,7 @@ class CacheFile:
 
     Attributes:
         saved: its record. tensors: the cache's. apart: those that are not the cache's; their names begin with ``APART``.
-        path: where it was read. digest: of what was read; both are empty before there is a file.
+        path: of the file that was read. digest: of its content; both are empty before there is a file.
     """
 
     saved: Saved
@@ -308,7 +310,7 @@ class CacheFile:
         cls, cache: BoundedCache, origin: Origin | None = None, *, document: file.Record | None = None,
         apart: Mapping[str, Tensor] | None = None,
     ) -> CacheFile:  # fmt: skip
-        """A cache, its tensors in logical order; they may share its memory.
+        """A cache with its tensors in logical order and of their exported shape. They may share its memory.
 
         Args:
             origin: where it is known. document: further fields of the record; plain JSON values. apart: further tensors.
@@ -366,7 +368,7 @@ class CacheFile:
 
     @classmethod
     def read_record(cls, path: str | Path) -> CacheFile:
-        """A file without its tensors. Errors as ``read``, but that nobody compares its digest."""
+        """A file without its tensors. Errors as ``read``, but the digest is not compared."""
         record = file.read_record(Path(path))
         digest = str(record.pop("digest", ""))
         return cls(cls._saved(record, path), {}, {}, str(path), digest)
@@ -389,7 +391,7 @@ class CacheFile:
 
     @property
     def created(self) -> int:
-        """Second in which it was written, since 1970."""
+        """Time of writing, in whole seconds since 1970."""
         return timegm(time.strptime(self.saved.created, CREATED))
 
     def write(self, path: str | Path, check: Callable[[], object] | None = None) -> str:
@@ -443,7 +445,7 @@ def save_cache(
     cache: BoundedCache, path: str | Path, document: file.Record | None = None, more: Mapping[str, Tensor] | None = None,
     check: Callable[[], object] | None = None,
 ) -> str:  # fmt: skip
-    """Write a cache to ``path``; the digest of what was written.
+    """Write a cache to ``path``, with further tensors of any shape; returns the digest of the file.
 
     Args:
         document: further fields of the record; plain JSON values. more: further tensors. check: see ``file.write``.
@@ -492,8 +494,8 @@ def load_cache(
         force: take rows of a narrower dtype than the model's.
 
     Raises:
-        OSError: there is no such file, or no memory for the cache. ValueError: the file is damaged, or the first difference to
-            what is at hand.
+        OSError: there is no such file, or no memory for the cache. ValueError: the file is damaged, or differs from the
+            model or heads; names the first difference.
     """
     return CacheFile.read(path).restore(model, heads, policy, force=force)
 

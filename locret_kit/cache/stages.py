@@ -28,7 +28,7 @@ from .view import turned_back
 
 @dataclass(frozen=True)
 class MergeStage(Stage):
-    """Folds the slots that go into those that stay, in place and one head at a time: beside the buffers there are never more
+    """Folds the slots that go into those that stay, in place and one head at a time: besides the buffers there are never more
     than a head's rows in float32. Pinned slots are as they were read: no merger sees them."""
 
     merger: Merge
@@ -117,7 +117,7 @@ TILE = 64
 
 @dataclass(frozen=True)
 class RecallStage(Stage):
-    """Stores what is evicted, and brings blocks back for the tokens that are read next."""
+    """Stores evicted slots, and brings blocks back for the tokens that are read next."""
 
     recall: Recall
 
@@ -222,7 +222,7 @@ class _Lookup:
     """Rows of the part up to the last of them."""
     recalled: Recalled
     shown: Tensor | None
-    """``[b, h, K]``: blocks whose kept slots are seen, beside the first tokens and the newest slots; None where all are."""
+    """``[b, h, K]``: blocks whose kept slots are seen, besides the first tokens and the newest slots; None where all are."""
     local: int
     """Newest slots before the tokens that are seen then."""
 
@@ -240,7 +240,8 @@ class _Lookup:
 def _attend_part(
     ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, part: EqualLengthHeads, lookup: _Lookup
 ) -> Tensor:
-    """Attention ``[b, Q, t, D]`` of heads of equal length, over what has come back and the rows; these gain its statistics."""
+    """Attention ``[b, Q, t, D]`` of heads of equal length, over the recalled blocks and the rows. The rows gain its
+    statistics."""
     back, q_bQtD, n = lookup.recalled, lookup.q, lookup.rows
     kept_bhS = part.positions[:, :, :n].long()
     keys = torch.cat((back.keys, part.keys[:, :, :n]), 2)
@@ -317,7 +318,7 @@ def _count(ctx: Context, stats: Tensor, weights_bhGtS: Tensor, seen_bht: Tensor)
 
 
 def stages_of(policy: Policy) -> tuple[Stage, ...]:
-    """The stages of a policy, in the order in which they see an eviction."""
+    """The stages of a policy, in the order of their part in an eviction."""
     stages: list[Stage] = []
     if policy.merge is not None:
         stages.append(MergeStage(policy.merge))

@@ -1,7 +1,9 @@
-"""One step of a layer: new tokens become rows, attend to what they see, and the policy evicts where the schedule says.
+"""One step of a layer: new tokens become rows and attend to the rows that they see; the policy evicts where the
+schedule asks for it.
 
-Steps of any shape and those of fixed shapes (``runtime.drivers.graph``) are the same. In the second the text's length, and of a
-single token its row and the lengths of heads, are numbers on the device (``StaticStep``), and nothing is read back.
+Steps of any shape and those of fixed shapes (``runtime.drivers.graph``) are the same. In the
+second the text's length is a number on the device (``StaticStep``). For a single token, so are its row and the lengths
+of heads. Nothing is read back.
 """
 
 from __future__ import annotations
@@ -59,7 +61,10 @@ def attend_token(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed:
 
 
 def row_rotation(ctx: Context, rope: Rope, longest: int, like: Tensor, seen: int | Tensor) -> RowRotation | Angles:
-    """Rotation of a token's query and of the keys that it sees, at most ``longest`` of a head, in a text of ``seen`` tokens."""
+    """Rotation of a token's query and of the keys that it sees, at most ``longest`` of a head.
+
+    The text has ``seen`` tokens: a number, or a tensor of shape [].
+    """
     span, both = ctx.positions.span or 0, (rope, rope.of_queries)
     if not span and ctx.backend.kernels == "triton":
         return Angles(*(one.steps(longest, like.device) for one in both))
@@ -98,7 +103,7 @@ def attend_newest(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed
 
 
 def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedRows, q: Tensor) -> Tensor:
-    """``attend_newest`` of a block over all heads of a layer at once."""
+    """Attention ``[1, Q, T, D]`` of a block's queries ``[1, Q, T, D]`` over all heads of a layer at once."""
     keys, values = (rows.codec.read(name, (slice(0, len(rows.positions)),)) for name in ("keys", "values"))
     starts_H, lengths_H, rope = layout.starts, layout.lengths, ctx.read_rope(layer, rows)
     if rope is not None:
@@ -128,8 +133,11 @@ def _attend_part(
     softmax: Softmax,
     seen: int | Tensor,
 ) -> Tensor:
-    """Attention of heads of equal length after ``seen`` tokens, the newest included; their slots gain its statistics. Rows are
-    read in place, unless the policy's prefill mask hides some of them."""
+    """Attention ``[1, Q, T, D]`` of heads of equal length after ``seen`` tokens, the newest included. Their slots
+    gain its statistics.
+
+    Rows are read in place, unless the policy's prefill mask hides some of them.
+    """
     T, shown, rotation = q.shape[2], None, None
     if (mask := prefill_mask(ctx, rows)) is not None:
         shown = mask.visible(part.keys.shape[2], rows.since_eviction)
@@ -169,7 +177,7 @@ def _picked(rows: Tensor, seen: Sequence[slice] | None) -> Tensor:
 
 
 def _add_picked(stat_bhS: Tensor, made: Tensor, seen: Sequence[slice] | None) -> None:
-    """Add statistics of the rows that are seen to those of all rows, in place."""
+    """Add statistics ``[b, h, n]`` of the seen rows to those of all rows ``[b, h, S]``, in place."""
     start = 0
     for piece in seen or (slice(None),):
         target = stat_bhS[..., piece]
@@ -181,7 +189,7 @@ def _add_picked(stat_bhS: Tensor, made: Tensor, seen: Sequence[slice] | None) ->
 
 
 def in_model_type(ctx: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors in the model's type, which rows have: autocast makes others."""
+    """Tensors of any shape in the model's dtype, which rows have: autocast makes others."""
     if not tensors[0].is_meta and torch.is_autocast_enabled(tensors[0].device.type):
         return tuple(x.to(ctx.model.dtype) for x in tensors)
     return tensors
@@ -263,7 +271,8 @@ class Eviction(NamedTuple):
 def make_room(
     ctx: Context, layers: Iterable[tuple[int, BoundedLayer]], tokens: int, seen: int | Tensor | None = None
 ) -> None:
-    """Before a block is appended: windowed layers forget what no query can see; decoding evicts when full."""
+    """Before a block is appended: windowed layers drop rows that no query can see, and full layers evict. ``seen``:
+    None, a number or a tensor of shape []."""
     cuts = []
     for layer, rows in layers:
         due = ctx.due(layer, rows, tokens)
@@ -278,7 +287,7 @@ def make_room(
 
 
 def evict_if_due(ctx: Context, layers: Iterable[tuple[int, BoundedLayer]], seen: int | Tensor | None = None) -> None:
-    """Evict at a boundary of the schedule."""
+    """Evict at a boundary of the schedule. ``seen``: None, a number or a tensor of shape []."""
     dues = ((layer, rows, ctx.due(layer, rows, 0)) for layer, rows in layers)
     cuts = [Eviction(layer, rows, due.keep, due.last) for layer, rows, due in dues if due.keep is not None]
     evict(ctx, cuts, seen)
@@ -301,8 +310,10 @@ def evicts_together(ctx: Context, rows: BoundedLayer) -> bool:
 
 
 def evict(ctx: Context, cuts: Iterable[Eviction], seen: int | Tensor | None = None) -> None:
-    """Cut layers: one choice of slots for all that may go together and whose heads are of one length. ``seen`` is the text's
-    length on the device, where the host's must not be read."""
+    """Cut layers, with one choice of slots for all layers that may go together and have heads of one length.
+
+    ``seen`` is the text's length as a tensor of shape [] on the device, where the host's must not be read.
+    """
     alike: dict[Hashable, list[Eviction]] = {}
     for cut in cuts:
         rows = cut.rows
@@ -314,7 +325,7 @@ def evict(ctx: Context, cuts: Iterable[Eviction], seen: int | Tensor | None = No
 
 
 def _evict(ctx: Context, cuts: Sequence[Eviction], seen: int | Tensor | None) -> None:
-    """``evict`` of layers that go together."""
+    """Cut layers that go together, after ``seen`` tokens (None, a number or a tensor of shape [])."""
     policy, counters, (_, first, keep, last) = ctx.policy, ctx.counters, cuts[0]
     stabilizers = 0 if last else min(ctx.schedule.stabilizers, keep)
     slots_L = [slots_of(ctx, layer, rows, keep, stabilizers, seen) for layer, rows, *_ in cuts]

@@ -1,7 +1,7 @@
-"""Several texts in one forward: linear layers see the new tokens of all texts at once, attention and evictions are those of each
-text alone.
+"""Several texts in one forward. Linear layers see the new tokens of all texts at once; attention and evictions are
+those of each text alone.
 
-Texts of which each has one new token, and whose rows lie in one pool, are written and attended to in one call. The same step as
+Texts with one new token each, and rows in one pool, are written and attended to in one call. The same step as
 ``step.read_tokens`` of each, but for rounding.
 """
 
@@ -34,7 +34,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class RowIndex:
-    """Where the next token of each text goes, and what it sees."""
+    """The row of each text's next token, and the rows that it sees."""
 
     at_NH: Tensor
     """Number of its row in each head."""
@@ -47,7 +47,7 @@ class RowIndex:
 
 
 RowNumbers = tuple[int, tuple[tuple[int, int, int, int], ...]]
-"""Heads of a layer, and of each text the first row of its page, the rows of a head for which there is room, those that it holds,
+"""Heads of a layer, and four numbers per text: the first row of its page, the room per head in rows, the rows held,
 and the tokens before the next one."""
 
 
@@ -61,7 +61,7 @@ class StepTables:
     """Numbers of one forward that layers share: one copy to the device for all that have the same counts.
 
     Args:
-        given_X4N: the ``row_numbers`` of ``N`` texts on the device already, in the order in which layers ask for them, for a
+        given_X4N: the ``row_numbers`` of ``N`` texts on the device already, in the order of the layers' calls, for a
             forward with fixed shapes.
     """
 
@@ -135,7 +135,7 @@ class TextBatch:
         self._position_N = None if given_X4N is None else given_X4N[0, 3]
 
     def positions(self, size: int, device: torch.device) -> Tensor:
-        """Position ``[size]`` in its text of each token of the forward; 0 where there is none."""
+        """Position in its text of each token of the forward, of shape ``[size]``; 0 where there is no token."""
         if self._position_N is None or len(self._position_N) != size:
             places = [0] * size
             for (start, end), seen in zip(self.spans, self.seen, strict=True):
@@ -147,7 +147,7 @@ class TextBatch:
         self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, softmax: Softmax, out_NQD: Tensor,
         x_NC: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Attention of the new tokens in one layer, into ``out``; they become rows, and what is due is evicted.
+        """Attention of the new tokens in one layer, into ``out``. They become rows, and a due eviction runs.
 
         Args:
             x_NC: normed input of the layer, where it is at hand.
@@ -179,7 +179,7 @@ class TextBatch:
             text.close(layer)
 
     def finish(self) -> None:
-        """Evict in every text what has waited for the end of the forward."""
+        """Run the evictions that wait for the end of the forward, in every text."""
         for text in self.texts:
             text.evict_waiting()
 

@@ -54,10 +54,13 @@ def count(pins: Pins) -> int:
 
 
 def check_room(ctx: Context, pins: Pins, layers: Sequence[BoundedLayer] = ()) -> None:
-    """Raise ValueError where some layer could not hold the pinned tokens, its stabilizers or the prompt's tail, and one slot
-    that the policy chooses. Evictions leave ``budget`` slots, stabilizers among them; the one before the tail leaves
-    ``budget - tail``, without. Of what was read, the tokens count that ``layers`` still hold. Before a second reading all
-    count, and its passages must hold them: no layers are passed then."""
+    """Raise ValueError where a layer has no room for the pinned tokens, its stabilizers or the prompt's tail, and
+    one slot of the policy's choice.
+
+    Evictions leave ``budget`` slots, stabilizers among them. The one before the tail leaves ``budget - tail``, without
+    stabilizers. Tokens read so far count if ``layers`` still hold them. Before a second reading all count, and its
+    passages must hold them: no layers are passed then.
+    """
     if ctx.policy.keeps_everything or not any(ctx.budgets) or not pins:
         return
     s, reread = ctx.schedule, None if layers else ctx.policy.reread
@@ -105,8 +108,10 @@ def pinned_slots(pins: Pins, positions_BHS: Tensor, valid_BHS: Tensor) -> Tensor
 def slots_of(
     ctx: Context, layer: int, rows: BoundedLayer, keep: int, stabilizers: int, length: int | Tensor | None = None
 ) -> Slots:
-    """Slots of a layer that must be cut to ``keep`` per head, in a text of ``length`` tokens so far: by default as many as
-    the host knows, or an integer tensor without axes that the host never reads."""
+    """Slots of a layer that must be cut to ``keep`` per head, in a text of ``length`` tokens so far.
+
+    By default the host knows the length. An integer tensor of shape [] is never read by the host.
+    """
     seen = rows.seen if length is None else length
     # Of every kept statistic [B, H, S]; the count of queries that have seen a slot follows from its position.
     # The group's come first, then those of each of its query heads by itself.
@@ -151,7 +156,7 @@ def slots_of(
 
 
 def _of_query_head(slots: Slots, g: int, G: int, stats: Mapping[str, Tensor], keys: Callable[[], Tensor]) -> Slots:
-    """The slots as the ``g``-th of the ``G`` query heads of every group sees them."""
+    """The slots as the ``g``-th of the ``G`` query heads of every group sees them; ``stats`` of shape ``[B, H, S]``."""
     softmax = slots.softmax.of(slice(g, None, G))
     return replace(slots, stats=stats, keys=keys, queries=lambda: slots.queries()[:, g::G], softmax=softmax)
 
@@ -188,7 +193,7 @@ def _raw_keys(ctx: Context, layer: int, rows: BoundedLayer) -> Tensor:
 
 
 def turned_back(rope: Rope, keys: Tensor, positions: Tensor) -> Tensor:
-    """Keys ``[..., D]`` before RoPE of keys rotated for ``positions [...]``."""
+    """Keys before RoPE, of shape ``[..., D]``, from keys rotated for ``positions [...]``."""
     cos, sin = (table.view(*positions.shape, -1) for table in rope.tables(positions.flatten(), keys.dtype))
     turned = rotate(keys, cos, -sin)
     # LongRoPE scales cos and sin: turning there and back does so twice.
@@ -239,7 +244,8 @@ def score_alike(contexts: Sequence[Context]) -> bool:
 
 
 def _head_product(ctx: Context, layer: int, q: Tensor, k: Tensor, v: Tensor) -> HeadProduct | None:
-    """The products of a layer's retaining head, where they are the whole score: the launch that writes rows makes the second."""
+    """The hidden product ``[B, T, R]`` of a layer's retaining head, and its last weight, where they are the whole
+    score. The launch that writes rows makes the second product."""
     if ctx.heads is None or ctx.backend.kernels != "triton" or not ctx.scores_by_head:
         return None
     head = ctx.heads[layer]
@@ -255,14 +261,14 @@ def folded_scores(ctx: Context, layer: int, x_BTC: Tensor | None, tokens: int) -
 
 
 def of_tokens(score: Score, at: slice | Tensor) -> Score:
-    """Entry scores of some of the tokens."""
+    """Entry scores ``[B, H, T]`` of some of the tokens."""
     if isinstance(score, HeadProduct):
         return score._replace(hidden_BTR=score.hidden_BTR[:, at])
     return None if score is None else score[:, :, at]
 
 
 def scores_of(score: Score, k_BHTD: Tensor) -> Tensor:
-    """Entry scores ``[B, H, T]`` of new tokens with such keys; zeros where nobody reads them."""
+    """Entry scores ``[B, H, T]`` of new tokens with such keys; zeros where they are not read."""
     if score is None:
         return torch.zeros((), dtype=torch.float32, device=k_BHTD.device).expand(k_BHTD.shape[:3])
     return score.scores() if isinstance(score, HeadProduct) else score
@@ -271,8 +277,9 @@ def scores_of(score: Score, k_BHTD: Tensor) -> Tensor:
 def score_by_logits(
     ctx: Context, layers: Sequence[BoundedLayer], hidden_BTE: Tensor, ids_BT: Tensor | None, before: Tensor | None
 ) -> Tensor:
-    """Set the entry scores of the newest tokens by their probabilities, the same in every layer and head. Returns the final
-    hidden state by which the next token is judged; ``before`` is the one for the first of these.
+    """Set the entry scores of the newest tokens by their probabilities, alike in every layer and head.
+
+    Returns the final hidden state that judges the next token. ``before`` is the state for the first of these tokens.
 
     Raises:
         ValueError: the tokens are not known.
@@ -291,7 +298,7 @@ def score_by_logits(
 def entry_scores(
     ctx: Context, layer: int, rows: BoundedLayer | None, seen: int | Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> Score:
-    """Scores of new tokens after ``seen`` others; None where nobody reads them. Tokens of several texts, whose contexts
+    """Scores of new tokens after ``seen`` others; None where they are not read. Tokens of several texts, whose contexts
     ``score_alike``, have no ``rows``; ``seen`` is then the position ``[B, T]`` of each in its own."""
     began = time.perf_counter()
     # A windowed layer's scores are never read, and its score's memory would grow with the text.
@@ -342,8 +349,11 @@ def check_reread(policy: Policy, schedule: Schedule) -> None:
 
 
 def choose_passages(ctx: Context, reread: Reread, layers: Sequence[BoundedLayer], total: int) -> list[int]:
-    """Positions in a prompt of ``total`` tokens that are read in its place, the pinned ones' and the tail's included. Every
-    layer, which holds the first reading of the tail, is emptied; what it has seen then ends before those tokens."""
+    """Positions in a prompt of ``total`` tokens that are read again in its place, with the pinned tokens and the
+    tail.
+
+    Every layer holds the first reading of the tail and is emptied. Its seen tokens then end before the chosen ones.
+    """
     body, tail = ctx.schedule.body or 0, ctx.schedule.tail
     size = reread.size(min(budget for budget in ctx.budgets if budget), tail)
     score_P = torch.zeros(body, dtype=torch.float32, device=ctx.model.device)
@@ -371,8 +381,8 @@ def prompt_positions(reread: Sequence[int], total: int, start: int, end: int) ->
 
 
 def in_rows(pins: Pins, reread: Sequence[int], total: int) -> Pins:
-    """Pins of a prompt of ``total`` tokens as ranges of the positions that rows carry, where the positions ``reread`` are read
-    in the place of its last ones: what is not read again is gone."""
+    """Pins of a prompt of ``total`` tokens as ranges of the positions in rows. The positions ``reread`` are read in
+    the place of its last ones; other tokens are gone."""
     if not reread:
         return pins
     first, pinned = total - len(reread), [range(*pin) for pin in pins]
@@ -385,6 +395,7 @@ def in_prompt(reread: Sequence[int], total: int, positions: Kept) -> Kept:
     """Positions at which a layer holds rows (``[1, H, rows]``, or ``[0][h]`` where heads differ) as positions in the prompt."""
 
     def moved(position: Tensor) -> Tensor:
+        """Positions in the prompt of positions in rows, of the same shape."""
         # Position p of the last len(reread) ones holds prompt token reread[p - (total - len)]; later ones were decoded.
         at = torch.tensor(reread, dtype=position.dtype, device=position.device)
         place = (position - (total - len(at))).clamp(max=len(at) - 1)

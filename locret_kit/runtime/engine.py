@@ -39,15 +39,13 @@ class Engine:
     Args:
         model: a causal language model; attached inside each step unless it is already.
         piece: tokens of prompts in one forward, at most; a chunk of one prompt may be more.
-        chunk: tokens of a chunk, by which prompts are read in the order of ``PromptScheduler``; None reads them in the order in
-            which they were added.
-        alone: whether it runs one sequence, whose forwards may cross the boundaries at which its cache cuts them, and
-            whose errors ``step`` raises.
+        chunk: tokens of a chunk, the unit of ``PromptScheduler``; None reads prompts in the order of their arrival.
+        alone: whether it runs one sequence, whose forwards may cross its cache's boundaries, and whose errors ``step`` raises.
         graph: as in ``session.decode``.
         pages: texts whose rows lie side by side, so that their tokens are made in one call a layer; see ``PagePool``.
 
     Attributes:
-        running: sequences that have not ended. Nobody waits here: whoever adds sequences bounds how many there are.
+        running: sequences that have not ended. There is no queue here: the caller bounds their number.
 
     Raises:
         ValueError: a piece below 1.
@@ -77,7 +75,8 @@ class Engine:
     def shared(
         cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: int, *, piece: int = 512, chunk: int | None = None
     ) -> Engine:  # fmt: skip
-        """An engine for so many texts at once. What the first token would wait for is compiled."""
+        """An engine for up to ``texts`` texts at once. The compiled call is made here, so that the first token does
+        not wait for it."""
         model = unwrapped(model)
         # On a CPU one compiled call makes the tokens of all texts, wherever their rows lie.
         pages = 0 if model.device.type == "cpu" else texts
@@ -117,8 +116,11 @@ class Engine:
         return sequence
 
     def resume(self, request: Request, cache: BoundedCache, logits_V: Tensor) -> Sequence:
-        """A sequence whose prompt ``cache`` has read, the last token of which has these logits: its first token is chosen at
-        once. Raises RuntimeError as ``Sequence.take``."""
+        """A sequence whose prompt ``cache`` has read. Its first token is chosen at once from the logits ``[V]`` of
+        the prompt's last token.
+
+        Raises RuntimeError as ``Sequence.take``.
+        """
         sequence = Sequence(request, began=time.perf_counter(), alone=self.alone, cache=cache)
         sequence.choose = request.choose or Chooser(request.sampling, request.seed, logits_V.device, request.ids)
         if sequence.take(logits_V, self.stop):
@@ -126,7 +128,7 @@ class Engine:
         return sequence
 
     def cancel(self, sequence: Sequence, reason: str = "cancelled") -> None:
-        """Let a sequence leave, whatever it is doing; one that has ended stays as it is."""
+        """Let a sequence leave, in any state; one that has ended stays as it is."""
         if sequence.finish_reason is None:
             sequence.end(reason)
             self.running = [one for one in self.running if one is not sequence]
@@ -197,7 +199,7 @@ class Engine:
         return logits_TV[-1:]
 
     def _begin(self) -> list[Sequence]:
-        """Make the caches of the sequences that were added; gives those for which that failed."""
+        """Make the caches of the added sequences. Returns the sequences whose cache could not be made."""
         failed = []
         added, self._added = self._added, []
         for sequence, make_cache in added:

@@ -1,8 +1,11 @@
-"""KVzip, the unbounded oracle: which slots does the backbone read when it repeats the context word for word?
+"""KVzip, the unbounded oracle: it scores slots by the backbone's attention while it repeats the context word for
+word.
 
-The whole context is read with full attention and kept; then the backbone is asked to repeat it, chunk by chunk, and a slot is
-worth the most attention that any query of that repetition pays to it. About three prefills, and a cache of the whole
-context: it says what an eviction could know, and is not a bounded method, so only its scores are to be compared.
+The whole context is read with full attention and kept. Then the backbone is asked to repeat it, chunk by chunk. A
+slot's score is the most attention that any query of that repetition pays to it. It costs about three prefills, and a
+cache of the whole context. It shows the best that an eviction could know. It is not a bounded method, so compare only
+its scores.
+
 Source: KVzip, arXiv 2505.23416, section 3.
 """
 
@@ -36,7 +39,7 @@ CHUNK = 2048
 OVERLAP = 8
 """Tokens before a chunk that its request quotes."""
 SINKS = 4
-"""First tokens of the context, kept whatever they score."""
+"""First tokens of the context, kept at any score."""
 ALL = "\n\nRepeat the previous context exactly."
 PART = "\n\nRepeat the part of the previous context exactly, starting with "
 POLICY = Policy("kvzip", Recency(), (), TopK(), source="KVzip, arXiv 2505.23416", keeps_everything=True)
@@ -89,8 +92,8 @@ class Repetition(Handler):
 
 @dataclass(frozen=True)
 class KVzip:
-    """The oracle with one prompt's settings: it reads all of the prompt but the last ``local_len`` tokens, of which it keeps
-    ``budget - local_len`` slots; the others count against the budget and are kept.
+    """The oracle with one prompt's settings. It reads all of the prompt but the last ``local_len`` tokens, and keeps
+    ``budget - local_len`` of their slots. The other tokens count against the budget and are kept.
 
     Args:
         joint: share the slots among all heads and layers by score, as published, in whole rows a head on a layer's
@@ -119,7 +122,7 @@ class KVzip:
     def read(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, chat: bool = False
     ) -> BoundedCache:
-        """A cache of the best slots of a prompt's context, from which an ``Answer`` goes on with the whole prompt.
+        """A cache of the best slots of a prompt's context. An ``Answer`` continues from it with the whole prompt.
 
         Args:
             chat: the prompt is a rendered chat template, so the context is repeated in the assistant's turn.

@@ -96,7 +96,7 @@ class Report:
     """'cpu', 'graph', or 'dynamic' and why."""
     versions: dict[str, str]
     host_bytes: int = 0
-    """Bytes of what was evicted and is stored in the host's memory."""
+    """Bytes of evicted slots that are stored in the host's memory."""
     recall: dict[str, float] | None = None
     """Counters of what came back, see ``cache.stages``; None where nothing can."""
     read_before: int = 0

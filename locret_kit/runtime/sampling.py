@@ -27,7 +27,7 @@ class Constraint(Protocol):
     """The tokens that may come next in one answer, such as those of a grammar."""
 
     def allowed(self, vocabulary: int) -> Tensor:
-        """Whether each token may come next ``[vocabulary]``, bool on the CPU."""
+        """Whether each token may come next: bool, of shape ``[vocabulary]``, on the CPU."""
 
     def take(self, token: int) -> None:
         """Note the token that was chosen."""
@@ -116,7 +116,7 @@ class Chooser:
             self._constraint.take(token)
 
     def _changed(self, logits_V: Tensor) -> Tensor:
-        """Logits with what the answer's own tokens, biases and the constraint make of them."""
+        """Logits ``[V]`` changed by penalties on the answer's own tokens, by biases and by the constraint."""
         sampling, changes = self._sampling, defaultdict[int, float](float)
         if sampling.frequency_penalty or sampling.presence_penalty:
             for token, times in self._answered.items():

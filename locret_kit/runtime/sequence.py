@@ -32,7 +32,8 @@ class Request:
     top_logprobs: int | None = field(default=None, kw_only=True)
     """Number of the likeliest tokens whose log-probabilities come with each token's own; None for neither."""
     prompt_logprobs: bool = field(default=False, kw_only=True)
-    """Whether those of the prompt's tokens are wanted too, each after what the cache had kept when it was read."""
+    """Whether log-probabilities of the prompt's tokens are wanted too. Each depends on the slots that the cache had
+    kept at that point."""
     choose: Callable[[Tensor], int] | None = field(default=None, kw_only=True)
     """The next token by its logits ``[V]``, such as one that is forced; by default ``sampling`` chooses."""
     on_prompt: Callable[[Tensor, int], None] | None = field(default=None, kw_only=True)
@@ -131,8 +132,11 @@ class Sequence:
         return self.text[at.start : at.stop] if isinstance(at, range) else self.text[torch.tensor(at, device="cpu")]
 
     def advance(self, logits_V: Tensor, stop: frozenset[int]) -> bool:
-        """Go on after a forward of its new tokens, the last of which has these logits; whether it has one more token or has
-        ended. Raises RuntimeError as ``take``."""
+        """Continue after a forward of its new tokens, with the logits ``[V]`` of the last one. Returns whether it
+        has one more token or has ended.
+
+        Raises RuntimeError as ``take``.
+        """
         if self.reading:
             assert self.cache is not None
             self.cache.start_reread()
@@ -147,8 +151,8 @@ class Sequence:
         return True
 
     def note_prompt(self, logits_TV: Tensor) -> None:
-        """Note the log-probabilities of the prompt's tokens that follow those just read, which have these logits. What is read
-        for the second time was noted in the first."""
+        """Note the log-probabilities of the prompt tokens after those just read, from their logits ``[T, V]``. A
+        second reading is not noted."""
         assert self.cache is not None
         if self.cache.reread_positions:
             return
@@ -213,7 +217,7 @@ class Sequence:
 PATIENCE = 3
 """Chunks of other prompts between a prompt's entry and its end, and between two tokens of an answer, at most."""
 LONG = 16
-"""Chunks of a prompt, at most; what is longer is a book until so many are left."""
+"""Most chunks of a prompt that is no book. A longer one is a book until this number of its chunks is left."""
 
 
 class Prompt(Protocol):
@@ -221,7 +225,7 @@ class Prompt(Protocol):
 
     @property
     def left(self) -> int:
-        """Tokens to read; 0 when it has ended, in whatever way."""
+        """Tokens to read; 0 when it has ended, in any way."""
 
     @property
     def step(self) -> int:
@@ -236,7 +240,7 @@ class QueueEntry(Generic[P]):
     """A prompt that has entered.
 
     Attributes:
-        background: a book of whatever length.
+        background: a book of any length.
         passed: tokens of others that were read since it entered; of a book, since its last piece.
         taken: its own tokens in the forward that is being made up.
     """
@@ -248,7 +252,7 @@ class QueueEntry(Generic[P]):
 
 
 class PromptScheduler(Generic[P]):
-    """The order in which prompts are read.
+    """The order of reading prompts, with a bounded wait.
 
     Args:
         chunk: tokens of a chunk. piece: tokens of prompts in one forward, at most; a chunk of one prompt may be more.

@@ -31,16 +31,16 @@ def prefill(
     progress: Callable[[int, int], None] | None = None,
     graph: bool | None = None,
 ) -> Tensor:
-    """Read the prompt through ``cache``: logits ``[V]`` after its last token. What the cache has seen already (a fork) is taken
-    as the prompt's beginning and not read again.
+    """Read the prompt through ``cache``: logits ``[V]`` after its last token. Tokens that the cache has seen already
+    (a fork) are the prompt's beginning. They are not read again.
 
     Args:
         ids: any integer sequence; fewer than the cache's ``prompt_length`` are the beginning of a prompt.
         progress: called as ``progress(done, total)`` after every piece.
-        graph: False replays no CUDA graph for chunks of a long prompt, as is done where it is possible.
+        graph: False never replays a CUDA graph for chunks of a long prompt; None does where it is possible.
 
     Raises:
-        ValueError: no tokens, none that are new, or more than the prompt for which the cache was made.
+        ValueError: no tokens, none that are new, or a longer prompt than the cache was made for.
     """
     model = unwrapped(model)
     total, expected = len(ids), cache.schedule.prompt_length
@@ -80,11 +80,11 @@ def decode(
     seed: int = 0,
     graph: bool | None = None,
 ) -> Iterator[int]:
-    """Token ids one by one, the first chosen from ``logits``; ends before an id of ``stop``.
+    """Token ids one by one, the first chosen from ``logits [V]``; ends before an id of ``stop``.
 
     ``graph=None`` replays a CUDA graph for each token from the fourth on where it is possible, True raises where it is not, False
     never does. With the backend ``cpu`` one compiled call makes a token, where it takes the cache (see ``drivers.cpu``).
-    ``cache.counters.decoding`` says what was done.
+    ``cache.counters.decoding`` says how tokens are made.
 
     Raises:
         ValueError: ``graph=True`` where it is not possible; says why.
@@ -108,7 +108,7 @@ def written(engine: Engine, sequence: Sequence) -> Iterator[int]:
 
 
 def ready(model: PreTrainedModel, cache: BoundedCache) -> None:
-    """Make what the first decoded token would wait for: on a CPU the compiled call and its weights."""
+    """Prepare the first decoded token: on a CPU the compiled call and its weights."""
     Decoding(model, cache)
 
 
@@ -130,7 +130,7 @@ class Answer:
     """An answer that is written while it is read: ``for piece in answer`` gives final pieces of text, and ``str(answer)``
     all of it. Its thought, where one is watched, comes in pieces that are a ``ThoughtPiece``, and is no part of ``str(answer)``.
 
-    The cache reads the prompt with the first piece. What it has seen of it before (a fork) is not read again.
+    The cache reads the prompt with the first piece. Tokens that it has seen before (a fork) are not read again.
 
     Args:
         cache: made for this prompt.
@@ -144,7 +144,7 @@ class Answer:
         first_token_s: seconds from the start to the first token. thought_text: the thought so far.
 
     Raises:
-        OutOfMemory: says what was asked, what was free and which settings fit.
+        OutOfMemory: names the memory asked for, the free memory, and the settings that fit.
         ValueError: ``graph=True`` where it is not possible, and why; a prompt of another length than the cache's.
     """
 
@@ -165,6 +165,8 @@ class Answer:
         on_prompt: Callable[[Tensor, int], None] | None = None,
         thought: Thought | None = None,
     ) -> None:
+        """Check the settings and bind the cache; nothing is read yet. ``choose`` takes logits ``[V]``, ``on_prompt``
+        logits ``[T, V]``."""
         model = unwrapped(model)
         if not cache.get_seq_length() and cache.schedule.prompt_length not in (None, len(ids)):
             raise _other_length(cache, len(ids))
@@ -239,7 +241,7 @@ class Answer:
         yield from last
 
     def _said(self, piece: str) -> Iterator[str]:
-        """What is new of the answer: a piece of its text, or of thought and text where a thought is watched."""
+        """The new part of the answer: a piece of its text, or of thought and text where a thought is watched."""
         if self.thought is None:
             pieces = [piece] if piece else []
         else:

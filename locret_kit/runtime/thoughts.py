@@ -1,4 +1,4 @@
-"""The thought in an answer, told by its tokens: what it says, where it stands, and how long it may be."""
+"""The thought in an answer, recognised by its tokens: its text, its place, and a bound on its length."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Thought:
 
     Args:
         opened: whether the prompt has begun it. apart: whether the answer's own bound leaves its tokens out.
-        max_tokens: of the thought; after so many it is closed by its end mark. None for no bound.
+        max_tokens: of the thought. At this number its end mark closes it. None for no bound.
 
     Attributes:
-        events: pieces of thought and text that nobody has taken. cut: whether the thought was closed at its bound.
+        events: pieces of thought and text that were not taken yet. cut: whether the thought was closed at its bound.
     """
 
     def __init__(

@@ -17,11 +17,11 @@ from ..rotate import rotate_rows
 __all__ = ["attend", "attend_and_count", "join_parts"]
 
 MAX_WEIGHTS = 1 << 20
-"""Weights at a time of attention that counts them, about: what a core's caches hold."""
+"""Attention weights computed at a time where they are counted, about: as many as fit a core's caches."""
 
 
 class ChunkRotation(NamedTuple):
-    """Tables by which keys ``[S, R]`` and a chunk's queries ``[T, R]`` are rotated."""
+    """Tables that rotate keys ``[S, R]`` and a chunk's queries ``[T, R]``."""
 
     cos_SR: Tensor
     sin_SR: Tensor
@@ -57,7 +57,8 @@ def attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tu
 
 
 def join_parts(a_BQTD: Tensor, lse_a_BQT: Tensor, b_BQTD: Tensor, lse_b_BQT: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention ``[B, Q, T, D]`` and log-sum-exp over the rows of two parts, of which each has its own."""
+    """Attention ``[B, Q, T, D]`` and log-sum-exp ``[B, Q, T]`` over all rows, joined from those over two parts of
+    the rows."""
     share = torch.sigmoid(lse_b_BQT - lse_a_BQT)[..., None]
     out_BQTD = torch.lerp(a_BQTD.to(share.dtype), b_BQTD.to(share.dtype), share).to(a_BQTD.dtype)
     return out_BQTD, torch.logaddexp(lse_a_BQT, lse_b_BQT)

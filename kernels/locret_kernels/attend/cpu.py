@@ -1,7 +1,8 @@
-"""Attention of a chunk and what its weights add up to, in one call (``cpu.cpp``): as the definition but for rounding.
+"""Attention of a chunk and the statistics of its weights, in one call (``cpu.cpp``). It equals the definition but
+for rounding.
 
-Each weight is computed once, for the output and for what is summed over it, and rows are rotated as they are read. Keys and
-values of bfloat16 are read as they are; weights and sums are of float32.
+Each weight is computed once, for the output and for the statistics. Rows are rotated as they are read. Keys and values
+of bfloat16 are read as they are; weights and sums are of float32.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ TILE = 64
 """Queries at a time, so that ``[Q, TILE, S]`` logits exist and not all of them."""
 STATISTICS = frozenset({"sum", "square", "above", "last"})
 MARGIN = 1e-5
-"""An attention weight is above average from ``(1 + MARGIN) / n`` on: what is equal must not count by rounding."""
+"""An attention weight is above average from ``(1 + MARGIN) / n`` on. Equal weights must not count by rounding."""
 
 
 class ColumnStats(NamedTuple):
@@ -43,7 +43,7 @@ class ColumnStats(NamedTuple):
 def column_stats(
     q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, lse_BQT: Tensor, *, want: frozenset[str]
 ) -> ColumnStats:
-    """Statistics over the ``T`` queries, of which the last sees all ``S`` slots and each one before it one slot less.
+    """Statistics over the ``T`` queries. The last query sees all ``S`` slots, each earlier one sees one slot less.
 
     Args:
         q_BQTD: queries and keys as attention saw them (rotated).
@@ -73,7 +73,8 @@ class Counts:
         self._means = want - {"sum"}  # these need the mean over the group before they are reduced
 
     def add(self, b: int, heads: slice, p_HGTN: Tensor) -> None:
-        """Weights of some heads over their first ``n`` slots, of which the last query of the tile sees all."""
+        """Add weights ``[H, G, t, n]`` of some heads over their first ``n`` slots. The last query of the tile sees
+        all of them."""
         (_, G, t, n), out = p_HGTN.shape, self._out
         if not out:
             return

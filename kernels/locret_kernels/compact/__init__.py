@@ -12,7 +12,7 @@ from .. import check_keep
 __all__ = ["compact_rows"]
 
 Addresses = MutableMapping[tuple[int, ...], Tensor]
-"""Tables on the device of where buffers begin, by what is in them."""
+"""Tables on the device of the addresses where buffers begin, keyed by their contents."""
 
 
 def compact_rows(buffers: Sequence[Sequence[Tensor]], index_LHK: Tensor, addresses: Addresses | None = None) -> None:
@@ -21,7 +21,7 @@ def compact_rows(buffers: Sequence[Sequence[Tensor]], index_LHK: Tensor, address
     ``index`` ascends, so rows keep their order; rows from ``K`` on are left as they are.
 
     Args:
-        buffers: of each layer, one layer's beside another's.
+        buffers: of each layer, one layer's after another's.
         addresses: tables that were made for earlier calls; kernels add theirs.
 
     Raises:

@@ -20,7 +20,7 @@ from ..common import check
 from . import Addresses
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Element size -> the type as which bits are copied, whatever they mean."""
+"""Element size -> the type for copying its bits."""
 
 
 @triton.jit

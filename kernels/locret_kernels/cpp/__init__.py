@@ -1,7 +1,8 @@
-"""C++ for CPUs, compiled where it first runs: the ``cpu.cpp`` of an operation's folder, with the headers of this one.
+"""C++ for CPUs, compiled where it first runs: the ``cpu.cpp`` of an operation's folder, with the headers of this
+one.
 
-It needs a C++ compiler that knows OpenMP; ``Unavailable`` says where there is none. What is compiled is kept on disk, for this
-processor and this source.
+It needs a C++ compiler with OpenMP; ``Unavailable`` reports that there is none. The compiled library is kept on disk,
+for this processor and this source.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ SUMS = {torch.float32: torch.float32, torch.float64: torch.float64, torch.bfloat
 
 
 def address(x: Tensor | None, dtype: torch.dtype | None, name: str = "tensor", *, strided: bool = False) -> int:
-    """Address of a tensor that compiled code reads or writes; 0 of None.
+    """Address of a tensor of any shape, for compiled code to read or write; 0 of None.
 
     Args:
-        dtype: what the code takes; None is any. strided: the call knows the strides, but for the last, which is 1.
+        dtype: the code's dtype; None takes any. strided: the call knows the strides, but for the last, which is 1.
 
     Raises:
         TypeError: another type or device, or numbers that do not lie one after another: they would be misread.
@@ -60,7 +61,7 @@ class Struct:
     """A struct of C++: fields of ``i64``, ``double``, pointers and other structs.
 
     Attributes:
-        dtype: of numpy; a field that is a struct has fields of its own. points: field -> what it points to, or None.
+        dtype: of numpy; a field that is a struct has fields of its own. points: field -> its target's type, or None.
     """
 
     def __init__(self, source: Path, name: str, **parts: Struct) -> None:
@@ -165,7 +166,7 @@ def _private() -> tempfile.TemporaryDirectory[str]:
 
 
 def made(folder: Path) -> None:
-    """Make a folder, and what is missing above it, for this user alone.
+    """Make a folder and its missing parents, for this user alone.
 
     Args:
         folder: an absolute path without links above its last part.
@@ -187,7 +188,7 @@ def made(folder: Path) -> None:
 
 
 def is_ours(file: Path) -> bool:
-    """Whether a file of ``folder`` is a regular one of this user, to which nobody else may write."""
+    """Whether a file of ``folder`` is a regular file of this user that nobody else may write to."""
     if not os.path.lexists(file):
         return False
     found = file.lstat()
@@ -215,7 +216,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 MAX_CHANNELS = 1024
 """Channels of the largest head."""
 CHANNELS = (64, 96, 128, 256)
-"""Channels of a head for which a call is compiled by itself; one for any number serves the others."""
+"""Head sizes with a compiled call of their own; one call for any head size serves the others."""
 STATISTICS = {"above": 1, "square": 2, "sum": 4}
 """Bits of the statistics that rows carry."""
 
@@ -233,7 +234,7 @@ def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
     """A source as a library; the first call on a machine compiles it.
 
     Args:
-        options: of the compiler, beside the usual ones. calls: types of the arguments of its functions, which return nothing.
+        options: of the compiler, besides the usual ones. calls: types of the arguments of its functions, which return nothing.
 
     Raises:
         Unavailable: another system, no compiler, or one that fails.
@@ -261,7 +262,7 @@ def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
 
 
 def head_options(dtype: torch.dtype, channels: int) -> tuple[str, str]:
-    """Options for rows of a type and heads of so many channels."""
+    """Compiler options for rows of a dtype and heads of ``channels`` channels."""
     return f"-DTYPE={TYPES[dtype]}", f"-DCHANNELS={channels if channels in CHANNELS else 0}"
 
 
@@ -271,7 +272,7 @@ def announce() -> None:
 
 
 def _machine() -> str:
-    """Text that tells processors apart for which code may differ."""
+    """Text that tells processors apart where compiled code may differ."""
     known = Path("/proc/cpuinfo")
     lines = known.read_text("utf-8", errors="replace").splitlines() if known.exists() else []
     return "\n".join(

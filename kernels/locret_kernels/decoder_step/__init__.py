@@ -27,7 +27,7 @@ LAYER, DECODER = (cpp.Struct(LAYOUT, name, Linear=LINEAR) for name in ("Layer", 
 
 @cache
 def load(dtype: torch.dtype, channels: int) -> cpp.Library:
-    """The compiled step for weights of a type and heads of so many channels.
+    """The compiled step for weights of a dtype and heads of ``channels`` channels.
 
     Raises:
         cpp.Unavailable: another type or system, no compiler, or one that fails.
@@ -69,7 +69,7 @@ class Halves:
     """Room for copies of some weights.
 
     Args:
-        weights: those of which ``of`` may be asked, each once; what is not float32 takes no room.
+        weights: the weights to ask ``of`` for, each once; weights of other types than float32 take no room.
         library: the compiled step's.
 
     Attributes:
@@ -77,13 +77,14 @@ class Halves:
     """
 
     def __init__(self, weights: Iterable[Tensor], library: cpp.Library) -> None:
+        """Make room for the copies of weights of any shape."""
         self._room = torch.empty(sum(_room_of(x) for x in weights), dtype=torch.bfloat16, device="cpu")
         self._library, self._copied = library, list[tuple[Tensor, Tensor]]()
         self._used = self.read = 0
         ask_for_large_pages(self._room)
 
     def of(self, weight: Tensor) -> Tensor | None:
-        """The weight in bfloat16; None where that changes a number."""
+        """The weight in bfloat16, of the same shape; None where that changes a number."""
         half = None
         if room := _room_of(weight):
             half = self._room[self._used : self._used + weight.numel()].view(weight.shape).copy_(weight.detach())
@@ -99,6 +100,7 @@ class Halves:
         return all(self._holds(weight, half) for weight, half in self._copied)
 
     def _holds(self, weight: Tensor, half: Tensor) -> bool:
+        """Whether the copy in bfloat16 has the same numbers, for weights of any shape."""
         same = np.zeros(1, np.int64)
         self._library.locret_holds(
             weight.data_ptr(), half.data_ptr(), weight.numel(), same.ctypes.data, torch.get_num_threads()
@@ -107,11 +109,12 @@ class Halves:
 
 
 def _room_of(weight: Tensor) -> int:
+    """Numbers of room for a weight's copy, of any shape, aligned; 0 where it is not float32."""
     return -(-weight.numel() // ALIGNED) * ALIGNED if weight.dtype == torch.float32 else 0
 
 
 def ask_for_large_pages(x: Tensor) -> None:
-    """Ask the system for pages of 2 MiB under memory that was not written yet; it may decline."""
+    """Ask the system for pages of 2 MiB under a tensor of any shape that was not written yet. It may decline."""
     first, end = -(-x.data_ptr() // PAGE) * PAGE, (x.data_ptr() + x.nbytes) // PAGE * PAGE
     if end > first:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), ADVICE)

@@ -16,7 +16,7 @@ from ..common import UPCAST, check
 from . import HeadProduct, RowBuffers, Score
 
 FEW = 16
-"""Tokens up to which each head's programs compute its own scores."""
+"""Most tokens for each head's programs to compute their own scores."""
 ZERO, GIVEN, ALONE, TOGETHER = (tl.constexpr(form) for form in range(4))
 """Scores: none, known, by the programs of each head, by one for all heads."""
 HOST, FIRST, EACH = (tl.constexpr(form) for form in range(3))
@@ -91,7 +91,8 @@ def _enter_rows(
 
 
 def _form(x: int | Tensor, axes: int) -> int:
-    """Where the number of ``at`` or ``seen`` comes from."""
+    """Form of ``at`` or ``seen``: a number of the host, a tensor of ``axes`` axes that is read element by element, or
+    a tensor of another shape whose first element is read."""
     return (HOST if isinstance(x, int) else EACH if x.dim() == axes else FIRST).value
 
 

@@ -28,7 +28,8 @@ def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = 
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``up * silu(gate)`` of two tensors ``[..., C]`` of one type; the activation is rounded before it is multiplied.
+    """``up * silu(gate)`` of two tensors ``[..., C]`` of one shape and dtype. The activation is rounded before it is
+    multiplied.
 
     Raises:
         ValueError: tensors of different shapes.
@@ -45,6 +46,6 @@ def check_norm(x: Tensor, weight_C: Tensor, residual: Tensor | None) -> None:
 
 
 def check_gate(gate: Tensor, up: Tensor) -> None:
-    """Raise ValueError unless both tensors are alike."""
+    """Raise ValueError unless both tensors have one shape."""
     if gate.shape != up.shape:
         raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must be of one shape")

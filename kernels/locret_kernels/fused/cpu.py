@@ -42,7 +42,7 @@ def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = 
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """As the definition, ``swiglu``."""
+    """``up * silu(gate)`` of two tensors ``[..., C]`` of one shape, compiled; see the definition, ``swiglu``."""
     check_gate(gate, up)
     if gate.dtype not in cpp.DTYPES or up.dtype != gate.dtype:
         return reference.swiglu(gate, up)

@@ -78,7 +78,7 @@ def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = 
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See the definition, ``swiglu``."""
+    """``up * silu(gate)`` of two tensors ``[..., C]`` of one shape, in one launch; see the definition, ``swiglu``."""
     check_gate(gate, up)
     gate_NC, up_NC = _rows(gate), _rows(up)
     check(gate=gate_NC, up=up_NC)

@@ -36,11 +36,11 @@ class Format:
     halves: tuple[int, ...]
 
     def columns(self, row_bytes: int) -> int:
-        """Numbers of a row of so many bytes."""
+        """Numbers in a row of ``row_bytes`` bytes."""
         return row_bytes // self.nbytes * self.block
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of so many numbers.
+        """Bytes of a row of ``columns`` numbers.
 
         Raises:
             ValueError: they do not fill whole blocks.
@@ -105,7 +105,8 @@ def unpack(data: Tensor, form: str) -> Tensor:
 
 
 def check_packed(x: Tensor | None, data_Nb: Tensor, form: str) -> None:
-    """Raise ValueError unless the bytes are rows of whole blocks of a format, as long as the rows that they multiply."""
+    """Raise ValueError unless the bytes ``[N, bytes]`` are rows of whole blocks of a format, as long as the rows of
+    ``x``."""
     sizes = format_of(form)
     if data_Nb.dtype != torch.uint8 or data_Nb.dim() != 2 or data_Nb.shape[1] % sizes.nbytes:
         raise ValueError(
@@ -122,7 +123,7 @@ def _half(block: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(codes: Tensor) -> Tensor:
-    """The low halves of some bytes, then their high halves: twice as many codes."""
+    """The low halves of bytes ``[N, B, n]``, then their high halves: codes ``[N, B, 2 * n]``."""
     return torch.cat([codes & 15, codes >> 4], -1)
 
 
@@ -132,32 +133,41 @@ def _bits(block: Tensor, at: int) -> Tensor:
 
 
 def _shifts(block: Tensor, count: int) -> Tensor:
+    """Shifts ``[C]`` (uint8) from 0 to ``C - 1``, for ``count`` C."""
     return torch.arange(count, dtype=torch.uint8, device=block.device)
 
 
 def _q4_0(block: Tensor) -> Tensor:
+    """Numbers ``[N, B, 32]`` (float32) of blocks of the format Q4_0."""
     return _half(block, 0) * (_nibbles(block[..., 2:]).float() - 8)
 
 
 def _q4_1(block: Tensor) -> Tensor:
+    """Numbers ``[N, B, 32]`` (float32) of blocks of the format Q4_1."""
     return _half(block, 0) * _nibbles(block[..., 4:]) + _half(block, 2)
 
 
 def _q5_0(block: Tensor) -> Tensor:
+    """Numbers ``[N, B, 32]`` (float32) of blocks of the format Q5_0."""
     return _half(block, 0) * ((_nibbles(block[..., 6:]) | _bits(block, 2) << 4).float() - 16)
 
 
 def _q5_1(block: Tensor) -> Tensor:
+    """Numbers ``[N, B, 32]`` (float32) of blocks of the format Q5_1."""
     return _half(block, 0) * (_nibbles(block[..., 8:]) | _bits(block, 4) << 4) + _half(block, 2)
 
 
 def _q8_0(block: Tensor) -> Tensor:
+    """Numbers ``[N, B, 32]`` (float32) of blocks of the format Q8_0."""
     return _half(block, 0) * block[..., 2:].contiguous().view(torch.int8)
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Steps and lowest numbers of a block's eight groups, six bits each, from twelve bytes. The first eight bytes hold four of
-    each, and above them the two highest bits of the other four; the rest holds the other four's low bits."""
+    """Steps and lowest numbers ``[N, B, 8]`` of a block's eight groups, six bits each, from twelve bytes.
+
+    The first eight bytes hold four of each, and above them the two highest bits of the other four. The rest holds the
+    other four's low bits.
+    """
     step, low, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     steps = torch.cat([step & 63, rest & 15 | step >> 6 << 4], -1)
     lows = torch.cat([low & 63, rest >> 4 | low >> 6 << 4], -1)
@@ -172,16 +182,19 @@ def _grouped(block: Tensor, codes: Tensor) -> Tensor:
 
 
 def _q4_k(block: Tensor) -> Tensor:
+    """Numbers ``[N, B, 8, 32]`` (float32) of blocks of the format Q4_K."""
     return _grouped(block, _nibbles(block[..., 16:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2))
 
 
 def _q5_k(block: Tensor) -> Tensor:
+    """Numbers ``[N, B, 8, 32]`` (float32) of blocks of the format Q5_K."""
     high = block[..., 16:48, None] >> _shifts(block, 8) & 1  # [N, B, 32, 8]
     low = _nibbles(block[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)  # [N, B, 8, 32]
     return _grouped(block, low | high.transpose(-1, -2) << 4)
 
 
 def _q6_k(block: Tensor) -> Tensor:
+    """Numbers ``[N, B, 16, 16]`` (float32) of blocks of the format Q6_K."""
     low = _nibbles(block[..., :128].unflatten(-1, (2, 64)))  # [N, B, 2, 128]: halves of a block
     high = block[..., 128:192].unflatten(-1, (2, 1, 32)) >> _shifts(block, 4)[:, None] * 2 & 3
     codes = (low | high.flatten(-2) << 4).flatten(-2)  # [N, B, 256]

@@ -18,7 +18,7 @@ from .. import product as reference
 
 @cache
 def load(form: str, *options: str) -> cpp.Library:
-    """The compiled calls for a format, by options of the compiler beside the usual ones.
+    """The compiled calls for a format, by options of the compiler besides the usual ones.
 
     Raises:
         cpp.Unavailable: another system, no compiler, or one that fails.
@@ -29,7 +29,8 @@ def load(form: str, *options: str) -> cpp.Library:
 
 
 def product(x: Tensor, data: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
-    """As the definition, ``product``."""
+    """``x [..., K]`` times packed rows, plus ``bias [N]``: shape ``[..., N]``, compiled; see the definition,
+    ``product``."""
     if x.dtype not in cpp.DTYPES:
         return reference.product(x, data, form, bias)
     reference.check_packed(x, data, form)

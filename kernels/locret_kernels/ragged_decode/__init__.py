@@ -16,8 +16,10 @@ __all__ = ["packed_decode", "ragged_decode"]
 
 @cache
 def hadamard(size: int, device: torch.device) -> Tensor:
-    """Sylvester's Hadamard matrix ``[size, size]`` (float32), orthonormal and its own inverse. Where ``size`` is no power of
-    two, blocks of the largest power that divides it stand on the diagonal."""
+    """Sylvester's Hadamard matrix of shape ``[size, size]`` (float32), orthonormal and its own inverse.
+
+    If ``size`` is no power of two, blocks of the largest power that divides it stand on the diagonal.
+    """
     side = size & -size
     with torch.inference_mode(False):  # the cached matrix may be used where gradients are needed
         block = torch.ones(1, 1, dtype=torch.float32, device="cpu")
@@ -114,7 +116,7 @@ class Float8Rows(NamedTuple):
 
 class PackedRows(NamedTuple):
     """Keys and values of all heads in 4 or 2 bits: ``N`` rows, one head's after another's. The newest rows of a head, its
-    tail, are held in full beside the codes.
+    tail, are held in full next to the codes.
 
     A number is ``zero + code * step``; of the codes in a byte the first has the lowest bits. Keys have a step and a zero point
     per channel for a group of rows, values per row for a group of channels (KIVI, arXiv 2402.02750). Values are stored rotated
@@ -255,7 +257,7 @@ def _decode(
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rows ``[..., D]`` whose first ``R`` columns are rotated."""
+    """Rows of shape ``[..., D]`` whose first ``R`` columns are rotated."""
     R = cos.shape[-1]
     part = x[..., :R]
     half = torch.cat((-part[..., R // 2 :], part[..., : R // 2]), -1)

@@ -19,7 +19,7 @@ DECODE = cpp.Struct(SOURCE, "Decode")
 
 @cache
 def load(dtype: torch.dtype, channels: int) -> cpp.Library:
-    """The compiled call for rows of a type and heads of so many channels.
+    """The compiled call for rows of a dtype and heads of ``channels`` channels.
 
     Raises:
         cpp.Unavailable: another system, no compiler, or one that fails.

@@ -56,9 +56,11 @@ def _float8(codes):
 @triton.jit
 def _read(base, rows, keep, stride, level, step, zero, tail, first_of_tail, FIRST: tl.constexpr, N: tl.constexpr,
           COLUMNS: tl.constexpr, SHARED: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Columns ``FIRST .. FIRST + N`` of rows ``[rows, columns]`` (float32): numbers in full, in 8 bits but for their scale, or
-    codes of ``BITS`` bits, ``SHARED`` of which have a step and a zero point from ``level [rows]`` on, with the newest rows in a
-    tail."""
+    """Columns ``FIRST .. FIRST + N`` of rows ``[rows, columns]`` (float32).
+
+    They are stored in full, in 8 bits without their scale, or as codes of ``BITS`` bits. ``SHARED`` codes have one step
+    and one zero point, from ``level [rows]`` on, and the newest rows are in a tail.
+    """
     columns = FIRST + tl.arange(0, COLUMNS)  # [columns]
     inside = keep[:, None] & (columns < FIRST + N)[None, :]  # [rows, columns]
     if BITS == 0 or BITS == 8:
@@ -295,10 +297,11 @@ def packed_decode(
 
 
 _ARRIVED: dict[torch.device, Tensor] = {}
-"""Programs that have arrived, of each head: 0 between launches, of which one runs at a time on a device."""
+"""Arrived programs of each head: 0 between launches. One launch runs at a time on a device."""
 
 
 def _arrived(heads: int, device: torch.device) -> Tensor:
+    """The device's counts of arrived programs ``[H]`` (int32), for at least ``heads`` heads."""
     counts = _ARRIVED.get(device)
     if counts is None or len(counts) < heads:
         with torch.inference_mode(False):

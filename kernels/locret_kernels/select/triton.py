@@ -87,7 +87,8 @@ def _select_rows(
 
 
 def _select(scores: Tensor, marks: Tensor | None, most: Tensor, out: Tensor, keep: int, newest: int) -> Tensor:
-    """``out``, written by the kernel: the index of ``keep`` rows, or marks of ``most`` where that is 0."""
+    """Write and return ``out``: the index ``[B, H, K]`` of ``keep`` rows. If ``keep`` is 0, it is marks ``[B, H, S]``
+    of at most ``most`` rows."""
     scores, given = scores.contiguous(), scores if marks is None else marks.contiguous()
     check(scores=scores, marks=given, most=most)
     B, H, S = scores.shape

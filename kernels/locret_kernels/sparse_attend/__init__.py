@@ -1,6 +1,5 @@
-"""Attention of blocks of new tokens, each over chosen rows of a cache alone: the definition, in torch. What is not chosen is
-never computed.
-"""
+"""Attention of blocks of new tokens, each over chosen rows of a cache alone: the definition, in torch. Other rows
+are never computed."""
 
 from __future__ import annotations
 

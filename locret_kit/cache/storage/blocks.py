@@ -32,7 +32,7 @@ class Recalled:
     """``[1, H, R]`` bool: False where a row holds no slot."""
 
     def of(self, heads: slice) -> Recalled:
-        """Those of some heads."""
+        """The slots of some heads."""
         return Recalled(*(x[:, heads] for x in (self.keys, self.values, self.positions, self.valid)))
 
 
@@ -49,7 +49,7 @@ class BlockStore:
     index: Tensor
     """``[H, room, R, D]`` on the device: keys of the representatives."""
     worth: Tensor
-    """``[H, room, R]`` float32 on the device: what they were worth; -inf where there is none."""
+    """``[H, room, R]`` float32 on the device: scores of the representatives; -inf where there is none."""
     keys: Tensor
     """``[H, room, size, D]`` in the host's memory, and so are the values."""
     values: Tensor
@@ -114,7 +114,7 @@ class BlockStore:
         self.worth.view(-1, self.worth.shape[-1])[to_X, place_X] = worth_X[from_X]
 
     def _make_room(self, k_1HSD: Tensor, v_1HSD: Tensor, blocks: int) -> None:
-        """Make room for so many blocks."""
+        """Make room for ``blocks`` blocks ``[H, blocks, size, D]``."""
         made = hasattr(self, "held")
         if made and blocks <= self.room:
             return
@@ -139,8 +139,11 @@ class BlockStore:
     # ---- bringing back -----------------------------------------------------------------------------------------------
 
     def load(self, chosen_1HK: Tensor, k_1HSD: Tensor, v_1HSD: Tensor) -> tuple[Recalled, int]:
-        """The slots of chosen blocks, on the device, and how many blocks had to be copied there for it. ``k`` and ``v``: the
-        layer's own, which tell the form where nothing is chosen."""
+        """The slots of chosen blocks on the device, ``[1, H, K * size, D]``, and the number of blocks copied there
+        for it.
+
+        ``k`` and ``v``: the layer's own, which tell the form where nothing is chosen.
+        """
         _, H, K = chosen_1HK.shape
         if not K:
             return Recalled(k_1HSD[:, :, :0], v_1HSD[:, :, :0], chosen_1HK, chosen_1HK.bool()), 0
@@ -165,7 +168,7 @@ class BlockStore:
     # ---- copies, files ------------------------------------------------------------------------------------------------
 
     def export(self) -> dict[str, Tensor]:
-        """What is stored, and by what it is found: tensors ``[1, H, ...]``, as in a file, without the free room; none where
+        """Stored blocks and their index: tensors ``[1, H, ...]``, as in a file, without the free room. Empty where
         nothing is stored."""
         if not self.blocks:
             return {}
@@ -175,13 +178,13 @@ class BlockStore:
         return {STORE + name: tensor for name, tensor in found.items()}
 
     def layout(self, tensors: Mapping[str, Tensor], like: Tensor, seen: int) -> Shapes:
-        """Dtype and shape of every tensor that ``export`` gives after ``seen`` tokens, the stored ones being as ``tensors`` say.
+        """Dtype and shape of every tensor of ``export`` after ``seen`` tokens. ``tensors``: the stored ones.
 
         Args:
             like: keys ``[1, H, 0, D]``, and values alike.
 
         Raises:
-            ValueError: what is stored is no such tensor, or of tokens that are not read yet.
+            ValueError: a stored tensor has another form, or holds tokens that are not read yet.
         """
         held = tensors.get(f"{STORE}held")
         if held is None:
@@ -200,7 +203,7 @@ class BlockStore:
         return made | {STORE + name: (like.dtype, (rows, D)) for name in ON_HOST}
 
     def restore(self, tensors: Mapping[str, Tensor], k_1H0D: Tensor, v_1H0D: Tensor) -> None:
-        """Become what ``export`` took out of another store; nothing is shared.
+        """Take the tensors ``[1, H, ...]`` that another store has exported; nothing is shared.
 
         Args:
             k_1H0D: empty keys, and so are the values: they tell channels, dtype and device.

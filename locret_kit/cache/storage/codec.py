@@ -60,23 +60,25 @@ def encode(x: Tensor, step: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 
 def decode(codes: Tensor, step: Tensor, zero: Tensor) -> Tensor:
-    """Numbers (float32) of codes."""
+    """Numbers (float32) of codes, of their shape; ``step`` and ``zero`` broadcast."""
     return zero.float() + codes * step.float()
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Bytes ``[..., D * bits / 8]`` of codes ``[..., D]`` (uint8, below ``2^bits``); the first code has the lowest bits."""
+    """Bytes of shape ``[..., D * bits / 8]`` from codes ``[..., D]`` (uint8, below ``2^bits``). The first code has
+    the lowest bits."""
     per_byte = 8 // bits
     # [..., D] -> [..., D / per_byte, per_byte], each code at its shift, summed to one byte
     return (codes.unflatten(-1, (-1, per_byte)) << _shifts(codes, bits)).sum(-1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Codes ``[..., D]`` (uint8) of bytes ``[..., D * bits / 8]``."""
+    """Codes of shape ``[..., D]`` (uint8) from bytes ``[..., D * bits / 8]``."""
     return ((packed[..., None] >> _shifts(packed, bits)) & (2**bits - 1)).flatten(-2)
 
 
 def _shifts(like: Tensor, bits: int) -> Tensor:
+    """Shifts ``[C]`` (uint8) of the C codes in a byte, on the device of ``like``."""
     return torch.arange(0, 8, bits, dtype=torch.uint8, device=like.device)
 
 
@@ -134,7 +136,7 @@ class Codec(ABC):
         """Buffers with a row per slot, which move with the rows."""
 
     def tables(self) -> Shapes:
-        """Buffers beside them, whatever the rows are."""
+        """Further buffers, without a row per slot."""
         return {}
 
     def begin(self) -> None:
@@ -153,24 +155,24 @@ class Codec(ABC):
 
     @abstractmethod
     def read(self, name: str, at: Index) -> Tensor:
-        """``keys`` or ``values`` of rows, in the model's dtype: a view where that is possible."""
+        """``keys`` or ``values`` of rows, of the index's shape, in the model's dtype: a view where that is possible."""
 
     @abstractmethod
     def flat(self) -> tuple[Tensor, Tensor] | Float8Rows | PackedRows:
-        """All rows as they are stored, end to end."""
+        """All rows ``[N, D]`` as they are stored, end to end."""
 
     def moving(self) -> list[Tensor]:
-        """Every buffer whose rows an eviction moves."""
+        """Every buffer ``[H, capacity, D]``, or flat ``[N, D]``, whose rows an eviction moves."""
         return [getattr(self, name) for name in self.columns()]
 
     def read_all(self) -> None:
         """Read all rows where they must be at hand before they move."""
 
     def finish_block(self) -> None:
-        """Bring new rows into the form in which they are kept, after their block's attention and eviction."""
+        """Bring new rows into their stored form, after their block's attention and eviction."""
 
     def grow(self) -> None:
-        """Take a larger capacity, to which the columns have grown."""
+        """Take over a larger capacity after the columns have grown."""
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -178,22 +180,23 @@ class Codec(ABC):
     # ---- taken out and put back ------------------------------------------------------------------------------------
 
     def room(self, tensors: Mapping[str, Tensor]) -> int:
-        """Rows of a head for which there must be room, so that exported tensors fit, whatever their rows. Needs ``measure``."""
+        """Rows per head that exported tensors of any shape need room for. Needs ``measure``."""
         return 0
 
     def export(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors beside the columns' ``rows``, and those of them in which a codec has blanked what means nothing."""
+        """Exported tensors besides the columns' ``rows``, and columns with meaningless numbers blanked; each keeps
+        its shape."""
         return {}
 
     def exported(self) -> Shapes:
-        """Dtype and shape of every tensor that ``export`` gives beside the columns. Needs the counts."""
+        """Dtype and shape of every tensor that ``export`` gives besides the columns. Needs the counts."""
         return self.tables()
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what ``export`` gave."""
+        """Take back exported tensors of their exported shape."""
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for exported numbers by which something would be read out of bounds. Needs the counts."""
+        """Raise ValueError for exported numbers, of any shape, that would be read out of bounds. Needs the counts."""
 
 
 CODECS: Registry[Callable[[int | str, Scratch, bool, bool], Codec]] = Registry("kv_bits")
@@ -214,10 +217,12 @@ class Plain(Codec):
         self.keys[at], self.values[at] = k_HTD, v_HTD
 
     def read(self, name: str, at: Index) -> Tensor:
+        """``keys`` or ``values`` of rows, of the index's shape, as they are stored."""
         rows: Tensor = getattr(self, name)[at]
         return rows
 
     def flat(self) -> tuple[Tensor, Tensor]:
+        """All keys and all values ``[N, D]``, end to end."""
         # [H, capacity, D], or [N, D] of ragged heads: end to end either way.
         return self.keys.flatten(0, -2), self.values.flatten(0, -2)
 
@@ -318,6 +323,7 @@ class Float8(Codec):
             codes[at] = y.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def read(self, name: str, at: Index) -> Tensor:
+        """``keys`` or ``values`` of rows, of the index's shape: 8-bit floats times the head's scale."""
         codes, scale_H = (self.keys, self.key_scale) if name == "keys" else (self.values, self.value_scale)
         return codes[at].view(torch.float8_e4m3fn).to(self.dtype).mul_(scale_H[:, None, None].to(self.dtype))
 
@@ -332,9 +338,11 @@ class Float8(Codec):
     # ---- taken out and put back ------------------------------------------------------------------------------------
 
     def export(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Scales ``[H]`` of keys and of values."""
         return {name: getattr(self, name) for name in self.tables()}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back the scales ``[H]`` of keys and of values."""
         for name in self.tables():
             getattr(self, name).copy_(tensors[name])
 

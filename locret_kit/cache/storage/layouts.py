@@ -1,7 +1,7 @@
 """Layouts of a layer's rows: where each head's rows lie in a buffer with room for ``capacity`` rows a head.
 
-The rows are those of one text: buffers have no batch axis. An index by which attention or a policy reads adds one, of size 1.
-A letter beside the legend's: N, rows of all heads, end to end.
+The rows are those of one text: buffers have no batch axis. An index for attention or a policy adds one, of size 1.
+A letter besides the legend's: N, rows of all heads, end to end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Layout(ABC):
 
     @abstractmethod
     def shape(self, rows: int) -> tuple[int, ...]:
-        """Shape of a buffer with one number per row, for so many rows per head."""
+        """Shape of a buffer with one number per row, for ``rows`` rows per head."""
 
     def tensors(self) -> Shapes:
         """Dtype and shape of the tensors that tell where rows are."""
@@ -70,7 +70,7 @@ class Layout(ABC):
 
     @abstractmethod
     def last(self, T: int) -> Index:
-        """Index ``[H, T]`` of the newest rows, of which every head has ``T``."""
+        """Index ``[H, T]`` of the newest ``T`` rows of every head."""
 
     @abstractmethod
     def every(self) -> Index:
@@ -94,7 +94,7 @@ class Layout(ABC):
 
     @abstractmethod
     def put_back(self, buffer: Tensor, slots_1HS: Tensor) -> None:
-        """Write what was read from the slots of a buffer back to its rows, where reading has copied it."""
+        """Write slots ``[1, H, S]`` of a buffer back to its rows, where reading has copied them."""
 
     # ---- how many --------------------------------------------------------------------------------------------------
 
@@ -114,12 +114,12 @@ class Layout(ABC):
 
     @abstractmethod
     def per_head_tables(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
-        """Two tables ``[1, H, size, R]`` (1 head where all are alike) that ``tables(rows)`` gives for a head of so many rows,
-        aligned to the right; zero at padding."""
+        """Two tables ``[1, H, size, R]`` (1 head where all are alike), aligned to the right, with zeros at padding.
+        ``tables(rows)`` makes them for a head of ``rows`` rows."""
 
     @abstractmethod
     def kept(self, positions: Tensor) -> Tensor | list[list[Tensor]]:
-        """A copy of the positions that the rows have."""
+        """A copy of the rows' positions ``[1, H, S]``, or a list ``[0][h]`` of positions where heads differ."""
 
     # ---- moving ----------------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class Layout(ABC):
     # ---- taken out and put back ------------------------------------------------------------------------------------
 
     def export(self) -> dict[str, Tensor]:
-        """Tensors that tell where rows are."""
+        """Tensors that tell where rows are, such as lengths ``[H]``."""
         return {}
 
     def exported(self) -> Shapes:
@@ -145,12 +145,12 @@ class Layout(ABC):
         return {}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take exported tensors back."""
+        """Take back exported tensors, such as lengths ``[H]``."""
 
 
 @cache
 def _true(device: torch.device) -> Tensor:
-    """True, once for all layers of a device."""
+    """True, of shape [], once for all layers of a device."""
     return torch.ones((), dtype=torch.bool, device=device)
 
 
@@ -166,7 +166,7 @@ class EqualRows(Layout):
         return ALL, slice(self.rows, self.rows + T)
 
     def last(self, T: int, newer: int = 0) -> Index:
-        """As ``Layout.last``, but for the newest ``newer``."""
+        """Index ``[H, T - newer]`` of the newest ``T`` rows of every head, without the newest ``newer``."""
         return ALL, slice(self.rows - T, self.rows - newer)
 
     def every(self) -> Index:
@@ -179,12 +179,15 @@ class EqualRows(Layout):
         return [(slice(0, self.H), self.slots()[0])]
 
     def slots(self) -> tuple[Index, Tensor | None]:
+        """Index ``[1, H, S]`` of all rows; there is no padding."""
         return (None, *self.every()), None
 
     def valid(self) -> Tensor:
+        """True ``[1, H, S]``: no slot is padding."""
         return _true(self.device).expand(1, self.H, self.rows)
 
     def put_back(self, buffer: Tensor, slots_1HS: Tensor) -> None:
+        """Do nothing: the slots ``[1, H, S]`` are the buffer itself."""
         pass  # the slots are the buffer itself
 
     @property
@@ -196,11 +199,13 @@ class EqualRows(Layout):
         return None
 
     def spans(self) -> tuple[Tensor, Tensor]:
+        """First row and number of rows ``[1, H]`` of every head, in buffers whose rows lie end to end."""
         # All heads end to end [H * capacity]: head h begins at its multiple of the capacity.
         starts = self.capacity * torch.arange(self.H, device=self.device)[None]
         return starts, torch.full_like(starts, self.rows)
 
     def per_head_tables(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+        """Two tables ``[1, 1, S, R]``, alike in all heads."""
         cos, sin = tables(self.rows)
         return cos[None, None], sin[None, None]
 
@@ -211,6 +216,8 @@ class EqualRows(Layout):
     def keep(
         self, chosen: Tensor, mean: int, buffers: Sequence[Sequence[Tensor]], backend: str, addresses: Addresses
     ) -> None:
+        """Move the chosen rows to the front, in place; see ``Layout.keep``. ``chosen``: slots ``[L, H, S]`` or their
+        index ``[L, H, K]``."""
         # In place: row i moves to a row that is not above it, so order by age is kept.
         index_LHK = kept_rows(chosen, mean) if chosen.dtype == torch.bool else chosen
         function("compact_rows", backend)(buffers, index_LHK, addresses)
@@ -228,11 +235,11 @@ def each_row(first_H: Tensor, count_H: Tensor, total: int) -> tuple[Tensor, Tens
 
 
 class RaggedRows(Layout):
-    """Heads with different numbers of rows, as adaptive allocations ask for.
+    """Heads with different numbers of rows, for adaptive allocations.
 
-    Every buffer is flat: ``H * capacity`` rows, in which each head has a stretch as long as its rows and its room for
-    new ones. The room is the same for every head, so the stretches fill the buffer whatever the budgets are. The host reads
-    how long they are once an eviction, since attention is a call for each head.
+    Every buffer is flat: ``H * capacity`` rows, with a stretch per head, as long as its rows and its room for
+    new ones. The room is the same for every head, so the stretches fill the buffer whatever the budgets are. The host
+    reads their lengths once per eviction, since attention is a call for each head.
     """
 
     ragged = True
@@ -247,7 +254,8 @@ class RaggedRows(Layout):
         self._lay_out(torch.zeros(self.H, dtype=torch.int64, device=self.device))
 
     def _lay_out(self, lengths: Tensor) -> None:
-        """Give every head a stretch for its rows and its room. Here the host waits, and nowhere else."""
+        """Give every head a stretch for its rows, ``lengths [H]``, and its room. The host waits here and nowhere
+        else."""
         held = lengths.tolist()  # the one synchronisation per eviction
         self.lengths, self.rows = lengths, sum(held) // self.H
         # Stretch of a head: its rows, then `room` free ones. Sum over heads: H * rows + H * room = H * capacity.
@@ -294,11 +302,13 @@ class RaggedRows(Layout):
         return [(slice(h, h + 1), (None, None, *self.head(h))) for h in range(self.H)]
 
     def slots(self) -> tuple[Index, Tensor | None]:
+        """Index ``[1, H, S]`` of rows, aligned to the right, and the mask ``[1, H, S]`` of padding."""
         # Slot s of a head is its row s - (S - length), so that the newest are aligned; padding reads some other row.
         S = self.longest
         return (self._from(self.starts + self.lengths - S, S)[None].clamp(min=0),), ~self.valid()
 
     def valid(self) -> Tensor:
+        """Boolean ``[1, H, S]``: which slots are no padding."""
         S = self.longest
         slot_S = torch.arange(S, device=self.device)
         return (slot_S >= S - self.lengths[:, None])[None]
@@ -309,6 +319,7 @@ class RaggedRows(Layout):
         return row_N, (head_N, row_N - (self.starts + self.lengths - self.longest)[head_N])
 
     def put_back(self, buffer: Tensor, slots_1HS: Tensor) -> None:
+        """Write slots ``[1, H, S]`` back to the flat rows ``[N]`` of a buffer."""
         row_N, slot_N = self._rows()
         buffer[row_N] = slots_1HS[0][slot_N]
 
@@ -321,21 +332,25 @@ class RaggedRows(Layout):
         return [length for _, length in self.stretches]
 
     def spans(self) -> tuple[Tensor, Tensor]:
+        """First row and number of rows ``[1, H]`` of every head."""
         return self.starts[None], self.lengths[None]
 
     def per_head_tables(self, tables: Callable[[int], tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+        """Two tables ``[1, H, size, R]``, aligned to the right, with zeros at padding."""
         # Per head [2, rows, R] -> the last `size`, padded on the left -> [2, H, size, R]
         made = [torch.stack(tables(length))[:, -size:] for length in self.head_lengths]
         cos, sin = torch.stack([F.pad(x, (0, 0, size - x.shape[1], 0)) for x in made], dim=1)
         return cos[None], sin[None]
 
     def kept(self, positions: Tensor) -> list[list[Tensor]]:
-        """Positions ``[rows of the head]``, ``kept()[0][h]``."""
+        """Positions of each head, of shape ``[rows]``, as ``kept()[0][h]``."""
         return [[positions[self.head(h)].clone() for h in range(self.H)]]
 
     def keep(
         self, chosen: Tensor, mean: int, buffers: Sequence[Sequence[Tensor]], backend: str, addresses: Addresses
     ) -> None:
+        """Move the chosen rows to the front of new stretches; see ``Layout.keep``. ``chosen``: slots ``[1, H, S]``
+        (bool)."""
         # slots [H, S] -> rows [N], head after head; kept_rows takes the N that stay in order
         (stay_HS,), (row_N, slot_N) = chosen, self._rows()
         source = row_N[kept_rows(stay_HS[slot_N], self.H * mean)]
@@ -346,12 +361,14 @@ class RaggedRows(Layout):
             buffer[target] = buffer[source]
 
     def export(self) -> dict[str, Tensor]:
+        """Lengths ``[H]`` of all heads."""
         return {"lengths": self.lengths}
 
     def exported(self) -> Shapes:
         return {"lengths": (torch.int64, (self.H,))}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Lay out anew by the exported lengths ``[H]``."""
         self._lay_out(tensors["lengths"].to(self.device, copy=True))
 
 

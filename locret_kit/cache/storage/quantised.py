@@ -85,16 +85,16 @@ def table_size(capacity: int, spare: float = SPARE, size: int = GROUP) -> int:
 def regroup(
     keys_HSD: Tensor, group_HS: Tensor, leaving_HS: Tensor, groups: int, size: int, pairs: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Where rows go that must be quantised: ``(target [H, S], made [H, groups])``.
+    """New groups of rows that must be quantised: ``(target [H, S], made [H, groups])``.
 
-    A head takes the fewest of its sparsest groups (free ones first) that together have room for their own rows and for
-    those that leave the tail, and fills them anew: rows that stand out in pairs, the others like with like. ``target`` is a
-    row's new group, -1 where it stays as it is; ``made`` says which groups are taken. A head in which no row leaves takes none.
+    A head takes its sparsest groups, free ones first: the fewest with room for their own rows and the rows that leave the
+    tail. It fills them anew: rows that stand out in pairs, the others like with like. ``target`` is a row's new group, -1
+    where it stays as it is; ``made`` says which groups are taken. A head without leaving rows takes none.
 
     Args:
-        keys_HSD: what a row's likeness is judged by.
+        keys_HSD: keys, to judge the likeness of rows.
         group_HS: int64, the group of each row, -1 where it is not quantised.
-        leaving_HS: bool, the rows to quantise, none of which has a group.
+        leaving_HS: bool, the rows to quantise; they have no group yet.
         groups: groups of a head, enough for the rows with a group and those that leave (see ``table_size``).
         size: rows of a full group.
         pairs: pairs of a head.
@@ -146,7 +146,8 @@ def _standing_out(keys_HSD: Tensor, all_HS: Tensor, loose_HS: Tensor, most: int)
 
 
 def rank_alike(keys_HSD: Tensor, chosen_HS: Tensor) -> Tensor:
-    """Ranks ``[H, S]`` of the chosen rows of each head, in which neighbours are alike; other rows rank after them.
+    """Ranks ``[H, S]`` of the chosen rows of each head, with alike rows next to each other. Other rows rank after
+    them.
 
     The order is that along one direction, the covariance of all channels with the one that varies most: the first step towards
     the rows' first principal component.
@@ -240,11 +241,11 @@ class GroupedBits(Codec):
 
     @property
     def max_tail(self) -> int:
-        """Rows for which the tail has room."""
+        """Rows that fit the tail."""
         return self.residual + self.group_rows - 1
 
     def _groups(self, rows: int | None = None) -> int:
-        """Key groups of a head with room for so many rows; by default for those of the layout."""
+        """Key groups of a head with room for ``rows`` rows; by default for those of the layout."""
         return table_size(self.layout.capacity if rows is None else rows, self.spare, self.group_rows)
 
     def _levels(self) -> Shapes:
@@ -259,6 +260,7 @@ class GroupedBits(Codec):
         return self.scratch.owner is self
 
     def read(self, name: str, at: Index) -> Tensor:
+        """``keys`` or ``values`` of rows, of the index's shape, unpacked to the scratch first."""
         self.read_all()
         rows: Tensor = getattr(self.scratch, name)[at]
         return rows
@@ -307,7 +309,7 @@ class GroupedBits(Codec):
         return F.embedding(index, self.key_step.view(-1, D)), F.embedding(index, self.key_zero.view(-1, D))
 
     def _read_values(self, at: Index) -> Tensor:
-        """Values of rows; anything where a row is not quantised."""
+        """Values ``[..., D]`` of rows, of the index's shape; anything where a row is not quantised."""
         # [..., D] -> [..., channel groups, channels of a group]; levels broadcast over the last axis
         codes = unpack(self.value_codes[at], self.bits).unflatten(-1, (-1, self.value_group))
         x = decode(codes, self.value_step[at][..., None], self.value_zero[at][..., None]).flatten(-2)
@@ -327,8 +329,8 @@ class GroupedBits(Codec):
         self.tail += T
 
     def overflow(self, keys_HRD: Tensor, values_HRD: Tensor) -> None:
-        """Write the token for which the full tail has no room, from a copy of the tail that has; it is not yet counted.
-        ``finish_block`` then quantises the group that is full."""
+        """Write the token that the full tail has no room for to its row, from a copy of the tail that holds it. The
+        token is not yet counted. ``finish_block`` then quantises the full group."""
         self.read_all(values=False)
         new, own = self.layout.following(1), slice(self.tail, self.tail + 1)
         self.scratch.keys[new], self.scratch.values[new] = keys_HRD[:, own], values_HRD[:, own]
@@ -361,7 +363,7 @@ class GroupedBits(Codec):
         self._store_keys(rows, keys, target_HS, made_HM)
 
     def _store_values(self, at: Index, leaving: Tensor) -> None:
-        """Quantise the values of those of the rows ``at`` that are ``leaving``."""
+        """Quantise the values of the rows ``at`` that are ``leaving``, a bool of their shape."""
         # Values are quantised once, in groups of channels: [..., D] -> rotated -> [..., channel groups, channels of a group]
         x = self.scratch.values[at].float()
         x = (x @ hadamard(self.value_size, x.device)).unflatten(-1, (-1, self.value_group))
@@ -400,6 +402,8 @@ class GroupedBits(Codec):
     # ---- the rest ------------------------------------------------------------------------------------------------
 
     def moving(self) -> list[Tensor]:
+        """Every buffer ``[H, capacity, D]``, or flat ``[N, D]``, whose rows an eviction moves. Open rows move too,
+        next to their codes."""
         # Rows that are open move beside their codes, so that those of the tail are at hand.
         open_rows = [self.scratch.keys, self.scratch.values] if self.open else []
         return [*super().moving(), *open_rows]
@@ -415,12 +419,15 @@ class GroupedBits(Codec):
         self.tail, self.scratch.owner = 0, None
 
     def room(self, tensors: Mapping[str, Tensor]) -> int:
+        """Rows per head that the exported key groups ``[H, groups, D]`` need room for."""
         # By numbers and not by its shape: a file may say anything.
         numbers = self.layout.H * self.key_size
         groups = tensors["key_step"].numel() // numbers if "key_step" in tensors else 0
         return bisect_left(range(INT32_MAX), groups, lo=self.layout.capacity, key=self._groups)
 
     def export(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Columns ``[H, S, C]``, tails ``[H, tail, D]`` and levels of key groups ``[H, groups, D]``. Rows without a
+        group and free groups are zero."""
         # Rows without a group have no codes yet, and free groups no levels: zeros, not what the memory held before.
         bare = rows["group"] < 0
         coded = ("key_codes", "value_codes", "value_step", "value_zero")
@@ -439,6 +446,7 @@ class GroupedBits(Codec):
         return self._tables(self.tail)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back the tails ``[H, tail, D]`` and the levels of key groups ``[H, groups, D]``."""
         for name in TAILS:
             getattr(self, name)[:, : self.tail] = tensors[name].to(self.layout.device)
         groups = tensors["key_step"].shape[1]  # a larger room has a larger table
@@ -446,6 +454,7 @@ class GroupedBits(Codec):
             getattr(self, name)[:, :groups] = tensors[name].to(self.layout.device)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for groups ``[H, S]`` out of bounds, or a tail that is too long."""
         if "group" not in tensors:
             return
         group, groups, packed = tensors["group"], self._groups(), self.layout.rows - self.tail
@@ -489,8 +498,8 @@ def describe(at: np.ndarray, codec: GroupedBits, keys_HRD: Tensor, values_HRD: T
 
 
 class CompiledBits(GroupedBits):
-    """The same rows as ``GroupedBits`` holds, up to the order of sums: where the rounding decides which rows are most alike,
-    they may share other groups."""
+    """Rows as in ``GroupedBits``, up to the order of sums. Rounding can decide which rows are most alike,
+    so they may share other groups."""
 
     def read_all(self, *, values: bool = True) -> None:
         # Open rows can lack their values alone (`overflow`), which the plain form then reads.
@@ -510,7 +519,7 @@ class CompiledBits(GroupedBits):
         quantiser.load().locret_quantise(at.ctypes.data, 1, torch.get_num_threads())
 
     def _described(self) -> np.ndarray:
-        """The layer with the scratch beside it, as the calls read it."""
+        """The layer with the scratch next to it, as the calls read it."""
         at = np.zeros(1, quantiser.GROUP.dtype)
         describe(at[0], self, self.tail_keys, self.tail_values)
         quantiser.GROUP.point(at[0], self.dtype, keys=self.scratch.keys, values=self.scratch.values)

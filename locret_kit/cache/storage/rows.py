@@ -84,9 +84,9 @@ class BoundedLayer(CacheLayerMixin):
     queries: Tensor
     """The newest ``recent`` queries ``[Q, recent, D]`` as they came, the newest last."""
     store: BlockStore | None = None
-    """What was evicted, where it may come back."""
+    """Evicted slots that may come back."""
     external: Mapping[str, Tensor] | None = None
-    """Buffers of somebody else, for every name of ``shapes`` and of those sizes; such a layer does not grow."""
+    """Buffers of another owner, one of the same size for every name of ``shapes``; such a layer does not grow."""
     page: Page | None = None
     """Whose they are, where they lie in a pool."""
 
@@ -129,16 +129,18 @@ class BoundedLayer(CacheLayerMixin):
         self.layout.rows = rows
 
     def counts(self) -> dict[str, float]:
-        """What an export of the layer has beside tensors."""
+        """Counts in an export of the layer, besides its tensors."""
         own = {name: getattr(self, name) for name in (*COUNTS, "scaling")}
         return own | {name: getattr(self.codec, name) for name in self.codec.COUNTS}
 
     @property
     def capacity(self) -> int:
-        """Rows for which there is room in a head."""
+        """Rows per head that fit the buffers."""
         return self.layout.capacity
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the buffers once, for budget and chunk, from keys and values ``[1, H, T, D]``. Nothing is
+        concatenated later."""
         self.measure(key_states, value_states)
         # Allocated once, for budget + chunk rows; nothing is ever concatenated.
         with torch.inference_mode(False):  # so that buffers of a prefill in inference mode can be written outside of it
@@ -178,7 +180,7 @@ class BoundedLayer(CacheLayerMixin):
         return self.codec.columns() | self.own_columns()
 
     def own_columns(self) -> dict[str, Column]:
-        """Those that no codec has."""
+        """Columns that no codec has."""
         absorbed: dict[str, Column] = {"absorbed": (torch.float32, ())} if self.merges else {}
         return {"positions": (torch.int32, ()), "scores": (torch.float32, ()), **absorbed}
 
@@ -189,6 +191,7 @@ class BoundedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        """Return keys and values ``[1, H, T, D]`` unchanged, after allocating the buffers."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return key_states, value_states
@@ -281,7 +284,7 @@ class BoundedLayer(CacheLayerMixin):
         return VarlenRows(self.codec.flat(), self.positions.flatten(), stats, starts, lengths, self.layout.longest)
 
     def head(self, name: str, h: int) -> Tensor:
-        """One head's rows ``[rows, ...]`` of a buffer, in place."""
+        """One head's rows of a buffer, of shape ``[rows, ...]``, in place."""
         return getattr(self.holder(name), name)[self.layout.head(h)]
 
     def slots(self, name: str) -> Tensor:
@@ -300,7 +303,8 @@ class BoundedLayer(CacheLayerMixin):
     # ---- eviction ------------------------------------------------------------------------------------------------
 
     def keep(self, chosen: Tensor, mean: int, others: Sequence[BoundedLayer] = ()) -> None:
-        """Keep the slots that are ``chosen`` (``Layout.keep``), here and in ``others``, layers of heads as long."""
+        """Keep the ``chosen`` slots ``[L, H, S]`` or their index ``[L, H, K]`` (``Layout.keep``), here and in
+        ``others``, layers of heads as long."""
         layers, buffers = [self, *others], []
         for rows in layers:
             rows.codec.read_all()
@@ -323,7 +327,7 @@ class BoundedLayer(CacheLayerMixin):
 
     def grow(self, rows: int) -> None:
         """Make room for ``rows`` rows at least, twice as many as before or more (full attention of unknown length). Raises
-        ValueError where the buffers are somebody else's."""
+        ValueError where the buffers have another owner."""
         if self.external is not None:
             raise ValueError(f"buffers: room for {self.capacity} rows a head, {rows} are needed")
         # Doubling makes the copies of a whole text linear in its length.
@@ -366,7 +370,7 @@ class BoundedLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the preallocated buffers and of what the score remembers."""
+        """Bytes of the preallocated buffers and of the score's state."""
         # Every tensor that the layer, its layout and its codec hold is a buffer, so none can be forgotten here.
         held = (x for holder in (self, self.layout, self.codec) for x in vars(holder).values())
         stored = self.store.device_bytes if self.store is not None else 0
@@ -383,8 +387,12 @@ STATE = "state."
 
 
 def export_rows(rows: BoundedLayer) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Everything that a layer needs to go on: counts, and tensors in logical order, wherever the rows lie. Nothing of the
-    free room is among them. Tensors may share memory with the buffers; there are none before the first token."""
+    """Everything that a layer needs to continue: counts, and tensors in logical order, wherever the rows
+    lie. Their shape is ``[H, S, ...]``, or ``[N, ...]`` where heads differ.
+
+    Nothing of the free room is among them. Tensors may share memory with the buffers. Before the first token there are
+    none.
+    """
     counts = rows.counts()
     if not rows.seen:
         return counts, {}
@@ -420,7 +428,8 @@ def set_counts(rows: BoundedLayer, counts: Mapping[str, float]) -> None:
 def restore_rows(
     rows: BoundedLayer, counts: Mapping[str, float], tensors: Mapping[str, Tensor], k_1H0D: Tensor, v_1H0D: Tensor
 ) -> None:
-    """Make a layer what ``export_rows`` took out of one of the same kind; nothing is shared. The room may be another one.
+    """Make a layer equal to an exported one of the same kind, with tensors of their exported shape. Nothing is
+    shared. The room may differ.
 
     Args:
         k_1H0D: empty keys, and so are the values: they tell heads, channels, dtype and device.

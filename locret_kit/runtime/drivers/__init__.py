@@ -51,6 +51,7 @@ class PlainDriver:
         return True
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
+        """Logits ``[N, V]`` (float32) after one more token of each of ``N`` texts."""
         ids = torch.tensor([tokens], device=self.model.device)
         return logits_after(self.model, caches, ids, [1] * len(caches)).float()
 
@@ -102,6 +103,7 @@ class Decoding:
             self._driver, cache.counters.decoding = chosen, chosen.name
 
     def __call__(self, token: int) -> Tensor:
+        """Logits ``[V]`` after the token."""
         return self.next_driver()([self._cache], [token])[0]
 
     def next_driver(self) -> Driver:

@@ -47,7 +47,8 @@ class WeightTable:
     weights: Dense | list[Tensor]
 
     def follows(self, weights: Dense | list[Tensor]) -> bool:
-        """Whether these weights lie where those lay, and all copies are what they are now."""
+        """Whether the weights, of any shape, are still at the same addresses, and all copies still hold their
+        numbers."""
         return _places(self.weights) == _places(weights) and self.halves.hold()
 
 
@@ -56,7 +57,7 @@ class CpuDriver:
 
     Weights are read where they are. Those of float32 that bfloat16 holds without a change are copied to it: most checkpoints
     are of bfloat16, and half the bytes are read in half the time. When an answer begins, ``cpu_driver`` compares the copies
-    with the weights: whoever writes to them need tell nobody.
+    with the weights: writers need not report it.
 
     Args:
         model: attached or not. weights: its own, where they are known.
@@ -117,6 +118,8 @@ class CpuDriver:
     # ---- a token ---------------------------------------------------------------------------------------------------
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
+        """Logits ``[N, V]`` (float32) after one more token of each of ``N`` texts. Raises IndexError for a token
+        outside the vocabulary."""
         N, L, V = len(caches), len(self.weights.layers), len(self.weights.head.weight)
         words = len(self.weights.words.weight)
         if not all(0 <= token < words for token in tokens):  # the call would read other memory
@@ -204,8 +207,8 @@ class CpuDriver:
         return known
 
     def follows(self, weights: Dense, heads: RetainingHeads | None = None) -> bool:
-        """Whether a model's weights are still those that are read here. What is held of retaining heads that have changed is
-        dropped."""
+        """Whether a model's weights are still those that this decoder reads. Its copies of retaining heads that have
+        changed are dropped."""
         known = None if heads is None else self._with_heads.get(heads)
         if heads is not None and known is not None and not known.follows([*heads.parameters()]):
             self._with_heads.pop(heads, None)
@@ -250,7 +253,7 @@ class CpuDriver:
         ).item()  # fmt: skip
 
     def _read(self, cache: BoundedCache, pointers: RowPointers, line_LE: Tensor, *, scored: bool) -> None:
-        """What a policy makes of the new token's q, k and v before RoPE."""
+        """Hand the new token's q, k and v before RoPE ``[L, E]`` to the policy: entry scores and recent queries."""
         (Q, H), D, ctx = self.shape, self.channels, cache.context
         for layer, rows in enumerate(cache.bounded):
             q, k, v = (x.view(1, -1, 1, D) for x in line_LE[layer].split((Q * D, H * D, H * D)))
@@ -263,7 +266,7 @@ class CpuDriver:
 
 
 def _places(x: object) -> object:
-    """All numbers beside weights, and for each weight its address, sizes and type."""
+    """All numbers besides weights, and for each weight its address, sizes and type."""
     if isinstance(x, Tensor):
         return x.data_ptr(), x.shape, x.dtype
     if isinstance(x, tuple | list):
@@ -280,9 +283,9 @@ _KNOWN: WeakKeyDictionary[PreTrainedModel, CpuDriver] = WeakKeyDictionary()
 
 
 def cpu_driver(model: PreTrainedModel, heads: RetainingHeads | None = None) -> CpuDriver | str:
-    """The decoder for a model on a CPU, or why there is none; a missing compiler is logged, once.
+    """The decoder for a model on a CPU, or the reason for none; a missing compiler is logged, once.
 
-    Call it when an answer begins: what is held of weights that have changed since, in whatever way, is made anew.
+    Call it when an answer begins: copies of weights that have changed since are made anew.
     """
     if model.device.type != "cpu":
         return f"the backbone is on {model.device.type}"

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 WARM = 3
 """Tokens before the first capture: kernels are compiled and workspaces allocated in them, and a short answer ends with them."""
 CHUNKS = 6
-"""Chunks left of a prompt, at least, for which one is captured: the third that leaves a full cache."""
+"""Fewest chunks left of a prompt for a capture. The third chunk that leaves a full cache is captured."""
 MOST_GRAPHS = 4
 """Captured forms of a step; a form beyond them runs without a graph."""
 SYNCING_OPS = frozenset(
@@ -70,7 +70,8 @@ def warn(reason: str) -> None:
 
 
 class LayerForm(NamedTuple):
-    """A layer that is cut before or after a step, and any at a chunk: every number of the host on which its kernels depend."""
+    """A layer's form: whether it is cut before or after a step, and for chunks every number of the host that its
+    kernels depend on."""
 
     layer: int
     rows: int
@@ -97,7 +98,8 @@ Captured = tuple[torch.cuda.CUDAGraph, Tensor]
 
 
 def capture(device: torch.device, others: Iterable[Captured], step: Callable[[], Tensor]) -> Captured:
-    """A graph of a step, which does not run yet. It shares its memory with the others, of which one runs at a time."""
+    """A graph of a step, which does not run yet, and its logits ``[N, V]``. It shares its memory with the others; one
+    graph runs at a time."""
     graph, pool = torch.cuda.CUDAGraph(), next((first.pool() for first, _ in others), None)
     side = capture_stream(device)
     capturing = partial(torch.cuda.graph, graph, pool=pool, stream=side, capture_error_mode="thread_local")
@@ -129,7 +131,7 @@ class SyncDetector(TorchDispatchMode):
 
 
 def _shape_is_read(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Whether an operator that mostly runs ahead has arguments for which the host must know numbers on the device."""
+    """Whether an operator that mostly runs ahead has arguments that make the host read numbers on the device."""
     if name in ("index", "index_put", "index_put_"):
         return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]))
     if name == "repeat_interleave":
@@ -176,7 +178,7 @@ class GraphDriver:
             self.length_L = torch.zeros(len(cache.bounded), dtype=torch.int64, device=model.device)
             self.flats = [rows.flat() for rows in cache.bounded] if tokens == 1 else []
             self.followed: list[int] = []
-            """Tokens and rows of the cache of which the device's counts speak."""
+            """Tokens and rows of the cache that the device's counts describe."""
         self._follow()
 
     def takes(self, cache: BoundedCache) -> str | None:
@@ -192,6 +194,7 @@ class GraphDriver:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int] | Tensor) -> Tensor:
+        """Logits ``[1, V]`` (float32) after the last of the tokens."""
         if isinstance(tokens, Tensor):
             self.ids[0] = tokens
         else:
@@ -228,7 +231,8 @@ class GraphDriver:
         return tuple(form)
 
     def _run(self, form: Form) -> Tensor:
-        """One form of the step: as it is at first, then captured, then replayed."""
+        """Logits ``[1, V]`` of one form of the step. It runs uncaptured at first, is then captured, and replayed from
+        then on."""
         if form in self.graphs:
             graph, logits = self.graphs[form]
             graph.replay()
@@ -275,6 +279,7 @@ class GraphDriver:
     # ---- what is captured: no number of the host may matter on the device -------------------------------------------
 
     def _step(self, form: Form) -> Tensor:
+        """Logits ``[1, V]`` (float32) of the step, with its cuts before and after."""
         self._cut(form, "room")
         position_T = self.seen + self.offset_T  # int32, as the offsets
         if self.tokens > 1:

@@ -38,7 +38,7 @@ def point_at(at: np.ndarray, packed: PackedRows, codec: GroupedBits) -> None:
 
 
 class FullTail(NamedTuple):
-    """A layer whose newest rows are counted, and a copy ``[H, tail, D]`` of its tail, for which it has no room."""
+    """A layer whose newest rows are counted, and a copy ``[H, tail, D]`` of its full tail."""
 
     codec: GroupedBits
     keys: Tensor
@@ -69,7 +69,7 @@ class PositionTables:
         self._made: dict[tuple[bytes, float], tuple[Tensor, Tensor]] = {}
 
     def below(self, rope: Rope, length: int) -> tuple[Tensor, Tensor]:
-        """Tables of the positions below ``length`` at least."""
+        """Tables ``[N, R]`` of the positions from 0 on, for at least ``length`` positions."""
         # By their numbers: texts have objects of their own for the same rotation.
         key = rope.inv_freq.float().numpy().tobytes(), rope.scaling
         made = self._made.get(key)
@@ -85,7 +85,7 @@ class RowPointers:
 
     Attributes:
         left: tokens until a boundary, where rows are evicted or a group is quantised. due: tokens of the text when rows may
-            be evicted. seen, context: of the cache, by which another hand, and another text, is noticed.
+            be evicted. seen, context: of the cache; a difference shows another writer or another text.
     """
 
     rows: np.ndarray
@@ -97,7 +97,7 @@ class RowPointers:
     seen: int
     context: Context
     own: list[tuple[Rope, Tensor]]
-    """Rotations by which new keys are stored, and the memory ``[2, R]`` where those of the next token stand."""
+    """Rotations of stored new keys, and the memory ``[2, R]`` with the tables of the next token."""
     held: list[object]
     """Objects to whose memory addresses point."""
     wider: dict[int, tuple[Tensor, Tensor]]
@@ -148,7 +148,7 @@ class RowPointers:
         return made
 
     def widen(self, cache: BoundedCache) -> None:
-        """Room for the token with which a group of rows fills and is quantised."""
+        """Make room for the token that fills a group of rows. The group is then quantised."""
         for layer, rows in enumerate(cache.bounded):
             codec = rows.codec
             if isinstance(codec, GroupedBits) and codec.tail == codec.max_tail:

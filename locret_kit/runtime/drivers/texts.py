@@ -1,7 +1,8 @@
-"""Decoding a token of each of several texts as one CUDA graph: rows are pages of one pool, and where each text stands comes from
-a buffer of the device (``cache.texts.StepTables``), so that a graph serves every set of so many texts.
+"""Decoding a token of each of several texts as one CUDA graph.
 
-Texts are cut between two steps. What the host counts follows every step, so a text may be decoded in another way at any token.
+Rows are pages of one pool. The place of each text comes from a buffer of the device (``cache.texts.StepTables``), so a
+graph serves every set of texts of the same number. Texts are cut between two steps. The host's counts follow every
+step, so a text may be decoded in another way at any token.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class TextsDriver:
     """``driver(caches, tokens)`` gives the logits ``[texts, V]`` after a token more of each text, as the shared forward does.
 
     Args:
-        model: attached. first: one of the texts, all of which have its ``texts_key``.
+        model: attached. first: one of the texts; all texts have its ``texts_key``.
     """
 
     name = "graph"
@@ -83,6 +84,7 @@ class TextsDriver:
         return self.reason is None
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
+        """Logits ``[N, V]`` after one more token of each of ``N`` texts."""
         followed = [self._with_room(cache) for cache in caches]
         layers = [row_numbers(rows) for rows in zip(*(cache.bounded for cache in caches), strict=True)]
         kinds = list(dict.fromkeys(layers))
@@ -114,7 +116,8 @@ class TextsDriver:
         return Followed(ctx, seen, min(ctx.due(layer, rows, room).tokens for layer, rows in enumerate(cache.bounded)))
 
     def _run(self, form: Form, caches: Sequence[BoundedCache]) -> Tensor:
-        """One form of the step: as it is at first, then captured, then replayed."""
+        """Logits ``[N, V]`` of one form of the step. It runs uncaptured at first, is then captured, and replayed
+        from then on."""
         self.ran[form] += 1
         if self.captures and form not in self.graphs and self.ran[form] > 1 and self.ran.total() > WARM:
             try:
@@ -142,7 +145,7 @@ class TextsDriver:
         return capture(self.model.device, self.graphs.values(), lambda: self._step(form, caches))
 
     def _step(self, form: Form, caches: Sequence[BoundedCache]) -> Tensor:
-        """What is captured: no number of the host may matter on the device."""
+        """The captured step: logits ``[N, V]`` (float32). No number of the host may matter on the device."""
         given = self.given[form]
         packed = Packed(caches, [1] * form.texts, given[1:].unflatten(0, (-1, 4)))
         logits_NV = forward(self.model, given[:1], packed)[0].float()
