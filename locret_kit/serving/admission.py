@@ -31,8 +31,8 @@ class ParkedSession:
     """A cache that waits for the next turn.
 
     Attributes:
-        keys: beginnings of prompts that go on with it, of which one may leave its thoughts out.
-        saving: its file is being written, so nobody may go on with it. settled: there is nothing more to write.
+        keys: prompt prefixes that continue it; one of them may omit the thoughts.
+        saving: whether its file is being written. No request may continue it then. settled: whether nothing is left to write.
     """
 
     keys: tuple[PrefixKey, ...]
@@ -130,7 +130,7 @@ class Sessions:
         self._loader.submit(load)
 
     def forget(self, document_id: str) -> None:
-        """Drop a document's file, after what is being written, and all sessions about it."""
+        """Drop a document's file, after pending writes, and all sessions about the document."""
         self._parked = OrderedDict(
             (name, one) for name, one in self._parked.items() if one.keys[0].document_id != document_id
         )
@@ -188,12 +188,12 @@ class Admission:
     """The queue of requests. Its methods are called with the engine's lock held.
 
     Args:
-        engine: where requests enter.
-        sessions: caches that wait for a next turn. spec: what a session is.
+        engine: runs the admitted requests.
+        sessions: caches that wait for a next turn. spec: settings of a session.
         max_caches: sessions' caches at once, waiting and running. max_prefixes: shared prefixes in memory at once.
     Attributes:
-        queue: requests that wait, in the order in which they came. active: those that have entered and not ended.
-        prefixes: shared prefixes in memory, those that are being read included.
+        queue: waiting requests, in order of arrival. active: admitted requests that have not ended.
+        prefixes: shared prefixes in memory, including those that are being read.
     """
 
     def __init__(
@@ -214,8 +214,8 @@ class Admission:
         return len(self._sessions) + loaded + sum(request.purpose == "answer" for request in self.active)
 
     def admit(self) -> list[ServerRequest]:
-        """Let those that wait enter, in the order in which they came, where it is their turn and there is a cache; those that
-        have ended instead, cancelled or with an error."""
+        """Admit waiting requests, in order of arrival, if it is their turn and a cache is free. Returns the requests that ended
+        instead, cancelled or with an error."""
         ended = []
         for request in list(self.queue):
             if request.loading:
@@ -255,8 +255,8 @@ class Admission:
             self._sessions.take(parked)
 
     def _go_on(self, request: ServerRequest, cache: BoundedCache, hidden: int) -> bool:
-        """Let a request enter with a cache that has read its beginning, and so many tokens of thoughts: with a copy where these
-        are dropped, with the cache itself otherwise."""
+        """Admit a request with a cache that has read its prefix and ``hidden`` tokens of thoughts. If the thoughts are dropped,
+        the request gets a copy, otherwise the cache itself."""
 
         def resumed() -> BoundedCache:
             if not request.drops:
@@ -320,7 +320,7 @@ class Admission:
 
     @property
     def _tail(self) -> int:
-        """Tokens of a prompt's end before which the last eviction comes: what is shared ends before them."""
+        """Tokens at a prompt's end, after its last eviction. A shared prefix ends before them."""
         return self._spec.settings.local_len or 0
 
     def _own(self, request: ServerRequest, prefix: SharedPrefix | None) -> BoundedCache:
@@ -340,8 +340,8 @@ class Admission:
     def _enter(
         self, request: ServerRequest, make_cache: Callable[[], BoundedCache], seen: int, hidden: int = 0
     ) -> bool:
-        """Admit a request, whose cache has seen so many of its tokens and of hidden ones, if it is its turn. Raises ValueError as
-        ``Engine.add``."""
+        """Admit a request, if it is its turn. Its cache has seen ``seen`` of its tokens and ``hidden`` others. Raises ValueError
+        as ``Engine.add``."""
         background = request.purpose == "document"
         if not self._engine.takes(len(request.ids) - seen, background=background):
             return False

@@ -1,9 +1,9 @@
 """The engine's thread: it owns the model, and all requests share its forwards (see ``engine.Engine``).
 
-Every session has one cache of fixed size, so what fits is counted before the start: at most ``sessions`` caches exist, those
-of requests that run and those that wait for the next turn of their conversation together. A prompt that begins with all that
-a waiting cache has read goes on from it, in memory or from its file. Requests that wait are admitted in the order in which
-they came, a short one before a long one where that keeps the bound of ``runtime.sequence``.
+Every session has one cache of fixed size, so the server's memory is planned before the start. At most ``sessions`` caches
+exist, for running requests and for conversations that wait for their next turn. A prompt that starts with all tokens of a
+waiting cache continues it, from memory or from its file. Waiting requests are admitted in order of arrival. A short one may
+pass a long one within the bound of ``runtime.sequence``.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class EngineThread:
 
     Args:
         settings, policy, heads: of every session, unless a request says otherwise.
-        sessions: caches at once, running and idle. queue: requests that may wait for one. piece: see ``Engine``.
-        store: where sessions are saved after each turn; None keeps them in memory alone.
+        sessions: caches at once, running and idle. queue: requests that may wait for a cache. piece: see ``Engine``.
+        store: saves sessions after each turn; None keeps them in memory alone.
         policies: others that requests and saved caches may have.
-        thoughts: what becomes of them, see ``runtime.thoughts``.
-        beginnings: equal beginnings of prompts (system prompts) in memory at once, each of which has a cache beside those of
-            sessions, and is one owner's: no time tells what others say.
+        thoughts: how they are kept or dropped, see ``runtime.thoughts``.
+        beginnings: shared prompt prefixes (system prompts) in memory at once. Each has a cache in addition to those of
+            sessions. Each belongs to one owner, so that timing tells nobody about the prompts of others.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class EngineThread:
             raise Stopping("the server is stopping")
 
     def stop(self, wait: float = 10.0) -> None:
-        """End: requests that run are given ``wait`` seconds, then all are cancelled. What is to be saved is saved."""
+        """End. Running requests have ``wait`` seconds, then all are cancelled. Unsaved sessions are saved."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
