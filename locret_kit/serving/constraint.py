@@ -40,7 +40,7 @@ class Grammar:
         self._row = 0
 
     def allowed(self, vocabulary: int) -> torch.Tensor:
-        """Mask of the tokens that may come next, shape [V] (bool). Raises RuntimeError if the grammar exceeds the library's limits."""
+        """Mask [V] (bool) of the tokens that may come next. Raises RuntimeError if the grammar exceeds the library's limits."""
         if self._matcher.is_error():
             raise RuntimeError(f"the grammar of the answer: {first_line(ValueError(self._matcher.get_error()))}")
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
