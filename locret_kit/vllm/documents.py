@@ -53,7 +53,7 @@ class Load:
 
 @dataclass
 class Loads(KVConnectorMetadata):
-    """Those of one step."""
+    """Documents that go into pages in one step."""
 
     loads: list[Load] = field(default_factory=list)
 
@@ -76,7 +76,7 @@ def info_of(request: Request) -> RequestInfo:
 
 
 def difference(there: BoundedCache, here: BoundedCache) -> str | None:
-    """The first setting in which a document is not what a request asks for, in words."""
+    """The first setting that differs between a document and a request, in words; None without a difference."""
     for name in SHARED:
         theirs, ours = getattr(there.settings, name), getattr(here.settings, name)
         if theirs != ours:
@@ -194,7 +194,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
     # ---- a worker --------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the pages of every layer."""
+        """Take the pages of every layer, of shape [pages, ...]."""
         layers = get_layers_from_vllm_config(self._vllm_config, Attention)
         self.layers = {layer.impl.number: kv_caches[name] for name, layer in layers.items()}
 
@@ -216,7 +216,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         """Nothing is left to wait for."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: object) -> None:
-        """Nothing is saved: documents are made by ``locret-read``."""
+        """Does nothing, for a layer of any shape: ``locret-read`` makes the documents."""
 
     def wait_for_save(self) -> None:
         """Nothing is saved."""
