@@ -362,7 +362,7 @@ def allocator_figures(said: str) -> tuple[int, int, int] | None:
 PER_SLOT = 4
 """Tokens of the text per slot. ``docs/results`` has the scores at a quarter and below."""
 FREE_SHARE = 2
-"""Divisor of the free memory: keys and values may take at most this fraction."""
+"""Divisor of the free memory, for the bytes that keys and values may take."""
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
