@@ -1,5 +1,5 @@
-"""A backbone's weights: as plain matrices and vectors, for those who compute without its modules; in 4 or 8 bits, and what a GGUF
-file's are called; and their identity."""
+"""A backbone's weights: plain matrices and vectors for computing without its modules; weights in 4 or 8 bits; the names of a GGUF
+file's types; and identities."""
 
 import hashlib
 import json
@@ -162,6 +162,7 @@ def check_dense(model: PreTrainedModel, weights: Dense) -> None:
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:
+    """The norm of ``x``, of shape [..., C]."""
     return rms_norm(x, norm.weight, norm.eps)[0]
 
 
@@ -225,10 +226,10 @@ def check_weight_bits(bits: int | None) -> None:
 
 
 def quantisation(bits: int, dtype: torch.dtype, device: torch.device) -> BitsAndBytesConfig:
-    """transformers' configuration that quantises weights as they are loaded.
+    """transformers' configuration that quantises weights while they are loaded.
 
     Raises:
-        ValueError: other bits, or a device for which bitsandbytes has no kernels. ImportError: it is not installed.
+        ValueError: other bits, or a device without kernels in bitsandbytes. ImportError: bitsandbytes is not installed.
     """
     check_weight_bits(bits)
     if find_spec("bitsandbytes") is None:
@@ -296,9 +297,9 @@ CONFIG = (
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "layer_types", "rope_parameters",
     "partial_rotary_factor", "attention_multiplier", "query_pre_attn_scalar",
 )  # fmt: skip
-"""Fields of a configuration that decide what the layers compute."""
+"""Fields of an identity that are for people to read."""
 NAMES = ("name", "revision")
-"""What an identity holds for people to read."""
+"""Relative tolerance for equal numbers."""
 CLOSE = 1e-6
 """Relative difference of numbers that are the same."""
 PROBE = "Naïve  tabs\tand\n\nlines, 1234 numbers; 日本語 — “quotes” <|x|> CamelCase don't"
@@ -327,7 +328,7 @@ def identity_of(model: PreTrainedModel) -> dict[str, object]:
 
 
 def stored_weights(name: str, names: Iterable[str]) -> Iterator[Tensor]:
-    """Weights by their names, one at a time, from the files of a model that is not loaded: a folder, or a repository of the Hub.
+    """Weights of any shape by name, one at a time, from the files of a model that is not loaded: a folder or a Hub repository.
 
     Raises:
         ValueError: a weight is missing, or a file is damaged.
@@ -349,11 +350,11 @@ def _safetensors(names: list[str]) -> list[str]:
 
 
 def fingerprint(weights: Iterable[Tensor], samples: int | None = None) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of the weights' shapes and numbers, rounded to bfloat16: the same in
-    bfloat16 and in float32.
+    """First 16 hexadecimal digits of the SHA-256 of the weights' shapes and numbers, rounded to bfloat16. It is equal for a
+    bfloat16 and a float32 copy.
 
     Args:
-        samples: numbers of each weight, evenly spread; None reads all.
+        weights: of any shape. samples: numbers of each weight, evenly spread; None reads all.
 
     Raises:
         ValueError: a weight lies on no device.
