@@ -20,13 +20,13 @@ TAGS = "<tool_call>|<seed:tool_call>|<minimax:tool_call>"
 NEVER = "(?!)"
 """A pattern that nothing has."""
 PAIR = regex.compile(r"(?P<a>[<\[◁])/(?P<word>(?:\w+:)?(?:think|thought|reason)\w*)(?P<b>[>\]▷])", regex.IGNORECASE)
-"""End of a thought, whose beginning is the same without the stroke."""
+"""End of a thought; its start is the same without the slash."""
 PHRASES = {
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|channel>thought\n": "<channel|>",
     "Here is my thought process:": "Here is my response:",
 }
-"""Beginnings and ends of thoughts that are spelt otherwise."""
+"""Start and end of thoughts with other marks."""
 ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 """Start and end of a thought in answers with channels."""
 DECLARED = ("thinking", "reasoning_content", "reasoning")
@@ -150,7 +150,7 @@ class AnswerForm:
         return str(self).replace("\\", "")
 
     def opened(self, prompt: str, *, continued: bool = False) -> bool:
-        """Whether a prompt ends with the beginning of a thought; where an answer is ``continued``, in a thought."""
+        """Whether a prompt ends with the start of a thought. If its answer is ``continued``, whether it ends within a thought."""
         *_, at = [0, *(found.end() for found in regex.finditer(self.open, prompt))]
         rest = prompt[at:]
         return bool(at) and not regex.search(self.close, rest) and (continued or not rest.strip())

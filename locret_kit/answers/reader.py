@@ -259,7 +259,7 @@ class Reader:
         return done
 
     def _after(self, final: bool, cut: bool) -> bool:
-        """What follows the arguments."""
+        """Read the text after the arguments."""
         tail = self._tail.match(self._held, partial=not final)
         if tail is not None and tail.partial:
             return False

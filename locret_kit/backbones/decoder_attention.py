@@ -1,4 +1,4 @@
-"""Attention of a decoder: what ``probe`` has measured of it, its rotations, its softmax, and who receives its calls."""
+"""Attention of a decoder: its measured description (see ``probe``), its rotations, its softmax, and the receivers of calls."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class AttentionCall:
     layer: int
     """Number in ``BackboneSpec.layers`` of the layer whose rows it attends to."""
     shared: bool
-    """Whether those are another layer's."""
+    """Whether it reads the rows of another layer."""
     plain: bool
     """Whether its softmax has a scaling alone: no cap and no sinks."""
 
 
 class Calls:
-    """Attention calls of one forward. Modules that several layers share are told apart by the order of their calls."""
+    """Attention calls of one forward. The order of calls tells apart the layers that share a module."""
 
     def __init__(self, known: dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]]) -> None:
         """``known``: the calls of each module, in the order of a forward, each with its order of channels [D] or None."""
@@ -129,7 +129,7 @@ class DecoderAttention:
     projects: bool = field(default=False, compare=False)
     """Whether queries, keys and values of such layers, before the rotation, are products of the layer's normed input."""
     scales_queries: bool = field(default=False, compare=False)
-    """Whether queries of such layers are scaled by their positions, beside the rotation (Ministral 3)."""
+    """Whether queries of such layers are scaled by their positions, besides the rotation (Ministral 3)."""
 
     @property
     def unlike_llama(self) -> str | None:
@@ -188,7 +188,7 @@ class DecoderAttention:
 
 
 class Described:
-    """A stand-in for a model whose attention is known, and runs elsewhere. ``probe.describe`` takes its word for it."""
+    """A stand-in for a model that runs elsewhere, with known attention. ``probe.describe`` returns its ``description``."""
 
     description: DecoderAttention
 
@@ -367,7 +367,7 @@ class Softmax(NamedTuple):
 
 
 class LayerOperations(NamedTuple):
-    """Operations of a layer beside its attention, for a backbone whose own take more passes over memory."""
+    """Operations of a layer besides its attention, for a backbone whose own take more passes over memory."""
 
     rms_norm: Callable[..., tuple[Tensor, Tensor]]
     """Root-mean-square norm, see ``locret_kernels.fused.rms_norm``."""
@@ -383,8 +383,8 @@ Choice = Callable[..., LayerOperations | None]
 
 
 class Handler(ABC):
-    """Receiver of a forward's attention calls, which is told where the forward begins and ends. The bounded cache is one, a
-    batch of them another, the training observer a third."""
+    """Receiver of a forward's attention calls, and of its start and end. The bounded cache is one, a batch of caches another, the
+    training observer a third."""
 
     wants_unrotated = False
     """Whether q and k come before RoPE: the rotary module is not asked then."""

@@ -45,8 +45,8 @@ def _no_rotation(choice: Choice, forward: Callable[..., object], x: Tensor, *arg
 
 
 def fuse_layers(undo: Undo, decoder: DecoderStack, choice: Choice) -> None:
-    """Let a decoder's elementwise work be done by the operations that ``choice`` gives, until ``undo``. Modules that are not of
-    the known kinds are left as they are, and so are those whose forward somebody has replaced, as accelerate does."""
+    """Run a decoder's elementwise work by the operations of ``choice``, until ``undo``. Unknown modules are left unchanged, and
+    so are modules with a replaced forward, as accelerate does."""
     for layer in decoder.layers:
         if is_rms_norm(layer.post_attention_layernorm) and has_own_forward(layer):
             replace_forward(undo, layer, partial(_layer, layer, choice))
@@ -166,9 +166,12 @@ def _sliced(mlp: nn.Module, forward: Callable[..., Tensor], x: Tensor, *args: ob
 
 
 def _gains(mlp: nn.Module, x: Tensor) -> bool:
-    """Whether slicing the MLP of ``x``, of shape [..., C], saves memory. It does not in a graph, which keeps all between the products.
-    It is also avoided if weights are fetched per call: ZeRO-3 gathers them, and its processes must call equally often;
-    accelerate moves in weights from another device than ``x``."""
+    """Whether slicing the MLP of ``x``, of shape [..., C], saves memory.
+
+    In a graph it does not, since the graph keeps all tensors between the products. It is also avoided if weights are fetched
+    per call. ZeRO-3 gathers them, and its processes must call equally often. accelerate moves in weights from another device
+    than ``x``.
+    """
     if torch.is_grad_enabled() and x.requires_grad:
         return False
     return all(weight.device == x.device and not hasattr(weight, "ds_id") for weight in mlp.parameters())
@@ -181,7 +184,7 @@ def _gains(mlp: nn.Module, x: Tensor) -> bool:
 
 
 FEWEST = 64
-"""Weights that are widened at a time."""
+"""Fewest rows of a product that make widening its weights faster."""
 AT_ONCE = 1 << 22
 """Weights that are widened at a time."""
 
@@ -194,8 +197,7 @@ def lacks_bfloat16() -> bool:
 
 
 def widen(undo: Undo, model: PreTrainedModel, choice: Choice) -> None:
-    """Let the products of a decoder in bfloat16 be those that ``choice`` gives, until ``undo``, on a processor where its own are
-    slow."""
+    """Run a decoder's bfloat16 products by the operations of ``choice``, until ``undo``, on a processor without fast ones."""
     if model.dtype == torch.bfloat16 and lacks_bfloat16():
         for linear in decoder_of(model).modules():
             if type(linear) is not nn.Linear or not has_own_forward(linear):

@@ -213,8 +213,8 @@ def _key(decoder: DecoderStack, config: PreTrainedConfig) -> tuple[object, ...]:
 
 
 def _has_even_norms(decoder: nn.Module) -> bool:
-    """Whether a norm within attention has one weight for all channels, as an untrained one: then it may come before a rotation or
-    after it. Weights whose numbers lie elsewhere (sharded ones are empty) say nothing."""
+    """Whether a norm within attention has one weight for all channels, as an untrained one. Then it may come before a rotation
+    or after it. False if the weights have no numbers (meta, fake or sharded)."""
     named = decoder.named_parameters()
     weight = next((w for path, w in named if w.dim() == 1 and w.numel() and "norm" in path and "att" in path), None)
     return weight is not None and not (weight.is_meta or is_fake(weight)) and bool((weight == weight[0]).all())
@@ -224,7 +224,7 @@ def _has_even_norms(decoder: nn.Module) -> bool:
 
 
 def _measured(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAttention:
-    """The description of a decoder. Raises UnsupportedArchitecture that begins with its model type."""
+    """The description of a decoder. Raises UnsupportedArchitecture that starts with its model type."""
     with _read_by(decoder, config):
         if all(weight.is_meta or is_fake(weight) for weight in decoder.parameters()):
             return assumed(config, getattr(decoder, "rotary_emb", None))
@@ -272,8 +272,8 @@ def outlined(model: PreTrainedModel) -> BackboneSpec:
 
 
 def assumed(config: PreTrainedConfig, rotary: nn.Module | None) -> DecoderAttention:
-    """The description of a decoder that cannot be measured, by its configuration and as though it were Llama's in all else: of
-    one without weights, which plans and predictions run for its shapes alone, and of families that an engine's tests hold."""
+    """The description of a decoder that cannot be measured, from its configuration. All else is assumed to be as Llama's. It is
+    for decoders without weights, which plans run for their shapes, and for families that an engine's tests cover."""
     spec = spec_of(config)
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     buffers = [] if rotary is None else frequencies_of(rotary)

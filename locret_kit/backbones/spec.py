@@ -82,7 +82,7 @@ def is_rms_norm(module: Any) -> TypeGuard[RmsNorm]:
 
 
 def is_untouched(module: Any) -> bool:
-    """Whether nobody has given a module hooks or another forward."""
+    """Whether a module has no hooks and its own forward."""
     return has_own_forward(module) and not (module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -156,8 +156,8 @@ class StateSize:
 
 @dataclass(frozen=True)
 class BackboneSpec:
-    """Dimensions of a backbone. Layers are those with keys and values of their own, in the decoder's order: a layer of a state
-    space, and one that reads another's keys, has none and is not counted."""
+    """Dimensions of a backbone. Its layers are those with keys and values of their own, in the decoder's order. A state space
+    layer, and a layer that reads another's keys, do not count."""
 
     model_type: str
     layers: tuple[AttentionLayer, ...]
@@ -359,7 +359,7 @@ class States:
     """States of one text.
 
     Attributes:
-        cache: transformers' own, of whose layers those with a state alone are used.
+        cache: transformers' own; only its layers with a state are used.
     """
 
     def __init__(self, cache: DynamicCache) -> None:

@@ -133,8 +133,8 @@ def dense(model: PreTrainedModel) -> Dense:
 
 @torch.no_grad()
 def check_dense(model: PreTrainedModel, weights: Dense) -> None:
-    """Raise NotDense where the model's own logits of a few tokens are not those that its weights give by the form of ``Dense``:
-    words may be scaled, logits capped, and heads normed otherwise."""
+    """Raise NotDense if the model's own logits of a few tokens differ from those of its weights in the form of ``Dense``. Some
+    models scale words, cap logits, or norm heads in another way."""
     description, (D,) = describe(model), {layer.key_size for layer in describe(model).spec.layers}
     ids_T = torch.arange(2, 6, device=weights.norm.weight.device)
     x = weights.words.weight[ids_T]
@@ -277,10 +277,10 @@ def stored_bytes(inputs: int, outputs: int, bits: int) -> int:
 
 
 def scratch_bytes(tokens: int, inputs: int, outputs: int, bits: int, item: int) -> int:
-    """Bytes that come and go in a product of many tokens with such a matrix, beside its input and its output.
+    """Temporary bytes of a product of ``tokens`` tokens with a quantised matrix, besides its input and its output.
 
     4 bits: the matrix in the dtype (``item`` bytes per number) and its scales, before and after their mean is added. 8 bits:
-    activations in int8, products in int32 and float16; columns of large activations, which are few, are not counted.
+    activations in int8, products in int32 and float16. The few columns of large activations are not counted.
     """
     if bits == 8:
         return tokens * (inputs + outputs * (4 + 2))
@@ -307,8 +307,8 @@ PROBE = "Naïve  tabs\tand\n\nlines, 1234 numbers; 日本語 — “quotes” <|
 
 
 def identity_of(model: PreTrainedModel) -> dict[str, object]:
-    """``NAMES``, for people to read, and what tells one model from another: ``config``, ``weight_bits`` (of a GGUF file the name
-    of its types), ``weights``. Plain JSON values.
+    """Identity of a model: ``NAMES``, for people to read, and ``config``, ``weight_bits`` (or the types of a GGUF file) and
+    ``weights``, which tell models apart. Plain JSON values.
 
     Raises:
         ValueError: weights lie on no device, as after an offload.

@@ -1,6 +1,5 @@
-"""Admission of requests, each with its cache: one that waits for the next turn, in memory or in a file, a copy of one that has
-read a document or a prefix that prompts share, or an empty one.
-"""
+"""Admission of requests, each with its cache: a session's cache from memory or from a file, a copy of a document's cache or of
+a shared prefix, or an empty one."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ class Sessions:
         return name in self._parked
 
     def find(self, request: ServerRequest) -> PrefixKey | None:
-        """The key of the session in memory that has read most of a prompt's beginning, and nothing else but thoughts."""
+        """Key of the session in memory that has read the longest prefix of a prompt, and nothing else but thoughts."""
         if not request.has_defaults:
             return None
         keys = (key for parked in self._parked.values() for key in parked.keys)
@@ -86,11 +85,11 @@ class Sessions:
         return request.file
 
     def take(self, parked: ParkedSession) -> None:
-        """Let a session go: a request goes on with it."""
+        """Remove a session from the waiting ones, because a request continues it."""
         del self._parked[parked.keys[0].name]
 
     def drop_oldest(self) -> bool:
-        """Let the session go that was used least recently, of those whose files are written; False where there is none."""
+        """Drop the least recently used session whose file is written; False if there is none."""
         oldest = next((parked for parked in self._parked.values() if parked.settled), None)
         if oldest is not None:
             self.take(oldest)
@@ -143,7 +142,7 @@ class Sessions:
             self._saver.submit(act, *given)
 
     def _save(self, parked: ParkedSession, store: Store) -> None:
-        """Write a session's file, unless it has gone on already."""
+        """Write a session's file, unless the session has been continued."""
         name = parked.keys[0].name
         with self._changed:
             if self._parked.get(name) is not parked:
@@ -237,7 +236,7 @@ class Admission:
         request.sequence.end(reason, error)
 
     def _admit_one(self, request: ServerRequest) -> None:
-        """Let a request enter, or begin to read its session from its file; it goes on waiting where neither can be yet."""
+        """Admit a request, or start to read its session from its file. It keeps waiting if neither is possible yet."""
         if request.cache is not None:  # a document's, or a session's from its file
             self._go_on(request, request.cache, request.hidden)
             return
@@ -272,7 +271,7 @@ class Admission:
         return self._enter(request, resumed, cache.get_seq_length() - hidden, hidden)
 
     def _begin(self, request: ServerRequest) -> None:
-        """Let a request begin: with a document's cache, that of a shared prefix, or an empty one."""
+        """Start a request with a document's cache, a shared prefix's cache, or an empty one."""
         prefix = None
         if tokens := self._shared_tokens(request):
             key = request.owner, request.prefixes.hash(tokens)
@@ -298,7 +297,7 @@ class Admission:
         return tokens if apart else 0
 
     def _read_prefix(self, request: ServerRequest, key: tuple[str, str], tokens: int) -> SharedPrefix:
-        """Begin to read a shared prefix, in the place of the one that was used least recently."""
+        """Start to read a shared prefix, in place of the least recently used one."""
         # First: where it raises, nobody waits for what is never read.
         cache = self._spec.cache(tokens + self._tail + 1)
         if len(self.prefixes) >= self.max_prefixes:

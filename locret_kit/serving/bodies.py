@@ -153,7 +153,7 @@ class ChatBody(CompletionBody):
     """Anthropic's switch, ``{"type": "disabled"}``: ``enable_thinking`` or ``thinking`` of a template that has it; its
     ``budget_tokens`` bound the thought, which the template's end mark then closes."""
     continue_final_message: bool = True
-    """Whether an answer at the end is gone on with; otherwise it is answered."""
+    """Whether an answer in the last message is continued; otherwise it is answered."""
 
     @model_validator(mode="after")
     def _possible(self) -> ChatBody:
@@ -208,7 +208,7 @@ class ChatBody(CompletionBody):
 
     @property
     def continued(self) -> bool:
-        """Whether the last message is the beginning of the answer."""
+        """Whether the last message is the start of the answer."""
         last = self.messages[-1]
         return self.continue_final_message and last.role == "assistant" and bool(last.content) and not last.tool_calls
 

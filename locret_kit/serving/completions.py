@@ -44,7 +44,7 @@ class TextReply(Reply):
 
     @cached_property
     def head(self) -> JsonObject:
-        """What all events begin with."""
+        """Fields that all events share."""
         return {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.server.name}
 
     def choice(self, index: int, said: JsonObject, tokens: Sequence[Token] | None, reason: str | None) -> JsonObject:
@@ -246,7 +246,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
 
 
 def begins_in_thought(tokenizer: PreTrainedTokenizerBase, form: AnswerForm, ids: Sequence[int], body: ChatBody) -> bool:
-    """Whether an answer begins in a thought, which the chat template or the answer that is gone on with began."""
+    """Whether an answer starts within a thought, opened by the chat template or by the continued answer."""
     last = body.messages[-1].content if body.continued else str(tokenizer.decode(list(ids[-NEAREST:])))
     return form.thinks and not form.anywhere and form.opened(last, continued=body.continued)
 

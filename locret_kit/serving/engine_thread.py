@@ -160,7 +160,7 @@ class EngineThread:
             self._parked.write(self.store.save_document, name, owner, document)
 
     def forget(self, document_id: str) -> None:
-        """Drop a document's file, and what waits for a next turn about it. Answers that run go on, in their own caches."""
+        """Drop a document's file, and the waiting sessions about it. Running answers continue, in their own caches."""
         with self._changed:
             self._parked.forget(document_id)
             for request in (*self._admission.queue, *self._admission.active):
@@ -179,7 +179,7 @@ class EngineThread:
 
     @property
     def caches(self) -> int:
-        """Caches of sessions that exist now, at most ``sessions``; those of documents are not among them."""
+        """Caches of existing sessions, at most ``sessions``; caches of documents do not count."""
         with self._changed:
             return self._admission.caches
 
@@ -190,7 +190,7 @@ class EngineThread:
 
     @property
     def prefixes(self) -> int:
-        """Shared prefixes in memory, those that are being read included."""
+        """Shared prefixes in memory, including those that are being read."""
         return len(self._admission.prefixes)
 
     # ---- the engine's thread ---------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class EngineThread:
                 self._tell(request)
 
     def _tell(self, request: ServerRequest) -> None:
-        """Tell a request what changed, and let it go when it has ended."""
+        """Notify a request of a change, and release it after its end."""
         sequence = request.sequence
         assert sequence is not None
         if request.cache is not None and request.cache.layers:

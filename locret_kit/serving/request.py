@@ -35,12 +35,12 @@ class PrefixKey:
     name: str
     owner: str
     document_id: str
-    """The document that it goes on from; '' for none."""
+    """The document that the session continues; '' for none."""
     tokens: int
     sha256: str
     """Hash of the token ids, see ``documents.document_text``."""
     hidden: int = 0
-    """Tokens that it has read beside these: thoughts, which chat templates leave out of later prompts."""
+    """Tokens of thoughts that it has read in addition. Chat templates omit them from later prompts."""
 
     @classmethod
     def from_record(cls, name: str, owner: str, record: dict[str, Any]) -> tuple[PrefixKey, ...]:
@@ -59,7 +59,7 @@ class PrefixKey:
 
 
 class PrefixHashes:
-    """Hashes of a prompt's beginnings, each made once."""
+    """Hashes of a prompt's prefixes, each computed once."""
 
     def __init__(self, ids: array[int]) -> None:
         self._ids, self.hash = ids, cache(lambda tokens: hash_ids(ids[:tokens]))
@@ -73,11 +73,11 @@ class PrefixHashes:
 
 
 class Stopping(RuntimeError):
-    """The engine takes nothing more, and what ran is cancelled."""
+    """The engine is stopping: it takes no requests, and running ones are cancelled."""
 
 
 class Busy(Exception):
-    """The queue is full. ``retry_after``: seconds after which another try makes sense."""
+    """The queue is full. ``retry_after``: seconds until another try makes sense."""
 
     def __init__(self, waiting: int) -> None:
         super().__init__(f"{waiting} requests wait already")
@@ -147,7 +147,7 @@ class ServerRequest(Request):
 
     @cached_property
     def prefixes(self) -> PrefixHashes:
-        """Hashes of the prompt's beginnings."""
+        """Hashes of the prompt's prefixes."""
         return PrefixHashes(self.ids)
 
     @property

@@ -168,7 +168,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens of the longest document that a prompt begins with."""
+        """Number of tokens of the longest document that the prompt starts with."""
         best = self._best(request)
         return (0, False) if best is None or num_computed_tokens else (len(best.ids), False)
 
@@ -178,12 +178,12 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         return max(fitting, key=lambda document: len(document.ids), default=None)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Note which document goes into a request's page."""
+        """Note the document for a request's page."""
         if num_external_tokens and (best := self._best(request)) is not None:
             self.loads.append(Load(best.path, blocks.get_block_ids()[0][0], info_of(request)))
 
     def build_connector_meta(self, scheduler_output: object) -> Loads:
-        """What workers load before the next forward."""
+        """Documents for workers to load before the next forward."""
         loads, self.loads = Loads(self.loads), []
         return loads
 
@@ -199,7 +199,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         self.layers = {layer.impl.number: kv_caches[name] for name, layer in layers.items()}
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
-        """Fill the pages of requests that begin with a document."""
+        """Fill the pages of requests that start with a document."""
         for load in self._get_connector_metadata().loads:  # type: ignore[attr-defined]
             document, text = self._document(load.path), self.worker.text(load.info)
             self.worker.pages.take(load.page, text, document, self.layers)

@@ -142,7 +142,7 @@ def check_policy(policy: Policy) -> None:
 
 
 SPARE = 1
-"""Pages that vLLM keeps for itself: its block 0 belongs to nobody."""
+"""Number of pages that vLLM keeps for itself: its block 0 belongs to no request."""
 
 
 @dataclass(frozen=True)
