@@ -29,10 +29,10 @@ DIGITS = 40
 
 
 class Grammar:
-    """The tokens that a grammar lets come next in one answer: see ``Sampling.constrain``.
+    """The tokens that a grammar allows next in one answer: see ``Sampling.constrain``.
 
     Args:
-        digits: number of digits of each token that is nothing else. letter: a token that no number goes on with.
+        digits: number of digits of each token that has only digits. letter: a token that cannot continue a number.
     """
 
     def __init__(self, matcher: LLMatcher, digits: Mapping[int, int], letter: int) -> None:

@@ -179,7 +179,7 @@ class EngineThread:
 
     @property
     def caches(self) -> int:
-        """Caches of existing sessions, at most ``sessions``; caches of documents do not count."""
+        """Number of existing sessions' caches, at most ``sessions``. Caches of documents do not count."""
         with self._changed:
             return self._admission.caches
 
@@ -190,7 +190,7 @@ class EngineThread:
 
     @property
     def prefixes(self) -> int:
-        """Shared prefixes in memory, including those that are being read."""
+        """Number of shared prefixes in memory, including those that are being read."""
         return len(self._admission.prefixes)
 
     # ---- the engine's thread ---------------------------------------------------------------------------------------

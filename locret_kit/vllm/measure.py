@@ -79,7 +79,7 @@ class ZeroedMemory(TorchFunctionMode):
 
 
 def traced(model: nn.Module, config: VllmConfig, first: int = 0, *, turns: bool = False) -> Heads:
-    """What attention is given in a forward of random tokens from a position on. ``turns``: rotated."""
+    """Queries and keys of each layer in a forward of random tokens from position ``first`` on. ``turns``: rotated."""
     words, draw = min(config.model_config.get_vocab_size(), 1000), torch.Generator("cpu").manual_seed(0)
     device = next(model.parameters()).device
     ids = torch.randint(2, words, (TOKENS,), generator=draw, device="cpu").to(device)

@@ -147,7 +147,7 @@ SPARE = 1
 
 @dataclass(frozen=True)
 class Pages:
-    """The pages of a server, those of all layers of one rank."""
+    """Pages of all layers of one rank of a server."""
 
     each: int
     """Bytes of a request's pages."""

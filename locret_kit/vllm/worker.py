@@ -42,7 +42,7 @@ class Worker:
     requests: dict[int, RequestInfo] = field(default_factory=dict)
     """Requests by row of vLLM's batch, see ``requests``."""
     unmeasured: VllmConfig | None = None
-    """Configuration of an engine whose model was not measured yet."""
+    """Configuration of an engine whose model is not measured yet."""
 
     @classmethod
     def of(cls, server: ServerSettings, model: ModelConfig, device: torch.device, ranks: Ranks | None = None) -> Worker:
