@@ -20,31 +20,31 @@ TAGS = "<tool_call>|<seed:tool_call>|<minimax:tool_call>"
 NEVER = "(?!)"
 """A pattern that nothing has."""
 PAIR = regex.compile(r"(?P<a>[<\[◁])/(?P<word>(?:\w+:)?(?:think|thought|reason)\w*)(?P<b>[>\]▷])", regex.IGNORECASE)
-"""End of a thought, whose beginning is the same without the stroke."""
+"""End of a thought; its start is the same without the slash."""
 PHRASES = {
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|channel>thought\n": "<channel|>",
     "Here is my thought process:": "Here is my response:",
 }
-"""Beginnings and ends of thoughts that are spelt otherwise."""
+"""Start and end of thoughts with other marks."""
 ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
-"""The same, where answers have channels."""
+"""Start and end of a thought in answers with channels."""
 DECLARED = ("thinking", "reasoning_content", "reasoning")
 """Names of thoughts in response templates of transformers."""
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """Form of an answer's calls of tools.
+    """Form of an answer's tool calls.
 
     Attributes:
-        name: of the form. marks: what chat templates say, of which one, whose models write it.
-        open, close: patterns of what calls stand between.
-        head, tail: patterns of a call up to the brace of its JSON arguments, with its ``name``, and of what follows them.
-        call: the pattern of one whose parameters have tags of their own.
-        field: a field of a response template of transformers, by which others are read that are no JSON.
+        name: of the form. marks: texts in a chat template; one of them shows that the model uses this form.
+        open, close: patterns before and after calls.
+        head, tail: patterns of a call up to the brace of its JSON arguments, with its ``name``, and of the text after them.
+        call: the pattern of a call with tagged parameters.
+        field: a field of a response template of transformers; it parses calls that are not JSON.
         bare: whether JSON that is the whole answer is a call too.
-        sections: pattern of what stands around calls and is no text.
+        sections: pattern of marks around calls that are not part of the text.
     """
 
     name: str
@@ -125,12 +125,12 @@ UNKNOWN = CallForm("unknown", bare=True)
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """Marks of what a model writes.
+    """Marks in a model's answers.
 
     Attributes:
-        open, close: patterns of what a thought stands between. calls: how tools are called.
-        anywhere: whether a thought may begin within the text, and not only where none is yet.
-        words: beginning and end of a thought as they are written, where they are known.
+        open, close: patterns of the marks around a thought. calls: form of tool calls.
+        anywhere: whether a thought may start within the text, not only before it.
+        words: literal start and end of a thought, where they are known.
     """
 
     open: str = NEVER
@@ -146,11 +146,11 @@ class AnswerForm:
 
     @property
     def marks(self) -> str:
-        """A text in which every token stands that marks something."""
+        """A text that contains every token that is a mark."""
         return str(self).replace("\\", "")
 
     def opened(self, prompt: str, *, continued: bool = False) -> bool:
-        """Whether a prompt ends with the beginning of a thought; where an answer is ``continued``, in a thought."""
+        """Whether a prompt ends with the start of a thought. If its answer is ``continued``, whether it ends within a thought."""
         *_, at = [0, *(found.end() for found in regex.finditer(self.open, prompt))]
         rest = prompt[at:]
         return bool(at) and not regex.search(self.close, rest) and (continued or not rest.strip())
@@ -183,10 +183,10 @@ def call_form(template: str, declared: tuple[Mapping[str, object], Any] | None =
 
 
 def answer_form(tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> AnswerForm:
-    """How the model of a tokenizer marks thoughts and calls, by its chat template, response template and added tokens.
+    """Marks of thoughts and calls of a tokenizer's model, from its chat template, response template and added tokens.
 
     Args:
-        tools: whether the prompt has tools, for which some tokenizers have a template of its own.
+        tools: whether the prompt has tools. Some tokenizers have a separate template for them.
     """
     template = template_source(tokenizer, tools=tools)
     return _answer_form(tokenizer, template, len(tokenizer))

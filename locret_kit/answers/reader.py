@@ -124,7 +124,7 @@ class Reader:
 
     @property
     def marks(self) -> str:
-        """A text in which every token stands that marks what is read."""
+        """A text that contains every token that is a mark of this reader."""
         marks = self.form.open, self.form.close, self._form if self.tools else self._form.sections
         return str(marks).replace("\\", "")
 
@@ -210,7 +210,7 @@ class Reader:
         return True
 
     def _begun(self, inner: int, final: bool, cut: bool) -> bool:
-        """What begins as a call does, at the beginning of what is held."""
+        """Read a possible call at the start of the held text."""
         if self._form.head:
             head = self._head.match(self._held, partial=not final)
             if head is not None and not head.partial and head["name"] in self.tools:
@@ -259,7 +259,7 @@ class Reader:
         return done
 
     def _after(self, final: bool, cut: bool) -> bool:
-        """What follows the arguments."""
+        """Read the text after the arguments."""
         tail = self._tail.match(self._held, partial=not final)
         if tail is not None and tail.partial:
             return False
@@ -324,7 +324,7 @@ class Reader:
         return call
 
     def _offer(self, calls: list[Call], size: int) -> bool:
-        """Give calls, which take so much of what is held. Says whether there are any."""
+        """Emit calls that take ``size`` characters of the held text. Returns whether there are any."""
         for call in calls:
             self._events += [Event("call", call.name, call), Event("arguments", call.arguments, call)]
         self.calls += calls
@@ -334,12 +334,12 @@ class Reader:
         return bool(calls)
 
     def _take(self, size: int) -> str:
-        """The beginning of what is held, no longer held."""
+        """The first ``size`` characters of the held text, removed from it."""
         piece, self._held = self._held[:size], self._held[size:]
         return piece
 
     def _say(self, size: int) -> None:
-        """Give so much of what is held as text."""
+        """Emit ``size`` characters of the held text as text."""
         if piece := self._take(size):
             if piece.strip():
                 self._fresh = self._begins = False

@@ -1,4 +1,4 @@
-"""Attention of a decoder: what ``probe`` has measured of it, its rotations, its softmax, and who receives its calls."""
+"""Attention of a decoder: its measured description (see ``probe``), its rotations, its softmax, and the receivers of calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Rotation:
     reversed: bool = False
     """Whether positions turn the other way."""
     order: tuple[int, ...] | None = None
-    """Channels of a head in the order in which halves are rotated, from the first one on; None as they come."""
+    """Channels of a head, ordered for a rotation of halves, the rotated ones first. None keeps the order."""
     norms: tuple[str, str] | None = None
     """Paths of the weights of norms that come after the rotation, of queries and of keys; None without them."""
 
@@ -47,7 +47,7 @@ class Rotation:
         return self.rope(decoder, inv_freq, scaling_of(module, self.buffer))
 
     def rope(self, decoder: nn.Module, inv_freq: Tensor, scaling: float) -> Rope:
-        """The rotation by these frequencies (radians per position) and this factor."""
+        """The rotation with inverse frequencies [R / 2] (radians per position) and a factor on cos and sin."""
         inv_freq = -inv_freq if self.reversed else inv_freq
         if self.norms is None:
             return Rope(inv_freq, scaling)
@@ -64,7 +64,7 @@ class Rotation:
 
     @property
     def shared(self) -> Rotation:
-        """The same without the order of channels: one object for layers that rotate alike, but for norms of their own."""
+        """This rotation without the order of channels. Layers that rotate alike share it, unless they have norms of their own."""
         return self if self.norms else replace(self, order=None)
 
     def __str__(self) -> str:
@@ -80,20 +80,21 @@ class AttentionCall:
     layer: int
     """Number in ``BackboneSpec.layers`` of the layer whose rows it attends to."""
     shared: bool
-    """Whether those are another layer's."""
+    """Whether it reads the rows of another layer."""
     plain: bool
     """Whether its softmax has a scaling alone: no cap and no sinks."""
 
 
 class Calls:
-    """Attention calls of one forward. Modules that several layers share are told apart by the order of their calls."""
+    """Attention calls of one forward. The order of calls tells apart the layers that share a module."""
 
     def __init__(self, known: dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]]) -> None:
+        """``known``: the calls of each module, in the order of a forward, each with its order of channels [D] or None."""
         self._known = known
         self._count: dict[nn.Module, int] = {}
 
     def next(self, module: nn.Module) -> tuple[AttentionCall, Tensor | None]:
-        """The call that a module makes now, and the order of channels in which its queries and keys are rotated."""
+        """The current call of a module, and the order of channels [D] for rotating its queries and keys; None keeps the order."""
         known = self._known.get(module, [])
         if len(known) == 1:
             return known[0]
@@ -116,9 +117,9 @@ class DecoderAttention:
     rotations: tuple[Rotation, ...] | str
     """One for every layer with rows; or the reason why they are not known."""
     takes_positions: bool = True
-    """Whether a token's place in the text is what its position id says, not the order of the forward."""
+    """Whether a token's place in the text is its position id, not its order in the forward."""
     in_pieces: bool = True
-    """Whether a text that is read in pieces is what it is in one."""
+    """Whether reading a text in pieces gives the same hidden states as reading it in one."""
     answers_in_halves: bool = field(default=False, compare=False)
     """Whether rotary modules answer cos and sin ``[B, T, R]`` of every channel that they turn, as Llama's."""
     skips_rotation: bool = field(default=False, compare=False)
@@ -128,11 +129,11 @@ class DecoderAttention:
     projects: bool = field(default=False, compare=False)
     """Whether queries, keys and values of such layers, before the rotation, are products of the layer's normed input."""
     scales_queries: bool = field(default=False, compare=False)
-    """Whether queries of such layers are scaled by their positions, beside the rotation (Ministral 3)."""
+    """Whether queries of such layers are scaled by their positions, besides the rotation (Ministral 3)."""
 
     @property
     def unlike_llama(self) -> str | None:
-        """The first thing by which attention differs from Llama's with windows; None where it does not."""
+        """The first difference of the attention from Llama's with windows; None without one."""
         spec = self.spec
         if spec.states:
             return f"{len(spec.states)} layers hold a state"
@@ -187,7 +188,7 @@ class DecoderAttention:
 
 
 class Described:
-    """A stand-in for a model whose attention is known, and runs elsewhere. ``probe.describe`` takes its word for it."""
+    """A stand-in for a model that runs elsewhere, with known attention. ``probe.describe`` returns its ``description``."""
 
     description: DecoderAttention
 
@@ -259,7 +260,7 @@ def unrotate(
 
 
 def _unturned(answer: Turn) -> Turn:
-    """An answer to the same tokens, none of which is turned."""
+    """An answer that turns no token, in the form of ``answer``."""
     if isinstance(answer, Tensor) and answer.is_complex():
         return torch.ones_like(answer)
     if isinstance(answer, tuple) and len(answer) == 2:
@@ -286,7 +287,7 @@ class Rope:
     inv_freq: Tensor
     scaling: float = 1.0
     weight_R: Tensor | None = None
-    """Weight of a norm that comes after the rotation (Hunyuan); its scale is part of what is rotated already."""
+    """Rotation of queries, if it differs from that of keys."""
     queries: Rope | None = None
     """Rotation of queries, where it is not that of keys."""
     made: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -308,7 +309,7 @@ class Rope:
         return (angle.cos() * self.scaling).to(dtype), (angle.sin() * self.scaling).to(dtype)
 
     def steps(self, longest: int, device: torch.device) -> Tensor:
-        """``angle_steps`` of the ranks below ``longest`` at least."""
+        """``angle_steps`` [steps, 2, R / 2] (float32) of the ranks below a power of two that is at least ``longest``."""
         key = 1 << (longest - 1).bit_length(), device
         if key not in self.made:
             with torch.inference_mode(False):
@@ -342,7 +343,7 @@ def rotate_lean(x: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 Arguments = dict[str, Any]
 """Arguments of the decoder's forward, by name."""
 Linear = Callable[..., Tensor]
-"""As ``torch.nn.functional.linear``."""
+"""Linear map with the arguments of ``torch.nn.functional.linear``."""
 
 
 class Softmax(NamedTuple):
@@ -366,12 +367,12 @@ class Softmax(NamedTuple):
 
 
 class LayerOperations(NamedTuple):
-    """Operations of a layer beside its attention, for a backbone whose own take more passes over memory."""
+    """Operations of a layer besides its attention, for a backbone whose own take more passes over memory."""
 
     rms_norm: Callable[..., tuple[Tensor, Tensor]]
-    """As ``locret_kernels.fused.rms_norm``."""
+    """Root-mean-square norm, see ``locret_kernels.fused.rms_norm``."""
     swiglu: Callable[[Tensor, Tensor], Tensor]
-    """As ``locret_kernels.fused.swiglu``."""
+    """Gated activation, see ``locret_kernels.fused.swiglu``."""
     linear: Linear
     enter: Callable[[Tensor], object] = id
     """Called with the normed hidden states ``[B, T, C]`` that a layer's attention is about to project."""
@@ -382,8 +383,8 @@ Choice = Callable[..., LayerOperations | None]
 
 
 class Handler(ABC):
-    """Receiver of a forward's attention calls, which is told where the forward begins and ends. The bounded cache is one, a
-    batch of them another, the training observer a third."""
+    """Receiver of a forward's attention calls, and of its start and end. The bounded cache is one, a batch of caches another, the
+    training observer a third."""
 
     wants_unrotated = False
     """Whether q and k come before RoPE: the rotary module is not asked then."""
@@ -400,26 +401,26 @@ class Handler(ABC):
         raise ValueError(f"{type(self).__name__} takes no layers that share keys and values")
 
     def operations(self, x: Tensor) -> LayerOperations | None:
-        """Operations for tensors like ``x``; None where the backbone's own are used."""
+        """Operations for tensors like ``x``, hidden states [B, T, C]; None for the backbone's own."""
         return None
 
     def begin(self, model: PreTrainedModel, arguments: Arguments) -> Arguments:
         """Prepare for a forward with these arguments of the decoder.
 
         Returns:
-            The arguments with which it runs.
+            The arguments for the forward.
 
         Raises:
-            ValueError: arguments that do not go with this handler.
+            ValueError: arguments that this handler does not support.
         """
         return arguments
 
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
-        """Take the final hidden states of a whole forward, and its tokens as they were given."""
+        """Lengths of the blocks of a forward of ``tokens`` tokens, if it runs ``in_blocks``."""
         return None
 
     def blocks(self, tokens: int) -> list[int]:
-        """Lengths of the blocks in which a forward of ``tokens`` runs, where it runs ``in_blocks``."""
+        """Take a block's final hidden states and its tokens, if the forward runs ``in_blocks``."""
         return [tokens]
 
     def read(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:

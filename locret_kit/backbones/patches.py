@@ -40,12 +40,13 @@ def skip_rotations(undo: Undo, decoder: DecoderStack, choice: Choice) -> None:
 
 
 def _no_rotation(choice: Choice, forward: Callable[..., object], x: Tensor, *args: object, **named: object) -> object:
+    """The answer (None, None) of a rotary module for hidden states [B, T, C], if ``choice`` gives operations for them."""
     return forward(x, *args, **named) if choice(x) is None else (None, None)
 
 
 def fuse_layers(undo: Undo, decoder: DecoderStack, choice: Choice) -> None:
-    """Let a decoder's elementwise work be done by the operations that ``choice`` gives, until ``undo``. Modules that are not of
-    the known kinds are left as they are, and so are those whose forward somebody has replaced, as accelerate does."""
+    """Run a decoder's elementwise work by the operations of ``choice``, until ``undo``. Unknown modules are left unchanged, and
+    so are modules with a replaced forward, as accelerate does."""
     for layer in decoder.layers:
         if is_rms_norm(layer.post_attention_layernorm) and has_own_forward(layer):
             replace_forward(undo, layer, partial(_layer, layer, choice))
@@ -56,6 +57,7 @@ def fuse_layers(undo: Undo, decoder: DecoderStack, choice: Choice) -> None:
 
 
 def _norm(norm: RmsNorm, choice: Choice, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """The norm of ``x``, of shape [..., C], by the operations of ``choice`` if there are any."""
     operations = choice(x, norm.weight)
     if operations is None or norm.weight.dtype != x.dtype:
         return forward(x)
@@ -65,7 +67,7 @@ def _norm(norm: RmsNorm, choice: Choice, forward: Callable[..., Tensor], x: Tens
 def _layer(
     layer: Layer, choice: Choice, forward: Callable[..., Tensor], hidden_states: Tensor, **rest: object
 ) -> Tensor:
-    """A decoder layer, whose first residual is added where its sum is normalised."""
+    """A decoder layer of hidden states [B, T, C]. Its first residual is added in the launch of the second norm."""
     after = layer.post_attention_layernorm
     if not is_rms_norm(after) or layer.training or after.weight.dtype != hidden_states.dtype:
         return forward(hidden_states, **rest)
@@ -80,7 +82,7 @@ def _layer(
 
 
 def _mlp(mlp: GatedMlp, choice: Choice, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """A gated MLP, its two inward products apart or in one matrix."""
+    """A gated MLP of ``x``, of shape [..., C]. Its two inward products are separate or in one matrix."""
     if choice(x) is None or not is_silu(mlp):
         return forward(x)
     gate, up = (
@@ -119,8 +121,11 @@ def _skip_identity(undo: Undo, module: ModuleType) -> None:
 
 
 def _passing(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``rotate``, except that it returns q [B, Q, T, D] and k [B, H, T, D] unchanged if cos is None."""
+
     @wraps(rotate)
     def passing(q: Tensor, k: Tensor, cos: Tensor | None, *rest: object, **named: object) -> tuple[Tensor, Tensor]:
+        """q [B, Q, T, D] and k [B, H, T, D], rotated unless cos is None."""
         return (q, k) if cos is None else rotate(q, k, cos, *rest, **named)
 
     return passing
@@ -145,7 +150,7 @@ def slice_mlps(undo: Undo, model: PreTrainedModel) -> None:
 
 
 def _sliced(mlp: nn.Module, forward: Callable[..., Tensor], x: Tensor, *args: object, **named: object) -> Tensor:
-    """``forward(x)``, ``x [..., features]``, in slices where that pays. Further arguments may be of each row: not sliced then."""
+    """``forward(x)`` for ``x`` [..., C], in slices of rows if that saves memory. A call with further arguments is not sliced."""
     rows = x.numel() // x.shape[-1]
     if rows <= SLICE or args or named or not _gains(mlp, x):
         return forward(x, *args, **named)
@@ -161,9 +166,12 @@ def _sliced(mlp: nn.Module, forward: Callable[..., Tensor], x: Tensor, *args: ob
 
 
 def _gains(mlp: nn.Module, x: Tensor) -> bool:
-    """Not where a graph keeps everything between the products anyway, nor where weights come anew for every call: ZeRO-3
-    gathers them (each process must then call as often, whatever the length of its samples), accelerate moves in those that
-    do not lie where ``x`` does."""
+    """Whether slicing the MLP of ``x``, of shape [..., C], saves memory.
+
+    In a graph it does not, since the graph keeps all tensors between the products. It is also avoided if weights are fetched
+    per call. ZeRO-3 gathers them, and its processes must call equally often. accelerate moves in weights from another device
+    than ``x``.
+    """
     if torch.is_grad_enabled() and x.requires_grad:
         return False
     return all(weight.device == x.device and not hasattr(weight, "ds_id") for weight in mlp.parameters())
@@ -176,7 +184,7 @@ def _gains(mlp: nn.Module, x: Tensor) -> bool:
 
 
 FEWEST = 64
-"""Rows from which on widening weights takes less time than it saves."""
+"""Fewest rows of a product that make widening its weights faster."""
 AT_ONCE = 1 << 22
 """Weights that are widened at a time."""
 
@@ -189,8 +197,7 @@ def lacks_bfloat16() -> bool:
 
 
 def widen(undo: Undo, model: PreTrainedModel, choice: Choice) -> None:
-    """Let the products of a decoder in bfloat16 be those that ``choice`` gives, until ``undo``, on a processor where its own are
-    slow."""
+    """Run a decoder's bfloat16 products by the operations of ``choice``, until ``undo``, on a processor without fast ones."""
     if model.dtype == torch.bfloat16 and lacks_bfloat16():
         for linear in decoder_of(model).modules():
             if type(linear) is not nn.Linear or not has_own_forward(linear):
@@ -200,12 +207,13 @@ def widen(undo: Undo, model: PreTrainedModel, choice: Choice) -> None:
 
 
 def _widened(linear: nn.Linear, choice: Choice, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The linear map of ``x``, of shape [..., C], by the operations of ``choice`` if there are any."""
     operations = choice(x, linear.weight)
     return forward(x) if operations is None else operations.linear(x, linear.weight, linear.bias)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``, by widened weights where that pays."""
+    """``F.linear`` of ``x`` [..., C] and ``weight`` [N, C], with widened weights if that is faster."""
     alike = x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu"
     graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if not alike or graph or x.numel() < FEWEST * x.shape[-1] or not lacks_bfloat16():
@@ -222,8 +230,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _as_rows(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The hidden states as rows of one matrix. Of a block's last token alone, a slice, PyTorch makes a batch of matrices, and
-    in bfloat16 on a CPU copies the vocabulary's weights for it at every call."""
+    """The hidden states [B, T, C] as rows of one matrix. For the last token alone, a slice, PyTorch makes a batch of matrices.
+    In bfloat16 on a CPU it copies the vocabulary's weights for that at every call."""
     hidden, *rest = args
     return hidden.reshape(-1, hidden.shape[-1]).contiguous().view(hidden.shape), *rest
 

@@ -1,9 +1,9 @@
-"""What a decoder's attention is, measured on the decoder itself: nothing here depends on the name of an architecture.
+"""A decoder's attention, measured on the decoder itself: nothing here depends on the name of an architecture.
 
-The decoder reads a few tokens twice. The first time as it is, and its attention calls are recorded. The second time every rotary
-module answers for position 0 and attention returns what it returned before, so hidden states are the same and queries and keys
-differ by the rotation alone. A layer's rotation is the one of the known forms that turns the second queries and keys into the
-first at every position. Windows are read off the mask that each layer is given. What is of no known form is refused.
+The decoder reads a few tokens twice. The first run is unchanged, and its attention calls are recorded. In the second run every
+rotary module answers for position 0, and attention returns the recorded results. So hidden states are equal, and queries and
+keys differ by the rotation alone. A layer's rotation is the known form that turns the second queries and keys into the first at
+every position. Windows are read from the mask of each layer. Attention of an unknown form is refused.
 """
 
 import inspect
@@ -66,7 +66,7 @@ from .spec import (
 def with_shortcuts(
     decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun, found: DecoderAttention
 ) -> DecoderAttention:
-    """The description of a decoder with the shortcuts that it allows."""
+    """The description ``found`` with the shortcuts that the decoder allows. ``ids_1T``: token ids [1, T] of the run ``first``."""
 
     def reference(*x: Tensor) -> LayerOperations:
         return REFERENCE
@@ -106,7 +106,7 @@ def with_shortcuts(
 
 
 def _are_products(run: RecordedRun, inputs: Sequence[Tensor]) -> bool:
-    """Whether queries, keys and values are what a layer's projections make of its normed input."""
+    """Whether queries, keys and values are products of a layer's normed inputs [B, T, C], one for each call of ``run``."""
     if len(inputs) != len(run.calls):
         return False
     for call, x in zip(run.calls, inputs, strict=True):
@@ -120,7 +120,7 @@ def _are_products(run: RecordedRun, inputs: Sequence[Tensor]) -> bool:
 
 
 def _is_alike(run: RecordedRun | None, first: RecordedRun | None) -> bool:
-    """Whether hidden states, queries and keys are what they were; attention gave what it had given."""
+    """Whether two runs have equal hidden states, queries and keys."""
     if run is None or first is None:
         return False
     pairs = zip(run.calls, first.calls, strict=True)
@@ -145,14 +145,14 @@ def _is_unturned(run: RecordedRun | None, first: RecordedRun, decoder: DecoderSt
 
 
 def reads_pieces(decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun) -> bool:
-    """Whether layers with states go on where a piece ended, with more than one token."""
+    """Whether layers with states can read ids [1, T] in two pieces. The hidden states must equal those of ``whole``."""
     cache = IndexedCache(config=config)
     hidden = [_read(decoder, piece, cache) for piece in (ids_1T[:, :5], ids_1T[:, 5:])]
     return close(torch.cat(hidden, 1), whole.hidden, 2)
 
 
 def keeps_texts_apart(decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun) -> bool:
-    """Whether a text goes on where it was after a piece of another one."""
+    """Whether a text of ids [1, T] continues correctly after a piece of another text."""
     cache, other = IndexedCache(config=config), IndexedCache(config=config)
     begun = _read(decoder, ids_1T[:, :5], cache)
     _read(decoder, ids_1T[:, 5:].flip(1), other)
@@ -160,7 +160,7 @@ def keeps_texts_apart(decoder: DecoderStack, config: PreTrainedConfig, ids_1T: T
 
 
 def _read(decoder: DecoderStack, ids_1T: Tensor, cache: IndexedCache) -> Tensor:
-    """Final hidden states of more tokens of a text."""
+    """Final hidden states [1, T, C] of more tokens [1, T] of a text."""
     NOW.calls, NOW.outputs, NOW.replayed, NOW.cache = [], [], None, cache
     hidden: Tensor = decoder(input_ids=ids_1T, use_cache=True, **{CACHE: cache}).last_hidden_state
     return hidden
@@ -213,8 +213,8 @@ def _key(decoder: DecoderStack, config: PreTrainedConfig) -> tuple[object, ...]:
 
 
 def _has_even_norms(decoder: nn.Module) -> bool:
-    """Whether a norm within attention has one weight for all channels, as an untrained one: then it may come before a rotation or
-    after it. Weights whose numbers lie elsewhere (sharded ones are empty) say nothing."""
+    """Whether a norm within attention has one weight for all channels, as an untrained one. Then it may come before a rotation
+    or after it. False if the weights have no numbers (meta, fake or sharded)."""
     named = decoder.named_parameters()
     weight = next((w for path, w in named if w.dim() == 1 and w.numel() and "norm" in path and "att" in path), None)
     return weight is not None and not (weight.is_meta or is_fake(weight)) and bool((weight == weight[0]).all())
@@ -224,7 +224,7 @@ def _has_even_norms(decoder: nn.Module) -> bool:
 
 
 def _measured(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAttention:
-    """The description of a decoder. Raises UnsupportedArchitecture that begins with its model type."""
+    """The description of a decoder. Raises UnsupportedArchitecture that starts with its model type."""
     with _read_by(decoder, config):
         if all(weight.is_meta or is_fake(weight) for weight in decoder.parameters()):
             return assumed(config, getattr(decoder, "rotary_emb", None))
@@ -234,7 +234,7 @@ def _measured(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAttenti
 
 @contextmanager
 def _read_by(decoder: DecoderStack, config: PreTrainedConfig) -> Iterator[None]:
-    """A block in which a decoder reads tokens, whose errors are UnsupportedArchitecture and begin with its model type."""
+    """A block for reading tokens with a decoder. Its errors are UnsupportedArchitecture and start with the model type."""
     name = f"model_type={config.model_type!r}"
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedArchitecture(f"{name} is an encoder and a decoder: a bounded cache is for decoders alone")
@@ -272,8 +272,8 @@ def outlined(model: PreTrainedModel) -> BackboneSpec:
 
 
 def assumed(config: PreTrainedConfig, rotary: nn.Module | None) -> DecoderAttention:
-    """The description of a decoder that cannot be measured, by its configuration and as though it were Llama's in all else: of
-    one without weights, which plans and predictions run for its shapes alone, and of families that an engine's tests hold."""
+    """The description of a decoder that cannot be measured, from its configuration. All else is assumed to be as Llama's. It is
+    for decoders without weights, which plans run for their shapes, and for families that an engine's tests cover."""
     spec = spec_of(config)
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     buffers = [] if rotary is None else frequencies_of(rotary)
@@ -327,11 +327,11 @@ def _check_states() -> None:
 
 
 def _takes_positions(decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun) -> bool:
-    """Whether a decoder without a rotation goes by position ids.
+    """Whether a decoder without a rotation uses position ids; ``ids_1T`` are the token ids [1, T] of the run ``first``.
 
     Raises:
-        UnsupportedArchitecture: told none, it counts otherwise than from 0, as encoders that keep places for padding do:
-            ``generate`` and a plain forward differ then.
+        UnsupportedArchitecture: without position ids it does not count from 0, as encoders that reserve places for padding.
+            Then ``generate`` and a plain forward differ.
     """
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         return False
@@ -391,6 +391,7 @@ def _layers(
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of the same shape share their storage or have equal numbers."""
     if a.shape != b.shape:
         return False
     one = storage_of(a) == storage_of(b) and a.storage_offset() == b.storage_offset()

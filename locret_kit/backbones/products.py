@@ -12,11 +12,11 @@ from .gguf.gguf_model import PackedLinear, packed_product
 from .spec import is_untouched
 
 PLAIN = (Tensor, nn.Parameter)
-"""Types of weights that are what they say."""
+"""Types of plain weights."""
 
 
 class NotDense(ValueError):
-    """The decoder is not of the known form; says what is different."""
+    """The decoder is not of the known form. The message says how it differs."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Product:
     form: str | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        """The product [..., N] of ``x`` [..., C] with the matrix."""
         if self.form is None:
             return F.linear(x, self.weight, self.bias)
         return packed_product(x, self.weight, self.form, self.bias)
@@ -72,7 +73,7 @@ def product_of(module: Any) -> Product:
 
 
 def pieces(both: Product, rows: tuple[int, ...]) -> list[Product]:
-    """Products of so many rows each of a matrix."""
+    """Products of the parts of a matrix, with ``rows[i]`` rows each."""
     biases = both.bias.split(rows) if both.bias is not None else [None] * len(rows)
     parts = zip(both.weight.split(rows), biases, strict=True)
     return [Product(weight, bias, both.form) for weight, bias in parts]

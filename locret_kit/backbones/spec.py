@@ -26,7 +26,7 @@ from .libraries import has_own_forward, layer_kinds, unwrapped
 
 
 class RmsNorm(nn.Module):
-    """A norm that scales by its weight what was rounded before."""
+    """A norm that scales the rounded, normed input by its weight."""
 
     weight: Tensor
     variance_epsilon: float
@@ -82,7 +82,7 @@ def is_rms_norm(module: Any) -> TypeGuard[RmsNorm]:
 
 
 def is_untouched(module: Any) -> bool:
-    """Whether nobody has given a module hooks or another forward."""
+    """Whether a module has no hooks and its own forward."""
     return has_own_forward(module) and not (module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -156,8 +156,8 @@ class StateSize:
 
 @dataclass(frozen=True)
 class BackboneSpec:
-    """Dimensions of a backbone. Layers are those with keys and values of their own, in the decoder's order: a layer of a state
-    space, and one that reads another's keys, has none and is not counted."""
+    """Dimensions of a backbone. Its layers are those with keys and values of their own, in the decoder's order. A state space
+    layer, and a layer that reads another's keys, do not count."""
 
     model_type: str
     layers: tuple[AttentionLayer, ...]
@@ -321,10 +321,10 @@ class _FinalStates(MoeModelOutputWithPast):
 
 
 def own_logits(model: PreTrainedModel, hidden_BTE: Tensor, ids_BT: Tensor) -> Tensor:
-    """Logits ``[B, T, V]``, by the model's own forward around its decoder.
+    """Logits [B, T, V], by the model's own forward around its decoder.
 
     Args:
-        hidden_BTE: what the decoder gave. ids_BT: any tokens, as many.
+        hidden_BTE: final hidden states of the decoder. ids_BT: any token ids.
     """
     decoder = decoder_of(model)
     path = next(name for name, module in model.named_modules() if module is decoder)
@@ -340,8 +340,8 @@ def own_logits(model: PreTrainedModel, hidden_BTE: Tensor, ids_BT: Tensor) -> Te
 
 
 def _shallow(module: M) -> M:
-    """A module with the same parameters and modules, of which one can be replaced. Its forward is its class's: one that somebody
-    put there calls the module itself."""
+    """A copy of a module with the same parameters and submodules, so that a submodule can be replaced. It uses the forward of its
+    class, because a patched forward calls the original module."""
     new = object.__new__(type(module))
     vars(new).update(vars(module))
     vars(new)["_modules"] = dict(module._modules)
@@ -359,7 +359,7 @@ class States:
     """States of one text.
 
     Attributes:
-        cache: transformers' own, of whose layers those with a state alone are used.
+        cache: transformers' own; only its layers with a state are used.
     """
 
     def __init__(self, cache: DynamicCache) -> None:
@@ -367,7 +367,7 @@ class States:
 
     @classmethod
     def of(cls, model: PreTrainedModel, spec: BackboneSpec) -> States | None:
-        """Of a text of which nothing is read; None where a backbone has attention alone."""
+        """States of an empty text; None if the backbone has attention alone."""
         return cls(DynamicCache(config=text_config(model))) if spec.states else None
 
     def copy(self) -> States:
@@ -379,7 +379,7 @@ class States:
         self.cache.reset()
 
     def tensors(self) -> dict[str, Tensor]:
-        """States by name, of the layers that have begun: ``states.LAYER.KIND.NUMBER``."""
+        """States of any shape by name ``states.LAYER.KIND.NUMBER``, of the layers that have started."""
         found = {}
         for index, layer in enumerate(self.cache.layers):
             for kind in ("conv_states", "recurrent_states"):
@@ -389,7 +389,7 @@ class States:
         return found
 
     def fill(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Take what ``tensors`` gave, where nothing is read yet."""
+        """Load the states that ``tensors`` returned, of any shape, into an empty text."""
         for name, state in tensors.items():
             _, index, kind, number = name.split(".")
             layer: Any = self.cache.layers[int(index)]
@@ -405,25 +405,29 @@ class States:
 
 
 class StatefulCache(Cache):
-    """A cache whose layers hold attention alone; what the backbone asks of other layers goes to the states of the text.
+    """A cache whose layers hold attention alone. The states of other layers are in the text's ``States``.
 
     Attributes:
-        states: None where the backbone has attention alone, or is not known yet.
+        states: None if the backbone has attention alone, or is not known yet.
     """
 
     states: States | None = None
 
     def get_conv_state(self, *args: int, **named: int) -> Tensor | None:
+        """A layer's convolution state, of any shape, or None."""
         return self._own_layers().get_conv_state(*args, **named)
 
     def update_conv_state(self, conv_states: Tensor, *args: int, **named: int) -> Tensor:
+        """Store a layer's convolution state, of any shape, and return it."""
         with torch.inference_mode(False):  # one that begins in inference mode is written outside of it too
             return self._own_layers().update_conv_state(conv_states, *args, **named)
 
     def get_recurrent_state(self, *args: int, **named: int) -> Tensor | None:
+        """A layer's recurrent state, of any shape, or None."""
         return self._own_layers().get_recurrent_state(*args, **named)
 
     def update_recurrent_state(self, recurrent_states: Tensor, *args: int, **named: int) -> Tensor:
+        """Store a layer's recurrent state, of any shape, and return it."""
         with torch.inference_mode(False):
             return self._own_layers().update_recurrent_state(recurrent_states, *args, **named)
 

@@ -1,5 +1,5 @@
-"""A backbone's weights: as plain matrices and vectors, for those who compute without its modules; in 4 or 8 bits, and what a GGUF
-file's are called; and their identity."""
+"""A backbone's weights: plain matrices and vectors for computing without its modules; weights in 4 or 8 bits; the names of a GGUF
+file's types; and identities."""
 
 import hashlib
 import json
@@ -133,8 +133,8 @@ def dense(model: PreTrainedModel) -> Dense:
 
 @torch.no_grad()
 def check_dense(model: PreTrainedModel, weights: Dense) -> None:
-    """Raise NotDense where the model's own logits of a few tokens are not those that its weights give by the form of ``Dense``:
-    words may be scaled, logits capped, and heads normed otherwise."""
+    """Raise NotDense if the model's own logits of a few tokens differ from those of its weights in the form of ``Dense``. Some
+    models scale words, cap logits, or norm heads in another way."""
     description, (D,) = describe(model), {layer.key_size for layer in describe(model).spec.layers}
     ids_T = torch.arange(2, 6, device=weights.norm.weight.device)
     x = weights.words.weight[ids_T]
@@ -162,6 +162,7 @@ def check_dense(model: PreTrainedModel, weights: Dense) -> None:
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:
+    """The norm of ``x``, of shape [..., C]."""
     return rms_norm(x, norm.weight, norm.eps)[0]
 
 
@@ -225,10 +226,10 @@ def check_weight_bits(bits: int | None) -> None:
 
 
 def quantisation(bits: int, dtype: torch.dtype, device: torch.device) -> BitsAndBytesConfig:
-    """transformers' configuration that quantises weights as they are loaded.
+    """transformers' configuration that quantises weights while they are loaded.
 
     Raises:
-        ValueError: other bits, or a device for which bitsandbytes has no kernels. ImportError: it is not installed.
+        ValueError: other bits, or a device without kernels in bitsandbytes. ImportError: bitsandbytes is not installed.
     """
     check_weight_bits(bits)
     if find_spec("bitsandbytes") is None:
@@ -276,10 +277,10 @@ def stored_bytes(inputs: int, outputs: int, bits: int) -> int:
 
 
 def scratch_bytes(tokens: int, inputs: int, outputs: int, bits: int, item: int) -> int:
-    """Bytes that come and go in a product of many tokens with such a matrix, beside its input and its output.
+    """Temporary bytes of a product of ``tokens`` tokens with a quantised matrix, besides its input and its output.
 
     4 bits: the matrix in the dtype (``item`` bytes per number) and its scales, before and after their mean is added. 8 bits:
-    activations in int8, products in int32 and float16; columns of large activations, which are few, are not counted.
+    activations in int8, products in int32 and float16. The few columns of large activations are not counted.
     """
     if bits == 8:
         return tokens * (inputs + outputs * (4 + 2))
@@ -296,9 +297,9 @@ CONFIG = (
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "layer_types", "rope_parameters",
     "partial_rotary_factor", "attention_multiplier", "query_pre_attn_scalar",
 )  # fmt: skip
-"""Fields of a configuration that decide what the layers compute."""
+"""Fields of an identity that are for people to read."""
 NAMES = ("name", "revision")
-"""What an identity holds for people to read."""
+"""Relative tolerance for equal numbers."""
 CLOSE = 1e-6
 """Relative difference of numbers that are the same."""
 PROBE = "Naïve  tabs\tand\n\nlines, 1234 numbers; 日本語 — “quotes” <|x|> CamelCase don't"
@@ -306,8 +307,8 @@ PROBE = "Naïve  tabs\tand\n\nlines, 1234 numbers; 日本語 — “quotes” <|
 
 
 def identity_of(model: PreTrainedModel) -> dict[str, object]:
-    """``NAMES``, for people to read, and what tells one model from another: ``config``, ``weight_bits`` (of a GGUF file the name
-    of its types), ``weights``. Plain JSON values.
+    """Identity of a model: ``NAMES``, for people to read, and ``config``, ``weight_bits`` (or the types of a GGUF file) and
+    ``weights``, which tell models apart. Plain JSON values.
 
     Raises:
         ValueError: weights lie on no device, as after an offload.
@@ -327,7 +328,7 @@ def identity_of(model: PreTrainedModel) -> dict[str, object]:
 
 
 def stored_weights(name: str, names: Iterable[str]) -> Iterator[Tensor]:
-    """Weights by their names, one at a time, from the files of a model that is not loaded: a folder, or a repository of the Hub.
+    """Weights of any shape by name, one at a time, from the files of a model that is not loaded: a folder or a Hub repository.
 
     Raises:
         ValueError: a weight is missing, or a file is damaged.
@@ -349,11 +350,11 @@ def _safetensors(names: list[str]) -> list[str]:
 
 
 def fingerprint(weights: Iterable[Tensor], samples: int | None = None) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of the weights' shapes and numbers, rounded to bfloat16: the same in
-    bfloat16 and in float32.
+    """First 16 hexadecimal digits of the SHA-256 of the weights' shapes and numbers, rounded to bfloat16. It is equal for a
+    bfloat16 and a float32 copy.
 
     Args:
-        samples: numbers of each weight, evenly spread; None reads all.
+        weights: of any shape. samples: numbers of each weight, evenly spread; None reads all.
 
     Raises:
         ValueError: a weight lies on no device.

@@ -69,10 +69,10 @@ class TrainSetting:
 
 
 def plan_training(backbone: BackboneSizes, setting: TrainSetting) -> Plan:
-    """Memory of one step: a forward of the frozen backbone in which one head of one sample at a time holds a graph.
+    """Memory of one step: a forward of the frozen backbone. One head of one sample at a time holds a graph.
 
     ``tests/training/test_plan_train.py`` measures whole steps on a CPU in float32: the prediction is within 2% of the peak. A
-    CPU's matrix products take scratch in bfloat16, of up to twice their output, which is not counted.
+    CPU's matrix products need scratch in bfloat16, up to twice their output. It is not counted.
     """
     spec, item, T, B = backbone.spec, ITEM_BYTES[setting.dtype], setting.tokens, setting.batch
     prompt, heads = T - setting.answer, head_parameters(spec, setting.d_hidden)
@@ -126,7 +126,7 @@ def resized(setting: Setting, budget: int) -> Setting:
 
 
 def largest(fits: Callable[[int], bool], max_value: int) -> int:
-    """The largest value in ``1..most`` for which a predicate that never turns true again holds; 0 if none does."""
+    """The largest value in ``1..max_value`` that fits; 0 if none does. ``fits`` must stay false once it is false."""
     return bisect_right(range(1, max_value + 1), False, key=lambda n: not fits(n))
 
 
@@ -192,7 +192,7 @@ def listed(backbone: BackboneSizes, settings: list[Setting]) -> str:
 
 
 def fewer_bits(setting: Setting) -> list[Setting]:
-    """The same lengths in half precision, then with keys and values in 4 and in 2 bits."""
+    """Settings of equal lengths in half precision, then with keys and values in 4 and in 2 bits."""
     half = replace(setting, dtype="bfloat16") if setting.dtype == "float32" else setting
     stored = 16 if setting.run.kv_bits is None else setting.run.kv_bits
     takes = isinstance(stored, int) and reason("few bits", Subject(setting.policy, kv_bits=4)) is None
@@ -235,7 +235,7 @@ SHORTEST = 256
 
 
 def choose_width(backbone: BackboneSizes) -> int:
-    """The largest of ``WIDTHS`` with which the heads take ``SHARE`` of the parameters; the smallest where none does."""
+    """The largest of ``WIDTHS`` whose heads take at most ``SHARE`` of the parameters; the smallest if none does."""
     fitting = [width for width in WIDTHS if head_parameters(backbone.spec, width) <= SHARE * backbone.parameters]
     return max(fitting, default=WIDTHS[0])
 
@@ -282,13 +282,13 @@ SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
 
 
 class OutOfMemory(RuntimeError, MemoryError):
-    """The device ran out of memory; the message says what was asked, what was free, and settings that fit."""
+    """The device ran out of memory. The message has the requested and the free bytes, and settings that fit."""
 
 
 @dataclass(frozen=True)
 class explain_oom:
-    """A block in which an out-of-memory error of a run becomes an ``OutOfMemory`` that says what would fit. A class, since from
-    Python 3.12 on a generator's context that raises leaves a cycle, which holds what ran out of memory."""
+    """A block that turns an out-of-memory error of a run into an ``OutOfMemory`` with settings that fit. It is a class, because a
+    generator's context that raises leaves a cycle from Python 3.12 on. That cycle would keep the run's memory alive."""
 
     model: PreTrainedModel
     cache: BoundedCache
@@ -338,8 +338,8 @@ def shortage(figures: tuple[int, int, int], planned: int) -> tuple[str, int]:
 
 
 def allocator_figures(said: str) -> tuple[int, int, int] | None:
-    """``(asked, free, held)`` in bytes from PyTorch's out-of-memory message; None where it says something else. Free is what
-    the run could still have had: of the device, or below its own cap, with what the allocator had in reserve."""
+    """``(asked, free, held)`` in bytes from PyTorch's out-of-memory message; None for another message. Free memory is on the
+    device, or below the run's own cap, and includes the allocator's reserve."""
 
     def size(pattern: str) -> int | None:
         match = re.search(pattern, said)
@@ -360,9 +360,9 @@ def allocator_figures(said: str) -> tuple[int, int, int] | None:
 
 
 PER_SLOT = 4
-"""Tokens of the text per slot. ``docs/results`` has what a quarter finds, and what less does."""
+"""Tokens of the text per slot. ``docs/results`` has the scores at a quarter and below."""
 FREE_SHARE = 2
-"""Keys and values may take one part in so many of the free memory."""
+"""Divisor of the free memory, for the bytes that keys and values may take."""
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -374,11 +374,11 @@ def budget_of_text(
     tokens: int,
     turns: int = 0,
 ) -> tuple[int, str]:
-    """Slots for a text of so many tokens, and one line that says why.
+    """Slots for a text of ``tokens`` tokens, and one line with the reason.
 
-    A quarter of the text, and never less than without a text: the heads' published budget, or ``settings.BUDGET``. Above
-    that, no more than compact positions have room for in the backbone's window, nor than half of the free memory holds. A
-    conversation's ``turns`` have slots beside it.
+    A quarter of the text, but at least the budget without a text: the heads' published budget, or ``settings.BUDGET``. Above
+    it, at most the room that compact positions have in the backbone's window, and at most half of the free memory. The
+    ``turns`` of a conversation have slots in addition.
     """
     least = run.resolved(published, tokens)
     assert isinstance(least.budget, int)

@@ -1,9 +1,9 @@
 """Memory of a run, predicted from a transformers configuration alone: integers in, bytes out, no tensor allocated.
 
-Weights, heads and cache are exact. The phases follow what the code keeps alive, storage by storage; ``tests/config/test_plan.py``
+Weights, heads and cache are exact. The phases follow the tensors that the code keeps alive. ``tests/config/test_plan.py``
 counts the same on PyTorch's meta device for the ``locret`` policy. A fused attention kernel is assumed: where PyTorch needs
 an explicit mask (on a CPU), ``chunk * rows`` elements and its scratch come on top. Scratch of attention statistics and of
-selecting stays below that of rotating the keys and is not a phase here; what a score remembers beside its queries
+selecting stays below that of rotating the keys and is not a phase here. A score's own memory besides its queries
 (``expected-attention``, ``compactor``) is not counted. Few-bit weights are read as bitsandbytes does it on a GPU for many
 tokens (``weights.scratch_bytes``). Library workspaces and the CUDA context are the caller's ``reserve``.
 """
@@ -109,8 +109,8 @@ class BackboneSizes:
         return 3 * T * self.hidden
 
     def mlp(self, T: int, item: int, bits: int | None) -> int:
-        """Bytes alive at the MLP's widest moment: the layer's input and what the first slice needs, or from the second on also
-        what all of them give."""
+        """Bytes alive at the MLP's widest moment: the layer's input and the memory of the first slice. From the second slice on,
+        the MLP's output counts too."""
         stream = T * self.hidden * item
         first = stream + self._mlp_slice(min(T, SLICE), item, bits)
         return first if T <= SLICE else max(first, 2 * stream + self._mlp_slice(min(T - SLICE, SLICE), item, bits))
@@ -164,7 +164,7 @@ def head_parameters(spec: BackboneSpec, d_hidden: int) -> int:
 
 
 def stored_blocks(recall: Recall, context: int) -> int:
-    """Blocks of a head for a text of so many tokens."""
+    """Blocks of a head for a text of ``context`` tokens."""
     return -(-context // recall.size)
 
 
@@ -181,7 +181,7 @@ def recall_bytes(spec: BackboneSpec, recall: Recall, context: int, item: int) ->
 def recall_phases(
     spec: BackboneSpec, recall: Recall, context: int, rows: int, tokens: int, item: int
 ) -> dict[str, int]:
-    """Bytes at the widest moments, with so many ``rows`` a head and ``tokens`` of a block; an upper bound."""
+    """Bytes at the widest moments, for ``rows`` rows per head and ``tokens`` tokens per block; an upper bound."""
     H, Q, D, wide = spec.n_kv_heads, spec.n_heads, spec.head_dim, max(item, 4)
     seen = rows + recall.take * recall.size
     keys = rows + recall.representatives * recall.count(Q // H) * stored_blocks(recall, context)
@@ -265,7 +265,7 @@ class Setting:
 
     @property
     def evicts(self) -> bool:
-        """Whether the budget bounds what is kept."""
+        """Whether the budget bounds the cache."""
         return not self.policy.keeps_everything
 
     def capacities(self, layers: int) -> list[int]:
@@ -292,7 +292,7 @@ class Plan:
     phases: dict[str, int]
     """Bytes that come and go, at the widest moment of each phase."""
     host: int = 0
-    """Bytes in the host's memory, not counted in the peak: what was evicted and may come back."""
+    """Bytes of evicted slots that may come back, in the host's memory. They are not counted in the peak."""
 
     @property
     def workspace(self) -> int:
@@ -340,8 +340,8 @@ def cache_bytes(spec: BackboneSpec, setting: Setting) -> int:
 
 
 def store_bytes(spec: BackboneSpec, setting: Setting) -> int:
-    """Bytes in the host's memory of what was evicted and may come back: in every layer without a window, room for every token
-    of the text."""
+    """Bytes in the host's memory for evicted slots that may come back: room for every token of the text, in every layer
+    without a window."""
     if setting.recall is None:
         return 0
     a_block = spec.n_kv_heads * setting.recall.size * 2 * spec.head_dim * ITEM_BYTES[setting.dtype]
@@ -474,7 +474,7 @@ class Caches:
 
 
 def decoding_bytes(backbone: BackboneSizes, setting: Setting, sessions: int) -> int:
-    """Bytes that so many answers, decoded together, need beside those of a chunk: the hidden states of a token and its logits,
-    in the model's dtype and in float32 with their probabilities."""
+    """Bytes that ``sessions`` answers, decoded together, need in addition to those of a chunk. They are the hidden states of a
+    token and its logits, in the model's dtype, and in float32 with their probabilities."""
     item = ITEM_BYTES[setting.dtype]
     return sessions * (3 * backbone.hidden * item + backbone.vocab * (item + 4 + 4))

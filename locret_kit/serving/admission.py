@@ -1,6 +1,5 @@
-"""Admission of requests, each with its cache: one that waits for the next turn, in memory or in a file, a copy of one that has
-read a document or a prefix that prompts share, or an empty one.
-"""
+"""Admission of requests, each with its cache: a session's cache from memory or from a file, a copy of a document's cache or of
+a shared prefix, or an empty one."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ class ParkedSession:
     """A cache that waits for the next turn.
 
     Attributes:
-        keys: beginnings of prompts that go on with it, of which one may leave its thoughts out.
-        saving: its file is being written, so nobody may go on with it. settled: there is nothing more to write.
+        keys: prompt prefixes that continue it; one of them may omit the thoughts.
+        saving: whether its file is being written. No request may continue it then. settled: whether nothing is left to write.
     """
 
     keys: tuple[PrefixKey, ...]
@@ -63,7 +62,7 @@ class Sessions:
         return name in self._parked
 
     def find(self, request: ServerRequest) -> PrefixKey | None:
-        """The key of the session in memory that has read most of a prompt's beginning, and nothing else but thoughts."""
+        """Key of the session in memory that has read the longest prefix of a prompt, and nothing else but thoughts."""
         if not request.has_defaults:
             return None
         keys = (key for parked in self._parked.values() for key in parked.keys)
@@ -86,11 +85,11 @@ class Sessions:
         return request.file
 
     def take(self, parked: ParkedSession) -> None:
-        """Let a session go: a request goes on with it."""
+        """Remove a session from the waiting ones, because a request continues it."""
         del self._parked[parked.keys[0].name]
 
     def drop_oldest(self) -> bool:
-        """Let the session go that was used least recently, of those whose files are written; False where there is none."""
+        """Drop the least recently used session whose file is written; False if there is none."""
         oldest = next((parked for parked in self._parked.values() if parked.settled), None)
         if oldest is not None:
             self.take(oldest)
@@ -130,7 +129,7 @@ class Sessions:
         self._loader.submit(load)
 
     def forget(self, document_id: str) -> None:
-        """Drop a document's file, after what is being written, and all sessions about it."""
+        """Drop a document's file, after pending writes, and all sessions about the document."""
         self._parked = OrderedDict(
             (name, one) for name, one in self._parked.items() if one.keys[0].document_id != document_id
         )
@@ -143,7 +142,7 @@ class Sessions:
             self._saver.submit(act, *given)
 
     def _save(self, parked: ParkedSession, store: Store) -> None:
-        """Write a session's file, unless it has gone on already."""
+        """Write a session's file, unless the session has been continued."""
         name = parked.keys[0].name
         with self._changed:
             if self._parked.get(name) is not parked:
@@ -188,12 +187,12 @@ class Admission:
     """The queue of requests. Its methods are called with the engine's lock held.
 
     Args:
-        engine: where requests enter.
-        sessions: caches that wait for a next turn. spec: what a session is.
+        engine: runs the admitted requests.
+        sessions: caches that wait for a next turn. spec: settings of a session.
         max_caches: sessions' caches at once, waiting and running. max_prefixes: shared prefixes in memory at once.
     Attributes:
-        queue: requests that wait, in the order in which they came. active: those that have entered and not ended.
-        prefixes: shared prefixes in memory, those that are being read included.
+        queue: waiting requests, in order of arrival. active: admitted requests that have not ended.
+        prefixes: shared prefixes in memory, including those that are being read.
     """
 
     def __init__(
@@ -214,8 +213,8 @@ class Admission:
         return len(self._sessions) + loaded + sum(request.purpose == "answer" for request in self.active)
 
     def admit(self) -> list[ServerRequest]:
-        """Let those that wait enter, in the order in which they came, where it is their turn and there is a cache; those that
-        have ended instead, cancelled or with an error."""
+        """Admit waiting requests, in order of arrival, if it is their turn and a cache is free. Returns the requests that ended
+        instead, cancelled or with an error."""
         ended = []
         for request in list(self.queue):
             if request.loading:
@@ -237,7 +236,7 @@ class Admission:
         request.sequence.end(reason, error)
 
     def _admit_one(self, request: ServerRequest) -> None:
-        """Let a request enter, or begin to read its session from its file; it goes on waiting where neither can be yet."""
+        """Admit a request, or start to read its session from its file. It keeps waiting if neither is possible yet."""
         if request.cache is not None:  # a document's, or a session's from its file
             self._go_on(request, request.cache, request.hidden)
             return
@@ -255,8 +254,8 @@ class Admission:
             self._sessions.take(parked)
 
     def _go_on(self, request: ServerRequest, cache: BoundedCache, hidden: int) -> bool:
-        """Let a request enter with a cache that has read its beginning, and so many tokens of thoughts: with a copy where these
-        are dropped, with the cache itself otherwise."""
+        """Admit a request with a cache that has read its prefix and ``hidden`` tokens of thoughts. If the thoughts are dropped,
+        the request gets a copy, otherwise the cache itself."""
 
         def resumed() -> BoundedCache:
             if not request.drops:
@@ -272,7 +271,7 @@ class Admission:
         return self._enter(request, resumed, cache.get_seq_length() - hidden, hidden)
 
     def _begin(self, request: ServerRequest) -> None:
-        """Let a request begin: with a document's cache, that of a shared prefix, or an empty one."""
+        """Start a request with a document's cache, a shared prefix's cache, or an empty one."""
         prefix = None
         if tokens := self._shared_tokens(request):
             key = request.owner, request.prefixes.hash(tokens)
@@ -298,7 +297,7 @@ class Admission:
         return tokens if apart else 0
 
     def _read_prefix(self, request: ServerRequest, key: tuple[str, str], tokens: int) -> SharedPrefix:
-        """Begin to read a shared prefix, in the place of the one that was used least recently."""
+        """Start to read a shared prefix, in place of the least recently used one."""
         # First: where it raises, nobody waits for what is never read.
         cache = self._spec.cache(tokens + self._tail + 1)
         if len(self.prefixes) >= self.max_prefixes:
@@ -320,7 +319,7 @@ class Admission:
 
     @property
     def _tail(self) -> int:
-        """Tokens of a prompt's end before which the last eviction comes: what is shared ends before them."""
+        """Tokens at a prompt's end, after its last eviction. A shared prefix ends before them."""
         return self._spec.settings.local_len or 0
 
     def _own(self, request: ServerRequest, prefix: SharedPrefix | None) -> BoundedCache:
@@ -340,8 +339,8 @@ class Admission:
     def _enter(
         self, request: ServerRequest, make_cache: Callable[[], BoundedCache], seen: int, hidden: int = 0
     ) -> bool:
-        """Admit a request, whose cache has seen so many of its tokens and of hidden ones, if it is its turn. Raises ValueError as
-        ``Engine.add``."""
+        """Admit a request, if it is its turn. Its cache has seen ``seen`` of its tokens and ``hidden`` others. Raises ValueError
+        as ``Engine.add``."""
         background = request.purpose == "document"
         if not self._engine.takes(len(request.ids) - seen, background=background):
             return False

@@ -53,11 +53,11 @@ class AnswerStream:
     """One answer on its way to the client: events of its final text, cut at the first stop text.
 
     Args:
-        echoes: whether the prompt's text stands before it.
+        echoes: whether the prompt's text precedes it.
 
     Attributes:
-        events, blocks: what the client has got so far. tokens: those that came with it.
-        reason: why it ended: "stop", "length" or "tool_calls". stop_text: the stop text at which it ended; None where at none.
+        events, blocks: sent to the client so far. tokens: their tokens.
+        reason: why it ended: "stop", "length" or "tool_calls". stop_text: the stop text that ended it; None without one.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class AnswerStream:
         self._final.append((size, events))
 
     async def stream_blocks(self) -> AsyncIterator[tuple[Step, Block, str]]:
-        """Blocks: the begin of each, pieces by which it grows, and its end. Blanks around calls are left out. Raises as
+        """Blocks: the start of each, the pieces that extend it, and its end. Blanks around calls are left out. Raises as
         ``stream_pieces``."""
         blocks, blanks = self.blocks, ""
         async for piece in self.stream_pieces():
@@ -216,7 +216,7 @@ class Reply(StreamingResponse, ABC):
 
     @abstractmethod
     def values(self) -> AsyncIterator[JsonObject]:
-        """Events, of which the last is said at the end of all answers. Raises as ``AnswerStream.stream_pieces``."""
+        """Events of all answers; the last one ends the reply. Raises as ``AnswerStream.stream_pieces``."""
 
     @abstractmethod
     def whole(self) -> JsonObject:

@@ -36,14 +36,14 @@ class MessagesBody(CountBody):
     max_tokens: Tokens
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     thread: object = None
-    """A conversation that the server would hold, of which clients then send the newest messages alone."""
+    """A conversation held by the server, so that clients send only the newest messages."""
 
 
 def chat_fields(body: JsonObject) -> JsonObject:
-    """The body of a chat completion that asks for the same. What has another type than it should stays, for its checks to say so.
+    """Body of the equivalent chat completion. A value of a wrong type is kept, so that the body's own checks report it.
 
     Raises:
-        ValueError: it asks for what is not here.
+        ValueError: the body asks for an unsupported feature.
     """
     for name in ("mcp_servers", "container"):
         if body.get(name):
@@ -102,7 +102,7 @@ class MessageReply(Reply):
 
     @cached_property
     def head(self) -> JsonObject:
-        """What is known before the answer."""
+        """Fields known before the answer."""
         return {
             "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": self.server.name,
             "content": [], "stop_reason": None, "stop_sequence": None,
@@ -151,7 +151,7 @@ DELTAS = {
     "thought": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""Of each kind of block the type of what it grows by, and its field."""
+"""Placeholder for the signature that clients expect. Thoughts are accepted back without a check."""
 SIGNATURE = "none"
 """In the place of a signature, which clients want to see: thoughts are taken back without a check."""
 

@@ -1,7 +1,7 @@
 """OpenAI's and Anthropic's protocols over the engine: models, completions, documents, health, metrics, and a page.
 
-Around every request stand its name and refusals before a body is held. Prompts and answers are never logged. Every document and
-every cache belongs to the key with which it was made.
+Each request gets a name, and may be refused before its body is read. Prompts and answers are never logged. Every document and
+every cache belongs to the API key that made it.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ GONE = 499
 
 
 class NamedRequests:
-    """Name requests; log each with its status and the seconds to the end of its answer. What the client sends is passed on as it
-    is, so that routes see when it goes."""
+    """Name requests. Log each with its status and the seconds to the end of its answer. The client's messages pass unchanged, so
+    routes see a disconnect."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -30,7 +30,7 @@ MAX_TOKENS = 1 << 20
 MIN_TOP_P = 1e-6
 """Share of the probability, at least; any so small is the likeliest token's."""
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What a request that says nothing means, as OpenAI has it, where neither server nor model says otherwise."""
+"""OpenAI's defaults for absent fields, if neither the server nor the model has its own."""
 
 
 class StreamOptions(Part):
@@ -93,13 +93,13 @@ class CompletionBody(Part):
         return self.max_tokens
 
     def sampling(self, defaults: Mapping[str, float], vocabulary: int) -> Sampling:
-        """How tokens are chosen.
+        """Settings for the choice of tokens.
 
         Args:
-            defaults: what the server means where the body does not say. vocabulary: number of tokens.
+            defaults: the server's values for absent fields. vocabulary: number of tokens.
 
         Raises:
-            ValueError: a temperature that is too near to 0, or a bias for what is no token.
+            ValueError: the temperature is too near to 0, or a bias names no token.
         """
         said = {name: getattr(self, name) for name in DEFAULTS if getattr(self, name) is not None}
         chosen = {**DEFAULTS, **defaults, **said}
@@ -138,7 +138,7 @@ class ChatBody(CompletionBody):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] = Field(default_factory=list)
-    """Those that the answer may call, once the body is checked."""
+    """Tools that the answer may call, once the body is checked."""
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | JsonObject,
         form("'none', 'auto', 'required', or an object that names a tool"),
@@ -148,12 +148,12 @@ class ChatBody(CompletionBody):
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
     """Arguments of the chat template, such as ``enable_thinking``."""
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
-    """The same, for a template that has it."""
+    """Argument ``reasoning_effort`` of a chat template that has it."""
     thinking: JsonObject | None = None
     """Anthropic's switch, ``{"type": "disabled"}``: ``enable_thinking`` or ``thinking`` of a template that has it; its
     ``budget_tokens`` bound the thought, which the template's end mark then closes."""
     continue_final_message: bool = True
-    """Whether an answer at the end is gone on with; otherwise it is answered."""
+    """Whether an answer in the last message is continued; otherwise it is answered."""
 
     @model_validator(mode="after")
     def _possible(self) -> ChatBody:
@@ -208,7 +208,7 @@ class ChatBody(CompletionBody):
 
     @property
     def continued(self) -> bool:
-        """Whether the last message is the beginning of the answer."""
+        """Whether the last message is the start of the answer."""
         last = self.messages[-1]
         return self.continue_final_message and last.role == "assistant" and bool(last.content) and not last.tool_calls
 
@@ -269,8 +269,8 @@ class ChatBody(CompletionBody):
         return one[: common(one, other)]
 
     def shared_tokens(self, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> int:
-        """Tokens with which other prompts may begin too: all before the first user message, where that is not only the template's
-        own; 0 for none."""
+        """Number of tokens that other prompts may share: all before the first user message. 0 if there is none, or if only the
+        template adds text there."""
         messages, render = self.rendering(tokenizer)
         first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
         if first is None or not (first or self.tools) or not has_template(tokenizer):
@@ -280,7 +280,7 @@ class ChatBody(CompletionBody):
 
 
 def asked(messages: list[TemplateMessage]) -> list[TemplateMessage]:
-    """Messages about a document, of which the first is a user's: system messages before it stand in it.
+    """Messages about a document, starting with a user's. System messages before it are merged into it.
 
     Raises:
         ValueError: an answer or a tool's result comes first.

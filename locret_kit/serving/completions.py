@@ -31,7 +31,7 @@ from .tools import call_rules
 ANSWER, THOUGHT = 512, 2048
 """Tokens of an answer, and of a thought before it, where a request bounds neither."""
 NEAREST = 64
-"""Tokens at a prompt's end in which a thought may begin."""
+"""Log-probability of an impossible token, as in OpenAI's protocol: JSON has no infinity."""
 LEAST = -9999.0
 """Log-probability of a token that cannot be, as OpenAI has it: JSON has no infinity."""
 
@@ -44,11 +44,11 @@ class TextReply(Reply):
 
     @cached_property
     def head(self) -> JsonObject:
-        """What all events begin with."""
+        """Fields that all events share."""
         return {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.server.name}
 
     def choice(self, index: int, said: JsonObject, tokens: Sequence[Token] | None, reason: str | None) -> JsonObject:
-        """A choice, or what an event says of it."""
+        """A choice, or an event's part of it, with the fields ``said``."""
         answer = self.answers[index]
         known = tokens is not None and answer.request.top_logprobs is not None
         logprobs = logprobs_of(answer.engine.tokenizer, tokens or (), chat=self.chat) if known else None
@@ -104,7 +104,7 @@ def thought_fields(thought: str) -> JsonObject:
 
 
 def deltas(events: Sequence[Event], calls: Sequence[Call]) -> list[JsonObject]:
-    """What a chunk says of each event; the beginning of a call has the arguments that came with it."""
+    """A chunk's delta for each event. The start of a call includes the arguments that came with it."""
     said, newest = list[JsonObject](), None
     for event in events:
         if event.kind == "text":
@@ -169,10 +169,10 @@ def add_completions(app: FastAPI, server: Server) -> None:
 
 
 async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> list[AnswerStream]:
-    """Queue what a body asks for: its answers, ``n`` to each prompt.
+    """Queue a body's answers, ``n`` to each prompt.
 
     Raises:
-        HTTPException, ValueError: it is refused. Busy, Stopping: see ``EngineThread.submit``.
+        HTTPException, ValueError: the request is refused. Busy, Stopping: see ``EngineThread.submit``.
     """
     engine = server.ready()
     owner = server.owner(request)
@@ -246,7 +246,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
 
 
 def begins_in_thought(tokenizer: PreTrainedTokenizerBase, form: AnswerForm, ids: Sequence[int], body: ChatBody) -> bool:
-    """Whether an answer begins in a thought, which the chat template or the answer that is gone on with began."""
+    """Whether an answer starts within a thought, opened by the chat template or by the continued answer."""
     last = body.messages[-1].content if body.continued else str(tokenizer.decode(list(ids[-NEAREST:])))
     return form.thinks and not form.anywhere and form.opened(last, continued=body.continued)
 

@@ -29,10 +29,10 @@ DIGITS = 40
 
 
 class Grammar:
-    """The tokens that a grammar lets come next in one answer: see ``Sampling.constrain``.
+    """The tokens that a grammar allows next in one answer: see ``Sampling.constrain``.
 
     Args:
-        digits: number of digits of each token that is nothing else. letter: a token that no number goes on with.
+        digits: number of digits of each token that has only digits. letter: a token that cannot continue a number.
     """
 
     def __init__(self, matcher: LLMatcher, digits: Mapping[int, int], letter: int) -> None:
@@ -40,7 +40,7 @@ class Grammar:
         self._row = 0
 
     def allowed(self, vocabulary: int) -> torch.Tensor:
-        """Raises RuntimeError where the grammar needs more work than the library allows."""
+        """Mask [V] (bool) of the tokens that may come next. Raises RuntimeError if the grammar exceeds the library's limits."""
         if self._matcher.is_error():
             raise RuntimeError(f"the grammar of the answer: {first_line(ValueError(self._matcher.get_error()))}")
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
@@ -100,10 +100,10 @@ def json_rule(
 
 
 def constraint(tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], rules: Sequence[str]) -> Callable[[], Grammar]:
-    """A maker of constraints, by which an answer follows one of the rules.
+    """A maker of constraints. An answer under a constraint follows one of the rules.
 
     Raises:
-        HTTPException: 400, a schema that is none or that cannot be followed, or the library is not installed.
+        HTTPException: 400, if a schema is invalid or cannot be followed, or if the library is not installed.
     """
     try:
         from llguidance import LLMatcher

@@ -157,10 +157,10 @@ async def read_document(server: Server, engine: EngineThread, upload: UploadedDo
 
 
 def kept_page(document: Document, start: int, limit: int) -> dict[str, object]:
-    """Up to ``limit`` tokens of a document from ``start`` on, and what is kept of them.
+    """Up to ``limit`` tokens of a document from ``start`` on, and the share of heads that keep each.
 
-    ``shares`` are of the key/value heads that hold a token, None where it is read with each question; ``overview`` has the
-    average share of each of up to 200 equal stretches of what was read.
+    ``shares`` are of the key/value heads that hold a token, None if the token is read with each question. ``overview`` has the
+    average share in each of up to 200 equal stretches of the read tokens.
 
     Raises:
         ValueError: the document was loaded from a file without its text.

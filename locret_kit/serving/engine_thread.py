@@ -1,9 +1,9 @@
 """The engine's thread: it owns the model, and all requests share its forwards (see ``engine.Engine``).
 
-Every session has one cache of fixed size, so what fits is counted before the start: at most ``sessions`` caches exist, those
-of requests that run and those that wait for the next turn of their conversation together. A prompt that begins with all that
-a waiting cache has read goes on from it, in memory or from its file. Requests that wait are admitted in the order in which
-they came, a short one before a long one where that keeps the bound of ``runtime.sequence``.
+Every session has one cache of fixed size, so the server's memory is planned before the start. At most ``sessions`` caches
+exist, for running requests and for conversations that wait for their next turn. A prompt that starts with all tokens of a
+waiting cache continues it, from memory or from its file. Waiting requests are admitted in order of arrival. A short one may
+pass a long one within the bound of ``runtime.sequence``.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class EngineThread:
 
     Args:
         settings, policy, heads: of every session, unless a request says otherwise.
-        sessions: caches at once, running and idle. queue: requests that may wait for one. piece: see ``Engine``.
-        store: where sessions are saved after each turn; None keeps them in memory alone.
+        sessions: caches at once, running and idle. queue: requests that may wait for a cache. piece: see ``Engine``.
+        store: saves sessions after each turn; None keeps them in memory alone.
         policies: others that requests and saved caches may have.
-        thoughts: what becomes of them, see ``runtime.thoughts``.
-        beginnings: equal beginnings of prompts (system prompts) in memory at once, each of which has a cache beside those of
-            sessions, and is one owner's: no time tells what others say.
+        thoughts: how they are kept or dropped, see ``runtime.thoughts``.
+        beginnings: shared prompt prefixes (system prompts) in memory at once. Each has a cache in addition to those of
+            sessions. Each belongs to one owner, so that timing tells nobody about the prompts of others.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class EngineThread:
             raise Stopping("the server is stopping")
 
     def stop(self, wait: float = 10.0) -> None:
-        """End: requests that run are given ``wait`` seconds, then all are cancelled. What is to be saved is saved."""
+        """End. Running requests have ``wait`` seconds, then all are cancelled. Unsaved sessions are saved."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -160,7 +160,7 @@ class EngineThread:
             self._parked.write(self.store.save_document, name, owner, document)
 
     def forget(self, document_id: str) -> None:
-        """Drop a document's file, and what waits for a next turn about it. Answers that run go on, in their own caches."""
+        """Drop a document's file, and the waiting sessions about it. Running answers continue, in their own caches."""
         with self._changed:
             self._parked.forget(document_id)
             for request in (*self._admission.queue, *self._admission.active):
@@ -179,7 +179,7 @@ class EngineThread:
 
     @property
     def caches(self) -> int:
-        """Caches of sessions that exist now, at most ``sessions``; those of documents are not among them."""
+        """Number of existing sessions' caches, at most ``sessions``. Caches of documents do not count."""
         with self._changed:
             return self._admission.caches
 
@@ -190,7 +190,7 @@ class EngineThread:
 
     @property
     def prefixes(self) -> int:
-        """Shared prefixes in memory, those that are being read included."""
+        """Number of shared prefixes in memory, including those that are being read."""
         return len(self._admission.prefixes)
 
     # ---- the engine's thread ---------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class EngineThread:
                 self._tell(request)
 
     def _tell(self, request: ServerRequest) -> None:
-        """Tell a request what changed, and let it go when it has ended."""
+        """Notify a request of a change, and release it after its end."""
         sequence = request.sequence
         assert sequence is not None
         if request.cache is not None and request.cache.layers:

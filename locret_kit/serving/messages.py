@@ -1,6 +1,5 @@
-"""Bodies and errors as protocols shape them: messages, tools and forms of answers in requests, of which a field that is null is
-absent; and errors in the shape of OpenAI's protocol, or of Anthropic's on its routes.
-"""
+"""Bodies and errors as the protocols shape them: messages, tools and response formats in requests, where a null field is absent;
+and errors in the shape of OpenAI's protocol, or of Anthropic's on its routes."""
 
 from __future__ import annotations
 
@@ -134,7 +133,7 @@ NAMES: dict[str, dict[str, str]] = {
         "reasoning_effort": "reasoning.effort",
     },
 }  # fmt: skip
-"""Fields of a chat completion, and what a client of another protocol calls them; of others it says nothing."""
+"""Values of a chat completion's fields, from the body of another protocol."""
 
 
 def fields_of(path: str, body: JsonObject) -> JsonObject:
@@ -222,14 +221,14 @@ KINDS = {
 }  # fmt: skip
 ANTHROPIC_KINDS = KINDS | {413: "request_too_large", 503: "overloaded_error"}
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-"""Codes of OpenAI by which clients tell errors apart."""
+"""OpenAI's error codes. Clients tell errors apart by them."""
 
 
 class Refused(HTTPException):
     """A request that is refused.
 
     Args:
-        param: the field that is wrong. code: by which clients tell the error from others.
+        param: the wrong field. code: tells clients the kind of error.
     """
 
     def __init__(
@@ -245,7 +244,7 @@ class Failed(Exception):
 
 
 STATUSES: dict[type[Exception], int] = {Busy: 429, Stopping: 503, Failed: 500, ValueError: 400}
-"""Statuses of what the engine and the bodies raise; their words are for the client."""
+"""An error in words for the client. For internal errors, only the log has details."""
 
 
 def refusal_of(error: Exception, path: str) -> Refused:
@@ -298,7 +297,7 @@ def error_of(told: Refused, path: str) -> dict[str, object]:
 
 
 def problem(error: Exception, path: str) -> JSONResponse:
-    """The answer to what a route raises."""
+    """Response to an error that a route raises."""
     told = refusal_of(error, path)
     return JSONResponse(error_of(told, path), told.status_code, told.headers)
 

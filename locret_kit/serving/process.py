@@ -46,11 +46,11 @@ def name_of(host: str) -> str:
 
 
 def refusal(scope: Scope, names: Collection[str], origins: Collection[str] = ()) -> str:
-    """Why a request is refused; '' where it is not.
+    """Reason for refusing a request; '' if it is allowed.
 
     Args:
-        names: what the server is called beside loopback's names and the address at which the request arrived. origins: of pages
-            that may use it.
+        names: the server's names, besides loopback's and the address that received the request. origins: of pages that may use
+            it.
     """
     headers = Headers(scope=scope)
     host = headers.get("host", "")
@@ -86,7 +86,7 @@ class LoadingApp:
         self.app, self._stop = app, stop
 
     def stop(self, grace: float) -> None:
-        """End what was put here."""
+        """Stop the app that was put here."""
         if self._stop is not None:
             self._stop(grace)
 
@@ -141,14 +141,14 @@ class HeaderTimeout(H11Protocol):
 
 
 FLUSH = 1.0
-"""Seconds in which a client takes what was written last; then its connection is broken off."""
+"""Seconds for a client to take the last bytes; then its connection is closed."""
 
 
 class Stoppable(uvicorn.Server):
-    """A uvicorn server that has ``end`` stop what it serves, while answers still go out.
+    """A uvicorn server that calls ``end`` to stop the engine while answers still go out.
 
     Args:
-        end: stops the engine; blocks until that is done. ``config.timeout_graceful_shutdown`` must be longer.
+        end: stops the engine and blocks until it has stopped. ``config.timeout_graceful_shutdown`` must be longer.
     """
 
     def __init__(self, config: uvicorn.Config, end: Callable[[], None]) -> None:

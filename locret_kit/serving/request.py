@@ -30,17 +30,17 @@ LOG = logging.getLogger("locret_kit.serving")
 
 @dataclass(frozen=True)
 class PrefixKey:
-    """A session, and what it has read."""
+    """A session and the tokens that it has read."""
 
     name: str
     owner: str
     document_id: str
-    """The document that it goes on from; '' for none."""
+    """The document that the session continues; '' for none."""
     tokens: int
     sha256: str
     """Hash of the token ids, see ``documents.document_text``."""
     hidden: int = 0
-    """Tokens that it has read beside these: thoughts, which chat templates leave out of later prompts."""
+    """Tokens of thoughts that it has read in addition. Chat templates omit them from later prompts."""
 
     @classmethod
     def from_record(cls, name: str, owner: str, record: dict[str, Any]) -> tuple[PrefixKey, ...]:
@@ -54,30 +54,30 @@ class PrefixKey:
 
     @classmethod
     def record(cls, keys: tuple[PrefixKey, ...]) -> dict[str, object]:
-        """What a session's file holds of its keys."""
+        """Record of the keys in a session's file."""
         return {"about": keys[0].document_id, "keys": [[key.tokens, key.sha256, key.hidden] for key in keys]}
 
 
 class PrefixHashes:
-    """Hashes of a prompt's beginnings, each made once."""
+    """Hashes of a prompt's prefixes, each computed once."""
 
     def __init__(self, ids: array[int]) -> None:
         self._ids, self.hash = ids, cache(lambda tokens: hash_ids(ids[:tokens]))
         """The hash of the first ``tokens`` ids."""
 
     def longest(self, keys: Iterable[PrefixKey], owner: str, document_id: str) -> PrefixKey | None:
-        """The longest of what an owner's caches have read about a document that the prompt begins with and goes on from."""
+        """The longest key of an owner's caches about a document, with tokens that are a proper prefix of the prompt."""
         mine = (key for key in keys if key.owner == owner and key.document_id == document_id)
         shorter = sorted((key for key in mine if key.tokens < len(self._ids)), key=lambda key: -key.tokens)
         return next((key for key in shorter if self.hash(key.tokens) == key.sha256), None)
 
 
 class Stopping(RuntimeError):
-    """The engine takes nothing more, and what ran is cancelled."""
+    """The engine is stopping: it takes no requests, and running ones are cancelled."""
 
 
 class Busy(Exception):
-    """The queue is full. ``retry_after``: seconds after which another try makes sense."""
+    """The queue is full. ``retry_after``: seconds until another try makes sense."""
 
     def __init__(self, waiting: int) -> None:
         super().__init__(f"{waiting} requests wait already")
@@ -89,30 +89,30 @@ class ServerRequest(Request):
     """One prompt from the body to the answer.
 
     Attributes:
-        owner: whose caches it may go on with.
-        purpose: an answer for a client; else what is read: a document, or a prefix that prompts share.
-        document, document_id: the document that the prompt goes on from, and its id. The engine lets go of the document when
-            the request has its own copy.
+        owner: whose caches it may continue.
+        purpose: an answer for a client, a document to read, or a shared prefix to read.
+        document, document_id: the document that the prompt continues, and its id. The engine releases the document when the
+            request has its own copy.
         settings, policy: of its own; None for the server's.
-        shared_tokens: tokens with which other prompts may begin too.
-        later: ids up to its answer, as the next turn's prompt has them. drops: whether the cache that waits for that turn has
-            read no more than both have.
+        shared_tokens: number of tokens that other prompts may share.
+        later: ids up to its answer, as the next turn's prompt has them. drops: whether the cache for that turn has read only
+            tokens that both prompts have.
         thought_spans: half-open spans of the answer's tokens that are thoughts, so far.
-        kept: the cache that will wait, where it is another than the answer's.
-        hidden: tokens at the beginning of ``ids`` that stand for thoughts, which the cache has read and the prompt does not have.
+        kept: the cache that will wait, if it is not the answer's own.
+        hidden: number of placeholder tokens at the start of ``ids``, for thoughts that the cache has read and the prompt omits.
         parks: whether the cache may wait for a next turn.
         on_change: called by the engine's thread after every token and at the end; must not block.
-        stop_at: asked by the engine's thread after every token; the answer ends where it says how many of its tokens stay.
-        sequence: what the batch knows of it; None while it waits.
-        cache: given with the request, read from a file, or made when it enters; None again at the end.
-        session: name of the session that it goes on; '' for a new one.
+        stop_at: called by the engine's thread after every token. If it returns a number, the answer ends with that many tokens.
+        sequence: the batch's record of it; None while it waits.
+        cache: given with the request, read from a file, or made on admission; None again at the end.
+        session: name of the session that it continues; '' for a new one.
         cancelled: whether it is to end; the engine's thread ends it.
-        loading: whether its session is being read from its file, into a cache that counts already.
-        file, store_version: the session's file that was found for it, and the version of the store in which.
-        loads: times that a session was read from its file for it.
+        loading: whether its session is being read from its file. The session's cache counts already.
+        file, store_version: the session's file, and the store's version at the time of the lookup.
+        loads: number of times that a session was read from its file for it.
         prefix_read: tokens of a shared prefix that was read because of this request.
         evictions, kept_rows: of its cache, after the newest token.
-        submitted: when it came, in seconds of ``time.perf_counter``.
+        submitted: its arrival, in seconds of ``time.perf_counter``.
     """
 
     ids: array[int]
@@ -147,7 +147,7 @@ class ServerRequest(Request):
 
     @cached_property
     def prefixes(self) -> PrefixHashes:
-        """Hashes of the prompt's beginnings."""
+        """Hashes of the prompt's prefixes."""
         return PrefixHashes(self.ids)
 
     @property
@@ -167,8 +167,9 @@ class ServerRequest(Request):
         return max(0, self.sequence.prompt_read - self.prefix_read - self.hidden) if self.sequence is not None else 0
 
     def read(self, tokens: int, blank: Callable[[int], bool]) -> Iterator[tuple[array[int], int]]:
-        """Beginnings of prompts that may go on from a cache that has read so many tokens, and the thoughts' tokens that each does
-        not have: the prompt with its answer, and the same as the next turn's prompt has it, without a ``blank`` token first."""
+        """Prompt prefixes that may continue a cache with ``tokens`` read tokens, each with the number of thought tokens that
+        it omits. The first is the prompt with its answer. The second is its form in the next turn's prompt, without leading
+        ``blank`` tokens of the answer."""
         assert self.sequence is not None
         answer = self.sequence.tokens[: max(0, tokens - len(self.ids))]
         yield (self.ids + array("i", answer))[self.hidden : tokens], self.hidden

@@ -47,10 +47,10 @@ class ResponsesBody(ChatBody):
 
 
 def chat_fields(body: JsonObject) -> JsonObject:
-    """The body of a chat completion that asks for the same. What has another type than it should stays, for its checks to say so.
+    """Body of the equivalent chat completion. A value of a wrong type is kept, so that the body's own checks report it.
 
     Raises:
-        ValueError: it asks for what is not here.
+        ValueError: the body asks for an unsupported feature.
     """
     for name, why in NOT_HERE.items():
         if body.get(name):
@@ -206,7 +206,7 @@ KINDS: dict[str, tuple[str, JsonObject, Callable[[str], JsonObject] | None, str,
     "thought": ("rs", {"content": []}, thought_part, "reasoning_text", "text"),
     "call": ("fc", {"arguments": ""}, None, "function_call_arguments", "arguments"),
 }
-"""Of each kind of item the beginning of its name, what it begins as, its content, and words of its events."""
+"""For each kind of item: the start of its name, its initial fields, its content, and the words of its events."""
 
 
 def add_responses(app: FastAPI, server: Server) -> None:

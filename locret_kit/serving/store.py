@@ -1,8 +1,9 @@
-"""Sessions and documents on disk, so that they leave memory for others and outlive the process; and which of them fit.
+"""Sessions and documents on disk, to save memory and to outlive the process; and checks that saved files fit this server.
 
-In the folder a folder per owner of sessions, named by a salted hash of the API key and for this user alone (mode 0700), with a
-file per session and document in the format of saved caches, written beside and renamed. A session's file holds no token
-ids: a hash says whether a prompt begins with what it has read. Files beyond a size are removed, the least used first.
+The folder has one subfolder per owner, named by a salted hash of the API key and private to this user (mode 0700). Each
+session and document is one file in the format of saved caches, written to a temporary name and renamed. A session's file holds
+no token ids: a hash tells whether a prompt starts with the session's tokens. Above a size limit, the least recently used files
+are removed.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class SessionSpec:
     def cache(
         self, prompt_length: int | None, settings: RunSettings | None = None, policy: Policy | None = None
     ) -> BoundedCache:
-        """An empty cache for a prompt of so many tokens."""
+        """An empty cache for a prompt of ``prompt_length`` tokens."""
         policy = policy or self.policies[0]
         return BoundedCache(
             settings or self.settings, policy, policy.heads_for(self.heads), prompt_length=prompt_length
@@ -91,7 +92,7 @@ OWNER = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class File:
-    """A file in the folder. ``keys``: what a session has read; none for a document. ``usable``: this server may load it."""
+    """A file in the folder. ``keys``: a session's read tokens; empty for a document. ``usable``: this server may load it."""
 
     path: Path
     bytes: int
@@ -131,7 +132,7 @@ class Store:
         """Why the last file could not be written; None where it was."""
         self.written = self.failures = 0
         self.version = 0
-        """Another one after every change of what is there."""
+        """Changes with every change of the files."""
         salt = self.folder / SALT
         if not os.path.lexists(salt):
             write_beside(salt, lambda path: path.write_bytes(secrets.token_bytes(32)))
@@ -147,9 +148,8 @@ class Store:
     # ---- what is there ---------------------------------------------------------------------------------------------
 
     def scan(self, spec: SessionSpec) -> None:
-        """Find what an earlier server left. Damaged files are removed; those of a later version, and those that ``spec`` refuses,
-        stay and count, since another server may want them. Both are said in one line each.
-        """
+        """Find the files of an earlier server. Damaged files are removed. Files of a later version, and files that ``spec``
+        refuses, stay and count, since another server may want them. Both are logged in one line each."""
         self._spec = spec
         files = []
         for path in self.folder.glob(f"*/*{SUFFIX}"):
@@ -200,7 +200,7 @@ class Store:
         return File(path, found.st_size, keys, usable)
 
     def sessions(self, owner: str) -> list[PrefixKey]:
-        """Keys of what an owner's sessions have read."""
+        """Keys of an owner's sessions."""
         with self._lock:
             return [key for file in self._files.values() for key in file.keys if key.owner == owner]
 
@@ -253,7 +253,7 @@ class Store:
     # ---- writing and reading ---------------------------------------------------------------------------------------
 
     def save(self, keys: tuple[PrefixKey, ...], cache: BoundedCache) -> None:
-        """Write a session's file. What a disk can do to it is said, and counted, and no error."""
+        """Write a session's file. A disk error is logged and counted, not raised."""
         record = PrefixKey.record(keys)
         self._write(
             keys[0].name, keys[0].owner, keys, lambda: CacheFile.of(cache, self._spec.origin(), document=record)

@@ -91,7 +91,7 @@ class BoundedBackend(AttentionBackend):
 
 
 class BatchBuilder(AttentionMetadataBuilder):
-    """Makes what a forward has in all of its layers. Graphs are piecewise, and attention is between the pieces."""
+    """Builds the metadata that all layers of a forward share. Graphs are piecewise, and attention is between the pieces."""
 
     def __init__(
         self, kv_cache_spec: BoundedSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -129,6 +129,7 @@ class BoundedImpl(AttentionImpl):
         kv_cache_dtype: str, logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None, **rest: object,
     ) -> None:  # fmt: skip
+        """Options of vLLM's attention layer; ``sinks`` has shape [Q]. Raises ValueError for an unknown option."""
         others = {"alibi_slopes": alibi_slopes, **rest}
         if unknown := [f"{name}={value}" for name, value in others.items() if value not in (None, False, 0, -1)]:
             raise ValueError(f"this model's attention has {', '.join(unknown)}, which a bounded cache has not")
@@ -143,6 +144,11 @@ class BoundedImpl(AttentionImpl):
         self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
         attn_metadata: AttentionMetadata | None, output: Tensor, output_scale: object = None, output_block_scale: object = None,
     ) -> Tensor:  # fmt: skip
+        """Attention of the new tokens, written to ``output``: zeros in a run that measures or warms up.
+
+        Args:
+            query: [T, Q, D]. key, value: [T, H, D]. output: as ``query``. kv_cache: the layer's pages.
+        """
         if attn_metadata is None:  # a run that measures or warms up
             if State.trace is not None:
                 empty = query[:, :0]  # keys of a layer that reads another's

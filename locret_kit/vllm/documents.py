@@ -53,7 +53,7 @@ class Load:
 
 @dataclass
 class Loads(KVConnectorMetadata):
-    """Those of one step."""
+    """Documents that go into pages in one step."""
 
     loads: list[Load] = field(default_factory=list)
 
@@ -76,7 +76,7 @@ def info_of(request: Request) -> RequestInfo:
 
 
 def difference(there: BoundedCache, here: BoundedCache) -> str | None:
-    """The first setting in which a document is not what a request asks for, in words."""
+    """The first setting that differs between a document and a request, in words; None without a difference."""
     for name in SHARED:
         theirs, ours = getattr(there.settings, name), getattr(here.settings, name)
         if theirs != ours:
@@ -168,7 +168,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens of the longest document that a prompt begins with."""
+        """Number of tokens of the longest document that the prompt starts with."""
         best = self._best(request)
         return (0, False) if best is None or num_computed_tokens else (len(best.ids), False)
 
@@ -178,12 +178,12 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         return max(fitting, key=lambda document: len(document.ids), default=None)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Note which document goes into a request's page."""
+        """Note the document for a request's page."""
         if num_external_tokens and (best := self._best(request)) is not None:
             self.loads.append(Load(best.path, blocks.get_block_ids()[0][0], info_of(request)))
 
     def build_connector_meta(self, scheduler_output: object) -> Loads:
-        """What workers load before the next forward."""
+        """Documents for workers to load before the next forward."""
         loads, self.loads = Loads(self.loads), []
         return loads
 
@@ -194,12 +194,12 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
     # ---- a worker --------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the pages of every layer."""
+        """Take the pages of every layer, of shape [pages, ...]."""
         layers = get_layers_from_vllm_config(self._vllm_config, Attention)
         self.layers = {layer.impl.number: kv_caches[name] for name, layer in layers.items()}
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
-        """Fill the pages of requests that begin with a document."""
+        """Fill the pages of requests that start with a document."""
         for load in self._get_connector_metadata().loads:  # type: ignore[attr-defined]
             document, text = self._document(load.path), self.worker.text(load.info)
             self.worker.pages.take(load.page, text, document, self.layers)
@@ -216,7 +216,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         """Nothing is left to wait for."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: object) -> None:
-        """Nothing is saved: documents are made by ``locret-read``."""
+        """Does nothing, for a layer of any shape: ``locret-read`` makes the documents."""
 
     def wait_for_save(self) -> None:
         """Nothing is saved."""

@@ -68,7 +68,7 @@ INTERFACES = (
 
 
 def missing() -> Iterator[str]:
-    """What the installed release has not, each in words."""
+    """Interfaces that the installed release lacks, each in words."""
     for module, name, used in INTERFACES:
         try:
             found: object = import_module(module)

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 TOKENS = 12
 """Tokens that are read."""
 MOVED = 3
-"""Positions by which they are moved the second time."""
+"""Offset (positions) of the second forward."""
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
 class Modules:
-    """Modules that were given to another one, by which the model is found from one of its layers."""
+    """Parents of registered modules. They lead from a layer to the model."""
 
     parents: ClassVar[dict[nn.Module, nn.Module]] = {}
     watch: ClassVar[RemovableHandle | None] = None
@@ -79,7 +79,7 @@ class ZeroedMemory(TorchFunctionMode):
 
 
 def traced(model: nn.Module, config: VllmConfig, first: int = 0, *, turns: bool = False) -> Heads:
-    """What attention is given in a forward of random tokens from a position on. ``turns``: rotated."""
+    """Queries and keys of each layer in a forward of random tokens from position ``first`` on. ``turns``: rotated."""
     words, draw = min(config.model_config.get_vocab_size(), 1000), torch.Generator("cpu").manual_seed(0)
     device = next(model.parameters()).device
     ids = torch.randint(2, words, (TOKENS,), generator=draw, device="cpu").to(device)
@@ -95,10 +95,10 @@ def traced(model: nn.Module, config: VllmConfig, first: int = 0, *, turns: bool 
 
 
 def measure(worker: Worker) -> None:
-    """Let a worker's pages know what the layers of its model do, once.
+    """Tell a worker's pages how the layers of its model attend, once.
 
     Raises:
-        ValueError: layers that a bounded cache does not know, in one sentence.
+        ValueError: a layer that a bounded cache does not support, in one sentence.
     """
     if (config := worker.unmeasured) is None:
         return
@@ -149,6 +149,11 @@ class Unrotated:
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
+        """Rotated queries and keys, or unchanged ones for a bounded cache.
+
+        Args:
+            positions: [T]. query: [T, Q * D]. key: [T, H * D], or None for a layer that reads another's keys.
+        """
         if self.unrotated:  # vLLM's definition is asked: of heads along an axis (LFM2) its call for CPUs turns others
             return self.forward_native(positions, query, key) if State.turns else (query, key)  # type: ignore[attr-defined, no-any-return]
         return super().forward(positions, query, key, *args, **kwargs)  # type: ignore[misc]
@@ -174,6 +179,7 @@ def _register_long_rope() -> None:
     def forward(
         self: LongRope, positions: Tensor, query: Tensor, key: Tensor | None = None, *rest: object
     ) -> tuple[Tensor, Tensor | None]:
+        """Rotated queries [T, Q * D] and keys [T, H * D], or unchanged ones for a bounded cache."""
         as_it_is = self.unrotated and not State.turns
         return (query, key) if as_it_is else turn(self, positions, query, key, *rest)
 

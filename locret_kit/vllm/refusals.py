@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("locret_kit")
 VERSIONS = ("0.32.0",)
-"""Releases of vLLM in which the kit was tried; of others those are taken that have every interface it uses."""
+"""Tested releases of vLLM. Another release is accepted if it has every interface that the kit uses."""
 
 
 def release() -> str:
-    """The release of vLLM that is installed, without what a build adds.
+    """Installed release of vLLM, without a build suffix.
 
     Raises:
-        ImportError: there is none. RuntimeError: it fails as it is imported.
+        ImportError: vLLM is not installed. RuntimeError: its import fails.
     """
     try:
         import vllm
@@ -32,7 +32,7 @@ def release() -> str:
 
 
 def check_version() -> None:
-    """Raise RuntimeError for a release of vLLM that has not what the kit uses of it; a warning says that one was not tested."""
+    """Raise RuntimeError if the installed vLLM lacks an interface that the kit uses. Warn about an untested release."""
     if (found := release()) in VERSIONS:
         return
     from .interfaces import missing

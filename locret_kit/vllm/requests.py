@@ -1,8 +1,8 @@
-"""The logits processor by which an engine asks for a bounded cache: it learns which requests there are, and refuses those that
-cannot be.
+"""The logits processor that asks an engine for a bounded cache. It tracks the requests of the batch, and refuses those that a
+bounded cache cannot run.
 
-A processor of logits is made in every worker before the model, and is told before each forward which request stands in which row
-of the batch. This one changes no logits.
+vLLM makes a logits processor in every worker before the model, and passes it each change of the batch's rows. This one
+changes no logits.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Requests(LogitsProcessor):
         return True
 
     def apply(self, logits: Tensor) -> Tensor:
+        """The logits [B, V], unchanged."""
         return logits
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:

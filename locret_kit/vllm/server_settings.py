@@ -33,11 +33,11 @@ class VllmSettings(RunSettings):
     heads: str | None = None
     """Retaining heads: a folder, a .pt or .bin file, or a Hub repository."""
     policy: str | None = None
-    """By default what the heads were published with; without heads ``untrained()``."""
+    """Other policies that requests may ask for."""
     policies: list[str] = field(default_factory=list)
     """Others that requests may ask for."""
     documents: str | None = None
-    """Folder of ``.locret`` documents, from which prompts go on that begin with one. It needs the connector of ``documents``."""
+    """Folder of ``.locret`` documents. A prompt that starts with one continues it. It needs the connector of ``documents``."""
     plugin: str | None = None
     """A module, or a Python file, that brings policies of your own."""
 
@@ -57,14 +57,14 @@ class VllmSettings(RunSettings):
 
 
 class ServerSettings:
-    """What a server of vLLM serves: settings, policies and heads, read once.
+    """Settings, policies and heads of a vLLM server, read once.
 
     Attributes:
-        policies: those that requests may have, by name; the first is that of requests that ask for none.
-        settings: of a request that asks for nothing; the prompt's length changes none of them.
+        policies: allowed policies by name; the first is the default.
+        settings: of a request without settings of its own; they do not depend on the prompt's length.
 
     Raises:
-        ValueError: a policy that a page cannot hold, one that needs heads where there are none, settings that cannot be met.
+        ValueError: a policy that a page cannot hold, a policy that needs missing heads, or impossible settings.
             FileNotFoundError: no such heads.
     """
 
@@ -84,11 +84,11 @@ class ServerSettings:
     def request(
         self, own: Mapping[str, object], prompt_length: int, heads: RetainingHeads | None = None
     ) -> BoundedCache:
-        """The cache of a request of so many tokens, bound to no model. It asks for a ``budget`` or a ``policy`` of its ``own``
-        (``vllm_xargs`` over HTTP, ``SamplingParams.extra_args``). ``heads``: in place of the server's.
+        """The cache of a request of ``prompt_length`` tokens, bound to no model. ``own`` may have a ``budget`` and a ``policy``
+        (``vllm_xargs`` over HTTP, ``SamplingParams.extra_args``). ``heads`` replace the server's.
 
         Raises:
-            ValueError: a budget above the server's, a policy that is not allowed, settings that cannot be met.
+            ValueError: a budget above the server's, a policy that is not allowed, or impossible settings.
         """
         largest, policy = self.settings.budget, str(own.get("policy", self.default))
         if policy not in self.policies:
@@ -142,12 +142,12 @@ def check_policy(policy: Policy) -> None:
 
 
 SPARE = 1
-"""Pages that vLLM keeps for itself: its block 0 belongs to nobody."""
+"""Number of pages that vLLM keeps for itself: its block 0 belongs to no request."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """The pages of a server, those of all layers of one rank."""
+    """Pages of all layers of one rank of a server."""
 
     each: int
     """Bytes of a request's pages."""
@@ -158,7 +158,7 @@ class Pages:
 
     @classmethod
     def within(cls, each: int, memory: int) -> Pages:
-        """As many as fit into so many bytes."""
+        """As many pages as fit into ``memory`` bytes."""
         return cls(each, max(0, memory // each - SPARE))
 
     @property

@@ -1,6 +1,6 @@
-"""What vLLM's parts share in a process: a worker's pages and requests, and the settings by which requests are checked.
+"""State that vLLM's parts share in a process: a worker's pages and requests, and the settings that check requests.
 
-vLLM makes its parts by name and hands them nothing of ours. A request that is preempted begins anew.
+vLLM makes its parts by name and passes them no object of ours. A preempted request starts again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOBODY = 0
 
 @dataclass
 class RequestInfo:
-    """A request's settings: the length of its prompt, and what it asks for by itself."""
+    """A request's prompt length (tokens) and its own settings."""
 
     prompt_length: int
     own: Mapping[str, object]
@@ -35,19 +35,19 @@ class RequestInfo:
 
 @dataclass
 class Worker:
-    """What a server of vLLM serves, over one worker's memory."""
+    """A vLLM server's settings and requests, over one worker's memory."""
 
     server: ServerSettings
     pages: LentPages
     requests: dict[int, RequestInfo] = field(default_factory=dict)
-    """Those in the rows of vLLM's batch, see ``requests``."""
+    """Requests by row of vLLM's batch, see ``requests``."""
     unmeasured: VllmConfig | None = None
-    """Configuration of an engine whose model was not measured yet."""
+    """Configuration of an engine whose model is not measured yet."""
 
     @classmethod
     def of(cls, server: ServerSettings, model: ModelConfig, device: torch.device, ranks: Ranks | None = None) -> Worker:
-        """A worker without requests. Raises ValueError: heads or settings that do not fit the model, or a model of which vLLM was
-        told otherwise of more than the longest text."""
+        """A worker without requests. Raises ValueError: heads or settings that do not fit the model, or configuration overrides
+        besides the longest text."""
         overrides = model.hf_overrides
         if not isinstance(overrides, dict) or overrides.keys() - {"max_position_embeddings"}:
             raise ValueError(
@@ -74,7 +74,7 @@ LOG = logging.getLogger("locret_kit")
 SECTION = "locret"
 """Name of the kit's settings in vLLM's ``--additional-config``."""
 PROCESSOR = "locret_kit.vllm:Requests"
-"""The logits processor by which an engine asks for a bounded cache."""
+"""The logits processor that asks an engine for a bounded cache."""
 
 
 class State:
@@ -82,9 +82,9 @@ class State:
 
     worker: Worker | None = None
     server: ServerSettings | None = None
-    """Settings by which requests are checked."""
+    """Settings that check requests."""
     section: object = None
-    """The section of the configuration of which the worker was made."""
+    """Configuration section of the worker."""
     trace: dict[str, tuple[Tensor, Tensor]] | None = None
     """Queries and keys that attention is given by layers, in a forward that is measured now."""
     turns: bool = False
@@ -94,8 +94,8 @@ class State:
 def engine_options(
     server: ServerSettings, config: Mapping[str, object] | None = None, processors: Sequence[object] | None = None
 ) -> dict[str, object]:
-    """Options of an engine, as ``LLM(model, **engine_options(server))``, whose requests are checked in this process. ``config``
-    and ``processors`` are what it is told beside them."""
+    """Options of an engine that checks its requests in this process, as ``LLM(model, **engine_options(server))``. ``config`` and
+    ``processors`` are the engine's other options."""
     State.server = server
     return {
         "additional_config": {**(config or {}), SECTION: server.section.given()},
@@ -142,7 +142,7 @@ def worker_here() -> Worker:
 
 
 def is_bounded() -> bool:
-    """Whether it is the engine for which ``Requests`` was made."""
+    """Whether ``Requests`` was made for the current engine."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()

@@ -73,6 +73,7 @@ class PackedLinear(nn.Module):
     """
 
     def __init__(self, weight: Tensor, form: str, bias: Tensor | None = None) -> None:
+        """Take a packed matrix [N, row_bytes] and a bias [N]; neither is trained."""
         super().__init__()
         self.form = form
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -103,6 +104,7 @@ class PackedEmbedding(nn.Module):
     """
 
     def __init__(self, weight: Tensor, form: str, dtype: torch.dtype, scale: float = 1.0) -> None:
+        """Take a packed table [N, row_bytes], which is not trained."""
         super().__init__()
         self.form, self.dtype, self.scale = form, dtype, scale
         self.weight = nn.Parameter(weight, requires_grad=False)
