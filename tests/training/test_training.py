@@ -269,7 +269,10 @@ def test_samples_beyond_the_window_are_said(tmp_path, capsys):
     assert "data.max_tokens=1024 must be at most the window of" in refused(capsys, *learned, "data.max_tokens=1024")
     short = save_tiny_backbone(tmp_path / "short", max_position_embeddings=256)
     assert train(short, tmp_path / "long", "optim.steps=1", "trainer.val_every=2") == 0
-    assert f"data.max_tokens=512 must be at most the window of {short}, 256, otherwise heads learn" in capsys.readouterr().err
+    assert (
+        f"data.max_tokens=512 must be at most the window of {short}, 256, otherwise heads learn"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_loss_that_is_no_number_ends_the_run_before_it_spoils_the_heads(tmp_path, capsys):
