@@ -287,7 +287,7 @@ class Rope:
     inv_freq: Tensor
     scaling: float = 1.0
     weight_R: Tensor | None = None
-    """Rotation of queries, if it differs from that of keys."""
+    """Weight of a norm after the rotation (Hunyuan). The rotated queries or keys already include its scale."""
     queries: Rope | None = None
     """Rotation of queries, where it is not that of keys."""
     made: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -416,13 +416,13 @@ class Handler(ABC):
         return arguments
 
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
-        """Lengths of the blocks of a forward of ``tokens`` tokens, if it runs ``in_blocks``."""
+        """Take the final hidden states of a whole forward, and its token ids."""
         return None
 
     def blocks(self, tokens: int) -> list[int]:
-        """Take a block's final hidden states and its tokens, if the forward runs ``in_blocks``."""
+        """Lengths of the blocks of a forward of ``tokens`` tokens, if it runs ``in_blocks``."""
         return [tokens]
 
     def read(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
-        """Take a block's final hidden states and its tokens, where it runs ``in_blocks``."""
+        """Take a block's final hidden states and its tokens, if the forward runs ``in_blocks``."""
         return None

@@ -297,9 +297,9 @@ CONFIG = (
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "layer_types", "rope_parameters",
     "partial_rotary_factor", "attention_multiplier", "query_pre_attn_scalar",
 )  # fmt: skip
-"""Fields of an identity that are for people to read."""
+"""Fields of a configuration that decide the computation of the layers."""
 NAMES = ("name", "revision")
-"""Relative tolerance for equal numbers."""
+"""Fields of an identity that are for people to read."""
 CLOSE = 1e-6
 """Relative difference of numbers that are the same."""
 PROBE = "Naïve  tabs\tand\n\nlines, 1234 numbers; 日本語 — “quotes” <|x|> CamelCase don't"

@@ -151,7 +151,7 @@ DELTAS = {
     "thought": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""Placeholder for the signature that clients expect. Thoughts are accepted back without a check."""
+"""For each kind of block: the type of its deltas, and their field."""
 SIGNATURE = "none"
 """In the place of a signature, which clients want to see: thoughts are taken back without a check."""
 

@@ -31,7 +31,7 @@ from .tools import call_rules
 ANSWER, THOUGHT = 512, 2048
 """Tokens of an answer, and of a thought before it, where a request bounds neither."""
 NEAREST = 64
-"""Log-probability of an impossible token, as in OpenAI's protocol: JSON has no infinity."""
+"""Tokens at a prompt's end where a thought may begin."""
 LEAST = -9999.0
 """Log-probability of a token that cannot be, as OpenAI has it: JSON has no infinity."""
 

@@ -133,7 +133,7 @@ NAMES: dict[str, dict[str, str]] = {
         "reasoning_effort": "reasoning.effort",
     },
 }  # fmt: skip
-"""Values of a chat completion's fields, from the body of another protocol."""
+"""Names of a chat completion's fields in other protocols; fields without another name are absent."""
 
 
 def fields_of(path: str, body: JsonObject) -> JsonObject:
@@ -244,7 +244,7 @@ class Failed(Exception):
 
 
 STATUSES: dict[type[Exception], int] = {Busy: 429, Stopping: 503, Failed: 500, ValueError: 400}
-"""An error in words for the client. For internal errors, only the log has details."""
+"""HTTP statuses of errors that the engine and the bodies raise. Their messages are for the client."""
 
 
 def refusal_of(error: Exception, path: str) -> Refused:

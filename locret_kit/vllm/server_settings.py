@@ -33,7 +33,7 @@ class VllmSettings(RunSettings):
     heads: str | None = None
     """Retaining heads: a folder, a .pt or .bin file, or a Hub repository."""
     policy: str | None = None
-    """Other policies that requests may ask for."""
+    """Default policy. None takes the one published with the heads, or ``untrained()`` without heads."""
     policies: list[str] = field(default_factory=list)
     """Others that requests may ask for."""
     documents: str | None = None
