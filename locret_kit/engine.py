@@ -1,4 +1,4 @@
-"""What computes, for those who serve, measure, or drive another engine: they import these names and nothing behind them.
+"""The engine for rooms that serve, measure, or drive another engine: they import these names and nothing behind them.
 
 ``Engine`` answers requests, ``LentPages`` are texts in another engine's forward, ``BoundedCache`` is a text.
 """

@@ -171,7 +171,7 @@ def response_field(tokenizer: PreTrainedTokenizerBase, *names: str) -> tuple[Map
 
 
 def call_form(template: str, declared: tuple[Mapping[str, object], Any] | None = None) -> CallForm:
-    """How calls are written by a model with this chat template; ``UNKNOWN`` where no form is known."""
+    """Form of the calls of a model with this chat template; ``UNKNOWN`` where no form is known."""
     if "tools" not in template:
         return TOLD
     known = next((form for form in FORMS if any(mark in template for mark in form.marks)), UNKNOWN)

@@ -95,7 +95,7 @@ class CacheCounters:
     compacting the merging of evicted slots."""
 
     evictions: Annotated[int, Ge(0)] = 0
-    """Of the layer that had most."""
+    """Evictions of the layer with the most."""
     evicted_rows: Annotated[int, Ge(0)] = 0
     score_s: Annotated[float, Ge(0)] = 0.0
     select_s: Annotated[float, Ge(0)] = 0.0
@@ -105,7 +105,7 @@ class CacheCounters:
     dense_pairs: Annotated[int, Ge(0)] = 0
     """Pairs that dense attention computes in the same blocks; 0 where prefill was not sparse."""
     decoding: str = "dynamic"
-    """How tokens were decoded: "graph", "cpu" (one compiled call per token), or "dynamic" and why."""
+    """Way of decoding: "graph", "cpu" (one compiled call per token), or "dynamic" and why."""
 
     @property
     def computed_share(self) -> float | None:
@@ -181,7 +181,7 @@ class Context:
     tables: RotationTables
     counters: CacheCounters
     folded: FoldedHeads | None = None
-    """On a card, retaining heads behind the projections of their layers."""
+    """Retaining heads folded into the projections of their layers, on a GPU."""
     recalls: RecallCounters = field(default_factory=RecallCounters)
     block_scores: BlockScores = field(default_factory=BlockScores)
     stages: tuple[Stage, ...] = ()
@@ -283,7 +283,7 @@ class Context:
 
     @property
     def subject(self) -> Subject:
-        """What runs, as ``capabilities`` asks."""
+        """Features in use, as ``capabilities`` asks."""
         return Subject(self.policy, self.description, self.settings.kv_bits)
 
     @property

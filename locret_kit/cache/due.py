@@ -1,4 +1,4 @@
-"""Where evictions happen, in integers. No torch.
+"""Places of evictions in a text, in integers. No torch.
 
 Source: Locret, algorithm 1. Boundaries stand at every multiple of ``chunk`` and where the last ``local_len`` tokens of the
 prompt begin; the tail itself and the first decoded tokens are appended without eviction. In the one-shot form the whole

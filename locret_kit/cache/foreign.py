@@ -32,7 +32,7 @@ class SeenLayer(NamedTuple):
     shared: bool
     """Whether it reads another layer's rows."""
     came: Heads
-    """What attention is given where nothing is rotated."""
+    """Rotation for attention where nothing is rotated."""
     moved: Heads
     """The arguments of attention for the same tokens at other positions, without rotation."""
     turned: Heads

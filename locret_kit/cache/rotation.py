@@ -25,7 +25,7 @@ from ..settings import read_positions
 
 @dataclass(frozen=True)
 class Positions:
-    """How cached keys are placed."""
+    """Placement of cached keys."""
 
     span: int | None
     """Newest tokens with true distances; None is all of them."""

@@ -37,7 +37,7 @@ from .view import entry_scores, of_tokens, prefill_mask, slots_of
 
 @dataclass(frozen=True)
 class StaticStep:
-    """Where the tokens of a step stand that has fixed shapes: numbers on the device."""
+    """Places of the tokens of a step with fixed shapes, as numbers on the device."""
 
     seen: Tensor
     """Tokens before them (integer without axes)."""

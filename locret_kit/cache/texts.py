@@ -184,7 +184,7 @@ class TextBatch:
             text.evict_waiting()
 
     def _plan(self, rows: Sequence[BoundedLayer], device: torch.device) -> list[DecodingGroup]:
-        """Which texts are decoded together, the same in all layers; the others are read alone."""
+        """Groups of texts that are decoded together, the same in all layers. The others are read alone."""
         if self._groups is None:
             alike: dict[Hashable, list[int]] = {}
             for i, (ctx, (start, end), own) in enumerate(zip(self.contexts, self.spans, rows, strict=True)):

@@ -47,7 +47,7 @@ class Machine(Plugin):
     think: bool | None = None
     """Turn the model's thinking on or off, by the chat template's switch. Default: the template's."""
     reasoning_effort: str | None = None
-    """How much the model thinks, in the chat template's words: low, medium or high."""
+    """Amount of thinking, in the chat template's words: low, medium or high."""
     weight_bits: Literal[8, 4] | None = None
     """Quantise the layers' weights to n bits with bitsandbytes while loading. Default: no quantisation."""
 

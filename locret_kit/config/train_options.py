@@ -105,7 +105,7 @@ class DataConfig:
     max_tokens: Annotated[int, Ge(2)] = 10240
     """Maximum sample length in tokens, prompt and answer together."""
     truncate: Literal["middle", "end"] = "middle"
-    """Where a longer record's user message is cut: in the 'middle', which keeps a question at either end, or at the
+    """Place of the cut in a longer record's user message: the 'middle', which keeps a question at either end, or the
     'end', as in Locret's published code."""
     val_samples: Count = 8
     """Number of validation samples. Their data is set aside and never trained on: a record each, or a tenth of each

@@ -1,4 +1,4 @@
-"""What each part of the kit cannot do with a policy, its rows or a backbone: one table of sentences, asked in one way."""
+"""Features that parts of the kit lack with a policy, its rows or a backbone: one table of sentences, asked in one way."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple

@@ -78,7 +78,7 @@ class Sequence:
     choose: Callable[[Tensor], int] | None = None
     decoding: Decoding | None = None
     chunks: GraphDriver | None = None
-    """What replays the chunks of its prompt, once they are alike."""
+    """Driver of its prompt's chunks, once they are alike."""
     logits_V: Tensor | None = None
     """After the prompt's last token, in float32."""
     text: Tensor | None = None

@@ -117,7 +117,7 @@ class ThoughtPiece(str):
 
 
 def closed(thought: Thought | None) -> str | None:
-    """What to say of a thought that was closed at its bound, and what can be done."""
+    """Notice of a thought that was closed at its bound, with the options that raise it."""
     if thought is None or not thought.cut:
         return None
     return (

@@ -15,7 +15,7 @@ from ..text.tokens import TextStream
 MAX_THOUGHT = 2048
 """Tokens of an answer's thought, at most, in commands."""
 ANSWER = "<|start|>assistant<|channel|>final<|message|>"
-"""What follows the end of a thought in a channel of its own."""
+"""Tokens after the end of a thought in a channel of its own."""
 
 
 class Thought:

@@ -23,7 +23,7 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 
 Spell = Callable[[str], str]
-"""How a text stands in a grammar."""
+"""Place of a text in a grammar."""
 DIGITS = 40
 """Digits of a number in a row, at most: JSON has no bound, and small models find no end."""
 
@@ -59,7 +59,7 @@ class Grammar:
 
 @lru_cache(maxsize=4)
 def speller(tokenizer: PreTrainedTokenizerBase) -> Spell:
-    """How texts stand in a grammar: added tokens by their ids, as the model writes them, and the rest as it is."""
+    """Texts in a grammar: added tokens by their ids, as the model writes them, and the rest as it is."""
     tokens = {text: token for text, token in tokenizer.get_added_vocab().items() if text.strip()}
     cut = re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'})")
 

@@ -140,7 +140,7 @@ class UploadedDocument:
     total: int = 0
     error: str | None = None
     lost: list[str] = field(default_factory=list)
-    """What its file holds and its text does not, in a line each."""
+    """Content of its file that its text lacks, one line each."""
     deleted: bool = False
     """While it is still being read, its memory counts."""
 
@@ -172,7 +172,7 @@ class Server:
     origins: frozenset[str] = frozenset()
     """Origins whose pages may use it; '*' for all."""
     defaults: Mapping[str, float] = field(default_factory=dict)
-    """How tokens are chosen where a request does not say, by the names of ``bodies.DEFAULTS``."""
+    """Sampling where a request does not say, by the names of ``bodies.DEFAULTS``."""
     silence: float = 5.0
     """Seconds without a byte of an answer, at most, while its client waits."""
     started: int = field(default_factory=lambda: int(time.time()))
@@ -215,7 +215,7 @@ class Server:
         return known[0]
 
     def figures(self) -> Figures:
-        """What ``/metrics`` says now. Raises HTTPException 503."""
+        """Text of ``/metrics`` now. Raises HTTPException 503."""
         engine = self.ready()
         now = {
             "requests_running": engine.running, "requests_waiting": engine.waiting, "sessions": engine.sessions,

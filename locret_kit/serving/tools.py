@@ -30,7 +30,7 @@ JSON_MARKS = {
     "tags": (f"{OPEN}\n", f"\n{CLOSE}"), "toolcall": ("<TOOLCALL>[", "]</TOOLCALL>"), "piped": ("<|tool_call|>[", "]"),
     "list": ("[", "]"),
 }  # fmt: skip
-"""What stands around a call that is one object of JSON."""
+"""Marks around a call that is one JSON object."""
 NAMED = {
     "args": ("[TOOL_CALLS]{}[ARGS]", ""),
     "deepseek": (f"{CALLS_BEGIN}{CALL_BEGIN}function{SEP}{{}}\n```json\n", f"\n```{CALL_END}{CALLS_END}"),
@@ -40,7 +40,7 @@ NAMED = {
     ),
     "channels": ("<|channel|>commentary to=functions.{} <|constrain|>json<|message|>", ""),
 }
-"""What stands around the arguments of a call."""
+"""Marks around the arguments of a call."""
 
 
 def rewritten(messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> list[TemplateMessage]:

@@ -1,4 +1,4 @@
-"""What converters of documents share: refusals, losses, archives of strangers, and marks for raised and lowered text."""
+"""Shared parts of the converters of documents: refusals, losses, archives of strangers, and marks for raised and lowered text."""
 
 from __future__ import annotations
 

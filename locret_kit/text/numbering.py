@@ -146,7 +146,7 @@ class Numbering:
         return text and text + level.after
 
     def _list(self, number: str) -> tuple[str, dict[int, _Level], dict[int, int]]:
-        """What counts for a list: the name of its counters, its levels, and where they start anew."""
+        """Counting of a list: the name of its counters, its levels, and where they start anew."""
         if number not in self._levels:
             num, key, linked = self._nums.get(number), "", None
             for _ in range(CHAIN):

@@ -192,7 +192,7 @@ class TextStream:
         return piece
 
     def end(self) -> str:
-        """What waits for nothing any more."""
+        """The pending text that is complete."""
         return self._decode()[self._shown :]
 
     def _decode(self) -> str:

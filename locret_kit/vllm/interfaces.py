@@ -1,5 +1,5 @@
-"""What of vLLM the kit uses: names that are no part of its public interface, and how each is probed. A release that has them
-all is taken; whether its scheduler still gives a request one page is for ``scripts/test_vllm.sh --probe``.
+"""Interfaces of vLLM that the kit uses: names outside its public interface, each with its probe. A release with all of them is taken;
+whether its scheduler still gives a request one page is for ``scripts/test_vllm.sh --probe``.
 """
 
 from __future__ import annotations

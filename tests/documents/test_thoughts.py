@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from read_texts import REREADING, SETTINGS, kept, text_of
-from real_templates import QWEN3, real_tokenizer
-from tiny_heads import tiny_heads
-from tiny_models import tiny_model
+from real_templates import real_tokenizer
+from thinking_model import OPENED, QUESTIONS, parts
 
 from locret_kit import BoundedCache, Chat, Document
 from locret_kit.policies.grammar import parse_policy
@@ -17,17 +14,7 @@ from locret_kit.runtime.session import Answer, ThoughtPiece
 from locret_kit.runtime.thoughts import Thought
 from locret_kit.settings import RunSettings
 
-OPENED = QWEN3.replace("<|im_start|>assistant\n' }}{%- endif %}", "<|im_start|>assistant\n<think>\n' }}{%- endif %}")
-"""Qwen 3's template of models that always think: earlier thoughts are dropped, and the prompt begins the next."""
-QUESTIONS = ("What is it that came in with nets and ropes?", "Who was there when nobody spoke?", "And when?", "Why so?")
 BOUND = 7
-
-
-@cache
-def parts():
-    tokenizer = real_tokenizer("qwen3")
-    model = tiny_model("llama", vocab_size=len(tokenizer)).double()
-    return model, tokenizer, tiny_heads(model, 32, seed=3)
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from kernel_runs import (
 from tiny_heads import tiny_heads
 from tiny_models import LONGROPE, tiny_model
 
+from locret_kernels.ragged_decode.triton import _arrived
 from locret_kit import BoundedCache, attach
 from locret_kit.cache import attend
 from locret_kit.runtime.drivers.graph import GraphDriver
@@ -88,3 +89,9 @@ def test_scores_by_heads(model, policy, bits):
     torch.testing.assert_close(mine[0], theirs[0], rtol=1e-4, atol=1e-4)
     for own, others in zip(mine[1], theirs[1], strict=True):
         assert torch.equal(own, others)
+
+
+def test_counts_that_a_graph_holds_stay_where_they_are():
+    """A launch over more heads takes a buffer of its own; the first one is neither moved nor freed."""
+    few = _arrived(1024, torch.device("cpu"))
+    assert len(_arrived(4096, torch.device("cpu"))) == 4096 and _arrived(1024, torch.device("cpu")) is few

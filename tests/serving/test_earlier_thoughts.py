@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 
 import httpx
 import pytest
 import torch
 from families import TOOL
 from read_texts import kept, text_of
-from real_templates import QWEN3, real_tokenizer
+from real_templates import real_tokenizer
 from served import LIMITS, Dictated, serving
-from tiny_heads import tiny_heads
-from tiny_models import tiny_model
+from thinking_model import OPENED, QUESTIONS, parts
 
 from locret_kit import BoundedCache, Document
 from locret_kit.policies.grammar import parse_policy
@@ -27,29 +26,17 @@ from locret_kit.serving.engine_thread import EngineThread
 from locret_kit.serving.store import Store
 from locret_kit.settings import RunSettings
 
-OPENED = (
-    QWEN3.replace("<|im_start|>assistant\n' }}{%- endif %}", "<|im_start|>assistant\n<think>\n' }}{%- endif %}")
-    + "{# tools #}"
-)
-"""Qwen 3's template of models that always think: earlier thoughts are dropped, and the prompt begins the next."""
+MARKED = OPENED + "{# tools #}"
 RUN = RunSettings(budget=64, chunk=16, stabilizers=4, local_len=5)
-QUESTIONS = ("What is it that came in with nets and ropes?", "Who was there when nobody spoke?", "And when?", "Why so?")
 BUDGET, ANSWER = 7, 20
 SYSTEM = [
     {"role": "system", "content": "Be kind, and say what the boats of the harbour are about when they come in. " * 2}
 ]
 
 
-@cache
-def parts():
-    tokenizer = real_tokenizer("qwen3")
-    model = tiny_model("llama", vocab_size=len(tokenizer)).double()
-    return model, tokenizer, tiny_heads(model, 32, seed=3)
-
-
 @pytest.fixture(autouse=True)
 def opened(monkeypatch):
-    monkeypatch.setattr(real_tokenizer("qwen3"), "chat_template", OPENED)
+    monkeypatch.setattr(real_tokenizer("qwen3"), "chat_template", MARKED)
 
 
 def heads_of(policy: str):

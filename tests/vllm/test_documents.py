@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 
 import pytest
 import tiny
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from word_texts import word_tokenizer, words
 
 from locret_kit.documents.document import Document
 from locret_kit.vllm.documents import Documents
@@ -20,17 +18,6 @@ from locret_kit.vllm.worker import engine_options
 
 POLICIES = ("locret", "snapkv", "h2o")
 SETTINGS = dict(budget=64, chunk=32, stabilizers=8, local_len=16, positions="compact")
-
-
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each word, so that a text can be without a repeated one (see ``tiny.prompts``)."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(8192)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
-
-
-def words(ids: Sequence[int]) -> str:
-    return " ".join(f"w{i}" for i in ids)
 
 
 def connector() -> KVTransferConfig:

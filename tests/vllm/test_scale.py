@@ -17,7 +17,7 @@ import pytest
 import tiny
 import yaml
 from serve_process import free_port
-from test_documents import word_tokenizer, words
+from word_texts import word_tokenizer, words
 
 from locret_kit.documents.document import Document
 

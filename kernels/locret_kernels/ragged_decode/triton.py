@@ -14,6 +14,8 @@ rotated: those of the tail are rotated before the kernel, and the output is rota
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -296,17 +298,12 @@ def packed_decode(
     return made._replace(out_BQD=(made.out_BQD @ rotation).to(q_BQD.dtype))
 
 
-_ARRIVED: dict[torch.device, Tensor] = {}
-"""Arrived programs of each head: 0 between launches. One launch runs at a time on a device."""
-
-
+@cache
 def _arrived(heads: int, device: torch.device) -> Tensor:
-    """The device's counts of arrived programs ``[H]`` (int32), for at least ``heads`` heads."""
-    counts = _ARRIVED.get(device)
-    if counts is None or len(counts) < heads:
-        with torch.inference_mode(False):
-            counts = _ARRIVED[device] = torch.zeros(max(heads, 1024), dtype=torch.int32, device=device)
-    return counts
+    """Arrived programs of each head ``[heads]`` (int32): 0 between launches, of which one runs at a time on a device. Never
+    freed, since CUDA graphs hold the address."""
+    with torch.inference_mode(False):
+        return torch.zeros(heads, dtype=torch.int32, device=device)
 
 
 def _launch(
@@ -341,10 +338,11 @@ def _launch(
     parts, norms = torch.empty(splits, B, Q, D, **exact), torch.empty(splits, B, Q, **exact)
     out, norm_BQ = torch.empty(B, Q, D, dtype=dtype, device=q_BQD.device), torch.empty(B, Q, **exact)
     logits_BQS = torch.full((B, Q, longest), float("-inf"), **exact) if received else norms
+    arrived = _arrived(triton.next_power_of_2(max(B * H, 1024)), q_BQD.device)
     wide = [max(16, triton.next_power_of_2(n)) for n in (A, B_, C)]
     common.launch(
         _ragged_decode, (B * H, splits), q_BQD, *rows, starts_BH.contiguous(), lengths_BH.contiguous(), *tables,
-        logits_BQS, parts, norms, out, norm_BQ, _arrived(B * H, q_BQD.device), scaling, *q_BQD.stride()[:2], H,
+        logits_BQS, parts, norms, out, norm_BQ, arrived, scaling, *q_BQD.stride()[:2], H,
         rows[0].stride(0), rows[1].stride(0), *sizes, longest, per_split,
         G=G, BLOCK_G=1 if G == 1 else max(16, triton.next_power_of_2(G)), D0=D0, D1=D1, A=A, B=B_, C=C, BLOCK_A=wide[0],
         BLOCK_B=wide[1], BLOCK_C=wide[2], BLOCK_S=block_s, BITS=bits, GROUPS=groups,

@@ -200,7 +200,7 @@ class Codec(ABC):
 
 
 CODECS: Registry[Callable[[int | str, Scratch, bool, bool], Codec]] = Registry("kv_bits")
-"""What makes a layer's codec, by the values of ``kv_bits``: called with that value, the scratch of all layers, whether compiled
+"""Makers of a layer's codec, by the values of ``kv_bits``: called with that value, the scratch of all layers, whether compiled
 calls read and write rows, and whether nothing is evicted."""
 
 
@@ -277,7 +277,7 @@ class Scratch:
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 MARGIN = 4.0
-"""How far a number may be above the largest of the first tokens; one bit of 17 in the range of a code."""
+"""Room for numbers above the largest of the first tokens; one bit of 17 in the range of a code."""
 
 
 def scale_of(x_HTD: Tensor) -> Tensor:

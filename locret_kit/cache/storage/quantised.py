@@ -104,7 +104,7 @@ def regroup(
     own_HS = group_HS.clamp(min=0)
 
     def counted(chosen_HS: Tensor) -> Tensor:
-        """How many of the chosen rows are in each group."""
+        """Number of the chosen rows in each group."""
         in_HM = torch.zeros(len(group_HS), groups, dtype=torch.int64, device=group_HS.device)
         return in_HM.scatter_add_(1, own_HS, (held_HS & chosen_HS).long())
 

@@ -51,7 +51,7 @@ class EqualLengthHeads:
 
 
 class Page(NamedTuple):
-    """Where rows lie that are a page of a pool."""
+    """Place of rows that are a page of a pool."""
 
     pool: object
     first: int
@@ -88,7 +88,7 @@ class BoundedLayer(CacheLayerMixin):
     external: Mapping[str, Tensor] | None = None
     """Buffers of another owner, one of the same size for every name of ``shapes``; such a layer does not grow."""
     page: Page | None = None
-    """Whose they are, where they lie in a pool."""
+    """The page that holds the rows, in a pool."""
 
     def __init__(
         self,

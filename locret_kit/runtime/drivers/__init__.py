@@ -76,8 +76,8 @@ def logits_after(
 
 
 DRIVERS: Registry[Callable[[PreTrainedModel, BoundedCache, bool | None], Driver | str | None]] = Registry("driver")
-"""What makes a cache's driver, given the model, the cache and ``graph``, see ``Decoding``: gives a driver, why there is none, or
-None to leave the cache to the next; the last that was registered is asked first."""
+"""Makers of a cache's driver. Each takes the model, the cache and ``graph`` (see ``Decoding``). It returns a driver, the reason
+for none, or None to leave the cache to the next. The newest is asked first."""
 
 
 class Decoding:
@@ -145,8 +145,8 @@ def _compiled(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -
 
 
 def chunk_driver(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> GraphDriver | None:
-    """What replays a chunk of a prompt, where that is possible and enough of them are left; None elsewhere. ``graph``: as of
-    ``Decoding``, but that nothing is refused."""
+    """Driver of a prompt's chunks by CUDA graphs; None if that is impossible or few chunks are left. ``graph`` is as in
+    ``Decoding``, but nothing is refused."""
     s, seen = cache.schedule, cache.get_seq_length()
     left = (s.body or 0) - seen
     worth = seen and s.chunk > 1 and not s.one_shot and left >= CHUNKS * s.chunk

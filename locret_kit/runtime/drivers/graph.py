@@ -160,7 +160,7 @@ class GraphDriver:
         self.cuts_captured = True
         """Whether evictions are inside the graphs: unless the policy's make the host wait."""
         self.evictions = cache.counters.evictions
-        """Of the layer that had most, before the first step."""
+        """Evictions of the layer with the most, before the first step."""
         self.graphs: dict[Form, Captured] = {}
         self.changes: dict[Form, list[int]] = {}
         """Counts on the host that a step of a graph adds to."""
@@ -298,7 +298,7 @@ class GraphDriver:
         return logits_BTV[:, -1].float()
 
     def _static_step(self, position_T: Tensor, lengths_LBH: Tensor, layer: int) -> StaticStep:
-        """Where a layer's new token stands, and the rows that it sees: as many as the device says."""
+        """Place of a layer's new token, and the rows that it sees. The device has their number."""
         flat, rows = self.flats[layer], self.cache.bounded[layer]
         starts_BH, lengths_BH = flat.starts_BH, lengths_LBH[layer]
         if rows.window is not None:
