@@ -1,5 +1,5 @@
-"""Interfaces of vLLM that the kit uses: names outside its public interface, each with its probe. A release with all of them is taken;
-whether its scheduler still gives a request one page is for ``scripts/test_vllm.sh --probe``.
+"""Interfaces of vLLM that the kit uses: names outside its public interface, each with its probe. A release with all of them is
+taken. ``scripts/test_vllm.sh --probe`` checks that its scheduler still gives a request one page.
 """
 
 from __future__ import annotations
