@@ -25,7 +25,7 @@ from ..backbones.decoder_attention import Rope, Softmax
 from .attend import RowRotation, VarlenRows, attend_heads, decode_rows
 from .context import Context
 from .due import Due
-from .storage.codec import Plain
+from .storage.codec import Float8, Plain
 from .storage.layouts import EqualRows, RaggedRows
 from .storage.rows import BoundedLayer, EqualLengthHeads
 from .view import entry_scores, of_tokens, prefill_mask, slots_of
@@ -305,7 +305,7 @@ def evict_after(ctx: Context, layer: int, rows: BoundedLayer, due: Due, waiting:
 
 def evicts_together(ctx: Context, rows: BoundedLayer) -> bool:
     """Whether a layer's eviction may be one call with those of others: on a card, which has room for all their slots at once."""
-    plain = type(rows.layout) is EqualRows and type(rows.codec) is Plain and not ctx.stages
+    plain = type(rows.layout) is EqualRows and type(rows.codec) in (Plain, Float8) and not ctx.stages
     return plain and ctx.backend.kernels == "triton" and ctx.policy.ranks
 
 

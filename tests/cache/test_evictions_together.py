@@ -20,8 +20,8 @@ from locret_kit.runtime.sequence import Request
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 MODES = {
-    "compact": {}, "original": {"positions": "original"}, "clipped": {"positions": "clipped(60)"}, "every": {"decode_every": 3},
-    "pins": {"protect": "first"}, "windows": {"family": "gemma3"}, "one-shot": {"one_shot": True},
+    "compact": {}, "pins": {"protect": "first"}, "original": {"positions": "original"}, "clipped": {"positions": "clipped(60)"},
+    "every": {"decode_every": 3}, "windows": {"family": "gemma3"}, "one-shot": {"one_shot": True}, "float8": {"kv_bits": 8},
 }  # fmt: skip
 REAL, EVICT = step.evicts_together, step._evict
 
