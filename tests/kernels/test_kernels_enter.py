@@ -6,7 +6,7 @@ import pytest
 import torch
 from interpreted import BOTH, close, random
 
-from locret_kernels.enter import HeadProduct, RowBuffers
+from locret_kernels.enter import LARGEST, HeadProduct, RowBuffers, Scales
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,18 +51,48 @@ def test_new_tokens_become_rows(functions, dtype, T, H, D, V, R, kinds, scored, 
     elif scored == "given":
         score = random(H, seed=7)[None, :, None].expand(1, H, T)
         exact_HT = score[0]
-    wanted = [x.clone() for x in rows]
+    wanted = [x.clone() for x in rows[:5]]
     for h in range(H):
         for t in range(T):
             n = row_HT[h, t]
             wanted[0][n], wanted[1][n], wanted[2][n], wanted[3][n] = k[h, t], v[h, t], position_T[t], exact_HT[h, t]
             wanted[4][:, n] = 0
     functions["enter_rows"](rows, at, k, v, seen, score, apart=apart)
-    assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(rows, wanted, strict=True)) if i != 3)
+    assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(rows[:5], wanted, strict=True)) if i != 3)
     if scored == "head" and dtype == torch.bfloat16:  # activations are rounded, and their sums
         torch.testing.assert_close(rows.scores_N, wanted[3], rtol=1e-2, atol=4e-2)
     else:
         close(rows.scores_N, wanted[3])
+
+
+@BOTH
+@DTYPE
+@pytest.mark.parametrize("T", [1, 40])
+def test_new_rows_in_eight_bits(functions, dtype, T):
+    """Every code, numbers between two codes, below the smallest and beyond the largest, with a scale for each head."""
+    H, D, V = 3, 64, 96
+    finite = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    finite = finite[finite.isfinite()].sort().values
+    numbers = torch.cat(
+        (finite, (finite[1:] + finite[:-1]) / 2, finite * 1.01, torch.tensor([0.0009, -0.0009, 449.0, 470.0, -3e4]))
+    )
+    draw = torch.randint(len(numbers), (H, T, D + V), generator=torch.Generator().manual_seed(T))
+    scale = torch.tensor([[2.0**-9, 1.0, 8.0], [4.0, 2.0**-3, 1.0]])
+    k, v = ((scale[i, :, None, None] * numbers[draw]).to(dtype).split([D, V], -1)[i] for i in range(2))
+    buffers = [torch.full((H * T, size), 7, dtype=torch.uint8) for size in (D, V)]
+    clipped = torch.tensor([5, 0])
+    rows = RowBuffers(
+        *buffers, torch.zeros(H * T, dtype=torch.int32), random(H * T), random(0, H * T), Scales(*scale, clipped)
+    )
+    functions["enter_rows"](rows, 0, k, v, 0, None, apart=T)
+    for i, (x, codes) in enumerate(zip((k, v), buffers, strict=True)):
+        y = x.double() / scale[i, :, None, None]
+        nearest = (y.clamp(-LARGEST, LARGEST)[..., None] - finite.double()).abs().amin(-1)
+        read = codes.view(torch.float8_e4m3fn).view(y.shape).double()
+        torch.testing.assert_close((read - y.clamp(-LARGEST, LARGEST)).abs(), nearest, rtol=0, atol=0)
+        even = y.clamp(-LARGEST, LARGEST).float().to(torch.float8_e4m3fn).view(torch.uint8).view(codes.shape)
+        assert torch.equal(codes, even), "halves go to the even code"
+        assert clipped[i] == 5 * (i == 0) + (y.abs() > LARGEST).sum()
 
 
 @BOTH

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from interpreted import common  # noqa: F401  (before anything else imports the kernels)
 from scripts_loaded import load_script
@@ -30,6 +32,16 @@ def test_launches_and_bytes_of_a_layer(name, most):
     row = 2 * spec.head_dim * 2 + 4 + 4  # keys, values, position and score; a row's number is read with each
     rows = 2 * spec.n_kv_heads * setting.budget
     assert 0 < sum(x.nbytes for x in ends[2:]) - rows * (2 * row + 4 * 4) < 999
+
+
+def test_rows_in_eight_bits_take_no_launch_more():
+    """A token in 8 bits takes the launches of one in 16, and all layers are cut at once."""
+    config, setting = tool.setting_of("phi3-mini")
+    plain, eight = (tool.record(config, replace(setting, run=replace(setting.run, kv_bits=bits))) for bits in (None, 8))
+    for mine, theirs in zip(eight[1:], plain[1:], strict=True):
+        assert [x.operator for x in mine] == [x.operator for x in theirs]
+    (mine,), (theirs,) = ([x.nbytes for x in run[2] if x.operator == "ragged_decode"] for run in (eight, plain))
+    assert 2 * mine == theirs, "half the bytes"
 
 
 def test_eight_texts_take_the_launches_of_two():

@@ -13,6 +13,25 @@ from .. import check_some
 __all__ = ["enter_rows"]
 
 
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+class Scales(NamedTuple):
+    """Scales ``[H]`` (float32) of keys and of values in 8 bits, and a count of numbers beyond the largest code."""
+
+    keys_H: Tensor
+    values_H: Tensor
+    clipped_2: Tensor
+    """Int64: keys, then values."""
+
+
+def float8_codes(x_HTD: Tensor, scale_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes ``[H, T, D]`` (E4M3, as uint8) of numbers over their head's scale, and how many were beyond the largest (int64)."""
+    y = x_HTD.float() / scale_H[:, None, None]
+    clipped = (y.abs() > LARGEST).sum()
+    return y.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8), clipped
+
+
 class RowBuffers(NamedTuple):
     """Rows of all heads, end to end; each buffer is contiguous, of the statistics each kind."""
 
@@ -22,6 +41,8 @@ class RowBuffers(NamedTuple):
     scores_N: Tensor
     """Float32, and so are the statistics."""
     stats_XN: Tensor
+    scales: Scales | None = None
+    """Of keys and values that are codes."""
 
 
 class HeadProduct(NamedTuple):
@@ -58,7 +79,11 @@ def enter_rows(
     new_T = torch.arange(T, device=k_HTD.device)
     if isinstance(at, int) or at.dim() < 2:
         at = at + new_T + apart * torch.arange(H, device=k_HTD.device)[:, None]
-    rows.keys_ND[at], rows.values_ND[at] = k_HTD.to(rows.keys_ND.dtype), v_HTD.to(rows.values_ND.dtype)
+    new = k_HTD, v_HTD
+    if rows.scales is not None:
+        new, clipped = zip(*map(float8_codes, new, rows.scales), strict=True)
+        rows.scales.clipped_2.add_(torch.stack(clipped))
+    rows.keys_ND[at], rows.values_ND[at] = (x.to(rows.keys_ND.dtype) for x in new)
     each = isinstance(seen, Tensor) and seen.dim() > 0
     rows.positions_N[at] = (seen if each else seen + new_T).to(rows.positions_N.dtype)  # type: ignore[union-attr]
     zero = rows.stats_XN.new_zeros(())  # a number of the host would be copied

@@ -13,8 +13,10 @@ from triton import cdiv
 
 from .. import check_some, common
 from ..common import UPCAST, check
+from . import LARGEST as MOST
 from . import HeadProduct, RowBuffers, Score
 
+LARGEST = tl.constexpr(MOST)
 FEW = 16
 """Most tokens for each head's programs to compute their own scores."""
 ZERO, GIVEN, ALONE, TOGETHER = (tl.constexpr(form) for form in range(4))
@@ -43,11 +45,27 @@ def _activated(x):
 
 
 @triton.jit
+def _stored(x, keep, dtype, scales, clipped, h, H, CODED: tl.constexpr):
+    """Numbers ``[BT, BD]`` as their buffer stores them: codes of 8-bit floats (E4M3), or their own type."""
+    if not CODED:
+        return x.to(dtype)
+    y = x.to(tl.float32) / tl.load(scales + h, mask=h < H, other=1.0)
+    size = tl.minimum(tl.abs(y), LARGEST)
+    tl.atomic_add(clipped, tl.sum(tl.sum((keep & (tl.abs(y) > LARGEST)).to(tl.int64), 1), 0))
+    # Steps of the power of two below, 8 to 15 of a normal number: a sum with 1.5 * 2^23 rounds them to even, so no card's own
+    # conversion is needed. A number that is rounded up to 16 steps gets the next exponent.
+    power = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, -6)
+    steps = size * ((130 - power) << 23).to(tl.float32, bitcast=True)
+    code = (steps + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + (power + 6) * 8
+    return (code | ((y.to(tl.int32, bitcast=True) >> 24) & 128)).to(dtype)
+
+
+@triton.jit
 def _enter_rows(
-    k, v, score, fc2, keys, values, positions, scores, stats, at, seen, stride_kh, stride_kt, stride_vh, stride_vt,
-    stride_sh, stride_st, stride_ah, stride_at, stride_x, apart, H, T, R, X: tl.constexpr, D: tl.constexpr,
-    V: tl.constexpr, SCORE: tl.constexpr, AT: tl.constexpr, SEEN: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+    k, v, score, fc2, key_scale, value_scale, clipped, keys, values, positions, scores, stats, at, seen, stride_kh, stride_kt,
+    stride_vh, stride_vt, stride_sh, stride_st, stride_ah, stride_at, stride_x, apart, H, T, R, X: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, CODED: tl.constexpr, SCORE: tl.constexpr, AT: tl.constexpr, SEEN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Program axes: blocks of tokens (BT), heads; one more than there are where it scores all."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BT]
@@ -71,10 +89,12 @@ def _enter_rows(
     columns = tl.arange(0, BLOCK_D)[None, :]  # [1, BD]
     keep = there[:, None] & (columns < D)  # [BT, BD]
     x = tl.load(k + h * stride_kh + t[:, None] * stride_kt + columns, mask=keep, other=0.0)
-    tl.store(keys + to[:, None] * D + columns, x.to(keys.dtype.element_ty), mask=keep)
+    x = _stored(x, keep, keys.dtype.element_ty, key_scale, clipped, h, H, CODED)
+    tl.store(keys + to[:, None] * D + columns, x, mask=keep)
     keep = there[:, None] & (columns < V)
     x = tl.load(v + h * stride_vh + t[:, None] * stride_vt + columns, mask=keep, other=0.0)
-    tl.store(values + to[:, None] * V + columns, x.to(values.dtype.element_ty), mask=keep)
+    x = _stored(x, keep, values.dtype.element_ty, value_scale, clipped + 1, h, H, CODED)
+    tl.store(values + to[:, None] * V + columns, x, mask=keep)
     tl.store(positions + to, _rows_of(seen, t, 0 * h, there, 0, 1, 0, SEEN).to(tl.int32), mask=there)
     total = tl.zeros([BLOCK_T], tl.float32)
     if SCORE == ALONE:
@@ -111,12 +131,13 @@ def enter_rows(
     elif score is not None:
         given, form = score[0], GIVEN.value
         strides = given.stride()
+    scales = rows.scales or (k_HTD,) * 3
     block_t, each = 1 if T <= FEW else 32, isinstance(at, Tensor) and at.dim() == 2
     common.launch(
-        _enter_rows, (cdiv(T, block_t), H + (form == TOGETHER.value)), k_HTD, v_HTD, given, fc2, *rows, at, seen,
+        _enter_rows, (cdiv(T, block_t), H + (form == TOGETHER.value)), k_HTD, v_HTD, given, fc2, *scales, *rows[:5], at, seen,
         *k_HTD.stride()[:2], *v_HTD.stride()[:2], *strides, *(at.stride() if each else (0, 0)),
         rows.stats_XN.stride(0), apart, H, T, R,
-        X=len(rows.stats_XN), D=D, V=V, SCORE=form, AT=_form(at, 2), SEEN=_form(seen, 1), BLOCK_T=block_t,
-        BLOCK_D=triton.next_power_of_2(max(D, V)), BLOCK_H=max(16, triton.next_power_of_2(H)),
+        X=len(rows.stats_XN), D=D, V=V, CODED=rows.scales is not None, SCORE=form, AT=_form(at, 2), SEEN=_form(seen, 1),
+        BLOCK_T=block_t, BLOCK_D=triton.next_power_of_2(max(D, V)), BLOCK_H=max(16, triton.next_power_of_2(H)),
         BLOCK_R=triton.next_power_of_2(R) if form == ALONE.value else 64, num_warps=4, num_stages=2,
     )  # fmt: skip

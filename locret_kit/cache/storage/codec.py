@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from locret_kernels.enter import LARGEST, Scales, float8_codes
 from locret_kernels.ragged_decode import Float8Rows, PackedRows
 
 from ...policies import Policy
@@ -275,7 +276,6 @@ class Scratch:
 # a chunk's reads all rows in the model's dtype, its own too as they are stored.
 
 
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
 MARGIN = 4.0
 """Room for numbers above the largest of the first tokens; one bit of 17 in the range of a code."""
 
@@ -312,15 +312,18 @@ class Float8(Codec):
         self.clipped.zero_()
 
     def write(self, at: Index, k_HTD: Tensor, v_HTD: Tensor) -> None:
+        scales = self.scales(k_HTD, v_HTD)
         for number, (codes, scale_H, x) in enumerate(
-            ((self.keys, self.key_scale, k_HTD), (self.values, self.value_scale, v_HTD))
+            ((self.keys, scales.keys_H, k_HTD), (self.values, scales.values_H, v_HTD))
         ):
-            # The first tokens fix a head's scale for good: rows are never written a second time.
-            if not self.layout.rows:
-                scale_H[:] = scale_of(x)
-            y = x.float() / scale_H[:, None, None]
-            self.clipped[number] += (y.abs() > LARGEST).sum()
-            codes[at] = y.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+            codes[at], clipped = float8_codes(x, scale_H)
+            self.clipped[number] += clipped
+
+    def scales(self, k_HTD: Tensor, v_HTD: Tensor) -> Scales:
+        """Scales for new rows, the first of which fix them for good: rows are never written a second time."""
+        if not self.layout.rows:
+            self.key_scale[:], self.value_scale[:] = scale_of(k_HTD), scale_of(v_HTD)
+        return Scales(self.key_scale, self.value_scale, self.clipped)
 
     def read(self, name: str, at: Index) -> Tensor:
         """``keys`` or ``values`` of rows, of the index's shape: 8-bit floats times the head's scale."""

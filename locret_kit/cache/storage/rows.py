@@ -21,7 +21,7 @@ from locret_kernels.enter import HeadProduct, RowBuffers, Score
 from ...backbones.decoder_attention import Softmax
 from ..attend import VarlenRows
 from .blocks import BlockStore
-from .codec import Codec, Column, Plain
+from .codec import Codec, Column, Float8, Plain
 from .layouts import ALL, Index, Layout, Shapes
 
 CROPPING = (
@@ -208,18 +208,20 @@ class BoundedLayer(CacheLayerMixin):
                 knows them.
         """
         T, seen, at = k.shape[2], self.seen if position is None else position, self.layout.following(k.shape[2])
-        if self.backend == "triton" and type(self.codec) is Plain and not self.merges:  # one launch
+        codec = self.codec
+        k_HTD, v_HTD = k[0].to(codec.dtype), v[0].to(codec.dtype)  # autocast gives another
+        if (
+            self.backend == "triton" and (type(codec) is Plain or type(codec) is Float8) and not self.merges
+        ):  # one launch
             first = at[0] if self.layout.ragged else self.rows if first_1 is None else first_1
-            buffers = [x.flatten(0, -2) for x in (self.codec.keys, self.codec.values)]
-            rows = RowBuffers(*buffers, self.positions.flatten(), self.scores.flatten(), self.stats.flatten(1))
-            function("enter_rows", self.backend)(rows, first, k[0], v[0], seen, score, apart=self.capacity)
+            buffers = [x.flatten(0, -2) for x in (codec.keys, codec.values)]
+            scales = codec.scales(k_HTD, v_HTD) if isinstance(codec, Float8) else None
+            rows = RowBuffers(*buffers, self.positions.flatten(), self.scores.flatten(), self.stats.flatten(1), scales)
+            function("enter_rows", self.backend)(rows, first, k_HTD, v_HTD, seen, score, apart=self.capacity)
         else:
-            new_T, dtype = (
-                torch.arange(T, device=self.device, dtype=torch.int32),
-                self.codec.dtype,
-            )  # autocast gives another
+            new_T = torch.arange(T, device=self.device, dtype=torch.int32)
             at = at if first_1 is None else (ALL, first_1 + new_T)
-            self.codec.write(at, k[0].to(dtype), v[0].to(dtype))
+            codec.write(at, k_HTD, v_HTD)
             # Writing a Python scalar through a device index copies it host-to-device and synchronises, so device scalars are.
             zero, given = self.scores.new_zeros(()), score.scores() if isinstance(score, HeadProduct) else score
             self.scores[at] = zero if given is None else given[0].to(zero.dtype)
