@@ -87,8 +87,11 @@ PLAIN = (("R.PassKey", "unseen", 4096, (256, 512)),)
 """Tables of those in docs/results/facts.md."""
 FEWEST = 5
 """Texts that a line of a table has at least."""
-PRINTED = {"llamacpp": "speed", "clients": "serving", "vllm": "serving"}
-"""Tables that a script printed, and their pages."""
+PRINTED = {
+    "facts": ("twenty", "vectors"), "questions": ("long", "turns"), "serving": ("clients", "batch", "vllm", "fit", "schemas"),
+    "speed": ("llamacpp", "large", "logits", "slots", "cost"),
+}  # fmt: skip
+"""Tables that a script printed, by page of docs/results."""
 
 
 def provenance(rows: Sequence[Row], files: Sequence[Path]) -> str:
@@ -229,7 +232,7 @@ def main(argv: list[str] | None = None) -> int:
             ("scripts/research/logs/recall.md", "sparse", log_tables.sparse_table(everything)),
             *(("scripts/research/logs/papers.md", *one) for one in paper_tables.sections(args.root).items()),
             ("docs/results/speed.md", "gpu", targets.to_markdown(gpus)),
-            *((f"docs/results/{page}.md", name, _printed(args.root, name)) for name, page in PRINTED.items()),
+            *((f"docs/results/{page}.md", name, _printed(args.root, name)) for page in PRINTED for name in PRINTED[page]),
         ]
         for name, marker, table in sections:
             path = args.root / name
