@@ -157,7 +157,7 @@ PLAN_USAGE = """usage: locret-plan --model NAME --gpu-memory SIZE [--key value |
 Memory of a run before it starts. Needs no GPU, weights or Hub.
 
   locret-plan --model phi3-mini --gpu-memory 24GiB --context 131072
-  locret-plan --model phi3-mini --gpu-memory 24GiB --sessions 16
+  locret-plan --model phi3-mini --gpu-memory 24GiB --sessions 8 --budget 1024 --chunk 512
   locret-plan --model phi3-mini --gpu-memory 24GiB --engine vllm
   locret-plan --model qwen3-8b --gpu-memory 24GiB --train 10240 --batch 4"""
 
