@@ -309,7 +309,7 @@ def loaded(heads: RetainingHeads | str | Path | None) -> RetainingHeads | None:
     """Retaining heads as they are, or from their folder, file or Hub repository; None stays None.
 
     Raises:
-        FileNotFoundError, ValueError: as ``RetainingHeads.from_pretrained``.
+        FileNotFoundError: there are no heads at that place. ValueError: they are damaged or do not fit.
     """
     return RetainingHeads.from_pretrained(heads) if isinstance(heads, str | Path) else heads
 

@@ -1,4 +1,4 @@
-"""Where pages break docs/writing.md: long sentences, long bullets, and phrases with a plain form.
+"""List where pages break docs/writing.md: long sentences, long bullets, and phrases with a plain form.
 
     scripts/check_prose.py [PAGES ...]     # README.md, CONTRIBUTING.md, CHANGELOG.md and docs/ by default
 
@@ -39,7 +39,7 @@ def blocks(text: str) -> Iterator[tuple[int, str]]:
 
 
 def complaints(block: str) -> Iterator[str]:
-    """What is wrong with one paragraph or bullet."""
+    """Complaints about one paragraph or bullet."""
     plain = re.sub(r"`[^`]*`", "code", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", block))
     if re.match(r"([-*]|\d+\.) ", plain) and (n := len(plain.split())) > BULLET + 1:
         yield f"bullet of {n} words: at most {BULLET}"

@@ -53,7 +53,7 @@ class DenseLayer:
     key: Product
     value: Product
     query_norm: Norm | None
-    """Of each head's channels, before RoPE."""
+    """Norm of each head's channels, before RoPE."""
     key_norm: Norm | None
     out: Product
     mlp_norm: Norm
@@ -61,7 +61,7 @@ class DenseLayer:
     up: Product
     down: Product
     scaling: float
-    """Of the logits of attention."""
+    """Factor of the logits of attention."""
 
     @property
     def products(self) -> tuple[Product, ...]:

@@ -97,7 +97,7 @@ class LentPages:
     """
 
     softmax = Softmax
-    """Of a layer: scaling, cap and sinks, see ``LentStep.attend``."""
+    """Scaling, cap and sinks of a layer, see ``LentStep.attend``."""
     mixed = False
     """Whether the engine keeps states of layers in other pages of the same memory: each text is decoded by itself then."""
 

@@ -275,7 +275,7 @@ APART = "document."
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the numbers of a cache come from, by content. To make one reads all weights of the heads: a server makes it once."""
+    """Model and heads that a cache was computed with, by content. Building it reads all weights of the heads."""
 
     model: dict[str, object]
     heads: str | None
@@ -380,7 +380,7 @@ class CacheFile:
 
     @staticmethod
     def origin(model: PreTrainedModel, heads: RetainingHeads | None) -> Origin:
-        """What files of these have in common. Reads all weights of the heads: a server asks once."""
+        """Origin of the files of this model and these heads. It reads all weights of the heads: a server asks once."""
         return Origin.of(model, heads)
 
     @property

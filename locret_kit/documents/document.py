@@ -93,11 +93,11 @@ class Document:
 
         Args:
             text: the text, pieces of it, or the ``Path`` of a file, see ``text.reader``; or its tokens.
-            settings, policy, heads, given: as of ``BoundedCache``. A budget that is a share is one of the document's tokens.
+            settings, policy, heads, given: see ``BoundedCache``. A budget as a share is a share of the document's tokens.
             chat: questions go through the chat template.
             progress: called as ``progress(done, total)`` in tokens.
-            reader: reads tokens into a cache, as ``prefill`` does; a server reads among other work.
-            ahead: as after ``prepare``, without its second cache.
+            reader: function that reads tokens into a cache, by default ``prefill``; a server reads among other work.
+            ahead: whether the last tokens are read too, so that ``prepare`` has nothing to do and needs no second cache.
 
         Raises:
             ValueError: no text, a setting out of bounds, a slow tokenizer.
@@ -123,7 +123,7 @@ class Document:
 
         Raises:
             CannotFork: the longer document must be read from the beginning, but the text is not in the file.
-            ValueError, OSError: as in ``read``.
+            ValueError: no text. OSError: the file cannot be read.
         """
         longer = self.text.copy()
         longer.feed(text)
@@ -387,8 +387,8 @@ class Kept:
         return cls(ids, cache.get_seq_length(), positions)
 
     def heads(self, layer: int | None = None, head: int | None = None) -> tuple[np.ndarray, int]:
-        """For each token read, the number of heads that hold it ``[seen]``; and the total number of heads. ``layer``
-        and ``head`` select one of them.
+        """Numbers of heads ``[seen]`` that hold each token read, and the total number of heads. ``layer`` and ``head``
+        select one of them.
 
         Raises:
             ValueError: no such layer or head.

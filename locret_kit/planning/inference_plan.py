@@ -56,7 +56,7 @@ class BackboneSizes:
     packed_bytes: int | None = None
     """Bytes of the packed matrices of a GGUF file; None where the model is not out of one."""
     plain_numbers: int = 0
-    """Other numbers of that file."""
+    """Numbers of the GGUF file outside of packed matrices."""
     projects: bool = False
     """Whether retaining heads are folded into its projections on a card (``cache.folded``)."""
 

@@ -1,7 +1,7 @@
 """Names of parts and policies, and registries of whatever else has names: packages and files of a user's bring more.
 
-They are found when one is first asked for: in ``methods/``, one file per method, and in installed packages that have an entry
-point in the group ``locret_kit.plugins``, a module that registers as it is imported::
+They are found when one is first asked for: in ``methods/``, one file per method, and in installed packages. A package has an
+entry point in the group ``locret_kit.plugins``, a module that registers when it is imported::
 
     [project.entry-points."locret_kit.plugins"]
     mine = "my_package.my_policies"
@@ -135,7 +135,7 @@ class NamedPolicy:
     keeps_everything: bool
 
     def parameters(self) -> dict[str, Parameter]:
-        """Its parameters, in the order of the parts and of their fields."""
+        """Parameters of the policy, in the order of the parts and of their fields."""
         parameters = {"base": Parameter(self.base, (str,))} if self.base else {}
         for one in self.parts.values():
             for made in one if isinstance(one, tuple) else (one,):

@@ -134,8 +134,10 @@ def _name(element: Element) -> str:
 
 
 def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
-    """Rearrange a part so that the converter finds all of its text: moved text at its new place, text boxes after
-    their paragraph, equations as LaTeX, breaks as breaks, wrappers replaced by their content, and automatic numbers.
+    """Rearrange a part so that the converter finds all of its text.
+
+    Moved text goes to its new place, text boxes after their paragraph. Equations become LaTeX, breaks stay, wrappers are
+    replaced by their content, and automatic numbers are written out.
 
     Returns:
         the number of hidden passages, which are removed.

@@ -361,7 +361,7 @@ def divided(samples: int, names: Sequence[str], weights: Sequence[float]) -> dic
 
 
 Step = list[list[Sample]]
-"""One process's samples of one optimiser step, in batches of one forward each."""
+"""Samples of one process for one optimiser step, in batches of one forward each."""
 
 
 class Share(IterableDataset):

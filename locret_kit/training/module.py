@@ -290,7 +290,7 @@ class HeadTraining(FrozenTraining):
 
 
 class KeepBest(Callback):
-    """After each validation, keeps the heads with the ``keep`` highest recalls in ``folder``, each ready for inference.
+    """Callback that keeps the heads with the ``keep`` highest recalls in ``folder``, each ready for inference.
 
     File names hold all of the state, so a resumed run continues from the folder.
     """

@@ -4,8 +4,8 @@
     .venv-vllm/bin/python scripts/research/vllm_beside.py fit             # requests of 32,768 tokens in 400 MiB
     .venv-vllm/bin/python scripts/research/vllm_beside.py serve --locret-serve .venv/bin/locret-serve   # 1 and 8 clients, HTTP
 
-Run it with the environment of ``scripts/test_vllm.sh``. One JSON object a line; each engine has a process of its own, one after
-another, and ``--rounds`` runs the whole so many times.
+Run it with the environment of ``scripts/test_vllm.sh``. One JSON object a line. Each engine has a process of its own, one after
+another; ``--rounds`` repeats the whole.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def card(model: str) -> str:
 
 def printed(name: str, first: str, column: int) -> str:
     """A cell of a table that a script printed: of the line that begins so."""
-    (row,) = (row for row in PICTURE.table(ROOT, name) if [*row.values()][0] == first)
+    (row,) = (row for row in PICTURE.table(ROOT, name) if next(iter(row.values())) == first)
     return [*row.values()][column]
 
 

@@ -155,7 +155,7 @@ def _true(device: torch.device) -> Tensor:
 
 
 class EqualRows(Layout):
-    """As many rows in every head: buffers ``[H, capacity, ...]``, each head's rows at the front."""
+    """Layout with as many rows in every head: buffers ``[H, capacity, ...]``, each head's rows at the front."""
 
     ragged = False
 
