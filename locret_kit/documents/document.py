@@ -25,7 +25,7 @@ from ..cache.file import check_there
 from ..cache.options import CacheOptions
 from ..cache.saved import CacheFile
 from ..heads import RetainingHeads, loaded
-from ..naming import blaming
+from ..naming import prefixed_errors
 from ..policies import Policy
 from ..runtime.session import Answer, Sampling, prefill, ready
 from ..runtime.thoughts import MAX_THOUGHT, Thought
@@ -348,12 +348,12 @@ class Document:
     ) -> Document:  # fmt: skip
         """Restore a document from a file's content. Takes the arguments of ``load`` and raises its errors."""
         about = stated(file)
-        with blaming(file.path, ValueError):
+        with prefixed_errors(file.path, ValueError):
             text = stored_text(about, file.apart, tokenizer)
         cache = file.restore(model, heads, policy, force=force)
         seen = cache.get_seq_length()
         text.unknown = 0 if about.text else seen
-        with blaming(file.path, ValueError):
+        with prefixed_errors(file.path, ValueError):
             if about.text and (hash_ids(text.ids) != about.sha256 or seen > len(text.settled)):
                 raise ValueError("document: its token ids do not match their hash")
             if text.tokens != about.tokens:
@@ -448,7 +448,7 @@ def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:
     """
     file = CacheFile.read(path)
     about, layers = stated(file), file.saved.layers
-    with blaming(str(path), ValueError):
+    with prefixed_errors(str(path), ValueError):
         if not about.text:
             raise ValueError("it was written with --no-text, so its words are unknown")
         text = stored_text(about, file.apart, tokenizer)

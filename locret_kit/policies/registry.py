@@ -25,7 +25,7 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from ..cis import SmoothL1
-from ..naming import blaming, first_line, nearest
+from ..naming import first_line, nearest, prefixed_errors
 from ..settings import annotations_of
 from . import WHOLE, Policy, methods, rounded, rounded_on_device
 from .base import (
@@ -252,7 +252,7 @@ def parameters_of(made: type) -> dict[str, Parameter]:
     Raises:
         ValueError: an annotation cannot be evaluated.
     """
-    with blaming(f"annotations of {made.__module__}.{made.__qualname__}", Exception):
+    with prefixed_errors(f"annotations of {made.__module__}.{made.__qualname__}", Exception):
         annotations = annotations_of(made)
     return {
         item.name: Parameter(

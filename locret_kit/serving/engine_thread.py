@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..documents.conversation import common
 from ..documents.document import Document, Progress
 from ..engine import BoundedCache, CacheFile, Engine, RetainingHeads, Sequence
-from ..naming import blaming
+from ..naming import prefixed_errors
 from ..policies import Policy
 from ..settings import RunSettings, Thoughts
 from .admission import Admission, Sessions
@@ -149,7 +149,7 @@ class EngineThread:
     def load_document(self, path: Path) -> Document:
         """The document in a file. Raises OSError, ValueError as ``Document.load`` and ``SessionSpec.check``."""
         file = CacheFile.read(path)
-        with blaming(str(path), ValueError):
+        with prefixed_errors(str(path), ValueError):
             self.spec.check(file)
         policy = next((policy for policy in self.spec.policies if policy.name == file.saved.policy), None)
         return Document.of_file(file, self.model, self.tokenizer, self.heads, policy)

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from ..documents.document import IDS
 from ..engine import BoundedCache, CacheFile, CannotFork
-from ..naming import blaming
+from ..naming import prefixed_errors
 from ..policies.grammar import parts_of
 from .server_settings import ServerSettings
 from .worker import RequestInfo, Worker, server_of, worker_here
@@ -105,7 +105,7 @@ class DocumentReader:
         file = CacheFile.read(path)
         cache = file.restore(self.model, self.server.heads if file.saved.heads else None, origin=self.origin)  # type: ignore[arg-type]
         ids = file.apart.get(IDS)
-        with blaming(path, ValueError):
+        with prefixed_errors(path, ValueError):
             if ids is None or cache.get_seq_length() > len(ids):
                 raise ValueError("it was saved without its text, so nobody can say which prompts begin with it")
         return cache, ids[: cache.get_seq_length()].tolist()
@@ -145,7 +145,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         """A document of the folder; what its settings have in common with the server's is checked."""
         (cache, ids), policies = self.reader.cache(path), self.reader.server.policies
         name = next((name for name, policy in policies.items() if parts_of(policy) == parts_of(cache.policy)), None)
-        with blaming(path, ValueError):
+        with prefixed_errors(path, ValueError):
             if name is None:
                 raise ValueError(f"policy={cache.policy.name!r} in the file, here {', '.join(policies)}")
             if words := difference(cache, self.worker.text(RequestInfo(len(ids) + 1, {"policy": name}))):

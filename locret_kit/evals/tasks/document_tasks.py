@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from ...naming import blaming, first_line
+from ...naming import first_line, prefixed_errors
 from ...samples import SUFFIXES, read_records, to_messages
 from ...text.untrusted import Span, encode
 from ..metrics import Answer, Extra, get_metric
@@ -319,7 +319,7 @@ def records_task(path: str, samples: int, metric: str = "contains") -> Task:
             needs more than accepted answers.
     """
     score = get_metric(metric)
-    with blaming(f"metric={metric} needs more than a list of accepted answers", KeyError, ValueError):
+    with prefixed_errors(f"metric={metric} needs more than a list of accepted answers", KeyError, ValueError):
         if next(iter(score("1", ["1"], {}).values())) < 0.99:
             raise ValueError("an answer that is in it is wrong")
     if not Path(path).is_file():
@@ -333,7 +333,7 @@ def _questions(path: str) -> Iterator[dict[str, object]]:
     for number, record in enumerate(read_records(path)):
         asked = record.get("instructions")
         for index in range(len(asked) if isinstance(asked, list) and asked else 1):
-            with blaming(f"{path}: record {number}", ValueError):
+            with prefixed_errors(f"{path}: record {number}", ValueError):
                 *before, last = to_messages(record, index=index)
             several = record.get("answers")
             accepted = several if isinstance(several, list) and several else [last["content"]]
