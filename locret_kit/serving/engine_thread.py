@@ -40,7 +40,7 @@ class EngineThread:
         store: saves sessions after each turn; None keeps them in memory alone.
         policies: others that requests and saved caches may have.
         thoughts: how they are kept or dropped, see ``runtime.thoughts``.
-        beginnings: shared prompt prefixes (system prompts) in memory at once. Each has a cache in addition to those of
+        shared_prefixes: shared prompt prefixes (system prompts) in memory at once. Each has a cache in addition to those of
             sessions. Each belongs to one owner, so that timing tells nobody about the prompts of others.
     """
 
@@ -48,7 +48,7 @@ class EngineThread:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RunSettings, policy: Policy,
         heads: RetainingHeads | None, *,
         sessions: int = 8, queue: int = 64, piece: int = 512, store: Store | None = None, policies: abc.Sequence[Policy] = (),
-        beginnings: int = 2, thoughts: Thoughts = "evicted",
+        shared_prefixes: int = 2, thoughts: Thoughts = "evicted",
     ) -> None:  # fmt: skip
         for name, value in (("sessions", sessions), ("queue", queue)):
             if value < 1:
@@ -57,7 +57,7 @@ class EngineThread:
         self._engine = Engine.shared(model, tokenizer, sessions, piece=piece, chunk=chunk)
         self.model, self.stop_ids, self.vocabulary = self._engine.model, self._engine.stop, self._engine.vocabulary
         self.tokenizer, self.settings, self.policy, self.heads = tokenizer, settings, policy, heads
-        self.sessions, self.queue, self.beginnings, self.store = sessions, queue, beginnings, store
+        self.sessions, self.queue, self.shared_prefixes, self.store = sessions, queue, shared_prefixes, store
         self.thoughts = thoughts
         self.spec, self.counters = SessionSpec(self.model, settings, heads, (policy, *policies)), Counters()
         if store is not None:
@@ -65,7 +65,7 @@ class EngineThread:
         self._changed = threading.Condition()
         self._parked = Sessions(self.spec, store, self._changed)
         self._admission = Admission(
-            self._engine, self._parked, self.spec, self.counters, max_caches=sessions, max_prefixes=beginnings
+            self._engine, self._parked, self.spec, self.counters, max_caches=sessions, max_prefixes=shared_prefixes
         )  # fmt: skip
         self._stopping = False
         self.failed = False

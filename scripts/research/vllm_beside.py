@@ -116,7 +116,7 @@ def server(kind: str, locret_serve: str) -> Iterator[Any]:
                  "--no-enable-prefix-caching", "--kv-cache-memory-bytes", "400M", *vllm],
         "bounded": [*bounded, *settings],
         "locret-serve": [locret_serve, "--ckpt", HEADS, "--model", BACKBONE, "--sessions", "8", "--dtype", "float32",
-                         "--documents", "0", "--beginnings", "0", "--port", str(PORT), *settings],
+                         "--documents", "0", "--shared-prefixes", "0", "--port", str(PORT), *settings],
     }[kind]  # fmt: skip
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
