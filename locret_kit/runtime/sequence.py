@@ -80,7 +80,7 @@ class Sequence:
     chunks: GraphDriver | None = None
     """Driver of its prompt's chunks, once they are alike."""
     logits_V: Tensor | None = None
-    """After the prompt's last token, in float32."""
+    """Logits after the prompt's last token, in float32."""
     text: Tensor | None = None
     """The prompt on the model's device: one copy for all pieces, since for every copy the host waits."""
 

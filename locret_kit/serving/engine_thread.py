@@ -282,8 +282,8 @@ class EngineThread:
             request.cache = request.kept = request.document = None
 
     def _keep(self, request: ServerRequest, cache: BoundedCache, sequence: Sequence) -> None:
-        """Copy what later prompts share, up to the last boundary before which they evict alike, where thoughts are dropped; pin
-        what there is of one, where they are pinned, and some tokens that are to come."""
+        """Copy the cache where thoughts are dropped, up to the last boundary before which later prompts evict alike. Where they
+        are pinned, pin the thought so far and some tokens that follow."""
         read, tokens = cache.get_seq_length(), len(sequence.tokens)
         shared = common(request.ids, request.later) if request.drops and request.has_defaults else 0
         if shared and read == cache.schedule.safe(shared):

@@ -66,7 +66,7 @@ class LibraryDocument:
     ids: list[int]
     """Tokens that were read into it."""
     cache: BoundedCache
-    """As it was before them: without rows."""
+    """Cache before these tokens: without rows."""
 
 
 def info_of(request: Request) -> RequestInfo:

@@ -42,7 +42,7 @@ def _angles(cos, sin, rows, keep, HALF: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _turn(low, high, c, s):
-    """Both halves of rows, turned."""
+    """Low and high halves of rows, turned by an angle."""
     return low * c - high * s, high * c + low * s
 
 
