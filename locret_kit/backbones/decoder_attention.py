@@ -175,7 +175,7 @@ class DecoderAttention:
     def ropes(self, model: PreTrainedModel, span: int) -> list[Rope]:
         """One ``Rope`` per layer with rows; layers that rotate alike share theirs. ``span`` (tokens) is the largest position of
         the prompt plus one: it chooses between the short and the long factors of LongRoPE and sets dynamic NTK, once, for the
-        whole prompt. Raises UnsupportedArchitecture as ``require_rotations``."""
+        whole prompt. Raises UnsupportedArchitecture where rotations are not known."""
         decoder, made = decoder_of(model), dict[Rotation, Rope]()
         for rotation in self.require_rotations():
             if rotation.shared not in made:

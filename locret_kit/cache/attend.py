@@ -421,7 +421,7 @@ def decode_rows(
 
 
 def _accumulate_statistics(flat: VarlenRows, stats_XN: Tensor, received_BHS: Tensor, statistics: Sequence[str]) -> None:
-    """Add what one query gave to the running statistics; the same as ``column_stats`` of one query."""
+    """Add the attention ``[B, H, S]`` of one query to the running statistics, which are defined by ``column_stats``."""
     made = {
         "sum": lambda: received_BHS,
         "square": received_BHS.square,

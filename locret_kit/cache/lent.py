@@ -150,7 +150,7 @@ class LentPages:
         return self.model.device.type == "cpu" and self.model.dtype == torch.bfloat16 and lacks_bfloat16()
 
     def bind(self, text: BoundedCache) -> BoundedCache:
-        """A text that has read nothing, bound to the model. Raises ValueError as ``BoundedCache.bind``."""
+        """A text that has read nothing, bound to the model. Raises ValueError at rows of another model."""
         text.bind(self.model)  # type: ignore[arg-type]
         return text
 

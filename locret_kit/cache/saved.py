@@ -116,7 +116,7 @@ Expected = dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]
 
 
 def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Check dtype and shape of the tensors against the record, then take them. Errors as in ``load_cache``."""
+    """Check dtype and shape of the tensors against the record, then take them. Raises ValueError at the first difference."""
     ctx = cache.context
     spec, dtype, seen = ctx.spec, DTYPES[saved.dtype], {counts.get("seen") for counts in saved.layers}
     if len(saved.layers) != len(cache.bounded):
@@ -395,7 +395,7 @@ class CacheFile:
         return timegm(time.strptime(self.saved.created, CREATED))
 
     def write(self, path: str | Path, check: Callable[[], object] | None = None) -> str:
-        """Write it; the digest. Arguments and errors as of ``file.write``."""
+        """Write the file and return its digest. ``check`` runs before the file gets its name. Raises OSError, ValueError."""
         return file.write(Path(path), asdict(self.saved), {**self.tensors, **self.apart}, check)
 
     def check_origin(self, origin: Origin, **more: object) -> None:
@@ -416,7 +416,7 @@ class CacheFile:
         self, model: PreTrainedModel, heads: RetainingHeads | str | Path | None = None, policy: str | Policy | None = None, *,
         force: bool = False, origin: Origin | None = None,
     ) -> BoundedCache:  # fmt: skip
-        """The cache; everything is checked first. Arguments and errors as of ``load_cache``; ``origin`` where it is known."""
+        """The cache, checked before it is allocated. ``load_cache`` describes arguments and errors. ``origin``: if known."""
         model, saved = unwrapped(model), self.saved
         with prefixed_errors(self.path, ValueError):
             cache = BoundedCache(

@@ -268,7 +268,11 @@ class Document:
             raise ValueError(f"repetition_penalty={penalty} needs the text, which is not in the file")
 
     def chat(self, history: int = 1024, **generation: Any) -> Chat:
-        """A conversation about the document with ``history`` slots for its turns. Raises ValueError as ``ask`` does."""
+        """A conversation about the document with ``history`` slots for its turns.
+
+        Raises:
+            ValueError: a repetition penalty, without the text in the file.
+        """
         self._check_sampling(generation.get("sampling"))
         return Chat(self.model, self.tokenizer, document=self, history=history, **generation)
 

@@ -220,7 +220,7 @@ def describe(path: str | Path) -> tuple[Saved, TextRecord]:
 
 
 def stated(file: CacheFile) -> TextRecord:
-    """A file's record of its text. Raises ValueError as ``describe``."""
+    """Record of a file's text. Raises ValueError if it is damaged, or the file holds no document."""
     with prefixed_errors(file.path, ValueError):
         if file.saved.document is None:
             raise ValueError("it holds a cache without a document: load_cache reads it")

@@ -294,7 +294,7 @@ class Scope(Part, Protocol):
     """Slots that may not be evicted now. Derive from it, and write ``protects`` or ``protects_newest``."""
 
     statistics: ClassVar[frozenset[str]] = frozenset()
-    """Running statistics to keep, as in ``Score``."""
+    """Running statistics to keep, see ``Score``."""
 
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
         """Number of newest slots that the scope always protects, even above the budget. A pyramid reserves them in

@@ -119,7 +119,7 @@ class Engine:
         """A sequence whose prompt ``cache`` has read. Its first token is chosen at once from the logits ``[V]`` of
         the prompt's last token.
 
-        Raises RuntimeError as ``Sequence.take``.
+        Raises RuntimeError at logits that are not finite.
         """
         sequence = Sequence(request, began=time.perf_counter(), alone=self.alone, cache=cache)
         sequence.choose = request.choose or Chooser(request.sampling, request.seed, logits_V.device, request.ids)

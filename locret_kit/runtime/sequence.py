@@ -135,7 +135,7 @@ class Sequence:
         """Continue after a forward of its new tokens, with the logits ``[V]`` of the last one. Returns whether it
         has one more token or has ended.
 
-        Raises RuntimeError as ``take``.
+        Raises RuntimeError at logits that are not finite.
         """
         if self.reading:
             assert self.cache is not None

@@ -2,7 +2,7 @@
 the file, and reads the rest.
 
 The scheduler's side compares tokens, and says which document goes into which page; each worker's side fills the page before the
-forward. A document stands in for a fresh run only where that would have evicted the same so far, as in ``cache.fork``.
+forward. A document stands in for a fresh run only where that would have evicted the same so far, see ``cache.fork``.
 """
 
 from __future__ import annotations

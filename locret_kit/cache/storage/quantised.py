@@ -498,8 +498,8 @@ def describe(at: np.ndarray, codec: GroupedBits, keys_HRD: Tensor, values_HRD: T
 
 
 class CompiledBits(GroupedBits):
-    """Rows as in ``GroupedBits``, up to the order of sums. Rounding can decide which rows are most alike,
-    so they may share other groups."""
+    """``GroupedBits`` by compiled calls, equal up to the order of sums. Rounding can decide which rows are most alike, so rows
+    may share other groups."""
 
     def read_all(self, *, values: bool = True) -> None:
         # Open rows can lack their values alone (`overflow`), which the plain form then reads.
