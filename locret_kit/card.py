@@ -23,7 +23,7 @@ from .evals.tables import Cell, Table, Value, summarize
 from .files import CONFIG, parse_json, read_json, write_json
 from .heads import FORMAT, HeadsConfig, RetainingHeads
 from .hub import REPO, push
-from .naming import blaming
+from .naming import prefixed_errors
 from .settings import SMOOTH_L1
 
 _FILE = re.compile(r"\.(json|jsonl|parquet|txt|gz|md|yaml|pt|bin|ckpt|safetensors)$")
@@ -108,7 +108,7 @@ def write_release(
             f"{source}: {TRAINING} is no training's configuration: {type(error).__name__} {error}"
         ) from error
     # The client's checks of metadata raise errors of many kinds.
-    with blaming(f"{source}: {CARD} has metadata that the Hub does not know", Exception):
+    with prefixed_errors(f"{source}: {CARD} has metadata that the Hub does not know", Exception):
         card = make_card(config, repo, body, mine, {**given, **({"license": license} if license else {})}, training)
     (target / CARD).write_text(card, encoding="utf-8")
     return sorted(file.name for file in target.iterdir())
@@ -248,7 +248,7 @@ def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[
         if value is None:
             continue
         if isinstance(value, dict) and all(name in value for name in KEY):
-            with blaming(where, ValueError):
+            with prefixed_errors(where, ValueError):
                 row = Row.from_dict(value)
             value |= {name: public(value[name]) for name in ("model", "adapter", "error") if name in value}
             if Path(str(row.model)).name == Path(recorded).name:
@@ -281,7 +281,7 @@ def read_card(file: Path) -> tuple[dict[str, object], str]:
     """
     if not file.is_file():
         return {}, ""
-    with blaming(f"{file}: its metadata cannot be read", Exception):  # YAML's and the client's own
+    with prefixed_errors(f"{file}: its metadata cannot be read", Exception):  # YAML's and the client's own
         card = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True)
     return {k: v for k, v in card.data.to_dict().items() if v is not None}, card.text
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from safetensors import SafetensorError
 
-from .naming import blaming, first_line
+from .naming import first_line, prefixed_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,7 +229,7 @@ def read_folder(folder: Path, what: str) -> tuple[dict[str, object], dict[str, T
     from safetensors.torch import load
 
     config, weights = _read_pair(folder, what)
-    with blaming(_CUT.format(folder / WEIGHTS), SafetensorError):
+    with prefixed_errors(_CUT.format(folder / WEIGHTS), SafetensorError):
         return config, load(weights)
 
 
@@ -260,7 +260,7 @@ def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
     metadata = _header(weights).get("__metadata__")
     within = metadata.get(CONFIG) if isinstance(metadata, dict) else None
     if not isinstance(within, str):
-        with blaming(_CUT.format(folder / WEIGHTS), SafetensorError):
+        with prefixed_errors(_CUT.format(folder / WEIGHTS), SafetensorError):
             load(weights)
         pair = f"{folder}: {CONFIG} and {WEIGHTS} belong to different saves, of which the last was cut short"
         raise ValueError(pair) if there else lacks
@@ -288,7 +288,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """
     from safetensors.torch import load_file
 
-    with blaming(_CUT.format(path), SafetensorError):
+    with prefixed_errors(_CUT.format(path), SafetensorError):
         return load_file(path)
 
 

@@ -26,7 +26,7 @@ from .backbones.decoder_attention import Linear
 from .backbones.spec import AttentionLayer, BackboneSpec, spec_of
 from .backbones.weights import fingerprint
 from .files import CONFIG, HASH, WEIGHTS, read_folder, read_json, read_weights, write_beside, write_folder
-from .naming import blaming
+from .naming import prefixed_errors
 from .settings import Description, RunSettings, annotations_of, check, checked, made
 
 FORMAT = "locret_kit.heads.v1"
@@ -309,7 +309,7 @@ def loaded(heads: RetainingHeads | str | Path | None) -> RetainingHeads | None:
     """Retaining heads as they are, or from their folder, file or Hub repository; None stays None.
 
     Raises:
-        FileNotFoundError, ValueError: as ``RetainingHeads.from_pretrained``.
+        FileNotFoundError: there are no heads at that place. ValueError: they are damaged or do not fit.
     """
     return RetainingHeads.from_pretrained(heads) if isinstance(heads, str | Path) else heads
 
@@ -336,7 +336,7 @@ def _config_of(stored: Stored, backbone: str | None) -> HeadsConfig:
         raw = read_json(path)
     if not isinstance(raw, Mapping):
         raise ValueError(f"{path} is not a configuration of heads")
-    with blaming(str(path), ValueError):
+    with prefixed_errors(str(path), ValueError):
         if "architectures" in raw:
             raise ValueError("it is a backbone, not retaining heads: give it as --model (or model=)")
         if raw.get("format", FORMAT) != FORMAT:
@@ -356,7 +356,10 @@ def _build(config: HeadsConfig, stored: Stored) -> RetainingHeads:
         raise ValueError(f"{path} must hold tensors by name")
     if config.n_layers > len(state):  # before anything of the size that a file names is built
         raise ValueError(f"{path} holds {len(state)} tensors: most of its n_layers={config.n_layers} heads are missing")
-    with blaming(f"{path}: its configuration builds no heads", KeyError, TypeError, RuntimeError), torch.device("meta"):
+    with (
+        prefixed_errors(f"{path}: its configuration builds no heads", KeyError, TypeError, RuntimeError),
+        torch.device("meta"),
+    ):
         heads = RetainingHeads(config)
     wanted = heads.named_weights()
     wrong = [f"{name} is not expected" for name in state if name not in wanted]

@@ -28,7 +28,7 @@ def install_line(extra: str) -> str:
 
 
 @contextmanager
-def blaming(what: str, *kinds: type[Exception]) -> Iterator[None]:
+def prefixed_errors(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turn errors of these kinds into a ValueError of one line that begins with ``what``."""
     try:
         yield

@@ -1,7 +1,7 @@
 """Python processes that this one starts; CPU threads of a command: as many as it may use, and asleep while they wait. No torch.
 
-The number of threads does not follow what else runs on the machine: it decides how sums are split, so a run that is resumed
-beside another process would follow another curve in its last bits.
+The number of threads does not depend on the machine's load. It decides how sums are split, so a run that is resumed next to
+another process would follow another curve in its last bits.
 """
 
 from __future__ import annotations

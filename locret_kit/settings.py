@@ -116,7 +116,7 @@ def check(settings: Schema) -> None:
     """Check every field of a frozen dataclass, for its ``__post_init__``.
 
     Raises:
-        ValueError: as ``checked``.
+        ValueError: a field is not of its type, or out of its bounds.
     """
     for name, annotation in annotations_of(type(settings)).items():
         object.__setattr__(settings, name, checked(name, annotation, getattr(settings, name)))
@@ -324,7 +324,7 @@ class RunSettings:
 
     @property
     def run(self) -> RunSettings:
-        """These settings only, without those of a derived class."""
+        """Settings of a run alone, without those of a derived class."""
         return RunSettings(**{item.name: getattr(self, item.name) for item in fields(RunSettings)})
 
     @property

@@ -1,6 +1,6 @@
-"""Where pages break docs/writing.md: long sentences, long bullets, and phrases with a plain form.
+"""List where pages break docs/writing.md: long sentences, long bullets, and phrases with a plain form.
 
-    scripts/check_prose.py [PAGES ...]     # README.md, CONTRIBUTING.md, CHANGELOG.md and docs/ by default
+    scripts/check_prose.py [PAGES ...]     # those of the top and of docs/ by default
 
 It advises: exit status 0 unless a page cannot be read. Tables, code and generated pages are left out.
 """
@@ -39,7 +39,7 @@ def blocks(text: str) -> Iterator[tuple[int, str]]:
 
 
 def complaints(block: str) -> Iterator[str]:
-    """What is wrong with one paragraph or bullet."""
+    """Complaints about one paragraph or bullet."""
     plain = re.sub(r"`[^`]*`", "code", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", block))
     if re.match(r"([-*]|\d+\.) ", plain) and (n := len(plain.split())) > BULLET + 1:
         yield f"bullet of {n} words: at most {BULLET}"
@@ -63,5 +63,5 @@ def main(pages: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    default = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    default = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
     main([Path(name).resolve() for name in sys.argv[1:]] or [page for page in default if page.name != "models.md"])

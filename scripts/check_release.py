@@ -40,7 +40,7 @@ def files_below(folder: str) -> list[str]:
 
 
 def missing_of_wheel(wheel: zipfile.ZipFile, project: dict) -> list[str]:
-    """What a wheel lacks."""
+    """Files and entries missing from a wheel."""
     names = set(wheel.namelist())
     wanted = [f"{name}/{file}" for folder, name in IN_WHEEL.items() for file in files_below(folder)]
     wanted += ["locret_demo/model.safetensors", "locret_demo/config.json"]
@@ -63,7 +63,7 @@ def missing_of_wheel(wheel: zipfile.ZipFile, project: dict) -> list[str]:
 
 
 def missing_of_sdist(sdist: tarfile.TarFile) -> list[str]:
-    """What an sdist lacks."""
+    """Files missing from an sdist."""
     names = {name.partition("/")[2] for name in sdist.getnames()}
     wanted = [f"{folder}/{file}" for folder in IN_SDIST for file in files_below(folder)]
     wanted += [

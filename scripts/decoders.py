@@ -250,7 +250,7 @@ def read(file: Path) -> list[Record]:
 
 
 def summary(record: Record) -> str:
-    """How many checks gave which verdict."""
+    """Number of checks by verdict."""
     if "not built" in record:
         return f"not built: {record['not built']}"
     counts = Counter(line.partition(":")[0] for line in record["verdicts"].values())

@@ -71,9 +71,9 @@ class Run:
     heads: Any = None
     ids: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of whole prefills, by policy."""
+    """Seconds of whole prefills, by policy."""
     share: float = SHARE
-    """Of the floating-point ceiling that prefill reached."""
+    """Share of the floating-point ceiling that prefill reached."""
     warm: set[str] = field(default_factory=set)
     """Policies whose kernels are compiled."""
     wrong: set[str] = field(default_factory=set)
@@ -171,7 +171,7 @@ def bytes_read(config: Any, dtype: str, rows: int) -> int:
 
 
 def attention(run: Run) -> str:
-    """What a chunk's attention over cached rows and one token's run through."""
+    """Operators of attention: of a chunk over cached rows, and of one token."""
     spec, dtype = BackboneSizes.of(run.config).spec, getattr(torch, run.setting.dtype)
     backend = choose(None, run.device, spec.head_dim, dtype)
     token = "sdpa" if backend == "reference" else "ragged_decode"
@@ -279,17 +279,17 @@ class Chunks(NamedTuple):
     """Chunks of a prefill that begin with a full cache."""
 
     seconds: float
-    """From the end of the chunk before them; of the device, as the others."""
+    """Seconds on the device from the end of the chunk before them."""
     took: list[float]
-    """In scoring, selecting and compacting."""
+    """Seconds of scoring, selecting and compacting."""
     first: int
-    """Tokens before them."""
+    """Tokens before these chunks."""
     tokens: int
-    """Theirs."""
+    """Tokens of these chunks."""
 
 
 def chunks_of(run: Run) -> Chunks:
-    """Those of a short prefill."""
+    """Times of the chunks of a short prefill."""
     tokens, fields = short(run.setting), ("score_s", "select_s", "compact_s")
     cache = run.cache(context=tokens)
     # Tokens read, when, and what the three took since the mark before.
@@ -391,7 +391,7 @@ def per_token(run: Run, cache: BoundedCache, logits: torch.Tensor, graph: bool) 
 
 
 def peer(policy: str, run: Run) -> Iterator[Figure]:
-    """Another policy's prefill in the same setting."""
+    """Prefill of another policy in the same setting."""
     yield Figure(f"prefill of {policy} against locret", run.whole(policy) / run.whole(), "times")
 
 

@@ -7,9 +7,9 @@
 
 The card's own ceilings (a bfloat16 matmul, a copy) come first, and once more at the end. After the first comes a gate on
 correctness, then what is timed: see `end_to_end.py` for whole models, `kernels/benchmarks/bench.py` for operations alone,
-whose rows have a file of their own. Every row is on disk as soon as it is there; what no longer fits into ``--minutes``, or
-into memory, or uses an operation that is wrong, gets a row that says so, and the others go on. The exit status is 1 where
-something was wrong.
+whose rows have a file of their own. Every row is written at once. A
+measurement that does not fit into ``--minutes`` or into memory, or uses an operation that is wrong, gets a row that says so,
+and the others go on. The exit status is 1 where something was wrong.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Row:
     commit: str
     date: str
     attention: str = ""
-    """What attention ran through."""
+    """Operators of attention."""
 
 
 class Step(NamedTuple):
@@ -92,7 +92,7 @@ class Step(NamedTuple):
 
 
 def steps(parts: Sequence[str]) -> list[Step]:
-    """In the order in which they are made; the gate always is."""
+    """Steps in their order; the gate is always among them."""
     compiling, tokens = e2e.COMPILING, 4 * (e2e.WARM + e2e.TIMED)
 
     def short(run: e2e.Run) -> float:
@@ -144,7 +144,7 @@ class Table:
         self.out = out or BENCHMARKS / "results" / f"{slug}.csv"
         self.cap, self.began, self.seconds = cap, time.monotonic(), seconds
         self.attention = ""
-        """Of the model that is measured now."""
+        """Kind of attention of the model that is measured now."""
 
     def left(self) -> float:
         """Seconds."""

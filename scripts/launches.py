@@ -1,5 +1,7 @@
-"""Launches and bytes of one layer, by module and operator: in a prefill chunk over a full cache, and for a decoded token; and
-those of the evictions of two layers at the end of that chunk's forward.
+"""Launches and bytes of one layer, by module and operator.
+
+They are counted in a prefill chunk over a full cache, for a decoded token, and for the evictions of two layers at the end of
+that chunk's forward.
 
     python scripts/launches.py [--model phi3-mini llama3.1-8b]
 
@@ -121,7 +123,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def launch(self, kernel: Kernel, grid: tuple[int, ...], *args: object, **constants: object) -> None:
-        """In the place of ``locret_kernels.common.launch``."""
+        """Substitute for ``locret_kernels.common.launch``."""
         given, name = dict(zip(kernel.arg_names, args, strict=False)) | constants, kernel.__name__.strip("_")
         # What stands in for a tensor that a kernel does not read is one of the others.
         nbytes = sum(map(extent, {id(x): x for x in args}.values()))

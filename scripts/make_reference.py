@@ -124,7 +124,7 @@ def shown(default: object) -> str:
 
 
 def type_of(annotation: object) -> str:
-    """What a value may be, in words; without the bound of 32-bit integers."""
+    """Allowed values of an annotation, in words; without the bound of 32-bit integers."""
     metadata = list(metadata_of(annotation))
     if any(getattr(getattr(item, "func", None), "__name__", "") == "is_size" for item in metadata):
         return "a size, such as 24GiB"
@@ -176,7 +176,7 @@ def options(command: Command) -> Iterator[str]:
 
 
 def commands() -> str:
-    """What all commands have in common, and a line for each."""
+    """Page of all commands: their common options, and a line for each."""
     rows = ((f"[{name}](commands/{name}.md)", says) for name, says in LISTED.items())
     common = ((f"`--{name}`", re.sub(r"^(FILE|\[all\])  ", "", says)) for name, says in COMMON_OPTIONS.items())
     return page(
@@ -334,7 +334,7 @@ def tasks() -> str:
 
 
 def signature(made: Callable[..., object], name: str) -> str:
-    """How a function or a class is called, one argument a line where it is long."""
+    """Signature of a function or a class, one argument a line where it is long."""
     sign = inspect.signature(made)
     words: list[str] = []
     for one in sign.parameters.values():

@@ -136,7 +136,7 @@ def serving(root: Path) -> list[Panel]:
 
 
 def losses(rows: Sequence[Row]) -> list[Panel]:
-    """Where another method is better."""
+    """Panels of the cases in which another method is better."""
     places = {
         "One question about 16K tokens, 1,024 slots": (("R.PassKey", "unseen", 16384, 1024), ("bm25", "lookahead-locret")),
         "Four facts of 4K tokens, 512 slots":

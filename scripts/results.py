@@ -87,12 +87,16 @@ PLAIN = (("R.PassKey", "unseen", 4096, (256, 512)),)
 """Tables of those in docs/results/facts.md."""
 FEWEST = 5
 """Texts that a line of a table has at least."""
-PRINTED = {"llamacpp": "speed", "clients": "serving", "vllm": "serving"}
+PRINTED = {
+    "twenty": "facts", "vectors": "facts", "long": "questions", "turns": "questions", "clients": "serving", "batch": "serving",
+    "vllm": "serving", "fit": "serving", "schemas": "serving", "llamacpp": "speed", "large": "speed", "logits": "speed",
+    "slots": "speed", "cost": "speed",
+}  # fmt: skip
 """Tables that a script printed, and their pages."""
 
 
 def provenance(rows: Sequence[Row], files: Sequence[Path]) -> str:
-    """How many rows, from where, taken when and on what."""
+    """Sentence with the number of rows, their files, dates and machine."""
     named = {
         "precision": {row.dtype for row in rows if row.dtype},
         "device": {row.device for row in rows if row.device},

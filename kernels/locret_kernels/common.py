@@ -79,7 +79,7 @@ def launch(
 
 @contextmanager
 def recorded(receive: Callable[..., None]) -> Iterator[None]:
-    """Inside the block nothing is launched: ``receive`` gets what ``launch`` would have got."""
+    """Context that launches nothing: ``receive`` gets the arguments of ``launch``."""
     global launch
     before, launch = launch, receive
     try:

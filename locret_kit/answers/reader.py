@@ -69,8 +69,9 @@ class Reader:
     whole; what calls none of the tools is text. Without tools a call is text.
 
     Args:
-        tools: their names, and the schemas of their arguments; None for no calls. parallel: whether an answer may have more than
-            one call; otherwise it ends with the first. thinks: whether the answer begins in a thought: see ``AnswerForm.opened``.
+        tools: names of tools, and the schemas of their arguments; None for no calls.
+        parallel: whether an answer may have more than one call; otherwise it ends with the first.
+        thinks: whether the answer begins in a thought: see ``AnswerForm.opened``.
 
     Attributes:
         calls: those that have begun. thoughts: half-open spans of the thoughts, in characters of all that was fed.

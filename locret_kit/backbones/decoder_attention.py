@@ -30,7 +30,7 @@ class Rotation:
     module: str = ""
     """Path of the rotary module below the decoder; empty where nothing is rotated."""
     buffer: str = ""
-    """Its inverse frequencies (radians per position)."""
+    """Name of the buffer of inverse frequencies (radians per position)."""
     reversed: bool = False
     """Whether positions turn the other way."""
     order: tuple[int, ...] | None = None
@@ -64,7 +64,7 @@ class Rotation:
 
     @property
     def shared(self) -> Rotation:
-        """This rotation without the order of channels. Layers that rotate alike share it, unless they have norms of their own."""
+        """Rotation without the order of channels. Layers that rotate alike share it, unless they have norms of their own."""
         return self if self.norms else replace(self, order=None)
 
     def __str__(self) -> str:
@@ -113,9 +113,9 @@ class DecoderAttention:
 
     spec: BackboneSpec
     calls: tuple[AttentionCall, ...]
-    """In the order of a forward."""
+    """Attention calls, in the order of a forward."""
     rotations: tuple[Rotation, ...] | str
-    """One for every layer with rows; or the reason why they are not known."""
+    """Rotation of every layer with rows, or the reason why it is not known."""
     takes_positions: bool = True
     """Whether a token's place in the text is its position id, not its order in the forward."""
     in_pieces: bool = True
@@ -175,7 +175,7 @@ class DecoderAttention:
     def ropes(self, model: PreTrainedModel, span: int) -> list[Rope]:
         """One ``Rope`` per layer with rows; layers that rotate alike share theirs. ``span`` (tokens) is the largest position of
         the prompt plus one: it chooses between the short and the long factors of LongRoPE and sets dynamic NTK, once, for the
-        whole prompt. Raises UnsupportedArchitecture as ``require_rotations``."""
+        whole prompt. Raises UnsupportedArchitecture where rotations are not known."""
         decoder, made = decoder_of(model), dict[Rotation, Rope]()
         for rotation in self.require_rotations():
             if rotation.shared not in made:
@@ -239,7 +239,7 @@ def unrotate(
     """Let the rotary modules of a decoder turn no token while ``when``, until ``undo``: cos = 1 and sin = 0.
 
     Args:
-        in_halves: as in ``DecoderAttention``. Their own forward is not called then: of LongRoPE it makes the host wait for the
+        in_halves: see ``DecoderAttention``. The modules' own forward is not called then: LongRoPE's makes the host wait for the
             largest position.
     """
 
@@ -354,7 +354,7 @@ class Softmax(NamedTuple):
     cap: float | None = None
     """Scaled logits ``x`` become ``cap * tanh(x / cap)`` (Gemma 2)."""
     sinks_Q: Tensor | None = None
-    """One more logit for each query head, without a value (gpt-oss)."""
+    """Additional logit of each query head, without a value (gpt-oss)."""
 
     @property
     def is_plain(self) -> bool:
@@ -362,7 +362,7 @@ class Softmax(NamedTuple):
         return self.cap is None and self.sinks_Q is None
 
     def of(self, heads: slice) -> Softmax:
-        """For some of the query heads."""
+        """Softmax of some of the query heads."""
         return self if self.sinks_Q is None else self._replace(sinks_Q=self.sinks_Q[heads])
 
 

@@ -142,7 +142,7 @@ def _attention(
 def _method(
     module: nn.Module, own: Method, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention ``[B, Q, T, D]`` in place of a module's method ``own``; q, k and v as in ``_attention``."""
+    """Attention ``[B, Q, T, D]`` in place of a module's method ``own``, of rotated ``[B, Q, T, D]`` and ``[B, H, T, D]``."""
     if _ACTIVE.handler is None:
         return own(q, k, v, mask)
     return _attention(module, q, k, v, mask)[0].transpose(1, 2), None

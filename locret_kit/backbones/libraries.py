@@ -163,7 +163,7 @@ class LayerKind:
     """Words of a configuration about one layer."""
 
     config: PreTrainedConfig
-    """Of the layer, where layers differ in their sizes."""
+    """Configuration of the layer, where layers differ in their sizes."""
     name: str
     window: int | None
     reads_another: bool

@@ -1,5 +1,8 @@
-"""Changes of a backbone's modules while it is attached, and how each is taken back: elementwise work in fewer launches, no
-rotation by zero, MLPs in slices, products of bfloat16 on a CPU without it, hidden states of the last layer as rows."""
+"""Changes of a backbone's modules while it is attached, each with its way back.
+
+They are elementwise work in fewer launches, no rotation by zero, MLPs in slices, products of bfloat16 on a CPU without
+it, and hidden states of the last layer as rows.
+"""
 
 import platform
 import sys

@@ -258,7 +258,7 @@ def outlined(model: PreTrainedModel) -> BackboneSpec:
     configuration where a forward needs numbers (experts that are looped over).
 
     Raises:
-        UnsupportedArchitecture: as ``describe``, as far as shapes say so.
+        UnsupportedArchitecture: attention that is not supported, as far as shapes show it.
     """
     decoder, config = decoder_of(model), text_config(model)
     ids_1T = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")

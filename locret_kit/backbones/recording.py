@@ -44,7 +44,7 @@ Method = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def meet_attention(undo: Undo, decoder: PreTrainedModel, config: PreTrainedConfig, name: str, answer: Method) -> None:
-    """Let a decoder ask the attention ``name``, or ``answer`` as in ``_answer_methods``, until ``undo``.
+    """Let a decoder ask the attention ``name``, or ``answer`` in place of its modules' methods, until ``undo``.
 
     Raises:
         UnsupportedArchitecture: it has another kind of attention.

@@ -167,7 +167,7 @@ class BackboneSpec:
     shared: bool = False
     """Whether some layers read another layer's keys and values."""
     state_sizes: tuple[StateSize, ...] = field(default=(), compare=False)
-    """Of all states; empty where a configuration alone was read."""
+    """Sizes of all states; empty where a configuration alone was read."""
 
     @property
     def n_layers(self) -> int:

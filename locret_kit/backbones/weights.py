@@ -19,7 +19,7 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, 
 from locret_kernels.fused import rms_norm
 
 from ..hub import pull
-from ..naming import blaming, install_line
+from ..naming import install_line, prefixed_errors
 from .decoder_attention import rotate
 from .gguf.gguf_model import PackedEmbedding, PackedLinear, unpacked_rows
 from .libraries import has_own_forward, unwrapped
@@ -53,7 +53,7 @@ class DenseLayer:
     key: Product
     value: Product
     query_norm: Norm | None
-    """Of each head's channels, before RoPE."""
+    """Norm of each head's channels, before RoPE."""
     key_norm: Norm | None
     out: Product
     mlp_norm: Norm
@@ -61,7 +61,7 @@ class DenseLayer:
     up: Product
     down: Product
     scaling: float
-    """Of the logits of attention."""
+    """Factor of the logits of attention."""
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -336,7 +336,7 @@ def stored_weights(name: str, names: Iterable[str]) -> Iterator[Tensor]:
     folder = Path(name)
     where: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")) if folder.exists() else pull(name, _safetensors):
-        with blaming(f"{path} cannot be read", SafetensorError), safe_open(path, framework="pt") as file:
+        with prefixed_errors(f"{path} cannot be read", SafetensorError), safe_open(path, framework="pt") as file:
             where |= dict.fromkeys(file.keys(), path)
     for weight in names:
         if weight not in where:

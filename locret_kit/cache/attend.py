@@ -350,7 +350,7 @@ class VarlenRows:
     """No head has more rows."""
 
     def newest(self, window: int | None) -> VarlenRows:
-        """At most the ``window`` newest rows of every head."""
+        """Rows of every head, at most the ``window`` newest ones."""
         if window is None:
             return self
         seen_BH = self.lengths_BH.clamp(max=window)
@@ -391,9 +391,11 @@ def decode_rows(
     turn: RowRotation | Angles | None = None,
     group: int = 0,
 ) -> Tensor:
-    """Attention output ``[B, Q, 1, D]`` of the newest token, which is the last row of every head already; slots gain its
-    ``statistics``, and those of each of the ``group`` query heads per key/value head unless it is 0. With ``turn`` the query
-    comes before RoPE, as the keys are."""
+    """Attention output ``[B, Q, 1, D]`` of the newest token, which is the last row of every head already.
+
+    Slots gain its ``statistics``, and those of each of the ``group`` query heads per key/value head unless it is 0. With
+    ``turn`` the query comes before RoPE, as the keys are.
+    """
     q_BQD, rotation = q_BQ1D.squeeze(2), turn  # one token: no axis of its own
     if isinstance(turn, RowRotation):
         newest_BH, place_N = turn.places(flat)
@@ -419,7 +421,7 @@ def decode_rows(
 
 
 def _accumulate_statistics(flat: VarlenRows, stats_XN: Tensor, received_BHS: Tensor, statistics: Sequence[str]) -> None:
-    """Add what one query gave to the running statistics; the same as ``column_stats`` of one query."""
+    """Add the attention ``[B, H, S]`` of one query to the running statistics, which are defined by ``column_stats``."""
     made = {
         "sum": lambda: received_BHS,
         "square": received_BHS.square,

@@ -202,7 +202,8 @@ def backend_for(
     ``reference`` elsewhere.
 
     Raises:
-        ValueError, BackendUnavailable: as ``locret_kernels.backend.choose``.
+        ValueError: an unknown backend, or one that does not take the device, head size or type.
+        BackendUnavailable: its compiler or Triton is missing.
     """
     # Decided once for a cache: no step asks again what runs here.
     if name is None and device.type == "cpu" and dtype in cpp.TYPES and runs_on_cpu():

@@ -1,6 +1,6 @@
 """Forwards of several texts, each with a bounded cache of its own.
 
-``Packed`` is for the kit's own batches: the new tokens of every text lie end to end in one row, so nothing is padded, a
+``Packed`` is for the kit's own batches: the new tokens of every text lie end to end in one row, so nothing is padded. A
 text may be at its prompt while another is decoded, and texts come and go between forwards. ``BatchCache`` is for
 ``model.generate``, whose texts are rows that are padded to one length.
 """
@@ -39,7 +39,7 @@ class ForwardOfTexts(Cache, Handler):
     position_BT: Tensor
     """Position of each new token in its own text; 0 at padding."""
     given_X4N: Tensor | None = None
-    """As of ``TextBatch``."""
+    """Row indexes ``[4, N]`` of the new tokens, see ``TextBatch``."""
 
     def __init__(self, texts: Sequence[BoundedCache] = ()) -> None:
         super().__init__(layers=[])
@@ -78,8 +78,8 @@ class ForwardOfTexts(Cache, Handler):
         return out_NQD.view(B, T, Q, -1).transpose(1, 2)
 
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:
-        """After a forward: evictions that waited for it; texts whose policy scores tokens by their probability read the final
-        hidden states."""
+        """Evict where evictions waited for the forward's end. Texts whose policy scores tokens by their probability read the
+        final hidden states ``[B, T, E]``."""
         self.batch.finish()
         hidden_NE = hidden_BTE.flatten(0, 1)
         for text, (start, end) in zip(self.batch.texts, self.batch.spans, strict=True):
@@ -109,7 +109,7 @@ class Packed(ForwardOfTexts):
 
     Args:
         counts: new tokens of each text. A text that is read ``in_blocks`` must not cross a boundary of its schedule.
-        given_X4N: as of ``TextBatch``.
+        given_X4N: row indexes of the new tokens, see ``TextBatch``.
     """
 
     def __init__(self, texts: Sequence[BoundedCache], counts: Sequence[int], given_X4N: Tensor | None = None) -> None:
@@ -210,7 +210,7 @@ class BatchCache(ForwardOfTexts):
         self.texts, self.columns = [], 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise ValueError: as ``BoundedLayer.crop``."""
+        """Raise ValueError: a bounded cache cannot give back tokens that it has read."""
         raise ValueError(CROPPING)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -1,8 +1,8 @@
 """Face of the bounded cache to transformers: a ``Cache`` that never holds more than ``budget + chunk`` rows per head.
 
 The model may be fed in pieces of any size: evictions happen at boundaries that the prompt and ``chunk`` fix (see
-``due``), so ``model.generate`` with any ``prefill_chunk_size`` and the kit's own prefill agree exactly (but for
-``clipped`` positions, which follow the newest token of a piece).
+``due``). So ``model.generate`` with any ``prefill_chunk_size`` and the kit's own prefill agree exactly. ``clipped``
+positions are an exception: they follow the newest token of a piece.
 """
 
 from __future__ import annotations
@@ -512,8 +512,8 @@ class BoundedCache(StatefulCache, Handler):
         return rows
 
     def make_room(self, tokens: int) -> None:
-        """Before a forward of ``tokens`` tokens: evict now in layers that evict together and are full. Scores of
-        remembered queries wait for the attention of their layer."""
+        """Evict before a forward of ``tokens`` tokens, in layers that evict together and are full. Scores of remembered
+        queries wait for the attention of their layer."""
         ctx = self.context
         ready = [(n, rows) for n, rows in enumerate(self.bounded) if rows.is_initialized and not rows.recent]
         make_room(ctx, [(n, rows) for n, rows in ready if evicts_together(ctx, rows)], tokens)

@@ -167,7 +167,7 @@ class Context:
     positions: Positions
     """The kind of position that rotates a cached key."""
     ropes: Sequence[Rope] | None
-    """One per layer; None where the rotation is of no known form, so that the backbone rotates."""
+    """Rotary embedding of each layer; None where the rotation is of no known form, so that the backbone rotates."""
     budgets: Sequence[int]
     """Slots of a head, per layer; a windowed layer has 0 and holds its window."""
     statistics: tuple[str, ...]
@@ -175,7 +175,7 @@ class Context:
     group: int
     """Query heads per key/value head whose own statistics rows carry after those of the group; 0 without."""
     backend: Backend
-    """Who computes."""
+    """Implementation of the kernels."""
     model: PreTrainedModel
     description: DecoderAttention
     tables: RotationTables

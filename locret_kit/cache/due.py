@@ -45,7 +45,7 @@ class Schedule:
     decode_every: int | None = None
     """Decoded tokens between evictions; None evicts only when the buffers are full."""
     one_shot: bool = False
-    """One eviction, when the whole prompt has been read."""
+    """Whether there is a single eviction, when the whole prompt has been read."""
 
     def __post_init__(self) -> None:
         if self.capacity > INT32_MAX:

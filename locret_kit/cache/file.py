@@ -84,7 +84,7 @@ def read(path: Path) -> tuple[Record, dict[str, Tensor], str]:
     file has bytes.
 
     Raises:
-        OSError: there is no such file. ValueError: as ``read_record``, or it is damaged.
+        OSError: there is no such file. ValueError: it is no saved cache, of a later version, or damaged.
     """
     while True:
         with _opened(path) as opened:

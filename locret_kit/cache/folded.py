@@ -34,7 +34,7 @@ class FoldedHead(NamedTuple):
 
 
 FoldedHeads = Sequence[FoldedHead | None]
-"""One for every layer; None where something stands between its projections and its attention, or it has a window."""
+"""Folded head of every layer; None where something is between its projections and its attention, or it has a window."""
 _KNOWN: WeakKeyDictionary[RetainingHeads, tuple[ref[PreTrainedModel], object, FoldedHeads]] = WeakKeyDictionary()
 
 

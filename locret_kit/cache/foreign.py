@@ -23,7 +23,7 @@ class SeenLayer(NamedTuple):
 
     name: str
     layer: int
-    """Of the decoder."""
+    """Number of the decoder's layer."""
     sizes: tuple[int, int, int, int]
     """Heads of queries, heads of keys and values, channels of a key and of a value."""
     window: int | None

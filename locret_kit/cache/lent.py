@@ -42,7 +42,7 @@ def page_bytes(
     return max(shape.nbytes for shape in shapes) * len(shapes)
 
 
-class Standin(nn.Module, Described):
+class ModelStub(nn.Module, Described):
     """The model of a cache whose forward is another engine's: the language model's configuration of one rank, its
     rotary embeddings, and its device. Its attention follows the configuration until the engine's was measured."""
 
@@ -60,7 +60,7 @@ class Standin(nn.Module, Described):
                 setattr(self, path, type(module)(config=deepcopy(config)).to(device))
         self.description = assumed(self.config, getattr(self, "rotary_emb", None))
 
-    def get_decoder(self) -> Standin:
+    def get_decoder(self) -> ModelStub:
         return self
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -97,7 +97,7 @@ class LentPages:
     """
 
     softmax = Softmax
-    """Of a layer: scaling, cap and sinks, see ``LentStep.attend``."""
+    """Scaling, cap and sinks of a layer, see ``LentStep.attend``."""
     mixed = False
     """Whether the engine keeps states of layers in other pages of the same memory: each text is decoded by itself then."""
 
@@ -106,7 +106,7 @@ class LentPages:
         dtype: torch.dtype, device: torch.device, ranks: Ranks | None = None, revision: str | None = None,
     ) -> None:  # fmt: skip
         self.ranks = ranks or Ranks()
-        self.model = Standin(model, revision, self.ranks, dtype, device)
+        self.model = ModelStub(model, revision, self.ranks, dtype, device)
         self.settings, self.policies = settings, list(policies)
         self.describe(self.model.description)
         self.heads: RetainingHeads | None = None
@@ -150,7 +150,7 @@ class LentPages:
         return self.model.device.type == "cpu" and self.model.dtype == torch.bfloat16 and lacks_bfloat16()
 
     def bind(self, text: BoundedCache) -> BoundedCache:
-        """A text that has read nothing, bound to the model. Raises ValueError as ``BoundedCache.bind``."""
+        """A text that has read nothing, bound to the model. Raises ValueError at rows of another model."""
         text.bind(self.model)  # type: ignore[arg-type]
         return text
 

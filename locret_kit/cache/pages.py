@@ -44,7 +44,7 @@ class PageShape:
     query_heads: int
     head_dim: int
     rows: int
-    """Of a head, at most."""
+    """Largest number of rows of a head."""
     dtype: torch.dtype
     statistics: int = 0
     recent: int = 0

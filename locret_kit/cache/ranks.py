@@ -19,12 +19,12 @@ from .storage.rows import STATE
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among those that share a layer, and the sum over all of them."""
+    """Place of a process among the ranks that share a layer, and the sum over all of them."""
 
     rank: int = 0
     size: int = 1
     total: Callable[[Tensor], Tensor] = torch.clone
-    """Of tensors that every rank has a part of."""
+    """Sum over all ranks of a tensor, which keeps its shape."""
 
     def check(self, n_kv_heads: int) -> None:
         """Raise ValueError where key/value heads cannot be shared out evenly."""
@@ -54,7 +54,7 @@ class Ranks:
         return split
 
     def rows(self, name: str, x: Tensor, layer: AttentionLayer) -> Tensor:
-        """This rank's heads of an exported tensor ``[H, ...]``, or ``[N, H, ...]`` for statistics and states: same
+        """Heads of this rank in an exported tensor ``[H, ...]``, or ``[N, H, ...]`` for statistics and states: the same
         shape but for the heads. ``layer`` is the rank's."""
         heads = layer.n_heads if name == "queries" else layer.n_kv_heads
         return x.narrow(int(name == "stats" or name.startswith(STATE)), self.rank * heads, heads)

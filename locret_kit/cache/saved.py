@@ -24,7 +24,7 @@ from locret_kernels.provenance import versions
 from ..backbones.libraries import unwrapped
 from ..backbones.spec import AttentionLayer, text_config
 from ..backbones.weights import NAMES, fingerprint, first_difference, identity_of
-from ..naming import blaming, first_line
+from ..naming import first_line, prefixed_errors
 from ..policies import Policy
 from ..policies.grammar import parse_policy, parts_of
 from ..policies.registry import parts_named
@@ -86,7 +86,7 @@ class Saved:
     def __post_init__(self) -> None:
         # Anybody may have written the file: every field is checked before one is used.
         check(self)
-        with blaming("created", ValueError):
+        with prefixed_errors("created", ValueError):
             time.strptime(self.created, CREATED)
         if len(self.pins) > MOST_PINS or any(len(pin) != 2 for pin in self.pins):
             raise ValueError(f"pins: {len(self.pins)} ranges must be pairs of start and end, at most {MOST_PINS}")
@@ -97,7 +97,7 @@ class Saved:
     def resolved(self) -> Resolved:
         """The run settings; the backend is chosen anew."""
         own = {name: value for name, value in self.settings.items() if name != "store_bits"}
-        with blaming("settings", ValueError):
+        with prefixed_errors("settings", ValueError):
             return replace(made(Resolved, own, whole=True), backend=None)
 
 
@@ -116,7 +116,7 @@ Expected = dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]
 
 
 def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Check dtype and shape of the tensors against the record, then take them. Errors as in ``load_cache``."""
+    """Check dtype and shape of the tensors against the record, then take them. Raises ValueError at the first difference."""
     ctx = cache.context
     spec, dtype, seen = ctx.spec, DTYPES[saved.dtype], {counts.get("seen") for counts in saved.layers}
     if len(saved.layers) != len(cache.bounded):
@@ -124,7 +124,7 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
     # As after an interrupt: such a cache is refused when it is saved, so a file that says it is not ours.
     if len(seen) != 1:
         raise ValueError("layers have seen different numbers of tokens")
-    with blaming("counters", ValueError):
+    with prefixed_errors("counters", ValueError):
         check(counters := made(CacheCounters, saved.counters, "counter", whole=True))
     # Tensors by layer: "layers.3.keys" is held[3]["keys"]. A number of many digits is no layer.
     held: list[dict[str, Tensor]] = [{} for _ in saved.layers]
@@ -135,7 +135,7 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
     # First pass: every layer is checked against shapes that take no memory ([1, H, 0, D] on no device).
     expected: Expected = {}
     for number, (rows, counts) in enumerate(zip(cache.bounded, saved.layers, strict=True)):
-        with blaming(f"layers.{number}", ValueError):
+        with prefixed_errors(f"layers.{number}", ValueError):
             _check_counts(rows, counts, ctx.policy.keeps_everything)
             set_counts(rows, counts)
             rows.measure(*spec.layers[number].empty(dtype, "meta"))
@@ -152,7 +152,7 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
         expected[REREAD] = (torch.int32,), (tensors[REREAD].numel(),)
     _check_tensors(tensors, expected)
     for number, rows in enumerate(cache.bounded):
-        with blaming(f"layers.{number}", ValueError):
+        with prefixed_errors(f"layers.{number}", ValueError):
             _check_indices(rows, held[number])
     reread = _reread(ctx.schedule, tensors.get(REREAD))
     # Second pass: all is known to fit together, so buffers are made and filled.
@@ -275,7 +275,7 @@ APART = "document."
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the numbers of a cache come from, by content. To make one reads all weights of the heads: a server makes it once."""
+    """Model and heads that a cache was computed with, by content. Building it reads all weights of the heads."""
 
     model: dict[str, object]
     heads: str | None
@@ -375,12 +375,12 @@ class CacheFile:
 
     @staticmethod
     def _saved(record: file.Record, path: str | Path) -> Saved:
-        with blaming(str(path), ValueError, TypeError):
+        with prefixed_errors(str(path), ValueError, TypeError):
             return made(Saved, record, "field", whole=True)
 
     @staticmethod
     def origin(model: PreTrainedModel, heads: RetainingHeads | None) -> Origin:
-        """What files of these have in common. Reads all weights of the heads: a server asks once."""
+        """Origin of the files of this model and these heads. It reads all weights of the heads: a server asks once."""
         return Origin.of(model, heads)
 
     @property
@@ -395,7 +395,7 @@ class CacheFile:
         return timegm(time.strptime(self.saved.created, CREATED))
 
     def write(self, path: str | Path, check: Callable[[], object] | None = None) -> str:
-        """Write it; the digest. Arguments and errors as of ``file.write``."""
+        """Write the file and return its digest. ``check`` runs before the file gets its name. Raises OSError, ValueError."""
         return file.write(Path(path), asdict(self.saved), {**self.tensors, **self.apart}, check)
 
     def check_origin(self, origin: Origin, **more: object) -> None:
@@ -416,9 +416,9 @@ class CacheFile:
         self, model: PreTrainedModel, heads: RetainingHeads | str | Path | None = None, policy: str | Policy | None = None, *,
         force: bool = False, origin: Origin | None = None,
     ) -> BoundedCache:  # fmt: skip
-        """The cache; everything is checked first. Arguments and errors as of ``load_cache``; ``origin`` where it is known."""
+        """The cache, checked before it is allocated. ``load_cache`` describes arguments and errors. ``origin``: if known."""
         model, saved = unwrapped(model), self.saved
-        with blaming(self.path, ValueError):
+        with prefixed_errors(self.path, ValueError):
             cache = BoundedCache(
                 saved.resolved, _policy(saved, policy), heads, prompt_length=saved.prompt_length
             )  # nothing is allocated yet

@@ -265,14 +265,14 @@ class Eviction(NamedTuple):
     keep: int
     """Slots of a head, on average where heads differ."""
     last: bool = False
-    """Before the tail, which protects no newest slots."""
+    """Whether this is the eviction before the tail, which protects no newest slots."""
 
 
 def make_room(
     ctx: Context, layers: Iterable[tuple[int, BoundedLayer]], tokens: int, seen: int | Tensor | None = None
 ) -> None:
-    """Before a block is appended: windowed layers drop rows that no query can see, and full layers evict. ``seen``:
-    None, a number or a tensor of shape []."""
+    """Make room before a block is appended: windowed layers drop rows that no query can see, and full layers evict.
+    ``seen``: None, a number or a tensor of shape []."""
     cuts = []
     for layer, rows in layers:
         due = ctx.due(layer, rows, tokens)

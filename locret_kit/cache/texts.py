@@ -110,15 +110,15 @@ class DecodingGroup:
 
     turns: list[int]
     at: Tensor | slice
-    """Their tokens of the forward."""
+    """Places of the tokens in the forward."""
 
 
 class TextBatch:
     """The new tokens of a forward, those of each text in one stretch.
 
     Args:
-        texts: that have new tokens. spans: where they stand, ascending. seen: tokens of each text before them.
-        given_X4N: as ``StepTables`` takes it, for a token of each of texts that are decoded together. Whoever gives it has made
+        texts: texts that have new tokens. spans: places of these tokens, ascending. seen: tokens of each text before them.
+        given_X4N: row indexes for ``StepTables``, for one token of each of texts that are decoded together. The caller makes
             room for the tokens, counts them, and evicts.
     """
 

@@ -24,7 +24,7 @@ from ..config.infer_options import Backbone, Plugin
 from ..config.schema import Command, T, UsageError, read
 from ..files import read_utf8
 from ..hub import OneRetryLine
-from ..naming import blaming, first_line, install_line
+from ..naming import first_line, install_line, prefixed_errors
 from ..processes import choose_threads
 from ..settings import RunSettings, annotations_of, choices
 from ..text.losses import ENCODED, is_encoded
@@ -169,7 +169,7 @@ def text_of(file: str | None) -> Iterator[str]:
             blank = not first.strip()
             if stream.seekable():
                 begun = stream.tell() - len(first)
-                with blaming(source, ValueError):  # to the end of the file
+                with prefixed_errors(source, ValueError):  # to the end of the file
                     blank = all([not block.strip() for block in read_utf8(stream, first=first)])
                 stream.seek(begun)
                 first = b""
@@ -192,7 +192,7 @@ def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> I
     blank, encoded = True, False
     with opened:
         try:
-            with blaming(source, ValueError):
+            with prefixed_errors(source, ValueError):
                 for block in read_utf8(stream, first=first):
                     blank = blank and not block.strip()
                     if not encoded and (encoded := is_encoded(block)):

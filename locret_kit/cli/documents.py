@@ -21,7 +21,7 @@ from ..cache.file import read_record
 from ..config.infer_options import ASK, INFO, KEPT, READ, AskOptions, InfoOptions, KeptOptions, ReadOptions
 from ..config.schema import refuse
 from ..files import read_utf8, write_beside
-from ..naming import blaming
+from ..naming import prefixed_errors
 from ..settings import RunSettings, too_few
 from .command import check_question, check_target, entry, progress, text_of, title_of, write_answer
 
@@ -170,7 +170,7 @@ def words_of(option: str, file: str) -> str:
     try:
         with (
             nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream,
-            blaming(source, ValueError),
+            prefixed_errors(source, ValueError),
         ):
             return "".join(read_utf8(stream))
     except OSError as error:

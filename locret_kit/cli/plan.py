@@ -113,7 +113,7 @@ def run(args: PlanOptions) -> int:
         return 0
     plan = fitting.require_fit(backbone, setting, cap)
     if (sessions := args.sessions) is not None:
-        caches = Caches.of(backbone.spec, setting, [policy], sessions, args.documents, args.beginnings)
+        caches = Caches.of(backbone.spec, setting, [policy], sessions, args.documents, args.shared_prefixes)
         peak = plan.peak + (caches.count - 1) * caches.each + decoding_bytes(backbone, setting, sessions)
         server = f"server: {caches}; peak {show(peak)}"
         print("\n".join([*say, f"policy {args.policy}, {setting}", *plan.lines(), server]))

@@ -141,13 +141,13 @@ def load(args: ServeOptions, keys: tuple[str, ...], hosts: frozenset[str], loadi
     settings = args.run.resolved(chosen.published, None).run
     engine = EngineThread(
         model, tokenizer, settings, chosen.policy, chosen.heads, sessions=args.sessions,
-        store=store, policies=policies, beginnings=args.beginnings, thoughts=args.thoughts,
+        store=store, policies=policies, shared_prefixes=args.shared_prefixes, thoughts=args.thoughts,
     )  # fmt: skip
     spec, dtype = describe(model).spec, str(model.dtype).removeprefix("torch.")
     caches = Caches.of(
         spec, Setting(args.max_prompt_tokens, settings, dtype=dtype), engine.spec.policies,
         args.sessions * (1 + (args.thoughts == "dropped")),  # of each a copy stays
-                args.documents, args.beginnings,
+                args.documents, args.shared_prefixes,
     )  # fmt: skip
     server.limits = replace(limits, upload_bytes=max(limits.upload_bytes, 2 * (caches.each + caches.stored)))
     server.restore(engine)

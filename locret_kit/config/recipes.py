@@ -66,7 +66,7 @@ class Recipe:
 
     name: str
     values: Values
-    """By dotted key."""
+    """Values by dotted key."""
     choose: tuple[str, ...] = ()
     """Keys of ``CHOSEN`` that depend on the device if they are not given."""
 

@@ -40,7 +40,7 @@ class Service:
     """Maximum number of caches: running requests, and conversations that wait for their next turn."""
     documents: Annotated[int, Ge(0)] = 8
     """Maximum number of documents in memory."""
-    beginnings: Annotated[int, Ge(0)] = 2
+    shared_prefixes: Annotated[int, Ge(0)] = 2
     """Maximum number of shared prefixes (system prompts) in memory. 0 disables sharing."""
     session_dir: str | None = None
     """Folder for saved conversations (after each turn) and documents. They then survive a restart and free memory
@@ -77,6 +77,7 @@ class ServeOptions(Service, Backbone, RunSettings, Machine):
     HIDDEN: ClassVar[tuple[str, ...]] = ("one_shot", "decode_every", "list_policies")
 
 
+_PREFIXES = "its name is --shared-prefixes now"
 _SAMPLING = "a request says it, or the backbone's generation_config.json"
 SERVE = Command(
     "locret-serve",
@@ -86,6 +87,7 @@ SERVE = Command(
     gone={
         "share_session_dir": "a folder of sessions is one server's, docs/howto/scale.md says how several share the work",
         "share_beginnings": "each API key has its own",
+        "beginnings": _PREFIXES,
         "queue": "64 requests may wait, whatever --sessions is",
         **dict.fromkeys(("top_p", "top_k", "min_p"), _SAMPLING),
         "one_shot": "a conversation has no last chunk that is known before",
@@ -157,7 +159,7 @@ PLAN_USAGE = """usage: locret-plan --model NAME --gpu-memory SIZE [--key value |
 Memory of a run before it starts. Needs no GPU, weights or Hub.
 
   locret-plan --model phi3-mini --gpu-memory 24GiB --context 131072
-  locret-plan --model phi3-mini --gpu-memory 24GiB --sessions 16
+  locret-plan --model phi3-mini --gpu-memory 24GiB --sessions 8 --budget 1024 --chunk 512
   locret-plan --model phi3-mini --gpu-memory 24GiB --engine vllm
   locret-plan --model qwen3-8b --gpu-memory 24GiB --train 10240 --batch 4"""
 
@@ -193,7 +195,7 @@ class PlanOptions(RunSettings, Plugin):
     """GPUs that share every layer: vLLM's --tensor-parallel-size, for engine=vllm. --gpu-memory is per GPU."""
     documents: Annotated[int, Ge(0)] = 8
     """Number of documents in the server's memory."""
-    beginnings: Annotated[int, Ge(0)] = 2
+    shared_prefixes: Annotated[int, Ge(0)] = 2
     """Number of shared prefixes in the server's memory."""
     train: int | None = None
     """Plan a training step with samples of n tokens."""
@@ -206,5 +208,8 @@ PLAN = Command(
     PlanOptions,
     PLAN_USAGE,
     ("model", "gpu_memory", "context", "budget", "chunk", "kv_bits", "weight_bits", "sessions", "train"),
-    gone=dict.fromkeys(("speed", "gpu"), "scripts/launches.py counts launches and bytes of a layer"),
+    gone={
+        **dict.fromkeys(("speed", "gpu"), "scripts/launches.py counts launches and bytes of a layer"),
+        "beginnings": _PREFIXES,
+    },
 )

@@ -69,7 +69,7 @@ class Turn:
 
     question: str
     answer: str
-    """Without its thought."""
+    """Answer without its thought."""
     start: int
     """Position of the turn's first token in the conversation."""
     answered: int
@@ -367,8 +367,8 @@ class Chat:
         return self._before
 
     def retry(self, progress: Callable[[int, int], None] | None = None) -> Generator[str, None, None]:
-        """Another answer to the last question, with another seed: at temperature 0 the same. One that ends before its first token
-        leaves the old answer in place. Raises ValueError as ``undo``."""
+        """New answer to the last question, with another seed: at temperature 0 the same. If it ends before its first token,
+        the old answer stays. Raises ValueError if the last turn cannot be forgotten."""
         self._earlier()
         return self._again(progress)
 

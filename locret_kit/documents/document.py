@@ -25,7 +25,7 @@ from ..cache.file import check_there
 from ..cache.options import CacheOptions
 from ..cache.saved import CacheFile
 from ..heads import RetainingHeads, loaded
-from ..naming import blaming
+from ..naming import prefixed_errors
 from ..policies import Policy
 from ..runtime.session import Answer, Sampling, prefill, ready
 from ..runtime.thoughts import MAX_THOUGHT, Thought
@@ -93,11 +93,11 @@ class Document:
 
         Args:
             text: the text, pieces of it, or the ``Path`` of a file, see ``text.reader``; or its tokens.
-            settings, policy, heads, given: as of ``BoundedCache``. A budget that is a share is one of the document's tokens.
+            settings, policy, heads, given: see ``BoundedCache``. A budget as a share is a share of the document's tokens.
             chat: questions go through the chat template.
             progress: called as ``progress(done, total)`` in tokens.
-            reader: reads tokens into a cache, as ``prefill`` does; a server reads among other work.
-            ahead: as after ``prepare``, without its second cache.
+            reader: function that reads tokens into a cache, by default ``prefill``; a server reads among other work.
+            ahead: whether the last tokens are read too, so that ``prepare`` has nothing to do and needs no second cache.
 
         Raises:
             ValueError: no text, a setting out of bounds, a slow tokenizer.
@@ -123,7 +123,7 @@ class Document:
 
         Raises:
             CannotFork: the longer document must be read from the beginning, but the text is not in the file.
-            ValueError, OSError: as in ``read``.
+            ValueError: no text. OSError: the file cannot be read.
         """
         longer = self.text.copy()
         longer.feed(text)
@@ -268,7 +268,11 @@ class Document:
             raise ValueError(f"repetition_penalty={penalty} needs the text, which is not in the file")
 
     def chat(self, history: int = 1024, **generation: Any) -> Chat:
-        """A conversation about the document with ``history`` slots for its turns. Raises ValueError as ``ask`` does."""
+        """A conversation about the document with ``history`` slots for its turns.
+
+        Raises:
+            ValueError: a repetition penalty, without the text in the file.
+        """
         self._check_sampling(generation.get("sampling"))
         return Chat(self.model, self.tokenizer, document=self, history=history, **generation)
 
@@ -348,12 +352,12 @@ class Document:
     ) -> Document:  # fmt: skip
         """Restore a document from a file's content. Takes the arguments of ``load`` and raises its errors."""
         about = stated(file)
-        with blaming(file.path, ValueError):
+        with prefixed_errors(file.path, ValueError):
             text = stored_text(about, file.apart, tokenizer)
         cache = file.restore(model, heads, policy, force=force)
         seen = cache.get_seq_length()
         text.unknown = 0 if about.text else seen
-        with blaming(file.path, ValueError):
+        with prefixed_errors(file.path, ValueError):
             if about.text and (hash_ids(text.ids) != about.sha256 or seen > len(text.settled)):
                 raise ValueError("document: its token ids do not match their hash")
             if text.tokens != about.tokens:
@@ -387,8 +391,8 @@ class Kept:
         return cls(ids, cache.get_seq_length(), positions)
 
     def heads(self, layer: int | None = None, head: int | None = None) -> tuple[np.ndarray, int]:
-        """For each token read, the number of heads that hold it ``[seen]``; and the total number of heads. ``layer``
-        and ``head`` select one of them.
+        """Numbers of heads ``[seen]`` that hold each token read, and the total number of heads. ``layer`` and ``head``
+        select one of them.
 
         Raises:
             ValueError: no such layer or head.
@@ -448,7 +452,7 @@ def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:
     """
     file = CacheFile.read(path)
     about, layers = stated(file), file.saved.layers
-    with blaming(str(path), ValueError):
+    with prefixed_errors(str(path), ValueError):
         if not about.text:
             raise ValueError("it was written with --no-text, so its words are unknown")
         text = stored_text(about, file.apart, tokenizer)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..backbones.weights import first_difference, tokenizer_identity
 from ..cache.saved import CacheFile, Saved
-from ..naming import blaming
+from ..naming import prefixed_errors
 from ..settings import Count, Share, check, made, shown
 from ..text.template import has_template, render_prompt
 from ..text.tokens import IdStream
@@ -220,11 +220,11 @@ def describe(path: str | Path) -> tuple[Saved, TextRecord]:
 
 
 def stated(file: CacheFile) -> TextRecord:
-    """A file's record of its text. Raises ValueError as ``describe``."""
-    with blaming(file.path, ValueError):
+    """Record of a file's text. Raises ValueError if it is damaged, or the file holds no document."""
+    with prefixed_errors(file.path, ValueError):
         if file.saved.document is None:
             raise ValueError("it holds a cache without a document: load_cache reads it")
-        with blaming("document", ValueError):
+        with prefixed_errors("document", ValueError):
             return made(TextRecord, file.saved.document, "field", whole=True)
 
 

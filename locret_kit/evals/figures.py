@@ -82,8 +82,10 @@ DEPTHS = 10
 
 
 def score_memory(rows: Sequence[Row]) -> Figure:
-    """Mean score against memory, a panel per task and length, a line per policy through its budgets: of the peak on a GPU, of
-    the cache's buffers on a CPU, where the peak is the process's."""
+    """Mean score against memory, a panel per task and length, a line per policy through its budgets.
+
+    Memory is the peak on a GPU, and the cache's buffers on a CPU, where the peak is the process's.
+    """
     on_gpu = all("cuda" in row.device for row in rows)
     groups: dict[tuple, dict[str, dict[float, list[Row]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for row in rows:

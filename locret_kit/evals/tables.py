@@ -39,7 +39,7 @@ class Cell:
     n: int
     """Examples with a score."""
     samples: str
-    """Their numbers, such as '0-3 7'."""
+    """Numbers of the scored examples, such as '0-3 7'."""
     mean: float | None
     """Mean of the metric; None without a score."""
     stderr: float | None
@@ -57,7 +57,7 @@ class Cell:
     low: float | None = None
     """Lower end of Wilson's 95% interval of a share (every score is 0 or 1); None for other scores."""
     high: float | None = None
-    """Its upper end."""
+    """Upper end of the interval."""
 
     @property
     def label(self) -> str:
@@ -156,7 +156,7 @@ class Value:
     value: float | None
     """None is a dash."""
     interval: str = ""
-    """Its uncertainty, such as '± 0.13'."""
+    """Uncertainty of the value, such as '± 0.13'."""
     n: int | None = None
     """Examples in it; None where the cell does not say."""
     errors: int = 0
@@ -164,7 +164,7 @@ class Value:
     marks: str = ""
     """Letters of `MARKS`."""
     best: bool = False
-    """It leads its column: bold on the page."""
+    """Whether the value leads its column: bold on the page."""
     digits: int = 2
 
     @classmethod

@@ -56,7 +56,7 @@ class BackboneSizes:
     packed_bytes: int | None = None
     """Bytes of the packed matrices of a GGUF file; None where the model is not out of one."""
     plain_numbers: int = 0
-    """Other numbers of that file."""
+    """Numbers of the GGUF file outside of packed matrices."""
     projects: bool = False
     """Whether retaining heads are folded into its projections on a card (``cache.folded``)."""
 
@@ -437,13 +437,13 @@ class Caches:
     each: int
     sessions: int
     documents: int
-    beginnings: int
+    shared_prefixes: int
     stored: int = 0
     """Bytes of one's store in the host's memory, where evicted slots may come back."""
 
     @classmethod
     def of(
-        cls, spec: BackboneSpec, setting: Setting, policies: Sequence[Policy], sessions: int, documents: int, beginnings: int
+        cls, spec: BackboneSpec, setting: Setting, policies: Sequence[Policy], sessions: int, documents: int, shared_prefixes: int
     ) -> Caches:  # fmt: skip
         """The caches of a server with such settings.
 
@@ -454,11 +454,11 @@ class Caches:
         settings = [replace(setting, policy=policy) for policy in policies]
         each = max(cache_bytes(spec, one) for one in settings)
         stored = max(store_bytes(spec, one) for one in settings)
-        return cls(each, sessions, documents, beginnings, stored)
+        return cls(each, sessions, documents, shared_prefixes, stored)
 
     @property
     def count(self) -> int:
-        return self.sessions + self.documents + self.beginnings
+        return self.sessions + self.documents + self.shared_prefixes
 
     @property
     def bytes(self) -> int:
@@ -467,7 +467,7 @@ class Caches:
 
     def __str__(self) -> str:
         return (
-            f"{self.sessions} sessions, {self.documents} documents and {self.beginnings} equal beginnings: "
+            f"{self.sessions} sessions, {self.documents} documents and {self.shared_prefixes} shared prefixes: "
             f"{self.count} caches of {show(self.each)}, {self.bytes} bytes"
             + (f", and {show(self.count * self.stored)} of host memory for what they evict" if self.stored else "")
         )

@@ -247,7 +247,7 @@ class Policy:
         return not (self.ragged or plugin) and type(self.selection) is base.TopK
 
     def index(self, slots: Sequence[base.Slots], scores_LHS: Tensor) -> Tensor:
-        """Index ``[L, H, keep]`` (ascending) of the slots that stay in layers of equal lengths, the same as by ``choose``."""
+        """Index ``[L, H, keep]`` (ascending) of the slots that stay in layers of equal lengths; ``choose`` keeps the same."""
         first, guard = slots[0], None
         newest = [scope.protects_newest(first) for scope in self.scopes if not scope.idle]
         if None in newest or first.pinned is not None:
@@ -281,7 +281,7 @@ class Policy:
         return stay_BHS
 
     def _chosen(self, slots: base.Slots, scores_BHS: Tensor) -> Tensor:
-        """Boolean ``[B, H, S]``: the slots to keep, as in ``choose``, by known scores."""
+        """Boolean ``[B, H, S]``: the slots to keep by known scores, unchecked."""
         protected_BHS = self.protected(slots)
         budgets_BH = slots.valid.sum(-1).clamp(max=slots.keep)
         if self.ragged:

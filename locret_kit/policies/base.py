@@ -65,7 +65,7 @@ class Entry:
     state: MutableMapping[str, Tensor] = field(default_factory=dict)
     """The score's state of this layer between calls; shared with ``Slots``. Tensors begin with the batch axis."""
     linear: Linear = F.linear
-    """Who computes the products of a retaining head."""
+    """Function that computes the products of a retaining head."""
     places: Tensor | None = None
     """``positions``, where tokens of several texts stand side by side."""
 
@@ -120,7 +120,7 @@ class Slots:
     """Queries ``[B, Q, W, D]`` of the newest ``W`` tokens, rotated for the newest ``W`` rows; ``W`` is at most what
     ``Score.recent`` asked for."""
     softmax: Softmax = PLAIN
-    """Of the layer's attention."""
+    """Softmax of the layer's attention."""
     seed: int = 0
     target: str = "logit"
     """Unit of the retaining heads' scores: 'logit' or 'log_prob'."""
@@ -133,7 +133,7 @@ class Slots:
     state: MutableMapping[str, Tensor] = field(default_factory=dict)
     """The score's state of this layer between calls."""
     group: Sequence[Slots] = ()
-    """One view of these slots per query head of a group, with its own statistics and queries. Filled if the
+    """Views of these slots, one per query head of a group, with its own statistics and queries. Filled if the
     selection asks for them (``Selection.by_query_head``)."""
     verdicts: Callable[[Tensor, Tensor], Tensor] | None = None
     """Function of ``valid`` ``[B, H, S]`` and ``budgets`` ``[B, H]``: bits ``[B, H, G, S]``, whether score and scopes alone would
@@ -294,7 +294,7 @@ class Scope(Part, Protocol):
     """Slots that may not be evicted now. Derive from it, and write ``protects`` or ``protects_newest``."""
 
     statistics: ClassVar[frozenset[str]] = frozenset()
-    """Running statistics to keep, as in ``Score``."""
+    """Running statistics to keep, see ``Score``."""
 
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
         """Number of newest slots that the scope always protects, even above the budget. A pyramid reserves them in

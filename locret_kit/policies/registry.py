@@ -1,7 +1,7 @@
 """Names of parts and policies, and registries of whatever else has names: packages and files of a user's bring more.
 
-They are found when one is first asked for: in ``methods/``, one file per method, and in installed packages that have an entry
-point in the group ``locret_kit.plugins``, a module that registers as it is imported::
+They are found when one is first asked for: in ``methods/``, one file per method, and in installed packages. A package has an
+entry point in the group ``locret_kit.plugins``, a module that registers when it is imported::
 
     [project.entry-points."locret_kit.plugins"]
     mine = "my_package.my_policies"
@@ -25,7 +25,7 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from ..cis import SmoothL1
-from ..naming import blaming, first_line, nearest
+from ..naming import first_line, nearest, prefixed_errors
 from ..settings import annotations_of
 from . import WHOLE, Policy, methods, rounded, rounded_on_device
 from .base import (
@@ -135,7 +135,7 @@ class NamedPolicy:
     keeps_everything: bool
 
     def parameters(self) -> dict[str, Parameter]:
-        """Its parameters, in the order of the parts and of their fields."""
+        """Parameters of the policy, in the order of the parts and of their fields."""
         parameters = {"base": Parameter(self.base, (str,))} if self.base else {}
         for one in self.parts.values():
             for made in one if isinstance(one, tuple) else (one,):
@@ -252,7 +252,7 @@ def parameters_of(made: type) -> dict[str, Parameter]:
     Raises:
         ValueError: an annotation cannot be evaluated.
     """
-    with blaming(f"annotations of {made.__module__}.{made.__qualname__}", Exception):
+    with prefixed_errors(f"annotations of {made.__module__}.{made.__qualname__}", Exception):
         annotations = annotations_of(made)
     return {
         item.name: Parameter(

@@ -41,7 +41,7 @@ class Engine:
         piece: tokens of prompts in one forward, at most; a chunk of one prompt may be more.
         chunk: tokens of a chunk, the unit of ``PromptScheduler``; None reads prompts in the order of their arrival.
         alone: whether it runs one sequence, whose forwards may cross its cache's boundaries, and whose errors ``step`` raises.
-        graph: as in ``session.decode``.
+        graph: whether a CUDA graph is used; None uses one where it is possible.
         pages: texts whose rows lie side by side, so that their tokens are made in one call a layer; see ``PagePool``.
 
     Attributes:
@@ -99,7 +99,7 @@ class Engine:
 
         Args:
             make_cache: called by the next step; an empty cache, or one that has read the prompt's beginning.
-            seen: tokens of the prompt that this cache will have read. background: as of ``PromptScheduler``.
+            seen: tokens of the prompt that this cache will have read. background: see ``PromptScheduler``.
 
         Raises:
             ValueError: no tokens, or fewer than none asked for.
@@ -119,7 +119,7 @@ class Engine:
         """A sequence whose prompt ``cache`` has read. Its first token is chosen at once from the logits ``[V]`` of
         the prompt's last token.
 
-        Raises RuntimeError as ``Sequence.take``.
+        Raises RuntimeError at logits that are not finite.
         """
         sequence = Sequence(request, began=time.perf_counter(), alone=self.alone, cache=cache)
         sequence.choose = request.choose or Chooser(request.sampling, request.seed, logits_V.device, request.ids)

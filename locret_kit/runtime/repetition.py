@@ -96,8 +96,8 @@ class KVzip:
     ``budget - local_len`` of their slots. The other tokens count against the budget and are kept.
 
     Args:
-        joint: share the slots among all heads and layers by score, as published, in whole rows a head on a layer's
-            average; otherwise every head of every layer keeps the same number, as bounded policies do.
+        joint: whether all heads and layers share the slots by score, as published, in whole rows a head on a layer's
+            average. Otherwise every head of every layer keeps the same number.
 
     Raises:
         ValueError: settings that it cannot meet; names setting and bound.

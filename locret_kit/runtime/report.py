@@ -130,7 +130,7 @@ class Report:
         return self.new_tokens / max(self.decode_s, 1e-9)
 
     def to_dict(self) -> dict[str, object]:
-        """For ``--report FILE.json``."""
+        """Fields of ``--report FILE.json``."""
         figures = asdict(self)
         return {
             **figures.pop("settings"),

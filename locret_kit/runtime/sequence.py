@@ -80,7 +80,7 @@ class Sequence:
     chunks: GraphDriver | None = None
     """Driver of its prompt's chunks, once they are alike."""
     logits_V: Tensor | None = None
-    """After the prompt's last token, in float32."""
+    """Logits after the prompt's last token, in float32."""
     text: Tensor | None = None
     """The prompt on the model's device: one copy for all pieces, since for every copy the host waits."""
 
@@ -135,7 +135,7 @@ class Sequence:
         """Continue after a forward of its new tokens, with the logits ``[V]`` of the last one. Returns whether it
         has one more token or has ended.
 
-        Raises RuntimeError as ``take``.
+        Raises RuntimeError at logits that are not finite.
         """
         if self.reading:
             assert self.cache is not None

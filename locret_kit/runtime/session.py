@@ -135,7 +135,7 @@ class Answer:
     Args:
         cache: made for this prompt.
         stop: ids that end it; by default those that the model and the tokenizer name.
-        graph: as in ``decode``.
+        graph: whether a CUDA graph is used; None uses one where it is possible.
         choose, on_prompt, thought: see ``Request``.
 
     Attributes:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..files import parse_json
-from ..naming import blaming, nearest
+from ..naming import nearest, prefixed_errors
 from ..text.template import around_message, has_template, render_traced
 from ..text.untrusted import FIRST, Span, Traced, defused, encode, token_span
 
@@ -128,7 +128,7 @@ def _read_file(path: Path, broken: Callable[[str], object] | None) -> Iterator[d
 def _read_parquet(path: Path) -> Iterator[dict]:
     import pyarrow.parquet
 
-    with blaming(f"{path} cannot be read", pyarrow.ArrowInvalid):
+    with prefixed_errors(f"{path} cannot be read", pyarrow.ArrowInvalid):
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=64):
             yield from batch.to_pylist()
 
@@ -202,7 +202,7 @@ def _object(record: object, where: str) -> dict:
 def _read_saved(path: Path, split: str) -> Iterator[dict]:
     import datasets
 
-    with blaming(f"{path} cannot be read", OSError, ValueError):
+    with prefixed_errors(f"{path} cannot be read", OSError, ValueError):
         saved = datasets.load_from_disk(str(path))
     yield from map(dict, _of_split(saved, split, path))
 

@@ -55,10 +55,10 @@ def load_text(source: str | Path) -> str:
     """Load a haystack: text to hide needles in.
 
     Args:
-        source: 'pydoc', the language topics of the running Python (0.5 MB of technical prose). 'jargon', the Jargon
-            File (1.7 MB, in the repository's data folder but not in a wheel), or the path in the variable
-            LOCRET_JARGON. A .txt, .txt.gz or .md file, or a .jsonl file whose records have an `input` (L-Eval),
-            joined with blank lines. A folder: its records, or without any all its text files, by name.
+        source: 'pydoc': the language topics of the running Python (0.5 MB of technical prose). 'jargon': the Jargon
+            File (1.7 MB, in the repository's data folder but not in a wheel), or the path in LOCRET_JARGON. A file:
+            .txt, .txt.gz, .md, or .jsonl whose records have an `input` (L-Eval), joined with blank lines. A folder:
+            its records, or without any all its text files, by name.
 
     Raises:
         FileNotFoundError: no such source; for 'jargon', says what to install.

@@ -57,7 +57,7 @@ def make_fact(rng: random.Random, templates: Sequence[Template] = FACTS) -> Fact
 
 
 def make_value(kind: str, rng: random.Random) -> str:
-    """A random value; `kind` as in `FACTS`."""
+    """A random value of a `kind` in `FACTS`."""
     words = WORDS["words"]
 
     def letters(alphabet: str, n: int) -> str:

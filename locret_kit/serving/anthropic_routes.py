@@ -151,9 +151,9 @@ DELTAS = {
     "thought": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""For each kind of block: the type of its deltas, and their field."""
+"""Type of the deltas of each kind of block, and their field."""
 SIGNATURE = "none"
-"""In the place of a signature, which clients want to see: thoughts are taken back without a check."""
+"""Placeholder of a signature, which clients want to see: thoughts are taken back without a check."""
 
 
 def block_of(block: Block) -> JsonObject:

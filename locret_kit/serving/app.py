@@ -146,8 +146,10 @@ class NamedRequests:
 
 
 class Guard:
-    """Refuse, before a body is held: a request without a key, or, where none is asked for, by a foreign name or page
-    (see ``process``); and bodies beyond a size, with or without a Content-Length, or slower than a time.
+    """Refuse requests before their body is held.
+
+    Refused are requests without a key, or, where the server has no keys, by a foreign name or page (see ``process``). So are
+    bodies beyond a size, with or without a Content-Length, or slower than a time.
     """
 
     def __init__(self, app: ASGIApp, server: Server) -> None:

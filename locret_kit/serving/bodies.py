@@ -71,7 +71,7 @@ class CompletionBody(Part):
     budget: Annotated[int, Field(ge=1)] | None = None
     """Slots, at most those of a session."""
     policy: str | None = None
-    """One that the server allows."""
+    """Policy that the server allows."""
 
     @model_validator(mode="before")
     @classmethod

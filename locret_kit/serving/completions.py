@@ -222,7 +222,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     later, shared_tokens = array("i"), 0
     if form.thinks and isinstance(body, ChatBody) and not body.continued:
         later = await asyncio.to_thread(body.later, engine.tokenizer, document)
-    if document is None and engine.beginnings and isinstance(body, ChatBody):
+    if document is None and engine.shared_prefixes and isinstance(body, ChatBody):
         shared_tokens = await asyncio.to_thread(body.shared_tokens, engine.tokenizer, prompts[0])
     seed = secrets.randbelow(2**32) if body.seed is None or body.seed == -1 else body.seed
     if body.document_id is not None:  # from here on nothing is awaited: what is deleted later finds the requests

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..documents.document import Document, Progress, kept_of
 from ..documents.document_text import DocumentText
 from ..engine import BoundedCache
-from ..naming import blaming, first_line
+from ..naming import first_line, prefixed_errors
 from ..settings import INT32_MAX, too_few
 from ..text.reader import Unwanted
 from ..text.tokens import TooManyTokens
@@ -124,7 +124,7 @@ async def read_document(server: Server, engine: EngineThread, upload: UploadedDo
         engine.read(model, ids, cache, progress)
 
     def read(text: str) -> Document:
-        with blaming(upload.title, TooManyTokens):
+        with prefixed_errors(upload.title, TooManyTokens):
             whole = DocumentText.of(engine.tokenizer, text, True, server.limits.prompt_tokens)
         return Document.read(
             engine.model, engine.tokenizer, whole, engine.settings, engine.policy, engine.policy.heads_for(engine.heads),

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..documents.conversation import common
 from ..documents.document import Document, Progress
 from ..engine import BoundedCache, CacheFile, Engine, RetainingHeads, Sequence
-from ..naming import blaming
+from ..naming import prefixed_errors
 from ..policies import Policy
 from ..settings import RunSettings, Thoughts
 from .admission import Admission, Sessions
@@ -40,7 +40,7 @@ class EngineThread:
         store: saves sessions after each turn; None keeps them in memory alone.
         policies: others that requests and saved caches may have.
         thoughts: how they are kept or dropped, see ``runtime.thoughts``.
-        beginnings: shared prompt prefixes (system prompts) in memory at once. Each has a cache in addition to those of
+        shared_prefixes: shared prompt prefixes (system prompts) in memory at once. Each has a cache in addition to those of
             sessions. Each belongs to one owner, so that timing tells nobody about the prompts of others.
     """
 
@@ -48,7 +48,7 @@ class EngineThread:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RunSettings, policy: Policy,
         heads: RetainingHeads | None, *,
         sessions: int = 8, queue: int = 64, piece: int = 512, store: Store | None = None, policies: abc.Sequence[Policy] = (),
-        beginnings: int = 2, thoughts: Thoughts = "evicted",
+        shared_prefixes: int = 2, thoughts: Thoughts = "evicted",
     ) -> None:  # fmt: skip
         for name, value in (("sessions", sessions), ("queue", queue)):
             if value < 1:
@@ -57,7 +57,7 @@ class EngineThread:
         self._engine = Engine.shared(model, tokenizer, sessions, piece=piece, chunk=chunk)
         self.model, self.stop_ids, self.vocabulary = self._engine.model, self._engine.stop, self._engine.vocabulary
         self.tokenizer, self.settings, self.policy, self.heads = tokenizer, settings, policy, heads
-        self.sessions, self.queue, self.beginnings, self.store = sessions, queue, beginnings, store
+        self.sessions, self.queue, self.shared_prefixes, self.store = sessions, queue, shared_prefixes, store
         self.thoughts = thoughts
         self.spec, self.counters = SessionSpec(self.model, settings, heads, (policy, *policies)), Counters()
         if store is not None:
@@ -65,7 +65,7 @@ class EngineThread:
         self._changed = threading.Condition()
         self._parked = Sessions(self.spec, store, self._changed)
         self._admission = Admission(
-            self._engine, self._parked, self.spec, self.counters, max_caches=sessions, max_prefixes=beginnings
+            self._engine, self._parked, self.spec, self.counters, max_caches=sessions, max_prefixes=shared_prefixes
         )  # fmt: skip
         self._stopping = False
         self.failed = False
@@ -149,7 +149,7 @@ class EngineThread:
     def load_document(self, path: Path) -> Document:
         """The document in a file. Raises OSError, ValueError as ``Document.load`` and ``SessionSpec.check``."""
         file = CacheFile.read(path)
-        with blaming(str(path), ValueError):
+        with prefixed_errors(str(path), ValueError):
             self.spec.check(file)
         policy = next((policy for policy in self.spec.policies if policy.name == file.saved.policy), None)
         return Document.of_file(file, self.model, self.tokenizer, self.heads, policy)
@@ -282,8 +282,8 @@ class EngineThread:
             request.cache = request.kept = request.document = None
 
     def _keep(self, request: ServerRequest, cache: BoundedCache, sequence: Sequence) -> None:
-        """Copy what later prompts share, up to the last boundary before which they evict alike, where thoughts are dropped; pin
-        what there is of one, where they are pinned, and some tokens that are to come."""
+        """Copy the cache where thoughts are dropped, up to the last boundary before which later prompts evict alike. Where they
+        are pinned, pin the thought so far and some tokens that follow."""
         read, tokens = cache.get_seq_length(), len(sequence.tokens)
         shared = common(request.ids, request.later) if request.drops and request.has_defaults else 0
         if shared and read == cache.schedule.safe(shared):

@@ -111,7 +111,7 @@ class Message(Part):
     _text = field_validator("content", mode="before")(text_of)
 
     def rendered(self) -> TemplateMessage:
-        """As chat templates have it."""
+        """Message in the form of chat templates."""
         said = self.model_dump(exclude_none=True) | {"role": ROLES.get(self.role, self.role)}
         said["tool_calls"] = [call_of(call) for call in self.tool_calls]
         return cast(TemplateMessage, {name: value for name, value in said.items() if value != []})

@@ -29,7 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = "*"
-"""Among names: every name."""
+"""Name that stands for every name."""
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing. CORS headers go to known origins alone, so no other page can read their answers."""
 
@@ -183,7 +183,7 @@ class Stoppable(uvicorn.Server):
 
 
 SECONDS = 0.5
-"""Between two times that memory goes back; as long a freed cache may count beside a new one."""
+"""Seconds between two returns of memory. For as long, a freed cache may count besides a new one."""
 
 
 def give_back(ended: threading.Event) -> None:

@@ -206,7 +206,7 @@ KINDS: dict[str, tuple[str, JsonObject, Callable[[str], JsonObject] | None, str,
     "thought": ("rs", {"content": []}, thought_part, "reasoning_text", "text"),
     "call": ("fc", {"arguments": ""}, None, "function_call_arguments", "arguments"),
 }
-"""For each kind of item: the start of its name, its initial fields, its content, and the words of its events."""
+"""Start of the name of each kind of item, its initial fields, its content, and the words of its events."""
 
 
 def add_responses(app: FastAPI, server: Server) -> None:

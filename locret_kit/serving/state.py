@@ -121,7 +121,7 @@ class Limits:
     documents: int = 8
     """Documents in memory, of all owners."""
     body_seconds: float = 60.0
-    """From the first byte of a JSON body to its last."""
+    """Seconds from the first byte of a JSON body to its last."""
     strict: bool = False
     """Whether a request for more tokens than ``answer_tokens`` is refused."""
     upload_seconds: float = 600.0
@@ -145,7 +145,7 @@ class UploadedDocument:
     """While it is still being read, its memory counts."""
 
     def shown(self) -> dict[str, object]:
-        """As the protocol has it."""
+        """Fields of the document in the protocol."""
         held = self.document
         read, total = (self.read, self.total) if held is None else (held.tokens, held.tokens)
         status = "failed" if self.error else "ready" if held is not None else "reading"
@@ -168,7 +168,7 @@ class Server:
     """Policies that a request may ask for."""
     limits: Limits = field(default_factory=Limits)
     hosts: frozenset[str] = frozenset()
-    """Its names beside loopback's and its address; they matter without keys alone."""
+    """Names of the server besides loopback's and its address; they matter only without keys."""
     origins: frozenset[str] = frozenset()
     """Origins whose pages may use it; '*' for all."""
     defaults: Mapping[str, float] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class Server:
         return self.engine
 
     def owner(self, request: Request) -> str:
-        """Who asks, as a salted hash of the key, which ``Authorization`` or ``x-api-key`` has. Raises HTTPException 401."""
+        """Owner of a request: a salted hash of its key in ``Authorization`` or ``x-api-key``. Raises HTTPException 401."""
         if not self.keys:
             return next(iter(self.owners.values()))
         scheme, _, key = request.headers.get("authorization", "").partition(" ")  # the scheme's case is nobody's

@@ -111,7 +111,7 @@ class Store:
     """
 
     _spec: SessionSpec
-    """Of the sessions, from ``scan`` on."""
+    """Model, settings, heads and policies of the sessions, from ``scan`` on."""
 
     def __init__(self, folder: str | Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = Path(folder), max_bytes

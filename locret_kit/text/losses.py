@@ -19,7 +19,7 @@ class Refusal(ValueError):
     """A refusal of a document whose words are complete."""
 
 
-def told(*counts: tuple[int, str]) -> list[str]:
+def loss_lines(*counts: tuple[int, str]) -> list[str]:
     """Lines that report losses with their number: "#" is replaced by the number, "*" by the plural s."""
     return [words.replace("#", str(n)).replace("*", "s" * (n != 1)) for n, words in counts if n]
 

@@ -13,7 +13,7 @@ from itertools import islice, pairwise
 import pypdfium2.raw as pdfium
 from pypdfium2 import PdfDocument, PdfiumError, PdfPage
 
-from .losses import Refusal, told
+from .losses import Refusal, loss_lines
 from .pdf_lines import GUTTER, LETTER, Box, Piece, in_reading_order, marked, pieces_of
 
 HYPHEN = "\ufffe"
@@ -57,8 +57,8 @@ def pdf_text(data: bytes, name: str, losses: list[str]) -> str:
         unknown = [number for number, page in enumerate(pages, 1) for _ in re.findall(_UNKNOWN, page)]
         where = f"# character* without Unicode, the first on page {unknown[0] if unknown else 0}: run OCR"
         scanned = f"# of {len(pages)} pages have no text but numbers: run OCR, such as ocrmypdf, if they are scanned"
-        losses += told((blank, scanned), (len(unknown), where))
-        losses += told(
+        losses += loss_lines((blank, scanned), (len(unknown), where))
+        losses += loss_lines(
             (document.get_formtype() == pdfium.FORMTYPE_XFA_FULL, "its form (XFA) is left out: print it to PDF"),
             (pictures, "# picture* left out"), (drawings, "drawings, such as charts, on # page* left out"),
             (document.count_attachments(), "# attached file* left out"),

@@ -30,7 +30,7 @@ GUTTER = 6.0
 SMALL = (0.4, 0.92)
 """Height of a raised or lowered text as a share of its line's. Smaller text belongs to a large initial."""
 HIGHER, LOWER = (0.1, 0.9), (-0.6, -0.04)
-"""How much higher and lower they stand, as shares of their line's height."""
+"""Distance of raised and lowered text from its line, as shares of the line's height."""
 APART, NEAR = 0.3, 0.15
 """Space between two numbers, and between two words, at least, as a share of their height."""
 

@@ -106,8 +106,8 @@ def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost =
         lost: called with each loss; by default it warns.
 
     Raises:
-        ValueError: one line that begins with the name: a format that contradicts the extension or is not supported;
-            a file that is too large, damaged, encrypted or not UTF-8; or no text, as in a scanned PDF.
+        ValueError: in one line that begins with the name. The format contradicts the extension or is not supported, the
+            file is too large, damaged, encrypted or not UTF-8, or it has no text, like a scanned PDF.
         ImportError: the format needs the extra ``documents``, which is not installed.
     """
     suffix = Path(name).suffix.lower()
@@ -132,7 +132,7 @@ def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost =
 
 
 def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
-    """At most ``size`` bytes of a stream, which may give fewer at a time than it is asked for."""
+    """The first ``size`` bytes of a stream, in pieces; a stream may give fewer at a time than requested."""
     while size and (piece := stream.read(min(size, 1 << 20))):
         size -= len(piece)
         yield piece

@@ -236,7 +236,7 @@ def render_traced(
     """``render`` with origins: characters of the content of messages[i] have chr(FIRST + i).
 
     Args:
-        generation: with what begins an answer. tools, continued, arguments: as in ``render_messages``.
+        generation: whether the beginning of an answer is added. tools, continued, arguments: see ``render_messages``.
 
     Raises:
         ValueError: the template refuses it.

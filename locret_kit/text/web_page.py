@@ -15,7 +15,7 @@ from bs4 import BeautifulSoup, CData, NavigableString, Tag
 from defusedxml.ElementTree import fromstring
 from markdownify import MarkdownConverter  # first: by its name the extra is found
 
-from .losses import Refusal, marks, missing, stored, told
+from .losses import Refusal, loss_lines, marks, missing, stored
 from .numbering import formed, integer
 
 _SAME = {
@@ -73,7 +73,7 @@ def page_text(data: bytes, name: str, losses: list[str]) -> str:
     html, encoding, wrong, named = decoded(data)
     if wrong and not named:
         raise Refusal(f"{name} names no encoding and is not UTF-8: save it as UTF-8")
-    losses += told((wrong, f"# character* not in {encoding}, its declared encoding, left out"))
+    losses += loss_lines((wrong, f"# character* not in {encoding}, its declared encoding, left out"))
     text, title, left = markdown(html)
     losses += left
     if title and missing([(title, [title])], text) and text:
@@ -152,10 +152,10 @@ def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
     losses = [
         f"{line}, such as {' '.join(lost[0].split())[:40]!r}"
         for lost, what in ((passages, "passage*"), (typed, "field* of a form"), (hidden, "hidden passage*"))
-        for line in told((len(lost), f"# {what} left out"))
+        for line in loss_lines((len(lost), f"# {what} left out"))
     ]
-    losses += told((frames, "# frame* with other pages left out"), (bool(COUNTERS.search(sheets)), NUMBERS))
-    losses += told((pictures, "# picture* left out"), (gone, "# picture* missing in the file"))
+    losses += loss_lines((frames, "# frame* with other pages left out"), (bool(COUNTERS.search(sheets)), NUMBERS))
+    losses += loss_lines((pictures, "# picture* left out"), (gone, "# picture* missing in the file"))
     return text, title, losses
 
 
@@ -321,7 +321,7 @@ def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
                 continue
             html, encoding, wrong, _ = decoded(archive.read(entry))
             text, _, left = markdown(html, sheets)
-            left = told((wrong, f"# character* not in {encoding}, its encoding, left out")) + left
+            left = loss_lines((wrong, f"# character* not in {encoding}, its encoding, left out")) + left
             named = (entry_of(posixpath.join(posixpath.dirname(entry), unquote(one))) for one in _PICTURE.findall(html))
             shown |= {one for one in named if one}
             losses += [f"chapter {number} ({posixpath.basename(entry)}): {line}" for line in left]
@@ -332,7 +332,7 @@ def book_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
             else:
                 blank += 1
     of = f"# of {len(spine)} chapters"
-    losses += told(
+    losses += loss_lines(
         (missing, f"{of} of the spine are not in the file"), (pictures, f"{of} are pictures without text"),
         (blank, f"{of} have no text"), (len(shown), "# picture* left out"),
     )  # fmt: skip

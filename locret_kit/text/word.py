@@ -15,7 +15,7 @@ import mammoth
 from defusedxml.ElementTree import fromstring
 from mammoth.documents import Image
 
-from .losses import missing, stored, told
+from .losses import loss_lines, missing, stored
 from .numbering import VALUE, Numbering, Styles, W, formed, integer, on, value
 from .web_page import markdown
 
@@ -93,10 +93,10 @@ def word_text(data: bytes, name: str, limit: int, losses: list[str]) -> str:
         else:  # a comment or a note is one thing, and so are whole parts
             things = root if called in ("comment", "note") else [root]
             lost[called] += sum(bool(missing(list(_passages(one)), text)) for one in things)
-    losses += told(*((number, f"# {called}* left out") for called, number in lost.items()))
+    losses += loss_lines(*((number, f"# {called}* left out") for called, number in lost.items()))
     losses += [line for line in lines if "picture" in line]  # what else is lost is counted by Word's parts
     symbols = sum("w:sym" in message.message for message in made.messages) + len(re.findall("[\ue000-\uf8ff]", text))
-    losses += told(
+    losses += loss_lines(
         (hidden, "# hidden passage* left out"), (flat, "# equation* without its form"),
         (symbols, "# symbol* without Unicode left out"),
         (wild, "# automatic number* or equation fields (some in digits) left out"), (files, "# embedded file* left out"),
@@ -134,8 +134,10 @@ def _name(element: Element) -> str:
 
 
 def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
-    """Rearrange a part so that the converter finds all of its text: moved text at its new place, text boxes after
-    their paragraph, equations as LaTeX, breaks as breaks, wrappers replaced by their content, and automatic numbers.
+    """Rearrange a part so that the converter finds all of its text.
+
+    Moved text goes to its new place, text boxes after their paragraph. Equations become LaTeX, breaks stay, wrappers are
+    replaced by their content, and automatic numbers are written out.
 
     Returns:
         the number of hidden passages, which are removed.

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from transformers import PreTrainedTokenizerBase
 
 from ..config.train_options import DataConfig
-from ..naming import blaming, first_line, nearest
+from ..naming import first_line, nearest, prefixed_errors
 from ..samples import SCHEMAS, WHOLE, Sample, encode_chat, is_unknown, overlap, read_records, to_messages
 from ..samples.haystack import TEXTS, load_text, next_start
 from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
@@ -228,7 +228,7 @@ class Synthetic:
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         self.data, self.tokenizer, self.seed = data, tokenizer, seed
         self._named: set[str] = set()
-        with blaming("data.texts", OSError, ValueError):
+        with prefixed_errors("data.texts", OSError, ValueError):
             self.texts = [load_text(source) for source in data.texts]
         """Texts that are trained on."""
         self[0]
@@ -361,7 +361,7 @@ def divided(samples: int, names: Sequence[str], weights: Sequence[float]) -> dic
 
 
 Step = list[list[Sample]]
-"""One process's samples of one optimiser step, in batches of one forward each."""
+"""Samples of one process for one optimiser step, in batches of one forward each."""
 
 
 class Share(IterableDataset):

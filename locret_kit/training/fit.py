@@ -117,7 +117,7 @@ class SaveEvery(Callback):
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps, self.saved, self.ended = folder, steps, 0, False
         self.trained: nn.Module | None = None
-        """In the first process only, once the run has ended."""
+        """Trained heads, in the first process only, once the run has ended."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.saved = trainer.global_step
@@ -147,8 +147,8 @@ class TrainingStopped(KeyboardInterrupt):
 
 
 class StopWhole(Callback):
-    """On Ctrl-C or SIGTERM, finishes the running step and its validation, saves the state and prints the command to
-    resume.
+    """Callback that stops at Ctrl-C or SIGTERM: it finishes the running step and its validation, saves the state and prints
+    the command to resume.
 
     A second signal stops at once; the last checkpoint stays.
     """
@@ -171,7 +171,7 @@ class StopWhole(Callback):
         print(f"\n{signal.Signals(number).name}: stopping after this step", file=sys.stderr, flush=True)
 
     def on_train_batch_start(self, trainer: L.Trainer, *rest: object) -> None:
-        """Between steps, when the last one's validation is done: a run that goes on does not make it again."""
+        """Stop between steps, when the last validation is done, so that a resumed run does not repeat it."""
         if trainer.strategy.reduce_boolean_decision(self.asked, all=False):
             raise KeyboardInterrupt
 

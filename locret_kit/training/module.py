@@ -31,7 +31,7 @@ from ..cis import SmoothL1, cis_loss, cis_target, ranks, top_recall
 from ..config.train_options import TrainConfig
 from ..files import write_json
 from ..heads import HeadsConfig, RetainingHeads
-from ..naming import blaming
+from ..naming import prefixed_errors
 from ..policies.grammar import parse_loss
 from ..samples import Sample
 from . import TRAINING, FrozenTraining, gather, trained_with
@@ -190,7 +190,7 @@ class HeadTraining(FrozenTraining):
 
     def _begin_with(self, source: str) -> None:
         """Copy the weights of other heads of the same backbone, width and unit."""
-        with blaming(f"heads.init={source}", ValueError, OSError):
+        with prefixed_errors(f"heads.init={source}", ValueError, OSError):
             heads = RetainingHeads.from_pretrained(source, backbone=self.cfg.backbone.model)
             heads.check_backbone(self.spec)
         for key, name in (("d_hidden", "heads.d_hidden"), ("target", "target.kind")):
@@ -290,7 +290,7 @@ class HeadTraining(FrozenTraining):
 
 
 class KeepBest(Callback):
-    """After each validation, keeps the heads with the ``keep`` highest recalls in ``folder``, each ready for inference.
+    """Callback that keeps the heads with the ``keep`` highest recalls in ``folder``, each ready for inference.
 
     File names hold all of the state, so a resumed run continues from the folder.
     """

@@ -191,7 +191,7 @@ class ZeroStrategy(ReplicatedStrategy):
 
 
 def own_part(value: Tensor, size: int) -> Tensor:
-    """This process's part ``[size]`` of a tensor of any shape, flattened and divided among the processes; zeros after
+    """Part ``[size]`` of a tensor of any shape for this process: flattened, divided among the processes, and zeros after
     its end."""
     start = dist.get_rank() * size
     part = value.flatten()[start : start + size]

@@ -138,7 +138,7 @@ class BoundedImpl(AttentionImpl):
         self.softmax = LentPages.softmax(scale, logits_soft_cap or None, sinks)
         self.shared = kv_sharing_target_layer_name is not None
         self.number = -1
-        """In ``BackboneSpec.layers``."""
+        """Place of the layer in ``BackboneSpec.layers``."""
 
     def forward(
         self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
@@ -147,7 +147,7 @@ class BoundedImpl(AttentionImpl):
         """Attention of the new tokens, written to ``output``: zeros in a run that measures or warms up.
 
         Args:
-            query: [T, Q, D]. key, value: [T, H, D]. output: as ``query``. kv_cache: the layer's pages.
+            query: [T, Q, D]. key, value: [T, H, D]. output: [T, Q, D]. kv_cache: the layer's pages.
         """
         if attn_metadata is None:  # a run that measures or warms up
             if State.trace is not None:

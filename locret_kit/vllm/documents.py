@@ -2,7 +2,7 @@
 the file, and reads the rest.
 
 The scheduler's side compares tokens, and says which document goes into which page; each worker's side fills the page before the
-forward. A document stands in for a fresh run only where that would have evicted the same so far, as in ``cache.fork``.
+forward. A document stands in for a fresh run only where that would have evicted the same so far, see ``cache.fork``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from ..documents.document import IDS
 from ..engine import BoundedCache, CacheFile, CannotFork
-from ..naming import blaming
+from ..naming import prefixed_errors
 from ..policies.grammar import parts_of
 from .server_settings import ServerSettings
 from .worker import RequestInfo, Worker, server_of, worker_here
@@ -66,7 +66,7 @@ class LibraryDocument:
     ids: list[int]
     """Tokens that were read into it."""
     cache: BoundedCache
-    """As it was before them: without rows."""
+    """Cache before these tokens: without rows."""
 
 
 def info_of(request: Request) -> RequestInfo:
@@ -105,7 +105,7 @@ class DocumentReader:
         file = CacheFile.read(path)
         cache = file.restore(self.model, self.server.heads if file.saved.heads else None, origin=self.origin)  # type: ignore[arg-type]
         ids = file.apart.get(IDS)
-        with blaming(path, ValueError):
+        with prefixed_errors(path, ValueError):
             if ids is None or cache.get_seq_length() > len(ids):
                 raise ValueError("it was saved without its text, so nobody can say which prompts begin with it")
         return cache, ids[: cache.get_seq_length()].tolist()
@@ -145,7 +145,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         """A document of the folder; what its settings have in common with the server's is checked."""
         (cache, ids), policies = self.reader.cache(path), self.reader.server.policies
         name = next((name for name, policy in policies.items() if parts_of(policy) == parts_of(cache.policy)), None)
-        with blaming(path, ValueError):
+        with prefixed_errors(path, ValueError):
             if name is None:
                 raise ValueError(f"policy={cache.policy.name!r} in the file, here {', '.join(policies)}")
             if words := difference(cache, self.worker.text(RequestInfo(len(ids) + 1, {"policy": name}))):

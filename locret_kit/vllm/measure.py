@@ -1,8 +1,8 @@
 """vLLM's layers, measured on the model that it has built: what attention is given in forwards of a few tokens, rotated and
 not rotated. Nothing here depends on the name of an architecture.
 
-vLLM hands its model to none of its parts, so modules are watched while it is built; a rotary embedding leaves queries and keys as
-they are in an engine that asks for a bounded cache.
+vLLM hands its model to none of its parts, so modules are watched while it is built. A rotary embedding leaves queries and keys
+unrotated in an engine that asks for a bounded cache.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class VllmSettings(RunSettings):
     policy: str | None = None
     """Default policy. None takes the one published with the heads, or ``untrained()`` without heads."""
     policies: list[str] = field(default_factory=list)
-    """Others that requests may ask for."""
+    """Policies that requests may ask for, besides the default."""
     documents: str | None = None
     """Folder of ``.locret`` documents. A prompt that starts with one continues it. It needs the connector of ``documents``."""
     plugin: str | None = None
@@ -158,12 +158,12 @@ class Pages:
 
     @classmethod
     def within(cls, each: int, memory: int) -> Pages:
-        """As many pages as fit into ``memory`` bytes."""
+        """Pages that fit into ``memory`` bytes."""
         return cls(each, max(0, memory // each - SPARE))
 
     @property
     def bytes(self) -> int:
-        """Of all pages, vLLM's own among them."""
+        """Bytes of all pages, vLLM's own among them."""
         return (self.requests + SPARE * self.engines) * self.each
 
     def __str__(self) -> str:

@@ -78,7 +78,7 @@ PROCESSOR = "locret_kit.vllm:Requests"
 
 
 class State:
-    """One for a process."""
+    """Worker and settings of this process."""
 
     worker: Worker | None = None
     server: ServerSettings | None = None

@@ -87,7 +87,7 @@ def ours(model: Any, ids: Sequence[int], policy: str, budget: int, heads: Retain
 
 @torch.inference_mode()
 def theirs(model: Any, ids: Sequence[int], press: Any) -> list[Tensor]:
-    """The same of a press, by the keys that it leaves; AdaKVPress leaves all of them and says which it masks."""
+    """Positions that a press keeps in each layer, by the keys that it leaves. AdaKVPress leaves all keys and masks some."""
     kept, compress = [], press.compress
 
     def watched(module: Any, hidden: Tensor, keys: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,10 @@ the lines of scripts/research/logs/tables/llamacpp.csv.
     python scripts/research/compare_llamacpp.py --ckpt checkpoints/smollm2-135m-locret --gguf FILE.gguf [FILE.gguf ...]
 
 llama.cpp is compiled for the processor that runs it (some seven minutes), and has flash attention, with its cache in float16
-and, for short prompts, in 8 bits. All ways read the same tokens, by turns, in one run, one length after another; each says as
-many tokens, greedily, whatever they are. llama.cpp runs in processes of its own. A share of the bandwidth is what one token
-reads (weights as the compiled call holds them, retaining heads, and the rows of the cache), by the rate of tokens, over what
-copying a large tensor moves.
+and, for short prompts, in 8 bits. All ways read the same tokens, by turns, in one run, one length after another; each generates
+as many tokens, greedily, whatever they are. llama.cpp runs in processes of its own. One token reads weights as the compiled
+call holds them, retaining heads, and the rows of the cache. A share of the bandwidth is these bytes by the rate of tokens, over
+the bytes that copying a large tensor moves.
 """
 
 from __future__ import annotations

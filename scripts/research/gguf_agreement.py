@@ -4,8 +4,8 @@ Measure how far retaining heads keep the same slots on a GGUF file as on the flo
 
     python scripts/research/gguf_agreement.py --ckpt checkpoints/smollm2-135m-locret --gguf FILE.gguf
 
-Both models read the same tokens in the same budget. Printed, of each text: the share of kept slots (of all layers that evict and
-all heads) that both keep, and how many tokens of both greedy answers are alike before the first that is not.
+Both models read the same tokens in the same budget. Printed for each text: the share of kept slots (of all layers that evict and
+all heads) that both keep, and the length of the common beginning of both greedy answers.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ docs/results/speed.md.
 
     python scripts/research/gguf_logits.py --model checkpoints/SmolLM2-135M-Instruct --gguf FILE.gguf [FILE.gguf ...]
 
-All read the first tokens of one text, with every token kept. Exact are, in turn, the logits of the float model, and those of the
-file's own numbers, unpacked and multiplied in float32: the first error holds that of the file, the second is the engine's alone.
+All read the first tokens of one text, with every token kept. Exact logits are those of the float model, then those of the
+file's own numbers, unpacked and multiplied in float32. The first error holds that of the file, the second is the engine's alone.
 The kit reads the text as a prompt, and again token by token as it decodes.
 """
 
@@ -52,7 +52,7 @@ def of_prompt(model: torch.nn.Module, ids: list[int]) -> Tensor:
 
 @torch.inference_mode()
 def of_decoding(model: torch.nn.Module, ids: list[int]) -> Tensor:
-    """The same, token by token after the first one."""
+    """Logits of a text, decoded token by token after the first one."""
     with attach(model):
         cache, step = BoundedCache(2 * len(ids), "streaming", prompt_length=1), CpuDriver(model)
         first = model(input_ids=torch.tensor([ids[:1]]), **{CACHE: cache}).logits[0]

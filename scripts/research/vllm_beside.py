@@ -4,8 +4,8 @@
     .venv-vllm/bin/python scripts/research/vllm_beside.py fit             # requests of 32,768 tokens in 400 MiB
     .venv-vllm/bin/python scripts/research/vllm_beside.py serve --locret-serve .venv/bin/locret-serve   # 1 and 8 clients, HTTP
 
-Run it with the environment of ``scripts/test_vllm.sh``. One JSON object a line; each engine has a process of its own, one after
-another, and ``--rounds`` runs the whole so many times.
+Run it with the environment of ``scripts/test_vllm.sh``. One JSON object a line. Each engine has a process of its own, one after
+another; ``--rounds`` repeats the whole.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def server(kind: str, locret_serve: str) -> Iterator[Any]:
                  "--no-enable-prefix-caching", "--kv-cache-memory-bytes", "400M", *vllm],
         "bounded": [*bounded, *settings],
         "locret-serve": [locret_serve, "--ckpt", HEADS, "--model", BACKBONE, "--sessions", "8", "--dtype", "float32",
-                         "--documents", "0", "--beginnings", "0", "--port", str(PORT), *settings],
+                         "--documents", "0", "--shared-prefixes", "0", "--port", str(PORT), *settings],
     }[kind]  # fmt: skip
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -96,7 +96,7 @@ def test_dropped_turns_are_fresh_runs_of_the_templates_prompt(policy, system, tm
     messages, cached = list(system), []
     for again in range(2):  # the second server goes on from files
         store = Store(tmp_path / "sessions", 1 << 30)
-        with server("dropped", policy, store=store, beginnings=0) as (engine, client):
+        with server("dropped", policy, store=store, shared_prefixes=0) as (engine, client):
             for question in QUESTIONS[2 * again : 2 * again + 2]:
                 messages.append({"role": "user", "content": question})
                 ids = template_ids(messages)

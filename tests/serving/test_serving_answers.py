@@ -166,7 +166,7 @@ def test_logprobs_of_completions_and_at_a_stop_text(client):
 
 
 def test_equal_beginnings_are_read_once(monkeypatch):
-    engine, tokenizer = new_engine(sessions=2, beginnings=1), parts("llama")[1]
+    engine, tokenizer = new_engine(sessions=2, shared_prefixes=1), parts("llama")[1]
     start, read = random_ids(200, 1), []
     forward = loop.logits_after
     prompts = [start + random_ids(length, length) for length in (3, 30, 150)]
@@ -251,7 +251,9 @@ def test_saved_caches_that_do_not_fit_are_refused_with_their_sentence(url, tmp_p
 def test_the_plan_says_the_bytes_that_are_allocated():
     model, tokenizer, heads = parts("llama")
     model, heads = type(model)(model.config).float(), type(heads)(heads.config).float()
-    engine = EngineThread(model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, piece=64, beginnings=2)
+    engine = EngineThread(
+        model, tokenizer, SETTINGS, parse_policy("locret"), heads, sessions=3, piece=64, shared_prefixes=2
+    )
     for number in range(3):
         ids = random_ids(150, number)
         ask(engine, "anna", ids, shared_tokens=100 if number < 2 else 0)

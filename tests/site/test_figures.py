@@ -59,9 +59,14 @@ def card(model: str) -> str:
     return f"{float([row['value'] for row in found if row['measurement'] == 'prefill against full attention'][-1]):.3g}"
 
 
+def printed(name: str, first: str, column: int) -> str:
+    """A cell of a table that a script printed: of the line that begins so."""
+    (row,) = (row for row in PICTURE.table(ROOT, name) if next(iter(row.values())) == first)
+    return [*row.values()][column]
+
+
 def clients(measure: str, column: int = 1) -> float:
-    (row,) = (row for row in PICTURE.table(ROOT, "clients") if row[""] == measure)
-    return float([*row.values()][column])
+    return float(printed("clients", measure, column))
 
 
 def cache_mib(length: int, budget: int) -> str:
@@ -114,6 +119,14 @@ FIGURES: dict[str, dict[str, Callable[[], str]]] = {
         "wait [{} seconds]": lambda: f"{clients('seconds to the first token (median)'):.0f}",
         "[{} above the plan]": lambda: f"{clients('largest memory, MiB') / clients('memory planned, MiB') - 1:.0%}",
         "get [{} times]": lambda: f"{clients('new tokens per second', 4) / clients('new tokens per second', 3):.1f}",
+        "takes [{}](speed.md#cost)": lambda: printed("cost", "a pass key in 131,070 tokens, 512 slots", 1),
+        "and {} for the process": lambda: printed("cost", "a pass key in 131,070 tokens, 512 slots", 2),
+        "holds [{} requests]": lambda: printed("fit", "requests of 32,768 tokens in 400 MiB", 3),
+        "of 20 keys in 128K tokens [{}]": lambda: printed("twenty", "128K", 3).removesuffix(" of 20"),
+        "they answer [{}]": lambda: printed("vectors", "1K", 3),
+        "after 12 turns [{} of 20]": lambda: printed("turns", "12", 2),
+        "answered, {} after one": lambda: printed("turns", "1", 2),
+        "with full attention {} |": lambda: printed("turns", "12", 3),
         "BM25 answers [{}]": lambda: right("R.PassKey", "unseen", 16384, 1024, "bm25"),
         "in 16K tokens, `lookahead-locret` {}": lambda: right("R.PassKey", "unseen", 16384, 1024, "lookahead-locret"),
         "chooses [{}]": lambda: percent(*NEXT, "streaming"),

@@ -56,7 +56,9 @@ def attend_and_count(
     by_head: bool = False,
     rotation: ChunkRotation | None = None,
 ) -> tuple[Tensor, list[ColumnStats]]:
-    """As the definition, ``attend_and_count``, of queries and keys before RoPE where there is a ``rotation``.
+    """Attention output ``[B, Q, T, D]`` and column statistics by compiled calls.
+
+    With a ``rotation`` queries and keys come before RoPE.
 
     Args:
         want: some of ``STATISTICS`` of this package.

@@ -1,7 +1,7 @@
 """Attention forward with its log-sum-exp as a Triton kernel; ``__init__.py`` defines it.
 
-A program owns a block of queries of one head and walks over the rows they see, keeping maximum, sum and output: first over
-the blocks of rows that all of them see, without a mask, then over the others. Few queries are spread over the card by splitting
+A program owns a block of queries of one head and walks over the rows they see, keeping maximum, sum and output. It begins with
+the blocks of rows that all of them see, without a mask. Few queries are spread over the card by splitting
 the rows, whose parts are merged in a fixed order.
 
 Triton lays the warps of two products in a row along the queries only where the first tile is at least as long as the second is

@@ -137,7 +137,7 @@ def column_max(
 
     Args:
         q_BQTD: queries and keys after RoPE; slot ``s`` is at position ``s``.
-        cap, sinks_Q: as of ``attend.attend_and_count``.
+        cap, sinks_Q: see ``attend.attend_and_count``.
 
     Raises:
         ValueError: no query.

@@ -94,19 +94,19 @@ class Struct:
         """Write the addresses of tensors into the fields of their names; who calls keeps the tensors alive.
 
         Args:
-            dtype: of ``Weights``; that of ``Sums`` follows from it. strided: as of ``address``.
+            dtype: of ``Weights``; that of ``Sums`` follows from it. strided: see ``address``.
 
         Raises:
-            TypeError: as of ``address``.
+            TypeError: a tensor that ``address`` refuses.
         """
         for name, x in tensors.items():
             at[name] = address(x, self._pointed(name, dtype), name, strided=strided)
 
     def of(self, dtype: torch.dtype | None = None, **values: object) -> np.ndarray:
-        """One struct, with a tensor, None or an address for each pointer.
+        """Struct with a tensor, None or an address for each pointer.
 
         Raises:
-            TypeError: as of ``address``; fields that are missing or unknown.
+            TypeError: a tensor that ``address`` refuses; fields that are missing or unknown.
         """
         if values.keys() != self.points.keys():
             raise TypeError(f"fields that are missing or unknown: {sorted(values.keys() ^ self.points.keys())}")
@@ -172,8 +172,8 @@ def made(folder: Path) -> None:
         folder: an absolute path without links above its last part.
 
     Raises:
-        OSError: it cannot be made, or somebody else than this user and root can put files there: it is a link or another's,
-            others may write there, or to a folder above it that is not sticky.
+        OSError: it cannot be made, or users besides this one and root can put files there. Then it is a link, belongs to
+            another, or others may write there or to a folder above it that is not sticky.
     """
     for path in (*reversed(folder.parents), folder):
         if not os.path.lexists(path):

@@ -48,7 +48,7 @@ def format_at(form: str) -> np.ndarray:
     """A format of few bits as the step finds it, with its compiled calls.
 
     Raises:
-        cpp.Unavailable: as ``load``.
+        cpp.Unavailable: it does not compile or run here.
     """
     size, library = format_of(form), product.load(form)
     rows, unpack = (ctypes.cast(call, ctypes.c_void_p).value for call in (library.locret_rows, library.locret_unpack))

@@ -26,7 +26,7 @@ def load() -> cpp.Library:
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As the definition, ``rms_norm``."""
+    """Normed sum and the sum of ``x`` and ``residual``, in their shape, by one compiled call."""
     check_norm(x, weight_C, residual)
     others = (weight_C,) if residual is None else (weight_C, residual)
     if x.dtype not in cpp.DTYPES or any(other.dtype != x.dtype for other in others):

@@ -40,7 +40,7 @@ class Spans(NamedTuple):
     lengths_BH: Tensor
     """Integer: number of rows of each head; the output of a head without rows is 0."""
     longest: int
-    """At least the longest length. A host integer, so that nothing waits for the device."""
+    """Bound of the lengths, as a host integer, so that nothing waits for the device."""
 
 
 class Rotation(NamedTuple):
@@ -135,7 +135,7 @@ class PackedRows(NamedTuple):
     """float16 ``[N, groups of channels]``, as the zero point."""
     value_zero_NC: Tensor
     tail_keys_PRD: Tensor
-    """In the queries' type, as the values; the oldest row of the tail first."""
+    """Keys of the tail, in the queries' type like its values; the oldest row first."""
     tail_values_PRD: Tensor
     tail_BH: Tensor
     """Integer: rows of each head that are in its tail, at most its rows and ``R``."""

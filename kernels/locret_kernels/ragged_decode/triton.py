@@ -42,7 +42,7 @@ def _angles(cos, sin, rows, keep, HALF: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _turn(low, high, c, s):
-    """Both halves of rows, turned."""
+    """Low and high halves of rows, turned by an angle."""
     return low * c - high * s, high * c + low * s
 
 
@@ -300,7 +300,7 @@ def packed_decode(
 
 @cache
 def _arrived(heads: int, device: torch.device) -> Tensor:
-    """Arrived programs of each head ``[heads]`` (int32): 0 between launches, of which one runs at a time on a device. Never
+    """Arrived programs of each head ``[heads]`` (int32): 0 between launches. One launch at a time runs on a device. Never
     freed, since CUDA graphs hold the address."""
     with torch.inference_mode(False):
         return torch.zeros(heads, dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
 """Rotary position embedding as one Triton kernel; ``__init__.py`` defines it.
 
-Rows are read once and written once, with float32 arithmetic between, and of each table one half, which the other one is like.
-torch's own operators pass over them five times, and each chunk rotates every row of the cache.
+Rows are read once and written once, with float32 arithmetic between. One half of each table is read, since both are alike.
+torch's own operators pass over the rows five times, and each chunk rotates every row of the cache.
 """
 
 from __future__ import annotations

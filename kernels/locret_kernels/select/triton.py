@@ -1,8 +1,8 @@
 """Selection of rows as one Triton kernel; ``__init__.py`` defines it.
 
-A score becomes an integer of the same order, and the smallest integer that stays is found from the top, two bits at a time: each
-digit is three counts over the head's rows, which lie in a card's nearest memory. The result is exact and the same in every run:
-nothing is added in floating point, and there are no atomics.
+A score becomes an integer of the same order, and the smallest integer that stays is found from the top, two bits at a time.
+Each digit is three counts over the head's rows, which lie in a card's nearest memory. The result is exact and the same in
+every run: nothing is added in floating point, and there are no atomics.
 """
 
 from __future__ import annotations

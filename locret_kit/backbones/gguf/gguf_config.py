@@ -75,14 +75,14 @@ class ModelFields:
         return float(np.format_float_positional(np.float32(value))) if isinstance(value, float) else value
 
     def size(self, name: str, default: object = None, *, min_size: int = 1, max_size: int = MAX_SIZE) -> int:
-        """A whole number within bounds. Raises ValueError as ``get``, and for another."""
+        """A whole number within bounds. Raises ValueError where it is missing, differs between layers, or is another."""
         value = self.get(name, default)
         if type(value) is not int or not min_size <= value <= max_size:
             raise ValueError(f"{name}={value!r:.60} must be a whole number from {min_size} to {max_size}")
         return value
 
     def real(self, name: str, default: object = None) -> float:
-        """A finite number above 0. Raises ValueError as ``get``, and for another."""
+        """A finite number above 0. Raises ValueError where it is missing, differs between layers, or is another."""
         value = self.get(name, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r:.60} must be a finite number above 0")

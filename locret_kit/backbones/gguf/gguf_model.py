@@ -196,7 +196,7 @@ def model_of(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
 
 
 def plain_model(file: GgufFile, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model in bfloat16 with every matrix in plain numbers, for a folder of its own. Raises ValueError as ``model_of``."""
+    """The model in bfloat16 with every matrix in plain numbers, for a folder of its own. Raises ValueError at an unfit tensor."""
     packed = model_of(file, config, torch.bfloat16)
     forms = {f"{path}.weight": str(module.form) for path, module in packed.named_modules() if hasattr(module, "form")}
     state = packed.state_dict()

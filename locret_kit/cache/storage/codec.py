@@ -126,7 +126,7 @@ class Codec(ABC):
     key_size: int
     value_size: int
     dtype: torch.dtype
-    """Of keys and values as they come and are read."""
+    """Type of keys and values when they come and are read."""
 
     def measure(self, layout: Layout, key_size: int, value_size: int, dtype: torch.dtype) -> None:
         """Take the layout, sizes and dtype. Allocates nothing. Raises ValueError for a size that does not fit."""

@@ -131,7 +131,7 @@ class Layout(ABC):
 
         Args:
             chosen: slots ``[layers, H, S]`` that stay (bool), or where heads are of one length their index ``[layers, H, mean]``.
-            buffers: of each layer that lies so, this one first. addresses: as of ``compact_rows``.
+            buffers: tensors of each layer that is stored like this, this one first. addresses: see ``compact_rows``.
         """
 
     # ---- taken out and put back ------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def _true(device: torch.device) -> Tensor:
 
 
 class EqualRows(Layout):
-    """As many rows in every head: buffers ``[H, capacity, ...]``, each head's rows at the front."""
+    """Layout with as many rows in every head: buffers ``[H, capacity, ...]``, each head's rows at the front."""
 
     ragged = False
 

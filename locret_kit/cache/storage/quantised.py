@@ -1,18 +1,18 @@
 """Keys and values of rows in 4 or 2 bits: keys by channel, values by token, the newest rows as they came.
 
 Source: KIVI, arXiv 2402.02750. A value row has its own steps and zero points, one for every ``VALUE_GROUP`` channels, and is
-quantised once; not as it came but rotated by a Hadamard matrix (QuaRot, arXiv 2404.00456), so that one large channel does not
+quantised once. It is rotated by a Hadamard matrix before (QuaRot, arXiv 2404.00456), so that one large channel does not
 coarsen the steps of its group. Keys are quantised by channel over a group of up to ``group`` rows. KIVI's groups are
-consecutive tokens; an eviction leaves gaps in them, so here a row carries the number of its group, and the steps and zero
-points of all groups (one of each a channel) stand in a table of fixed size (see ``groups``). Since any row may be in any group,
-rows that are quantised together are grouped with rows like them, which makes the steps smaller, and the few that are like
-none go in pairs, which keep them whole. A group that has lost all of its rows is free. Where too few are free for the rows
-that are to be quantised, the sparsest groups are quantised again together with them: as few groups as make room, so full ones
-never are, and what one eviction requantises is in proportion to what entered since the last.
+consecutive tokens, but an eviction leaves gaps in them. So here a row carries the number of its group, and the steps and zero
+points of all groups (one of each a channel) stand in a table of fixed size (see ``groups``). Any row may be in any group.
+Rows that are quantised together are grouped with rows like them, which makes the steps smaller. The few that are like
+none go in pairs, which keep them whole. A group that has lost all of its rows is free. Where too few are free for the new
+rows, the sparsest groups are quantised again together with them. These are as few groups as make room, so full ones
+never are. What one eviction requantises is in proportion to what entered since the last.
 
 A row's key is read back within half a step of its group, and every merge of its group with others adds at most half a step
-of the new group. A number of a rotated value row is read back within half a step; rotating back leaves the length of the row's
-error as it is, at most the root of the sum of its squared half steps. A step is at most
+of the new group. A number of a rotated value row is read back within half a step. Rotating back leaves the length of the row's
+error unchanged, at most the root of the sum of its squared half steps. A step is at most
 ``(range + |min| / 500) / (2^bits - 1)`` of the numbers in the group, but for 0.2%.
 
 A chunk that is read in one piece is attended to and evicted from before its survivors are quantised. Where it is read in
@@ -498,8 +498,8 @@ def describe(at: np.ndarray, codec: GroupedBits, keys_HRD: Tensor, values_HRD: T
 
 
 class CompiledBits(GroupedBits):
-    """Rows as in ``GroupedBits``, up to the order of sums. Rounding can decide which rows are most alike,
-    so they may share other groups."""
+    """``GroupedBits`` by compiled calls, equal up to the order of sums. Rounding can decide which rows are most alike, so rows
+    may share other groups."""
 
     def read_all(self, *, values: bool = True) -> None:
         # Open rows can lack their values alone (`overflow`), which the plain form then reads.

@@ -72,7 +72,7 @@ class BoundedLayer(CacheLayerMixin):
 
     is_sliding = False
     backend = "reference"
-    """Of ``locret_kernels``, which moves the rows."""
+    """Backend of ``locret_kernels`` that moves the rows."""
     grows = False
     """Whether rows that no window ends are all kept, in buffers that grow."""
     positions: Tensor

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 RANDOM_HEADS = "random-heads"
 """The policy `locret` with untrained heads."""
 UNTRAINED = "untrained"
-"""Its heads, as rows name them."""
+"""Name of untrained heads in rows."""
 ORACLES = {"kvzip": False, "kvzip(joint=true)": True}
 """Unbounded oracles, see `oracle`: whether heads and layers share the slots among them."""
 
@@ -147,8 +147,8 @@ def is_oracle(policy: str) -> bool:
 
 
 def check_policies(policies: list[str], kv_bits: int | str | None) -> None:
-    """Before a backbone is loaded: raise ValueError at an unknown policy, or at one whose slots cannot be stored in
-    ``kv_bits`` bits."""
+    """Raise ValueError at an unknown policy, or at one whose slots cannot be stored in ``kv_bits`` bits. It needs no
+    backbone."""
     from ...engine import BoundedCache
     from ...policies.grammar import parse_policy
 
@@ -213,7 +213,7 @@ class Row(RunSettings):
     budget: int | float
     """Slots kept per key/value head and layer, or the share of the prompt (a fraction) that was asked for; 0 for `full`."""
     policy: str
-    """As given on the command line, such as 'locret' or 'streaming(sinks=8)'; 'random-heads' is untrained locret."""
+    """Policy as given on the command line, such as 'locret' or 'streaming(sinks=8)'; 'random-heads' is untrained locret."""
     heads: str
     """The heads' checkpoint by its folder's name; 'untrained'; '-' for policies without heads."""
     sample: int

@@ -2,7 +2,7 @@
 
 Distance from full attention needs no labels: likelihood and agreement under eviction are measured here. Distances of texts are in
 `metrics.distance`; the runner makes full attention's output their reference (RoCo, section 5). Two greedy answers that differ in
-one token may have nothing in common after it, so such distances need many examples; agreement asks for every token of the
+one token may have nothing in common after it, so such distances need many examples. Agreement asks for every token of the
 reference after the reference's own tokens, and needs few.
 
 What prompts have in common at their beginning, a document, is read once for all of them, one after the other. Its cache is forked

@@ -169,7 +169,7 @@ def left(run: Run) -> tuple[int, int]:
 
 
 def own_part(run: Run, number: int, prompts: int) -> slice:
-    """This process's slice of a batch. The remainder goes to a different process in each batch."""
+    """Slice of a batch for this process. The remainder goes to a different process in each batch."""
     # The parts turn with the batch: otherwise the last process would get the remainder of every batch.
     turn = (run.rank - number - 1) % run.world_size
     return slice(turn * prompts // run.world_size, (turn + 1) * prompts // run.world_size)

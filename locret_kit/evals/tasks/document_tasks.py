@@ -1,13 +1,15 @@
 """Tasks with their own documents: one YAML table per benchmark, one entry per task.
 
 The files come from local folders (``data=``) or from the Hub. An entry has these fields besides those of `Task`:
-``file`` (its name without ending, by default the task's name), ``hub`` (arguments of `datasets.load_dataset`),
-``prompt`` (a format string over the record's fields), ``prefix`` (the answer's first words), ``answer`` (a field, or
-'option': text and letter of one of the record's ``options``), ``each`` (lists of the record that are iterated
-together), ``extract`` (fields made from others by a pattern), ``words`` (the field to count words in, as ``{words}``),
-``extra`` (fields or plain values for the metric), ``truncate`` ('middle' of the prompt, the document's 'end' or
-'start', or 'never'), ``document`` (the field to cut), ``shots`` and ``shot`` (few-shot examples from the training
-split), ``leave_out`` (field values of records to skip).
+
+- ``file``: its name without ending, by default the task's name. ``hub``: arguments of `datasets.load_dataset`.
+- ``prompt``: a format string over the record's fields. ``prefix``: the answer's first words.
+- ``answer``: a field, or 'option': text and letter of one of the record's ``options``.
+- ``each``: lists of the record that are iterated together. ``extract``: fields made from others by a pattern.
+- ``words``: the field to count words in, as ``{words}``. ``extra``: fields or plain values for the metric.
+- ``truncate``: 'middle' of the prompt, the document's 'end' or 'start', or 'never'. ``document``: the field to cut.
+- ``shots`` and ``shot``: few-shot examples from the training split.
+- ``leave_out``: field values of records to skip.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from ...naming import blaming, first_line
+from ...naming import first_line, prefixed_errors
 from ...samples import SUFFIXES, read_records, to_messages
 from ...text.untrusted import Span, encode
 from ..metrics import Answer, Extra, get_metric
@@ -137,8 +139,8 @@ def _records(entry: TaskEntry, data: Sequence[str], split: str | None = None) ->
 
 
 def _find_files(entry: TaskEntry, folder: Path, split: str | None) -> list[Path]:
-    """The task's own ``file.jsonl`` (.json, .parquet) anywhere below the folder; or, in a folder by that name, the split's
-    file or its shards in order, first where the data set's version (the Hub's ``name``) has a folder.
+    """Files of a task below a folder: its own ``file.jsonl`` (.json, .parquet) anywhere below it, or the split's file or shards,
+    in order, in a folder by that name. There the folder of the data set's version (the Hub's ``name``) comes first.
 
     Raises:
         FileNotFoundError: no such folder.
@@ -317,7 +319,7 @@ def records_task(path: str, samples: int, metric: str = "contains") -> Task:
             needs more than accepted answers.
     """
     score = get_metric(metric)
-    with blaming(f"metric={metric} needs more than a list of accepted answers", KeyError, ValueError):
+    with prefixed_errors(f"metric={metric} needs more than a list of accepted answers", KeyError, ValueError):
         if next(iter(score("1", ["1"], {}).values())) < 0.99:
             raise ValueError("an answer that is in it is wrong")
     if not Path(path).is_file():
@@ -331,7 +333,7 @@ def _questions(path: str) -> Iterator[dict[str, object]]:
     for number, record in enumerate(read_records(path)):
         asked = record.get("instructions")
         for index in range(len(asked) if isinstance(asked, list) and asked else 1):
-            with blaming(f"{path}: record {number}", ValueError):
+            with prefixed_errors(f"{path}: record {number}", ValueError):
                 *before, last = to_messages(record, index=index)
             several = record.get("answers")
             accepted = several if isinstance(several, list) and several else [last["content"]]

@@ -2,8 +2,8 @@
 Math.Find, likewise.
 
 Source: github.com/NVIDIA/RULER, scripts/data/synthetic (construction and prompts), scripts/eval (scoring). Differences:
-real text is what ``haystacks`` names instead of the essays; words come from `words` instead of the package wonderwords;
-a single needle has a given depth; the example in front of variable tracking has five lines of noise. And
+real text comes from ``haystacks`` instead of the essays, and words from `words` instead of the package wonderwords. A
+single needle has a given depth. The example in front of variable tracking has five lines of noise. And
 github.com/OpenBMB/InfiniteBench, data/construct_synthetic_dataset.py and src/prompt.py (those for open models).
 """
 

@@ -87,10 +87,10 @@ class Example:
 class Task:
     """A numbered family of examples.
 
-    Kinds: 'answer' generates and scores against the reference; 'fidelity' generates and scores against what full
-    attention generates; 'agreement' is given what full attention generates, token by token, and counts the tokens that
-    it would have chosen too; 'nll' measures the likelihood of a continuation while decoding, 'nll_prefill' that of the
-    prompt's second half while it is read.
+    Kind 'answer' generates and scores against the reference, 'fidelity' against full attention's answer. Kind
+    'agreement' is given full attention's answer, token by token, and counts the tokens that it would have chosen too.
+    Kind 'nll' measures the likelihood of a continuation while decoding, 'nll_prefill' that of the prompt's second half
+    while it is read.
     """
 
     name: str
@@ -141,8 +141,10 @@ def count_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, special: bool) ->
 
 
 def spread_depth(sample: int) -> float:
-    """A depth in (0, 1) for each number: halves, quarters, eighths, ... so that any first few are spread evenly, and a
-    depth does not depend on how many there will be (van der Corput's sequence)."""
+    """A depth in (0, 1) for each number: halves, quarters, eighths, ... (van der Corput's sequence).
+
+    Any first few are spread evenly, and a depth does not depend on how many there will be.
+    """
     depth, step, n = 0.0, 0.5, sample + 1
     while n:
         depth, step, n = depth + step * (n & 1), step / 2, n >> 1

@@ -33,9 +33,9 @@ class Representatives(Selection):
 
     Score and scopes share the rest of the budget, B_important; a window given as a fraction is a fraction of that. A
     token's vector has one bit per query head of the layer: would score and scopes keep it, with B_important slots,
-    in that query head alone? (A head that does not hold the token has evicted it.) A head's evicted tokens are
+    in that query head alone? A head that does not hold the token has evicted it. A head's evicted tokens are
     ordered by the Hamming distance of their vectors to an anchor (ties by position) and cut into equal groups, one
-    per representative; one token of each group stays. With chunks or pages, scores are summed over the unit, and its
+    per representative. One token of each group stays. With chunks or pages, scores are summed over the unit, and its
     vector is that of its tokens together. Representatives are whole units, and units stay or go as a whole except
     the last one of B_important.
 

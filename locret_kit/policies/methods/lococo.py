@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from ...backbones.spec import BackboneSpec
 from ...files import CONFIG, WEIGHTS, read_folder, read_folder_config, write_folder
-from ...naming import blaming
+from ...naming import prefixed_errors
 from ...settings import made
 from ..base import Folded, Merge, Odd, Part, Positive, Score, Slots, rank_of
 from ..registry import part
@@ -133,7 +133,7 @@ def read_pool_config(folder: str | Path) -> PoolConfig:
     version = raw.pop("format", None)
     if version != FORMAT:
         raise ValueError(f"{folder / CONFIG} says format={version!r}, a pool says {FORMAT!r}")
-    with blaming(str(folder / CONFIG), ValueError):
+    with prefixed_errors(str(folder / CONFIG), ValueError):
         return made(PoolConfig, raw, "field")
 
 

@@ -202,8 +202,8 @@ class Passages(Reread):
 
 @part("prefill_mask", "sliding")
 class Sliding(PrefillMask):
-    """After the first eviction, a token sees the first ``sinks`` slots of its head, the ``newest`` slots kept at the
-    last eviction, and all tokens read since. The other slots wait for the question.
+    """Mask of tokens after the first eviction: a token sees the first ``sinks`` slots of its head, the ``newest`` slots kept
+    at the last eviction, and all tokens read since. The other slots wait for the question.
 
     Backbones are not trained on contexts with gaps. New tokens read in one get worse keys and values, which shows
     when the question needs them. Source: sinks and a window are StreamingLLM's, arXiv 2309.17453. Keeping slots that

@@ -33,7 +33,7 @@ class Pattern(NamedTuple):
     """Pattern of one head."""
 
     kind: str
-    """One of ``KINDS``."""
+    """Name of the pattern, in ``KINDS``."""
     vertical: int
     """Columns; for ``stream_llm`` the first tokens."""
     slash: int

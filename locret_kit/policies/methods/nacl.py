@@ -86,7 +86,7 @@ class Proxies(Scope):
 
     tokens: PositiveSize = 0.1
     most: Size = 1.0
-    """At most this number of slots, or this fraction of what score and scopes have of the budget."""
+    """Largest number of protected slots, or their largest fraction of the budget of score and scopes."""
 
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
         return min(proxy_count(self.tokens, chunk), wanted_count(self.most, budget))

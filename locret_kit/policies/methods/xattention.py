@@ -42,11 +42,11 @@ def fewest_blocks(score_BQNU: Tensor, always_NU: Tensor, threshold: float) -> Te
 @part("sparse", "antidiagonal")
 class Antidiagonal(Sparse):
     """Blocks of ``block`` queries and keys, scored by their antidiagonals: every ``stride``-th key is paired with every
-    ``stride``-th query counted from the other end, so a square of ``stride`` tokens has each of its rows and columns in one sum.
+    ``stride``-th query counted from the other end. So a square of ``stride`` tokens has each of its rows and columns in one sum.
     A block of queries attends to the fewest blocks that hold ``threshold`` of its softmax, and to the first one and its own.
 
-    Each chunk of a prompt chooses for its own queries, as the paper does for all of them at once: blocks of queries begin with
-    their chunk, blocks of keys with the rows, so that one block of queries may have two of keys for its own. A block with fewer
+    Each chunk of a prompt chooses for its own queries, where the paper chooses for all at once. Blocks of queries begin with
+    their chunk, blocks of keys with the rows. So one block of queries may have two of keys for its own. A block with fewer
     queries than a stride attends to everything. The paper's thresholds for each head by dynamic programming are not here.
     Source: XAttention, arXiv 2503.16428, algorithm 1 (the first block and the diagonal: its code).
     """

@@ -1,4 +1,4 @@
-"""Who makes the next token of a text: chosen once for a cache, by what its settings and the device allow."""
+"""Drivers, which compute the next token of a text: one is chosen once for a cache, by its settings and the device."""
 
 from __future__ import annotations
 

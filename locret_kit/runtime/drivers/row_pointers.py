@@ -84,8 +84,9 @@ class RowPointers:
     """A text's rows as the call reads them, until its next boundary.
 
     Attributes:
-        left: tokens until a boundary, where rows are evicted or a group is quantised. due: tokens of the text when rows may
-            be evicted. seen, context: of the cache; a difference shows another writer or another text.
+        left: tokens until a boundary, where rows are evicted or a group is quantised.
+        due: tokens of the text when rows may be evicted.
+        seen, context: those of the cache; a difference shows another writer or another text.
     """
 
     rows: np.ndarray
