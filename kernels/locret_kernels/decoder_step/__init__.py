@@ -1,5 +1,5 @@
-"""One decoded token of each of several texts through a whole decoder, in one call on a CPU (``cpu.cpp``). The operation has no
-form for other devices: the decoder's own forward is its definition.
+"""One decoded token of each of several texts through a whole decoder, in one call on a CPU (``cpu.cpp``), of which the decoder's
+own forward is the definition. On a card a layer is a few launches, and the products among them are ``row_products``.
 
 A decoded token reads every weight once and computes little, so its time is that of memory, unless hundreds of small operations
 come between. Here a few threads stay in one function from the words to the logits, and read weights once for all texts.
@@ -8,17 +8,73 @@ come between. Here a few threads stay in one function from the words to the logi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import cpp
+from ..fused import rms_norm, swiglu
 from ..product import cpu as product
 from ..product import format_of
+
+__all__ = ["row_products"]
+
+
+# ---- a token's products with what stands around them ----
+
+
+class Stage(NamedTuple):
+    """Products of one vector ``[K]``, or of what a norm makes of it, and what is done with them."""
+
+    weights: tuple[Tensor, ...]
+    """Up to four matrices ``[N, K]``."""
+    biases: tuple[Tensor | None, ...]
+    """One each, or none at all."""
+    norm: Tensor | None = None
+    """Weight ``[K]`` of the norm before the products."""
+    eps: float = 0.0
+    gated: bool = False
+    """Whether the result is ``swiglu`` of two products of a normed vector."""
+
+
+def row_products(x_NK: Tensor, stage: Stage, residual: Tensor | None = None) -> list[Tensor]:
+    """Each matrix times the vectors ``x``, or ``swiglu`` of two, plus the residual; in the type of ``x``, rounded where
+    transformers rounds.
+
+    Raises:
+        ValueError: shapes or types that do not fit, or a residual of several products.
+    """
+    return composed(x_NK, stage, residual, rms_norm, swiglu)
+
+
+def composed(
+    x_NK: Tensor, stage: Stage, residual: Tensor | None, norm: Callable[..., Tensor], gate: Callable[..., Tensor]
+) -> list[Tensor]:
+    """``row_products`` by PyTorch's product between launches of the other two."""
+    check_stage(x_NK, stage, residual)
+    x = x_NK if stage.norm is None else norm(x_NK, stage.norm, stage.eps)[0]
+    made = [F.linear(x, weight, bias) for weight, bias in zip(stage.weights, stage.biases, strict=True)]
+    made = [gate(*made)] if stage.gated else made
+    return made if residual is None else [residual + made[0]]
+
+
+def check_stage(x_NK: Tensor, stage: Stage, residual: Tensor | None) -> None:
+    """Raise ValueError unless vectors, matrices and residual fit each other."""
+    (N, K), rows = x_NK.shape, [len(weight) for weight in stage.weights]
+    given = [(n, K) for n in rows] == [tuple(weight.shape) for weight in stage.weights] and 1 <= len(rows) <= 4
+    biased = [x.shape for x in stage.biases if x is not None] in ([], [(n,) for n in rows])
+    gated = not stage.gated or (stage.norm is not None and len(rows) == 2 and rows[0] == rows[1])
+    added = residual is None or (residual.shape == (N, rows[0]) and (len(rows) == 1 or stage.gated))
+    if not (given and biased and gated and added and (stage.norm is None or stage.norm.shape == (K,))):
+        shapes = [None if x is None else tuple(x.shape) for x in (*stage.weights, *stage.biases, stage.norm, residual)]
+        raise ValueError(f"x {tuple(x_NK.shape)} and weights, biases, norm, residual {shapes} do not belong together")
+
 
 LAYOUT = cpp.HEADERS / "layout.h"
 FORMAT, LINEAR, PACKED, ROWS = (cpp.Struct(LAYOUT, name) for name in ("Format", "Linear", "Packed", "Rows"))

@@ -1,0 +1,131 @@
+"""A decoded token's products with what stands around them, in one launch of Triton; ``__init__.py`` defines them.
+
+A program holds a few rows of a matrix and walks over its rows with the stride of the grid. Weights depend on no launch: where a
+card has programmatic dependent launches (PDL) a program asks for its first tile before it waits for the launch before.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import cdiv
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .. import common
+from ..common import check
+from . import Stage, check_stage
+
+TILE = 8192
+"""Numbers of a tile of weights: a thread has 8 loads of 16 bytes under way."""
+WIDEST = 16384
+"""Columns of the widest vector that is normalised, which a program holds as a whole."""
+COLUMNS = 2048
+"""Columns of a tile where it is not."""
+
+
+@triton.jit
+def _among(n, first, second, third, fourth, A, B, C, K, PARTS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Addresses of rows ``n`` of matrices with ``K`` columns one below another; they begin at rows 0, ``A``, ``B`` and ``C``.
+    ``ALIGNED`` says of all what the compiler no longer sees of a choice: they are multiples of 16."""
+    n = n.to(tl.int64)
+    at = first + n * K
+    if PARTS > 1:
+        at = tl.where(n < A, at, second + (n - A) * K)
+    if PARTS > 2:
+        at = tl.where(n < B, at, third + (n - B) * K)
+    if PARTS > 3:
+        at = tl.where(n < C, at, fourth + (n - C) * K)
+    if ALIGNED:
+        at = tl.multiple_of(at, 16)
+    return at
+
+
+@triton.jit
+def _row_products(
+    x, norm, w0, w1, w2, w3, b0, b1, b2, b3, residual, out, A, B, C, N, K, eps, PARTS: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program axis: blocks of rows (BN), every one that is a multiple of the grid further on."""
+    kind = out.dtype.element_ty
+    k = tl.arange(0, BLOCK_K)[None, :]  # [1, BK]
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BN]
+    tile = tl.load(
+        _among(n, w0, w1, w2, w3, A, B, C, K, PARTS, ALIGNED)[:, None] + k, mask=(n < N)[:, None] & (k < K), other=0.0
+    )
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    v = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)  # [1, BK]
+    if NORM:
+        v *= tl.rsqrt(tl.sum(v * v, 1, keep_dims=True) / K + eps)
+        v = v.to(kind).to(tl.float32) * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+        v = v.to(kind).to(tl.float32)
+    for _ in range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N):
+        there = (n < N)[:, None]
+        at = _among(n, w0, w1, w2, w3, A, B, C, K, PARTS, ALIGNED)[:, None] + k  # [BN, BK]
+        total = tile.to(tl.float32) * v
+        other = total
+        if GATED:
+            up = w1 + n.to(tl.int64)[:, None] * K + k
+            other = tl.load(up, mask=there & (k < K), other=0.0).to(tl.float32) * v
+        if not NORM:  # one tile holds all columns of a normalised vector
+            for first in range(BLOCK_K, K, BLOCK_K):
+                u = tl.load(x + first + k, mask=first + k < K, other=0.0).to(tl.float32)
+                total += tl.load(at + first, mask=there & (first + k < K), other=0.0).to(tl.float32) * u
+        row, n = n, n + tl.num_programs(0) * BLOCK_N
+        ahead = _among(n, w0, w1, w2, w3, A, B, C, K, PARTS, ALIGNED)[:, None] + k
+        tile = tl.load(ahead, mask=(n < N)[:, None] & (k < K), other=0.0)
+        y = tl.sum(total, 1)  # [BN, BK] -> [BN]
+        z = tl.sum(other, 1) if GATED else y
+        if BIAS:
+            y += tl.load(_among(row, b0, b1, b2, b3, A, B, C, 1, PARTS, False), mask=row < N, other=0.0).to(tl.float32)
+            if GATED:
+                z += tl.load(b1 + row, mask=row < N, other=0.0).to(tl.float32)
+        if GATED:  # rounded where PyTorch rounds
+            y = y.to(kind).to(tl.float32)
+            y = (y / (1.0 + tl.exp(-y))).to(kind).to(tl.float32) * z.to(kind).to(tl.float32)
+        if ADD:
+            y = y.to(kind).to(tl.float32) + tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
+        tl.store(out + row, y.to(kind), mask=row < N)
+
+
+def has_pdl(device: torch.device) -> bool:
+    """Whether launches on a device may begin before the one before has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _programs(device: torch.device) -> int:
+    """Programs that a device runs at a time, about: of these, four a multiprocessor."""
+    on_card = device.type == "cuda" and torch.cuda.is_available()
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if on_card else common.PROGRAMS
+
+
+def row_products(x_1K: Tensor, stage: Stage, residual: Tensor | None = None, pdl: bool | None = None) -> list[Tensor]:
+    """See the definition, ``row_products``: of one vector. ``pdl``: whether the launch may begin early; by default where the
+    card has it."""
+    check_stage(x_1K, stage, residual)
+    (weights, biases, norm, eps, gated), K = stage, x_1K.shape[1]
+    check(x=x_1K, residual=x_1K if residual is None else residual, **{f"w{i}": w for i, w in enumerate(weights)})
+    if norm is not None and K > WIDEST:
+        raise ValueError(f"x has {K} columns, which must be at most {WIDEST} to be normalised (backend='triton')")
+    sizes = [len(weight) for weight in weights]
+    made, parts = ([sizes[0]], 1) if gated else (sizes, len(sizes))
+    # The first one stands in for those that the kernel does not read, and for rows that end after the last.
+    given, ends = [*map(Tensor.contiguous, weights), *weights[:1] * 3][:4], [sum(sizes[:i]) for i in (1, 2, 3)]
+    added = [x for x in biases if x is not None]
+    out = torch.empty(1, sum(made), dtype=x_1K.dtype, device=x_1K.device)
+    block_k = triton.next_power_of_2(K if norm is not None else min(K, COLUMNS))
+    block_n = max(1, min(16, TILE // block_k))
+    blocks = cdiv(sum(made), block_n)
+    aligned = all(n * x_1K.itemsize % 16 == 0 for n in (K, *map(Tensor.storage_offset, weights)))
+    common.launch(
+        _row_products, (cdiv(blocks, cdiv(blocks, _programs(x_1K.device))),), x_1K, x_1K if norm is None else norm, *given,
+        *[*added, *given][:4], x_1K if residual is None else residual, out, *ends, sum(made), K, float(eps),
+        PARTS=parts, NORM=norm is not None, GATED=gated, BIAS=bool(added), ADD=residual is not None,
+        PDL=has_pdl(x_1K.device) if pdl is None else pdl, ALIGNED=aligned, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=4 if block_k <= 4096 else 8, num_stages=1,
+    )  # fmt: skip
+    return list(out.split(made, 1))

@@ -1,0 +1,84 @@
+"""A token's products with what stands around them: kernel and definition against float64, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import BOTH, KERNELS, TOLERANCE, common, random
+
+from locret_kernels.decoder_step import Stage
+from locret_kernels.decoder_step import triton as module
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+BOUNDS = TOLERANCE | {torch.bfloat16: dict(rtol=2e-2, atol=0.1), torch.float16: dict(rtol=4e-3, atol=6e-3)}
+"""Products are rounded before they are gated or added, and the interpreter cuts bfloat16 off."""
+SHAPES = [(96, (50,)), (200, (33, 7, 7, 5)), (128, (64, 16, 16)), (2100, (9,)), (4200, (3, 2)), (64, (1, 1))]
+"""Columns, and rows of each matrix: neither need be a multiple of a block."""
+
+
+def exact(x: torch.Tensor, stage: Stage, residual: torch.Tensor | None) -> list[torch.Tensor]:
+    """In float64, by sums written out."""
+    x = x.double()
+    if stage.norm is not None:
+        x = x / (x.pow(2).sum(-1, keepdim=True) / x.shape[1] + stage.eps).sqrt() * stage.norm.double()
+    made = [(x[:, None] * weight.double()).sum(-1) for weight in stage.weights]
+    made = [y if b is None else y + b.double() for y, b in zip(made, stage.biases, strict=True)]
+    if stage.gated:
+        made = [made[0] / (1 + (-made[0]).exp()) * made[1]]
+    return made if residual is None else [made[0] + residual.double()]
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("K", "rows"), SHAPES)
+def test_against_float64(functions, dtype, K, rows, monkeypatch):
+    """With and without norm, biases and residual; few programs walk over all rows, or more than there are rows."""
+    x, norm = random(1, K, dtype=dtype), random(K, seed=1, dtype=dtype).abs()
+    weights = [(random(n, K, seed=2 + n) / K**0.5).to(dtype) for n in rows]
+    biases = [random(n, seed=9 + n, dtype=dtype) for n in rows]
+    twice = (*weights[:1], weights[0].flip(0)), (*biases[:1], biases[0].flip(0))
+    alone, none = random(1, rows[0], seed=3, dtype=dtype), (None,) * len(rows)
+    for programs in (3, 512):
+        monkeypatch.setattr(common, "PROGRAMS", programs)
+        for stage, residual in (
+            (Stage((*weights,), none, norm, 1e-5), None), (Stage((*weights,), (*biases,)), None),
+            (Stage((weights[0],), none[:1]), alone), (Stage((weights[0],), (biases[0],), norm, 1e-5), alone),
+            (Stage(twice[0], (None, None), norm, 1e-5, gated=True), None), (Stage(*twice, norm, 1e-5, gated=True), alone),
+        ):  # fmt: skip
+            made, wanted = functions["row_products"](x, stage, residual), exact(x, stage, residual)
+            assert len(made) == len(wanted)
+            for mine, theirs in zip(made, wanted, strict=True):
+                assert mine.dtype == dtype
+                torch.testing.assert_close(mine.double(), theirs, **BOUNDS[dtype])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(weights=(torch.ones(4, 9),)), dict(weights=(torch.ones(4, 8),) * 5, biases=(None,) * 5), dict(gated=True),
+        dict(biases=(torch.ones(3),)), dict(norm=torch.ones(9)), dict(weights=(torch.ones(5, 8),)),
+        dict(weights=(torch.ones(4, 8),) * 2, biases=(None,) * 2),
+    ],
+)  # fmt: skip
+def test_what_does_not_belong_together(functions, change):
+    stage = Stage((torch.ones(4, 8),), (None,))._replace(**change)
+    with pytest.raises(ValueError, match=r"x \(1, 8\) and weights, biases, norm, residual .* do not belong together"):
+        functions["row_products"](torch.ones(1, 8), stage, torch.ones(1, 4))
+
+
+def test_a_launch_may_begin_early_where_the_card_has_it(monkeypatch):
+    """Hopper and what came after; the launch then says so to the driver, and to the kernel, which waits."""
+    launched = []
+    kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *args, **rest: launched.append(rest)})()
+    x, stage = torch.ones(1, 8), Stage((torch.ones(4, 8),), (None,))
+    monkeypatch.setattr(module, "_row_products", kernel)
+    for capability, wanted, early in (
+        ((8, 0), None, False),
+        ((9, 0), None, True),
+        ((12, 0), None, True),
+        ((9, 0), False, False),
+    ):
+        monkeypatch.setattr(module, "has_pdl", lambda device, c=capability: c >= (9, 0))
+        KERNELS["row_products"](x, stage, pdl=wanted)
+        assert launched[-1]["PDL"] == early and launched[-1].get("launch_pdl", False) == early
