@@ -25,17 +25,7 @@ from locret_kit.runtime.drivers.dense import APART, DenseStep
 from locret_kit.runtime.drivers.graph import GraphDriver
 
 pytestmark = pytest.mark.usefixtures("on_the_reference")
-TAKEN = [
-    "llama",
-    "llama-mqa",
-    "phi3",
-    "phi3-longrope-window",
-    "qwen2",
-    "qwen3",
-    "mistral-window",
-    "smollm3",
-    "seed_oss",
-]
+TAKEN = "llama llama-mqa phi3 phi3-longrope-window qwen2 qwen3 mistral-window smollm3 internlm3".split()
 
 
 def model_of(family: str, **changes):
