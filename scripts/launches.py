@@ -196,7 +196,7 @@ def record(config: PretrainedConfig, setting: Setting) -> tuple[list[Launch], li
         decoder = GraphDriver(model, cache)  # not while modules are watched, which then run
         recorder.rows = cache.kept_rows[1]
         recorder.launches.clear()
-        step, watch = decoder.rows, recorder.within_layer
+        step, watch = decoder.dense, recorder.within_layer
         assert step is not None, "the model's matrices are all of it"
         watched = partial(lambda layer, n, *rest: watch(n)(layer)(n, *rest), step.layer)
         with recorder.recording(), mock.patch.object(step, "layer", watched):

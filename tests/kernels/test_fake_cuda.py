@@ -117,7 +117,7 @@ def test_heads_of_different_lengths_are_read_once_an_eviction(policy):
 def test_a_step_of_fixed_shapes_is_fit_for_a_graph(policy, family):
     waits, decoder, cache = read(policy, family, steps=CHUNK + 2)
     assert waits == [] and decoder.reason is None and decoder.cuts_captured
-    assert (decoder.rows is None) == (family == "gemma3_text")
+    assert (decoder.dense is None) == (family == "gemma3_text")
     assert cache.counters.evictions >= 4
 
 

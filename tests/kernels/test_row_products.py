@@ -6,7 +6,7 @@ import pytest
 import torch
 from interpreted import BOTH, KERNELS, TOLERANCE, common, random
 
-from locret_kernels.decoder_step import Stage
+from locret_kernels.decoder_step import RowProducts
 from locret_kernels.decoder_step import triton as module
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -16,7 +16,7 @@ SHAPES = [(96, (50,)), (200, (33, 7, 7, 5)), (128, (64, 16, 16)), (2100, (9,)), 
 """Columns, and rows of each matrix: neither need be a multiple of a block."""
 
 
-def exact(x: torch.Tensor, stage: Stage, residual: torch.Tensor | None) -> list[torch.Tensor]:
+def exact(x: torch.Tensor, stage: RowProducts, residual: torch.Tensor | None) -> list[torch.Tensor]:
     """In float64, by sums written out."""
     x = x.double()
     if stage.norm is not None:
@@ -41,9 +41,10 @@ def test_against_float64(functions, dtype, K, rows, monkeypatch):
     for programs in (3, 512):
         monkeypatch.setattr(common, "PROGRAMS", programs)
         for stage, residual in (
-            (Stage((*weights,), none, norm, 1e-5), None), (Stage((*weights,), (*biases,)), None),
-            (Stage((weights[0],), none[:1]), alone), (Stage((weights[0],), (biases[0],), norm, 1e-5), alone),
-            (Stage(twice[0], (None, None), norm, 1e-5, gated=True), None), (Stage(*twice, norm, 1e-5, gated=True), alone),
+            (RowProducts((*weights,), none, norm, 1e-5), None), (RowProducts((*weights,), (*biases,)), None),
+            (RowProducts((weights[0],), none[:1]), alone), (RowProducts((weights[0],), (biases[0],), norm, 1e-5), alone),
+            (RowProducts(twice[0], (None, None), norm, 1e-5, gated=True), None),
+            (RowProducts(*twice, norm, 1e-5, gated=True), alone),
         ):  # fmt: skip
             made, wanted = functions["row_products"](x, stage, residual), exact(x, stage, residual)
             assert len(made) == len(wanted)
@@ -62,7 +63,7 @@ def test_against_float64(functions, dtype, K, rows, monkeypatch):
     ],
 )  # fmt: skip
 def test_what_does_not_belong_together(functions, change):
-    stage = Stage((torch.ones(4, 8),), (None,))._replace(**change)
+    stage = RowProducts((torch.ones(4, 8),), (None,))._replace(**change)
     with pytest.raises(ValueError, match=r"x \(1, 8\) and weights, biases, norm, residual .* do not belong together"):
         functions["row_products"](torch.ones(1, 8), stage, torch.ones(1, 4))
 
@@ -71,7 +72,7 @@ def test_a_launch_may_begin_early_where_the_card_has_it(monkeypatch):
     """Hopper and what came after; the launch then says so to the driver, and to the kernel, which waits."""
     launched = []
     kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *args, **rest: launched.append(rest)})()
-    x, stage = torch.ones(1, 8), Stage((torch.ones(4, 8),), (None,))
+    x, stage = torch.ones(1, 8), RowProducts((torch.ones(4, 8),), (None,))
     monkeypatch.setattr(module, "_row_products", kernel)
     for capability, wanted, early in (
         ((8, 0), None, False),

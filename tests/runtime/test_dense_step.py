@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from torch import nn
 
 from locret_kernels.cases import packed_matrix
-from locret_kernels.decoder_step import Stage
+from locret_kernels.decoder_step import RowProducts
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
 from locret_kit.backbones.gguf.gguf_model import PackedLinear
 from locret_kit.backbones.spec import spec_of
@@ -25,7 +25,17 @@ from locret_kit.runtime.drivers.dense import APART, DenseStep
 from locret_kit.runtime.drivers.graph import GraphDriver
 
 pytestmark = pytest.mark.usefixtures("on_the_reference")
-TAKEN = "llama llama-mqa phi3 phi3-longrope-window qwen2 qwen3 mistral-window smollm3 internlm3".split()
+TAKEN = [
+    "llama",
+    "llama-mqa",
+    "phi3",
+    "phi3-longrope-window",
+    "qwen2",
+    "qwen3",
+    "mistral-window",
+    "smollm3",
+    "internlm3",
+]
 
 
 def model_of(family: str, **changes):
@@ -43,7 +53,7 @@ def test_families_that_it_takes(family):
     model = model_of(family, tie_word_embeddings=family == "llama").double()
     caches = [BoundedCache(24, "h2o", chunk=5, prompt_length=LENGTH) for _ in range(2)]
     step = same(model, caches, tokens(), TapedDecoder)
-    assert step.rows is not None and step.reason is None and step.replays > 30
+    assert step.dense is not None and step.reason is None and step.replays > 30
 
 
 @pytest.mark.parametrize(
@@ -62,8 +72,8 @@ def test_kernels_and_folded_heads(family, policy):
         folded = fold_heads(model, heads, ctx.description) if policy == "locret" else None
         ctx = replace(ctx, backend=BACKENDS["triton"], folded=folded)
         assert policy != "locret" or (None in folded) == (family == "qwen3"), "norms stand between"
-        step.rows = DenseStep(model, ctx, step.rows.weights)
-        made.append(step.rows)
+        step.dense = DenseStep(model, ctx, step.dense.weights)
+        made.append(step.dense)
         return step
 
     settings = dict(chunk=13, stabilizers=4, local_len=5, prompt_length=LENGTH)
@@ -106,7 +116,7 @@ def test_what_modules_do_that_matrices_do_not(family, change, settings):
         change(model)
     caches = [BoundedCache(24, "h2o", chunk=5, prompt_length=LENGTH) for _ in range(2)]
     step = same(model, caches, tokens(), GraphDriver, tolerance=2e-4, steps=8)
-    assert step.rows is None and step.reason is None
+    assert step.dense is None and step.reason is None
 
 
 def test_the_fastest_form_of_each_shape_runs(monkeypatch):
@@ -149,6 +159,6 @@ def test_a_form_that_does_not_run_is_left_out(monkeypatch, caplog):
     monkeypatch.setattr(dense, "capture", lambda device, others, run: (Graph(run), None))
     monkeypatch.setattr(dense, "quickest", lambda run, device: 8.0 if run() is not None else 0.0)
     monkeypatch.setattr(dense, "function", lambda name, kernels: early if name == "row_products" else None)
-    stages = [Stage((torch.ones(4, 8),), (None,))] * 2
+    stages = [RowProducts((torch.ones(4, 8),), (None,))] * 2
     assert dense.timings(stages, "triton") == {APART: 4.0, "one launch, after the last": 4.0}
     assert "a token's products do not run as one launch: ptxas: no such instruction" in caplog.text

@@ -192,8 +192,8 @@ def test_an_interrupt_between_layers_is_noticed(with_modules, monkeypatch):
     with attach(model), torch.inference_mode():
         prefill(model, tokens(), cache)
         step = GraphDriver(model, cache)
-        assert isinstance(step.rows, DenseStep)
-        step.rows = None if with_modules else step.rows
+        assert isinstance(step.dense, DenseStep)
+        step.dense = None if with_modules else step.dense
         monkeypatch.setattr(bounded, "read_block", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step([cache], [5])
@@ -245,7 +245,7 @@ def test_decode_chooses(monkeypatch):
 
 
 def test_a_capture_that_fails_loses_no_token(monkeypatch, caplog):
-    """The step that could not be captured runs as it is, once, and the reason is there for the next."""
+    """The step that could not be captured runs as it is, once, then over modules; the reason is there for the next."""
 
     def fails(self, form):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
@@ -253,6 +253,7 @@ def test_a_capture_that_fails_loses_no_token(monkeypatch, caplog):
     monkeypatch.setattr(TapedDecoder, "_captured", fails)
     step = same(backbone(), pair("h2o"), tokens(), TapedDecoder, steps=15)
     assert step.reason == "its capture failed: operation not permitted when stream is capturing" and not step.graphs
+    assert step.dense is None and "a token runs through the decoder's modules: its capture failed" in caplog.text
     same(backbone(), pair("h2o"), tokens(), TapedDecoder, steps=5)
     assert caplog.text.count("steps run without CUDA graphs: its capture failed") == 1
     with attach(backbone()), torch.inference_mode():

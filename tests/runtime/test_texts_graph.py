@@ -69,7 +69,7 @@ def test_texts_that_come_and_go(policy, rest, taped):
     (driver,) = taped
     assert (tokens, kept) == wanted[:2]
     assert (
-        driver.rows is not None
+        driver.dense is not None
         and driver.reason is None
         and driver.replays > 30
         and {form.texts for form in driver.graphs} >= {1, 2, 3}

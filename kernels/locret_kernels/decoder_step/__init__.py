@@ -29,7 +29,7 @@ __all__ = ["row_products"]
 # ---- a token's products with what stands around them ----
 
 
-class Stage(NamedTuple):
+class RowProducts(NamedTuple):
     """Products of one vector ``[K]``, or of what a norm makes of it, and what is done with them."""
 
     weights: tuple[Tensor, ...]
@@ -43,7 +43,7 @@ class Stage(NamedTuple):
     """Whether the result is ``swiglu`` of two products of a normed vector."""
 
 
-def row_products(x_NK: Tensor, stage: Stage, residual: Tensor | None = None) -> list[Tensor]:
+def row_products(x_NK: Tensor, stage: RowProducts, residual: Tensor | None = None) -> list[Tensor]:
     """Each matrix times the vectors ``x``, or ``swiglu`` of two, plus the residual; in the type of ``x``, rounded where
     transformers rounds.
 
@@ -54,7 +54,7 @@ def row_products(x_NK: Tensor, stage: Stage, residual: Tensor | None = None) -> 
 
 
 def composed(
-    x_NK: Tensor, stage: Stage, residual: Tensor | None, norm: Callable[..., Tensor], gate: Callable[..., Tensor]
+    x_NK: Tensor, stage: RowProducts, residual: Tensor | None, norm: Callable[..., Tensor], gate: Callable[..., Tensor]
 ) -> list[Tensor]:
     """``row_products`` by PyTorch's product between launches of the other two."""
     check_stage(x_NK, stage, residual)
@@ -64,7 +64,7 @@ def composed(
     return made if residual is None else [residual + made[0]]
 
 
-def check_stage(x_NK: Tensor, stage: Stage, residual: Tensor | None) -> None:
+def check_stage(x_NK: Tensor, stage: RowProducts, residual: Tensor | None) -> None:
     """Raise ValueError unless vectors, matrices and residual fit each other."""
     (N, K), rows = x_NK.shape, [len(weight) for weight in stage.weights]
     given = [(n, K) for n in rows] == [tuple(weight.shape) for weight in stage.weights] and 1 <= len(rows) <= 4

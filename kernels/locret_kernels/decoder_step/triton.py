@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import common
 from ..common import check
-from . import Stage, check_stage
+from . import RowProducts, check_stage
 
 TILE = 8192
 """Numbers of a tile of weights: a thread has 8 loads of 16 bytes under way."""
@@ -103,7 +103,9 @@ def _programs(device: torch.device) -> int:
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count if on_card else common.PROGRAMS
 
 
-def row_products(x_1K: Tensor, stage: Stage, residual: Tensor | None = None, pdl: bool | None = None) -> list[Tensor]:
+def row_products(
+    x_1K: Tensor, stage: RowProducts, residual: Tensor | None = None, pdl: bool | None = None
+) -> list[Tensor]:
     """See the definition, ``row_products``: of one vector. ``pdl``: whether the launch may begin early; by default where the
     card has it."""
     check_stage(x_1K, stage, residual)

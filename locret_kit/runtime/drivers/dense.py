@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from locret_kernels.backend import function
-from locret_kernels.decoder_step import Stage, composed
+from locret_kernels.decoder_step import RowProducts, composed
 from locret_kernels.enter import HeadProduct
 
 from ...backbones.decoder_attention import Handler, Softmax
@@ -34,7 +34,7 @@ from .capture import capture
 
 logger = logging.getLogger(__name__)
 
-Form = Callable[[Tensor, Stage, Tensor | None], list[Tensor]]
+Form = Callable[[Tensor, RowProducts, Tensor | None], list[Tensor]]
 """``row_products`` in one of its forms."""
 APART = "PyTorch's product between others"
 _CHOSEN: dict[Hashable, str] = {}
@@ -49,7 +49,7 @@ def forms(kernels: str) -> dict[str, Form]:
     return {APART: apart, "one launch, after the last": partial(one, pdl=False), "one launch": one}
 
 
-def timings(stages: Sequence[Stage], kernels: str) -> dict[str, float]:
+def timings(stages: Sequence[RowProducts], kernels: str) -> dict[str, float]:
     """Seconds of stages of one shape, each, by every form that runs on their card: all one after another in a graph."""
     first = stages[0].weights[0]
     x_1K = torch.randn(1, first.shape[1], dtype=first.dtype, device=first.device)
@@ -69,7 +69,7 @@ def timings(stages: Sequence[Stage], kernels: str) -> dict[str, float]:
     return found
 
 
-def _chosen(stages: Sequence[Stage], kernels: str) -> str:
+def _chosen(stages: Sequence[RowProducts], kernels: str) -> str:
     """The fastest form of stages of one shape."""
     if not torch.cuda.is_available() or kernels != "triton":
         return [*forms(kernels)][-1]
@@ -81,7 +81,7 @@ def _chosen(stages: Sequence[Stage], kernels: str) -> str:
     return _CHOSEN[key]
 
 
-def _shape(stage: Stage) -> Hashable:
+def _shape(stage: RowProducts) -> Hashable:
     """All that the time of a stage depends on."""
     first, biased = stage.weights[0], stage.biases[0] is not None
     sizes = *(len(weight) for weight in stage.weights), first.shape[1]
@@ -91,11 +91,11 @@ def _shape(stage: Stage) -> Hashable:
 class LayerStages(NamedTuple):
     """Products of a layer."""
 
-    enter: Stage
+    enter: RowProducts
     """Queries, keys and values, and the hidden layer of a folded retaining head."""
-    out: Stage
-    gate: Stage
-    down: Stage
+    out: RowProducts
+    gate: RowProducts
+    down: RowProducts
 
 
 def stages_of(layer: DenseLayer, head: FoldedHead | None) -> LayerStages:
@@ -109,11 +109,11 @@ def stages_of(layer: DenseLayer, head: FoldedHead | None) -> LayerStages:
     )
 
 
-def _stage(*products: Product, norm: Norm | None = None) -> Stage:
+def _stage(*products: Product, norm: Norm | None = None) -> RowProducts:
     weights, biases = tuple(one.weight for one in products), [one.bias for one in products]
     if any(bias is not None for bias in biases):  # zeros where some have none
         biases = [one.weight.new_zeros(len(one.weight)) if one.bias is None else one.bias for one in products]
-    return Stage(weights, tuple(biases), *(() if norm is None else (norm.weight, norm.eps)))
+    return RowProducts(weights, tuple(biases), *(() if norm is None else (norm.weight, norm.eps)))
 
 
 class DenseStep:
@@ -125,7 +125,7 @@ class DenseStep:
         self.model, self.weights, self.channels = model, weights, ctx.spec.head_dim
         self.norm, self.heads = function("rms_norm", kernels), ctx.folded or [None] * len(weights.layers)
         stages = [*map(stages_of, weights.layers, self.heads)]
-        alike: dict[Hashable, list[Stage]] = {}
+        alike: dict[Hashable, list[RowProducts]] = {}
         for stage in (stage for layer in stages for stage in layer):
             alike.setdefault(_shape(stage), []).append(stage)
         self.forms = {shape: _chosen(some, kernels) for shape, some in alike.items()}

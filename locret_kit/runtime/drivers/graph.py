@@ -135,7 +135,7 @@ class GraphDriver:
         self.model, self.cache, self.tokens = model, cache, tokens
         self.reason = _reason_against(model, cache)
         self.captures = model.device.type == "cuda"
-        self.rows: DenseStep | None = None
+        self.dense: DenseStep | None = None
         """Computes a token where the decoder's modules need not."""
         self.cuts_captured = True
         """Whether evictions are inside the graphs: unless the policy's make the host wait."""
@@ -151,13 +151,14 @@ class GraphDriver:
             self.reason = f"policy={cache.policy.name!r} does more with a chunk than attend and evict"
         if self.reason is not None or not cache.get_seq_length():
             return
+        if tokens == 1:
+            self.dense = dense_step(model, cache.context)
         with torch.inference_mode(False):
             self.ids = torch.zeros(1, tokens, dtype=torch.int64, device=model.device)
             self.seen = torch.zeros((), dtype=torch.int64, device=model.device)
             self.offset_T = torch.arange(tokens, dtype=torch.int32, device=model.device)
             self.length_L = torch.zeros(len(cache.bounded), dtype=torch.int64, device=model.device)
             self.flats = [rows.flat() for rows in cache.bounded] if tokens == 1 else []
-            self.rows = dense_step(model, cache.context) if tokens == 1 else None
             self.followed: list[int] = []
             """Tokens and rows of the cache that the device's counts describe."""
         self._follow()
@@ -227,8 +228,13 @@ class GraphDriver:
                 self.graphs[form] = self._captured(form)
             except RuntimeError as error:  # nothing of it has run: the step is still to come, and tables that it made
                 self.cache.context.tables.clear()
-                self.reason = f"its capture failed: {first_line(error)}"
-                warn(self.reason)
+                failed = f"its capture failed: {first_line(error)}"
+                if self.dense is not None:
+                    self.dense = None
+                    logger.warning("a token runs through the decoder's modules: %s", failed)
+                else:
+                    self.reason = failed
+                    warn(self.reason)
                 torch.cuda.empty_cache()  # what the capture had, where memory was short
             else:
                 self.changes[form] = [new - old for new, old in zip(self._counts(), counts, strict=True)]
@@ -270,8 +276,8 @@ class GraphDriver:
             lengths_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape) + 1
             self.cache.fixed = partial(self._static_step, position_T, lengths_LBH)
         try:
-            if self.rows is not None:
-                logits_NV = self.rows(self.ids, self.cache, self.cache)
+            if self.dense is not None:
+                logits_NV = self.dense(self.ids, self.cache, self.cache)
             else:
                 logits_NV = forward(self.model, self.ids, self.cache, logits_to_keep=1)[:, -1].float()
         finally:

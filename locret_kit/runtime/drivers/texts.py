@@ -69,7 +69,7 @@ class TextsDriver:
     def __init__(self, model: PreTrainedModel, first: BoundedCache) -> None:
         self.model, self.captures = model, model.device.type == "cuda"
         self.reason: str | None = None
-        self.rows = dense_step(model, first.context)
+        self.dense = dense_step(model, first.context)
         self.held = first.context.ropes, first.context.heads, first.bounded[0].page
         """Objects by whose identity texts are alike."""
         self.graphs: dict[Form, Captured] = {}
@@ -126,7 +126,10 @@ class TextsDriver:
             try:
                 self.graphs[form] = self._captured(form, caches)
             except RuntimeError as error:  # nothing of it has run: the tokens are still to come
-                self._refuse(f"the capture of {form.texts} texts failed: {first_line(error)}")
+                if form.texts == 1 and self.dense is not None:  # modules may be captured
+                    self.dense = None
+                else:
+                    self._refuse(f"the capture of {form.texts} texts failed: {first_line(error)}")
                 torch.cuda.empty_cache()  # what the capture had, where memory was short
                 for cache in caches:
                     cache.unfinished = False
@@ -151,8 +154,8 @@ class TextsDriver:
         """The captured step: logits ``[N, V]`` (float32). No number of the host may matter on the device."""
         given = self.given[form]
         packed = Packed(caches, [1] * form.texts, given[1:].unflatten(0, (-1, 4)))
-        if self.rows is not None and form.texts == 1:
-            logits_NV = self.rows(given[:1], caches[0], packed)
+        if self.dense is not None and form.texts == 1:
+            logits_NV = self.dense(given[:1], caches[0], packed)
         else:  # one matrix product reads weights once for all texts
             logits_NV = forward(self.model, given[:1], packed)[0].float()
         caches[0].context.tables.clear()  # they lie in the memory of graphs
