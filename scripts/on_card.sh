@@ -24,7 +24,7 @@ check() { # check SECONDS COMMAND...: a command that must succeed in time; figur
     failed=1
 }
 
-check 120 python tests/support/graphs_on_cuda.py
+check 150 python tests/support/graphs_on_cuda.py
 if sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1) && [[ -n $sanitizer ]]; then
     check 30 python tests/support/rows_on_cuda.py # compiled first, so that the next one's time goes into the kernels
     check 60 "$sanitizer" --tool racecheck --error-exitcode 3 python tests/support/rows_on_cuda.py

@@ -34,7 +34,7 @@ from .capture import capture
 
 logger = logging.getLogger(__name__)
 
-Form = Callable[[Tensor, RowProducts, Tensor | None], list[Tensor]]
+Form = Callable[..., list[Tensor]]
 """``row_products`` in one of its forms."""
 APART = "PyTorch's product between others"
 _CHOSEN: dict[Hashable, str] = {}
