@@ -381,7 +381,7 @@ def decoding(run: Run) -> Iterator[Figure]:
 
 
 def products(run: Run) -> Iterator[Figure]:
-    """A token's products by each of their forms, over all layers: PyTorch's alone with its launches around, or in one launch."""
+    """Matrix products of a token in separate launches (cuBLAS), in one, and in one with PDL; mean over all layers."""
     if run.device.type != "cuda":
         return
     layers = [stages_of(layer, None) for layer in dense(run.model).layers]

@@ -115,7 +115,7 @@ def steps(parts: Sequence[str]) -> list[Step]:
             e2e.decoding,
             PREFILL | {"ragged_decode", "row_products"},
         ),
-        Step("decode", "a token's products by each of their forms", lambda run: compiling, e2e.products, frozenset()),
+        Step("decode", "matrix products of a token, fused or not", lambda run: compiling, e2e.products, frozenset()),
     ]
     for name, uses in (("h2o", STATISTICS), ("roco", STATISTICS), ("tova", PREFILL | {"window_attention"})):
         expected, figures = partial(e2e.Run.expected, policy=name), partial(e2e.peer, name)

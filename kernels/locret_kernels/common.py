@@ -71,8 +71,8 @@ def launch(
 ) -> None:
     """Start a kernel on the device of its first argument, which need not be PyTorch's current device.
 
-    Every launch passes here, so ``recorded`` sees them all. A kernel whose constant ``PDL`` is true may begin before the launch
-    before has ended: it waits before it touches what another launch made.
+    Every launch passes here, so ``recorded`` sees them all. With the constant ``PDL`` a kernel may begin before the previous
+    launch has ended, so it must wait before it reads or writes anything of other launches.
     """
     options = {**OPTIONS, "launch_pdl": True} if constants.get("PDL") else OPTIONS
     with torch.cuda.device_of(args[0]):

@@ -127,7 +127,7 @@ def test_the_fastest_form_of_each_shape_runs(monkeypatch):
         asked.append([tuple(weight.shape) for weight in stages[0].weights])
         return {
             APART: apart,
-            "one launch, after the last": 3.0,
+            "one launch, without PDL": 3.0,
             "one launch": 2.0 if len(stages[0].weights) > 1 else 0.5,
         }
 
@@ -160,5 +160,5 @@ def test_a_form_that_does_not_run_is_left_out(monkeypatch, caplog):
     monkeypatch.setattr(dense, "quickest", lambda run, device: 8.0 if run() is not None else 0.0)
     monkeypatch.setattr(dense, "function", lambda name, kernels: early if name == "row_products" else None)
     stages = [RowProducts((torch.ones(4, 8),), (None,))] * 2
-    assert dense.timings(stages, "triton") == {APART: 4.0, "one launch, after the last": 4.0}
-    assert "a token's products do not run as one launch: ptxas: no such instruction" in caplog.text
+    assert dense.timings(stages, "triton") == {APART: 4.0, "one launch, without PDL": 4.0}
+    assert "matrix products of a token do not run as one launch: ptxas: no such instruction" in caplog.text

@@ -1,5 +1,5 @@
-"""One decoded token of each of several texts through a whole decoder, in one call on a CPU (``cpu.cpp``), of which the decoder's
-own forward is the definition. On a card a layer is a few launches, and the products among them are ``row_products``.
+"""One decoded token of each of several texts through a whole decoder, in one call on a CPU (``cpu.cpp``). The decoder's own
+forward is its definition. On a GPU a layer is a few launches; ``row_products`` computes its matrix products.
 
 A decoded token reads every weight once and computes little, so its time is that of memory, unless hundreds of small operations
 come between. Here a few threads stay in one function from the words to the logits, and read weights once for all texts.
@@ -26,29 +26,29 @@ from ..product import format_of
 __all__ = ["row_products"]
 
 
-# ---- a token's products with what stands around them ----
+# ---- matrix products of a token, with the norm, gate or residual next to them ----
 
 
 class RowProducts(NamedTuple):
-    """Products of one vector ``[K]``, or of what a norm makes of it, and what is done with them."""
+    """Weights of one launch: matrices, the norm before them, and whether a gate follows."""
 
     weights: tuple[Tensor, ...]
     """Up to four matrices ``[N, K]``."""
     biases: tuple[Tensor | None, ...]
     """One each, or none at all."""
     norm: Tensor | None = None
-    """Weight ``[K]`` of the norm before the products."""
+    """Weight ``[K]`` of the norm."""
     eps: float = 0.0
     gated: bool = False
-    """Whether the result is ``swiglu`` of two products of a normed vector."""
+    """Whether the result is ``swiglu`` of the two products; needs a norm."""
 
 
 def row_products(x_NK: Tensor, stage: RowProducts, residual: Tensor | None = None) -> list[Tensor]:
-    """Each matrix times the vectors ``x``, or ``swiglu`` of two, plus the residual; in the type of ``x``, rounded where
-    transformers rounds.
+    """Products ``[N, rows]`` of each matrix with the vectors ``x``, or ``swiglu`` of both, plus the residual. They have the type
+    of ``x`` and are rounded where transformers rounds.
 
     Raises:
-        ValueError: shapes or types that do not fit, or a residual of several products.
+        ValueError: shapes that do not fit, or a residual with several products.
     """
     return composed(x_NK, stage, residual, rms_norm, swiglu)
 
@@ -56,7 +56,7 @@ def row_products(x_NK: Tensor, stage: RowProducts, residual: Tensor | None = Non
 def composed(
     x_NK: Tensor, stage: RowProducts, residual: Tensor | None, norm: Callable[..., Tensor], gate: Callable[..., Tensor]
 ) -> list[Tensor]:
-    """``row_products`` by PyTorch's product between launches of the other two."""
+    """``row_products`` in separate launches: PyTorch's product, with this norm and gate."""
     check_stage(x_NK, stage, residual)
     x = x_NK if stage.norm is None else norm(x_NK, stage.norm, stage.eps)[0]
     made = [F.linear(x, weight, bias) for weight, bias in zip(stage.weights, stage.biases, strict=True)]

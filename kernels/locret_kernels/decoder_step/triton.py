@@ -1,7 +1,7 @@
-"""A decoded token's products with what stands around them, in one launch of Triton; ``__init__.py`` defines them.
+"""Matrix products of one decoded token, fused with the norm, gate or residual next to them; ``__init__.py`` defines them.
 
-A program holds a few rows of a matrix and walks over its rows with the stride of the grid. Weights depend on no launch: where a
-card has programmatic dependent launches (PDL) a program asks for its first tile before it waits for the launch before.
+A program holds a few rows of a matrix and walks over all rows with the stride of the grid. Weights depend on no other launch:
+with programmatic dependent launch (PDL) a program loads its first tile before it waits for the previous launch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..common import check
 from . import RowProducts, check_stage
 
 TILE = 8192
-"""Numbers of a tile of weights: a thread has 8 loads of 16 bytes under way."""
+"""Numbers of a tile of weights: each thread has 8 loads of 16 bytes in flight."""
 WIDEST = 16384
-"""Columns of the widest vector that is normalised, which a program holds as a whole."""
+"""Most columns of a vector with a norm: a program holds all of them."""
 COLUMNS = 2048
-"""Columns of a tile where it is not."""
+"""Columns of a tile without a norm."""
 
 
 @triton.jit
 def _among(n, first, second, third, fourth, A, B, C, K, PARTS: tl.constexpr, ALIGNED: tl.constexpr):
-    """Addresses of rows ``n`` of matrices with ``K`` columns one below another; they begin at rows 0, ``A``, ``B`` and ``C``.
-    ``ALIGNED`` says of all what the compiler no longer sees of a choice: they are multiples of 16."""
+    """Addresses of rows ``n`` of stacked matrices with ``K`` columns, which begin at rows 0, ``A``, ``B`` and ``C``. ``ALIGNED``
+    tells the compiler that all are multiples of 16: it loses that at a choice."""
     n = n.to(tl.int64)
     at = first + n * K
     if PARTS > 1:
@@ -48,7 +48,7 @@ def _row_products(
     NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program axis: blocks of rows (BN), every one that is a multiple of the grid further on."""
+    """Program axis: blocks of rows (BN), with the stride of the grid."""
     kind = out.dtype.element_ty
     k = tl.arange(0, BLOCK_K)[None, :]  # [1, BK]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [BN]
@@ -71,7 +71,7 @@ def _row_products(
         if GATED:
             up = w1 + n.to(tl.int64)[:, None] * K + k
             other = tl.load(up, mask=there & (k < K), other=0.0).to(tl.float32) * v
-        if not NORM:  # one tile holds all columns of a normalised vector
+        if not NORM:  # with a norm one tile holds all columns
             for first in range(BLOCK_K, K, BLOCK_K):
                 u = tl.load(x + first + k, mask=first + k < K, other=0.0).to(tl.float32)
                 total += tl.load(at + first, mask=there & (first + k < K), other=0.0).to(tl.float32) * u
@@ -93,12 +93,12 @@ def _row_products(
 
 
 def has_pdl(device: torch.device) -> bool:
-    """Whether launches on a device may begin before the one before has ended."""
+    """Whether a device has programmatic dependent launch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _programs(device: torch.device) -> int:
-    """Programs that a device runs at a time, about: of these, four a multiprocessor."""
+    """Programs of a launch at most: four per multiprocessor, about what registers allow."""
     on_card = device.type == "cuda" and torch.cuda.is_available()
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count if on_card else common.PROGRAMS
 
@@ -106,8 +106,7 @@ def _programs(device: torch.device) -> int:
 def row_products(
     x_1K: Tensor, stage: RowProducts, residual: Tensor | None = None, pdl: bool | None = None
 ) -> list[Tensor]:
-    """See the definition, ``row_products``: of one vector. ``pdl``: whether the launch may begin early; by default where the
-    card has it."""
+    """See the definition, ``row_products``; for one vector. ``pdl``: launch early; by default where the card has PDL."""
     check_stage(x_1K, stage, residual)
     (weights, biases, norm, eps, gated), K = stage, x_1K.shape[1]
     check(x=x_1K, residual=x_1K if residual is None else residual, **{f"w{i}": w for i, w in enumerate(weights)})
@@ -115,7 +114,7 @@ def row_products(
         raise ValueError(f"x has {K} columns, which must be at most {WIDEST} to be normalised (backend='triton')")
     sizes = [len(weight) for weight in weights]
     made, parts = ([sizes[0]], 1) if gated else (sizes, len(sizes))
-    # The first one stands in for those that the kernel does not read, and for rows that end after the last.
+    # The first matrix stands in for those that the kernel does not read.
     given, ends = [*map(Tensor.contiguous, weights), *weights[:1] * 3][:4], [sum(sizes[:i]) for i in (1, 2, 3)]
     added = [x for x in biases if x is not None]
     out = torch.empty(1, sum(made), dtype=x_1K.dtype, device=x_1K.device)

@@ -1,8 +1,9 @@
-"""A token of one text through a decoder of Llama's form: a layer is six launches, where its heads have no norms of their own.
+"""Decoding of one token of one text without the decoder's modules: six launches per layer of a Llama-like decoder, more with
+norms of heads.
 
-Its products go with what stands around them (``locret_kernels.decoder_step``), attention goes to the handler of the forward.
-Whether one launch or PyTorch's product between others is faster, a timed trial tells once for each shape on a card. The decoder's
-modules run where they are not what they were, or where PyTorch's products win throughout.
+Matrix products are fused with the norm, gate or residual next to them (``locret_kernels.decoder_step``). Attention goes to the
+forward's handler. A timed trial on the card compares fused with separate launches, once for each shape. The modules run where
+separate launches win everywhere, and where a module was exchanged or has hooks.
 """
 
 from __future__ import annotations
@@ -36,21 +37,22 @@ logger = logging.getLogger(__name__)
 
 Form = Callable[..., list[Tensor]]
 """``row_products`` in one of its forms."""
-APART = "PyTorch's product between others"
+APART = "separate launches"
+"""Name of the form with PyTorch's product (cuBLAS)."""
 _CHOSEN: dict[Hashable, str] = {}
 _ALIKE: WeakSet[PreTrainedModel] = WeakSet()
-"""Models whose logits are what their matrices give."""
+"""Models whose logits were found equal to those of their matrices."""
 
 
 def forms(kernels: str) -> dict[str, Form]:
-    """All forms by name; the last one runs where nothing is timed."""
+    """Forms by name. Without a card, where no trial runs, the last one is taken."""
     apart = partial(composed, norm=function("rms_norm", kernels), gate=function("swiglu", kernels))
     one = function("row_products", kernels)
-    return {APART: apart, "one launch, after the last": partial(one, pdl=False), "one launch": one}
+    return {APART: apart, "one launch, without PDL": partial(one, pdl=False), "one launch": one}
 
 
 def timings(stages: Sequence[RowProducts], kernels: str) -> dict[str, float]:
-    """Seconds of stages of one shape, each, by every form that runs on their card: all one after another in a graph."""
+    """Seconds per stage of each form that runs on the card, over stages of one shape in one CUDA graph."""
     first = stages[0].weights[0]
     x_1K = torch.randn(1, first.shape[1], dtype=first.dtype, device=first.device)
     residual = None if stages[0].norm is not None else x_1K.new_zeros(1, len(first))
@@ -64,13 +66,13 @@ def timings(stages: Sequence[RowProducts], kernels: str) -> dict[str, float]:
         try:
             run()
             found[name] = quickest(capture(first.device, (), run)[0].replay, first.device) / len(stages)
-        except Exception as error:  # a compiler's, or a card's that lacks something: another form is there
-            logger.warning("a token's products do not run as %s: %s", name, first_line(error))
+        except Exception as error:  # of the compiler or the card: other forms remain
+            logger.warning("matrix products of a token do not run as %s: %s", name, first_line(error))
     return found
 
 
 def _chosen(stages: Sequence[RowProducts], kernels: str) -> str:
-    """The fastest form of stages of one shape."""
+    """Name of the fastest form of stages of one shape."""
     if not torch.cuda.is_available() or kernels != "triton":
         return [*forms(kernels)][-1]
     key = _shape(stages[0])
@@ -82,14 +84,14 @@ def _chosen(stages: Sequence[RowProducts], kernels: str) -> str:
 
 
 def _shape(stage: RowProducts) -> Hashable:
-    """All that the time of a stage depends on."""
+    """Everything that the time of a stage depends on."""
     first, biased = stage.weights[0], stage.biases[0] is not None
     sizes = *(len(weight) for weight in stage.weights), first.shape[1]
     return sizes, stage.norm is not None, stage.gated, biased, first.dtype, str(first.device)
 
 
 class LayerStages(NamedTuple):
-    """Products of a layer."""
+    """Launches of a layer with matrix products."""
 
     enter: RowProducts
     """Queries, keys and values, and the hidden layer of a folded retaining head."""
@@ -99,7 +101,7 @@ class LayerStages(NamedTuple):
 
 
 def stages_of(layer: DenseLayer, head: FoldedHead | None) -> LayerStages:
-    """The products of a layer and its retaining head."""
+    """Stages of a layer and its folded retaining head."""
     folded = () if head is None else (Product(head.weight_RC, head.bias_R),)
     return LayerStages(
         _stage(layer.query, layer.key, layer.value, *folded, norm=layer.norm),
@@ -117,8 +119,8 @@ def _stage(*products: Product, norm: Norm | None = None) -> RowProducts:
 
 
 class DenseStep:
-    """``step(ids, cache, handler)`` gives the logits ``[1, V]`` (float32) after a token ``ids [1, 1]``, as the forward of its
-    model with that handler does; the cache is that of the text."""
+    """Forward of one token: ``step(ids, cache, handler)`` gives the same logits ``[1, V]`` (float32) after a token ``ids [1, 1]``
+    as the model's forward with this handler. ``cache`` is the text's."""
 
     def __init__(self, model: PreTrainedModel, ctx: Context, weights: Dense) -> None:
         kernels = ctx.backend.kernels
@@ -134,7 +136,7 @@ class DenseStep:
         self.layers = [[partial(known[self.forms[_shape(stage)]], stage=stage) for stage in layer] for layer in stages]
 
     def __call__(self, ids_11: Tensor, cache: BoundedCache, handler: Handler) -> Tensor:
-        """The logits. The handler takes note of the forward, as ``attach`` lets it."""
+        """Logits ``[1, V]`` (float32). The handler sees the begin and the end of the forward."""
         handler.begin(self.model, {"input_ids": ids_11})
         x_1C = F.embedding(ids_11[0], self.weights.words.weight)
         for n in range(len(self.layers)):
@@ -143,7 +145,7 @@ class DenseStep:
         return self.weights.head(self._normed(x_1C, self.weights.norm)).float()
 
     def layer(self, n: int, x_1C: Tensor, cache: BoundedCache, handler: Handler) -> Tensor:
-        """Hidden state ``[1, C]`` behind a layer."""
+        """Hidden state ``[1, C]`` after layer ``n``."""
         (enter, out, gate, down), own, head = self.layers[n], self.weights.layers[n], self.heads[n]
         *made, last = enter(x_1C, residual=None)
         if head is None:
@@ -164,7 +166,7 @@ class DenseStep:
 
 
 def dense_step(model: PreTrainedModel, ctx: Context) -> DenseStep | None:
-    """The step of a model, once its logits were seen to be what its matrices give; None where the decoder's modules run."""
+    """Step of a model whose matrices give its logits; None where the modules run. Logits are compared once per model."""
     try:
         weights = dense(model)
         if ctx.ropes is None or weights.is_packed:

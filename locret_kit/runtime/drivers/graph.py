@@ -136,7 +136,7 @@ class GraphDriver:
         self.reason = _reason_against(model, cache)
         self.captures = model.device.type == "cuda"
         self.dense: DenseStep | None = None
-        """Computes a token where the decoder's modules need not."""
+        """Forward of a token without the decoder's modules, where possible."""
         self.cuts_captured = True
         """Whether evictions are inside the graphs: unless the policy's make the host wait."""
         self.evictions = cache.counters.evictions
