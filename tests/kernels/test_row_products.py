@@ -10,8 +10,8 @@ from locret_kernels.decoder_step import RowProducts
 from locret_kernels.decoder_step import triton as module
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-BOUNDS = TOLERANCE | {torch.bfloat16: dict(rtol=2e-2, atol=0.1), torch.float16: dict(rtol=4e-3, atol=6e-3)}
-"""Products are rounded before they are gated or added, and the interpreter cuts bfloat16 off."""
+BOUNDS = TOLERANCE | {torch.bfloat16: dict(rtol=1e-2, atol=3e-2), torch.float16: dict(rtol=2e-3, atol=6e-3)}
+"""The definition rounds products before they are gated or added, the interpreter truncates bfloat16."""
 SHAPES = [(96, (50,)), (200, (33, 7, 7, 5)), (128, (64, 16, 16)), (2100, (9,)), (4200, (3, 2)), (64, (1, 1))]
 """Columns, and rows of each matrix: neither need be a multiple of a block."""
 

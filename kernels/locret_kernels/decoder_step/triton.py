@@ -14,7 +14,7 @@ from triton import cdiv
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import common
-from ..common import check
+from ..common import UPCAST, check
 from . import RowProducts, check_stage
 
 TILE = 8192
@@ -43,6 +43,12 @@ def _among(n, first, second, third, fourth, A, B, C, K, PARTS: tl.constexpr, ALI
 
 
 @triton.jit
+def _rounded(x, kind: tl.constexpr):
+    """``x`` (float32) rounded as PyTorch's intermediate results; unchanged in the interpreter, which would truncate."""
+    return x if UPCAST else x.to(kind).to(tl.float32)
+
+
+@triton.jit
 def _row_products(
     x, norm, w0, w1, w2, w3, b0, b1, b2, b3, residual, out, A, B, C, N, K, eps, PARTS: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
@@ -61,8 +67,8 @@ def _row_products(
     v = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)  # [1, BK]
     if NORM:
         v *= tl.rsqrt(tl.sum(v * v, 1, keep_dims=True) / K + eps)
-        v = v.to(kind).to(tl.float32) * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
-        v = v.to(kind).to(tl.float32)
+        v = _rounded(v, kind) * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+        v = _rounded(v, kind)
     for _ in range(tl.program_id(0) * BLOCK_N, N, tl.num_programs(0) * BLOCK_N):
         there = (n < N)[:, None]
         at = _among(n, w0, w1, w2, w3, A, B, C, K, PARTS, ALIGNED)[:, None] + k  # [BN, BK]
@@ -84,11 +90,11 @@ def _row_products(
             y += tl.load(_among(row, b0, b1, b2, b3, A, B, C, 1, PARTS, False), mask=row < N, other=0.0).to(tl.float32)
             if GATED:
                 z += tl.load(b1 + row, mask=row < N, other=0.0).to(tl.float32)
-        if GATED:  # rounded where PyTorch rounds
-            y = y.to(kind).to(tl.float32)
-            y = (y / (1.0 + tl.exp(-y))).to(kind).to(tl.float32) * z.to(kind).to(tl.float32)
+        if GATED:
+            y = _rounded(y, kind)
+            y = _rounded(y / (1.0 + tl.exp(-y)), kind) * _rounded(z, kind)
         if ADD:
-            y = y.to(kind).to(tl.float32) + tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
+            y = _rounded(y, kind) + tl.load(residual + row, mask=row < N, other=0.0).to(tl.float32)
         tl.store(out + row, y.to(kind), mask=row < N)
 
 
@@ -104,12 +110,14 @@ def _programs(device: torch.device) -> int:
 
 
 def row_products(
-    x_1K: Tensor, stage: RowProducts, residual: Tensor | None = None, pdl: bool | None = None
+    x_NK: Tensor, stage: RowProducts, residual: Tensor | None = None, pdl: bool | None = None
 ) -> list[Tensor]:
-    """See the definition, ``row_products``; for one vector. ``pdl``: launch early; by default where the card has PDL."""
-    check_stage(x_1K, stage, residual)
-    (weights, biases, norm, eps, gated), K = stage, x_1K.shape[1]
-    check(x=x_1K, residual=x_1K if residual is None else residual, **{f"w{i}": w for i, w in enumerate(weights)})
+    """See the definition, ``row_products``; for one vector."""
+    check_stage(x_NK, stage, residual)
+    if len(x_NK) != 1:
+        raise ValueError(f"x has {len(x_NK)} vectors, which must be 1 (backend='triton')")
+    (weights, biases, norm, eps, gated), K = stage, x_NK.shape[1]
+    check(x=x_NK, residual=x_NK if residual is None else residual, **{f"w{i}": w for i, w in enumerate(weights)})
     if norm is not None and K > WIDEST:
         raise ValueError(f"x has {K} columns, which must be at most {WIDEST} to be normalised (backend='triton')")
     sizes = [len(weight) for weight in weights]
@@ -117,16 +125,16 @@ def row_products(
     # The first matrix stands in for those that the kernel does not read.
     given, ends = [*map(Tensor.contiguous, weights), *weights[:1] * 3][:4], [sum(sizes[:i]) for i in (1, 2, 3)]
     added = [x for x in biases if x is not None]
-    out = torch.empty(1, sum(made), dtype=x_1K.dtype, device=x_1K.device)
+    out = torch.empty(1, sum(made), dtype=x_NK.dtype, device=x_NK.device)
     block_k = triton.next_power_of_2(K if norm is not None else min(K, COLUMNS))
     block_n = max(1, min(16, TILE // block_k))
     blocks = cdiv(sum(made), block_n)
-    aligned = all(n * x_1K.itemsize % 16 == 0 for n in (K, *map(Tensor.storage_offset, weights)))
+    aligned = all(n * x_NK.itemsize % 16 == 0 for n in (K, *map(Tensor.storage_offset, weights)))
     common.launch(
-        _row_products, (cdiv(blocks, cdiv(blocks, _programs(x_1K.device))),), x_1K, x_1K if norm is None else norm, *given,
-        *[*added, *given][:4], x_1K if residual is None else residual, out, *ends, sum(made), K, float(eps),
+        _row_products, (cdiv(blocks, cdiv(blocks, _programs(x_NK.device))),), x_NK, x_NK if norm is None else norm, *given,
+        *[*added, *given][:4], x_NK if residual is None else residual, out, *ends, sum(made), K, float(eps),
         PARTS=parts, NORM=norm is not None, GATED=gated, BIAS=bool(added), ADD=residual is not None,
-        PDL=has_pdl(x_1K.device) if pdl is None else pdl, ALIGNED=aligned, BLOCK_N=block_n, BLOCK_K=block_k,
+        PDL=has_pdl(x_NK.device) if pdl is None else pdl, ALIGNED=aligned, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=4 if block_k <= 4096 else 8, num_stages=1,
     )  # fmt: skip
     return list(out.split(made, 1))
