@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
-from interpreted import BOTH, KERNELS, TOLERANCE, common, random
+from interpreted import BOTH, KERNELS, REFERENCES, TOLERANCE, common, random
+from torch.nn import functional as F
 
 from locret_kernels.decoder_step import RowProducts
 from locret_kernels.decoder_step import triton as module
@@ -51,6 +54,22 @@ def test_against_float64(functions, dtype, K, rows, monkeypatch):
             for mine, theirs in zip(made, wanted, strict=True):
                 assert mine.dtype == dtype
                 torch.testing.assert_close(mine.double(), theirs, **BOUNDS[dtype])
+
+
+def test_pieces_of_one_matrix_are_one_product():
+    """Of a fused projection, with a folded head after it or before it. Gaps, another order and biases keep them apart."""
+    x, both, apart = random(1, 8), random(10, 8), random(3, 8, seed=1)
+    first, second, third = both.split([4, 4, 2])
+    for weights, biases, count in (
+        ((first, second, third, apart), (None,) * 4, 2), ((second, first), (None,) * 2, 2), ((first, third), (None,) * 2, 2),
+        ((apart, first, second), (None,) * 3, 2), ((first, second), (torch.ones(4), torch.zeros(4)), 2),
+    ):  # fmt: skip
+        stage = RowProducts(weights, biases)
+        with mock.patch.object(F, "linear", wraps=F.linear) as linear:
+            made = REFERENCES["row_products"](x, stage)
+        assert linear.call_count == count
+        for mine, theirs in zip(made, exact(x, stage, None), strict=True):
+            torch.testing.assert_close(mine.double(), theirs, **TOLERANCE[torch.float32])
 
 
 @BOTH

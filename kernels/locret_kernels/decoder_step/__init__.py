@@ -61,12 +61,27 @@ def row_products(
 def composed(
     x_NK: Tensor, stage: RowProducts, residual: Tensor | None, norm: Callable[..., Tensor], gate: Callable[..., Tensor]
 ) -> list[Tensor]:
-    """``row_products`` in separate launches: PyTorch's product, with this norm and gate."""
+    """``row_products`` in separate launches: PyTorch's products (one for pieces of one matrix), this norm and gate."""
     check_stage(x_NK, stage, residual)
     x = x_NK if stage.norm is None else norm(x_NK, stage.norm, stage.eps)[0]
-    made = [F.linear(x, weight, bias) for weight, bias in zip(stage.weights, stage.biases, strict=True)]
+    runs, made = list[list[Tensor]](), list[Tensor]()
+    for weight, bias in zip(stage.weights, stage.biases, strict=True):
+        if runs and bias is None and _follows(weight, runs[-1][-1]):
+            runs[-1].append(weight)
+        else:
+            runs.append([weight])
+    for run, bias in zip(runs, stage.biases, strict=False):
+        whole = run[0].as_strided((sum(map(len, run)), x.shape[1]), run[0].stride())
+        made += F.linear(x, whole, bias).split([*map(len, run)], -1)
     made = [gate(*made)] if stage.gated else made
     return made if residual is None else [residual + made[0]]
+
+
+def _follows(weight: Tensor, other: Tensor) -> bool:
+    """Whether a weight ``[N, K]`` begins where the other one ends, as pieces of one matrix do."""
+    end = other.storage_offset() + other.numel()
+    same = weight.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return same and weight.storage_offset() == end and weight.is_contiguous() and other.is_contiguous()
 
 
 def check_stage(x_NK: Tensor, stage: RowProducts, residual: Tensor | None) -> None:
