@@ -20,9 +20,11 @@ from locret_kit.backbones.gguf.gguf_model import PackedLinear
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache.backend import BACKENDS
 from locret_kit.cache.folded import fold_heads
+from locret_kit.cache.pages import PagePool
 from locret_kit.runtime.drivers import dense
 from locret_kit.runtime.drivers.dense import APART, DenseStep
 from locret_kit.runtime.drivers.graph import GraphDriver
+from locret_kit.runtime.drivers.texts import TextsDriver
 
 pytestmark = pytest.mark.usefixtures("on_the_reference")
 TAKEN = [
@@ -57,18 +59,21 @@ def test_families_that_it_takes(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "policy"),
-    [*((family, "locret") for family in ("llama", "phi3", "qwen2", "qwen3")), ("llama", "h2o"), ("mistral", "roco")],
-)
-def test_kernels_and_folded_heads(family, policy):
-    """Its products by Triton's kernel, scores by heads that are folded where nothing stands between."""
+    ("family", "policy", "driver"),
+    [
+        *((family, "locret", GraphDriver) for family in ("llama", "phi3", "qwen2", "qwen3")), ("llama", "h2o", GraphDriver),
+        ("mistral", "roco", GraphDriver), ("qwen2", "locret", TextsDriver), ("llama", "h2o", TextsDriver),
+    ],
+)  # fmt: skip
+def test_kernels_and_folded_heads(family, policy, driver):
+    """Products by Triton's kernel, scores by heads that are folded where nothing stands between; a text alone in a pool too."""
     model = model_of(family)
     torch.manual_seed(3)
     heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)).requires_grad_(False)
     made: list[DenseStep] = []
 
     def form(model, cache):
-        step, ctx = GraphDriver(model, cache), cache.context
+        step, ctx = driver(model, cache), cache.context
         folded = fold_heads(model, heads, ctx.description) if policy == "locret" else None
         ctx = replace(ctx, backend=BACKENDS["triton"], folded=folded)
         assert policy != "locret" or (None in folded) == (family == "qwen3"), "norms stand between"
@@ -78,6 +83,9 @@ def test_kernels_and_folded_heads(family, policy):
 
     settings = dict(chunk=13, stabilizers=4, local_len=5, prompt_length=LENGTH)
     caches = [BoundedCache(24, policy, heads if policy == "locret" else None, **settings) for _ in range(2)]
+    if driver is TextsDriver:
+        caches[0].bind(model)
+        PagePool(1).enter(caches[0])
     same(model, caches, tokens(), form, tolerance=2e-4, steps=14)
     assert set(made[0].forms.values()) == {"one launch"} and caches[0].counters.evictions >= 5
 
