@@ -27,9 +27,11 @@ from locret_kernels.cases import Shape, cases
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.load import freeze
+from locret_kit.backbones.weights import dense
 from locret_kit.cache.attend import operator
 from locret_kit.naming import first_line
 from locret_kit.planning.inference_plan import ITEM_BYTES, BackboneSizes, Setting, head_parameters, plan_inference
+from locret_kit.runtime.drivers.dense import LayerStages, stages_of, timings
 from locret_kit.runtime.session import Sampling, decode, prefill
 
 WARM, TIMED = 8, 48
@@ -376,6 +378,19 @@ def decoding(run: Run) -> Iterator[Figure]:
         if len(times := [took[c, form] for c in dict.fromkeys(contexts) if (c, form) in took]) == 2:
             name = f"decode after the whole prompt against a short one, {form}"
             yield Figure(name, times[0] / times[1], "times", f"{contexts[0]} and {contexts[1]} tokens")
+
+
+def products(run: Run) -> Iterator[Figure]:
+    """Matrix products of a token in separate launches (cuBLAS), in one, and in one with PDL; mean over all layers."""
+    if run.device.type != "cuda":
+        return
+    layers = [stages_of(layer, None) for layer in dense(run.model).layers]
+    for what, stages in zip(LayerStages._fields, zip(*layers, strict=True), strict=True):
+        nbytes = sum(weight.nbytes for weight in stages[0].weights)
+        for form, seconds in timings(stages, "triton").items():
+            yield Figure(
+                f"a token's products, {what}: {form}", 1e6 * seconds, "us", f"{nbytes / seconds / 1e9:.0f} GB/s"
+            )
 
 
 def per_token(run: Run, cache: BoundedCache, logits: torch.Tensor, graph: bool) -> float:

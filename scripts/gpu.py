@@ -113,8 +113,9 @@ def steps(parts: Sequence[str]) -> list[Step]:
             "decode at a full cache, dynamic and as a graph",
             decoding,
             e2e.decoding,
-            PREFILL | {"ragged_decode"},
+            PREFILL | {"ragged_decode", "row_products"},
         ),
+        Step("decode", "matrix products of a token, fused or not", lambda run: compiling, e2e.products, frozenset()),
     ]
     for name, uses in (("h2o", STATISTICS), ("roco", STATISTICS), ("tova", PREFILL | {"window_attention"})):
         expected, figures = partial(e2e.Run.expected, policy=name), partial(e2e.peer, name)

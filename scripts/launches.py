@@ -18,8 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import NamedTuple, Protocol
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +88,13 @@ class Recorder(TorchDispatchMode):
         """Launches after the layer, which is the last one, for all layers together."""
         self.rows = 0
         """Rows of a head that one token's attention reads."""
+
+    @contextmanager
+    def within_layer(self, n: int) -> Iterator[None]:
+        """A layer of a step without modules; the second one counts."""
+        self.within += [self.layer] * (n == 1)
+        yield
+        self.within.clear()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -176,7 +185,7 @@ def record(config: PretrainedConfig, setting: Setting) -> tuple[list[Launch], li
     chunk, tokens = setting.chunk, (-(-setting.budget // setting.chunk) + 2) * setting.chunk
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     recorder = Recorder(decoder_of(model).layers[1])
-    with torch.no_grad(), attach(model), recorder.recording():
+    with torch.no_grad(), attach(model):
         run = replace(setting.run, backend="triton", one_shot=False)
         cache = BoundedCache(run, setting.policy, heads, prompt_length=tokens)
         for start in range(0, tokens, chunk):
@@ -184,11 +193,16 @@ def record(config: PretrainedConfig, setting: Setting) -> tuple[list[Launch], li
                 recorder.launches.clear()
             elif start == tokens - chunk:
                 steady, ends = recorder.launches.copy(), recorder.ends.copy()
-            forward(model, ids[:, start : start + chunk], cache, logits_to_keep=1)
-        decoder = GraphDriver(model, cache)
+            with recorder.recording():
+                forward(model, ids[:, start : start + chunk], cache, logits_to_keep=1)
+        decoder = GraphDriver(model, cache)  # not while modules are watched, which then run
         recorder.rows = cache.kept_rows[1]
         recorder.launches.clear()
-        decoder([cache], [0])
+        step, watch = decoder.dense, recorder.within_layer
+        assert step is not None, "the model's matrices are all of it"
+        watched = partial(lambda layer, n, *rest: watch(n)(layer)(n, *rest), step.layer)
+        with recorder.recording(), mock.patch.object(step, "layer", watched):
+            decoder([cache], [0])
     return steady, ends, recorder.launches
 
 

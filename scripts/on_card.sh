@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that only a card can show, in under nine minutes. Gates first: attention of a chunk by what was chosen, evictions of
-# all layers at once, decoding through CUDA graphs, races for the shared memory of the kernels that move rows (the sanitizer sees
-# no other memory). Then figures between the card's ceilings, each row on disk at once; where time is short one model a run
+# all layers at once, a token's products in one launch with what is around them, decoding through CUDA graphs, races for the shared
+# memory of the kernels that move rows (the sanitizer sees no other memory). Then figures between the card's ceilings, each row on disk at once; where time is short one model a run
 # (--model phi3-mini). Rows are ready to commit: kernels/benchmarks/results/DEVICE.csv, and docs by scripts/results.py.
 #
 #     scripts/on_card.sh [--model NAME ...] [--part NAME ...]     # arguments are those of scripts/gpu.py
@@ -24,7 +24,7 @@ check() { # check SECONDS COMMAND...: a command that must succeed in time; figur
     failed=1
 }
 
-check 120 python tests/support/graphs_on_cuda.py
+check 150 python tests/support/graphs_on_cuda.py
 if sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1) && [[ -n $sanitizer ]]; then
     check 30 python tests/support/rows_on_cuda.py # compiled first, so that the next one's time goes into the kernels
     check 60 "$sanitizer" --tool racecheck --error-exitcode 3 python tests/support/rows_on_cuda.py

@@ -81,9 +81,13 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int
 
+    def on(self, arch: int) -> dict[str, int]:
+        """Constants on a card, which has programmatic dependent launches or not."""
+        return {name: arch >= 90 if name == "PDL" else value for name, value in self.constants.items()}
+
     def row(self, arch: int, D: int, dtype: torch.dtype) -> Row:
         """Name of the launch; nothing is compiled yet."""
-        shown = {k: v for k, v in self.constants.items() if k not in ("D0", "D1", "G")}
+        shown = {k: v for k, v in self.on(arch).items() if k not in ("D0", "D1", "G")}
         shown |= {"warps": self.num_warps, "stages": self.num_stages}
         options = " ".join(f"{k}={int(v)}" for k, v in shown.items())
         if isinstance(x := self.args[0], torch.Tensor) and not x.is_floating_point():
@@ -94,7 +98,7 @@ class Launch(NamedTuple):
         """Shared memory, registers, stack (bytes), layout, barriers and blocks, compiled as a call with these arguments would
         be."""
         names = self.kernel.arg_names
-        signature, constexprs, attributes = {}, dict[str, object](self.constants), {}
+        signature, constexprs, attributes = {}, dict[str, object](self.on(arch)), {}
         for i, (name, value) in enumerate(zip(names[: len(self.args)], self.args, strict=True)):
             if isinstance(value, torch.Tensor):
                 signature[name] = f"*{TYPES[value.dtype]}"

@@ -12,6 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from . import backend
 from .column_stats import STATISTICS
+from .decoder_step import RowProducts
 from .enter import HeadProduct, RowBuffers
 from .product import FORMATS, format_of
 from .ragged_decode import Angles, Float8Rows, PackedRows, Rotation, Spans, angle_steps
@@ -143,6 +144,16 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
         yield case(form, f"T={T} C={Q * D}", wide, weight, 1e-5, residual, nbytes=passes * wide.nbytes)
     gated = x(1, T, 8 * D * Q)
     yield case("swiglu", f"T={T} C={4 * D * Q}", *gated.chunk(2, -1), nbytes=1.5 * gated.nbytes)
+
+    token, wider = wide[0, :1], (x(4 * D * Q, Q * D), x(4 * D * Q, Q * D))  # a token's vector
+    entered = tuple(x(rows, Q * D) for rows in (Q * D, H * D, H * D, 1024))
+    for form, stage, residual in (
+        ("norm", RowProducts(entered, (None,) * 4, weight, 1e-5), None),
+        ("norm, gated", RowProducts(wider, (None,) * 2, weight, 1e-5, gated=True), None),
+        ("residual", RowProducts((wider[0].view(Q * D, -1),), (None,)), token),
+    ):
+        K, nbytes = stage.weights[0].shape[1], sum(one.nbytes for one in stage.weights)
+        yield case(f"row_products, {form}", f"K={K}", x(1, K), stage, residual, nbytes=nbytes)
 
     for form in FORMATS:
         matrix = packed_matrix(C := Q * D, C, form, device)

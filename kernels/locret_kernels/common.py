@@ -71,10 +71,12 @@ def launch(
 ) -> None:
     """Start a kernel on the device of its first argument, which need not be PyTorch's current device.
 
-    Every launch passes here, so ``recorded`` sees them all.
+    Every launch passes here, so ``recorded`` sees them all. With the constant ``PDL`` a kernel may begin before the previous
+    launch has ended, so it must wait before it reads or writes anything of other launches.
     """
+    options = {**OPTIONS, "launch_pdl": True} if constants.get("PDL") else OPTIONS
     with torch.cuda.device_of(args[0]):
-        kernel[grid](*args, **constants, **OPTIONS, num_warps=num_warps, num_stages=num_stages)
+        kernel[grid](*args, **constants, **options, num_warps=num_warps, num_stages=num_stages)
 
 
 @contextmanager

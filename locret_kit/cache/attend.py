@@ -112,16 +112,21 @@ def chunk_attention(
 def _rate(
     form: ChunkAttention, device: torch.device, dtype: torch.dtype, head_size: int, heads: tuple[int, int]
 ) -> float:
-    """Operations a second of an attention, the best of some calls: all but the first are warm."""
+    """Operations a second of an attention."""
     (Q, H), (T, S) = heads, TRIAL
     q, k, v = (torch.randn(1, n, rows, head_size, dtype=dtype, device=device) for n, rows in ((Q, T), (H, S), (H, S)))
+    seconds = quickest(lambda: form(q, k, v, head_size**-0.5), device)
+    return 4 * Q * head_size * (T * (S - T) + T * (T + 1) / 2) / seconds
+
+
+def quickest(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call on a card, the best of some: all but the first are warm."""
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(7)]
     for end in ends:
-        form(q, k, v, head_size**-0.5)
+        run()
         end.record()
     torch.cuda.synchronize(device)
-    seconds = min(a.elapsed_time(b) for a, b in pairwise(ends)) / 1e3
-    return 4 * Q * head_size * (T * (S - T) + T * (T + 1) / 2) / seconds
+    return min(a.elapsed_time(b) for a, b in pairwise(ends)) / 1e3
 
 
 def _flash(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,8 @@ class ForwardOfTexts(Cache, Handler):
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BQTD, k_BHTD, v_BHTD))
         # The first text's operations are those of all.
         x_BTC, self.texts[0].input_BTC = self.texts[0].input_BTC, None
-        self.batch.attend(layer, q, k, v, softmax, out_NQD, None if x_BTC is None else x_BTC.flatten(0, 1))
+        x_NC = x_BTC.flatten(0, 1) if isinstance(x_BTC, Tensor) else x_BTC
+        self.batch.attend(layer, q, k, v, softmax, out_NQD, x_NC)
         return out_NQD.view(B, T, Q, -1).transpose(1, 2)
 
     def finish(self, hidden_BTE: Tensor, ids_BT: Tensor | None) -> None:

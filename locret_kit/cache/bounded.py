@@ -19,6 +19,8 @@ import torch
 from torch import LongTensor, Tensor
 from typing_extensions import Self
 
+from locret_kernels.enter import HeadProduct
+
 from ..backbones.decoder_attention import Arguments, Handler, LayerOperations, Softmax, same_rotation
 from ..backbones.intercept import active_handler
 from ..backbones.libraries import unwrapped
@@ -140,8 +142,8 @@ class BoundedCache(StatefulCache, Handler):
     check_storage = staticmethod(check_storage)
     fixed: Callable[[int], StaticStep] | None = None
     """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.drivers.graph``)."""
-    input_BTC: Tensor | None = None
-    """Normed input of the layer whose attention is to come."""
+    input_BTC: Tensor | HeadProduct | None = None
+    """Normed input of the layer whose attention is to come, or its retaining head's product with it."""
 
     def __init__(
         self,

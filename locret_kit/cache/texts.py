@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from locret_kernels.backend import function
-from locret_kernels.enter import Score
+from locret_kernels.enter import HeadProduct, Score
 
 from ..backbones.decoder_attention import Rope, Softmax, Tables
 from .attend import VarlenRows, decode_rows
@@ -145,12 +145,12 @@ class TextBatch:
 
     def attend(
         self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, softmax: Softmax, out_NQD: Tensor,
-        x_NC: Tensor | None = None,
+        x_NC: Tensor | HeadProduct | None = None,
     ) -> None:  # fmt: skip
         """Attention of the new tokens in one layer, into ``out``. They become rows, and a due eviction runs.
 
         Args:
-            x_NC: normed input of the layer, where it is at hand.
+            x_NC: normed input of the layer, where it is at hand, or its head's product with it.
         """
         if not self.texts:
             return
@@ -163,7 +163,8 @@ class TextBatch:
                 text.make_room(end - start)
         score, ctx = None, self.contexts[0]
         if x_NC is not None and (self._scored_alike or len(self.texts) == 1):
-            score = folded_scores(ctx, layer, x_NC[None, : self.end], self.end)
+            x_BTC = x_NC if isinstance(x_NC, HeadProduct) else x_NC[None, : self.end]
+            score = folded_scores(ctx, layer, x_BTC, self.end)
         if score is None and self._scored_alike:
             score = entry_scores(ctx, layer, None, self.positions(self.end, q.device)[None], q, k, v)
         for group in self._plan(rows, q.device):

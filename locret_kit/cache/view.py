@@ -254,8 +254,11 @@ def _head_product(ctx: Context, layer: int, q: Tensor, k: Tensor, v: Tensor) -> 
     return HeadProduct(head.hidden(q, k, v), head.fc2.weight)
 
 
-def folded_scores(ctx: Context, layer: int, x_BTC: Tensor | None, tokens: int) -> Score:
-    """Entry scores of tokens by their layer's normed input ``x``; None where that is not known, or its head not folded."""
+def folded_scores(ctx: Context, layer: int, x_BTC: Tensor | HeadProduct | None, tokens: int) -> Score:
+    """Entry scores of tokens by their layer's normed input ``x``, or its head's product with it; None where that is not known,
+    or its head not folded."""
+    if isinstance(x_BTC, HeadProduct):
+        return x_BTC
     head = None if ctx.folded is None else ctx.folded[layer]
     return None if head is None or x_BTC is None or x_BTC.shape[1] != tokens else head.product(x_BTC)
 

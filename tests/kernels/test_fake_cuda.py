@@ -16,9 +16,10 @@ from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import spec_of
+from locret_kit.backbones.weights import check_dense
 from locret_kit.cache.pages import PagePool
 from locret_kit.policies.methods.h2o import Aas
-from locret_kit.runtime.drivers import graph
+from locret_kit.runtime.drivers import dense, graph
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.drivers.texts import TextsDriver, texts_key
 from locret_kit.runtime.session import prefill
@@ -47,6 +48,9 @@ def on_the_card(family: str):
     heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(config), "tiny", 32)).requires_grad_(False).bfloat16()
     heads.to = lambda *where: heads  # they are there
     describe(model)
+    if family != "gemma3_text":
+        check_dense(model, dense.dense(model))
+        dense._ALIKE.add(model)
     return model, heads
 
 
@@ -113,6 +117,7 @@ def test_heads_of_different_lengths_are_read_once_an_eviction(policy):
 def test_a_step_of_fixed_shapes_is_fit_for_a_graph(policy, family):
     waits, decoder, cache = read(policy, family, steps=CHUNK + 2)
     assert waits == [] and decoder.reason is None and decoder.cuts_captured
+    assert (decoder.dense is None) == (family == "gemma3_text")
     assert cache.counters.evictions >= 4
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +13,11 @@ from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
+from locret_kit.cache import bounded
 from locret_kit.runtime import drivers
-from locret_kit.runtime.drivers import PlainDriver, logits_after
+from locret_kit.runtime.drivers import PlainDriver, capture, logits_after
 from locret_kit.runtime.drivers import graph as driver
+from locret_kit.runtime.drivers.dense import DenseStep
 from locret_kit.runtime.drivers.graph import GraphDriver, SyncDetector
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
@@ -179,13 +180,22 @@ def test_what_is_not_captured_says_why():
     assert "other turns" in (GraphDriver(model, cache).takes(cache) or "")
 
 
-def test_an_interrupt_between_layers_is_noticed():
-    model, cache = backbone(), make("h2o")
+@pytest.mark.parametrize("with_modules", [True, False])
+def test_an_interrupt_between_layers_is_noticed(with_modules, monkeypatch):
+    model, cache, read = backbone(), make("h2o"), bounded.read_block
+
+    def interrupted(ctx, layer, *rest):
+        if layer == 1:
+            raise KeyboardInterrupt
+        return read(ctx, layer, *rest)
+
     with attach(model), torch.inference_mode():
         prefill(model, tokens(), cache)
         step = GraphDriver(model, cache)
-        stopped = mock.patch.object(model.model.layers[1].mlp, "forward", side_effect=KeyboardInterrupt)
-        with stopped, pytest.raises(KeyboardInterrupt):
+        assert isinstance(step.dense, DenseStep)
+        step.dense = None if with_modules else step.dense
+        monkeypatch.setattr(bounded, "read_block", interrupted)
+        with pytest.raises(KeyboardInterrupt):
             step([cache], [5])
         with pytest.raises(ValueError, match="interrupted inside a forward, after 83 to 84 tokens: reset"):
             cache.bind(model)
@@ -235,7 +245,7 @@ def test_decode_chooses(monkeypatch):
 
 
 def test_a_capture_that_fails_loses_no_token(monkeypatch, caplog):
-    """The step that could not be captured runs as it is, once, and the reason is there for the next."""
+    """The step that could not be captured runs as it is, once, then over modules; the reason is there for the next."""
 
     def fails(self, form):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
@@ -243,6 +253,7 @@ def test_a_capture_that_fails_loses_no_token(monkeypatch, caplog):
     monkeypatch.setattr(TapedDecoder, "_captured", fails)
     step = same(backbone(), pair("h2o"), tokens(), TapedDecoder, steps=15)
     assert step.reason == "its capture failed: operation not permitted when stream is capturing" and not step.graphs
+    assert step.dense is None and "a token runs through the decoder's modules: its capture failed" in caplog.text
     same(backbone(), pair("h2o"), tokens(), TapedDecoder, steps=5)
     assert caplog.text.count("steps run without CUDA graphs: its capture failed") == 1
     with attach(backbone()), torch.inference_mode():
@@ -274,7 +285,7 @@ def test_a_capture_that_fails_gives_the_stream_back(monkeypatch):
             super().__init__(model, cache)
             self.captures = True
 
-    monkeypatch.setattr(driver, "capture_stream", lambda device: "side")
+    monkeypatch.setattr(capture, "capture_stream", lambda device: "side")
     for name, stand_in in (
         ("CUDAGraph", object), ("graph", graph), ("stream", switched), ("device", lambda device: nullcontext()),
         ("current_stream", lambda device: streams[-1]),

@@ -68,7 +68,12 @@ def test_texts_that_come_and_go(policy, rest, taped):
     tokens, kept, _ = answers(True, policy, **rest)
     (driver,) = taped
     assert (tokens, kept) == wanted[:2]
-    assert driver.reason is None and driver.replays > 30 and {form.texts for form in driver.graphs} >= {1, 2, 3}
+    assert (
+        driver.dense is not None
+        and driver.reason is None
+        and driver.replays > 30
+        and {form.texts for form in driver.graphs} >= {1, 2, 3}
+    )
     assert driver.replays > driver.ran.total() - 2 * len(driver.ran) - 4, "a set of texts needs no graph of its own"
 
 

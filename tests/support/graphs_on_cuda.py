@@ -1,6 +1,6 @@
 """On a CUDA device: attention of a chunk is right by every kernel that may be chosen, evictions of all layers at once equal those
 of each, chunks of a prompt through a graph equal plain ones, and decoding through graphs equals the same step run as it is, and
-dynamic decoding. Ends with an error where not.
+dynamic decoding; so does a token whose products are one launch with what is around them. Ends with an error where not.
 
 A process of its own, since the tests interpret the kernels: ``python tests/support/graphs_on_cuda.py`` with the repository and
 ``kernels`` on the path. ``test_graph_decoder_cuda.py`` runs it where there is a device.
@@ -19,6 +19,7 @@ from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cache import attend, step
+from locret_kit.runtime.drivers import dense
 from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
@@ -137,9 +138,34 @@ def texts(model, heads) -> None:
         print(f"{policy}: tokens of three texts by shared graphs are those of shared forwards", flush=True)
 
 
+def products() -> None:
+    """Tokens of a graph whose products go with what is around them, launched early or not, against the graph over modules; in
+    bfloat16 logits in shares of the root mean square, since near ties fall as sums are rounded."""
+    for family, dtype in (("llama", torch.float32), ("qwen2", torch.float32), ("phi3", torch.bfloat16)):
+        model = tiny_model(family).to(dtype)
+        heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)).requires_grad_(False)
+        heads = heads.cuda().to(dtype)
+        with attach(model):
+            with mock.patch("locret_kit.runtime.drivers.graph.dense_step", lambda model, ctx: None):
+                modules, _ = run(model, "locret", heads, "graph")
+            for name in [*dense.forms("triton")][1:]:
+                with mock.patch.object(dense, "_chosen", lambda stages, kernels, name=name: name):
+                    mine, driver = run(model, "locret", heads, "graph")
+                assert driver is not None and driver.dense is not None and driver.reason is None and () in driver.graphs
+                error = float((mine - modules).square().mean().sqrt() / modules.square().mean().sqrt())
+                alike = int((mine.argmax(-1) == modules.argmax(-1)).sum())
+                print(
+                    f"{family} {dtype}, {name}: {alike} of {len(mine)} tokens, off by {error:.1e} of the rms",
+                    flush=True,
+                )
+                assert error < (1e-4 if dtype == torch.float32 else 3e-2), f"{family} {dtype}: {name}"
+                assert alike == len(mine) or (dtype == torch.bfloat16 and alike >= len(mine) - 4)
+
+
 @torch.inference_mode()
 def main() -> None:
     attention()
+    products()
     model = tiny_model("llama")
     config = HeadsConfig.for_backbone(spec_of(model.config), "tiny", 32)
     heads = RetainingHeads(config).requires_grad_(False).cuda()

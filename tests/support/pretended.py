@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from locret_kit.backbones import products
+from locret_kit.backbones import products, weights
 from locret_kit.cache import attend
 from locret_kit.runtime.drivers.graph import SYNCING_OPS, _shape_is_read
 
@@ -166,7 +166,8 @@ def card() -> Iterator[Card]:
         stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda device=None: None))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (8, 0)))
         stack.enter_context(mock.patch.object(attend, "_lower_right_bias", _mask))
-        stack.enter_context(mock.patch.object(products, "PLAIN", (*products.PLAIN, OnCard)))
+        for module in (products, weights):
+            stack.enter_context(mock.patch.object(module, "PLAIN", (*module.PLAIN, OnCard)))
         for probe in (attend.chunk_attention, attend.varlen_operator):  # what this card has, another has not
             probe.cache_clear()
             stack.callback(probe.cache_clear)

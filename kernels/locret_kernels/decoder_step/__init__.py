@@ -1,5 +1,5 @@
-"""One decoded token of each of several texts through a whole decoder, in one call on a CPU (``cpu.cpp``). The operation has no
-form for other devices: the decoder's own forward is its definition.
+"""One decoded token of each of several texts through a whole decoder, in one call on a CPU (``cpu.cpp``). The decoder's own
+forward is its definition. On a GPU a layer is a few launches; ``row_products`` computes its matrix products.
 
 A decoded token reads every weight once and computes little, so its time is that of memory, unless hundreds of small operations
 come between. Here a few threads stay in one function from the words to the logits, and read weights once for all texts.
@@ -8,17 +8,93 @@ come between. Here a few threads stay in one function from the words to the logi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import cpp
+from ..fused import rms_norm, swiglu
 from ..product import cpu as product
 from ..product import format_of
+
+__all__ = ["row_products"]
+
+
+# ---- matrix products of a token, with the norm, gate or residual next to them ----
+
+
+class RowProducts(NamedTuple):
+    """Weights of one launch: matrices, the norm before them, and whether a gate follows."""
+
+    weights: tuple[Tensor, ...]
+    """Up to four matrices ``[N, K]``."""
+    biases: tuple[Tensor | None, ...]
+    """One each, or none at all."""
+    norm: Tensor | None = None
+    """Weight ``[K]`` of the norm."""
+    eps: float = 0.0
+    gated: bool = False
+    """Whether the result is ``swiglu`` of the two products; needs a norm."""
+
+
+def row_products(
+    x_NK: Tensor, stage: RowProducts, residual: Tensor | None = None, pdl: bool | None = None
+) -> list[Tensor]:
+    """Products ``[N, rows]`` of each matrix with the vectors ``x``, or ``swiglu`` of both, plus the residual. They have the type
+    of ``x`` and are rounded where transformers rounds.
+
+    Args:
+        pdl: whether a kernel may begin before the previous launch has ended; by default where the card can.
+
+    Raises:
+        ValueError: shapes that do not fit, or a residual with several products.
+    """
+    return composed(x_NK, stage, residual, rms_norm, swiglu)
+
+
+def composed(
+    x_NK: Tensor, stage: RowProducts, residual: Tensor | None, norm: Callable[..., Tensor], gate: Callable[..., Tensor]
+) -> list[Tensor]:
+    """``row_products`` in separate launches: PyTorch's products (one for pieces of one matrix), this norm and gate."""
+    check_stage(x_NK, stage, residual)
+    x = x_NK if stage.norm is None else norm(x_NK, stage.norm, stage.eps)[0]
+    runs, made = list[list[Tensor]](), list[Tensor]()
+    for weight, bias in zip(stage.weights, stage.biases, strict=True):
+        if runs and bias is None and _follows(weight, runs[-1][-1]):
+            runs[-1].append(weight)
+        else:
+            runs.append([weight])
+    for run, bias in zip(runs, stage.biases, strict=False):
+        whole = run[0].as_strided((sum(map(len, run)), x.shape[1]), run[0].stride())
+        made += F.linear(x, whole, bias).split([*map(len, run)], -1)
+    made = [gate(*made)] if stage.gated else made
+    return made if residual is None else [residual + made[0]]
+
+
+def _follows(weight: Tensor, other: Tensor) -> bool:
+    """Whether a weight ``[N, K]`` begins where the other one ends, as pieces of one matrix do."""
+    end = other.storage_offset() + other.numel()
+    same = weight.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return same and weight.storage_offset() == end and weight.is_contiguous() and other.is_contiguous()
+
+
+def check_stage(x_NK: Tensor, stage: RowProducts, residual: Tensor | None) -> None:
+    """Raise ValueError unless vectors, matrices and residual fit each other."""
+    (N, K), rows = x_NK.shape, [len(weight) for weight in stage.weights]
+    given = [(n, K) for n in rows] == [tuple(weight.shape) for weight in stage.weights] and 1 <= len(rows) <= 4
+    biased = [x.shape for x in stage.biases if x is not None] in ([], [(n,) for n in rows])
+    gated = not stage.gated or (stage.norm is not None and len(rows) == 2 and rows[0] == rows[1])
+    added = residual is None or (residual.shape == (N, rows[0]) and (len(rows) == 1 or stage.gated))
+    if not (given and biased and gated and added and (stage.norm is None or stage.norm.shape == (K,))):
+        shapes = [None if x is None else tuple(x.shape) for x in (*stage.weights, *stage.biases, stage.norm, residual)]
+        raise ValueError(f"x {tuple(x_NK.shape)} and weights, biases, norm, residual {shapes} do not belong together")
+
 
 LAYOUT = cpp.HEADERS / "layout.h"
 FORMAT, LINEAR, PACKED, ROWS = (cpp.Struct(LAYOUT, name) for name in ("Format", "Linear", "Packed", "Rows"))

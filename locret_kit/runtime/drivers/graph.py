@@ -10,7 +10,7 @@ Host-side counts follow every step, and the device's follow the host's, so any f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Literal, NamedTuple
@@ -31,6 +31,8 @@ from ...cache.step import StaticStep, evict_if_due, make_room
 from ...cache.storage.rows import COUNTS
 from ...naming import first_line
 from ...policies.capabilities import reason
+from .capture import Captured, capture
+from .dense import DenseStep, dense_step
 
 logger = logging.getLogger(__name__)
 
@@ -86,30 +88,6 @@ Form = tuple[LayerForm, ...]
 """A step."""
 
 
-@cache
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all captures on a device: PyTorch's own is one for all devices, on that of the first capture. cuBLAS keeps a
-    workspace for every stream, so there is one only."""
-    return torch.cuda.Stream(device)
-
-
-Captured = tuple[torch.cuda.CUDAGraph, Tensor]
-"""A graph of a step, and where its logits will be."""
-
-
-def capture(device: torch.device, others: Iterable[Captured], step: Callable[[], Tensor]) -> Captured:
-    """A graph of a step, which does not run yet, and its logits ``[N, V]``. It shares its memory with the others; one
-    graph runs at a time."""
-    graph, pool = torch.cuda.CUDAGraph(), next((first.pool() for first, _ in others), None)
-    side = capture_stream(device)
-    capturing = partial(torch.cuda.graph, graph, pool=pool, stream=side, capture_error_mode="thread_local")
-    # A capture that fails leaves PyTorch on its stream: the outer block brings back the one before.
-    before_it = torch.cuda.stream(torch.cuda.current_stream(device))
-    with torch.cuda.device(device), before_it, capturing():
-        logits = step()
-    return graph, logits
-
-
 class SyncDetector(TorchDispatchMode):
     """Collects the names of operators that make the host wait for the device, or that copy between the two."""
 
@@ -157,6 +135,8 @@ class GraphDriver:
         self.model, self.cache, self.tokens = model, cache, tokens
         self.reason = _reason_against(model, cache)
         self.captures = model.device.type == "cuda"
+        self.dense: DenseStep | None = None
+        """Forward of a token without the decoder's modules, where possible."""
         self.cuts_captured = True
         """Whether evictions are inside the graphs: unless the policy's make the host wait."""
         self.evictions = cache.counters.evictions
@@ -171,6 +151,8 @@ class GraphDriver:
             self.reason = f"policy={cache.policy.name!r} does more with a chunk than attend and evict"
         if self.reason is not None or not cache.get_seq_length():
             return
+        if tokens == 1:
+            self.dense = dense_step(model, cache.context)
         with torch.inference_mode(False):
             self.ids = torch.zeros(1, tokens, dtype=torch.int64, device=model.device)
             self.seen = torch.zeros((), dtype=torch.int64, device=model.device)
@@ -246,8 +228,13 @@ class GraphDriver:
                 self.graphs[form] = self._captured(form)
             except RuntimeError as error:  # nothing of it has run: the step is still to come, and tables that it made
                 self.cache.context.tables.clear()
-                self.reason = f"its capture failed: {first_line(error)}"
-                warn(self.reason)
+                failed = f"its capture failed: {first_line(error)}"
+                if self.dense is not None:
+                    self.dense = None
+                    logger.warning("a token runs through the decoder's modules: %s", failed)
+                else:
+                    self.reason = failed
+                    warn(self.reason)
                 torch.cuda.empty_cache()  # what the capture had, where memory was short
             else:
                 self.changes[form] = [new - old for new, old in zip(self._counts(), counts, strict=True)]
@@ -289,13 +276,16 @@ class GraphDriver:
             lengths_LBH = self.length_L[:, None, None].expand(-1, *self.flats[0].starts_BH.shape) + 1
             self.cache.fixed = partial(self._static_step, position_T, lengths_LBH)
         try:
-            logits_BTV = forward(self.model, self.ids, self.cache, logits_to_keep=1)
+            if self.dense is not None:
+                logits_NV = self.dense(self.ids, self.cache, self.cache)
+            else:
+                logits_NV = forward(self.model, self.ids, self.cache, logits_to_keep=1)[:, -1].float()
         finally:
             self.cache.fixed = None
         self.seen += self.tokens
         self.length_L += self.tokens
         self._cut(form, "keep")
-        return logits_BTV[:, -1].float()
+        return logits_NV
 
     def _static_step(self, position_T: Tensor, lengths_LBH: Tensor, layer: int) -> StaticStep:
         """Place of a layer's new token, and the rows that it sees. The device has their number."""

@@ -24,7 +24,9 @@ from ...cache.step import evict_if_due, make_room
 from ...cache.texts import batch_key, row_numbers
 from ...cache.view import score_alike
 from ...naming import first_line
-from .graph import WARM, Captured, SyncDetector, capture, warn
+from .capture import Captured, capture
+from .dense import dense_step
+from .graph import WARM, SyncDetector, warn
 
 
 def texts_key(cache: BoundedCache) -> Hashable:
@@ -67,6 +69,7 @@ class TextsDriver:
     def __init__(self, model: PreTrainedModel, first: BoundedCache) -> None:
         self.model, self.captures = model, model.device.type == "cuda"
         self.reason: str | None = None
+        self.dense = dense_step(model, first.context)
         self.held = first.context.ropes, first.context.heads, first.bounded[0].page
         """Objects by whose identity texts are alike."""
         self.graphs: dict[Form, Captured] = {}
@@ -123,7 +126,10 @@ class TextsDriver:
             try:
                 self.graphs[form] = self._captured(form, caches)
             except RuntimeError as error:  # nothing of it has run: the tokens are still to come
-                self._refuse(f"the capture of {form.texts} texts failed: {first_line(error)}")
+                if form.texts == 1 and self.dense is not None:  # modules may be captured
+                    self.dense = None
+                else:
+                    self._refuse(f"the capture of {form.texts} texts failed: {first_line(error)}")
                 torch.cuda.empty_cache()  # what the capture had, where memory was short
                 for cache in caches:
                     cache.unfinished = False
@@ -148,6 +154,9 @@ class TextsDriver:
         """The captured step: logits ``[N, V]`` (float32). No number of the host may matter on the device."""
         given = self.given[form]
         packed = Packed(caches, [1] * form.texts, given[1:].unflatten(0, (-1, 4)))
-        logits_NV = forward(self.model, given[:1], packed)[0].float()
+        if self.dense is not None and form.texts == 1:
+            logits_NV = self.dense(given[:1], caches[0], packed)
+        else:  # one matrix product reads weights once for all texts
+            logits_NV = forward(self.model, given[:1], packed)[0].float()
         caches[0].context.tables.clear()  # they lie in the memory of graphs
         return logits_NV
