@@ -157,7 +157,7 @@ def moved(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
 
 def on_meta(config: PretrainedConfig, setting: Setting) -> tuple[nn.Module, RetainingHeads]:
     """The model of two layers, and its heads. The second layer makes no tables that all layers share."""
-    function("attend", "triton")  # an error here where Triton is missing
+    function("enter_rows", "triton")  # an error here where Triton is missing
     small = deepcopy(config)
     small.num_hidden_layers = 2
     with torch.device("meta"):

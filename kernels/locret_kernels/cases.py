@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from . import backend
+from .attend import attend
 from .column_stats import STATISTICS
 from .enter import HeadProduct, RowBuffers
 from .product import FORMATS, format_of
@@ -83,9 +83,9 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
         return Case(form, f"{heads} {sizes}", {**runs, "sdpa": peer} if peer else runs, flops, nbytes, state, moves)
 
     q, k, v = x(1, Q, T, D), x(1, H, S, D), x(1, H, S, D)
-    lse = backend.function("attend", "reference")(q, k, k, scaling)[1]
+    lse = attend(q, k, k, scaling)[1]
     seen = T * (S - T) + T * (T + 1) / 2  # pairs of a query and a slot that it sees
-    chunk, mask = f"T={T} S={S}", causal_lower_right(T, S)
+    chunk = f"T={T} S={S}"
     for want in ({"sum"}, {"sum", "square"}, {"above"}, STATISTICS):
         form = f"column_stats {'+'.join(sorted(want))}"
         yield case(form, chunk, q, k, scaling, lse, flops=2 * Q * D * seen, want=frozenset(want))
@@ -95,16 +95,9 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
         form, flops = f"column_max log_prob={log_prob}", 2 * Q * D * A * P
         yield case(form, f"T={A} S={P}", answer, prompt, pos, scaling, flops=flops, log_prob=log_prob)
 
-    def attention() -> torch.Tensor:
-        """PyTorch's attention of the chunk, ``[B, Q, T, D]``."""
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=Q > H)
-
-    yield case("attend", chunk, q, k, v, scaling, flops=4 * Q * D * seen, peer=attention)
     yield case("attend_and_count", chunk, q, k, v, scaling, flops=6 * Q * D * seen, want=frozenset({"sum"}))
     parts = [part for _ in range(2) for part in (x(1, Q, T, D), x(1, Q, T, dtype=torch.float32))]
     yield case("join_parts", f"T={T}", *parts, nbytes=1.5 * sum(part.nbytes for part in parts))
-    few = min(16, T)  # the smaller tile of queries, and splits of the rows
-    yield case("attend", f"T={few} S={S}", q[:, :, -few:], k, v, scaling, flops=4 * Q * D * few * S)
 
     for queries, unit in ((128, 128), (64, 1)):  # a third of the rows: blocks of them, or each by itself
         seen_BQNU = torch.rand(1, Q, -(-T // queries), -(-S // unit), dtype=torch.float32, device=device) < 1 / 3

@@ -197,30 +197,3 @@ def join_parts(parts, norms, out, norm, n, N, splits, D0: tl.constexpr, D1: tl.c
     tl.store(to + tl.arange(0, D0), (y0 / total).to(out.dtype.element_ty))
     if D1 > 0:
         tl.store(to + D0 + tl.arange(0, D1), (y1 / total).to(out.dtype.element_ty))
-
-
-@triton.jit
-def _join(parts, norms, out, norm, N, splits, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr):
-    """A program owns one of the ``N`` rows."""
-    join_parts(parts, norms, out, norm, tl.program_id(0).to(tl.int64), N, splits, D0, D1, BLOCK)
-
-
-def merge_splits(parts_PND: Tensor, norm_PN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Output ``[..., D]`` and natural log-sum-exp ``[...]`` (float32) of ``P`` splits, summed in a fixed order. Where no split
-    has rows the output is 0 and the log-sum-exp -inf.
-
-    Args:
-        parts_PND: each split's output ``[P, ..., D]``, 0 where it has no rows.
-        norm_PN: each split's log-sum-exp ``[P, ...]``, -inf where it has no rows.
-    """
-    splits, N, D = len(parts_PND), norm_PN[0].numel(), parts_PND.shape[-1]
-    if splits == 1:
-        return parts_PND[0].to(dtype), norm_PN[0]
-    D0, D1 = HEAD_SIZES[D]
-    out = torch.empty(parts_PND.shape[1:], dtype=dtype, device=parts_PND.device)
-    norm = torch.empty(norm_PN.shape[1:], dtype=torch.float32, device=parts_PND.device)
-    launch(
-        _join, (N,), parts_PND, norm_PN, out, norm, N, splits, D0=D0, D1=D1, BLOCK=32 if D < 128 else 16, num_warps=4,
-        num_stages=1,
-    )  # fmt: skip
-    return out, norm

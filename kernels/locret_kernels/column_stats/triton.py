@@ -14,7 +14,6 @@ from torch import Tensor
 from triton import cdiv
 
 from .. import check_some, common
-from ..attend.triton import attend
 from ..common import LOG2E, check, check_heads, dot_rows, head_blocks, load_rows, split_rows
 from . import MARGIN, STATISTICS, ColumnStats, check_queries
 
@@ -174,7 +173,9 @@ def log_sum_exp(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, q_pos_T: Tensor)
 
 def window_attention(q_BQWD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
     """See the definition, ``window_attention``."""
-    _, lse = attend(q_BQWD, k_BHSD, k_BHSD, scaling)
+    check_queries(q_BQWD, k_BHSD)
+    S, W = k_BHSD.shape[2], q_BQWD.shape[2]
+    lse = log_sum_exp(q_BQWD, k_BHSD, scaling, torch.arange(S - W, S, device=q_BQWD.device))
     out = column_stats(q_BQWD, k_BHSD, scaling, lse, want=frozenset({"sum"})).sum
     assert out is not None
     return out
