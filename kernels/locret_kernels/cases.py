@@ -170,7 +170,7 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     yield case("ragged_decode 8 bits, turned", f"S={S}", one, eight, spans, scaling, angles, nbytes=k.nbytes)
     few = {bits: packed_rows(H, S, D, bits, device, dtype) for bits in (4, 2)}
     for bits, (_, turn, received) in ((4, forms[1]), (4, forms[2]), (2, forms[1])):
-        form = f"packed_decode {bits} bits{', received' * received}"
+        form = f"ragged_decode {bits} bits{', received' * received}"
         nbytes = sum(t.nbytes for t in few[bits])
         yield case(form, f"S={S}", one, few[bits], spans, scaling, turn, received, nbytes=nbytes)
     # One query a head goes by another form of the kernel.
@@ -179,7 +179,7 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
         yield case("ragged_decode, turned", size, lone, flat, spans, scaling, angles, nbytes=2 * k.nbytes)
         yield case("ragged_decode 8 bits, turned", size, lone, eight, spans, scaling, angles, nbytes=k.nbytes)
         yield case(
-            "packed_decode 4 bits", size, lone, few[4], spans, scaling, angles, nbytes=sum(t.nbytes for t in few[4])
+            "ragged_decode 4 bits", size, lone, few[4], spans, scaling, angles, nbytes=sum(t.nbytes for t in few[4])
         )
 
 

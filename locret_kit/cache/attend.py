@@ -403,7 +403,7 @@ def decode_rows(
         group_PG1D = q_BQ1D.reshape(flat.lengths_BH.numel(), -1, 1, q_BQ1D.shape[-1])
         q_BQD = function("rotate_rows", backend)(group_PG1D, *tables).view(q_BQD.shape)
         rotation = Rotation(turn.cos_SR, turn.sin_SR, place_N)
-    decode = function("packed_decode" if isinstance(flat.rows, PackedRows) else "ragged_decode", backend)
+    decode = function("ragged_decode", backend)
     spans = Spans(flat.starts_BH, flat.lengths_BH, flat.longest)
     if not (statistics and group):
         decoded = decode(q_BQD, flat.rows, spans, scaling, rotation, received=bool(statistics))

@@ -136,7 +136,7 @@ def dequantised(layer: BoundedLayer, B: int = 1) -> tuple[torch.Tensor, torch.Te
         [4, 2],
     ),
 )
-def test_packed_decode(group, D, blocks, share, bits):
+def test_decoding_over_few_bits(group, D, blocks, share, bits):
     (Q, H), B = GROUPS[group], 2
     layer = stored(bits, B * H, D, blocks)
     n, R = layer.rows, int(share * D)
@@ -148,8 +148,8 @@ def test_packed_decode(group, D, blocks, share, bits):
     turn = Rotation(angle.cos().float(), angle.sin().float(), place) if R else None
     q, spans = random(B, Q, D, seed=99), Spans(starts, lengths, n)
     with poisoned():
-        mine = KERNELS["packed_decode"](q, rows, spans, 0.1, turn, received=True)
-    theirs = REFERENCES["packed_decode"](q, rows, spans, 0.1, turn, received=True)
+        mine = KERNELS["ragged_decode"](q, rows, spans, 0.1, turn, received=True)
+    theirs = REFERENCES["ragged_decode"](q, rows, spans, 0.1, turn, received=True)
     k, v = dequantised(layer, B)
     if R:
         k = turned(k, angle[shift : shift + n, : R // 2])
@@ -160,7 +160,7 @@ def test_packed_decode(group, D, blocks, share, bits):
         close(made.received_BHS, weights.float())
 
 
-def test_packed_decode_of_heads_with_rows_and_tails_of_their_own():
+def test_decoding_over_few_bits_of_heads_with_rows_and_tails_of_their_own():
     """Heads that stop earlier, one of them in its tail alone: what lies behind a head's rows is never read."""
     layer = stored(4, 3, 64, (90, 20))
     rows, starts, _ = packed(layer)
@@ -170,18 +170,18 @@ def test_packed_decode_of_heads_with_rows_and_tails_of_their_own():
     lengths, tails = torch.tensor([[first, n, 4]]), torch.tensor([[0, tail, 4]])
     q = random(1, 3, 64, seed=1)
     for functions in (KERNELS, REFERENCES):
-        mine = functions["packed_decode"](q, rows._replace(tail_BH=tails), Spans(starts, lengths, n), 0.1).out_BQD
+        mine = functions["ragged_decode"](q, rows._replace(tail_BH=tails), Spans(starts, lengths, n), 0.1).out_BQD
         for h, seen in enumerate((slice(0, first), slice(0, n), slice(first, first + 4))):
             oracle = attention(q[:, h : h + 1, None], k[:, h : h + 1, seen], v[:, h : h + 1, seen], 0.1)
             close(mine[:, h], oracle[:, 0, 0].float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_packed_decode_in_half_precision(dtype):
+def test_decoding_over_few_bits_in_half_precision(dtype):
     layer = stored(4, 2, 64, (60, 20), dtype)
     rows, starts, lengths = packed(layer)
     q = random(1, 4, 64, seed=1, dtype=dtype)
-    mine = KERNELS["packed_decode"](q, rows, Spans(starts, lengths, layer.rows), 0.1).out_BQD
+    mine = KERNELS["ragged_decode"](q, rows, Spans(starts, lengths, layer.rows), 0.1).out_BQD
     oracle = attention(q[:, :, None], *dequantised(layer), 0.1)[:, :, 0]
     assert mine.dtype == dtype
     close(mine.float(), oracle.float(), dtype)
@@ -195,9 +195,9 @@ def test_packed_decode_in_half_precision(dtype):
         (lambda r: r._replace(key_step_PMD=r.key_step_PMD[:1]), "does not belong to"),
     ],
 )
-def test_what_packed_decode_refuses(change, message):
+def test_what_few_bits_refuse(change, message):
     layer = stored(4, 2, 64, (40,))
     rows, starts, lengths = packed(layer)
     with pytest.raises(ValueError) as caught:
-        KERNELS["packed_decode"](random(1, 4, 64), change(rows), Spans(starts, lengths, layer.rows), 0.1)
+        KERNELS["ragged_decode"](random(1, 4, 64), change(rows), Spans(starts, lengths, layer.rows), 0.1)
     assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Decoding attention over flat rows in one call (``cpu.cpp``): as the definition but for rounding. Rows in 8 bits are the
+"""Decoding attention over flat rows in one call (``cpu.cpp``): as the definition but for rounding. Rows in few bits are the
 reference's."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import check_some, cpp
 from .. import ragged_decode as reference
-from . import Angles, Decoded, Float8Rows, FullRows, Rotation, Spans, check_tables
+from . import Angles, Decoded, Rotation, Rows, Spans, Turn, check_tables
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 DECODE = cpp.Struct(SOURCE, "Decode")
@@ -28,12 +28,7 @@ def load(dtype: torch.dtype, channels: int) -> cpp.Library:
 
 
 def ragged_decode(
-    q_BQD: Tensor,
-    rows: FullRows | Float8Rows,
-    spans: Spans,
-    scaling: float,
-    turn: Rotation | Angles | None = None,
-    received: bool = False,
+    q_BQD: Tensor, rows: Rows, spans: Spans, scaling: float, turn: Turn = None, received: bool = False
 ) -> Decoded:
     """See the definition, ``ragged_decode``. Keys and values are contiguous."""
     starts_BH, lengths_BH, longest = spans
