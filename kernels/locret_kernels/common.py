@@ -6,9 +6,6 @@ A head of 96 columns is read as 64 + 32, so that no lane works on padding: ``D0`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import torch
 import triton
 import triton.language as tl
@@ -71,21 +68,10 @@ def launch(
 ) -> None:
     """Start a kernel on the device of its first argument, which need not be PyTorch's current device.
 
-    Every launch passes here, so ``recorded`` sees them all.
+    Every launch passes here, so who replaces it sees them all.
     """
     with torch.cuda.device_of(args[0]):
         kernel[grid](*args, **constants, **OPTIONS, num_warps=num_warps, num_stages=num_stages)
-
-
-@contextmanager
-def recorded(receive: Callable[..., None]) -> Iterator[None]:
-    """Inside the block nothing is launched: ``receive`` gets what ``launch`` would have got."""
-    global launch
-    before, launch = launch, receive
-    try:
-        yield
-    finally:
-        launch = before
 
 
 def head_blocks(D: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from interpreted import common
 from scripts_loaded import load_script
 
@@ -68,10 +67,7 @@ def launched() -> set[str]:
 def keys():
     """Names of all launches, without a compiler."""
     return {
-        launch.row(arch, D, torch.bfloat16).key
-        for D in common.HEAD_SIZES
-        for launch in check.launches(D, torch.bfloat16)
-        for arch in (80, 89, 90, 120)
+        launch.row(arch, D).key for D in common.HEAD_SIZES for launch in check.launches(D) for arch in (80, 89, 90, 120)
     }
 
 

@@ -22,7 +22,7 @@ __all__ = ["column_max", "column_stats", "window_attention"]
 
 TILE = 64
 """Queries at a time, so that ``[Q, TILE, S]`` logits exist and not all of them."""
-STATISTICS = frozenset({"sum", "square", "above", "last"})
+STATISTICS = frozenset({"sum", "square", "above"})
 MARGIN = 1e-5
 """An attention weight is above average from ``(1 + MARGIN) / n`` on. Equal weights must not count by rounding."""
 
@@ -36,8 +36,6 @@ class ColumnStats(NamedTuple):
     """Sum of ``a ** 2``."""
     above: Tensor | None = None
     """Number of queries that gave more than ``1 / n``, ``n`` slots being visible to the query."""
-    last: Tensor | None = None
-    """``a`` of the newest query."""
 
 
 def column_stats(
@@ -87,8 +85,6 @@ class Counts:
         if "above" in out:
             seen_T1 = torch.arange(n - t + 1, n + 1, device=a_HTN.device)[:, None]
             out["above"][b, heads, :n] += (a_HTN > (1 + MARGIN) / seen_T1.float()).sum(1)
-        if "last" in out and n == out["last"].shape[2]:
-            out["last"][b, heads] = a_HTN[:, -1]
         if "square" in out:
             out["square"][b, heads, :n] += a_HTN.square().sum(1)
 

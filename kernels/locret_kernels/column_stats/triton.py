@@ -20,9 +20,9 @@ from . import MARGIN, STATISTICS, ColumnStats, check_queries
 
 @triton.jit
 def _read_queries(
-    queries, lse, t, k0, k1, zero, slots, total, square, above, last, scale, margin, stride_qh, stride_qt, T, S,
+    queries, lse, t, k0, k1, zero, slots, total, square, above, scale, margin, stride_qh, stride_qt, T, S,
     G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr, SUM: tl.constexpr, SQUARE: tl.constexpr,
-    ABOVE: tl.constexpr, LAST: tl.constexpr, MASKED: tl.constexpr,
+    ABOVE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Running statistics of the slots after one more block of queries. Without ``MASKED`` all of them see every slot."""
     rows = t + tl.arange(0, BLOCK_T)  # [BT]
@@ -42,17 +42,15 @@ def _read_queries(
         square += a * a
     if ABOVE:
         above += tl.where(a * seen[None, :] > margin, 1.0, 0.0)
-    if LAST:
-        last += tl.where(rows[None, :] == T - 1, a, 0.0)
-    return total, square, above, last
+    return total, square, above
 
 
 @triton.jit
 def _column_stats(
-    q, k, lse, out_sum, out_square, out_above, out_last, scale, margin,
+    q, k, lse, out_sum, out_square, out_above, scale, margin,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, H, T, S,
     G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-    SUM: tl.constexpr, SQUARE: tl.constexpr, ABOVE: tl.constexpr, LAST: tl.constexpr,
+    SUM: tl.constexpr, SQUARE: tl.constexpr, ABOVE: tl.constexpr,
 ):  # fmt: skip
     """Program axes: blocks of slots (BS of them), key/value heads of all batches; queries are read BT at a time."""
     first_slot = tl.program_id(0) * BLOCK_S
@@ -68,21 +66,20 @@ def _column_stats(
     total = zero
     square = zero
     above = zero
-    last = zero
     first = tl.maximum(first_slot - (S - T), 0) // BLOCK_T * BLOCK_T  # earlier queries see none of these slots
     some = tl.maximum(
         first_slot + BLOCK_S - 1 - (S - T) - first, 0
     )  # queries from there on that do not see all of them
     clear = tl.minimum(first + tl.cdiv(some, BLOCK_T) * BLOCK_T, T)
     for t in range(first, clear, BLOCK_T):
-        total, square, above, last = _read_queries(
-            queries, lse, t, k0, k1, zero, slots, total, square, above, last, scale, margin, stride_qh, stride_qt, T, S,
-            G, D0, D1, BLOCK_T, SUM, SQUARE, ABOVE, LAST, True,
+        total, square, above = _read_queries(
+            queries, lse, t, k0, k1, zero, slots, total, square, above, scale, margin, stride_qh, stride_qt, T, S,
+            G, D0, D1, BLOCK_T, SUM, SQUARE, ABOVE, True,
         )  # fmt: skip
     for t in range(clear, T, BLOCK_T):
-        total, square, above, last = _read_queries(
-            queries, lse, t, k0, k1, zero, slots, total, square, above, last, scale, margin, stride_qh, stride_qt, T, S,
-            G, D0, D1, BLOCK_T, SUM, SQUARE, ABOVE, LAST, False,
+        total, square, above = _read_queries(
+            queries, lse, t, k0, k1, zero, slots, total, square, above, scale, margin, stride_qh, stride_qt, T, S,
+            G, D0, D1, BLOCK_T, SUM, SQUARE, ABOVE, False,
         )  # fmt: skip
     at = tl.program_id(1).to(tl.int64) * S + slots
     if SUM:
@@ -91,8 +88,6 @@ def _column_stats(
         tl.store(out_square + at, tl.sum(square, 1), mask=there)
     if ABOVE:
         tl.store(out_above + at, tl.sum(above, 1), mask=there)
-    if LAST:
-        tl.store(out_last + at, tl.sum(last, 1), mask=there)
 
 
 @triton.jit
@@ -140,7 +135,7 @@ def column_stats(
     check(lse=lse_BQT)
     D0, D1 = head_blocks(D, q_BQTD.dtype)
     lse = lse_BQT.contiguous()
-    names = ("sum", "square", "above", "last")
+    names = ("sum", "square", "above")
     out = {name: torch.empty(B, H, S, dtype=torch.float32, device=q_BQTD.device) for name in names if name in want}
     block_t, block_s = 32 if D < 256 else 16, 128
     common.launch(
