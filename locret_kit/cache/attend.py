@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from locret_kernels.attend import attend, attend_and_count
+from locret_kernels.attend import attend_and_count
 from locret_kernels.backend import function
 from locret_kernels.column_stats import MARGIN, ColumnStats
 from locret_kernels.ragged_decode import Angles, Float8Rows, PackedRows, Rotation, Spans
@@ -319,16 +319,6 @@ def attend_text(
     # Square and causal without a mask, which every kernel of PyTorch takes.
     gqa = q_BQTD.shape[1] != k_BHTD.shape[1]
     return F.scaled_dot_product_attention(q_BQTD, k_BHTD, v_BHTD, is_causal=True, scale=scaling, enable_gqa=gqa)
-
-
-def attend_rows_lse(
-    q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, backend: str
-) -> tuple[Tensor, Tensor]:
-    """``attend_rows`` without a window, and each query's log-sum-exp ``[B, Q, T]`` (natural) over the rows it sees: the
-    definition's where PyTorch has no operator for it."""
-    sizes = q_BQTD.shape[-1], (q_BQTD.shape[1], k_BHSD.shape[1])
-    chosen = None if backend == "reference" else chunk_attention(q_BQTD.device, q_BQTD.dtype, *sizes)
-    return (attend if chosen is None else chosen[1])(q_BQTD, k_BHSD, v_BHSD, scaling)
 
 
 # ---- one token's attention over all heads of a layer in one call, whatever their lengths and the bits of their rows -

@@ -1,4 +1,4 @@
-"""Attention with its log-sum-exp, and decoding over few bits: the references and Triton (interpreted) against float64."""
+"""Attention joined from two parts, and decoding over few bits: the references and Triton (interpreted) against float64."""
 
 from __future__ import annotations
 
@@ -24,20 +24,7 @@ def rows_of(Q, H, T, S, D, B=1, dtype=torch.float32):
     return tuple(random(B, *size, D, seed=i, dtype=dtype) for i, size in enumerate([(Q, T), (H, S), (H, S)]))
 
 
-# ---- attention with its log-sum-exp ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(
-    ("T", "S", "D"), [(1, 1, 64), (1, 1100, 64), (7, 7, 64), (5, 129, 96), (70, 75, 128), (17, 300, 128), (33, 40, 256)]
-)
-def test_attend(group, T, S, D):
-    Q, H = GROUPS[group]
-    inputs = rows_of(Q, H, T, S, D, B=2 if T == 7 else 1)
-    with poisoned():
-        out, lse = REFERENCES["attend"](*inputs, 0.2)
-    close(out, attention(*inputs, 0.2).float())
-    close(lse, logits(*inputs[:2], 0.2).logsumexp(-1).float())
+# ---- attention in two parts ---------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -59,22 +46,6 @@ def test_two_parts_are_joined(functions, B, T, before, D, dtype):
     close(made.float(), attention(q, k, v, 0.1).float(), dtype)
     close(lse, logits(q, k, 0.1).logsumexp(-1).float())
     assert made.dtype == dtype and made.stride() == parts[0].stride()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("S", [70, 600])
-def test_attend_in_half_precision(dtype, S):
-    q, k, v = rows_of(4, 2, 9, S, 64, dtype=dtype)
-    out, lse = REFERENCES["attend"](q, k, v, 0.1)
-    assert out.dtype == dtype and lse.dtype == torch.float32
-    close(out.float(), attention(q, k, v, 0.1).float(), dtype)
-    close(lse, logits(q, k, 0.1).logsumexp(-1).float(), dtype)
-
-
-def test_every_query_of_attention_has_a_row():
-    for T, S in ((0, 5), (6, 5)):
-        with pytest.raises(ValueError, match=f"q: {T} queries must be at least 1 and at most the {S} rows of k"):
-            REFERENCES["attend"](*rows_of(2, 1, T, S, 64), 0.1)
 
 
 # ---- decoding over few bits ----------------------------------------------------------------------------------------

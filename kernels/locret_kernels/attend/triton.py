@@ -1,5 +1,5 @@
-"""Attention over two parts of the rows, joined by one Triton kernel; ``__init__.py`` defines it. Attention itself is PyTorch's on
-a card.
+"""Attention over two parts of the rows, joined by one Triton kernel, and what the newest queries give; ``__init__.py`` defines
+them. Attention itself is PyTorch's on a card.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from torch import Tensor
 from triton import cdiv
 
 from .. import common
+from ..column_stats import check_queries
+from ..column_stats.triton import column_stats, log_sum_exp
 from ..common import check
 
 
@@ -50,3 +52,13 @@ def join_parts(a_BQTD: Tensor, lse_a_BQT: Tensor, b_BQTD: Tensor, lse_b_BQT: Ten
         D=D, BLOCK_T=32, BLOCK_D=triton.next_power_of_2(D), num_warps=4, num_stages=1,
     )  # fmt: skip
     return out, lse
+
+
+def window_attention(q_BQWD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
+    """See the definition, ``window_attention``."""
+    check_queries(q_BQWD, k_BHSD)
+    S, W = k_BHSD.shape[2], q_BQWD.shape[2]
+    lse = log_sum_exp(q_BQWD, k_BHSD, scaling, torch.arange(S - W, S, device=q_BQWD.device))
+    out = column_stats(q_BQWD, k_BHSD, scaling, lse, want=frozenset({"sum"})).sum
+    assert out is not None
+    return out

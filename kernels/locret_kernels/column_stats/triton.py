@@ -166,16 +166,6 @@ def log_sum_exp(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, q_pos_T: Tensor)
     return parts[0] if splits == 1 else parts.logsumexp(0)
 
 
-def window_attention(q_BQWD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
-    """See the definition, ``window_attention``."""
-    check_queries(q_BQWD, k_BHSD)
-    S, W = k_BHSD.shape[2], q_BQWD.shape[2]
-    lse = log_sum_exp(q_BQWD, k_BHSD, scaling, torch.arange(S - W, S, device=q_BQWD.device))
-    out = column_stats(q_BQWD, k_BHSD, scaling, lse, want=frozenset({"sum"})).sum
-    assert out is not None
-    return out
-
-
 # ---- CIS target ----
 
 # A program owns a block of slots and walks over all answer queries. With ``log_prob`` a first pass over the rows returns their
