@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -97,17 +97,17 @@ class Launch(NamedTuple):
         names = self.kernel.arg_names
         signature, constexprs, attributes = {}, dict[str, object](self.constants), {}
         for i, (name, value) in enumerate(zip(names[: len(self.args)], self.args, strict=True)):
+            aligned = isinstance(value, torch.Tensor)  # as PyTorch allocates
             if isinstance(value, torch.Tensor):
                 signature[name] = f"*{TYPES[value.dtype]}"
-                attributes[(i,)] = [["tt.divisibility", 16]]  # as PyTorch allocates
             elif isinstance(value, int) and value != 1:
-                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-                if value % 16 == 0:
-                    attributes[(i,)] = [["tt.divisibility", 16]]
+                signature[name], aligned = "i32" if -(2**31) <= value < 2**31 else "i64", value % 16 == 0
             elif isinstance(value, float):
                 signature[name] = "fp32"
             else:  # Triton makes integers that are 1 constants
                 signature[name], constexprs[name] = "constexpr", 1
+            if aligned:
+                attributes[(i,)] = [["tt.divisibility", 16]]
         signature |= dict.fromkeys(self.constants, "constexpr")
         source = ASTSource(self.kernel, {name: signature[name] for name in names}, constexprs, attributes)
         options = {**common.OPTIONS, "num_warps": self.num_warps, "num_stages": self.num_stages}
@@ -178,22 +178,21 @@ def problems(rows: list[Row], committed: list[Row]) -> list[str]:
     found = []
     before = {row.key: row for row in committed if row.triton == triton.__version__}
     for row in rows:
+        old, limit = before.get(row.key, replace(row, stack_bytes=0)), LIMIT_KIB[row.arch]
+        known = row.key in before or row.kernel not in {key[0] for key in before}
+        wrong = {
+            f"{row.shared_bytes} bytes of shared memory, above {limit} KiB": row.shared_bytes > limit * 1024,
+            f"{row.stack_bytes} bytes of stack a thread: registers spill": row.stack_bytes > old.stack_bytes,
+            f"shared memory grew from {old.shared_bytes} to {row.shared_bytes} bytes": row.shared_bytes
+            > old.shared_bytes,
+            f"barriers in the loop grew from {old.barriers} to {row.barriers}": row.barriers > old.barriers >= 0,
+            f"{row.blocks} blocks per multiprocessor, before {old.blocks}": row.blocks < old.blocks,
+            f"registers grew from {old.registers} to {row.registers}, by over 10%": row.registers
+            > REGISTERS * old.registers,
+            "not in the committed table": not known,
+        }
         name = f"{row.kernel} ({row.options}) sm_{row.arch} head size {row.head_size} {row.dtype}"
-        if row.shared_bytes > LIMIT_KIB[row.arch] * 1024:
-            found.append(f"{name}: {row.shared_bytes} bytes of shared memory, above {LIMIT_KIB[row.arch]} KiB")
-        old = before.get(row.key)
-        if row.stack_bytes > (old.stack_bytes if old else 0):
-            found.append(f"{name}: {row.stack_bytes} bytes of stack a thread: registers spill")
-        if old and row.shared_bytes > old.shared_bytes:
-            found.append(f"{name}: shared memory grew from {old.shared_bytes} to {row.shared_bytes} bytes")
-        if old and row.barriers > old.barriers >= 0:
-            found.append(f"{name}: barriers in the loop grew from {old.barriers} to {row.barriers}")
-        if old and row.blocks < old.blocks:
-            found.append(f"{name}: {row.blocks} blocks per multiprocessor, before {old.blocks}")
-        if old and row.registers > REGISTERS * old.registers:
-            found.append(f"{name}: registers grew from {old.registers} to {row.registers}, by over 10%")
-        if old is None and row.kernel in {key[0] for key in before}:
-            found.append(f"{name}: not in the committed table")
+        found += [f"{name}: {said}" for said, is_so in wrong.items() if is_so]
     return found
 
 

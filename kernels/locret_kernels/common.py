@@ -28,22 +28,16 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def load_rows(base, rows, keep, stride, D0: tl.constexpr, D1: tl.constexpr, MASKED: tl.constexpr = True):
-    """Two tiles ``[rows, D0]`` and ``[rows, D1]`` of a matrix with contiguous columns, zeros where ``keep`` is false; without
-    ``MASKED`` it is not asked. Without a ``D1`` the second tile is the first one again."""
+def load_rows(base, rows, keep, stride, D0: tl.constexpr, D1: tl.constexpr):
+    """Two tiles ``[rows, D0]`` and ``[rows, D1]`` of a matrix with contiguous columns, zeros where ``keep`` is false. Without a
+    ``D1`` the second tile is the first one again."""
     at = base + rows[:, None] * stride  # [rows, 1]
-    if MASKED:
-        x0 = tl.load(at + tl.arange(0, D0)[None, :], mask=keep[:, None], other=0.0)  # [rows, D0]
-    else:
-        x0 = tl.load(at + tl.arange(0, D0)[None, :])  # [rows, D0]
+    x0 = tl.load(at + tl.arange(0, D0)[None, :], mask=keep[:, None], other=0.0)  # [rows, D0]
     if UPCAST:
         x0 = x0.to(tl.float32)
     x1 = x0
     if D1 > 0:
-        if MASKED:
-            x1 = tl.load(at + D0 + tl.arange(0, D1)[None, :], mask=keep[:, None], other=0.0)  # [rows, D1]
-        else:
-            x1 = tl.load(at + D0 + tl.arange(0, D1)[None, :])  # [rows, D1]
+        x1 = tl.load(at + D0 + tl.arange(0, D1)[None, :], mask=keep[:, None], other=0.0)  # [rows, D1]
         if UPCAST:
             x1 = x1.to(tl.float32)
     return x0, x1

@@ -12,14 +12,7 @@ import torch
 from annotated_types import Ge, Gt, Interval
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as steps
 
 from ..backbones.libraries import speaking
 from ..settings import check
@@ -67,18 +60,16 @@ class Chooser:
     """The next token of one text, by its own random numbers: ``choose(logits)``."""
 
     def __init__(self, sampling: Sampling, seed: int, device: torch.device, prompt: Sequence[int]) -> None:
-        self._sampling, self._processors = sampling, LogitsProcessorList()  # transformers' own, in its own order
-        if sampling.repetition_penalty != 1.0:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        if sampling.temperature > 0:
-            if sampling.temperature != 1.0:
-                self._processors.append(TemperatureLogitsWarper(sampling.temperature))
-            if sampling.top_k:
-                self._processors.append(TopKLogitsWarper(sampling.top_k))
-            if sampling.top_p < 1.0:
-                self._processors.append(TopPLogitsWarper(sampling.top_p))
-            if sampling.min_p:
-                self._processors.append(MinPLogitsWarper(sampling.min_p))
+        self._sampling = sampling
+        drawing = [
+            (steps.TemperatureLogitsWarper, sampling.temperature, 1.0), (steps.TopKLogitsWarper, sampling.top_k, 0),
+            (steps.TopPLogitsWarper, sampling.top_p, 1.0), (steps.MinPLogitsWarper, sampling.min_p, 0.0),
+        ] if sampling.temperature > 0 else []  # fmt: skip
+        penalty = steps.RepetitionPenaltyLogitsProcessor, sampling.repetition_penalty, 1.0
+        # transformers' own, in its own order, but for those that change nothing
+        self._processors = steps.LogitsProcessorList(
+            make(value) for make, value, idle in (penalty, *drawing) if value != idle
+        )
         drawn = sampling.temperature > 0  # greedy choices need no generator, which some devices lack
         self._generator = torch.Generator(device=device).manual_seed(seed) if drawn else None
         self._seen = list(prompt) if sampling.repetition_penalty != 1.0 else []

@@ -52,6 +52,13 @@ class Rotation(NamedTuple):
     place_N: Tensor | None = None
     """Integer: a row is rotated to its rank within its head, or to this place where it is higher."""
 
+    def check(self, longest: int, D: int) -> None:
+        """Raise ValueError unless there are tables for every rank of the longest head, of columns that its rows have."""
+        (places, R), alike = self.cos_SR.shape, self.cos_SR.shape == self.sin_SR.shape
+        if not alike or R > D or R % 2 or places < longest:
+            cos = tuple(self.cos_SR.shape)
+            raise ValueError(f"cos {cos} must be [at least {longest}, even and at most {D}], and sin alike")
+
 
 BLOCK = 32
 """Ranks whose angles are given one by one in ``Angles``."""
@@ -225,10 +232,3 @@ def _codes(packed_NX: Tensor, bits: int) -> Tensor:
     """Codes ``[N, X * 8 / bits]`` of bytes."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed_NX.device)
     return ((packed_NX[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
-
-
-def check_tables(cos_SR: Tensor, sin_SR: Tensor, longest: int, D: int) -> None:
-    """Raise ValueError unless there are tables for every rank of the longest head, of columns that its rows have."""
-    (places, R), alike = cos_SR.shape, cos_SR.shape == sin_SR.shape
-    if not alike or R > D or R % 2 or places < longest:
-        raise ValueError(f"cos {tuple(cos_SR.shape)} must be [at least {longest}, even and at most {D}], and sin alike")

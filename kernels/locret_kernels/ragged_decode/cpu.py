@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import check_some, cpp
 from .. import ragged_decode as reference
-from . import Angles, Decoded, Rotation, Rows, Spans, Turn, check_tables
+from . import Angles, Decoded, Rotation, Rows, Spans, Turn
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 DECODE = cpp.Struct(SOURCE, "Decode")
@@ -35,7 +35,7 @@ def ragged_decode(
     check_some("longest", longest, "rows")
     (B, Q, D), H = q_BQD.shape, starts_BH.shape[1]
     if isinstance(turn, Rotation):
-        check_tables(turn.cos_SR, turn.sin_SR, longest, D)
+        turn.check(longest, D)
     # What else there is would be misread.
     alike = rows[0].shape == rows[1].shape and all((x.dtype, x.shape[1]) == (q_BQD.dtype, D) for x in rows[:2])
     if not alike or q_BQD.dtype not in cpp.TYPES or D > cpp.MAX_CHANNELS:

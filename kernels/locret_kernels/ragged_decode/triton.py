@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import check_some, common
 from ..common import LN2, LOG2E, check, head_blocks, join_parts, split_rows
-from . import BLOCK, Angles, Decoded, Float8Rows, PackedRows, Rotation, Rows, Spans, Turn, check_tables, hadamard
+from . import BLOCK, Angles, Decoded, Float8Rows, PackedRows, Rotation, Rows, Spans, Turn, hadamard
 
 NONE = tl.constexpr(-1.0e30)
 """Logit of no row: below all others, and finite, so that differences are numbers."""
@@ -304,18 +304,14 @@ def ragged_decode(
     check_some("longest", longest, "rows")
     # `q` stands in for tables that the kernel does not read. Given places may not reach past the tables; nothing checks that.
     tables, A, B_, C = [q_BQD] * 5, D0, D1, 0
-    if isinstance(turn, Angles):
-        check(keys=turn.keys_X2C, queries=turn.queries_X2C)
-        turn.check(longest, D)
-        keys, queries = (x.contiguous() for x in turn)
-        tables[:4], A = [keys[:, 0], keys[:, 1], queries[:, 0], queries[:, 1]], keys.shape[2]
-    elif turn is not None:
-        check(cos=turn.cos_SR, sin=turn.sin_SR)
-        check_tables(turn.cos_SR, turn.sin_SR, longest, D)
-        tables[:2], A = [turn.cos_SR.contiguous(), turn.sin_SR.contiguous()], turn.cos_SR.shape[1] // 2
-        if turn.place_N is not None:
-            tables[4] = turn.place_N.contiguous()
     if turn is not None:
+        check(**{name: x for name, x in turn._asdict().items() if x is not None})
+        turn.check(longest, D)
+        if isinstance(turn, Angles):
+            tables[:4], A = [x.contiguous()[:, i] for x in turn for i in range(2)], turn.keys_X2C.shape[2]
+        else:
+            tables[:2], A = [x.contiguous() for x in turn[:2]], turn.cos_SR.shape[1] // 2
+            tables[4] = q_BQD if turn.place_N is None else turn.place_N.contiguous()
         B_, C = A, D - 2 * A
     G = Q // H
     block_s = 16 if few and D == 256 else BLOCK if few or turn is not None or G == 1 or D == 256 else 64
