@@ -11,9 +11,9 @@ from torch import Tensor
 from triton import cdiv
 
 from .. import common
-from ..column_stats import check_queries
-from ..column_stats.triton import column_stats, log_sum_exp
-from ..common import check
+from ..column_stats import causal, check_queries
+from ..column_stats.triton import logits
+from ..common import check, check_heads
 
 
 @triton.jit
@@ -57,8 +57,9 @@ def join_parts(a_BQTD: Tensor, lse_a_BQT: Tensor, b_BQTD: Tensor, lse_b_BQT: Ten
 def window_attention(q_BQWD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
     """See the definition, ``window_attention``."""
     check_queries(q_BQWD, k_BHSD)
-    S, W = k_BHSD.shape[2], q_BQWD.shape[2]
-    lse = log_sum_exp(q_BQWD, k_BHSD, scaling, torch.arange(S - W, S, device=q_BQWD.device))
-    out = column_stats(q_BQWD, k_BHSD, scaling, lse, want=frozenset({"sum"})).sum
-    assert out is not None
+    B, H, G, W, S, _ = check_heads(q_BQWD, k_BHSD)
+    out = torch.zeros(B, H, S, dtype=torch.float32, device=q_BQWD.device)
+    for part, x in logits(q_BQWD, k_BHSD, scaling):
+        n = S - W + part.start + x.shape[3]
+        out[..., :n] += causal(x[..., :n], float("-inf")).softmax(-1).sum((2, 3)) / G
     return out
