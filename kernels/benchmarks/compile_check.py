@@ -229,10 +229,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         write(args.csv, rows)
     committed = read(args.against) if args.against else []
     found = problems(rows, committed)
-    if args.against and triton.__version__ not in (known := {row.triton for row in committed}):
-        print(
-            f"{args.against.name} has triton {', '.join(sorted(known))}: of {triton.__version__} only limits are checked"
-        )
+    if args.against and triton.__version__ not in {row.triton for row in committed}:
+        known = ", ".join(sorted({row.triton for row in committed}))
+        print(f"{args.against.name} has triton {known}: of {triton.__version__} only limits are checked")
     print("\n".join([*found, f"{len(rows)} compilations, {len(found)} problems (triton {triton.__version__})"]))
     return 1 if found else 0
 

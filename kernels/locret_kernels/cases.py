@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import log
 
 import torch
-from torch.nn import functional as F
 
 from . import backend
 from .column_stats import STATISTICS
@@ -66,16 +66,11 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
         return torch.randn(*size, dtype=torch.float32, device=device).to(dtype)
 
     def case(form: str, sizes: str, *args: object, flops: float | None = None, nbytes: float | None = None,
-             state: tuple[torch.Tensor, ...] = (), exact: bool = False, peer: Callable[[], object] | None = None,
-             **rest: object) -> Case:  # fmt: skip
-        """The case of one function, the first word of ``form``. ``peer`` is PyTorch's function for tensors of the
-        same shape."""
+             state: tuple[torch.Tensor, ...] = (), exact: bool = False, **rest: object) -> Case:  # fmt: skip
+        """The case of one function, the first word of ``form``."""
         name = form.split()[0].rstrip(",")
-        kernels = {key: backend.function(name, key) for key in backend.runnable(name, device)}
-        runs: dict[str, Callable[[], object]] = {
-            key: lambda call=call: call(*args, **rest) for key, call in kernels.items()
-        }
-        return Case(form, f"{heads} {sizes}", {**runs, "sdpa": peer} if peer else runs, flops, nbytes, state, exact)
+        runs = {key: partial(backend.function(name, key), *args, **rest) for key in backend.runnable(name, device)}
+        return Case(form, f"{heads} {sizes}", runs, flops, nbytes, state, exact)
 
     q, k, v = x(1, Q, T, D), x(1, H, S, D), x(1, H, S, D)
     lse = torch.full((1, Q, T), log(S) + 0.5, dtype=torch.float32, device=device)  # about theirs
@@ -138,30 +133,19 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
             f"product {form}", f"T={T} K={C} N={C}", wide, matrix, form, flops=2 * T * C**2, nbytes=matrix.nbytes
         )
 
-    table, one, row = x(S, D // 2).repeat(1, 2), q[:, :, 0].contiguous(), q[:, :, :1]
+    table, one = x(S, D // 2).repeat(1, 2), q[:, :, 0].contiguous()
     yield case("rotate_rows", f"S={S}", k, table, table, nbytes=2 * k.nbytes)
     place = torch.arange(S, dtype=torch.int32, device=device).repeat(1, H, 1)
     yield case("rotate_rows, placed", f"S={S}", k, table, table, place, nbytes=2 * k.nbytes)
     lengths = torch.full((1, H), S, dtype=torch.int64, device=device)
     spans = Spans(torch.arange(H, device=device)[None] * S, lengths, S)
     angles = Angles(*[angle_steps(x(D // 2, dtype=torch.float32), S)] * 2)
-    forms = (
-        ("", None, False),
-        (", turned", angles, False),
-        (", keys placed, received", Rotation(table, table, place.flatten()), True),
-    )
-
-    def decoding() -> torch.Tensor:
-        """PyTorch's attention of one query per head, ``[B, Q, 1, D]``."""
-        return F.scaled_dot_product_attention(row, k, v, scale=scaling, enable_gqa=Q > H)
-
+    placed = Rotation(table, table, place.flatten())
+    forms = ("", None, False), (", turned", angles, False), (", keys placed, received", placed, True)
     codes = tuple(torch.randint(0, 0x7F, (H * S, D), dtype=torch.uint8, device=device) for _ in range(2))
     eight = Float8Rows(*codes, *(torch.full((H,), 2.0**-6, dtype=torch.float32, device=device) for _ in range(2)))
     for form, turn, received in forms:
-        peer = None if turn else decoding
-        yield case(
-            f"ragged_decode{form}", f"S={S}", one, flat, spans, scaling, turn, received, nbytes=2 * k.nbytes, peer=peer
-        )
+        yield case(f"ragged_decode{form}", f"S={S}", one, flat, spans, scaling, turn, received, nbytes=2 * k.nbytes)
     yield case("ragged_decode 8 bits, turned", f"S={S}", one, eight, spans, scaling, angles, nbytes=k.nbytes)
     few = {bits: packed_rows(H, S, D, bits, device, dtype) for bits in (4, 2)}
     for bits, (_, turn, received) in ((4, forms[1]), (4, forms[2]), (2, forms[1])):

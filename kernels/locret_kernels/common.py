@@ -125,9 +125,8 @@ def check_heads(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor | None = None) ->
     if q_BQTD.dtype != k_BHSD.dtype:
         raise ValueError(f"q is {q_BQTD.dtype} and k is {k_BHSD.dtype}: they must be of one type")
     if v_BHSD.shape != k_BHSD.shape or v_BHSD.dtype != k_BHSD.dtype:
-        raise ValueError(
-            f"k {tuple(k_BHSD.shape)} {k_BHSD.dtype} and v {tuple(v_BHSD.shape)} {v_BHSD.dtype} must be alike"
-        )
+        kinds = (f"{name} {tuple(x.shape)} {x.dtype}" for name, x in (("k", k_BHSD), ("v", v_BHSD)))
+        raise ValueError(f"{' and '.join(kinds)} must be alike")
     return B, H, Q // H, T, S, D
 
 

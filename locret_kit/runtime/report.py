@@ -116,13 +116,8 @@ class Report:
 
     def to_dict(self) -> dict[str, object]:
         """For ``--report FILE.json``."""
-        figures = asdict(self)
-        return {
-            **figures.pop("settings"),
-            **figures,
-            "prefill_tok_s": self.prefill_rate,
-            "decode_tok_s": self.decode_rate,
-        }
+        figures, rates = asdict(self), {"prefill_tok_s": self.prefill_rate, "decode_tok_s": self.decode_rate}
+        return {**figures.pop("settings"), **figures, **rates}
 
     def lines(self) -> list[str]:
         """Lines for a person to read on stderr."""

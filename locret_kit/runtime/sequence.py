@@ -6,6 +6,7 @@ import time
 from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -307,12 +308,8 @@ class PromptScheduler:
 
     def _affords(self, chosen: QueueEntry) -> bool:
         """Whether those before a prompt can let its next piece pass."""
-        for entry, ahead in self._ahead():
-            if entry is chosen:
-                break
-            if ahead + chosen.prompt.step > self.patience:
-                return False
-        return True
+        before = takewhile(lambda one: one[0] is not chosen, self._ahead())
+        return all(ahead + chosen.prompt.step <= self.patience for _, ahead in before)
 
     def _count(self, chosen: QueueEntry) -> None:
         """A piece of one prompt passes all others."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..column_stats import ColumnStats, Counts, causal, check_queries
-from ..rotate import rotate_rows
 
 __all__ = ["attend_and_count", "join_parts", "window_attention"]
 
@@ -23,10 +22,6 @@ class ChunkRotation(NamedTuple):
     sin_SR: Tensor
     q_cos_TR: Tensor
     q_sin_TR: Tensor
-
-    def applied(self, q_BQTD: Tensor, k_BHSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys after RoPE."""
-        return rotate_rows(q_BQTD, self.q_cos_TR, self.q_sin_TR), rotate_rows(k_BHSD, self.cos_SR, self.sin_SR)
 
 
 def join_parts(a_BQTD: Tensor, lse_a_BQT: Tensor, b_BQTD: Tensor, lse_b_BQT: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +40,6 @@ def attend_and_count(
     *,
     want: frozenset[str] = frozenset(),
     by_head: bool = False,
-    rotation: ChunkRotation | None = None,
     window: int | None = None,
     cap: float | None = None,
     sinks_Q: Tensor | None = None,
@@ -56,7 +50,6 @@ def attend_and_count(
     Args:
         want: some of ``column_stats.STATISTICS``; without any, no statistics are returned.
         by_head: also of each query head of the groups alone.
-        rotation: of queries and keys that come before RoPE.
         window: rows up to each query's own that it sees.
         cap: scaled logits ``x`` become ``cap * tanh(x / cap)`` (Gemma 2).
         sinks_Q: one more logit for each query head, without a value (gpt-oss): the weights of the rows sum to less than 1.
@@ -65,8 +58,6 @@ def attend_and_count(
         Attention; statistics of the mean over each group, then of each of its query heads.
     """
     check_queries(q_BQTD, k_BHSD)
-    if rotation is not None:
-        q_BQTD, k_BHSD = rotation.applied(q_BQTD, k_BHSD)
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
     G = q_BQTD.shape[1] // k_BHSD.shape[1]
     of_group, of_heads = Counts(k_BHSD, dtype, want), [Counts(k_BHSD, dtype, want) for _ in range(G * by_head)]
@@ -113,6 +104,4 @@ def window_attention(
     ``attend_and_count``.
     """
     want, narrow = frozenset({"sum"}), k_BHSD[..., :1]  # no values are asked for
-    counted = attend_and_count(q_BQWD, k_BHSD, narrow, scaling, want=want, cap=cap, sinks_Q=sinks_Q)[1]
-    assert counted[0].sum is not None
-    return counted[0].sum
+    return attend_and_count(q_BQWD, k_BHSD, narrow, scaling, want=want, cap=cap, sinks_Q=sinks_Q)[1][0].sum

@@ -55,10 +55,10 @@ def attend_and_count(
     by_head: bool = False,
     rotation: ChunkRotation | None = None,
 ) -> tuple[Tensor, list[ColumnStats]]:
-    """As the definition, ``attend_and_count``, of queries and keys before RoPE where there is a ``rotation``.
+    """See the definition, ``attend_and_count``.
 
     Args:
-        want: some of ``STATISTICS`` of this package.
+        rotation: of queries and keys that come before RoPE.
     """
     check_queries(q_BQTD, k_BHSD)
     (B, Q, T, D), (H, S) = q_BQTD.shape, k_BHSD.shape[1:3]

@@ -32,12 +32,10 @@ def _join_parts(
     total = tl.exp(x - top) + tl.exp(y - top)  # [BT]
     tl.store(lse + at, top + tl.log(total), mask=t < T)
     share, keep = (tl.exp(y - top) / total)[:, None], (t < T)[:, None] & (columns < D)  # [BT, 1], [BT, BD]
-    u = tl.load(a + n * stride_ab + head * stride_ah + t[:, None] * stride_at + columns, mask=keep, other=0.0).to(
-        tl.float32
-    )
-    v = tl.load(b + n * stride_bb + head * stride_bh + t[:, None] * stride_bt + columns, mask=keep, other=0.0).to(
-        tl.float32
-    )
+    at_a = a + n * stride_ab + head * stride_ah + t[:, None] * stride_at + columns  # [BT, BD]
+    u = tl.load(at_a, mask=keep, other=0.0).to(tl.float32)
+    at_b = b + n * stride_bb + head * stride_bh + t[:, None] * stride_bt + columns
+    v = tl.load(at_b, mask=keep, other=0.0).to(tl.float32)
     to = out + n * stride_ob + head * stride_oh + t[:, None] * stride_ot + columns
     tl.store(to, (u + share * (v - u)).to(out.dtype.element_ty), mask=keep)
 

@@ -69,9 +69,8 @@ def _column_stats(
     square = zero
     above = zero
     first = tl.maximum(first_slot - (S - T), 0) // BLOCK_T * BLOCK_T  # earlier queries see none of these slots
-    some = tl.maximum(
-        first_slot + BLOCK_S - 1 - (S - T) - first, 0
-    )  # queries from there on that do not see all of them
+    # Queries from there on that do not see all of them.
+    some = tl.maximum(first_slot + BLOCK_S - 1 - (S - T) - first, 0)
     clear = tl.minimum(first + tl.cdiv(some, BLOCK_T) * BLOCK_T, T)
     for t in range(first, clear, BLOCK_T):
         total, square, above = _read_queries(

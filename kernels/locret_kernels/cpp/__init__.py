@@ -233,8 +233,9 @@ def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
     compiler = shutil.which(name)
     if compiler is None:
         raise Unavailable(f"no C++ compiler ({name}, or $CXX)")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     texts = (path.read_text("utf-8") for path in (source, *sorted(HEADERS.glob("*.h"))))
-    made = hashlib.sha256("\0".join((*texts, *FLAGS, *options, _machine(), _version(compiler))).encode())
+    made = hashlib.sha256("\0".join((*texts, *FLAGS, *options, _machine(), version)).encode())
     try:
         library = folder() / f"{source.parent.name}-{made.hexdigest()[:24]}.so"
         if not is_ours(library):
@@ -266,10 +267,6 @@ def _machine() -> str:
     return "\n".join(
         sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}) or [platform.machine()]
     )
-
-
-def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
 
 
 def _compile(compiler: str, source: Path, options: tuple[str, ...], library: Path) -> None:

@@ -107,10 +107,8 @@ def check_packed(x: Tensor | None, data_Nb: Tensor, form: str) -> None:
     ``x``."""
     sizes = format_of(form)
     if data_Nb.dtype != torch.uint8 or data_Nb.dim() != 2 or data_Nb.shape[1] % sizes.nbytes:
-        raise ValueError(
-            f"data {tuple(data_Nb.shape)} of {str(data_Nb.dtype).removeprefix('torch.')} must be rows of uint8 in blocks of "
-            f"{sizes.nbytes} bytes (form={form!r})"
-        )
+        kind = f"{tuple(data_Nb.shape)} of {str(data_Nb.dtype).removeprefix('torch.')}"
+        raise ValueError(f"data {kind} must be rows of uint8 in blocks of {sizes.nbytes} bytes (form={form!r})")
     if x is not None and x.shape[-1] != (columns := sizes.columns(data_Nb.shape[1])):
         raise ValueError(f"x {tuple(x.shape)} must have rows of {columns} numbers, as those of data (form={form!r})")
 
@@ -159,17 +157,6 @@ def _low(codes: Tensor) -> Tensor:
     return _nibbles(codes.unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
 
 
-def _q4_k(block: Tensor) -> Tensor:
-    """Numbers ``[N, B, 8, 32]`` (float32) of blocks of the format Q4_K."""
-    return _grouped(block, _low(block[..., 16:]))
-
-
-def _q5_k(block: Tensor) -> Tensor:
-    """Numbers ``[N, B, 8, 32]`` (float32) of blocks of the format Q5_K."""
-    high = block[..., 16:48, None] >> _shifts(block, 8) & 1  # [N, B, 32, 8]
-    return _grouped(block, _low(block[..., 48:]) | high.transpose(-1, -2) << 4)
-
-
 def _q6_k(block: Tensor) -> Tensor:
     """Numbers ``[N, B, 16, 16]`` (float32) of blocks of the format Q6_K."""
     low = _nibbles(block[..., :128].unflatten(-1, (2, 64)))  # [N, B, 2, 128]: halves of a block
@@ -185,6 +172,8 @@ READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q5_0": lambda block: _half(block, 0) * ((_nibbles(block[..., 6:]) | _bits(block, 2) << 4).float() - 16),
     "Q5_1": lambda block: _half(block, 0) * (_nibbles(block[..., 8:]) | _bits(block, 4) << 4) + _half(block, 2),
     "Q8_0": lambda block: _half(block, 0) * block[..., 2:].contiguous().view(torch.int8),
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "Q4_K": lambda block: _grouped(block, _low(block[..., 16:])),
+    "Q5_K": lambda block: _grouped(block, _low(block[..., 48:]) | (block[..., 16:48, None] >> _shifts(block, 8) & 1).mT << 4),
+    "Q6_K": _q6_k,
 }  # fmt: skip
 """Format -> numbers ``[N, B, block]`` or ``[N, B, groups, group]`` (float32) of its blocks ``[N, B, nbytes]``."""

@@ -81,10 +81,8 @@ class Angles(NamedTuple):
     def tables(self, q_BQD: Tensor, spans: Spans, dtype: torch.dtype) -> tuple[Tensor, Rotation]:
         """Queries after the rotation, and that of keys by tables, in a type that may be wider."""
         self.check(spans.longest, q_BQD.shape[2])
-        rank_S = torch.arange(spans.longest, device=q_BQD.device)
-        newest_BQ = (
-            (spans.lengths_BH.long() - 1).clamp(min=0).repeat_interleave(q_BQD.shape[1] // spans.lengths_BH.shape[1], 1)
-        )
+        rank_S, G = torch.arange(spans.longest, device=q_BQD.device), q_BQD.shape[1] // spans.lengths_BH.shape[1]
+        newest_BQ = (spans.lengths_BH.long() - 1).clamp(min=0).repeat_interleave(G, 1)
         q = rotate_rows(q_BQD.to(dtype), *_sums(self.queries_X2C, newest_BQ, dtype))
         return q, Rotation(*_sums(self.keys_X2C, rank_S, dtype))
 

@@ -254,10 +254,9 @@ def _full(q_BQD: Tensor, rows: tuple[Tensor, ...], spans: Spans) -> tuple[Tensor
         raise ValueError(f"q {tuple(q_BQD.shape)}, {shapes} do not belong together")
     if not (torch.uint8 if scales else q_BQD.dtype) == keys_ND.dtype == values_ND.dtype:
         raise ValueError("q, keys and values must be of one type, or keys and values torch.uint8 with their scales")
-    if any(x.dtype != torch.float32 or x.shape != (spans.starts_BH.numel(),) for x in scales):
-        raise ValueError(
-            f"scales {tuple(scales[0].shape)} must be float32, one for each of {spans.starts_BH.numel()} heads"
-        )
+    P = spans.starts_BH.numel()
+    if any(x.dtype != torch.float32 or x.shape != (P,) for x in scales):
+        raise ValueError(f"scales {tuple(scales[0].shape)} must be float32, one for each of {P} heads")
     none = q_BQD  # stands in for what the kernel does not read
     key_scale, value_scale = scales or (none, none)
     return keys_ND, values_ND, none, key_scale, none, value_scale, none, none, none, none

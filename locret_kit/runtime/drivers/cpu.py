@@ -180,7 +180,7 @@ class CpuDriver:
                     codec.overflow(*wider)
                 else:
                     codec.tail += 1
-                    full += [] if wider is None else [FullTail(codec, *wider)]
+                    full += [] if wider is None else [(codec, *wider)]
             rows.count(1)
             if not pointers.left:
                 evict_if_due(cache.context, [(layer, rows)])

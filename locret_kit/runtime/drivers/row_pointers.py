@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -36,12 +35,8 @@ def point_at(at: np.ndarray, packed: PackedRows, codec: GroupedBits) -> None:
     )  # fmt: skip
 
 
-class FullTail(NamedTuple):
-    """A layer whose newest rows are counted, and a copy ``[H, tail, D]`` of its full tail."""
-
-    codec: GroupedBits
-    keys: Tensor
-    values: Tensor
+FullTail = tuple[GroupedBits, Tensor, Tensor]
+"""A layer whose newest rows are counted, and copies ``[H, tail, D]`` of its full tail's keys and values."""
 
 
 def quantise(full: Sequence[FullTail]) -> None:
@@ -95,11 +90,11 @@ class RowPointers:
     due: int
     seen: int
     context: Context
-    own: list[tuple[Rope, Tensor]]
+    own: list[tuple[Rope, Tensor]] = field(default_factory=list)
     """Rotations of stored new keys, and the memory ``[2, R]`` with the tables of the next token."""
-    held: list[object]
+    held: list[object] = field(default_factory=list)
     """Objects to whose memory addresses point."""
-    wider: dict[int, tuple[Tensor, Tensor]]
+    wider: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Layer in few bits whose tail is full -> a copy of its keys and values ``[H, rows, D]`` with room for one row more."""
 
     @classmethod
@@ -109,10 +104,8 @@ class RowPointers:
         room = min(rows.capacity - rows.rows for rows in cache.bounded)
         left = min(ctx.due(layer, rows, room).tokens for layer, rows in enumerate(cache.bounded))
         starts_LH, lengths_LH = (np.zeros((L, H), np.int64) for _ in range(2))
-        made = cls(
-            np.zeros(L, ROWS.dtype), np.zeros(L, PACKED.dtype), starts_LH, lengths_LH, left, seen + left, seen,
-            ctx, [], [], {},
-        )  # fmt: skip
+        rows_L, packed_L = np.zeros(L, ROWS.dtype), np.zeros(L, PACKED.dtype)
+        made = cls(rows_L, packed_L, starts_LH, lengths_LH, left, seen + left, seen, ctx)
         own: dict[int, tuple[Rope, Tensor]] = {}
         for layer, rows in enumerate(cache.bounded):
             flat, at = rows.flat(), made.rows[layer]
