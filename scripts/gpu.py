@@ -46,7 +46,7 @@ from targets import CAP, TOKENS  # noqa: E402
 PARTS = ("prefill", "decode", "peers", "full", "ops")
 MINUTES = 9.0
 PREFILL = frozenset({"select_index", "select_rows", "compact_rows", "rotate_rows"})
-STATISTICS = PREFILL | {"attend", "column_stats"}
+STATISTICS = PREFILL | {"column_stats"}
 TINY = dict(
     vocab_size=199, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, initializer_range=0.2, max_position_embeddings=TOKENS, bos_token_id=1,

@@ -2,7 +2,7 @@
 
 The card's own ceilings, a bfloat16 matmul and a copy, come first. An operation is timed only after its kernel agrees with its
 reference on random inputs of the same shape (`gate`). Times are the device's (CUDA events around a call, or around a graph of it
-where `REPLAYED` says), with the L2 cache flushed between repetitions, of which rows give p20, p50 and p80. On a CPU the
+of Triton's), with the L2 cache flushed between repetitions, of which rows give p20, p50 and p80. On a CPU the
 references alone are timed, by the clock.
 """
 
@@ -32,8 +32,6 @@ ERROR, LARGEST = 1e-2, 0.1
 of the errors (8 bits of mantissa are 0.2% to 0.3% of it), and on the largest error."""
 SHAPES = {"phi3-mini": Shape(32, 32, 96, 6000, 3072), "llama3.1-8b": Shape(32, 8, 128, 16384, 1024)}
 """Recipe -> its sizes (Locret, table 6)."""
-REPLAYED = ("triton", "sdpa")
-"""Backends that are timed as graphs. References make the host wait, and a graph's copy is slower than PyTorch's own."""
 OWN = {"triton", "cpu"}
 """Backends that are compared with the reference."""
 TINY = Shape(4, 2, 64, 96, 48, prompt=150, answer=20)
@@ -149,7 +147,8 @@ def measure(case: Case, key: str, milliseconds: int, where: Mapping[str, str], d
         held = torch.cuda.memory_allocated()
         run()
         peak = torch.cuda.max_memory_allocated() - held
-        call = replay(run) if key in REPLAYED else run
+        # References make the host wait, and a graph's copy is slower than PyTorch's own.
+        call = replay(run) if key == "triton" else run
         low, middle, high = triton.testing.do_bench(call, warmup=25, rep=milliseconds, quantiles=[0.2, 0.5, 0.8])
     else:
         low, middle, high = clocked(run, milliseconds)

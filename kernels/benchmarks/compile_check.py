@@ -19,9 +19,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -85,14 +86,14 @@ class Launch(NamedTuple):
         """Constants on a card, which has programmatic dependent launches or not."""
         return {name: arch >= 90 if name == "PDL" else value for name, value in self.constants.items()}
 
-    def row(self, arch: int, D: int, dtype: torch.dtype) -> Row:
+    def row(self, arch: int, D: int) -> Row:
         """Name of the launch; nothing is compiled yet."""
         shown = {k: v for k, v in self.on(arch).items() if k not in ("D0", "D1", "G")}
         shown |= {"warps": self.num_warps, "stages": self.num_stages}
         options = " ".join(f"{k}={int(v)}" for k, v in shown.items())
         if isinstance(x := self.args[0], torch.Tensor) and not x.is_floating_point():
             options += f" {TYPES[x.dtype]}"  # bits are copied as integers of several sizes
-        return Row(self.kernel.__name__.strip("_"), options, arch, D, TYPES[dtype], 0, 0, 0)
+        return Row(self.kernel.__name__.strip("_"), options, arch, D, "bf16", 0, 0, 0)
 
     def compiled(self, arch: int) -> tuple[int, int, int, str, int, int]:
         """Shared memory, registers, stack (bytes), layout, barriers and blocks, compiled as a call with these arguments would
@@ -100,17 +101,17 @@ class Launch(NamedTuple):
         names = self.kernel.arg_names
         signature, constexprs, attributes = {}, dict[str, object](self.on(arch)), {}
         for i, (name, value) in enumerate(zip(names[: len(self.args)], self.args, strict=True)):
+            aligned = isinstance(value, torch.Tensor)  # as PyTorch allocates
             if isinstance(value, torch.Tensor):
                 signature[name] = f"*{TYPES[value.dtype]}"
-                attributes[(i,)] = [["tt.divisibility", 16]]  # as PyTorch allocates
             elif isinstance(value, int) and value != 1:
-                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-                if value % 16 == 0:
-                    attributes[(i,)] = [["tt.divisibility", 16]]
+                signature[name], aligned = "i32" if -(2**31) <= value < 2**31 else "i64", value % 16 == 0
             elif isinstance(value, float):
                 signature[name] = "fp32"
             else:  # Triton makes integers that are 1 constants
                 signature[name], constexprs[name] = "constexpr", 1
+            if aligned:
+                attributes[(i,)] = [["tt.divisibility", 16]]
         signature |= dict.fromkeys(self.constants, "constexpr")
         source = ASTSource(self.kernel, {name: signature[name] for name in names}, constexprs, attributes)
         options = {**common.OPTIONS, "num_warps": self.num_warps, "num_stages": self.num_stages}
@@ -142,7 +143,7 @@ def barriers(sass: str) -> int:
     return max((sum("BAR.SYNC" in what for at, what in code if a <= at <= b) for a, b in inner), default=0)
 
 
-def launches(D: int, dtype: torch.dtype) -> Iterator[Launch]:
+def launches(D: int) -> Iterator[Launch]:
     """Every launch of every case, as in a prefill of 8 of 32 heads (chunk 1024 over 17,408 slots)."""
     made: list[Launch] = []
 
@@ -152,21 +153,21 @@ def launches(D: int, dtype: torch.dtype) -> Iterator[Launch]:
     ) -> None:  # fmt: skip
         made.append(Launch(kernel, args, constants, num_warps, num_stages))
 
-    with common.recorded(record):
-        for case in cases("", Shape(32, 8, D, 16384, 1024), torch.device("meta"), dtype):
+    with mock.patch.object(common, "launch", record):
+        for case in cases("", Shape(32, 8, D, 16384, 1024), torch.device("meta")):
             if "triton" in case.runs:
                 case.runs["triton"]()
             yield from made
             made.clear()
 
 
-def table(archs: list[int], head_sizes: list[int], dtypes: list[torch.dtype], every: int = 1) -> list[Row]:
+def table(archs: list[int], head_sizes: list[int], every: int = 1) -> list[Row]:
     """Every launch, compiled; or each ``every``-th one, which reaches all cards and kernels in turn where ``every`` has no
     factor in common with the number of cards."""
     seen, rows = set(), []
-    for D, dtype in ((D, dtype) for D in head_sizes for dtype in dtypes):
-        for launch in launches(D, dtype):
-            for row in (launch.row(arch, D, dtype) for arch in archs):
+    for D in head_sizes:
+        for launch in launches(D):
+            for row in (launch.row(arch, D) for arch in archs):
                 if row.key in seen:
                     continue
                 seen.add(row.key)
@@ -181,22 +182,21 @@ def problems(rows: list[Row], committed: list[Row]) -> list[str]:
     found = []
     before = {row.key: row for row in committed if row.triton == triton.__version__}
     for row in rows:
+        old, limit = before.get(row.key, replace(row, stack_bytes=0)), LIMIT_KIB[row.arch]
+        known = row.key in before or row.kernel not in {key[0] for key in before}
+        wrong = {
+            f"{row.shared_bytes} bytes of shared memory, above {limit} KiB": row.shared_bytes > limit * 1024,
+            f"{row.stack_bytes} bytes of stack a thread: registers spill": row.stack_bytes > old.stack_bytes,
+            f"shared memory grew from {old.shared_bytes} to {row.shared_bytes} bytes": row.shared_bytes
+            > old.shared_bytes,
+            f"barriers in the loop grew from {old.barriers} to {row.barriers}": row.barriers > old.barriers >= 0,
+            f"{row.blocks} blocks per multiprocessor, before {old.blocks}": row.blocks < old.blocks,
+            f"registers grew from {old.registers} to {row.registers}, by over 10%": row.registers
+            > REGISTERS * old.registers,
+            "not in the committed table": not known,
+        }
         name = f"{row.kernel} ({row.options}) sm_{row.arch} head size {row.head_size} {row.dtype}"
-        if row.shared_bytes > LIMIT_KIB[row.arch] * 1024:
-            found.append(f"{name}: {row.shared_bytes} bytes of shared memory, above {LIMIT_KIB[row.arch]} KiB")
-        old = before.get(row.key)
-        if row.stack_bytes > (old.stack_bytes if old else 0):
-            found.append(f"{name}: {row.stack_bytes} bytes of stack a thread: registers spill")
-        if old and row.shared_bytes > old.shared_bytes:
-            found.append(f"{name}: shared memory grew from {old.shared_bytes} to {row.shared_bytes} bytes")
-        if old and row.barriers > old.barriers >= 0:
-            found.append(f"{name}: barriers in the loop grew from {old.barriers} to {row.barriers}")
-        if old and row.blocks < old.blocks:
-            found.append(f"{name}: {row.blocks} blocks per multiprocessor, before {old.blocks}")
-        if old and row.registers > REGISTERS * old.registers:
-            found.append(f"{name}: registers grew from {old.registers} to {row.registers}, by over 10%")
-        if old is None and row.kernel in {key[0] for key in before}:
-            found.append(f"{name}: not in the committed table")
+        found += [f"{name}: {said}" for said, is_so in wrong.items() if is_so]
     return found
 
 
@@ -222,22 +222,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 120], choices=sorted(LIMIT_KIB))
     p.add_argument("--head-size", type=int, nargs="+", default=list(common.HEAD_SIZES), choices=list(common.HEAD_SIZES))
-    p.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=common.DTYPES)
     p.add_argument("--every", type=int, default=1, metavar="N", help="compile each N-th launch only")
     p.add_argument("--csv", type=Path, help="write the table")
     p.add_argument("--against", type=Path, help="a committed table that no row may be worse than")
     args = p.parse_args(argv)
     if common.INTERPRETED:
         raise SystemExit("compile_check: TRITON_INTERPRET is set, so nothing would be compiled")
-    rows = table(args.arch, args.head_size, [getattr(torch, name) for name in args.dtype], args.every)
+    rows = table(args.arch, args.head_size, args.every)
     if args.csv:
         write(args.csv, rows)
     committed = read(args.against) if args.against else []
     found = problems(rows, committed)
-    if args.against and triton.__version__ not in (known := {row.triton for row in committed}):
-        print(
-            f"{args.against.name} has triton {', '.join(sorted(known))}: of {triton.__version__} only limits are checked"
-        )
+    if args.against and triton.__version__ not in {row.triton for row in committed}:
+        known = ", ".join(sorted({row.triton for row in committed}))
+        print(f"{args.against.name} has triton {known}: of {triton.__version__} only limits are checked")
     print("\n".join([*found, f"{len(rows)} compilations, {len(found)} problems (triton {triton.__version__})"]))
     return 1 if found else 0
 

@@ -86,7 +86,7 @@ def choose(backend: str | None, device: torch.device, head_size: int, dtype: tor
         BackendUnavailable: Triton is due and not installed.
     """
     backend = backend or ("triton" if device.type == "cuda" and dtype.itemsize == 2 else "reference")
-    function("attend", backend)
+    function("rotate_rows", backend)
     if backend == "triton":
         from . import common
 

@@ -6,9 +6,6 @@ A head of 96 columns is read as 64 + 32, so that no lane works on padding: ``D0`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import torch
 import triton
 import triton.language as tl
@@ -31,22 +28,16 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def load_rows(base, rows, keep, stride, D0: tl.constexpr, D1: tl.constexpr, MASKED: tl.constexpr = True):
-    """Two tiles ``[rows, D0]`` and ``[rows, D1]`` of a matrix with contiguous columns, zeros where ``keep`` is false; without
-    ``MASKED`` it is not asked. Without a ``D1`` the second tile is the first one again."""
+def load_rows(base, rows, keep, stride, D0: tl.constexpr, D1: tl.constexpr):
+    """Two tiles ``[rows, D0]`` and ``[rows, D1]`` of a matrix with contiguous columns, zeros where ``keep`` is false. Without a
+    ``D1`` the second tile is the first one again."""
     at = base + rows[:, None] * stride  # [rows, 1]
-    if MASKED:
-        x0 = tl.load(at + tl.arange(0, D0)[None, :], mask=keep[:, None], other=0.0)  # [rows, D0]
-    else:
-        x0 = tl.load(at + tl.arange(0, D0)[None, :])  # [rows, D0]
+    x0 = tl.load(at + tl.arange(0, D0)[None, :], mask=keep[:, None], other=0.0)  # [rows, D0]
     if UPCAST:
         x0 = x0.to(tl.float32)
     x1 = x0
     if D1 > 0:
-        if MASKED:
-            x1 = tl.load(at + D0 + tl.arange(0, D1)[None, :], mask=keep[:, None], other=0.0)  # [rows, D1]
-        else:
-            x1 = tl.load(at + D0 + tl.arange(0, D1)[None, :])  # [rows, D1]
+        x1 = tl.load(at + D0 + tl.arange(0, D1)[None, :], mask=keep[:, None], other=0.0)  # [rows, D1]
         if UPCAST:
             x1 = x1.to(tl.float32)
     return x0, x1
@@ -71,23 +62,12 @@ def launch(
 ) -> None:
     """Start a kernel on the device of its first argument, which need not be PyTorch's current device.
 
-    Every launch passes here, so ``recorded`` sees them all. With the constant ``PDL`` a kernel may begin before the previous
+    Every launch passes here, so who replaces it sees them all. With the constant ``PDL`` a kernel may begin before the previous
     launch has ended, so it must wait before it reads or writes anything of other launches.
     """
     options = {**OPTIONS, "launch_pdl": True} if constants.get("PDL") else OPTIONS
     with torch.cuda.device_of(args[0]):
         kernel[grid](*args, **constants, **options, num_warps=num_warps, num_stages=num_stages)
-
-
-@contextmanager
-def recorded(receive: Callable[..., None]) -> Iterator[None]:
-    """Context that launches nothing: ``receive`` gets the arguments of ``launch``."""
-    global launch
-    before, launch = launch, receive
-    try:
-        yield
-    finally:
-        launch = before
 
 
 def head_blocks(D: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -147,9 +127,8 @@ def check_heads(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor | None = None) ->
     if q_BQTD.dtype != k_BHSD.dtype:
         raise ValueError(f"q is {q_BQTD.dtype} and k is {k_BHSD.dtype}: they must be of one type")
     if v_BHSD.shape != k_BHSD.shape or v_BHSD.dtype != k_BHSD.dtype:
-        raise ValueError(
-            f"k {tuple(k_BHSD.shape)} {k_BHSD.dtype} and v {tuple(v_BHSD.shape)} {v_BHSD.dtype} must be alike"
-        )
+        kinds = (f"{name} {tuple(x.shape)} {x.dtype}" for name, x in (("k", k_BHSD), ("v", v_BHSD)))
+        raise ValueError(f"{' and '.join(kinds)} must be alike")
     return B, H, Q // H, T, S, D
 
 
@@ -199,30 +178,3 @@ def join_parts(parts, norms, out, norm, n, N, splits, D0: tl.constexpr, D1: tl.c
     tl.store(to + tl.arange(0, D0), (y0 / total).to(out.dtype.element_ty))
     if D1 > 0:
         tl.store(to + D0 + tl.arange(0, D1), (y1 / total).to(out.dtype.element_ty))
-
-
-@triton.jit
-def _join(parts, norms, out, norm, N, splits, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr):
-    """A program owns one of the ``N`` rows."""
-    join_parts(parts, norms, out, norm, tl.program_id(0).to(tl.int64), N, splits, D0, D1, BLOCK)
-
-
-def merge_splits(parts_PND: Tensor, norm_PN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Output ``[..., D]`` and natural log-sum-exp ``[...]`` (float32) of ``P`` splits, summed in a fixed order. Where no split
-    has rows the output is 0 and the log-sum-exp -inf.
-
-    Args:
-        parts_PND: each split's output ``[P, ..., D]``, 0 where it has no rows.
-        norm_PN: each split's log-sum-exp ``[P, ...]``, -inf where it has no rows.
-    """
-    splits, N, D = len(parts_PND), norm_PN[0].numel(), parts_PND.shape[-1]
-    if splits == 1:
-        return parts_PND[0].to(dtype), norm_PN[0]
-    D0, D1 = HEAD_SIZES[D]
-    out = torch.empty(parts_PND.shape[1:], dtype=dtype, device=parts_PND.device)
-    norm = torch.empty(norm_PN.shape[1:], dtype=torch.float32, device=parts_PND.device)
-    launch(
-        _join, (N,), parts_PND, norm_PN, out, norm, N, splits, D0=D0, D1=D1, BLOCK=32 if D < 128 else 16, num_warps=4,
-        num_stages=1,
-    )  # fmt: skip
-    return out, norm

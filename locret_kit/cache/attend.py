@@ -326,15 +326,6 @@ def attend_text(
     return F.scaled_dot_product_attention(q_BQTD, k_BHTD, v_BHTD, is_causal=True, scale=scaling, enable_gqa=gqa)
 
 
-def attend_rows_lse(
-    q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, backend: str
-) -> tuple[Tensor, Tensor]:
-    """``attend_rows`` without a window, and each query's log-sum-exp ``[B, Q, T]`` (natural) over the rows it sees."""
-    sizes = q_BQTD.shape[-1], (q_BQTD.shape[1], k_BHSD.shape[1])
-    chosen = None if backend == "reference" else chunk_attention(q_BQTD.device, q_BQTD.dtype, *sizes)
-    return (function("attend", backend) if chosen is None else chosen[1])(q_BQTD, k_BHSD, v_BHSD, scaling)
-
-
 # ---- one token's attention over all heads of a layer in one call, whatever their lengths and the bits of their rows -
 
 # Lengths and positions may be known to the device alone, and nothing is read back from it.
@@ -409,7 +400,7 @@ def decode_rows(
         group_PG1D = q_BQ1D.reshape(flat.lengths_BH.numel(), -1, 1, q_BQ1D.shape[-1])
         q_BQD = function("rotate_rows", backend)(group_PG1D, *tables).view(q_BQD.shape)
         rotation = Rotation(turn.cos_SR, turn.sin_SR, place_N)
-    decode = function("packed_decode" if isinstance(flat.rows, PackedRows) else "ragged_decode", backend)
+    decode = function("ragged_decode", backend)
     spans = Spans(flat.starts_BH, flat.lengths_BH, flat.longest)
     if not (statistics and group):
         decoded = decode(q_BQD, flat.rows, spans, scaling, rotation, received=bool(statistics))

@@ -21,7 +21,7 @@ from locret_kernels.sparse_attend import Blocks
 from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rotate_lean
 from ..backbones.patches import product
 from ..policies.registry import Registry
-from .attend import attend_general, attend_rows, attend_rows_lse, chunk_attention, varlen_operator
+from .attend import attend_general, attend_rows, chunk_attention, varlen_operator
 
 logger = logging.getLogger(__name__)
 
@@ -130,9 +130,13 @@ class TritonBackend(Backend):
     def _attend_and_count(
         self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
     ) -> Counted:
-        out, lse_BQT = attend_rows_lse(q_BQTD, k_BHSD, v_BHSD, scaling, self.kernels)
+        (_, Q, _, D), H = q_BQTD.shape, k_BHSD.shape[1]
+        chosen = chunk_attention(q_BQTD.device, q_BQTD.dtype, D, (Q, H))
+        if chosen is None:
+            return super()._attend_and_count(q_BQTD, k_BHSD, v_BHSD, scaling, want, by_head)
+        out, lse_BQT = chosen[1](q_BQTD, k_BHSD, v_BHSD, scaling)
         # First the whole group's, then that of each of its query heads.
-        G, column_stats = q_BQTD.shape[1] // k_BHSD.shape[1], function("column_stats", self.kernels)
+        G, column_stats = Q // H, function("column_stats", self.kernels)
         heads = [slice(None), *(slice(g, None, G) for g in range(G * by_head))]
         return out, [column_stats(q_BQTD[:, own], k_BHSD, scaling, lse_BQT[:, own], want=want) for own in heads]
 

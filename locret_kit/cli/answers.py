@@ -23,7 +23,7 @@ from ..files import write_json
 from ..heads import RetainingHeads
 from ..naming import first_line
 from ..runtime.engine import run as answered
-from ..runtime.report import provenance, weights_hash
+from ..runtime.report import versions, weights_hash
 from ..runtime.sequence import Request, Sequence
 from ..runtime.session import Answer, Sampling, closed
 from ..runtime.thoughts import Thought
@@ -117,7 +117,10 @@ def origin_of(chosen: ModelChoice, backend: object) -> dict[str, object]:
     """The origin of a report. The heads are read anew for their hash, since the run has cast them."""
     heads = RetainingHeads.from_pretrained(chosen.ckpt, backbone=chosen.backbone) if chosen.ckpt else None
     hashed = weights_hash(heads) if heads is not None else ""
-    return provenance(chosen.backbone, chosen.ckpt, hashed, chosen.adapter, str(backend or ""))
+    return {
+        "model": chosen.backbone, "heads": chosen.ckpt or "-", "heads_hash": hashed, "adapter": chosen.adapter,
+        "backend": str(backend or ""), "versions": versions(),
+    }  # fmt: skip
 
 
 @dataclass(eq=False)

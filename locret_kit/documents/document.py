@@ -27,7 +27,8 @@ from ..cache.saved import CacheFile
 from ..heads import RetainingHeads, loaded
 from ..naming import prefixed_errors
 from ..policies import Policy
-from ..runtime.session import Answer, Sampling, prefill, ready
+from ..runtime.drivers import Decoding
+from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.thoughts import MAX_THOUGHT, Thought
 from ..settings import RunSettings
 from ..text.template import Objects, protected_spans, render_messages
@@ -261,7 +262,7 @@ class Document:
                 self._reader(self.model, self.text.settled[:end], cache, None)
                 self.cache = cache
         self._tail_loaded = True
-        ready(self.model, self.cache)
+        Decoding(self.model, self.cache)  # on a CPU it prepares the compiled call and its weights
 
     def _check_sampling(self, sampling: Sampling | None) -> None:
         if self.text.unknown and sampling is not None and (penalty := sampling.repetition_penalty) != 1.0:

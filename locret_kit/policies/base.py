@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from locret_kernels.attend import window_attention
 from locret_kernels.backend import function
-from locret_kernels.column_stats import window_attention
 from locret_kernels.select import rank_of as rank_of
 from locret_kernels.sparse_attend import Blocks
 
@@ -147,7 +147,7 @@ class Slots:
         return self.softmax.scaling
 
     def attention(self, q_BQWD: Tensor, k_BHSD: Tensor, heads: slice = slice(None)) -> Tensor:
-        """Attention ``[B, H, S]`` (float32) that queries give keys, as ``locret_kernels.column_stats.window_attention``;
+        """Attention ``[B, H, S]`` (float32) that queries give keys, as ``locret_kernels.attend.window_attention``;
         ``heads`` are the query heads whose queries they are."""
         if self.softmax.is_plain:
             given: Tensor = function("window_attention", self.backend)(q_BQWD, k_BHSD, self.softmax.scaling)

@@ -65,7 +65,7 @@ class Engine:
         if piece < 1:
             raise ValueError(f"piece={piece} must be at least 1")
         self.model, self.stop, self.piece = unwrapped(model), stop, piece
-        self._scheduler: PromptScheduler[Sequence] | None = None if chunk is None else PromptScheduler(chunk, piece)
+        self._scheduler: PromptScheduler | None = None if chunk is None else PromptScheduler(chunk, piece)
         self.alone, self.graph, self._pool = alone, graph, PagePool(pages)
         self.running: list[Sequence] = []
         self._graphs: dict[Hashable, TextsDriver] = {}

@@ -110,9 +110,8 @@ class KVzip:
         settings, least = self.settings, self.settings.local_len + SINKS
         name = "kvzip(joint=true)" if self.joint else "kvzip"
         asked = {"kv_bits": settings.kv_bits, "one_shot": settings.one_shot, "protect": read_protect(settings.protect)}
-        for option, value in asked.items():
-            if value:
-                raise ValueError(f"policy={name} stores what it keeps as it is, in one form: leave {option} out")
+        if given := [option for option, value in asked.items() if value]:
+            raise ValueError(f"policy={name} stores what it keeps as it is, in one form: leave {given[0]} out")
         if settings.budget <= least:
             raise ValueError(
                 f"policy={name}, budget={settings.budget}: must be above {least}: local_len={least - SINKS} and {SINKS} sinks"

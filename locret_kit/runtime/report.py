@@ -27,21 +27,6 @@ if TYPE_CHECKING:
 # The backbone, the heads with a hash of their weights, the kit with its commit.
 
 
-def provenance(
-    model: str, heads: str | None, heads_hash: str, adapter: str | None, backend: str | None
-) -> dict[str, object]:
-    """Origin that a report or a row states.
-
-    Args:
-        model: the backbone as it was named. heads: the checkpoint as it was named; None without heads.
-        heads_hash: `weights_hash`, '' without heads. backend: of the kernels, a cache's once a model has run over it.
-    """
-    return {
-        "model": model, "heads": heads or "-", "heads_hash": heads_hash, "adapter": adapter, "backend": backend or "",
-        "versions": versions(),
-    }  # fmt: skip
-
-
 def weights_hash(heads: RetainingHeads) -> str:
     """First 16 hexadecimal digits of the SHA-256 of the weights, as float32 in their published order and by name.
 
@@ -131,13 +116,8 @@ class Report:
 
     def to_dict(self) -> dict[str, object]:
         """Fields of ``--report FILE.json``."""
-        figures = asdict(self)
-        return {
-            **figures.pop("settings"),
-            **figures,
-            "prefill_tok_s": self.prefill_rate,
-            "decode_tok_s": self.decode_rate,
-        }
+        figures, rates = asdict(self), {"prefill_tok_s": self.prefill_rate, "decode_tok_s": self.decode_rate}
+        return {**figures.pop("settings"), **figures, **rates}
 
     def lines(self) -> list[str]:
         """Lines for a person to read on stderr."""

@@ -6,21 +6,16 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Annotated, Protocol, cast
 
 import torch
+from annotated_types import Ge, Gt, Interval
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as steps
 
 from ..backbones.libraries import speaking
+from ..settings import check
 
 
 class Constraint(Protocol):
@@ -33,59 +28,48 @@ class Constraint(Protocol):
         """Note the token that was chosen."""
 
 
+Penalty = Annotated[float, Interval(ge=-2, le=2)]
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """The choice of the next token; ``temperature=0`` is greedy.
+    """The choice of the next token; ``temperature=0`` is greedy, ``top_k=0`` keeps every token.
 
     ``min_p`` leaves out tokens below that share of the likeliest one's probability. ``frequency_penalty`` is taken from a
     token's logit for each time that the answer has it, ``presence_penalty`` once; ``logit_bias`` is added, by token.
     ``constrain`` makes the answer's own constraint.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    temperature: Annotated[float, Ge(0)] = 0.0
+    top_k: Annotated[int, Ge(0)] = 0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    repetition_penalty: Annotated[float, Gt(0)] = 1.0
+    min_p: Annotated[float, Interval(ge=0, le=1)] = 0.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     constrain: Callable[[], Constraint] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature} must be at least 0, and finite")
+        check(self)
         if 0 < self.temperature < 1e-3:  # logits divided by it would overflow
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy), or at least 0.001")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be at least 0 (0 keeps every token)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0, and finite")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} must be at least 0 and at most 1")
-        for name in ("frequency_penalty", "presence_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least -2 and at most 2")
 
 
 class Chooser:
     """The next token of one text, by its own random numbers: ``choose(logits)``."""
 
     def __init__(self, sampling: Sampling, seed: int, device: torch.device, prompt: Sequence[int]) -> None:
-        self._sampling, self._processors = sampling, LogitsProcessorList()  # transformers' own, in its own order
-        if sampling.repetition_penalty != 1.0:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        if sampling.temperature > 0:
-            if sampling.temperature != 1.0:
-                self._processors.append(TemperatureLogitsWarper(sampling.temperature))
-            if sampling.top_k:
-                self._processors.append(TopKLogitsWarper(sampling.top_k))
-            if sampling.top_p < 1.0:
-                self._processors.append(TopPLogitsWarper(sampling.top_p))
-            if sampling.min_p:
-                self._processors.append(MinPLogitsWarper(sampling.min_p))
+        self._sampling = sampling
+        drawing = [
+            (steps.TemperatureLogitsWarper, sampling.temperature, 1.0), (steps.TopKLogitsWarper, sampling.top_k, 0),
+            (steps.TopPLogitsWarper, sampling.top_p, 1.0), (steps.MinPLogitsWarper, sampling.min_p, 0.0),
+        ] if sampling.temperature > 0 else []  # fmt: skip
+        penalty = steps.RepetitionPenaltyLogitsProcessor, sampling.repetition_penalty, 1.0
+        # transformers' own, in its own order, but for those that change nothing
+        self._processors = steps.LogitsProcessorList(
+            make(value) for make, value, idle in (penalty, *drawing) if value != idle
+        )
         drawn = sampling.temperature > 0  # greedy choices need no generator, which some devices lack
         self._generator = torch.Generator(device=device).manual_seed(seed) if drawn else None
         self._seen = list(prompt) if sampling.repetition_penalty != 1.0 else []

@@ -6,7 +6,7 @@ import time
 from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -220,23 +220,8 @@ LONG = 16
 """Most chunks of a prompt that is no book. A longer one is a book until this number of its chunks is left."""
 
 
-class Prompt(Protocol):
-    """A prompt that is being read."""
-
-    @property
-    def left(self) -> int:
-        """Tokens to read; 0 when it has ended, in any way."""
-
-    @property
-    def step(self) -> int:
-        """Tokens of the next piece."""
-
-
-P = TypeVar("P", bound=Prompt)
-
-
 @dataclass(eq=False)
-class QueueEntry(Generic[P]):
+class QueueEntry:
     """A prompt that has entered.
 
     Attributes:
@@ -245,13 +230,13 @@ class QueueEntry(Generic[P]):
         taken: its own tokens in the forward that is being made up.
     """
 
-    prompt: P
+    prompt: Sequence
     background: bool
     passed: int = 0
     taken: int = 0
 
 
-class PromptScheduler(Generic[P]):
+class PromptScheduler:
     """The order of reading prompts, with a bounded wait.
 
     Args:
@@ -261,14 +246,14 @@ class PromptScheduler(Generic[P]):
     def __init__(self, chunk: int, piece: int) -> None:
         self.patience, self.long = PATIENCE * chunk, LONG * chunk
         self.piece = min(piece, self.patience)
-        self._order: list[QueueEntry[P]] = []
-        self._books: list[QueueEntry[P]] = []
+        self._order: list[QueueEntry] = []
+        self._books: list[QueueEntry] = []
 
     def takes(self, left: int, *, background: bool = False) -> bool:
         """Whether a prompt with ``left`` tokens to read may enter now."""
         return background or left > self.long or self._place(left) is not None
 
-    def enter(self, prompt: P, left: int, *, background: bool = False) -> None:
+    def enter(self, prompt: Sequence, left: int, *, background: bool = False) -> None:
         """A prompt enters; ``takes`` has said that it may."""
         place = None if background or left > self.long else self._place(left)
         if place is None:
@@ -276,7 +261,7 @@ class PromptScheduler(Generic[P]):
         else:
             self._order.insert(place, QueueEntry(prompt, background))
 
-    def pick(self, reading: abc.Sequence[P]) -> list[P]:
+    def pick(self, reading: abc.Sequence[Sequence]) -> list[Sequence]:
         """The prompts of the next forward, each with one piece (``step`` tokens). ``reading``: those not at their end yet."""
         present = {id(prompt) for prompt in reading}
         self._order = [entry for entry in self._order if id(entry.prompt) in present]
@@ -289,7 +274,7 @@ class PromptScheduler(Generic[P]):
                     self._order.insert(place, book)
                     book.passed = 0
         self._books.sort(key=lambda book: -book.passed)
-        chosen: list[QueueEntry[P]] = []
+        chosen: list[QueueEntry] = []
         room = self.piece
         for entry in [*self._order, *self._books]:
             if chosen and (entry.prompt.step > room or not self._affords(entry)):
@@ -301,14 +286,14 @@ class PromptScheduler(Generic[P]):
             entry.taken = 0
         return [entry.prompt for entry in chosen]
 
-    def _ahead(self) -> Iterator[tuple[QueueEntry[P], int]]:
+    def _ahead(self) -> Iterator[tuple[QueueEntry, int]]:
         """Prompts in their order, each with the tokens of others that it will have let pass when its own turn comes."""
         before = 0
         for entry in self._order:
             yield entry, entry.passed + before
             before += entry.prompt.left - entry.taken
 
-    def _place(self, left: int, promoted: QueueEntry[P] | None = None) -> int | None:
+    def _place(self, left: int, promoted: QueueEntry | None = None) -> int | None:
         """Place in the order for a prompt, or a book that is ``promoted``; None where someone would wait too long."""
         if any(book.passed >= self.patience and book.prompt.left for book in self._books if book is not promoted):
             return None
@@ -321,16 +306,12 @@ class PromptScheduler(Generic[P]):
         before = sum(entry.prompt.left for entry in self._order[:place])
         return place if before <= self.patience - self.piece else None
 
-    def _affords(self, chosen: QueueEntry[P]) -> bool:
+    def _affords(self, chosen: QueueEntry) -> bool:
         """Whether those before a prompt can let its next piece pass."""
-        for entry, ahead in self._ahead():
-            if entry is chosen:
-                break
-            if ahead + chosen.prompt.step > self.patience:
-                return False
-        return True
+        before = takewhile(lambda one: one[0] is not chosen, self._ahead())
+        return all(ahead + chosen.prompt.step <= self.patience for _, ahead in before)
 
-    def _count(self, chosen: QueueEntry[P]) -> None:
+    def _count(self, chosen: QueueEntry) -> None:
         """A piece of one prompt passes all others."""
         chosen.taken = chosen.prompt.step
         for entry in (*self._order, *self._books):

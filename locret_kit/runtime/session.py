@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..answers.reader import Event
 from ..backbones.intercept import attached
 from ..backbones.libraries import unwrapped
 from ..cache.bounded import BoundedCache
@@ -107,11 +108,6 @@ def written(engine: Engine, sequence: Sequence) -> Iterator[int]:
         yield from sequence.tokens[count:]
 
 
-def ready(model: PreTrainedModel, cache: BoundedCache) -> None:
-    """Prepare the first decoded token: on a CPU the compiled call and its weights."""
-    Decoding(model, cache)
-
-
 class ThoughtPiece(str):
     """A piece of an answer's thought."""
 
@@ -141,7 +137,7 @@ class Answer:
     Attributes:
         tokens: ids so far. stopped_by: the id of ``stop`` that ended it, if one did.
         finish_reason: "stop", "length" after ``max_new_tokens``, or None before the end.
-        first_token_s: seconds from the start to the first token. thought_text: the thought so far.
+        first_token_s: seconds from the start to the first token. text, thought_text: the answer and its thought so far.
 
     Raises:
         OutOfMemory: names the memory asked for, the free memory, and the settings that fit.
@@ -179,7 +175,7 @@ class Answer:
         self.stopped_by: list[int] = []
         self.finish_reason: str | None = None
         self.first_token_s = 0.0
-        self._text = self.thought_text = ""
+        self.text = self.thought_text = ""
         self._report: Report | None = None
         stop = stop_ids(model, tokenizer) if stop is None else stop
         engine = Engine(model, stop, alone=True, graph=graph)
@@ -194,12 +190,7 @@ class Answer:
     def __str__(self) -> str:
         for _ in self:
             pass
-        return self._text
-
-    @property
-    def text(self) -> str:
-        """The answer so far, without its thought."""
-        return self._text
+        return self.text
 
     def leave(self) -> None:
         """Write no more: the cache stays as it is."""
@@ -242,14 +233,13 @@ class Answer:
 
     def _said(self, piece: str) -> Iterator[str]:
         """The new part of the answer: a piece of its text, or of thought and text where a thought is watched."""
-        if self.thought is None:
-            pieces = [piece] if piece else []
-        else:
+        events = [Event("text", piece)] if piece else []
+        if self.thought is not None:
             events, self.thought.events = self.thought.events, []
-            pieces = [ThoughtPiece(one.text) if one.kind == "thought" else one.text for one in events]
-        for one in pieces:
-            if isinstance(one, ThoughtPiece):
-                self.thought_text += one
+        for one in events:
+            if one.kind == "thought":
+                self.thought_text += one.text
+                yield ThoughtPiece(one.text)
             else:
-                self._text += one
-            yield one
+                self.text += one.text
+                yield one.text

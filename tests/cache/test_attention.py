@@ -8,8 +8,10 @@ from attention_oracle import attention, newest
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from locret_kit.backbones.decoder_attention import Softmax
 from locret_kit.cache import attend
-from locret_kit.cache.attend import attend_rows, attend_rows_lse, lower_right, lower_right_mask, operator
+from locret_kit.cache.attend import attend_rows, lower_right, lower_right_mask, operator
+from locret_kit.cache.backend import BACKENDS
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 
@@ -76,7 +78,7 @@ def test_a_chunk_over_rows_goes_to_flash_attention_with_its_log_sum_exp(probed, 
     monkeypatch.setattr(attend, "lower_right", lambda *given: pytest.fail("a mask was made"))
     assert operator(META, torch.bfloat16, 96, "triton", (6, 2)) == "flash (FA2)"
     asked.clear()
-    out, lse = attend_rows_lse(q, k, k, 0.3, "triton")
+    out, lse = attend.chunk_attention(META, torch.bfloat16, 96, (6, 2))[1](q, k, k, 0.3)
     assert out.shape == q.shape and lse.shape == (1, 6, 5) and lse.dtype == torch.float32
     assert attend_rows(q, k, k, 0.3, None, "triton").shape == q.shape
     assert len(asked) == 2 and asked[0][:2] == (q, k) and asked[0][3] == 0.3
@@ -87,17 +89,15 @@ def test_a_chunk_over_rows_goes_to_flash_attention_with_its_log_sum_exp(probed, 
 @pytest.mark.parametrize(
     "error", [NotImplementedError("no kernel"), AttributeError("no operator"), RuntimeError("sm_75")]
 )
-def test_without_it_the_kits_own_kernel_runs_and_that_is_said_once(probed, monkeypatch, caplog, error):
+def test_without_it_the_definition_runs_and_that_is_said_once(probed, monkeypatch, caplog, error):
     def missing(*given):
         raise error
 
     monkeypatch.setattr(attend, "_flash", missing)
-    monkeypatch.setattr(attend, "function", lambda name, backend: lambda *given: (name, backend))
+    q, k, want = meta(1, 6, 5, 96), meta(1, 2, 12, 96), frozenset({"sum"})
     for _ in range(3):
-        assert attend_rows_lse(meta(1, 6, 5, 96), meta(1, 2, 12, 96), meta(1, 2, 12, 96), 0.3, "triton") == (
-            "attend",
-            "triton",
-        )
+        out, (counted,) = BACKENDS["triton"].attend(q, k, k, Softmax(0.3), want=want)
+        assert out.shape == q.shape and counted.sum.shape == (1, 2, 12)
         assert operator(META, torch.bfloat16, 96, "triton", (6, 2)) == "sdpa"
     (record,) = caplog.records
     assert (

@@ -28,13 +28,11 @@ def built(tmp_path, monkeypatch):
 
     def answer() -> int:
         cpp.folder.cache_clear()
-        cpp._private.cache_clear()
         cpp.announce.cache_clear()
         return cpp.load(source).answer()
 
     yield answer
     cpp.folder.cache_clear()
-    cpp._private.cache_clear()
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def test_it_runs_to_its_end_on_a_cpu(tmp_path):
     assert set(absent) == {"peak memory, allocated", "decode after 2048 tokens, graph"}
     assert "CUDA graphs need a CUDA device, not cpu" in absent["decode after 2048 tokens, graph"]
     operations = rows_of(tmp_path / "rows-operations.csv")
-    assert {"matmul", "attend", "compact_rows"} <= {row["operation"] for row in operations}
+    assert {"matmul", "attend_and_count", "compact_rows"} <= {row["operation"] for row in operations}
     assert "triton" not in {row["backend"] for row in operations}
 
 

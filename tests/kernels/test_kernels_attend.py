@@ -1,4 +1,4 @@
-"""Attention with its log-sum-exp, and decoding over few bits: Triton (interpreted) and the references against float64."""
+"""Attention joined from two parts, and decoding over few bits: the references and Triton (interpreted) against float64."""
 
 from __future__ import annotations
 
@@ -24,22 +24,7 @@ def rows_of(Q, H, T, S, D, B=1, dtype=torch.float32):
     return tuple(random(B, *size, D, seed=i, dtype=dtype) for i, size in enumerate([(Q, T), (H, S), (H, S)]))
 
 
-# ---- attention with its log-sum-exp ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(
-    ("T", "S", "D"), [(1, 1, 64), (1, 1100, 64), (7, 7, 64), (5, 129, 96), (70, 75, 128), (17, 300, 128), (33, 40, 256)]
-)
-def test_attend(group, T, S, D):
-    Q, H = GROUPS[group]
-    inputs = rows_of(Q, H, T, S, D, B=2 if T == 7 else 1)
-    with poisoned():
-        mine, theirs = KERNELS["attend"](*inputs, 0.2), REFERENCES["attend"](*inputs, 0.2)
-    exact = attention(*inputs, 0.2), logits(*inputs[:2], 0.2).logsumexp(-1)
-    for a, b, oracle in zip(mine, theirs, exact, strict=True):
-        close(b, oracle.float())
-        close(a, oracle.float())
+# ---- attention in two parts ---------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -61,22 +46,6 @@ def test_two_parts_are_joined(functions, B, T, before, D, dtype):
     close(made.float(), attention(q, k, v, 0.1).float(), dtype)
     close(lse, logits(q, k, 0.1).logsumexp(-1).float())
     assert made.dtype == dtype and made.stride() == parts[0].stride()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("S", [70, 600])
-def test_attend_in_half_precision(dtype, S):
-    q, k, v = rows_of(4, 2, 9, S, 64, dtype=dtype)
-    out, lse = KERNELS["attend"](q, k, v, 0.1)
-    assert out.dtype == dtype and lse.dtype == torch.float32
-    close(out.float(), attention(q, k, v, 0.1).float(), dtype)
-    close(lse, logits(q, k, 0.1).logsumexp(-1).float(), dtype)
-
-
-def test_keys_and_values_must_be_alike():
-    q, k, v = rows_of(2, 1, 3, 9, 64)
-    with pytest.raises(ValueError, match="must be alike"):
-        KERNELS["attend"](q, k, v.bfloat16(), 0.2)
 
 
 # ---- decoding over few bits ----------------------------------------------------------------------------------------
@@ -138,7 +107,7 @@ def dequantised(layer: BoundedLayer, B: int = 1) -> tuple[torch.Tensor, torch.Te
         [4, 2],
     ),
 )
-def test_packed_decode(group, D, blocks, share, bits):
+def test_decoding_over_few_bits(group, D, blocks, share, bits):
     (Q, H), B = GROUPS[group], 2
     layer = stored(bits, B * H, D, blocks)
     n, R = layer.rows, int(share * D)
@@ -150,8 +119,8 @@ def test_packed_decode(group, D, blocks, share, bits):
     turn = Rotation(angle.cos().float(), angle.sin().float(), place) if R else None
     q, spans = random(B, Q, D, seed=99), Spans(starts, lengths, n)
     with poisoned():
-        mine = KERNELS["packed_decode"](q, rows, spans, 0.1, turn, received=True)
-    theirs = REFERENCES["packed_decode"](q, rows, spans, 0.1, turn, received=True)
+        mine = KERNELS["ragged_decode"](q, rows, spans, 0.1, turn, received=True)
+    theirs = REFERENCES["ragged_decode"](q, rows, spans, 0.1, turn, received=True)
     k, v = dequantised(layer, B)
     if R:
         k = turned(k, angle[shift : shift + n, : R // 2])
@@ -162,7 +131,7 @@ def test_packed_decode(group, D, blocks, share, bits):
         close(made.received_BHS, weights.float())
 
 
-def test_packed_decode_of_heads_with_rows_and_tails_of_their_own():
+def test_decoding_over_few_bits_of_heads_with_rows_and_tails_of_their_own():
     """Heads that stop earlier, one of them in its tail alone: what lies behind a head's rows is never read."""
     layer = stored(4, 3, 64, (90, 20))
     rows, starts, _ = packed(layer)
@@ -172,18 +141,18 @@ def test_packed_decode_of_heads_with_rows_and_tails_of_their_own():
     lengths, tails = torch.tensor([[first, n, 4]]), torch.tensor([[0, tail, 4]])
     q = random(1, 3, 64, seed=1)
     for functions in (KERNELS, REFERENCES):
-        mine = functions["packed_decode"](q, rows._replace(tail_BH=tails), Spans(starts, lengths, n), 0.1).out_BQD
+        mine = functions["ragged_decode"](q, rows._replace(tail_BH=tails), Spans(starts, lengths, n), 0.1).out_BQD
         for h, seen in enumerate((slice(0, first), slice(0, n), slice(first, first + 4))):
             oracle = attention(q[:, h : h + 1, None], k[:, h : h + 1, seen], v[:, h : h + 1, seen], 0.1)
             close(mine[:, h], oracle[:, 0, 0].float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_packed_decode_in_half_precision(dtype):
+def test_decoding_over_few_bits_in_half_precision(dtype):
     layer = stored(4, 2, 64, (60, 20), dtype)
     rows, starts, lengths = packed(layer)
     q = random(1, 4, 64, seed=1, dtype=dtype)
-    mine = KERNELS["packed_decode"](q, rows, Spans(starts, lengths, layer.rows), 0.1).out_BQD
+    mine = KERNELS["ragged_decode"](q, rows, Spans(starts, lengths, layer.rows), 0.1).out_BQD
     oracle = attention(q[:, :, None], *dequantised(layer), 0.1)[:, :, 0]
     assert mine.dtype == dtype
     close(mine.float(), oracle.float(), dtype)
@@ -197,9 +166,9 @@ def test_packed_decode_in_half_precision(dtype):
         (lambda r: r._replace(key_step_PMD=r.key_step_PMD[:1]), "does not belong to"),
     ],
 )
-def test_what_packed_decode_refuses(change, message):
+def test_what_few_bits_refuse(change, message):
     layer = stored(4, 2, 64, (40,))
     rows, starts, lengths = packed(layer)
     with pytest.raises(ValueError) as caught:
-        KERNELS["packed_decode"](random(1, 4, 64), change(rows), Spans(starts, lengths, layer.rows), 0.1)
+        KERNELS["ragged_decode"](random(1, 4, 64), change(rows), Spans(starts, lengths, layer.rows), 0.1)
     assert message in str(caught.value)

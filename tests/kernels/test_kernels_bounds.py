@@ -24,16 +24,12 @@ SOFTMAX = ("window", "cap", "sinks_Q")
 
 def call(functions, name: str, T: int, S: int):
     q, k = torch.zeros(1, 2, T, 64), torch.zeros(1, 1, S, 64)
-    rest = {
-        "attend": (k, 0.1),
-        "column_stats": (0.1, torch.zeros(1, 2, T)),
-        "window_attention": (0.1,),
-    }[name]
+    rest = {"column_stats": (0.1, torch.zeros(1, 2, T)), "window_attention": (0.1,)}[name]
     return functions[name](q, k, *rest, **({"want": STATISTICS} if name == "column_stats" else {}))
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["attend", "column_stats", "window_attention"])
+@pytest.mark.parametrize("name", ["column_stats", "window_attention"])
 @pytest.mark.parametrize(("T", "S"), [(0, 5), (0, 0), (6, 5), (1, 0)])
 def test_every_query_has_a_row(functions, name, T, S):
     with pytest.raises(ValueError, match=f"q: {T} queries must be at least 1 and at most the {S} rows of k"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from inspect import unwrap
+from unittest import mock
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_a_fused_model_is_the_model(family, monkeypatch):
     for mine, one in ((undo, model), (other, tiny_model(family))):
         patches._skip_identity(mine, module)
         fuse_layers(mine, one.model, lambda *xs: kernels)
-    with torch.inference_mode(), common.recorded(launch):
+    with torch.inference_mode(), mock.patch.object(common, "launch", launch):
         fused = model(ids).logits
     undo.run()
     assert getattr(module, ROTATION) is not rotate, "another model uses it"
@@ -110,7 +111,10 @@ def test_a_cpu_knows_nothing_of_it(family):
     model, ids = tiny_model(family), torch.arange(40)[None] % 90
     module = sys.modules[type(model.model.layers[0].self_attn).__module__]
     names, rotate = state(model), getattr(module, ROTATION)
-    with torch.inference_mode(), common.recorded(lambda *call, **rest: pytest.fail("a kernel was launched")):
+    with (
+        torch.inference_mode(),
+        mock.patch.object(common, "launch", lambda *call, **rest: pytest.fail("a kernel was launched")),
+    ):
         with attach(model) as attachment:
             first = model(input_ids=ids, **{CACHE: BoundedCache(64, "streaming", backend="reference")}).logits
             attachment.detach()

@@ -76,9 +76,4 @@ def test_there_need_not_be_a_commit(monkeypatch, tmp_path):
     monkeypatch.setattr(report.origin, "ROOT", tmp_path)
     monkeypatch.setattr(subprocess, "run", no_git)
     assert report.versions().keys() == {"python", "torch", "transformers", "locret_kit"}
-    made = report.provenance("lab/tiny", None, "", None, None)
-    assert made == {
-        "model": "lab/tiny", "heads": "-", "heads_hash": "", "adapter": None, "backend": "",
-        "versions": report.versions(),
-    }  # fmt: skip
     commit.cache_clear()

@@ -1,8 +1,4 @@
-"""Attention of new tokens over the rows of a cache and themselves: with each query's log-sum-exp, or with what its weights add up
-to. The definition, in torch.
-
-``column_stats`` starts from that log-sum-exp, so it needs no pass over the rows of its own.
-"""
+"""Attention of new tokens over the rows of a cache and themselves, with what its weights add up to. The definition, in torch."""
 
 from __future__ import annotations
 
@@ -12,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..column_stats import ColumnStats, Counts, causal, check_queries
-from ..rotate import rotate_rows
 
-__all__ = ["attend", "attend_and_count", "join_parts"]
+__all__ = ["attend_and_count", "join_parts", "window_attention"]
 
 MAX_WEIGHTS = 1 << 20
 """Attention weights computed at a time where they are counted, about: as many as fit a core's caches."""
@@ -27,33 +22,6 @@ class ChunkRotation(NamedTuple):
     sin_SR: Tensor
     q_cos_TR: Tensor
     q_sin_TR: Tensor
-
-    def applied(self, q_BQTD: Tensor, k_BHSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys after RoPE."""
-        return rotate_rows(q_BQTD, self.q_cos_TR, self.q_sin_TR), rotate_rows(k_BHSD, self.cos_SR, self.sin_SR)
-
-
-def attend(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """Output ``[B, Q, T, D]`` in the queries' type, and natural log-sum-exp ``[B, Q, T]`` (float32 or wider) of each query's
-    scaled logits over the rows it sees. The last query sees all ``S`` rows, each one before it one row less.
-
-    Raises:
-        ValueError: no query, or more queries than rows, so that the first would see none.
-    """
-    check_queries(q_BQTD, k_BHSD)
-    B, Q, T = q_BQTD.shape[:3]
-    H, S = k_BHSD.shape[1:3]
-    dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
-    out = torch.empty_like(q_BQTD)
-    lse = torch.empty(B, Q, T, dtype=dtype, device=q_BQTD.device)
-    hidden = torch.ones(T, S, dtype=torch.bool, device=q_BQTD.device).triu_(S - T + 1)
-    for b in range(B):
-        for head in range(Q):  # one query head at a time, so that one matrix [T, S] exists
-            k, v = (x[b, head * H // Q].to(dtype) for x in (k_BHSD, v_BHSD))  # [S, D]
-            logits = (q_BQTD[b, head].to(dtype) @ k.T * scaling).masked_fill_(hidden, float("-inf"))  # [T, S]
-            lse[b, head] = logits.logsumexp(-1)
-            out[b, head] = (logits.sub_(lse[b, head, :, None]).exp_() @ v).to(out.dtype)
-    return out, lse
 
 
 def join_parts(a_BQTD: Tensor, lse_a_BQT: Tensor, b_BQTD: Tensor, lse_b_BQT: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +40,6 @@ def attend_and_count(
     *,
     want: frozenset[str] = frozenset(),
     by_head: bool = False,
-    rotation: ChunkRotation | None = None,
     window: int | None = None,
     cap: float | None = None,
     sinks_Q: Tensor | None = None,
@@ -83,7 +50,6 @@ def attend_and_count(
     Args:
         want: some of ``column_stats.STATISTICS``; without any, no statistics are returned.
         by_head: also of each query head of the groups alone.
-        rotation: of queries and keys that come before RoPE.
         window: rows up to each query's own that it sees.
         cap: scaled logits ``x`` become ``cap * tanh(x / cap)`` (Gemma 2).
         sinks_Q: one more logit for each query head, without a value (gpt-oss): the weights of the rows sum to less than 1.
@@ -92,8 +58,6 @@ def attend_and_count(
         Attention; statistics of the mean over each group, then of each of its query heads.
     """
     check_queries(q_BQTD, k_BHSD)
-    if rotation is not None:
-        q_BQTD, k_BHSD = rotation.applied(q_BQTD, k_BHSD)
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
     G = q_BQTD.shape[1] // k_BHSD.shape[1]
     of_group, of_heads = Counts(k_BHSD, dtype, want), [Counts(k_BHSD, dtype, want) for _ in range(G * by_head)]
@@ -125,7 +89,19 @@ def attend_and_count(
                 weights = torch.softmax(logits, -1, out=weights)
             out_BHGTD[b, :, :, start:stop] = torch.bmm(weights, v_HSD[:, :n]).view(H, G, t, -1)
             p_HGTN = weights.view(H, G, t, n)
-            of_group.add(b, slice(0, H), p_HGTN)
+            of_group.add(b, p_HGTN)
             for g, counts in enumerate(of_heads):
-                counts.add(b, slice(0, H), p_HGTN[:, g : g + 1])
+                counts.add(b, p_HGTN[:, g : g + 1])
     return out_BHGTD.flatten(1, 2), [counts.stats() for counts in (of_group, *of_heads) if want]
+
+
+def window_attention(
+    q_BQWD: Tensor, k_BHSD: Tensor, scaling: float, *, cap: float | None = None, sinks_Q: Tensor | None = None
+) -> Tensor:
+    """Attention ``[B, H, S]`` (float32) that the ``W`` newest queries give each slot: sum over queries, mean over the group.
+
+    ``W`` is at most ``S``; the last query sees all slots and each one before it one slot less. ``cap`` and ``sinks_Q`` are as in
+    ``attend_and_count``.
+    """
+    want, narrow = frozenset({"sum"}), k_BHSD[..., :1]  # no values are asked for
+    return attend_and_count(q_BQWD, k_BHSD, narrow, scaling, want=want, cap=cap, sinks_Q=sinks_Q)[1][0].sum

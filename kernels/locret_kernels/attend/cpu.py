@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import cache, partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,10 +57,8 @@ def attend_and_count(
 ) -> tuple[Tensor, list[ColumnStats]]:
     """Attention output ``[B, Q, T, D]`` and column statistics by compiled calls.
 
-    With a ``rotation`` queries and keys come before RoPE.
-
     Args:
-        want: some of ``STATISTICS`` of this package.
+        rotation: of queries and keys that come before RoPE.
     """
     check_queries(q_BQTD, k_BHSD)
     (B, Q, T, D), (H, S) = q_BQTD.shape, k_BHSD.shape[1:3]
@@ -69,18 +66,19 @@ def attend_and_count(
     out_BTQD = new(B, T, Q, D)
     sets, kinds = (1 + by_head * (Q // H)) * bool(want), sorted(want)
     stats = new(sets, len(kinds), B, H, S)
-    at = np.zeros((), ATTENTION.dtype)
-    ATTENTION.point(at, q_BQTD.dtype, strided=True, q=q_BQTD, k=k_BHSD, v=v_BHSD)
-    ATTENTION.point(at, out=out_BTQD, stats=stats)
-    for name, x in (("q", q_BQTD), ("k", k_BHSD), ("v", v_BHSD)):
-        at[f"{name}_text"], at[f"{name}_head"], at[f"{name}_row"] = x.stride()[:3]
-    at["texts"], at["queries"], at["heads"], at["tokens"], at["rows"], at["channels"] = B, Q, H, T, S, D
-    at["type"], at["scaling"], at["margin"] = cpp.TYPES[q_BQTD.dtype], scaling, MARGIN
-    at["statistics"], at["by_head"] = sum(cpp.STATISTICS[name] for name in kinds), by_head
+    given = {"q": q_BQTD, "k": k_BHSD, "v": v_BHSD}
+    strides = {
+        f"{name}_{axis}": x.stride(i) for name, x in given.items() for i, axis in enumerate(("text", "head", "row"))
+    }
+    tables = dict.fromkeys(("cos", "sin", "q_cos", "q_sin"))
     if rotation is not None:
-        cos, sin, q_cos, q_sin = tables = [x.float().contiguous() for x in rotation]
-        ATTENTION.point(at, cos=cos, sin=sin, q_cos=q_cos, q_sin=q_sin)
-        at["rotated"] = tables[-1].shape[-1]
+        tables = {name[:-3]: x.float().contiguous() for name, x in rotation._asdict().items()}
+    at = ATTENTION.of(
+        q_BQTD.dtype, strided=True, **given, **strides, out=out_BTQD, stats=stats, texts=B, queries=Q, heads=H, tokens=T, rows=S,
+        channels=D, type=cpp.TYPES[q_BQTD.dtype], scaling=scaling, margin=MARGIN, by_head=by_head,
+        statistics=sum(cpp.STATISTICS[name] for name in kinds), **tables,
+        rotated=0 if rotation is None else rotation.cos_SR.shape[-1],
+    )  # fmt: skip
     load().locret_attend(at.ctypes.data, torch.get_num_threads())
     counted = [ColumnStats(**dict(zip(kinds, one, strict=True))) for one in stats]
     return out_BTQD.to(q_BQTD.dtype).transpose(1, 2), counted

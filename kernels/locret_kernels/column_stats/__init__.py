@@ -10,7 +10,6 @@ Source: NaCl, appendix A.7 (two passes); RoCo, appendix A (mean over the query h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from .. import check_some
 
-__all__ = ["column_max", "column_stats", "window_attention"]
+__all__ = ["column_max", "column_stats"]
 
 TILE = 64
 """Queries at a time, so that ``[Q, TILE, S]`` logits exist and not all of them."""
-STATISTICS = frozenset({"sum", "square", "above", "last"})
+STATISTICS = frozenset({"sum", "square", "above"})
 MARGIN = 1e-5
 """An attention weight is above average from ``(1 + MARGIN) / n`` on. Equal weights must not count by rounding."""
 
@@ -36,8 +35,6 @@ class ColumnStats(NamedTuple):
     """Sum of ``a ** 2``."""
     above: Tensor | None = None
     """Number of queries that gave more than ``1 / n``, ``n`` slots being visible to the query."""
-    last: Tensor | None = None
-    """``a`` of the newest query."""
 
 
 def column_stats(
@@ -57,11 +54,13 @@ def column_stats(
         raise ValueError(f"want={sorted(unknown)} must be of {sorted(STATISTICS)}")
     check_queries(q_BQTD, k_BHSD)
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
-    counts = Counts(k_BHSD, dtype, want)
-    for b, h, start, logit_GTN in _tiles(q_BQTD, k_BHSD, scaling, dtype):
-        G, t, _ = logit_GTN.shape
-        lse_GT = lse_BQT[b, h * G : (h + 1) * G, start : start + t].to(dtype)
-        counts.add(b, slice(h, h + 1), causal(logit_GTN.sub_(lse_GT[..., None]).exp_(), 0.0)[None])
+    counts, (T, S), H = Counts(k_BHSD, dtype, want), (q_BQTD.shape[2], k_BHSD.shape[2]), k_BHSD.shape[1]
+    for b, (q_QTD, k_HSD) in enumerate(zip(q_BQTD.to(dtype) * scaling, k_BHSD.to(dtype), strict=True)):
+        for start in range(0, T, TILE):
+            part, n = slice(start, start + TILE), min(S, S - T + start + TILE)
+            logit_HGTN = q_QTD[:, part].unflatten(0, (H, -1)) @ k_HSD[:, None, :n].mT
+            lse_HGT = lse_BQT[b, :, part].to(dtype).unflatten(0, (H, -1))
+            counts.add(b, causal(logit_HGTN.sub_(lse_HGT[..., None]).exp_(), 0.0))
     return counts.stats()
 
 
@@ -72,54 +71,27 @@ class Counts:
         self._out = {name: torch.zeros(k_BHSD.shape[:3], dtype=dtype, device=k_BHSD.device) for name in sorted(want)}
         self._means = want - {"sum"}  # these need the mean over the group before they are reduced
 
-    def add(self, b: int, heads: slice, p_HGTN: Tensor) -> None:
-        """Add weights ``[H, G, t, n]`` of some heads over their first ``n`` slots. The last query of the tile sees
-        all of them."""
+    def add(self, b: int, p_HGTN: Tensor) -> None:
+        """Add weights ``[H, G, t, n]`` of a text over the first ``n`` slots. The last query of the tile sees all of
+        them."""
         (_, G, t, n), out = p_HGTN.shape, self._out
         if not out:
             return
         if not self._means:
-            out["sum"][b, heads, :n] += p_HGTN.sum((1, 2)) / G
+            out["sum"][b, :, :n] += p_HGTN.sum((1, 2)) / G
             return
         a_HTN = p_HGTN[:, 0] if G == 1 else p_HGTN.mean(1)
         if "sum" in out:
-            out["sum"][b, heads, :n] += a_HTN.sum(1)
+            out["sum"][b, :, :n] += a_HTN.sum(1)
         if "above" in out:
             seen_T1 = torch.arange(n - t + 1, n + 1, device=a_HTN.device)[:, None]
-            out["above"][b, heads, :n] += (a_HTN > (1 + MARGIN) / seen_T1.float()).sum(1)
-        if "last" in out and n == out["last"].shape[2]:
-            out["last"][b, heads] = a_HTN[:, -1]
+            out["above"][b, :, :n] += (a_HTN > (1 + MARGIN) / seen_T1.float()).sum(1)
         if "square" in out:
-            out["square"][b, heads, :n] += a_HTN.square().sum(1)
+            out["square"][b, :, :n] += a_HTN.square().sum(1)
 
     def stats(self) -> ColumnStats:
         """Statistics counted so far."""
         return ColumnStats(**{name: value.float() for name, value in self._out.items()})
-
-
-def window_attention(
-    q_BQWD: Tensor, k_BHSD: Tensor, scaling: float, *, cap: float | None = None, sinks_Q: Tensor | None = None
-) -> Tensor:
-    """Attention ``[B, H, S]`` (float32) that the ``W`` newest queries give each slot: sum over queries, mean over the group.
-
-    ``W`` is at most ``S``; the last query sees all slots and each one before it one slot less. ``cap`` and ``sinks_Q`` are as in
-    ``attend.attend_and_count``.
-    """
-    check_queries(q_BQWD, k_BHSD)
-    B, H, S = k_BHSD.shape[:3]
-    dtype = torch.promote_types(q_BQWD.dtype, torch.float32)
-    out = torch.zeros(B, H, S, dtype=dtype, device=q_BQWD.device)
-    for b, h, _, logit_GTN in _tiles(q_BQWD, k_BHSD, scaling, dtype):
-        if cap is not None:
-            logit_GTN = (logit_GTN / cap).tanh() * cap
-        logit_GTN = causal(logit_GTN, float("-inf"))
-        if sinks_Q is not None:
-            G, t, _ = logit_GTN.shape
-            sink_GT1 = sinks_Q[h * G : (h + 1) * G, None, None].to(dtype).expand(G, t, 1)
-            logit_GTN = torch.cat((logit_GTN, sink_GT1), -1)
-        p_GTN = logit_GTN.softmax(-1)[..., : logit_GTN.shape[-1] - (sinks_Q is not None)]
-        out[b, h, : p_GTN.shape[-1]] += p_GTN.sum((0, 1)) / p_GTN.shape[0]
-    return out.float()
 
 
 def column_max(
@@ -164,31 +136,12 @@ def column_max(
     return best_BHS
 
 
-def _tiles(
-    q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, dtype: torch.dtype
-) -> Iterator[tuple[int, int, int, Tensor]]:
-    """Batch, head, first query and scaled logits ``[G, t, n]`` of a tile over the ``n`` slots that any of its queries sees."""
-    B, Q, T, D = q_BQTD.shape
-    H, S = k_BHSD.shape[1:3]
-    for b in range(B):
-        for h in range(H):
-            q_GTD = q_BQTD[b, h * (Q // H) : (h + 1) * (Q // H)].to(dtype) * scaling
-            k_DS = k_BHSD[b, h].to(dtype).T
-            for start in range(0, T, TILE):
-                stop = min(start + TILE, T)
-                n = S - T + stop
-                rows = q_GTD[:, start:stop].reshape(-1, D)
-                yield b, h, start, (rows @ k_DS[:, :n]).view(-1, stop - start, n)
-
-
-def causal(x_GTN: Tensor, hidden: float) -> Tensor:
-    """Write ``hidden`` where a query's slot comes after it: the last query sees all ``n`` slots."""
-    t, n = x_GTN.shape[1:]
+def causal(x: Tensor, hidden: float) -> Tensor:
+    """Write ``hidden`` into ``x [..., t, n]`` where a query's slot comes after it: the last query sees all ``n`` slots."""
+    t, n = x.shape[-2:]
     if t > 1:
-        corner = x_GTN[..., n - t :]
-        later = torch.ones(t, t, dtype=torch.bool, device=x_GTN.device).triu_(1)
-        corner.masked_fill_(later, hidden)
-    return x_GTN
+        x[..., n - t :].masked_fill_(torch.ones(t, t, dtype=torch.bool, device=x.device).triu_(1), hidden)
+    return x
 
 
 def check_queries(q_BQTD: Tensor, k_BHSD: Tensor) -> None:

@@ -7,6 +7,8 @@ of queries are its columns added up, so the loop waits for no other warp.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -14,16 +16,15 @@ from torch import Tensor
 from triton import cdiv
 
 from .. import check_some, common
-from ..attend.triton import attend
-from ..common import LOG2E, check, check_heads, dot_rows, head_blocks, load_rows, split_rows
-from . import MARGIN, STATISTICS, ColumnStats, check_queries
+from ..common import LOG2E, check, check_heads, dot_rows, head_blocks, load_rows
+from . import MARGIN, STATISTICS, TILE, ColumnStats, check_queries
 
 
 @triton.jit
 def _read_queries(
-    queries, lse, t, k0, k1, zero, slots, total, square, above, last, scale, margin, stride_qh, stride_qt, T, S,
+    queries, lse, t, k0, k1, zero, slots, total, square, above, scale, margin, stride_qh, stride_qt, T, S,
     G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr, SUM: tl.constexpr, SQUARE: tl.constexpr,
-    ABOVE: tl.constexpr, LAST: tl.constexpr, MASKED: tl.constexpr,
+    ABOVE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Running statistics of the slots after one more block of queries. Without ``MASKED`` all of them see every slot."""
     rows = t + tl.arange(0, BLOCK_T)  # [BT]
@@ -43,17 +44,15 @@ def _read_queries(
         square += a * a
     if ABOVE:
         above += tl.where(a * seen[None, :] > margin, 1.0, 0.0)
-    if LAST:
-        last += tl.where(rows[None, :] == T - 1, a, 0.0)
-    return total, square, above, last
+    return total, square, above
 
 
 @triton.jit
 def _column_stats(
-    q, k, lse, out_sum, out_square, out_above, out_last, scale, margin,
+    q, k, lse, out_sum, out_square, out_above, scale, margin,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, H, T, S,
     G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-    SUM: tl.constexpr, SQUARE: tl.constexpr, ABOVE: tl.constexpr, LAST: tl.constexpr,
+    SUM: tl.constexpr, SQUARE: tl.constexpr, ABOVE: tl.constexpr,
 ):  # fmt: skip
     """Program axes: blocks of slots (BS of them), key/value heads of all batches; queries are read BT at a time."""
     first_slot = tl.program_id(0) * BLOCK_S
@@ -69,21 +68,19 @@ def _column_stats(
     total = zero
     square = zero
     above = zero
-    last = zero
     first = tl.maximum(first_slot - (S - T), 0) // BLOCK_T * BLOCK_T  # earlier queries see none of these slots
-    some = tl.maximum(
-        first_slot + BLOCK_S - 1 - (S - T) - first, 0
-    )  # queries from there on that do not see all of them
+    # Queries from there on that do not see all of them.
+    some = tl.maximum(first_slot + BLOCK_S - 1 - (S - T) - first, 0)
     clear = tl.minimum(first + tl.cdiv(some, BLOCK_T) * BLOCK_T, T)
     for t in range(first, clear, BLOCK_T):
-        total, square, above, last = _read_queries(
-            queries, lse, t, k0, k1, zero, slots, total, square, above, last, scale, margin, stride_qh, stride_qt, T, S,
-            G, D0, D1, BLOCK_T, SUM, SQUARE, ABOVE, LAST, True,
+        total, square, above = _read_queries(
+            queries, lse, t, k0, k1, zero, slots, total, square, above, scale, margin, stride_qh, stride_qt, T, S,
+            G, D0, D1, BLOCK_T, SUM, SQUARE, ABOVE, True,
         )  # fmt: skip
     for t in range(clear, T, BLOCK_T):
-        total, square, above, last = _read_queries(
-            queries, lse, t, k0, k1, zero, slots, total, square, above, last, scale, margin, stride_qh, stride_qt, T, S,
-            G, D0, D1, BLOCK_T, SUM, SQUARE, ABOVE, LAST, False,
+        total, square, above = _read_queries(
+            queries, lse, t, k0, k1, zero, slots, total, square, above, scale, margin, stride_qh, stride_qt, T, S,
+            G, D0, D1, BLOCK_T, SUM, SQUARE, ABOVE, False,
         )  # fmt: skip
     at = tl.program_id(1).to(tl.int64) * S + slots
     if SUM:
@@ -92,42 +89,6 @@ def _column_stats(
         tl.store(out_square + at, tl.sum(square, 1), mask=there)
     if ABOVE:
         tl.store(out_above + at, tl.sum(above, 1), mask=there)
-    if LAST:
-        tl.store(out_last + at, tl.sum(last, 1), mask=there)
-
-
-@triton.jit
-def _log_sum_exp(
-    q, k, pos, out, scale, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_ks, H, T, S, per_split,
-    G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Program axes: blocks of queries (BT of them), query heads of all batches, splits of the slots (read BS at a time)."""
-    b, head = tl.program_id(1) // (H * G), tl.program_id(1) % (H * G)
-    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BT]
-    alive = rows < T
-    q0, q1 = load_rows(  # [BT, D0], [BT, D1]
-        q + b.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh, rows, alive, stride_qt, D0, D1
-    )
-    keys = k + b.to(tl.int64) * stride_kb + (head // G).to(tl.int64) * stride_kh
-    zero = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
-    seen = tl.load(pos + rows, mask=alive, other=0).to(tl.int32) + 1  # [BT]: slots that each query sees
-    # Online softmax: `total` is the sum over the slots so far, scaled by 2**-top; `top` is their largest logit.
-    top = tl.full([BLOCK_T], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_T], tl.float32)
-    begin = tl.program_id(2) * per_split
-    end = tl.minimum(tl.minimum(begin + per_split, S), tl.max(tl.where(alive, seen, 0), 0))
-    for s in range(begin, end, BLOCK_S):
-        slots = s + tl.arange(0, BLOCK_S)  # [BS]
-        k0, k1 = load_rows(keys, slots, slots < S, stride_ks, D0, D1)  # [BS, D0], [BS, D1]
-        x = dot_rows(q0, q1, k0, k1, zero, D1) * (scale * LOG2E)  # [BT, BS]: logits to base 2
-        x = tl.where((slots[None, :] < seen[:, None]) & (slots < end)[None, :], x, float("-inf"))
-        new = tl.maximum(top, tl.max(x, 1))  # [BT]
-        shift = tl.where(new == float("-inf"), 0.0, new)  # a query that has seen nothing yet: -inf - -inf is NaN
-        total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(x - shift[:, None]), 1)
-        top = new
-    part = tl.where(total > 0.0, (top + tl.log2(tl.where(total > 0.0, total, 1.0))) / LOG2E, float("-inf"))
-    at = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * T + rows
-    tl.store(out + at, part, mask=alive)
 
 
 def column_stats(
@@ -141,7 +102,7 @@ def column_stats(
     check(lse=lse_BQT)
     D0, D1 = head_blocks(D, q_BQTD.dtype)
     lse = lse_BQT.contiguous()
-    names = ("sum", "square", "above", "last")
+    names = ("sum", "square", "above")
     out = {name: torch.empty(B, H, S, dtype=torch.float32, device=q_BQTD.device) for name in names if name in want}
     block_t, block_s = 32 if D < 256 else 16, 128
     common.launch(
@@ -153,37 +114,21 @@ def column_stats(
     return ColumnStats(**out)
 
 
-def log_sum_exp(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, q_pos_T: Tensor) -> Tensor:
-    """Log-sum-exp ``[B, Q, T]`` of each query over the slots up to ``q_pos_T[t]``.
-
-    Few queries are spread over the card by splitting the slots; the parts are merged afterwards.
-    """
-    B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD)
-    D0, D1 = head_blocks(D, q_BQTD.dtype)
-    block_t, block_s = (64, 64) if D < 256 else (32, 64)
-    splits, per_split = split_rows(S, block_s, cdiv(T, block_t) * B * H * G)
-    parts = torch.empty(splits, B, H * G, T, dtype=torch.float32, device=q_BQTD.device)
-    common.launch(
-        _log_sum_exp, (cdiv(T, block_t), B * H * G, splits), q_BQTD, k_BHSD,
-        q_pos_T, parts, scaling, *q_BQTD.stride()[:3], *k_BHSD.stride()[:3],
-        H, T, S, per_split, G=G, D0=D0, D1=D1, BLOCK_T=block_t, BLOCK_S=block_s,
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
-    return parts[0] if splits == 1 else parts.logsumexp(0)
-
-
-def window_attention(q_BQWD: Tensor, k_BHSD: Tensor, scaling: float) -> Tensor:
-    """See the definition, ``window_attention``."""
-    _, lse = attend(q_BQWD, k_BHSD, k_BHSD, scaling)
-    out = column_stats(q_BQWD, k_BHSD, scaling, lse, want=frozenset({"sum"})).sum
-    assert out is not None
-    return out
+def logits(q_BQTD: Tensor, k_BHSD: Tensor, scaling: float) -> Iterator[tuple[slice, Tensor]]:
+    """Some queries at a time: which, and their scaled logits ``[B, H, G, t, S]`` (float32), by PyTorch's product."""
+    (B, Q, T, D), (H, S) = q_BQTD.shape, k_BHSD.shape[1:3]
+    if common.INTERPRETED:  # a CPU has no product of half precision with sums of float32
+        q_BQTD, k_BHSD = q_BQTD.float(), k_BHSD.float()
+    exact = {} if q_BQTD.dtype == torch.float32 else {"out_dtype": torch.float32}
+    for part in (slice(start, start + TILE) for start in range(0, T, TILE)):
+        rows = q_BQTD[:, :, part].reshape(B * H, -1, D)  # [B * H, G * t, D]
+        yield part, torch.bmm(rows, k_BHSD.flatten(0, 1).mT, **exact).mul_(scaling).view(B, H, Q // H, -1, S)
 
 
 # ---- CIS target ----
 
-# A program owns a block of slots and walks over all answer queries. With ``log_prob`` a first pass over the rows returns their
-# log-sum-exp. Neither pass holds a ``[T, S]`` matrix.
+# A program owns a block of slots and walks over all answer queries. With ``log_prob`` products of PyTorch give the log-sum-exp of
+# some queries at a time before.
 
 
 @triton.jit
@@ -221,7 +166,11 @@ def column_max(q_BQTD: Tensor, k_BHSD: Tensor, q_pos_T: Tensor, scaling: float, 
     check_some("q", T, "answer queries")
     D0, D1 = head_blocks(D, q_BQTD.dtype)
     out = torch.empty(B, H, S, dtype=torch.float32, device=q_BQTD.device)
-    lse = log_sum_exp(q_BQTD, k_BHSD, scaling, q_pos_T) if log_prob else out  # `out` stands in for what is not read
+    lse = out  # stands in for what is not read
+    if log_prob:
+        hidden_TS = torch.arange(S, device=q_BQTD.device) > q_pos_T[:, None]
+        parts = logits(q_BQTD, k_BHSD, scaling)
+        lse = torch.cat([x.masked_fill_(hidden_TS[part], float("-inf")).logsumexp(-1) for part, x in parts], 3)
     block_t, block_s = (64, 128) if D < 256 else (32, 64)
     common.launch(
         _column_max, (cdiv(S, block_s), B * H), q_BQTD, k_BHSD, q_pos_T, lse, out, scaling,

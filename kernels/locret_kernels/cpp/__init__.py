@@ -7,6 +7,7 @@ for this processor and this source.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import logging
@@ -89,9 +90,10 @@ class Struct:
         self.dtype = np.dtype(fields)
 
     def point(
-        self, at: np.ndarray, dtype: torch.dtype | None = None, *, strided: bool = False, **tensors: Tensor
+        self, at: np.ndarray, dtype: torch.dtype | None = None, *, strided: bool = False, **values: object
     ) -> None:
-        """Write the addresses of tensors into the fields of their names; who calls keeps the tensors alive.
+        """Write some fields by name: a number or an address as it is, the address of a tensor, 0 for None. Who calls keeps the
+        tensors alive.
 
         Args:
             dtype: of ``Weights``; that of ``Sums`` follows from it. strided: see ``address``.
@@ -99,27 +101,24 @@ class Struct:
         Raises:
             TypeError: a tensor that ``address`` refuses.
         """
-        for name, x in tensors.items():
-            at[name] = address(x, self._pointed(name, dtype), name, strided=strided)
+        for name, x in values.items():
+            kind = self.points[name]
+            if not (x is None or kind is None or type(x) is int):  # isinstance of a Tensor takes a microsecond
+                pointed = dtype if kind == "Weights" else SUMS[dtype] if kind == "Sums" else POINTED[kind]
+                x = address(x, pointed, name, strided=strided)
+            at[name] = x or 0
 
-    def of(self, dtype: torch.dtype | None = None, **values: object) -> np.ndarray:
-        """Struct with a tensor, None or an address for each pointer.
+    def of(self, dtype: torch.dtype | None = None, *, strided: bool = False, **values: object) -> np.ndarray:
+        """One struct, written as by ``point``.
 
         Raises:
             TypeError: a tensor that ``address`` refuses; fields that are missing or unknown.
         """
         if values.keys() != self.points.keys():
             raise TypeError(f"fields that are missing or unknown: {sorted(values.keys() ^ self.points.keys())}")
-        found = []
-        for name, kind in self.points.items():
-            x = values[name]
-            known = x is None or kind is None or type(x) is int  # isinstance of a Tensor takes a microsecond
-            found.append(x or 0 if known else address(x, self._pointed(name, dtype), name))
-        return np.array(tuple(found), self.dtype)
-
-    def _pointed(self, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-        kind = self.points[name]
-        return dtype if kind == "Weights" else SUMS[dtype] if kind == "Sums" else POINTED[kind]
+        at = np.zeros((), self.dtype)
+        self.point(at, dtype, strided=strided, **values)
+        return at
 
 
 # ---- the folder of compiled code ------------------------------------------------------------------------------------
@@ -153,16 +152,11 @@ def folder() -> Path:
         made(path)
         return path
     except OSError as error:
-        private = Path(_private().name).resolve()
+        private = Path(tempfile.mkdtemp(prefix="locret_kit.")).resolve()
+        atexit.register(shutil.rmtree, private, ignore_errors=True)
         made(private)
         LOG.warning("compiled code is not kept, and each process compiles anew: %s", error)
         return private
-
-
-@cache
-def _private() -> tempfile.TemporaryDirectory[str]:
-    """A folder that is removed when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="locret_kit.")
 
 
 def made(folder: Path) -> None:
@@ -201,14 +195,8 @@ HEADERS = Path(__file__).parent
 TYPES = {torch.float32: 32, torch.float64: 64, torch.bfloat16: 16}
 """Types of weights and rows. Sums are of float32, those of float64 of float64."""
 FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-march=native",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fopenmp",
-    "-fPIC",
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"),
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
 )
 COMPILE_SECONDS = 120
 DTYPES = (torch.float32, torch.bfloat16)
@@ -245,8 +233,9 @@ def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
     compiler = shutil.which(name)
     if compiler is None:
         raise Unavailable(f"no C++ compiler ({name}, or $CXX)")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     texts = (path.read_text("utf-8") for path in (source, *sorted(HEADERS.glob("*.h"))))
-    made = hashlib.sha256("\0".join((*texts, *FLAGS, *options, _machine(), _version(compiler))).encode())
+    made = hashlib.sha256("\0".join((*texts, *FLAGS, *options, _machine(), version)).encode())
     try:
         library = folder() / f"{source.parent.name}-{made.hexdigest()[:24]}.so"
         if not is_ours(library):
@@ -278,10 +267,6 @@ def _machine() -> str:
     return "\n".join(
         sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}) or [platform.machine()]
     )
-
-
-def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
 
 
 def _compile(compiler: str, source: Path, options: tuple[str, ...], library: Path) -> None:

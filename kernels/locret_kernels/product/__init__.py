@@ -26,13 +26,11 @@ class Format:
     """Sizes of a format.
 
     Attributes:
-        block: numbers of a block. nbytes: bytes of a block. group: numbers that share a step. halves: bytes of a block at which
-            a float16 number begins.
+        block: numbers of a block. nbytes: bytes of a block. halves: bytes of a block at which a float16 number begins.
     """
 
     block: int
     nbytes: int
-    group: int
     halves: tuple[int, ...]
 
     def columns(self, row_bytes: int) -> int:
@@ -51,14 +49,14 @@ class Format:
 
 
 FORMATS = {
-    "Q4_0": Format(32, 18, 32, (0,)),
-    "Q4_1": Format(32, 20, 32, (0, 2)),
-    "Q5_0": Format(32, 22, 32, (0,)),
-    "Q5_1": Format(32, 24, 32, (0, 2)),
-    "Q8_0": Format(32, 34, 32, (0,)),
-    "Q4_K": Format(256, 144, 32, (0, 2)),
-    "Q5_K": Format(256, 176, 32, (0, 2)),
-    "Q6_K": Format(256, 210, 16, (208,)),
+    "Q4_0": Format(32, 18, (0,)),
+    "Q4_1": Format(32, 20, (0, 2)),
+    "Q5_0": Format(32, 22, (0,)),
+    "Q5_1": Format(32, 24, (0, 2)),
+    "Q8_0": Format(32, 34, (0,)),
+    "Q4_K": Format(256, 144, (0, 2)),
+    "Q5_K": Format(256, 176, (0, 2)),
+    "Q6_K": Format(256, 210, (208,)),
 }
 """Name, as ``GGMLQuantizationType`` has it -> sizes."""
 
@@ -109,10 +107,8 @@ def check_packed(x: Tensor | None, data_Nb: Tensor, form: str) -> None:
     ``x``."""
     sizes = format_of(form)
     if data_Nb.dtype != torch.uint8 or data_Nb.dim() != 2 or data_Nb.shape[1] % sizes.nbytes:
-        raise ValueError(
-            f"data {tuple(data_Nb.shape)} of {str(data_Nb.dtype).removeprefix('torch.')} must be rows of uint8 in blocks of "
-            f"{sizes.nbytes} bytes (form={form!r})"
-        )
+        kind = f"{tuple(data_Nb.shape)} of {str(data_Nb.dtype).removeprefix('torch.')}"
+        raise ValueError(f"data {kind} must be rows of uint8 in blocks of {sizes.nbytes} bytes (form={form!r})")
     if x is not None and x.shape[-1] != (columns := sizes.columns(data_Nb.shape[1])):
         raise ValueError(f"x {tuple(x.shape)} must have rows of {columns} numbers, as those of data (form={form!r})")
 
@@ -137,31 +133,6 @@ def _shifts(block: Tensor, count: int) -> Tensor:
     return torch.arange(count, dtype=torch.uint8, device=block.device)
 
 
-def _q4_0(block: Tensor) -> Tensor:
-    """Numbers ``[N, B, 32]`` (float32) of blocks of the format Q4_0."""
-    return _half(block, 0) * (_nibbles(block[..., 2:]).float() - 8)
-
-
-def _q4_1(block: Tensor) -> Tensor:
-    """Numbers ``[N, B, 32]`` (float32) of blocks of the format Q4_1."""
-    return _half(block, 0) * _nibbles(block[..., 4:]) + _half(block, 2)
-
-
-def _q5_0(block: Tensor) -> Tensor:
-    """Numbers ``[N, B, 32]`` (float32) of blocks of the format Q5_0."""
-    return _half(block, 0) * ((_nibbles(block[..., 6:]) | _bits(block, 2) << 4).float() - 16)
-
-
-def _q5_1(block: Tensor) -> Tensor:
-    """Numbers ``[N, B, 32]`` (float32) of blocks of the format Q5_1."""
-    return _half(block, 0) * (_nibbles(block[..., 8:]) | _bits(block, 4) << 4) + _half(block, 2)
-
-
-def _q8_0(block: Tensor) -> Tensor:
-    """Numbers ``[N, B, 32]`` (float32) of blocks of the format Q8_0."""
-    return _half(block, 0) * block[..., 2:].contiguous().view(torch.int8)
-
-
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Steps and lowest numbers ``[N, B, 8]`` of a block's eight groups, six bits each, from twelve bytes.
 
@@ -181,16 +152,9 @@ def _grouped(block: Tensor, codes: Tensor) -> Tensor:
     return step[..., None] * codes - low[..., None]
 
 
-def _q4_k(block: Tensor) -> Tensor:
-    """Numbers ``[N, B, 8, 32]`` (float32) of blocks of the format Q4_K."""
-    return _grouped(block, _nibbles(block[..., 16:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2))
-
-
-def _q5_k(block: Tensor) -> Tensor:
-    """Numbers ``[N, B, 8, 32]`` (float32) of blocks of the format Q5_K."""
-    high = block[..., 16:48, None] >> _shifts(block, 8) & 1  # [N, B, 32, 8]
-    low = _nibbles(block[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)  # [N, B, 8, 32]
-    return _grouped(block, low | high.transpose(-1, -2) << 4)
+def _low(codes: Tensor) -> Tensor:
+    """Low four bits ``[N, B, 8, 32]`` of the codes of a block of eight groups, from bytes ``[N, B, 128]``."""
+    return _nibbles(codes.unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
 
 
 def _q6_k(block: Tensor) -> Tensor:
@@ -203,6 +167,13 @@ def _q6_k(block: Tensor) -> Tensor:
 
 
 READERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "Q4_0": lambda block: _half(block, 0) * (_nibbles(block[..., 2:]).float() - 8),
+    "Q4_1": lambda block: _half(block, 0) * _nibbles(block[..., 4:]) + _half(block, 2),
+    "Q5_0": lambda block: _half(block, 0) * ((_nibbles(block[..., 6:]) | _bits(block, 2) << 4).float() - 16),
+    "Q5_1": lambda block: _half(block, 0) * (_nibbles(block[..., 8:]) | _bits(block, 4) << 4) + _half(block, 2),
+    "Q8_0": lambda block: _half(block, 0) * block[..., 2:].contiguous().view(torch.int8),
+    "Q4_K": lambda block: _grouped(block, _low(block[..., 16:])),
+    "Q5_K": lambda block: _grouped(block, _low(block[..., 48:]) | (block[..., 16:48, None] >> _shifts(block, 8) & 1).mT << 4),
+    "Q6_K": _q6_k,
 }  # fmt: skip
-"""Format -> numbers ``[N, B, block]`` or ``[N, B, groups, group]`` of its blocks ``[N, B, nbytes]``."""
+"""Format -> numbers ``[N, B, block]`` or ``[N, B, groups, group]`` (float32) of its blocks ``[N, B, nbytes]``."""

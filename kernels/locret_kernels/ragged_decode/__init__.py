@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -10,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import check_some
+from ..rotate import rotate_rows
 
-__all__ = ["packed_decode", "ragged_decode"]
+__all__ = ["ragged_decode"]
 
 
 @cache
@@ -52,6 +52,13 @@ class Rotation(NamedTuple):
     place_N: Tensor | None = None
     """Integer: a row is rotated to its rank within its head, or to this place where it is higher."""
 
+    def check(self, longest: int, D: int) -> None:
+        """Raise ValueError unless there are tables for every rank of the longest head, of columns that its rows have."""
+        (places, R), alike = self.cos_SR.shape, self.cos_SR.shape == self.sin_SR.shape
+        if not alike or R > D or R % 2 or places < longest:
+            cos = tuple(self.cos_SR.shape)
+            raise ValueError(f"cos {cos} must be [at least {longest}, even and at most {D}], and sin alike")
+
 
 BLOCK = 32
 """Ranks whose angles are given one by one in ``Angles``."""
@@ -74,11 +81,9 @@ class Angles(NamedTuple):
     def tables(self, q_BQD: Tensor, spans: Spans, dtype: torch.dtype) -> tuple[Tensor, Rotation]:
         """Queries after the rotation, and that of keys by tables, in a type that may be wider."""
         self.check(spans.longest, q_BQD.shape[2])
-        rank_S = torch.arange(spans.longest, device=q_BQD.device)
-        newest_BQ = (
-            (spans.lengths_BH.long() - 1).clamp(min=0).repeat_interleave(q_BQD.shape[1] // spans.lengths_BH.shape[1], 1)
-        )
-        q = _rotated(q_BQD.to(dtype), *_sums(self.queries_X2C, newest_BQ, dtype))
+        rank_S, G = torch.arange(spans.longest, device=q_BQD.device), q_BQD.shape[1] // spans.lengths_BH.shape[1]
+        newest_BQ = (spans.lengths_BH.long() - 1).clamp(min=0).repeat_interleave(G, 1)
+        q = rotate_rows(q_BQD.to(dtype), *_sums(self.queries_X2C, newest_BQ, dtype))
         return q, Rotation(*_sums(self.keys_X2C, rank_S, dtype))
 
 
@@ -146,6 +151,10 @@ class PackedRows(NamedTuple):
         return 8 * self.key_codes_NX.shape[1] // self.key_step_PMD.shape[2]
 
 
+Rows = FullRows | Float8Rows | PackedRows
+Turn = Rotation | Angles | None
+
+
 class Decoded(NamedTuple):
     """Attention of one token."""
 
@@ -156,12 +165,7 @@ class Decoded(NamedTuple):
 
 
 def ragged_decode(
-    q_BQD: Tensor,
-    rows: FullRows | Float8Rows,
-    spans: Spans,
-    scaling: float,
-    turn: Rotation | Angles | None = None,
-    received: bool = False,
+    q_BQD: Tensor, rows: Rows, spans: Spans, scaling: float, turn: Turn = None, received: bool = False
 ) -> Decoded:
     """Attention of one query per head over the rows of its key/value head. Nothing is read back to the host.
 
@@ -172,62 +176,6 @@ def ragged_decode(
     Raises:
         ValueError: ``longest`` below 1.
     """
-
-    def read(p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = rows[0][row_S], rows[1][row_S]
-        if not isinstance(rows, Float8Rows):
-            return keys, values
-        k, v = (x.view(torch.float8_e4m3fn).float() for x in (keys, values))
-        return k * rows.key_scale_P[p], v * rows.value_scale_P[p]
-
-    return _decode(q_BQD, len(rows[0]), read, spans, scaling, turn, received)
-
-
-def packed_decode(
-    q_BQD: Tensor,
-    rows: PackedRows,
-    spans: Spans,
-    scaling: float,
-    turn: Rotation | Angles | None = None,
-    received: bool = False,
-) -> Decoded:
-    """``ragged_decode`` over rows in few bits."""
-    channels = q_BQD.shape[2] // rows.value_step_NC.shape[1]
-    first_of_tail_P = (spans.lengths_BH - rows.tail_BH).flatten()
-    rotation = hadamard(q_BQD.shape[2], q_BQD.device)
-
-    def read(p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
-        rank_S = torch.arange(len(row_S), device=row_S.device)
-        packed_S1 = (there_S & (rank_S < first_of_tail_P[p]))[:, None]
-        group_S = rows.group_N[row_S].long().where(packed_S1[:, 0], 0)
-        step, zero = (x[p, group_S].float() for x in (rows.key_step_PMD, rows.key_zero_PMD))  # [S, D]
-        k = zero + _codes(rows.key_codes_NX[row_S], rows.bits) * step
-        levels = (x[row_S].float() for x in (rows.value_step_NC, rows.value_zero_NC))  # [S, C]
-        step, zero = (x.repeat_interleave(channels, -1) for x in levels)  # [S, D]
-        v = (zero + _codes(rows.value_codes_NX[row_S], rows.bits) * step) @ rotation
-        newest_S = (rank_S - first_of_tail_P[p]).clamp(0, rows.tail_keys_PRD.shape[1] - 1)
-        k = torch.where(packed_S1, k, rows.tail_keys_PRD[p, newest_S])
-        return k, torch.where(packed_S1, v, rows.tail_values_PRD[p, newest_S])
-
-    return _decode(q_BQD, len(rows.group_N), read, spans, scaling, turn, received)
-
-
-def _codes(packed_NX: Tensor, bits: int) -> Tensor:
-    """Codes ``[N, X * 8 / bits]`` of bytes."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed_NX.device)
-    return ((packed_NX[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
-
-
-def _decode(
-    q_BQD: Tensor,
-    N: int,
-    read: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
-    spans: Spans,
-    scaling: float,
-    turn: Rotation | Angles | None,
-    received: bool,
-) -> Decoded:
-    """Attention over keys and values ``[S, D]`` that ``read(b * H + h, rows, which of them the head has)`` returns."""
     starts_BH, lengths_BH, longest = spans
     check_some("longest", longest, "rows")
     dtype = torch.promote_types(q_BQD.dtype, torch.float32)
@@ -241,11 +189,11 @@ def _decode(
         for h in range(H):
             there_S = rank_S < lengths_BH[b, h]
             # Some row stands in for those that a head lacks; a head without rows may start after the last one.
-            row_S = (starts_BH[b, h] + rank_S.where(there_S, 0)).clamp(max=N - 1)
-            k, v = (x.to(dtype) for x in read(b * H + h, row_S, there_S))  # [S, D]
+            row_S = (starts_BH[b, h] + rank_S.where(there_S, 0)).clamp(max=len(rows[0]) - 1)
+            k, v = (x.to(dtype) for x in _read(rows, b * H + h, row_S, there_S))  # [S, D]
             if turn is not None:
                 place_S = rank_S if turn.place_N is None else torch.maximum(rank_S, turn.place_N[row_S])
-                k = _rotated(k, turn.cos_SR[place_S].to(dtype), turn.sin_SR[place_S].to(dtype))
+                k = rotate_rows(k, turn.cos_SR[place_S].to(dtype), turn.sin_SR[place_S].to(dtype))
             group = slice(h * G, (h + 1) * G)
             logits_GS = (q_BQD[b, group].to(dtype) @ k.T * scaling).masked_fill(~there_S, float("-inf"))
             weights_GS = logits_GS.softmax(-1).masked_fill(~there_S, 0.0)  # NaN without rows
@@ -256,16 +204,29 @@ def _decode(
     return Decoded(out, got)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rows of shape ``[..., D]`` whose first ``R`` columns are rotated."""
-    R = cos.shape[-1]
-    part = x[..., :R]
-    half = torch.cat((-part[..., R // 2 :], part[..., : R // 2]), -1)
-    return torch.cat((part * cos + half * sin, x[..., R:]), -1)
+def _read(rows: Rows, p: int, row_S: Tensor, there_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[S, D]`` of some rows of head ``p``, of which it has those that are ``there``."""
+    keys, values = rows[0][row_S], rows[1][row_S]
+    if isinstance(rows, Float8Rows):
+        k, v = (x.view(torch.float8_e4m3fn).float() for x in (keys, values))
+        return k * rows.key_scale_P[p], v * rows.value_scale_P[p]
+    if not isinstance(rows, PackedRows):
+        return keys, values
+    D, rank_S = rows.key_step_PMD.shape[2], torch.arange(len(row_S), device=row_S.device)
+    first_of_tail = there_S.sum() - rows.tail_BH.flatten()[p]
+    packed_S1 = (there_S & (rank_S < first_of_tail))[:, None]
+    group_S = rows.group_N[row_S].long().where(packed_S1[:, 0], 0)
+    step, zero = (x[p, group_S].float() for x in (rows.key_step_PMD, rows.key_zero_PMD))  # [S, D]
+    k = zero + _codes(keys, rows.bits) * step
+    levels = (x[row_S].float() for x in (rows.value_step_NC, rows.value_zero_NC))  # [S, C]
+    step, zero = (x.repeat_interleave(D // x.shape[1], -1) for x in levels)  # [S, D]
+    v = (zero + _codes(values, rows.bits) * step) @ hadamard(D, row_S.device)
+    newest_S = (rank_S - first_of_tail).clamp(0, rows.tail_keys_PRD.shape[1] - 1)
+    k = torch.where(packed_S1, k, rows.tail_keys_PRD[p, newest_S])
+    return k, torch.where(packed_S1, v, rows.tail_values_PRD[p, newest_S])
 
 
-def check_tables(cos_SR: Tensor, sin_SR: Tensor, longest: int, D: int) -> None:
-    """Raise ValueError unless there are tables for every rank of the longest head, of columns that its rows have."""
-    (places, R), alike = cos_SR.shape, cos_SR.shape == sin_SR.shape
-    if not alike or R > D or R % 2 or places < longest:
-        raise ValueError(f"cos {tuple(cos_SR.shape)} must be [at least {longest}, even and at most {D}], and sin alike")
+def _codes(packed_NX: Tensor, bits: int) -> Tensor:
+    """Codes ``[N, X * 8 / bits]`` of bytes."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed_NX.device)
+    return ((packed_NX[..., None] >> shifts) & (2**bits - 1)).flatten(-2)

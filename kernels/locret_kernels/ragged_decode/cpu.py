@@ -1,4 +1,4 @@
-"""Decoding attention over flat rows in one call (``cpu.cpp``): as the definition but for rounding. Rows in 8 bits are the
+"""Decoding attention over flat rows in one call (``cpu.cpp``): as the definition but for rounding. Rows in few bits are the
 reference's."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import check_some, cpp
 from .. import ragged_decode as reference
-from . import Angles, Decoded, Float8Rows, FullRows, Rotation, Spans, check_tables
+from . import Angles, Decoded, Rotation, Rows, Spans, Turn
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 DECODE = cpp.Struct(SOURCE, "Decode")
@@ -28,19 +28,14 @@ def load(dtype: torch.dtype, channels: int) -> cpp.Library:
 
 
 def ragged_decode(
-    q_BQD: Tensor,
-    rows: FullRows | Float8Rows,
-    spans: Spans,
-    scaling: float,
-    turn: Rotation | Angles | None = None,
-    received: bool = False,
+    q_BQD: Tensor, rows: Rows, spans: Spans, scaling: float, turn: Turn = None, received: bool = False
 ) -> Decoded:
     """See the definition, ``ragged_decode``. Keys and values are contiguous."""
     starts_BH, lengths_BH, longest = spans
     check_some("longest", longest, "rows")
     (B, Q, D), H = q_BQD.shape, starts_BH.shape[1]
     if isinstance(turn, Rotation):
-        check_tables(turn.cos_SR, turn.sin_SR, longest, D)
+        turn.check(longest, D)
     # What else there is would be misread.
     alike = rows[0].shape == rows[1].shape and all((x.dtype, x.shape[1]) == (q_BQD.dtype, D) for x in rows[:2])
     if not alike or q_BQD.dtype not in cpp.TYPES or D > cpp.MAX_CHANNELS:

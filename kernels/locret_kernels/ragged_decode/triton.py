@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import check_some, common
 from ..common import LN2, LOG2E, check, head_blocks, join_parts, split_rows
-from . import BLOCK, Angles, Decoded, Float8Rows, FullRows, PackedRows, Rotation, Spans, check_tables, hadamard
+from . import BLOCK, Angles, Decoded, Float8Rows, PackedRows, Rotation, Rows, Spans, Turn, hadamard
 
 NONE = tl.constexpr(-1.0e30)
 """Logit of no row: below all others, and finite, so that differences are numbers."""
@@ -244,15 +244,8 @@ def _ragged_decode(
             join_parts(parts, norms, out, norm, n, tl.num_programs(0) * G, tl.num_programs(1), D0, D1, 8)
 
 
-def ragged_decode(
-    q_BQD: Tensor,
-    rows: FullRows | Float8Rows,
-    spans: Spans,
-    scaling: float,
-    turn: Rotation | Angles | None = None,
-    received: bool = False,
-) -> Decoded:
-    """See the definition, ``ragged_decode``."""
+def _full(q_BQD: Tensor, rows: tuple[Tensor, ...], spans: Spans) -> tuple[Tensor, ...]:
+    """Rows in full or in 8 bits as the kernel takes them, checked."""
     keys_ND, values_ND, *scales = rows
     check(q=q_BQD, keys=keys_ND, values=values_ND, longest=spans.longest)
     Q, D, H = *q_BQD.shape[1:], spans.starts_BH.shape[1]
@@ -261,28 +254,19 @@ def ragged_decode(
         raise ValueError(f"q {tuple(q_BQD.shape)}, {shapes} do not belong together")
     if not (torch.uint8 if scales else q_BQD.dtype) == keys_ND.dtype == values_ND.dtype:
         raise ValueError("q, keys and values must be of one type, or keys and values torch.uint8 with their scales")
-    if any(x.dtype != torch.float32 or x.shape != (spans.starts_BH.numel(),) for x in scales):
-        raise ValueError(
-            f"scales {tuple(scales[0].shape)} must be float32, one for each of {spans.starts_BH.numel()} heads"
-        )
+    P = spans.starts_BH.numel()
+    if any(x.dtype != torch.float32 or x.shape != (P,) for x in scales):
+        raise ValueError(f"scales {tuple(scales[0].shape)} must be float32, one for each of {P} heads")
     none = q_BQD  # stands in for what the kernel does not read
     key_scale, value_scale = scales or (none, none)
-    given = keys_ND, values_ND, none, key_scale, none, value_scale, none, none, none, none
-    return _launch(q_BQD, given, (1, 1), spans, scaling, turn, received, q_BQD.dtype, 8 if scales else 0, 1)
+    return keys_ND, values_ND, none, key_scale, none, value_scale, none, none, none, none
 
 
-def packed_decode(
-    q_BQD: Tensor,
-    rows: PackedRows,
-    spans: Spans,
-    scaling: float,
-    turn: Rotation | Angles | None = None,
-    received: bool = False,
-) -> Decoded:
-    """See the definition, ``packed_decode``."""
+def _packed(q_BQD: Tensor, rows: PackedRows, spans: Spans) -> tuple[Tensor, ...]:
+    """Rows in 4 or 2 bits as the kernel takes them, checked; the tail's values are rotated as the others are."""
     check(q=q_BQD, longest=spans.longest, **rows._asdict())
     (B, Q, D), H = q_BQD.shape, spans.starts_BH.shape[1]
-    (P, M, _), R = rows.key_step_PMD.shape, rows.tail_keys_PRD.shape[1]
+    P, M, _ = rows.key_step_PMD.shape
     alike = rows.key_zero_PMD.shape == (P, M, D) and rows.key_codes_NX.shape == rows.value_codes_NX.shape
     if Q % H or not B * H == P == len(rows.tail_keys_PRD) or not alike:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in rows._asdict().items())
@@ -291,11 +275,8 @@ def packed_decode(
         raise ValueError(f"{rows.bits} bits in {rows.key_codes_NX.dtype}: backend='triton' takes 4 or 2 in torch.uint8")
     if rows.tail_keys_PRD.dtype != q_BQD.dtype or rows.tail_values_PRD.dtype != q_BQD.dtype:
         raise ValueError(f"q is {q_BQD.dtype} and the tail is {rows.tail_keys_PRD.dtype}: they must be of one type")
-    rotation, groups = hadamard(D, q_BQD.device), rows.value_step_NC.shape[1]
-    rows = rows._replace(tail_values_PRD=(rows.tail_values_PRD.float() @ rotation).to(q_BQD.dtype))
-    given = tuple(x.contiguous() for x in rows)
-    made = _launch(q_BQD, given, (M, R), spans, scaling, turn, received, torch.float32, rows.bits, groups)
-    return made._replace(out_BQD=(made.out_BQD @ rotation).to(q_BQD.dtype))
+    tail = (rows.tail_values_PRD.float() @ hadamard(D, q_BQD.device)).to(q_BQD.dtype)
+    return tuple(x.contiguous() for x in rows._replace(tail_values_PRD=tail))
 
 
 @cache
@@ -306,50 +287,53 @@ def _arrived(heads: int, device: torch.device) -> Tensor:
         return torch.zeros(heads, dtype=torch.int32, device=device)
 
 
-def _launch(
-    q_BQD: Tensor, rows: tuple[Tensor, ...], sizes: tuple[int, int], spans: Spans, scaling: float,
-    turn: Rotation | Angles | None, received: bool, dtype: torch.dtype, bits: int, groups: int,
-) -> Decoded:  # fmt: skip
-    """Run the kernel over ``rows``, whose ``sizes`` it takes too; the output is of ``dtype``."""
+def ragged_decode(
+    q_BQD: Tensor, rows: Rows, spans: Spans, scaling: float, turn: Turn = None, received: bool = False
+) -> Decoded:
+    """See the definition, ``ragged_decode``."""
+    bits, groups, sizes, few = 8 * isinstance(rows, Float8Rows), 1, (1, 1), isinstance(rows, PackedRows)
+    if isinstance(rows, PackedRows):
+        given, bits, groups = _packed(q_BQD, rows, spans), rows.bits, rows.value_step_NC.shape[1]
+        sizes = rows.key_step_PMD.shape[1], rows.tail_keys_PRD.shape[1]
+    else:
+        given = _full(q_BQD, rows, spans)
     (B, Q, D), (starts_BH, lengths_BH, longest) = q_BQD.shape, spans
     H = starts_BH.shape[1]
     D0, D1 = head_blocks(D, q_BQD.dtype)
     check_some("longest", longest, "rows")
     # `q` stands in for tables that the kernel does not read. Given places may not reach past the tables; nothing checks that.
     tables, A, B_, C = [q_BQD] * 5, D0, D1, 0
-    if isinstance(turn, Angles):
-        check(keys=turn.keys_X2C, queries=turn.queries_X2C)
-        turn.check(longest, D)
-        keys, queries = (x.contiguous() for x in turn)
-        tables[:4], A = [keys[:, 0], keys[:, 1], queries[:, 0], queries[:, 1]], keys.shape[2]
-    elif turn is not None:
-        check(cos=turn.cos_SR, sin=turn.sin_SR)
-        check_tables(turn.cos_SR, turn.sin_SR, longest, D)
-        tables[:2], A = [turn.cos_SR.contiguous(), turn.sin_SR.contiguous()], turn.cos_SR.shape[1] // 2
-        if turn.place_N is not None:
-            tables[4] = turn.place_N.contiguous()
     if turn is not None:
+        check(**{name: x for name, x in turn._asdict().items() if x is not None})
+        turn.check(longest, D)
+        if isinstance(turn, Angles):
+            tables[:4], A = [x.contiguous()[:, i] for x in turn for i in range(2)], turn.keys_X2C.shape[2]
+        else:
+            tables[:2], A = [x.contiguous() for x in turn[:2]], turn.cos_SR.shape[1] // 2
+            tables[4] = q_BQD if turn.place_N is None else turn.place_N.contiguous()
         B_, C = A, D - 2 * A
     G = Q // H
-    few = bits in (4, 2)
     block_s = 16 if few and D == 256 else BLOCK if few or turn is not None or G == 1 or D == 256 else 64
     splits, per_split = split_rows(longest, block_s, B * H)
     exact = dict(dtype=torch.float32, device=q_BQD.device)
     parts, norms = torch.empty(splits, B, Q, D, **exact), torch.empty(splits, B, Q, **exact)
-    out, norm_BQ = torch.empty(B, Q, D, dtype=dtype, device=q_BQD.device), torch.empty(B, Q, **exact)
+    # Values in few bits are rotated back once more, in float32.
+    out, norm_BQ = q_BQD.new_empty(B, Q, D, dtype=torch.float32 if few else None), torch.empty(B, Q, **exact)
     logits_BQS = torch.full((B, Q, longest), float("-inf"), **exact) if received else norms
     arrived = _arrived(triton.next_power_of_2(max(B * H, 1024)), q_BQD.device)
     wide = [max(16, triton.next_power_of_2(n)) for n in (A, B_, C)]
     common.launch(
-        _ragged_decode, (B * H, splits), q_BQD, *rows, starts_BH.contiguous(), lengths_BH.contiguous(), *tables,
+        _ragged_decode, (B * H, splits), q_BQD, *given, starts_BH.contiguous(), lengths_BH.contiguous(), *tables,
         logits_BQS, parts, norms, out, norm_BQ, arrived, scaling, *q_BQD.stride()[:2], H,
-        rows[0].stride(0), rows[1].stride(0), *sizes, longest, per_split,
+        given[0].stride(0), given[1].stride(0), *sizes, longest, per_split,
         G=G, BLOCK_G=1 if G == 1 else max(16, triton.next_power_of_2(G)), D0=D0, D1=D1, A=A, B=B_, C=C, BLOCK_A=wide[0],
         BLOCK_B=wide[1], BLOCK_C=wide[2], BLOCK_S=block_s, BITS=bits, GROUPS=groups,
         TURN=0 if turn is None else 2 if isinstance(turn, Angles) else 1,
         PLACED=isinstance(turn, Rotation) and turn.place_N is not None, RECEIVED=received,
         num_warps=8 if few or D == 256 else 4, num_stages=2,
     )  # fmt: skip
+    if few:
+        out = (out @ hadamard(D, q_BQD.device)).to(q_BQD.dtype)
     if not received:
         return Decoded(out, None)
     norm_BQ1 = norm_BQ.masked_fill(norm_BQ.isneginf(), 0.0)[..., None]  # heads without rows: -inf - -inf is NaN

@@ -43,10 +43,8 @@ def select_index(scores_BHS: Tensor, keep: int, newest: int = 0, guard_BHS: Tens
     """
     S = scores_BHS.shape[-1]
     check_keep(keep, S)
-    protected = (torch.arange(S, device=scores_BHS.device) >= S - newest).expand(scores_BHS.shape)
-    pinned = torch.zeros_like(protected) if guard_BHS is None else guard_BHS > 1
-    if guard_BHS is not None:
-        protected = protected | (guard_BHS > 0)
+    guard_BHS = torch.zeros_like(scores_BHS, dtype=torch.uint8) if guard_BHS is None else guard_BHS
+    protected, pinned = (torch.arange(S, device=guard_BHS.device) >= S - newest) | (guard_BHS > 0), guard_BHS > 1
     return kept_rows(select_rows(scores_BHS, protected, ~pinned, keep - pinned.sum(-1)) | pinned, keep)
 
 
@@ -60,8 +58,7 @@ def kept_rows(stay_BHS: Tensor, keep: int) -> Tensor:
 def check_scores(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, most_BH: Tensor) -> None:
     """Raise ValueError unless there are rows, every one with a score and two marks, and a number of each head."""
     check_some("scores", scores_BHS.numel(), "rows")
-    marks = {"protected": protected_BHS, "valid": valid_BHS}
-    for name, x in marks.items():
+    for name, x in {"protected": protected_BHS, "valid": valid_BHS}.items():
         if x.shape != scores_BHS.shape:
             raise ValueError(f"{name} {tuple(x.shape)} must have the shape of scores {tuple(scores_BHS.shape)}")
     if most_BH.shape != scores_BHS.shape[:2]:

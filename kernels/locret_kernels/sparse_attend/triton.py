@@ -40,7 +40,7 @@ def _sparse_attend(
     index += list_ * U
     chosen = tl.load(count + list_) * UNIT
     zero = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
-    # Online softmax, as in attend.
+    # Online softmax: `total` and `y` are sums over the rows so far, scaled by 2**-top; `top` is their largest logit.
     top = tl.full([BLOCK_T], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
     y0 = tl.zeros([BLOCK_T, D0], tl.float32)

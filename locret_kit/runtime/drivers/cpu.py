@@ -180,7 +180,7 @@ class CpuDriver:
                     codec.overflow(*wider)
                 else:
                     codec.tail += 1
-                    full += [] if wider is None else [FullTail(codec, *wider)]
+                    full += [] if wider is None else [(codec, *wider)]
             rows.count(1)
             if not pointers.left:
                 evict_if_due(cache.context, [(layer, rows)])
@@ -199,18 +199,14 @@ class CpuDriver:
 
     def _held(self, heads: RetainingHeads | None) -> WeightTable:
         """Every layer's addresses, with those of the retaining heads that the call asks."""
-        if heads is None:
-            return self._plain
-        known = self._with_heads.get(heads)
-        if known is None:
-            known = self._with_heads[heads] = self._layers(heads)
-        return known
+        if heads is not None and heads not in self._with_heads:
+            self._with_heads[heads] = self._layers(heads)
+        return self._plain if heads is None else self._with_heads[heads]
 
     def follows(self, weights: Dense, heads: RetainingHeads | None = None) -> bool:
         """Whether a model's weights are still those that this decoder reads. Its copies of retaining heads that have
         changed are dropped."""
-        known = None if heads is None else self._with_heads.get(heads)
-        if heads is not None and known is not None and not known.follows([*heads.parameters()]):
+        if heads is not None and heads in self._with_heads and not self._held(heads).follows([*heads.parameters()]):
             self._with_heads.pop(heads, None)
         return self._plain.follows(weights)
 
@@ -298,8 +294,7 @@ def cpu_driver(model: PreTrainedModel, heads: RetainingHeads | None = None) -> C
             check_dense(model, weights)
             known = _KNOWN[model] = CpuDriver(model, weights)
         return known
-    except NotDense as error:
-        return str(error)
-    except cpp.Unavailable as error:
-        _say_once(str(error))
+    except (NotDense, cpp.Unavailable) as error:
+        if isinstance(error, cpp.Unavailable):
+            _say_once(str(error))
         return str(error)

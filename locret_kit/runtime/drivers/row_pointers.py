@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -31,18 +30,13 @@ def point_at(at: np.ndarray, packed: PackedRows, codec: GroupedBits) -> None:
         at, codec.dtype, key_codes=packed.key_codes_NX, value_codes=packed.value_codes_NX, group=packed.group_N,
         key_step=packed.key_step_PMD, key_zero=packed.key_zero_PMD, value_step=packed.value_step_NC,
         value_zero=packed.value_zero_NC, tail_keys=packed.tail_keys_PRD, tail_values=packed.tail_values_PRD,
+        bits=packed.bits, group_bytes=packed.group_N.itemsize, groups=packed.key_step_PMD.shape[1], tail=codec.tail,
+        value_groups=packed.value_step_NC.shape[1], tail_room=packed.tail_keys_PRD.shape[1],
     )  # fmt: skip
-    at["bits"], at["group_bytes"], at["groups"] = packed.bits, packed.group_N.itemsize, packed.key_step_PMD.shape[1]
-    at["value_groups"], at["tail_room"] = packed.value_step_NC.shape[1], packed.tail_keys_PRD.shape[1]
-    at["tail"] = codec.tail
 
 
-class FullTail(NamedTuple):
-    """A layer whose newest rows are counted, and a copy ``[H, tail, D]`` of its full tail."""
-
-    codec: GroupedBits
-    keys: Tensor
-    values: Tensor
+FullTail = tuple[GroupedBits, Tensor, Tensor]
+"""A layer whose newest rows are counted, and copies ``[H, tail, D]`` of its full tail's keys and values."""
 
 
 def quantise(full: Sequence[FullTail]) -> None:
@@ -97,11 +91,11 @@ class RowPointers:
     due: int
     seen: int
     context: Context
-    own: list[tuple[Rope, Tensor]]
+    own: list[tuple[Rope, Tensor]] = field(default_factory=list)
     """Rotations of stored new keys, and the memory ``[2, R]`` with the tables of the next token."""
-    held: list[object]
+    held: list[object] = field(default_factory=list)
     """Objects to whose memory addresses point."""
-    wider: dict[int, tuple[Tensor, Tensor]]
+    wider: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Layer in few bits whose tail is full -> a copy of its keys and values ``[H, rows, D]`` with room for one row more."""
 
     @classmethod
@@ -111,32 +105,30 @@ class RowPointers:
         room = min(rows.capacity - rows.rows for rows in cache.bounded)
         left = min(ctx.due(layer, rows, room).tokens for layer, rows in enumerate(cache.bounded))
         starts_LH, lengths_LH = (np.zeros((L, H), np.int64) for _ in range(2))
-        made = cls(
-            np.zeros(L, ROWS.dtype), np.zeros(L, PACKED.dtype), starts_LH, lengths_LH, left, seen + left, seen,
-            ctx, [], [], {},
-        )  # fmt: skip
+        rows_L, packed_L = np.zeros(L, ROWS.dtype), np.zeros(L, PACKED.dtype)
+        made = cls(rows_L, packed_L, starts_LH, lengths_LH, left, seen + left, seen, ctx)
         own: dict[int, tuple[Rope, Tensor]] = {}
         for layer, rows in enumerate(cache.bounded):
             flat, at = rows.flat(), made.rows[layer]
             made.starts_LH[layer], made.lengths_LH[layer] = flat.starts_BH[0].numpy(), flat.lengths_BH[0].numpy()
-            at["starts"], at["lengths"] = made.starts_LH[layer].ctypes.data, made.lengths_LH[layer].ctypes.data
-            ROWS.point(at, positions=flat.positions_N, scores=rows.scores)
-            at["window"], at["before"] = rows.window or 0, -1 if not ctx.positions.span else 0
+            ROWS.point(
+                at, starts=made.starts_LH[layer].ctypes.data, lengths=made.lengths_LH[layer].ctypes.data,
+                positions=flat.positions_N, scores=rows.scores, window=rows.window, before=0 if ctx.positions.span else -1,
+            )  # fmt: skip
             if rows.statistics:
-                ROWS.point(at, stats=flat.stats_XN)
-                at["stats_stride"], at["by_head"] = flat.stats_XN.shape[1], bool(ctx.group)
-                at["statistics"] = sum(cpp.STATISTICS[name] for name in ctx.statistics)
+                statistics = sum(cpp.STATISTICS[name] for name in ctx.statistics)
+                ROWS.point(
+                    at, stats=flat.stats_XN, stats_stride=flat.stats_XN.shape[1], by_head=bool(ctx.group), statistics=statistics
+                )  # fmt: skip
             if (rope := ctx.read_rope(layer, rows)) is not None:
                 longest = rows.capacity * (H if rows.layout.ragged else 1)
                 cos, sin = tables.below(rope, max(longest, ctx.positions.span or 0))
-                ROWS.point(at, tables.dtype, cos=cos, sin=sin)
-                at["rotated"] = cos.shape[1]
+                ROWS.point(at, tables.dtype, cos=cos, sin=sin, rotated=cos.shape[1])
                 made.held.append((cos, sin))
             elif (rope := ctx.write_rope(layer, rows)) is not None:
                 R = 2 * len(rope.inv_freq)
                 _, held = own.setdefault(id(rope), (rope, torch.empty(2, R, dtype=tables.sums, device=rows.device)))
-                ROWS.point(at, tables.dtype, own_cos=held[0], own_sin=held[1])
-                at["rotated"] = R
+                ROWS.point(at, tables.dtype, own_cos=held[0], own_sin=held[1], rotated=R)
             if isinstance(flat.rows, PackedRows):
                 assert isinstance(rows.codec, GroupedBits)
                 point_at(made.packed[layer], flat.rows, rows.codec)
@@ -155,5 +147,4 @@ class RowPointers:
             if isinstance(codec, GroupedBits) and codec.tail == codec.max_tail:
                 keys, values = (F.pad(x, (0, 0, 0, 1)) for x in (codec.tail_keys, codec.tail_values))
                 self.wider[layer], at = (keys, values), self.packed[layer]
-                PACKED.point(at, codec.dtype, tail_keys=keys, tail_values=values)
-                at["tail_room"] = codec.tail + 1
+                PACKED.point(at, codec.dtype, tail_keys=keys, tail_values=values, tail_room=codec.tail + 1)
