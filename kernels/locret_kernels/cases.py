@@ -13,7 +13,7 @@ import torch
 from . import backend
 from .column_stats import STATISTICS
 from .decoder_step import RowProducts
-from .enter import HeadProduct, RowBuffers
+from .enter import HeadProduct, RowBuffers, Scales
 from .product import FORMATS, format_of
 from .ragged_decode import Angles, Float8Rows, PackedRows, Rotation, Spans, angle_steps
 from .sparse_attend import Blocks
@@ -103,15 +103,21 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     yield case("compact_rows", f"S={S} K={budget}", [buffers], stay, {}, nbytes=moved, state=tuple(buffers), exact=True)
 
     flat = (k.reshape(-1, D), v.reshape(-1, D))
-    for n, kinds in ((T, 0), (T, 2), (1, 0), (1, 2)):  # a chunk and a token, with a head and with statistics
+    codes = [torch.zeros(H * S, D, dtype=torch.uint8, device=device) for _ in range(2)]
+    scales = Scales(*x(2, H, dtype=torch.float32).exp2(), torch.zeros(2, dtype=torch.int64, device=device))
+    # A chunk and a token, with a head, in 8 bits, and with statistics.
+    kinds_of_rows = (0, flat, None), (0, codes, scales), (2, flat, None)
+    for n, (kinds, rows, coded) in ((n, one) for n in (T, 1) for one in kinds_of_rows):
         places = torch.zeros(H * S, dtype=torch.int32, device=device), x(H * S, dtype=torch.float32)
-        buffers, new = RowBuffers(*flat, *places, x(kinds, H * S, dtype=torch.float32)), x(n, 2 * H, D).transpose(0, 1)
-        score = None if kinds else HeadProduct(x(1, n, 1024), x(H, 1024))
+        buffers = RowBuffers(*rows, *places, x(kinds, H * S, dtype=torch.float32), coded)
+        new, score = x(n, 2 * H, D).transpose(0, 1), None if kinds else HeadProduct(x(1, n, 1024), x(H, 1024))
         # A token's place is known to the device alone.
         at, seen = (S - n, 10000) if n > 1 else torch.tensor([[S - n], [10000]], device=device)
-        work = 2 * new.nbytes + (0 if score is None else sum(one.nbytes for one in score)) + H * n * 4 * (2 + kinds)
-        yield case(f"enter_rows, {kinds} statistics", f"T={n}", buffers, at, new[:H], new[H:], seen, score, apart=S, nbytes=work,
-                   state=buffers if kinds else buffers[:4])  # fmt: skip
+        written = new.numel() * buffers.keys_ND.element_size() + H * n * 4 * (2 + kinds)
+        work = new.nbytes + written + (0 if score is None else sum(one.nbytes for one in score))
+        form = f"enter_rows, {kinds} statistics" + ", 8 bits" * (coded is not None)
+        yield case(form, f"T={n}", buffers, at, new[:H], new[H:], seen, score, apart=S, nbytes=work,
+                   state=buffers[: 5 if kinds else 4])  # fmt: skip
 
     scores, most = numbers[None], torch.full((1, H), budget, dtype=torch.int64, device=device)
     guard, nbytes = torch.zeros(1, H, S, dtype=torch.uint8, device=device), scores.nbytes + stay.nbytes
