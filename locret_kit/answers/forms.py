@@ -40,9 +40,11 @@ class CallForm:
     Attributes:
         name: of the form. marks: texts in a chat template; one of them shows that the model uses this form.
         open, close: patterns before and after calls.
-        head, tail: patterns of a call up to the brace of its JSON arguments, with its ``name``, and of the text after them.
-        call: the pattern of a call with tagged parameters.
-        field: a field of a response template of transformers; it parses calls that are not JSON.
+        head, tail: patterns of a call up to its arguments, with its ``name``, and of the text after them. JSON arguments begin
+            with the brace ``args`` of the head.
+        key, end: patterns of the beginning of a parameter, with its ``key``, and of its value's end, where each parameter has
+            marks of its own. bare_end: the value's end where the beginning has no ``quote``.
+        field: a field of a response template of transformers; it parses calls that are read whole.
         bare: whether JSON that is the whole answer is a call too.
         sections: pattern of marks around calls that are not part of the text.
     """
@@ -53,7 +55,9 @@ class CallForm:
     close: str = NEVER
     head: str = ""
     tail: str = ""
-    call: str = ""
+    key: str = ""
+    end: str = ""
+    bare_end: str = ""
     field: Mapping[str, object] | None = None
     bare: bool = False
     sections: str = ""
@@ -66,6 +70,9 @@ def _json(name: str, mark: str, close: str) -> CallForm:
     return CallForm(name, (mark,), open_, end, head, rf"\s*\}}+\s*(?:{end})")
 
 
+PARAMETER = r"<parameter(?:=| name=)"
+VALUE = r'(?P<v>(?><\|"\|>.*?<\|"\|>|"(?:[^"\\]|\\.)*+"|[\[{](?:(?&v)|[,:\s])*+[\]}]|[^\[\]{},:"<\s]+|<(?!\|"))++)'
+"""Gemma's notation of a value that is no text, or of texts and others within it."""
 CHANNEL = r"(?:<\|start\|>assistant)?"
 DEEPSEEK = [
     f"<\uff5ctool\u2581{word}\uff5c>"
@@ -81,23 +88,24 @@ FORMS = (
         r"<\|end\|>|<\|return\|>|<\|call\|>",
     ),
     CallForm(
-        "xml", ("<function=", "<invoke name="), f"{TAGS}|<function=|<invoke name=",
-        ENDS := f"(?:{TAGS.replace('<', '</')})",
-        call=rf"""(?:(?:{TAGS})\s*)?<(?:function|invoke name)="?(?P<name>[^">\n]+)"?>\s*"""
-        r"""(?:(?><parameter(?: name)?="?(?P<key>[^">\n]+)"?>\n?(?P<value>.*?)\n?(?:</parameter>(?=\s*(?:<parameter|</|\Z))"""
-        r"""|(?=\n<parameter(?: name)?="?(?:KEYS)"?>|</(?:function|invoke)>\s*(?:</\S*tool|\Z)))\s*))*+"""
-        rf"""(?:</(?:function|invoke)>\s*{ENDS}?|(?<=</parameter>\s*)(?:{ENDS}|\Z))""",
+        "xml", ("<function=", "<invoke name="), f"{TAGS}|<function=|<invoke name=", ENDS := f"(?:{TAGS.replace('<', '</')})",
+        rf"""(?:(?:{TAGS})\s*)?<(?:function|invoke name)="?(?P<name>[^">\n]+)"?>\s*(?={PARAMETER}|</(?:function|invoke)>)""",
+        rf"\s*(?:</(?:function|invoke)>|(?={ENDS}))",
+        key=rf"""\s*{PARAMETER}"?(?P<key>[^">\n]+)"?>(?:\n|(?=[^\n])|END)""",
+        end=rf"""\n?(?:</parameter>(?=\s*(?:{PARAMETER}|</(?:function|invoke)>|{ENDS}\s*(?:{TAGS}|END)|END))"""
+        rf"""|(?=\n{PARAMETER}"?(?:KEYS)"?>|</(?:function|invoke)>\s*(?:{ENDS}|END)))""",
     ),
     CallForm(
         "pairs", ("<arg_key>",), OPEN, CLOSE,
-        call=r"<tool_call>\s*(?P<name>[^\s<{\[]+)\s*(?:(?><arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
-        r"(?=\s*(?:<arg_key>|</tool|\Z))\s*))*+(?:</tool_call>|(?<=</arg_value>\s*)\Z)",
+        r"<tool_call>\s*(?P<name>[^\s<{\[]+)\s*(?=<arg_key>[^<]*</arg_key>\s*<arg_value>|</tool_call>)", r"\s*</tool_call>",
+        key=r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>",
+        end=r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>|END))",
     ),
-    CallForm("gemma", ("<|tool_call>",), "<\\|tool_call>", r"<tool_call\|>", field={
-        "open_pattern": r"<\|tool_call>\s*call:(?P<name>[^\s{]+)", "close_pattern": r"<tool_call\|>", "repeats": True,
-        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}, "content": "json",
-        "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-    }),
+    CallForm(
+        "gemma", ("<|tool_call>",), r"<\|tool_call>", r"<tool_call\|>", r"<\|tool_call>\s*call:(?P<name>[^\s{]+)\s*\{(?=\s*\S)",
+        r"[\s,]*\}", key=r"""[\s,]*(?P<_>"|<\|"\|>)?(?P<key>[^\s:,{}"<]+)(?P=_)?\s*:\s*(?:(?P<quote><\|"\|>)|(?=[^<\s]))""",
+        end=r'<\|"\|>', bare_end=rf"\A{VALUE}?\K(?=\s*[,}}])",
+    ),
     CallForm(
         "deepseek", (DEEPSEEK[2],), DEEPSEEK[2], DEEPSEEK[3],
         rf"{DEEPSEEK[2]}(?:function{DEEPSEEK[4]}(?P<name>[^\s<]+)\s*```json\s*|(?P<name>[^\s<]+){DEEPSEEK[4]}\s*)(?P<args>\{{)",
@@ -175,7 +183,7 @@ def call_form(template: str, declared: tuple[Mapping[str, object], Any] | None =
     if "tools" not in template:
         return TOLD
     known = next((form for form in FORMS if any(mark in template for mark in form.marks)), UNKNOWN)
-    if declared is None or known.call or (known.head and not known.bare):
+    if declared is None or (known.head and not known.bare):
         return known
     field, loaded = declared
     close = NEVER if loaded.close_re is None else loaded.close_re.pattern

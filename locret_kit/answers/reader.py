@@ -12,12 +12,9 @@ from typing import Any, Literal
 import regex
 from transformers.utils.chat_parsing import parse_response
 
+from .arguments import JsonArguments, Parameters
 from .forms import NEVER, AnswerForm, CallForm
 from .values import Schema, properties_of, typed, types_of
-
-FALSE_ENDS = 16
-"""Ends of calls within arguments, at most."""
-JSON_PART = regex.compile(r'["{}\[\]\\]')
 
 
 @dataclass(eq=False)
@@ -65,8 +62,8 @@ def joined(events: Sequence[Event]) -> list[tuple[str, str]]:
 class Reader:
     """Reads an answer piece by piece. The events are the same, but for where they are cut, in whatever pieces it comes.
 
-    Blanks around a thought are left out. Arguments of a call that are JSON come as they are written, the others when the call is
-    whole; what calls none of the tools is text. Without tools a call is text.
+    Blanks around a thought are left out. Arguments of a call come as they are written; of parameters with marks of their own, a
+    text in pieces and any other value when it is whole. What calls none of the tools is text. Without tools a call is text.
 
     Args:
         tools: their names, and the schemas of their arguments; None for no calls. parallel: whether an answer may have more than
@@ -89,14 +86,13 @@ class Reader:
         self._fresh = self._begins = True  # nothing but blanks since a mark; nothing but blanks and thoughts at all
         self._thought_ended = False  # a thought is the newest
         self._blanks = ""  # of a thought, at its end so far
-        self._depth, self._quoted, self._escaped = 0, False, False
-        keys = {key for schema in self.tools.values() for key in properties_of(schema)}
-        call = calls.call.replace("KEYS", "|".join(map(regex.escape, keys)) or "(?!)")
+        self._arguments: JsonArguments | Parameters = JsonArguments()  # of the newest call
         thought = form.open if form.anywhere else NEVER
         start = f"(?P<thought>{thought})|(?P<call>{calls.open})|(?P<section>{calls.sections or NEVER})"
-        compiled = [form.open, form.close, start, calls.close, calls.head, calls.tail, call, rf"(?:{call}\s*)+"]
+        last = rf"\s*(?:{calls.close}|(?={calls.open}))"
+        compiled = [form.open, form.close, start, calls.close, calls.head, calls.tail, last]
         self._form = calls
-        self._open, self._end, self._start, self._close, self._head, self._tail, self._call, self._all = (
+        self._open, self._end, self._start, self._close, self._head, self._tail, self._last = (
             regex.compile(pattern, regex.DOTALL) for pattern in compiled
         )
         if thinks:
@@ -135,7 +131,7 @@ class Reader:
             final: the answer has ended. cut: it would have gone on, and a call without an end is none, unless it is being told.
         """
         self._held, self._fed, self._events = self._held + text, self._fed + len(text), []
-        steps = {"text": self._text, "thought": self._thought, "arguments": self._arguments, "tail": self._after}
+        steps = {"text": self._text, "thought": self._thought, "arguments": self._argue, "tail": self._after}
         while not self.ended and steps[self._mode](final, cut):
             pass
         if self.thinks and self.thoughts:
@@ -212,15 +208,19 @@ class Reader:
     def _begun(self, inner: int, final: bool, cut: bool) -> bool:
         """Read a possible call at the start of the held text."""
         if self._form.head:
-            head = self._head.match(self._held, partial=not final)
+            head, begun = self._head.match(self._held, partial=not final), self._held[inner:].lstrip()
             if head is not None and not head.partial and head["name"] in self.tools:
                 call = self._new(head["name"], head.groupdict().get("id"))
                 self._events.append(Event("call", call.name, call))
-                self._take(head.start("args"))
-                self._mode, self._depth, self._quoted, self._escaped = "arguments", 0, False, False
+                tagged, self._mode = bool(self._form.key), "arguments"
+                self._arguments = Parameters(self._form, self.tools[call.name]) if tagged else JsonArguments()
+                self._take(head.end() if tagged else head.start("args"))
                 return True
             if head is not None and head.partial:
                 return False
+            if begun and begun[0] not in "[{":
+                self._say(inner)
+                return True
         end = self._close.search(self._held, max(self._searched, inner), partial=not final)
         if (end is None or end.partial) and not final:
             self._searched = len(self._held) if end is None else end.start()
@@ -228,62 +228,46 @@ class Reader:
         stop, size = (len(self._held),) * 2 if end is None else end.span()
         block = self._held[:size]
         calls = [] if cut and end is None else self._json_calls(block[inner:stop]) or self._marked_calls(block)
-        if not calls and end is not None and self._may_go_on(block):
-            self._searched = size
-            return True
         self._searched = 0
         if not self._offer(calls, size):
             self._say(inner)
         return True
 
-    def _arguments(self, final: bool, cut: bool) -> bool:
-        """JSON up to its last brace."""
-        size, call = 0, self.calls[-1]
-        for part in JSON_PART.finditer(self._held):
-            sign, before = part[0], self._escaped and part.start() == size
-            self._escaped, size = sign == "\\" and self._quoted and not before, part.end()
-            if sign == '"' and not before:
-                self._quoted = not self._quoted
-            elif sign != "\\" and not self._quoted:
-                self._depth += 1 if sign in "{[" else -1
-                if not self._depth:
-                    break
-        done = not self._depth and size > 0
-        if not done:
-            self._escaped, size = self._escaped and size == len(self._held), len(self._held)
-        if piece := self._take(size):
-            call.arguments += piece
-            self._events.append(Event("arguments", piece, call))
-        if done:
-            self._mode = "tail"
+    def _argue(self, final: bool, cut: bool) -> bool:
+        size, piece, done = self._arguments.read(self._held, final, cut)
+        self._take(size)
+        self._write(piece)
+        self._mode = "tail" if done else "arguments"
         return done
+
+    def _write(self, piece: str) -> None:
+        """Emit a piece of the newest call's arguments."""
+        if piece:
+            self.calls[-1].arguments += piece
+            self._events.append(Event("arguments", piece, self.calls[-1]))
 
     def _after(self, final: bool, cut: bool) -> bool:
         """Read the text after the arguments."""
-        tail = self._tail.match(self._held, partial=not final)
-        if tail is not None and tail.partial:
+        tail, tagged = self._tail.match(self._held, partial=not final), bool(self._form.key)
+        if (tail is not None and tail.partial) or (tail is None and cut and tagged):
             return False
         blanks = len(self._held) - len(self._held.lstrip(" \n}"))
-        self._take(tail.end() if tail is not None else blanks if final else 0)
+        at = tail.end() if tail is not None else blanks if final else 0
+        last = self._last.match(self._held, at, partial=not final) if tagged else None
+        if last is not None and last.partial:
+            return False
+        self._write(self._arguments.closing)
+        self._take(at if last is None else last.end())
         self._mode, self._fresh = "text", True
         return True
 
     # ---- calls that are read when they are whole ---------------------------------------------------------------------------
 
-    def _may_go_on(self, block: str) -> bool:
-        """Whether the end of a call that was found may be part of an argument, as the first few."""
-        few = self._form.call and len(self._close.findall(block)) <= FALSE_ENDS
-        return bool(few) and self._all.fullmatch(block, partial=True) is not None
-
     def _marked_calls(self, block: str) -> list[Call]:
         """The calls of a text that is no JSON, their arguments typed by the tool's schema; none where it is something else."""
-        form, found = self._form, list[Any]()
-        if form.call and self._all.fullmatch(block):
-            for one in self._call.finditer(block):
-                pairs = zip(one.captures("key"), one.captures("value"), strict=True)
-                found.append({"name": one["name"], "arguments": dict(pairs)})
-        elif form.field is not None:
-            template = {"start_anchor": "<", "fields": {"tool_calls": form.field}}
+        found = list[Any]()
+        if self._form.field is not None:
+            template = {"start_anchor": "<", "fields": {"tool_calls": self._form.field}}
             with suppress(ValueError, RecursionError):
                 found = [call["function"] for call in parse_response(block, template, prefix="").get("tool_calls", [])]
         for one in found:

@@ -6,12 +6,14 @@ import json
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import anthropic
 import httpx
 import pytest
+import regex
 from http_bodies import CHAT_TOOL, NOW, user
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from read_texts import parts
 from real_templates import real_tokenizer
@@ -172,15 +174,14 @@ def pairs(name: str, values: dict[str, str]) -> str:
 
 OWN = {
     "xml": ("<function=", xml("weather", VALUES), xml("now", {}), [
-        xml("other", {}), "<tool_call>\n<function=now>\n<parameter=a>\n1\n</tool_call>", "<function=now>\n<parameter=a>\n1\n",
-        "<tool_call>\n<function=now>", "<tool_call> <function>now</function></tool_call>",
-    ]),
+        xml("other", {}), "<tool_call>\n<function=now>", "<tool_call> <function>now</function></tool_call>",
+    ], ["<tool_call>\n<function=now>\n<parameter=a>\n1\n</tool_call>", "<function=now>\n<parameter=a>\n1\n"]),
     "pairs": ("<arg_key>", pairs("weather", VALUES), pairs("now", {}), [
         pairs("other", {}), "<tool_call>now\n<arg_key>a</arg_key>\n</tool_call>", "<tool_call>now and then</tool_call>",
-    ]),
+    ], ["<tool_call>now<arg_key>a</arg_key><arg_value>1</arg_valu"]),
     "gemma": ("<|tool_call>", f"<|tool_call>{GEMMA}<tool_call|>", "<|tool_call>call:now{}<tool_call|>", [
-        "<|tool_call>call:other{}<tool_call|>", "<|tool_call>call:now{a:}<tool_call|>", "<|tool_call>call:now{",
-    ]),
+        "<|tool_call>call:other{}<tool_call|>", "<|tool_call>call:now{",
+    ], ['<|tool_call>call:now{a:<|"|>}<tool_call|>', "<|tool_call>call:now{a:[1,2}<tool_call|>"]),
 }  # fmt: skip
 
 
@@ -188,7 +189,7 @@ OWN = {
 @given(cuts=st.lists(st.integers(0, 600), max_size=9))
 def test_forms_of_other_families(form, cuts):
     """Of Qwen3-Coder and Qwen 3.5, GLM 4.5, Gemma 4."""
-    mark, call, empty, wrong = OWN[form]
+    mark, call, empty, wrong, endless = OWN[form]
     assert call_form("{{ tools }}<tool_call>" * (form != "gemma") + f"{{{{ tools }}}}{mark}") == CALLS[form]
     said, calls = read(reader(form, {"weather": TYPED, "now": {}}), f"I < look.{call}\n{empty}", cuts)
     assert said.strip() == "I < look."
@@ -197,6 +198,71 @@ def test_forms_of_other_families(form, cuts):
     assert [call.name for call in read(one, f"{empty} {empty} more", cuts)[1]] == ["now"] and one.ended
     for text in wrong:
         assert read(reader(form, ["now"]), text, cuts) == (text, [])
+    for text in endless:
+        one = reader(form, ["now"])
+        assert read(one, text, cuts)[0] == "" and one.calling and one.whole_calls == []
+
+
+def gemma(name: str, values: dict[str, object]) -> str:
+    return f"<|tool_call>call:{name}{gemma_value(values)}<tool_call|>"
+
+
+def gemma_value(value: object) -> str:
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{gemma_value(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma_value, value))}]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+WORDS = st.lists(st.sampled_from([
+    "a", " ", "\n", '"', "'", "\\", "<", "</", "<|", ">", "{", "}", "[", ",", ":", "\u00fc", "\U0001f600", "\\u00e9", "</p",
+    "</parameter>", "</function>", "</tool_call>", "</arg_value>", "<parameter=x>", "<arg_key>", "<tool_call|>", "city:", "&lt;", "\x00",
+]), max_size=8).map("".join)  # fmt: skip
+LEAVES = st.none() | st.booleans() | st.integers(-99, 99) | WORDS
+INNER = st.dictionaries(
+    st.sampled_from("abc"), st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3), max_leaves=4)
+)
+ENDED = regex.compile(
+    r"</parameter>\s*</function>|</function>\s*</tool_call>|</arg_value>\s*(<arg_key>|</tool_call>)|</function>\Z"
+)
+
+
+@pytest.mark.parametrize(("form", "make"), [("xml", xml), ("pairs", pairs), ("gemma", gemma)])
+@given(
+    text=WORDS,
+    other=WORDS,
+    inner=INNER,
+    number=st.integers() | st.booleans() | st.none(),
+    cuts=st.lists(st.integers(0, 999), max_size=9),
+)
+def test_arguments_come_piece_by_piece(form, make, text, other, inner, number, cuts):
+    """Of values that end where a family's own parser ends them: texts as they are written, others when they are whole."""
+    assume(form == "gemma" or not any(ENDED.search(f"{one}\n") for one in (text, other)))
+    schema = {
+        "properties": {
+            "city": {"type": "string"},
+            "wind": {"type": "object"},
+            "n": {"type": ["integer", "boolean", "null"]},
+        }
+    }
+    values = {"city": text, "wind": inner, "n": number, "other": other}
+    said = values if form == "gemma" else {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in values.items()
+    }  # fmt: skip
+    answer = make("weather", said)
+    whole, places = json.dumps(values, ensure_ascii=False), sorted(cut % len(answer) for cut in cuts)
+    for pieces in ([answer[a:b] for a, b in pairwise([0, *places, len(answer)])], [*answer]):
+        one, come = reader(form, {"weather": schema}), ""
+        for piece in pieces:
+            come += "".join(event.text for event in one.feed(piece) if event.kind == "arguments")
+            assert whole.startswith(come)
+        one.end()
+        assert (one.calls[0].arguments, len(one.whole_calls)) == (whole, 1)
+    if len(text) > 20:
+        half = reader(form, {"weather": schema})
+        half.feed(answer[: answer.index(text) + len(text)])
+        assert len(half.calls[0].arguments) > len('{"city": "') + len(text) // 4
 
 
 A, B = ("w", {"text": "a"}), ("w", {"n": "a"})
@@ -240,8 +306,9 @@ def test_an_answer_that_is_cut_off_calls_nothing():
     pair = "<tool_call>w<arg_key>text</arg_key><arg_value>a</arg_value>"
     for form, text in (("xml", f"<tool_call>{HALF}"), ("pairs", pair)):
         for cut in (True, False):
-            shown, calls = read(reader(form, {"w": LOOSE}), text, [], cut=cut)
-            assert (shown, len(calls)) == ((text, 0) if cut else ("", 1))
+            one = reader(form, {"w": LOOSE})
+            assert read(one, text, [], cut=cut)[0] == "" and len(one.whole_calls) == (not cut)
+            assert one.calls[0].arguments in (['{"text": "a', '{"text": "a"'] if cut else ['{"text": "a"}'])
 
 
 @given(cuts=st.lists(st.integers(0, 60), max_size=5))
@@ -288,7 +355,7 @@ def test_a_call_that_must_be_has_the_models_own_form(form, make):
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("form", OWN)
 def test_calls_whose_marks_are_tokens_of_their_own(url, engine, client, monkeypatch, form, special):
-    mark, call, empty, _ = OWN[form]
+    mark, call, empty, *_ = OWN[form]
     tokenizer = deepcopy(engine.tokenizer)
     words = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<|tool_call>", "<tool_call|>", '<|"|>']
     added = [AddedToken(word, special=special, normalized=False) for word in words]
@@ -309,7 +376,9 @@ def test_calls_whose_marks_are_tokens_of_their_own(url, engine, client, monkeypa
     assert made == [("weather", TYPES), ("now", {})] and vocabulary == engine.vocabulary
     events = [event.choices[0] for event in client.chat.completions.create(**asked, stream=True)]
     assert "".join(event.delta.content or "" for event in events).strip() == "I look."
-    assert [one.function.name for event in events for one in event.delta.tool_calls or []] == ["weather", "now"]
+    parts = [part for event in events for part in event.delta.tool_calls or []]
+    assert [part.function.name for part in parts if part.function.name] == ["weather", "now"] and len(parts) > 15
+    assert json.loads("".join(part.function.arguments for part in parts if part.index == 0)) == TYPES
 
 
 def spoken(take, ids: list[int]):
