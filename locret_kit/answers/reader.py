@@ -7,13 +7,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import regex
-from transformers.utils.chat_parsing import parse_response
 
 from .arguments import JsonArguments, Parameters
-from .forms import NEVER, AnswerForm, CallForm
+from .forms import NEVER, AnswerForm, CallForm, declared_calls
 from .values import Schema, properties_of, typed, types_of
 
 
@@ -265,11 +264,7 @@ class Reader:
 
     def _marked_calls(self, block: str) -> list[Call]:
         """The calls of a text that is no JSON, their arguments typed by the tool's schema; none where it is something else."""
-        found = list[Any]()
-        if self._form.field is not None:
-            template = {"start_anchor": "<", "fields": {"tool_calls": self._form.field}}
-            with suppress(ValueError, RecursionError):
-                found = [call["function"] for call in parse_response(block, template, prefix="").get("tool_calls", [])]
+        found = [] if self._form.field is None else declared_calls(self._form.field, block)
         for one in found:
             if one.get("name") in [*self.tools] and isinstance(values := one.get("arguments"), dict):
                 known = properties_of(schema := self.tools[one["name"]])

@@ -11,12 +11,13 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticKnownError
 from transformers import PreTrainedTokenizerBase
 
+from ..answers.values import nested
 from ..documents.conversation import common
 from ..documents.document import Document
 from ..engine import Sampling
 from ..text.template import has_template, render_messages, takes, template_source
 from ..text.tokens import IdStream, TooManyTokens
-from .messages import JsonObject, Message, Part, ResponseFormat, TemplateMessage, Tool, call_of, form, nested
+from .messages import JsonObject, Message, Part, ResponseFormat, TemplateMessage, Tool, call_of, form
 from .tools import rewritten
 
 REFUSED = ("functions", "function_call", "audio", "modalities")

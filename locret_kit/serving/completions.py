@@ -15,18 +15,18 @@ from fastapi.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 from ..answers.forms import AnswerForm, answer_form
+from ..answers.grammar import after_thought, call_rules, json_rule
 from ..answers.reader import Call, Event, Reader
 from ..engine import Thought
 from ..policies.grammar import parse_policy
 from ..text.tokens import TooManyTokens, token_bytes
 from .answers import AnswerStream, Reply, Token
 from .bodies import ChatBody, TextBody
-from .constraint import Grammar, after_thought, constraint, json_rule, speller
+from .constraint import Grammar, constraint, speller
 from .engine_thread import EngineThread
 from .messages import TOO_LONG, JsonObject, Refused, tool_call
 from .request import ServerRequest
 from .state import Server
-from .tools import call_rules
 
 ANSWER, THOUGHT = 512, 2048
 """Tokens of an answer, and of a thought before it, where a request bounds neither."""
@@ -263,9 +263,8 @@ def form_of_answer(
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
         if body.must_call or rules:
             called = tools if body.called is None else {body.called: tools[body.called]}
-            name = "args" if form.calls.name == "list" and "[ARGS]" in tokenizer.get_added_vocab() else form.calls.name
-            rules = [*(() if body.must_call else rules), *call_rules(called, name, spell)]
+            rules = [*(() if body.must_call else rules), *call_rules(called, form.calls, spell)]
         reader = partial(Reader, form, tools, parallel=body.parallel_tool_calls)
     if rules and form.words is not None:
         rules = after_thought(rules, form.words, thinks, spell)
-    return constraint(tokenizer, engine.stop_ids, rules) if rules else None, reader
+    return constraint(tokenizer, engine.stop_ids, rules, form.calls.text_end) if rules else None, reader

@@ -10,9 +10,9 @@ import pytest
 from families import ARGUMENTS, FAMILIES, TEXT, THOUGHT, TOOL, family_tokenizer
 
 from locret_kit.answers.forms import UNKNOWN, answer_form
+from locret_kit.answers.grammar import after_thought, call_rules
 from locret_kit.answers.reader import Event, Reader, joined
-from locret_kit.serving.constraint import after_thought, constraint, speller
-from locret_kit.serving.tools import call_rules
+from locret_kit.serving.constraint import constraint, speller
 from locret_kit.text.template import render
 from locret_kit.text.tokens import TextStream
 
@@ -162,11 +162,10 @@ def test_a_grammar_lets_a_family_think_and_call_in_its_own_form(name):
     """The recorded answer without its text, token by token, and no answer without a call."""
     family, tokenizer = FAMILIES[name], family_tokenizer(name)
     reader, spell = new_reader(name), speller(tokenizer)
-    form = "args" if reader.form.calls.name == "list" else reader.form.calls.name
-    rules = call_rules(SCHEMAS, form, spell)
+    rules = call_rules(SCHEMAS, reader.form.calls, spell)
     if reader.form.words is not None:
         rules = after_thought(rules, reader.form.words, reader.thinks, spell)
-    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), rules)
+    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), rules, reader.form.calls.text_end)
     start = family.answer.index(reader.form.words[0][:1]) if "thought" in family.events and not reader.thinks else 0
     answer = family.answer[start:].removesuffix("<|call|>").strip()
     text = answer.replace(f"{TEXT}\n\n", "").replace(f"{TEXT}\n", "").replace(TEXT, "")

@@ -21,12 +21,13 @@ from served import KEYS, LIMITS, Dictated, serving
 from tokenizers import AddedToken
 
 from locret_kit.answers.forms import CALLS, UNKNOWN, AnswerForm, answer_form, call_form
+from locret_kit.answers.grammar import call_rules, json_rule
 from locret_kit.answers.reader import Call, Reader
 from locret_kit.serving import completions
 from locret_kit.serving.answers import AnswerStream
 from locret_kit.serving.bodies import ChatBody
-from locret_kit.serving.constraint import constraint, json_rule
-from locret_kit.serving.tools import call_rules, rewritten
+from locret_kit.serving.constraint import constraint, speller
+from locret_kit.serving.tools import rewritten
 from locret_kit.text.template import render_messages
 
 TOOLS = [CHAT_TOOL, NOW]
@@ -212,12 +213,12 @@ def gemma_value(value: object) -> str:
         return f"{{{','.join(f'{key}:{gemma_value(inner)}' for key, inner in value.items())}}}"
     if isinstance(value, list):
         return f"[{','.join(map(gemma_value, value))}]"
-    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+    return f'<|"|>{value}<|"|>' if type(value) is str else value if isinstance(value, str) else json.dumps(value)
 
 
 WORDS = st.lists(st.sampled_from([
     "a", " ", "\n", '"', "'", "\\", "<", "</", "<|", ">", "{", "}", "[", ",", ":", "\u00fc", "\U0001f600", "\\u00e9", "</p",
-    "</parameter>", "</function>", "</tool_call>", "</arg_value>", "<parameter=x>", "<arg_key>", "<tool_call|>", "city:", "&lt;", "\x00",
+    "</parameter>", "</function>", "</tool_call>", "</arg_value>", "<parameter=x>", "<arg_key>", "<tool_call|>", "city:", "\x00",
 ]), max_size=8).map("".join)  # fmt: skip
 LEAVES = st.none() | st.booleans() | st.integers(-99, 99) | WORDS
 INNER = st.dictionaries(
@@ -335,21 +336,81 @@ def follows(grammar, tokenizer, text: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("form", "make"), [("xml", xml), ("pairs", pairs)])
+@pytest.mark.parametrize(("form", "make"), [("xml", xml), ("pairs", pairs), ("gemma", gemma)])
 def test_a_call_that_must_be_has_the_models_own_form(form, make):
-    tokenizer = real_tokenizer("smollm2")
-    offered = {"weather": TYPED, "now": {}}
-    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), call_rules(offered, form))
+    tokenizer, form = real_tokenizer("smollm2"), CALLS[form]
+    offered = {"weather": TYPED, "now": {}, "any": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}}
+    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), call_rules(offered, form), form.text_end)
     whole = {"city": "a </i>\n\nb < c", "days": "3", "wind": '{"gale": true}', "kind": "b"}
-    for text, right in (
-        (make("weather", whole), True), (make("now", {}), True), (make("weather", {"city": ""}), True),
-        (make("other", {}), False),
-        (make("weather", {"days": "3"}), False), (make("weather", {"city": "a", "days": "x"}), False), ("Hello", False),
-        (make("weather", {"city": "a", "kind": "c"}), False), (make("weather", {"city": "a", "wind": "{}"}), False),
+    marked = {"days": 3, "wind": Raw('{"gale": true}')} if make is gemma else {}
+    for values, right in (
+        (whole | marked, True), ({"city": ""}, True), ({"days": "3"}, False), ({"city": "a", "days": "x"}, False),
+        ({"city": "a", "kind": "c"}, False), ({"city": "a", "wind": "{}"}, False),
     ):  # fmt: skip
+        assert follows(maker(), tokenizer, make("weather", values)) == right, values
+        if right:
+            (call,) = read(reader(form.name, offered), make("weather", values), [])[1]
+            assert call.values == values | ({"days": 3, "wind": {"gale": True}} if "days" in values else {})
+    one = 1 if make is gemma else "1"
+    for text, right in [
+        (make("now", {}), True), (make("other", {}), False), ("Hello", False), (make("any", {}), True),
+        (make("any", {"b": "x"}), True), (make("any", {"a": one, "b": "x"}), True), (make("any", {"a": one}), True),
+    ]:  # fmt: skip
         assert follows(maker(), tokenizer, text) == right, text
-    with pytest.raises(ValueError, match="tool_choice must be 'auto'"):
-        call_rules(offered, "gemma")
+
+
+class Raw(str):
+    """A value as it is."""
+
+
+FN = {"name": "{name}", "arguments": "{content}"}
+PAIR = {"tag_pattern": r"<p=(?P<key>[^>]+)>\s*(?P<value>.*?)\s*</p>"}
+DECLARED = [
+    ({"open": "<<", "close": [">>", "]]"], "content": "json", "transform": {"function": "{content}"}},
+     '<<{"name": "depth", "arguments": {"place": "a", "days": 3}}>>'),
+    ({"open_pattern": r"\s*<c>\s*call:(?P<name>\w+)", "close_pattern": r"</c>\s*", "content": "json",
+      "transform": {"function": FN}},
+     '<c>call:depth{"place": "a", "days": 3}</c>'),
+    ({"open": "<c>", "close": "</c>", "content": "json",
+      "transform": {"function": {"name": "{content.tool}", "arguments": "{content.args}"}}},
+     '<c>{"tool": "depth", "args": {"place": "a", "days": 3}}</c>'),
+    ({"open_pattern": r"<f=(?P<name>[^>\n]+)>", "close": "</f>", "content": "xml-inline", "content_args": PAIR,
+      "transform": {"type": "function", "function": FN}}, "<f=depth><p=place>a</p><p=days>3</p></f>"),
+    ({"open_pattern": "<(a|b)>", "close": "</c>", "content": "json", "transform": {"function": "{content}"}}, None),
+    ({"open": "<c>", "close": "</c>", "content": "python-call-list", "transform": {"function": "{content}"},
+      "transform_each": True}, None),
+    ({"open": "<c>", "close": "</c>", "content": "text"}, None),
+]  # fmt: skip
+"""Fields of a response template, and a call as the grammar makes it; None for none."""
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+@pytest.mark.parametrize(("field", "text"), DECLARED)
+def test_a_call_that_must_be_in_a_form_that_a_tokenizer_declares(field, text, repeats):
+    tokenizer = copy(real_tokenizer("smollm2"))
+    tokenizer.response_template = {"start_anchor": "a", "fields": {"tool_calls": field | {"repeats": repeats}}}
+    tokenizer.chat_template = "{{ tools }}"
+    properties = {"place": {"type": "string"}, "days": {"type": "integer"}}
+    tools = {
+        "depth": {"properties": properties, "required": [*properties], "type": "object", "additionalProperties": False}
+    }
+    form = answer_form(tokenizer, tools=True).calls
+    if text is None:
+        with pytest.raises(ValueError, match=f"must be 'auto' .*: of this tokenizer's calls, {field['content']} with"):
+            call_rules(tools, form)
+        assert read(Reader(AnswerForm(calls=form), tools), "<c>depth</c> so", [])[1] == []
+        return
+    ends, spell = frozenset({tokenizer.eos_token_id}), speller(tokenizer)
+    maker = constraint(tokenizer, ends, call_rules(tools, form, spell), form.text_end)
+    for said, right in (
+        (text, True),
+        (text.replace("depth", "other"), False),
+        (text.replace("3", "x"), False),
+        ("Hello", False),
+    ):
+        assert follows(maker(), tokenizer, said) == right, said
+    (call,) = read(Reader(AnswerForm(calls=form), tools), f"I look.{text}", [3, 9, 20])[1]
+    assert (call.name, call.values) == ("depth", {"place": "a", "days": 3})
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -519,7 +580,7 @@ def test_forms_of_an_answer(form):
     schema["properties"] = {"name": {"$ref": "#/$defs/Name"}, **schema["properties"]}
     tools = {"depth": schema, "now": {}}
     answer = json_rule({"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]})
-    make = constraint(tokenizer, frozenset({end}), [answer, *call_rules(tools, form)])
+    make = constraint(tokenizer, frozenset({end}), [answer, *call_rules(tools, CALLS[form])])
     call = FORMS[form][0].removeprefix("[TOOL_CALLS] ")
     fitting = {call, '{"deep": true}', call.replace("depth", "now")}
     for text in (*fitting, call.replace("north", "east"), call.replace("depth", "dept"), "It is deep", f"{call}{call}"):
