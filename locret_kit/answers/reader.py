@@ -61,8 +61,9 @@ def joined(events: Sequence[Event]) -> list[tuple[str, str]]:
 class Reader:
     """Reads an answer piece by piece. The events are the same, but for where they are cut, in whatever pieces it comes.
 
-    Blanks around a thought are left out. Arguments of a call come as they are written; of parameters with marks of their own, a
-    text in pieces and any other value when it is whole. What calls none of the tools is text. Without tools a call is text.
+    Blanks around a thought and before a call are left out. Arguments of a call come as they are written; of parameters with marks
+    of their own, a text in pieces and any other value when it is whole. What calls none of the tools is text. Without tools a
+    call is text.
 
     Args:
         tools: their names, and the schemas of their arguments; None for no calls. parallel: whether an answer may have more than
@@ -84,7 +85,7 @@ class Reader:
         self._mode: Literal["text", "thought", "arguments", "tail"] = "text"
         self._fresh = self._begins = True  # nothing but blanks since a mark; nothing but blanks and thoughts at all
         self._thought_ended = False  # a thought is the newest
-        self._blanks = ""  # of a thought, at its end so far
+        self._blanks = ""  # at the end of a thought or text so far
         self._arguments: JsonArguments | Parameters = JsonArguments()  # of the newest call
         thought = form.open if form.anywhere else NEVER
         start = f"(?P<thought>{thought})|(?P<call>{calls.open})|(?P<section>{calls.sections or NEVER})"
@@ -135,6 +136,8 @@ class Reader:
             pass
         if self.thinks and self.thoughts:
             self.thoughts[-1][1] = self._fed
+        if final and self._mode == "text" and self._blanks and not self._fresh:
+            self._events.append(Event("text", self._blanks))
         return self._events
 
     def end(self, *, cut: bool = False) -> list[Event]:
@@ -177,7 +180,7 @@ class Reader:
         return True
 
     def _think(self, size: int) -> None:
-        self._mode, self._fresh = "thought", True
+        self._mode, self._fresh, self._blanks = "thought", True, ""
         self.thoughts.append([self._fed - len(self._held), self._fed])
         self._take(size)
 
@@ -299,7 +302,7 @@ class Reader:
 
     def _new(self, name: str, id: str | None) -> Call:
         self.calls.append(call := self._call_of(name, id))
-        self._begins = False
+        self._begins, self._blanks = False, ""
         return call
 
     def _offer(self, calls: list[Call], size: int) -> bool:
@@ -309,7 +312,7 @@ class Reader:
         self.calls += calls
         if calls:
             self._take(size)
-            self._fresh, self._begins = True, False
+            self._fresh, self._begins, self._blanks = True, False, ""
         return bool(calls)
 
     def _take(self, size: int) -> str:
@@ -319,7 +322,11 @@ class Reader:
 
     def _say(self, size: int) -> None:
         """Emit ``size`` characters of the held text as text."""
-        if piece := self._take(size):
-            if piece.strip():
-                self._fresh = self._begins = False
-            self._events.append(Event("text", piece))
+        piece = self._take(size)
+        if piece.strip():
+            self._fresh = self._begins = False
+        piece = self._blanks + piece
+        said = piece.rstrip() if self.tools else piece
+        self._blanks = piece[len(said) :]
+        if said:
+            self._events.append(Event("text", said))

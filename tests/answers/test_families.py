@@ -96,7 +96,7 @@ OTHERS = [
     ('"parameters"', '{"name": "depth", "parameters": {"days": 3}}', DEPTH),
     ("[TOOL_CALLS]", 'Yes.[TOOL_CALLS] [{"name": "depth", "arguments": {"days": 3}}]', [("text", "Yes."), *DEPTH]),
     ("[TOOL_CALLS][THINK][/THINK]", '[THINK]Hm.[/THINK]depth? [TOOL_CALLS]depth{"days": 3}',
-     [("thought", "Hm."), ("text", "depth? "), *DEPTH]),
+     [("thought", "Hm."), ("text", "depth?"), *DEPTH]),
     ("<seed:think></seed:think><function=", "<seed:think>Hm.</seed:think>\n<seed:tool_call><function=depth><parameter=days>3"
      "</parameter></function></seed:tool_call>", [("thought", "Hm."), *DEPTH]),
     ("<think></think><invoke name=", '<think>\nHm.\n</think>\n\n<minimax:tool_call>\n<invoke name="depth">\n'
