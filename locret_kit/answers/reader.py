@@ -128,7 +128,7 @@ class Reader:
         """Events that are sure with this text.
 
         Args:
-            final: the answer has ended. cut: it would have gone on, and a call without an end is none, unless it is being told.
+            final: the answer has ended. cut: it would have gone on; half of a mark or of a call's beginning is left out.
         """
         self._held, self._fed, self._events = self._held + text, self._fed + len(text), []
         steps = {"text": self._text, "thought": self._thought, "arguments": self._argue, "tail": self._after}
@@ -149,7 +149,7 @@ class Reader:
     def _text(self, final: bool, cut: bool) -> bool:
         if self._fresh and self.form.thinks and not self.form.anywhere:
             blanks = len(self._held) - len(self._held.lstrip())
-            begin = self._open.match(self._held, blanks, partial=not final)
+            begin = self._open.match(self._held, blanks, partial=cut or not final)
             if begin is not None and begin.partial:
                 return False
             if begin is not None:
@@ -163,20 +163,18 @@ class Reader:
                 marked = begun and self._start.match(begun, partial=not final)
                 if self._offer(self._json_calls(begun), len(self._held)) if final else not marked or marked.partial:
                     return False
-        begin = self._start.search(self._held, partial=not final)
+        begin = self._start.search(self._held, partial=cut or not final)
         at = len(self._held) if begin is None else begin.start()
+        at += cut and at == len(self._held) - 1  # one sign may be of any text
         self._say(at)
         if begin is None or begin.partial:  # of what may begin a mark
             return False
         if begin["thought"] is not None:
             self._think(begin.end() - at)
             return True
-        return (
-            self._begun(begin.end() - at, final, cut) if begin["call"] is not None else self._section(begin.end() - at)
-        )
-
-    def _section(self, size: int) -> bool:
-        self._take(size)
+        if begin["call"] is not None:
+            return self._begun(begin.end() - at, final, cut)
+        self._take(begin.end() - at)
         return True
 
     def _think(self, size: int) -> None:
@@ -210,7 +208,7 @@ class Reader:
     def _begun(self, inner: int, final: bool, cut: bool) -> bool:
         """Read a possible call at the start of the held text."""
         if self._form.head:
-            head, begun = self._head.match(self._held, partial=not final), self._held[inner:].lstrip()
+            head, begun = self._head.match(self._held, partial=cut or not final), self._held[inner:].lstrip()
             if head is not None and not head.partial and head["name"] in self.tools:
                 call = self._new(head["name"], head.groupdict().get("id"))
                 self._events.append(Event("call", call.name, call))
@@ -224,12 +222,12 @@ class Reader:
                 self._say(inner)
                 return True
         end = self._close.search(self._held, max(self._searched, inner), partial=not final)
-        if (end is None or end.partial) and not final:
+        if (end is None or end.partial) and (cut or not final):
             self._searched = len(self._held) if end is None else end.start()
             return False
         stop, size = (len(self._held),) * 2 if end is None else end.span()
         block = self._held[:size]
-        calls = [] if cut and end is None else self._json_calls(block[inner:stop]) or self._marked_calls(block)
+        calls = self._json_calls(block[inner:stop]) or self._marked_calls(block)
         self._searched = 0
         if not self._offer(calls, size):
             self._say(inner)
@@ -250,13 +248,14 @@ class Reader:
 
     def _after(self, final: bool, cut: bool) -> bool:
         """Read the text after the arguments."""
-        tail, tagged = self._tail.match(self._held, partial=not final), bool(self._form.key)
-        if (tail is not None and tail.partial) or (tail is None and cut and tagged):
+        tail, tagged = self._tail.match(self._held, partial=cut or not final), bool(self._form.key)
+        open_ = tail is not None and bool(tail.partial)
+        if (open_ and not final) or (tagged and cut and (open_ or tail is None)):
             return False
         blanks = len(self._held) - len(self._held.lstrip(" \n}"))
         at = tail.end() if tail is not None else blanks if final else 0
-        last = self._last.match(self._held, at, partial=not final) if tagged else None
-        if last is not None and last.partial:
+        last = self._last.match(self._held, at, partial=cut or not final) if tagged else None
+        if last is not None and last.partial and not final:
             return False
         self._write(self._arguments.closing)
         self._take(at if last is None else last.end())
