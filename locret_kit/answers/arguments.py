@@ -98,4 +98,4 @@ class Parameters:
                 value = parse_content(f"{{value:{text}}}", "json", NOTATION)["value"]
                 json.dumps(value, allow_nan=False)
                 return value
-        return typed(text, self._types or set())
+        return typed(text.strip() if self._bare else text, self._types or set())

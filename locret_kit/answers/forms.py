@@ -88,9 +88,8 @@ def _json(name: str, mark: str, close: str, *written: str) -> CallForm:
 
 
 PARAMETER = r"<parameter(?:=| name=)"
-VALUE = r'(?P<v>(?><\|"\|>.*?<\|"\|>|"(?:[^"\\]|\\.)*+"|[\[{](?:(?&v)|[,:\s])*+[\]}]|[^\[\]{},:"<\s]+|<(?!\|"))++)'
+VALUE = r'(?P<v>(?><\|"\|>.*?<\|"\|>|"(?:[^"\\]|\\.)*+"|[\[{](?:(?&v)|[,:\s])*+[\]}]|[^\[\]{},"<]+|<(?!\|"))++)'
 """Gemma's notation of a value that is no text, or of texts and others within it."""
-CHANNEL = r"(?:<\|start\|>assistant)?"
 DEEPSEEK = [
     f"<\uff5ctool\u2581{word}\uff5c>"
     for word in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
@@ -98,8 +97,8 @@ DEEPSEEK = [
 FORMS = (
     CallForm(
         "channels", ("<|channel|>",),
-        rf"{CHANNEL} ?to=functions\.[^\s<]+\s*<\|channel\|>|{CHANNEL}<\|channel\|>\w+ to=functions\.", r"<\|call\|>",
-        rf"{CHANNEL}(?: ?to=functions\.(?P<name>[^\s<]+))?\s*<\|channel\|>\w+(?: to=functions\.(?P<name>[^\s<]+))?"
+        r" ?to=functions\.[^\s<]+\s*<\|channel\|>|<\|channel\|>\w+ to=functions\.", r"<\|call\|>",
+        r"(?: ?to=functions\.(?P<name>[^\s<]+))?\s*<\|channel\|>\w+(?: to=functions\.(?P<name>[^\s<]+))?"
         r"[^<{]*(?:<\|constrain\|>[^<{]*)?<\|message\|>\s*(?P<args>\{)", r"\s*(?:<\|call\|>|<\|end\|>)",
         sections=r"<\|start\|>assistant|<\|channel\|>[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>|"
         r"<\|end\|>|<\|return\|>|<\|call\|>",
@@ -107,11 +106,11 @@ FORMS = (
     ),
     CallForm(
         "xml", ("<function=", "<invoke name="), f"{TAGS}|<function=|<invoke name=", ENDS := f"(?:{TAGS.replace('<', '</')})",
-        rf"""(?:(?:{TAGS})\s*)?<(?:function|invoke name)="?(?P<name>[^">\n]+)"?>\s*(?={PARAMETER}|</(?:function|invoke)>)""",
+        rf"""(?:(?:{TAGS})\s*)?<(?:function|invoke name)="?(?P<name>[^">\s]+)"?\s*>\s*(?={PARAMETER}|</(?:function|invoke)>)""",
         rf"\s*(?:</(?:function|invoke)>|(?={ENDS}))",
         key=rf"""\s*{PARAMETER}"?(?P<key>[^">\n]+)"?>(?:\n|(?=[^\n])|END)""",
         end=rf"""\n?(?:</parameter>(?=\s*(?:{PARAMETER}|</(?:function|invoke)>|{ENDS}\s*(?:{TAGS}|END)|END))"""
-        rf"""|(?=\n{PARAMETER}"?(?:KEYS)"?>|</(?:function|invoke)>\s*(?:{ENDS}|END)))""",
+        rf"""|(?=\n{PARAMETER}"?(?:KEYS)"?>|</(?:function|invoke)>\s*(?:{ENDS}\s*(?:{TAGS}|END)|END)))""",
         written=(
             "<tool_call>\n<function={name}>\n", "<parameter={key}>\n", "\n</parameter>\n", "", "</function>\n</tool_call>",
         ),
@@ -279,7 +278,7 @@ def _answer_form(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -
     if calls.name == "list" and "[ARGS]" in tokenizer.get_added_vocab():
         calls = replace(calls, written=("[TOOL_CALLS]{name}[ARGS]", ""), keys=())
     if CALLS["channels"].marks[0] in template and "<|message|>" in template:
-        open_ = rf"{CHANNEL}<\|channel\|>analysis(?! to=functions)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+        open_ = r"<\|channel\|>analysis(?! to=functions)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
         return AnswerForm(open_, r"<\|end\|>|<\|return\|>|<\|call\|>", CALLS["channels"], True, ANALYSIS)
     if thought := response_field(tokenizer, *DECLARED):
         field = thought[1]

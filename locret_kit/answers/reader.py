@@ -85,7 +85,8 @@ class Reader:
         self._mode: Literal["text", "thought", "arguments", "tail"] = "text"
         self._fresh = self._begins = True  # nothing but blanks since a mark; nothing but blanks and thoughts at all
         self._thought_ended = False  # a thought is the newest
-        self._blanks = ""  # at the end of a thought or text so far
+        self._blanks = ""  # at the end of a thought or text so far, or between two of them
+        self._told = set[str]()  # kinds of events so far
         self._arguments: JsonArguments | Parameters = JsonArguments()  # of the newest call
         thought = form.open if form.anywhere else NEVER
         start = f"(?P<thought>{thought})|(?P<call>{calls.open})|(?P<section>{calls.sections or NEVER})"
@@ -175,10 +176,17 @@ class Reader:
         if begin["call"] is not None:
             return self._begun(begin.end() - at, final, cut)
         self._take(begin.end() - at)
+        self._fresh = True
+        self._between("text")
         return True
 
+    def _between(self, kind: str) -> None:
+        """Begin another thought or text: a line of its own."""
+        self._blanks = "\n" if kind in self._told else ""
+
     def _think(self, size: int) -> None:
-        self._mode, self._fresh, self._blanks = "thought", True, ""
+        self._mode, self._fresh = "thought", True
+        self._between("thought")
         self.thoughts.append([self._fed - len(self._held), self._fed])
         self._take(size)
 
@@ -198,11 +206,13 @@ class Reader:
         self._blanks = piece[len(said) :]
         if said:
             self._events.append(Event("thought", said))
+            self._told.add("thought")
         if end is None or end.partial:
             return False
         self._take(end.end() - at)
         self.thoughts[-1][1] = self._fed - len(self._held)
-        self._mode, self._fresh, self._blanks, self._thought_ended = "text", True, "", True
+        self._mode, self._fresh, self._thought_ended = "text", True, True
+        self._between("text")
         return True
 
     def _begun(self, inner: int, final: bool, cut: bool) -> bool:
@@ -322,6 +332,8 @@ class Reader:
     def _say(self, size: int) -> None:
         """Emit ``size`` characters of the held text as text."""
         piece = self._take(size)
+        if not piece:
+            return
         if piece.strip():
             self._fresh = self._begins = False
         piece = self._blanks + piece
@@ -329,3 +341,4 @@ class Reader:
         self._blanks = piece[len(said) :]
         if said:
             self._events.append(Event("text", said))
+            self._told.add("text")

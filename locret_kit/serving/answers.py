@@ -128,9 +128,10 @@ class AnswerStream:
                         yield "end", blocks[-1], ""
                     blocks.append(Block(len(blocks), kind, event.call))
                     yield "begin", blocks[-1], ""
-                if event.kind != "call":
-                    blocks[-1].text += event.text
-                    yield "grow", blocks[-1], event.text
+                text = "" if event.kind == "call" else event.text if blocks[-1].text else event.text.removeprefix("\n")
+                if text:
+                    blocks[-1].text += text
+                    yield "grow", blocks[-1], text
         if blocks:
             yield "end", blocks[-1], ""
 

@@ -119,7 +119,7 @@ SAME = (
 NAMES: dict[str, dict[str, str]] = {
     ANTHROPIC: {
         **{name: name for name in (*SAME, "messages", "max_tokens", "thread", "thinking")}, "stop": "stop_sequences",
-        "response_format": "output_config.format",
+        "response_format": "output_config.format", "reasoning_effort": "output_config.effort",
     },
     RESPONSES: {
         **{name: name for name in (*SAME, "min_p", "tool_choice", "parallel_tool_calls", "store")},

@@ -86,6 +86,11 @@ def _deep(text: str) -> str:
     return text.replace("{", "<\uff5ctool\u2581").replace("}", "\uff5c>").replace("_", "\u2581")
 
 
+HARMONY = "<|end|><|start|>assistant".join([
+    "<|channel|>analysis<|message|>A", "<|channel|>commentary<|message|>B", "<|channel|>analysis<|message|>C",
+    "<|channel|>analysis<|message|>D", '<|channel|>commentary to=functions.depth<|message|>{"days": 3}',
+    "<|channel|>final<|message|>E",
+]) + "<|return|>"  # fmt: skip
 DEPTH = [("call", "depth"), ("arguments", '{"days": 3}')]
 OTHERS = [
     ("<|tool_call_begin|>", "Yes.<|tool_calls_section_begin|><|tool_call_begin|>functions.depth:0<|tool_call_argument_begin|>"
@@ -110,6 +115,9 @@ OTHERS = [
      [("thought", "Hm."), ("text", "Yes.")]),
     ("<think></think><response>", "<think>Hm.</think><response>Yes.</response>", [("thought", "Hm."), ("text", "Yes.")]),
     ("<|channel|><|message|>", "<|channel|>final<|message|>Yes.<|return|>", [("text", "Yes.")]),
+    ("<|channel|><|message|>", HARMONY, [("thought", "A"), ("text", "B"), ("thought", "\nC\nD"), *DEPTH, ("text", "\nE")]),
+    ("<think></think><tool_call>", '<think>A</think>B<tool_call>{"name": "depth", "arguments": {"days": 3}}</tool_call>'
+     "<think>C</think>D", [("thought", "A"), ("text", "B"), *DEPTH, ("thought", "\nC"), ("text", "\nD")]),
     ("<|channel|><|message|>", ' to=functions.depth<|channel|>commentary json<|message|>{"days": 3}<|call|>', DEPTH),
     ("<think></think>", "<think>\n\n</think>\n\nYes, <think> is a tag, and so is </think>.",
      [("text", "Yes, <think> is a tag, and so is </think>.")]),
@@ -125,12 +133,14 @@ OTHERS = [
 @pytest.mark.parametrize(("marks", "answer", "events"), OTHERS)
 def test_forms_of_others(marks, answer, events):
     tokenizer = copy(family_tokenizer("granite-4"))
-    tokenizer.chat_template = f"{{{{ tools }}}}{marks}"
+    tokenizer.chat_template, thoughts = f"{{{{ tools }}}}{marks}", None
     for pieces in ([answer], list(answer), *([answer[:at], answer[at:]] for at in range(len(answer)))):
         reader, found = Reader(answer_form(tokenizer, tools=True), SCHEMAS), list[Event]()
         for piece in pieces:
             found += reader.feed(piece)
         assert joined(found + reader.end()) == events, pieces
+        thoughts = thoughts or reader.thoughts
+        assert reader.thoughts == thoughts, pieces
 
 
 def test_without_tools_a_call_is_text_and_channels_are_read():

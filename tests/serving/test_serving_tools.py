@@ -213,7 +213,7 @@ def gemma_value(value: object) -> str:
         return f"{{{','.join(f'{key}:{gemma_value(inner)}' for key, inner in value.items())}}}"
     if isinstance(value, list):
         return f"[{','.join(map(gemma_value, value))}]"
-    return f'<|"|>{value}<|"|>' if type(value) is str else value if isinstance(value, str) else json.dumps(value)
+    return f'<|"|>{value}<|"|>' if type(value) is str else str(value) if isinstance(value, str) else json.dumps(value)
 
 
 WORDS = st.lists(st.sampled_from([
@@ -260,6 +260,9 @@ def test_arguments_come_piece_by_piece(form, make, text, other, inner, number, c
             assert whole.startswith(come)
         one.end()
         assert (one.calls[0].arguments, len(one.whole_calls)) == (whole, 1)
+    if form == "gemma":
+        (bare,) = read(reader(form, ["w"]), "<|tool_call>call:w{a: plain words ,b:12:30,c:x}<tool_call|>", cuts)[1]
+        assert bare.values == {"a": "plain words", "b": "12:30", "c": "x"}
     if len(text) > 20:
         half = reader(form, {"weather": schema})
         half.feed(answer[: answer.index(text) + len(text)])
@@ -281,7 +284,8 @@ FAULTS = [
     (f"<think> a <tool_call>? </think>{xml('w', {'text': 'a'})}", "<think> a <tool_call>? </think>", [A]),
     *((xml("w", {"text": text}), "", [("w", {"text": text})]) for text in (
         "an </parameter> in it", "an </tool_call> in it", "<parameter=x>\nin it", '{"a": 1}', "3", "null", "\n\n",
-        "</tool_call>" * 9)),
+        "</tool_call>" * 9, xml("now", {}))),
+    (f"<tool_call><function=w >\n{PART.format('a')}</function></tool_call>", "", [A]),
     (xml("w", {"none": "null", "refers": "3", "kind": "2", "one": "None", "all": "{'a': True}", "is": "3", "any": "3",
                 "n": "NaN"}), "",
      [("w", {"none": None, "refers": 3, "kind": 2, "one": None, "all": {"a": True}, "is": 3, "any": "3", "n": "NaN"})]),
