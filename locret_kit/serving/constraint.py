@@ -14,6 +14,7 @@ from fastapi import HTTPException
 
 from ..answers.grammar import Spell, up_to
 from ..naming import first_line, install_line
+from ..text.tokens import CHARACTER
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -48,6 +49,11 @@ class Grammar:
         return torch.from_numpy(allowed_V.view(np.bool_))
 
     def take(self, token: int) -> None:
+        """Take the newest token. A mark that closes a thought within a character stands in the place of its half."""
+        for _ in range(CHARACTER - 1):
+            if self._matcher.is_error() or self._matcher.validate_tokens([token]):
+                break
+            self._matcher.rollback(1)
         self._matcher.consume_token(token)
         self._row = self._row + self._digits[token] if token in self._digits else 0
 
