@@ -124,7 +124,8 @@ FORMS = (
     ),
     CallForm(
         "gemma", ("<|tool_call>",), r"<\|tool_call>", r"<tool_call\|>", r"<\|tool_call>\s*call:(?P<name>[^\s{]+)\s*\{(?=\s*\S)",
-        r"[\s,]*\}", key=r"""[\s,]*(?P<_>"|<\|"\|>)?(?P<key>[^\s:,{}"<]+)(?P=_)?\s*:\s*(?:(?P<quote><\|"\|>)|(?=[^<\s]))""",
+        r"[\s,]*\}", key=r"""[\s,]*(?:"(?P<key>[^"]+)"|<\|"\|>(?P<key>.+?)<\|"\|>|(?P<key>[^\s:,{}"<]+))\s*:\s*"""
+        r"""(?:(?P<quote><\|"\|>)|(?=[^<\s]))""",
         end=r'<\|"\|>', bare_end=rf"\A{VALUE}?\K(?=\s*[,}}])",
         written=("<|tool_call>call:{name}{", "{key}:", '<|"|>', ",", "}<tool_call|>"),
     ),

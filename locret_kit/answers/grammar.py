@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .forms import CallForm
@@ -76,7 +77,7 @@ def parameters(schema: Schema, form: CallForm, spell: Spell) -> str:
     shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules = list[tuple[str, bool]]()
     for key, given in properties_of(schema).items():
-        one = resolved(given, schema)
+        one, said = resolved(given, schema), json.dumps(key) if quote and not re.fullmatch(r"\w+", key) else key
         choices, types = one.get("enum"), types_of(one, schema)
         if isinstance(choices, list) and types == {"string"}:
             value = f"{spell(quote)} ({' | '.join(spell(choice + end) for choice in choices)})"
@@ -85,7 +86,7 @@ def parameters(schema: Schema, form: CallForm, spell: Spell) -> str:
         else:
             value = json_rule({**one, **shared}, (), filter(None, [after]), spell)
         rules.append(
-            (f"({spell(begin.replace('{key}', key))} {value})", isinstance(required, list) and key in required)
+            (f"({spell(begin.replace('{key}', said))} {value})", isinstance(required, list) and key in required)
         )
     if not between:
         return " ".join(rule + "?" * (not needed) for rule, needed in rules)

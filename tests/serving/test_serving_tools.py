@@ -344,6 +344,7 @@ def follows(grammar, tokenizer, text: str) -> bool:
 def test_a_call_that_must_be_has_the_models_own_form(form, make):
     tokenizer, form = real_tokenizer("smollm2"), CALLS[form]
     offered = {"weather": TYPED, "now": {}, "any": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}}
+    offered["odd"] = {"properties": {"a b-c": {"type": "string"}}, "required": ["a b-c"]}
     maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), call_rules(offered, form), form.text_end)
     whole = {"city": "a </i>\n\nb < c", "days": "3", "wind": '{"gale": true}', "kind": "b"}
     marked = {"days": 3, "wind": Raw('{"gale": true}')} if make is gemma else {}
@@ -355,6 +356,8 @@ def test_a_call_that_must_be_has_the_models_own_form(form, make):
         if right:
             (call,) = read(reader(form.name, offered), make("weather", values), [])[1]
             assert call.values == values | ({"days": 3, "wind": {"gale": True}} if "days" in values else {})
+    odd = make("odd", {'"a b-c"' if make is gemma else "a b-c": "x"})
+    assert follows(maker(), tokenizer, odd) and read(reader(form.name, offered), odd, [])[1][0].values == {"a b-c": "x"}
     one = 1 if make is gemma else "1"
     for text, right in [
         (make("now", {}), True), (make("other", {}), False), ("Hello", False), (make("any", {}), True),
