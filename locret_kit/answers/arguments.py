@@ -11,9 +11,30 @@ from transformers.utils.chat_parsing.content_parsers import parse_content
 from .forms import NEVER, CallForm
 from .values import Schema, properties_of, typed, types_of
 
-JSON_PART = regex.compile(r'["{}\[\]\\]')
+JSON_SIGN = regex.compile(r'\\.|["{}\[\]]', regex.DOTALL)
+BARE_SIGN = regex.compile(r'<\|"\|>|\\["\\]|(?<!<\|)"|[{}\[\],]')
 NOTATION = {"unquoted_keys": True, "string_delims": [['<|"|>'] * 2]}
 """Gemma's, as transformers reads it."""
+
+
+class Nesting:
+    """Brackets and quotes that are open at a place."""
+
+    def __init__(self) -> None:
+        self.depth, self.quote = 0, ""
+
+    def step(self, sign: str) -> bool:
+        """Whether a sign closes the outermost bracket."""
+        if self.quote:
+            self.quote = "" if sign == self.quote else self.quote
+        elif sign in ('"', '<|"|>'):
+            self.quote = sign
+        elif sign in ("{", "["):
+            self.depth += 1
+        elif sign in ("}", "]"):
+            self.depth -= 1
+            return not self.depth
+        return False
 
 
 class JsonArguments:
@@ -22,21 +43,15 @@ class JsonArguments:
     closing = ""
 
     def __init__(self) -> None:
-        self._depth, self._quoted, self._escaped = 0, False, False
+        self._nesting = Nesting()
 
     def read(self, held: str, final: bool, cut: bool) -> tuple[int, str, bool]:
         """Characters that are read, the piece that they are of the arguments, and whether these end."""
-        size = 0
-        for part in JSON_PART.finditer(held):
-            sign, before = part[0], self._escaped and part.start() == size
-            self._escaped, size = sign == "\\" and self._quoted and not before, part.end()
-            if sign == '"' and not before:
-                self._quoted = not self._quoted
-            elif sign != "\\" and not self._quoted:
-                self._depth += 1 if sign in "{[" else -1
-                if not self._depth:
-                    return size, held[:size], True
-        self._escaped = self._escaped and size == len(held)
+        for sign in JSON_SIGN.finditer(held, partial=not final):
+            if sign.partial:
+                return sign.start(), held[: sign.start()], False
+            if self._nesting.step(sign[0]):
+                return sign.end(), held[: sign.end()], True
         return len(held), held, False
 
 
@@ -50,12 +65,12 @@ class Parameters:
     def __init__(self, form: CallForm, schema: Schema) -> None:
         self._form, self._schema, self._begun = form, schema, False
         known = "|".join(map(regex.escape, properties_of(schema))) or NEVER
-        patterns = [pattern.replace("KEYS", known) for pattern in (form.key, form.end, form.bare_end)]
+        patterns = [pattern.replace("KEYS", known) for pattern in (form.key, form.end)]
         self._patterns = [  # before the end of an answer, and at its end
             [regex.compile(pattern.replace("END", end), regex.DOTALL) for pattern in patterns] for end in (NEVER, r"\Z")
         ]
         self._types: set[str] | None = None  # of the value that has begun
-        self._bare, self._streams, self._searched = False, False, 0
+        self._bare, self._streams, self._searched, self._nesting = False, False, 0, Nesting()
 
     @property
     def closing(self) -> str:
@@ -64,7 +79,7 @@ class Parameters:
 
     def read(self, held: str, final: bool, cut: bool) -> tuple[int, str, bool]:
         """Characters that are read, the piece that they are of the arguments, and whether a parameter no longer follows."""
-        key, *ends = self._patterns[final and not cut]
+        key, close = self._patterns[final and not cut]
         at, said = 0, ""
         while True:
             if self._types is None:
@@ -72,23 +87,35 @@ class Parameters:
                 if begin is None or begin.partial:
                     return at, said, begin is None
                 at, said = begin.end(), said + self._begin(begin["key"].strip(), begin.groupdict().get("quote"))
-            end = ends[self._bare].search(held[at:], self._searched, partial=cut or not final)
-            sure = end is not None and not end.partial
-            size = len(held) - at if end is None else end.start()
+            size, end, sure = self._end(held[at:], close, cut or not final)
             if self._streams:
                 said, at = said + json.dumps(held[at : at + size], ensure_ascii=False)[1:-1] + '"' * sure, at + size
             elif sure:
                 said, at = said + json.dumps(self._value(held[at : at + size]), ensure_ascii=False), at + size
-            self._searched = 0 if sure or self._streams or self._bare else size
-            if end is None or end.partial:
+            if not sure:
                 return at, said, False
-            self._types, at = None, at + end.end() - end.start()
+            self._types, at = None, at + end - size
+
+    def _end(self, text: str, close: regex.Pattern[str], partial: bool) -> tuple[int, int, bool]:
+        """The span of the end of a value, and whether it is sure."""
+        if not self._bare:
+            found = close.search(text, self._searched, partial=partial)
+            start, end = (len(text), len(text)) if found is None else found.span()
+            self._searched = 0 if self._streams else start
+            return start, end, found is not None and not found.partial
+        for sign in BARE_SIGN.finditer(text, self._searched, partial=True):
+            self._searched = sign.start() if sign.partial else sign.end()
+            if sign[0] in (",", "}") and not (self._nesting.depth or self._nesting.quote):
+                return sign.start(), sign.start(), True
+            if not sign.partial:
+                self._nesting.step(sign[0])
+        return len(text), len(text), False
 
     def _begin(self, key: str, quote: str | None) -> str:
         """The JSON up to a parameter's value."""
         before, self._begun = ", " if self._begun else "{", True
         self._types = types_of(properties_of(self._schema).get(key), self._schema)
-        self._bare = bool(self._form.bare_end) and not quote
+        self._bare, self._searched, self._nesting = self._form.quotes and not quote, 0, Nesting()
         self._streams = not self._bare and self._types <= {"string"}
         return f"{before}{json.dumps(key, ensure_ascii=False)}: " + '"' * self._streams
 

@@ -46,7 +46,7 @@ class CallForm:
         head, tail: patterns of a call up to its arguments, with its ``name``, and of the text after them. JSON arguments begin
             with the brace ``args`` of the head.
         key, end: patterns of the beginning of a parameter, with its ``key``, and of its value's end, where each parameter has
-            marks of its own. bare_end: the value's end where the beginning has no ``quote``.
+            marks of its own. quotes: whether texts have a ``quote``; other values end with their brackets.
         field: a field of a response template of transformers; it parses calls that are read whole.
         written: a call's text before and after its JSON arguments, with ``{name}``. Of parameters also the beginning of one, with
             ``{key}``, the end of its value, and the text between two.
@@ -63,7 +63,7 @@ class CallForm:
     tail: str = ""
     key: str = ""
     end: str = ""
-    bare_end: str = ""
+    quotes: bool = False
     field: Mapping[str, object] | None = None
     bare: bool = False
     sections: str = ""
@@ -88,8 +88,6 @@ def _json(name: str, mark: str, close: str, *written: str) -> CallForm:
 
 
 PARAMETER = r"<parameter(?:=| name=)"
-VALUE = r'(?P<v>(?><\|"\|>.*?<\|"\|>|"(?:[^"\\]|\\.)*+"|[\[{](?:(?&v)|[,:\s])*+[\]}]|[^\[\]{},"<]+|<(?!\|"))++)'
-"""Gemma's notation of a value that is no text, or of texts and others within it."""
 DEEPSEEK = [
     f"<\uff5ctool\u2581{word}\uff5c>"
     for word in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
@@ -126,7 +124,7 @@ FORMS = (
         "gemma", ("<|tool_call>",), r"<\|tool_call>", r"<tool_call\|>", r"<\|tool_call>\s*call:(?P<name>[^\s{]+)\s*\{(?=\s*\S)",
         r"[\s,]*\}", key=r"""[\s,]*(?:"(?P<key>[^"]+)"|<\|"\|>(?P<key>.+?)<\|"\|>|(?P<key>[^\s:,{}"<]+))\s*:\s*"""
         r"""(?:(?P<quote><\|"\|>)|(?=[^<\s]))""",
-        end=r'<\|"\|>', bare_end=rf"\A{VALUE}?\K(?=\s*[,}}])",
+        end=r'<\|"\|>', quotes=True,
         written=("<|tool_call>call:{name}{", "{key}:", '<|"|>', ",", "}<tool_call|>"),
     ),
     CallForm(

@@ -72,7 +72,7 @@ def parameters(schema: Schema, form: CallForm, spell: Spell) -> str:
     """The rule of parameters that have marks of their own: texts as they are, the rest as JSON. They are in the schema's order;
     with a text between them, those that must be come first."""
     _, begin, end, between, _ = form.written
-    quote, after = (end, "") if form.bare_end else ("", end)
+    quote, after = (end, "") if form.quotes else ("", end)
     required = schema.get("required")
     shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules = list[tuple[str, bool]]()
