@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import regex
+from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from ..text.template import template_source
+from .values import nested
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,9 +43,14 @@ class CallForm:
     Attributes:
         name: of the form. marks: texts in a chat template; one of them shows that the model uses this form.
         open, close: patterns before and after calls.
-        head, tail: patterns of a call up to the brace of its JSON arguments, with its ``name``, and of the text after them.
-        call: the pattern of a call with tagged parameters.
-        field: a field of a response template of transformers; it parses calls that are not JSON.
+        head, tail: patterns of a call up to its arguments, with its ``name``, and of the text after them. JSON arguments begin
+            with the brace ``args`` of the head.
+        key, end: patterns of the beginning of a parameter, with its ``key``, and of its value's end, where each parameter has
+            marks of its own. quotes: whether texts have a ``quote``; other values end with their brackets.
+        field: a field of a response template of transformers; it parses calls that are read whole.
+        written: a call's text before and after its JSON arguments, with ``{name}``. Of parameters also the beginning of one, with
+            ``{key}``, the end of its value, and the text between two.
+        keys: the names in a JSON object of a name and arguments. unwritten: why it is not known how calls are written.
         bare: whether JSON that is the whole answer is a call too.
         sections: pattern of marks around calls that are not part of the text.
     """
@@ -53,20 +61,33 @@ class CallForm:
     close: str = NEVER
     head: str = ""
     tail: str = ""
-    call: str = ""
+    key: str = ""
+    end: str = ""
+    quotes: bool = False
     field: Mapping[str, object] | None = None
     bare: bool = False
     sections: str = ""
+    written: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    unwritten: str = ""
+
+    @property
+    def text_end(self) -> str:
+        """What is written at the end of a parameter that is a text."""
+        return self.written[2] if len(self.written) > 2 else ""
 
 
-def _json(name: str, mark: str, close: str) -> CallForm:
+NAMED = ("name", "arguments")
+
+
+def _json(name: str, mark: str, close: str, *written: str) -> CallForm:
     """Calls of JSON objects with a name, between marks."""
     open_, end = regex.escape(mark), "|".join(map(regex.escape, close.split()))
     head = rf'(?:{open_})\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<args>\{{)'
-    return CallForm(name, (mark,), open_, end, head, rf"\s*\}}+\s*(?:{end})")
+    return CallForm(name, (mark,), open_, end, head, rf"\s*\}}+\s*(?:{end})", written=written, keys=NAMED)
 
 
-CHANNEL = r"(?:<\|start\|>assistant)?"
+PARAMETER = r"<parameter(?:=| name=)"
 DEEPSEEK = [
     f"<\uff5ctool\u2581{word}\uff5c>"
     for word in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
@@ -74,53 +95,72 @@ DEEPSEEK = [
 FORMS = (
     CallForm(
         "channels", ("<|channel|>",),
-        rf"{CHANNEL} ?to=functions\.[^\s<]+\s*<\|channel\|>|{CHANNEL}<\|channel\|>\w+ to=functions\.", r"<\|call\|>",
-        rf"{CHANNEL}(?: ?to=functions\.(?P<name>[^\s<]+))?\s*<\|channel\|>\w+(?: to=functions\.(?P<name>[^\s<]+))?"
+        r" ?to=functions\.[^\s<]+\s*<\|channel\|>|<\|channel\|>\w+ to=functions\.", r"<\|call\|>",
+        r"(?: ?to=functions\.(?P<name>[^\s<]+))?\s*<\|channel\|>\w+(?: to=functions\.(?P<name>[^\s<]+))?"
         r"[^<{]*(?:<\|constrain\|>[^<{]*)?<\|message\|>\s*(?P<args>\{)", r"\s*(?:<\|call\|>|<\|end\|>)",
         sections=r"<\|start\|>assistant|<\|channel\|>[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>|"
         r"<\|end\|>|<\|return\|>|<\|call\|>",
+        written=("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""),
     ),
     CallForm(
-        "xml", ("<function=", "<invoke name="), f"{TAGS}|<function=|<invoke name=",
-        ENDS := f"(?:{TAGS.replace('<', '</')})",
-        call=rf"""(?:(?:{TAGS})\s*)?<(?:function|invoke name)="?(?P<name>[^">\n]+)"?>\s*"""
-        r"""(?:(?><parameter(?: name)?="?(?P<key>[^">\n]+)"?>\n?(?P<value>.*?)\n?(?:</parameter>(?=\s*(?:<parameter|</|\Z))"""
-        r"""|(?=\n<parameter(?: name)?="?(?:KEYS)"?>|</(?:function|invoke)>\s*(?:</\S*tool|\Z)))\s*))*+"""
-        rf"""(?:</(?:function|invoke)>\s*{ENDS}?|(?<=</parameter>\s*)(?:{ENDS}|\Z))""",
+        "xml", ("<function=", "<invoke name="), f"{TAGS}|<function=|<invoke name=", ENDS := f"(?:{TAGS.replace('<', '</')})",
+        rf"""(?:(?:{TAGS})\s*)?<(?:function|invoke name)="?(?P<name>[^">\s]+)"?\s*>\s*(?={PARAMETER}|</(?:function|invoke)>)""",
+        rf"\s*(?:</(?:function|invoke)>|(?={ENDS}))",
+        key=rf"""\s*{PARAMETER}"?(?P<key>[^">\n]+)"?>(?:\n|(?=[^\n])|END)""",
+        end=rf"""\n?(?:</parameter>(?=\s*(?:{PARAMETER}|</(?:function|invoke)>|{ENDS}\s*(?:{TAGS}|END)|END))"""
+        rf"""|(?=\n{PARAMETER}"?(?:KEYS)"?>|</(?:function|invoke)>\s*(?:{ENDS}\s*(?:{TAGS}|END)|END)))""",
+        written=(
+            "<tool_call>\n<function={name}>\n", "<parameter={key}>\n", "\n</parameter>\n", "", "</function>\n</tool_call>",
+        ),
     ),
     CallForm(
         "pairs", ("<arg_key>",), OPEN, CLOSE,
-        call=r"<tool_call>\s*(?P<name>[^\s<{\[]+)\s*(?:(?><arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
-        r"(?=\s*(?:<arg_key>|</tool|\Z))\s*))*+(?:</tool_call>|(?<=</arg_value>\s*)\Z)",
+        r"<tool_call>\s*(?P<name>[^\s<{\[]+)\s*(?=<arg_key>[^<]*</arg_key>\s*<arg_value>|</tool_call>)", r"\s*</tool_call>",
+        key=r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>",
+        end=r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>|END))",
+        written=("<tool_call>{name}\n", "<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n", "", "</tool_call>"),
     ),
-    CallForm("gemma", ("<|tool_call>",), "<\\|tool_call>", r"<tool_call\|>", field={
-        "open_pattern": r"<\|tool_call>\s*call:(?P<name>[^\s{]+)", "close_pattern": r"<tool_call\|>", "repeats": True,
-        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}, "content": "json",
-        "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-    }),
+    CallForm(
+        "gemma", ("<|tool_call>",), r"<\|tool_call>", r"<tool_call\|>", r"<\|tool_call>\s*call:(?P<name>[^\s{]+)\s*\{(?=\s*\S)",
+        r"[\s,]*\}", key=r"""[\s,]*(?:"(?P<key>[^"]+)"|<\|"\|>(?P<key>.+?)<\|"\|>|(?P<key>[^\s:,{}"<]+))\s*:\s*"""
+        r"""(?:(?P<quote><\|"\|>)|(?=[^<\s]))""",
+        end=r'<\|"\|>', quotes=True,
+        written=("<|tool_call>call:{name}{", "{key}:", '<|"|>', ",", "}<tool_call|>"),
+    ),
     CallForm(
         "deepseek", (DEEPSEEK[2],), DEEPSEEK[2], DEEPSEEK[3],
         rf"{DEEPSEEK[2]}(?:function{DEEPSEEK[4]}(?P<name>[^\s<]+)\s*```json\s*|(?P<name>[^\s<]+){DEEPSEEK[4]}\s*)(?P<args>\{{)",
         rf"\s*(?:```)?\s*{DEEPSEEK[3]}", sections="|".join(DEEPSEEK[:2]),
+        written=(
+            f"{DEEPSEEK[0]}{DEEPSEEK[2]}function{DEEPSEEK[4]}{{name}}\n```json\n", f"\n```{DEEPSEEK[3]}{DEEPSEEK[1]}",
+        ),
     ),
     CallForm(
         "kimi", ("<|tool_call_begin|>",), r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>",
         r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"
         r"(?P<args>\{)", r"\s*<\|tool_call_end\|>", sections=r"<\|tool_calls_section_begin\|>|<\|tool_calls_section_end\|>",
+        written=(
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
+            "<|tool_call_end|><|tool_calls_section_end|>",
+        ),
     ),
-    _json("toolcall", "<TOOLCALL>", "</TOOLCALL>"),
-    _json("piped", "<|tool_call|>", "<|/tool_call|>"),
-    _json("tags", OPEN, CLOSE),
+    _json("toolcall", "<TOOLCALL>", "</TOOLCALL>", "<TOOLCALL>[", "]</TOOLCALL>"),
+    _json("piped", "<|tool_call|>", "<|/tool_call|>", "<|tool_call|>[", "]"),
+    _json("tags", OPEN, CLOSE, f"{OPEN}\n", f"\n{CLOSE}"),
     CallForm(
         "list", ("[TOOL_CALLS]",), r"\[TOOL_CALLS\]", head=r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\](?P<id>\w+))?"
         r"(?:\[ARGS\])?\s*(?P<args>\{)", bare=True,
+        written=("[", "]"), keys=NAMED,
     ),
-    CallForm("object", ('"parameters"', "<|python_tag|>"), r"<\|python_tag\|>", bare=True),
+    CallForm(
+        "object", ('"parameters"', "<|python_tag|>"), r"<\|python_tag\|>", bare=True, written=("", ""),
+        keys=("name", "parameters"),
+    ),
 )  # fmt: skip
 CALLS = {form.name: form for form in FORMS}
 TOLD = CALLS["tags"]
 """The form of calls of a model whose template has no tools, and is told of them in words."""
-UNKNOWN = CallForm("unknown", bare=True)
+UNKNOWN = replace(CALLS["object"], name="unknown", marks=(), open=NEVER)
 
 
 @dataclass(frozen=True)
@@ -175,11 +215,50 @@ def call_form(template: str, declared: tuple[Mapping[str, object], Any] | None =
     if "tools" not in template:
         return TOLD
     known = next((form for form in FORMS if any(mark in template for mark in form.marks)), UNKNOWN)
-    if declared is None or known.call or (known.head and not known.bare):
+    if declared is None or (known.head and not known.bare):
         return known
     field, loaded = declared
     close = NEVER if loaded.close_re is None else loaded.close_re.pattern
-    return CallForm("declared", (), loaded.open_re.pattern, close, field=field)
+    return writing(CallForm("declared", (), loaded.open_re.pattern, close, field=field), field)
+
+
+def declared_calls(field: Mapping[str, object], text: str) -> list[Any]:
+    """Names and arguments of the calls that a text is, by a field of a response template; none where it cannot be parsed."""
+    template = {"start_anchor": "<", "fields": {"tool_calls": field}}
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        made: Any = parse_response(text, template, prefix="")["tool_calls"]
+        rows = made if isinstance(made, list) else [made]
+        calls = [one for row in rows for one in (row if isinstance(row, list) else [row])]
+        found = [call.get("function", call) for call in calls if isinstance(call, dict)]
+        return [one for one in found if isinstance(one, dict)]
+    return []
+
+
+def writing(form: CallForm, field: Mapping[str, Any]) -> CallForm:
+    """A declared form with what is written of it, where its field's marks are each one text."""
+
+    def literal(pattern: object) -> str:
+        text = regex.sub(r"\(\?P<(\w+)>(?:\[(?:\\.|[^\]])*\]|\\.|[^()\\])*\)", r"{\1}", str(pattern))
+        return regex.sub(r"\\(.)", r"\1", regex.sub(r"\\s[*+?]?", "", text))
+
+    kind = str(field.get("content", "text"))
+    first, last = (
+        texts[0] if isinstance(texts := field.get(side), list) else texts or literal(field.get(f"{side}_pattern", ""))
+        for side in ("open", "close")
+    )
+    function = nested(field, "transform", "function")
+    keys = NAMED if isinstance(function, str) else tuple(str(nested(function, key))[9:-1] for key in NAMED)
+    if kind == "json":
+        form = replace(form, written=(first, last), keys=() if "{name}" in first else keys)
+        said = '{"k": "v"}' if not form.keys else f'{{"{form.keys[0]}": "n", "{form.keys[1]}": {{"k": "v"}}}}'
+    else:
+        begin, _, end = literal(nested(field, "content_args", "tag_pattern")).partition("{value}")
+        form, said = replace(form, written=(first, begin, end, "", last)), f"{begin.replace('{key}', 'k')}v{end}"
+    if declared_calls(field, first.replace("{name}", "n") + said + last) == [{"name": "n", "arguments": {"k": "v"}}]:
+        return form
+    marks = ", ".join(repr(str(given)) for name, given in field.items() if name.startswith(("open", "close")))
+    why = f"of this tokenizer's calls, {kind} with the marks {marks}, no text can be made by which they are parsed"
+    return replace(form, written=(), unwritten=why)
 
 
 def answer_form(tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> AnswerForm:
@@ -195,8 +274,10 @@ def answer_form(tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> A
 @lru_cache(maxsize=8)
 def _answer_form(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -> AnswerForm:
     calls = call_form(template, response_field(tokenizer, "tool_calls"))
+    if calls.name == "list" and "[ARGS]" in tokenizer.get_added_vocab():
+        calls = replace(calls, written=("[TOOL_CALLS]{name}[ARGS]", ""), keys=())
     if CALLS["channels"].marks[0] in template and "<|message|>" in template:
-        open_ = rf"{CHANNEL}<\|channel\|>analysis(?! to=functions)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+        open_ = r"<\|channel\|>analysis(?! to=functions)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
         return AnswerForm(open_, r"<\|end\|>|<\|return\|>|<\|call\|>", CALLS["channels"], True, ANALYSIS)
     if thought := response_field(tokenizer, *DECLARED):
         field = thought[1]

@@ -7,17 +7,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import regex
-from transformers.utils.chat_parsing import parse_response
 
-from .forms import NEVER, AnswerForm, CallForm
+from .arguments import JsonArguments, Parameters
+from .forms import NEVER, AnswerForm, CallForm, declared_calls
 from .values import Schema, properties_of, typed, types_of
-
-FALSE_ENDS = 16
-"""Ends of calls within arguments, at most."""
-JSON_PART = regex.compile(r'["{}\[\]\\]')
 
 
 @dataclass(eq=False)
@@ -65,8 +61,9 @@ def joined(events: Sequence[Event]) -> list[tuple[str, str]]:
 class Reader:
     """Reads an answer piece by piece. The events are the same, but for where they are cut, in whatever pieces it comes.
 
-    Blanks around a thought are left out. Arguments of a call that are JSON come as they are written, the others when the call is
-    whole; what calls none of the tools is text. Without tools a call is text.
+    Blanks around a thought and before a call are left out. Arguments of a call come as they are written; of parameters with marks
+    of their own, a text in pieces and any other value when it is whole. What calls none of the tools is text. Without tools a
+    call is text.
 
     Args:
         tools: names of tools, and the schemas of their arguments; None for no calls.
@@ -89,15 +86,15 @@ class Reader:
         self._mode: Literal["text", "thought", "arguments", "tail"] = "text"
         self._fresh = self._begins = True  # nothing but blanks since a mark; nothing but blanks and thoughts at all
         self._thought_ended = False  # a thought is the newest
-        self._blanks = ""  # of a thought, at its end so far
-        self._depth, self._quoted, self._escaped = 0, False, False
-        keys = {key for schema in self.tools.values() for key in properties_of(schema)}
-        call = calls.call.replace("KEYS", "|".join(map(regex.escape, keys)) or "(?!)")
+        self._blanks = ""  # at the end of a thought or text so far, or between two of them
+        self._told = set[str]()  # kinds of events so far
+        self._arguments: JsonArguments | Parameters = JsonArguments()  # of the newest call
         thought = form.open if form.anywhere else NEVER
         start = f"(?P<thought>{thought})|(?P<call>{calls.open})|(?P<section>{calls.sections or NEVER})"
-        compiled = [form.open, form.close, start, calls.close, calls.head, calls.tail, call, rf"(?:{call}\s*)+"]
+        last = rf"\s*(?:{calls.close}|(?={calls.open}))"
+        compiled = [form.open, form.close, start, calls.close, calls.head, calls.tail, last]
         self._form = calls
-        self._open, self._end, self._start, self._close, self._head, self._tail, self._call, self._all = (
+        self._open, self._end, self._start, self._close, self._head, self._tail, self._last = (
             regex.compile(pattern, regex.DOTALL) for pattern in compiled
         )
         if thinks:
@@ -133,14 +130,16 @@ class Reader:
         """Events that are sure with this text.
 
         Args:
-            final: the answer has ended. cut: it would have gone on, and a call without an end is none, unless it is being told.
+            final: the answer has ended. cut: it would have gone on; half of a mark or of a call's beginning is left out.
         """
         self._held, self._fed, self._events = self._held + text, self._fed + len(text), []
-        steps = {"text": self._text, "thought": self._thought, "arguments": self._arguments, "tail": self._after}
+        steps = {"text": self._text, "thought": self._thought, "arguments": self._argue, "tail": self._after}
         while not self.ended and steps[self._mode](final, cut):
             pass
         if self.thinks and self.thoughts:
             self.thoughts[-1][1] = self._fed
+        if final and self._mode == "text" and self._blanks and not self._fresh:
+            self._events.append(Event("text", self._blanks))
         return self._events
 
     def end(self, *, cut: bool = False) -> list[Event]:
@@ -152,7 +151,7 @@ class Reader:
     def _text(self, final: bool, cut: bool) -> bool:
         if self._fresh and self.form.thinks and not self.form.anywhere:
             blanks = len(self._held) - len(self._held.lstrip())
-            begin = self._open.match(self._held, blanks, partial=not final)
+            begin = self._open.match(self._held, blanks, partial=cut or not final)
             if begin is not None and begin.partial:
                 return False
             if begin is not None:
@@ -166,24 +165,29 @@ class Reader:
                 marked = begun and self._start.match(begun, partial=not final)
                 if self._offer(self._json_calls(begun), len(self._held)) if final else not marked or marked.partial:
                     return False
-        begin = self._start.search(self._held, partial=not final)
+        begin = self._start.search(self._held, partial=cut or not final)
         at = len(self._held) if begin is None else begin.start()
+        at += cut and at == len(self._held) - 1  # one sign may be of any text
         self._say(at)
         if begin is None or begin.partial:  # of what may begin a mark
             return False
         if begin["thought"] is not None:
             self._think(begin.end() - at)
             return True
-        return (
-            self._begun(begin.end() - at, final, cut) if begin["call"] is not None else self._section(begin.end() - at)
-        )
-
-    def _section(self, size: int) -> bool:
-        self._take(size)
+        if begin["call"] is not None:
+            return self._begun(begin.end() - at, final, cut)
+        self._take(begin.end() - at)
+        self._fresh = True
+        self._between("text")
         return True
+
+    def _between(self, kind: str) -> None:
+        """Begin another thought or text: a line of its own."""
+        self._blanks = "\n" if kind in self._told else ""
 
     def _think(self, size: int) -> None:
         self._mode, self._fresh = "thought", True
+        self._between("thought")
         self.thoughts.append([self._fed - len(self._held), self._fed])
         self._take(size)
 
@@ -203,90 +207,77 @@ class Reader:
         self._blanks = piece[len(said) :]
         if said:
             self._events.append(Event("thought", said))
+            self._told.add("thought")
         if end is None or end.partial:
             return False
         self._take(end.end() - at)
         self.thoughts[-1][1] = self._fed - len(self._held)
-        self._mode, self._fresh, self._blanks, self._thought_ended = "text", True, "", True
+        self._mode, self._fresh, self._thought_ended = "text", True, True
+        self._between("text")
         return True
 
     def _begun(self, inner: int, final: bool, cut: bool) -> bool:
         """Read a possible call at the start of the held text."""
         if self._form.head:
-            head = self._head.match(self._held, partial=not final)
+            head, begun = self._head.match(self._held, partial=cut or not final), self._held[inner:].lstrip()
             if head is not None and not head.partial and head["name"] in self.tools:
                 call = self._new(head["name"], head.groupdict().get("id"))
                 self._events.append(Event("call", call.name, call))
-                self._take(head.start("args"))
-                self._mode, self._depth, self._quoted, self._escaped = "arguments", 0, False, False
+                tagged, self._mode = bool(self._form.key), "arguments"
+                self._arguments = Parameters(self._form, self.tools[call.name]) if tagged else JsonArguments()
+                self._take(head.end() if tagged else head.start("args"))
                 return True
             if head is not None and head.partial:
                 return False
+            if begun and begun[0] not in "[{":
+                self._say(inner)
+                return True
         end = self._close.search(self._held, max(self._searched, inner), partial=not final)
-        if (end is None or end.partial) and not final:
+        if (end is None or end.partial) and (cut or not final):
             self._searched = len(self._held) if end is None else end.start()
             return False
         stop, size = (len(self._held),) * 2 if end is None else end.span()
         block = self._held[:size]
-        calls = [] if cut and end is None else self._json_calls(block[inner:stop]) or self._marked_calls(block)
-        if not calls and end is not None and self._may_go_on(block):
-            self._searched = size
-            return True
+        calls = self._json_calls(block[inner:stop]) or self._marked_calls(block)
         self._searched = 0
         if not self._offer(calls, size):
             self._say(inner)
         return True
 
-    def _arguments(self, final: bool, cut: bool) -> bool:
-        """JSON up to its last brace."""
-        size, call = 0, self.calls[-1]
-        for part in JSON_PART.finditer(self._held):
-            sign, before = part[0], self._escaped and part.start() == size
-            self._escaped, size = sign == "\\" and self._quoted and not before, part.end()
-            if sign == '"' and not before:
-                self._quoted = not self._quoted
-            elif sign != "\\" and not self._quoted:
-                self._depth += 1 if sign in "{[" else -1
-                if not self._depth:
-                    break
-        done = not self._depth and size > 0
-        if not done:
-            self._escaped, size = self._escaped and size == len(self._held), len(self._held)
-        if piece := self._take(size):
-            call.arguments += piece
-            self._events.append(Event("arguments", piece, call))
-        if done:
-            self._mode = "tail"
+    def _argue(self, final: bool, cut: bool) -> bool:
+        size, piece, done = self._arguments.read(self._held, final, cut)
+        self._take(size)
+        self._write(piece)
+        self._mode = "tail" if done else "arguments"
         return done
+
+    def _write(self, piece: str) -> None:
+        """Emit a piece of the newest call's arguments."""
+        if piece:
+            self.calls[-1].arguments += piece
+            self._events.append(Event("arguments", piece, self.calls[-1]))
 
     def _after(self, final: bool, cut: bool) -> bool:
         """Read the text after the arguments."""
-        tail = self._tail.match(self._held, partial=not final)
-        if tail is not None and tail.partial:
+        tail, tagged = self._tail.match(self._held, partial=cut or not final), bool(self._form.key)
+        open_ = tail is not None and bool(tail.partial)
+        if (open_ and not final) or (tagged and cut and (open_ or tail is None)):
             return False
         blanks = len(self._held) - len(self._held.lstrip(" \n}"))
-        self._take(tail.end() if tail is not None else blanks if final else 0)
+        at = tail.end() if tail is not None else blanks if final else 0
+        last = self._last.match(self._held, at, partial=cut or not final) if tagged else None
+        if last is not None and last.partial and not final:
+            return False
+        self._write(self._arguments.closing)
+        self._take(at if last is None else last.end())
         self._mode, self._fresh = "text", True
         return True
 
     # ---- calls that are read when they are whole ---------------------------------------------------------------------------
 
-    def _may_go_on(self, block: str) -> bool:
-        """Whether the end of a call that was found may be part of an argument, as the first few."""
-        few = self._form.call and len(self._close.findall(block)) <= FALSE_ENDS
-        return bool(few) and self._all.fullmatch(block, partial=True) is not None
-
     def _marked_calls(self, block: str) -> list[Call]:
         """The calls of a text that is no JSON, their arguments typed by the tool's schema; none where it is something else."""
-        form, found = self._form, list[Any]()
-        if form.call and self._all.fullmatch(block):
-            for one in self._call.finditer(block):
-                pairs = zip(one.captures("key"), one.captures("value"), strict=True)
-                found.append({"name": one["name"], "arguments": dict(pairs)})
-        elif form.field is not None:
-            template = {"start_anchor": "<", "fields": {"tool_calls": form.field}}
-            with suppress(ValueError, RecursionError):
-                found = [call["function"] for call in parse_response(block, template, prefix="").get("tool_calls", [])]
+        found = [] if self._form.field is None else declared_calls(self._form.field, block)
         for one in found:
             if one.get("name") in [*self.tools] and isinstance(values := one.get("arguments"), dict):
                 known = properties_of(schema := self.tools[one["name"]])
@@ -321,7 +312,7 @@ class Reader:
 
     def _new(self, name: str, id: str | None) -> Call:
         self.calls.append(call := self._call_of(name, id))
-        self._begins = False
+        self._begins, self._blanks = False, ""
         return call
 
     def _offer(self, calls: list[Call], size: int) -> bool:
@@ -331,7 +322,7 @@ class Reader:
         self.calls += calls
         if calls:
             self._take(size)
-            self._fresh, self._begins = True, False
+            self._fresh, self._begins, self._blanks = True, False, ""
         return bool(calls)
 
     def _take(self, size: int) -> str:
@@ -341,7 +332,14 @@ class Reader:
 
     def _say(self, size: int) -> None:
         """Emit ``size`` characters of the held text as text."""
-        if piece := self._take(size):
-            if piece.strip():
-                self._fresh = self._begins = False
-            self._events.append(Event("text", piece))
+        piece = self._take(size)
+        if not piece:
+            return
+        if piece.strip():
+            self._fresh = self._begins = False
+        piece = self._blanks + piece
+        said = piece.rstrip() if self.tools else piece
+        self._blanks = piece[len(said) :]
+        if said:
+            self._events.append(Event("text", said))
+            self._told.add("text")

@@ -20,6 +20,13 @@ KINDS = {
 """Types of values -> their names in a JSON schema."""
 
 
+def nested(value: object, *names: str) -> object:
+    """The value within objects, by its names from the outside in; None where there is none."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
 def properties_of(schema: Schema) -> Schema:
     """The schemas of arguments by name."""
     return known if isinstance(known := schema.get("properties"), dict) else {}

@@ -25,6 +25,7 @@ from .request import ServerRequest, Stopping
 from .state import Server
 
 Step = Literal["begin", "grow", "end"]
+Kind = Literal["thought", "text", "call"]
 FULL = ("length", "read")
 """Why answers end that would have gone on."""
 Token = tuple[int, list[tuple[int, float]], int]
@@ -44,7 +45,7 @@ class Block:
     """A thought or text, or a call, whose text is its arguments."""
 
     index: int
-    kind: Literal["thought", "text", "call"]
+    kind: Kind
     call: Call | None = None
     text: str = ""
 
@@ -70,11 +71,8 @@ class AnswerStream:
         # Written by the engine's thread: final pieces, the end of the text that may begin a stop text, characters after tokens.
         marks = reader.marks
         shown = frozenset(at for mark, at in engine.tokenizer.get_added_vocab().items() if mark in marks)
-        self._stream, self._final, self._ends = (
-            TextStream(engine.tokenizer, shown=shown),
-            list[tuple[int, list[Event]]](),
-            [0],
-        )
+        self._stream = TextStream(engine.tokenizer, shown=shown)
+        self._final, self._ends = list[tuple[int, list[Event]]](), [0]
         self._withheld, self._newest = max((len(stop) for stop in stops), default=1) - 1, ""
         self._cut: int | None = None
         self._ended: str | None = None
@@ -120,30 +118,20 @@ class AnswerStream:
         self._final.append((size, events))
 
     async def stream_blocks(self) -> AsyncIterator[tuple[Step, Block, str]]:
-        """Blocks: the start of each, the pieces that extend it, and its end. Blanks around calls are left out. Raises as
-        ``stream_pieces``."""
-        blocks, blanks = self.blocks, ""
+        """Blocks: the start of each, the pieces that extend it, and its end. Raises as ``stream_pieces``."""
+        blocks = self.blocks
         async for piece in self.stream_pieces():
             for event in piece.events:
-                text, kind = event.text, "call" if event.kind == "arguments" else event.kind
-                if kind == "text" and self.reader.tools:
-                    whole = blanks + text
-                    text = whole.rstrip()
-                    blanks = whole[len(text) :]
-                blanks = blanks if kind == "text" else ""
-                if not text:
-                    continue
+                kind: Kind = "call" if event.kind == "arguments" else event.kind
                 if event.kind == "call" or not blocks or blocks[-1].kind != kind:
                     if blocks:
                         yield "end", blocks[-1], ""
                     blocks.append(Block(len(blocks), kind, event.call))
                     yield "begin", blocks[-1], ""
-                if event.kind != "call":
+                text = "" if event.kind == "call" else event.text if blocks[-1].text else event.text.removeprefix("\n")
+                if text:
                     blocks[-1].text += text
                     yield "grow", blocks[-1], text
-        if blanks and blocks and blocks[-1].kind == "text":
-            blocks[-1].text += blanks
-            yield "grow", blocks[-1], blanks
         if blocks:
             yield "end", blocks[-1], ""
 

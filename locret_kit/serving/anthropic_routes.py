@@ -12,10 +12,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import Field, model_validator
 
+from ..answers.values import nested
 from .answers import Block, Reply
 from .bodies import MAX_TOKENS, ChatBody, Tokens
 from .completions import begin, usage
-from .messages import ANTHROPIC, JsonObject, Refused, fields_of, nested, tool_call
+from .messages import ANTHROPIC, JsonObject, Refused, fields_of, tool_call
 from .state import Server
 
 NO_THREADS = "thread_unsupported_request"

@@ -11,12 +11,13 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticKnownError
 from transformers import PreTrainedTokenizerBase
 
+from ..answers.values import nested
 from ..documents.conversation import common
 from ..documents.document import Document
 from ..engine import Sampling
 from ..text.template import has_template, render_messages, takes, template_source
 from ..text.tokens import IdStream, TooManyTokens
-from .messages import JsonObject, Message, Part, ResponseFormat, TemplateMessage, Tool, call_of, form, nested
+from .messages import JsonObject, Message, Part, ResponseFormat, TemplateMessage, Tool, call_of, form
 from .tools import rewritten
 
 REFUSED = ("functions", "function_call", "audio", "modalities")
@@ -148,7 +149,7 @@ class ChatBody(CompletionBody):
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
     """Arguments of the chat template, such as ``enable_thinking``."""
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
-    """Argument ``reasoning_effort`` of a chat template that has it."""
+    """Argument ``reasoning_effort`` of a chat template that has it; "none" is also Anthropic's ``disabled``."""
     thinking: JsonObject | None = None
     """Anthropic's switch, ``{"type": "disabled"}``: ``enable_thinking`` or ``thinking`` of a template that has it; its
     ``budget_tokens`` bound the thought, which the template's end mark then closes."""
@@ -233,7 +234,8 @@ class ChatBody(CompletionBody):
     ) -> tuple[list[TemplateMessage], Callable[..., tuple[str, str]]]:
         """Messages for the chat template, and ``render_messages`` with all that the template takes beside them."""
         messages, tools = self.conversation(tokenizer)
-        thinks = None if self.thinking is None else self.thinking.get("type") != "disabled"
+        off = self.reasoning_effort == "none" or nested(self.thinking, "type") == "disabled"
+        thinks = False if off else None if self.thinking is None else True
         said = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
         known = {name: value for name, value in said.items() if value is not None and takes(tokenizer, name)}
         arguments = known | self.chat_template_kwargs

@@ -15,18 +15,18 @@ from fastapi.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 from ..answers.forms import AnswerForm, answer_form
+from ..answers.grammar import after_thought, call_rules, json_rule
 from ..answers.reader import Call, Event, Reader
 from ..engine import Thought
 from ..policies.grammar import parse_policy
 from ..text.tokens import TooManyTokens, token_bytes
 from .answers import AnswerStream, Reply, Token
 from .bodies import ChatBody, TextBody
-from .constraint import Grammar, after_thought, constraint, json_rule, speller
+from .constraint import Grammar, constraint, speller
 from .engine_thread import EngineThread
 from .messages import TOO_LONG, JsonObject, Refused, tool_call
 from .request import ServerRequest
 from .state import Server
-from .tools import call_rules
 
 ANSWER, THOUGHT = 512, 2048
 """Tokens of an answer, and of a thought before it, where a request bounds neither."""
@@ -71,7 +71,7 @@ class TextReply(Reply):
             async for piece in answer.stream_pieces():
                 tokens: Sequence[Token] | None = piece.tokens
                 empty: list[JsonObject] = [{"content": ""}] if answer.request.top_logprobs is not None else []
-                for delta in deltas(piece.events, answer.reader.calls) or empty:
+                for delta in [delta_of(one, answer.reader.calls) for one in piece.events] or empty:
                     yield event(index, delta, tokens)
                     tokens = None
             yield event(index, {}, None, answer.reason)
@@ -86,7 +86,7 @@ class TextReply(Reply):
             )
             message: JsonObject = {"role": "assistant", "content": text, **thought_fields(thought)}
             if calls := [tool_call(call.id, call.name, call.arguments) for call in answer.reader.whole_calls]:
-                message |= {"content": text.strip() or None, "tool_calls": calls}
+                message |= {"content": text or None, "tool_calls": calls}
             said: JsonObject = {"message": message} if self.chat else {"text": text}
             choices.append(self.choice(index, said, answer.tokens, answer.reason))
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage(self.answers, self.asked.n)}
@@ -103,24 +103,14 @@ def thought_fields(thought: str) -> JsonObject:
     return {"reasoning_content": thought, "reasoning": thought} if thought else {}
 
 
-def deltas(events: Sequence[Event], calls: Sequence[Call]) -> list[JsonObject]:
-    """A chunk's delta for each event. The start of a call includes the arguments that came with it."""
-    said, newest = list[JsonObject](), None
-    for event in events:
-        if event.kind == "text":
-            said.append({"content": event.text})
-        elif event.kind == "thought":
-            said.append(thought_fields(event.text))
-        elif event.kind == "call" and event.call is not None:
-            newest = {"name": event.text, "arguments": ""}
-            call = {"index": calls.index(event.call), "id": event.call.id, "type": "function", "function": newest}
-            said.append({"tool_calls": [call]})
-        elif newest is not None:
-            newest["arguments"] += event.text
-        elif event.call is not None:
-            part = {"index": calls.index(event.call), "function": {"arguments": event.text}}
-            said.append({"tool_calls": [part]})
-    return said
+def delta_of(event: Event, calls: Sequence[Call]) -> JsonObject:
+    """A chunk's delta for an event."""
+    if event.call is None:
+        return {"content": event.text} if event.kind == "text" else thought_fields(event.text)
+    call: JsonObject = {"index": calls.index(event.call), "function": {"arguments": event.text}}
+    if event.kind == "call":
+        call |= {"id": event.call.id, "type": "function", "function": {"name": event.text, "arguments": ""}}
+    return {"tool_calls": [call]}
 
 
 def logprobs_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[Token], *, chat: bool) -> JsonObject:
@@ -263,9 +253,8 @@ def form_of_answer(
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
         if body.must_call or rules:
             called = tools if body.called is None else {body.called: tools[body.called]}
-            name = "args" if form.calls.name == "list" and "[ARGS]" in tokenizer.get_added_vocab() else form.calls.name
-            rules = [*(() if body.must_call else rules), *call_rules(called, name, spell)]
+            rules = [*(() if body.must_call else rules), *call_rules(called, form.calls, spell)]
         reader = partial(Reader, form, tools, parallel=body.parallel_tool_calls)
     if rules and form.words is not None:
         rules = after_thought(rules, form.words, thinks, spell)
-    return constraint(tokenizer, engine.stop_ids, rules) if rules else None, reader
+    return constraint(tokenizer, engine.stop_ids, rules, form.calls.text_end) if rules else None, reader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -12,18 +12,14 @@ import numpy as np
 import torch
 from fastapi import HTTPException
 
+from ..answers.grammar import Spell, up_to
 from ..naming import first_line, install_line
+from ..text.tokens import CHARACTER
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Blanks between the parts of JSON: one way, so that no answer is a row of blanks."""
-
-
-Spell = Callable[[str], str]
-"""Place of a text in a grammar."""
 DIGITS = 40
 """Digits of a number in a row, at most: JSON has no bound, and small models find no end."""
 
@@ -53,6 +49,11 @@ class Grammar:
         return torch.from_numpy(allowed_V.view(np.bool_))
 
     def take(self, token: int) -> None:
+        """Take the newest token. A mark that closes a thought within a character stands in the place of its half."""
+        for _ in range(CHARACTER - 1):
+            if self._matcher.is_error() or self._matcher.validate_tokens([token]):
+                break
+            self._matcher.rollback(1)
         self._matcher.consume_token(token)
         self._row = self._row + self._digits[token] if token in self._digits else 0
 
@@ -70,37 +71,10 @@ def speller(tokenizer: PreTrainedTokenizerBase) -> Spell:
     return spell
 
 
-def up_to(name: str, end: str, spell: Spell = json.dumps) -> str:
-    """The rule, of this name, of any text with this end."""
-    spelt = spell(end)
-    if spelt.startswith("<["):
-        return f"{name}: /(?s:.*)/ {spelt}"
-    return f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/"
-
-
-def after_thought(rules: Sequence[str], words: tuple[str, str], thinks: bool, spell: Spell) -> list[str]:
-    """The rules of an answer that may think before it follows one of ``rules``.
-
-    Args:
-        words: beginning and end of a thought. thinks: whether it has begun.
-    """
-    thought = 'thought ("\\n" | "\\n\\n")?'
-    begin = thought if thinks else f"({spell(words[0])} {thought})?"
-    return [f"{begin} ({' | '.join(rules)})\n{up_to('thought', words[1], spell)}"]
-
-
-def json_rule(
-    schema: Mapping[str, object], before: Iterable[str] = (), after: Iterable[str] = (), spell: Spell = json.dumps
-) -> str:
-    """The rule of JSON of a schema, between other texts, in pieces. Where these are JSON too, each piece is one of its tokens:
-    llguidance tells rules apart by whole tokens.
-    """
-    value = f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}"
-    return " ".join([*map(spell, before), value, *map(spell, after)])
-
-
-def constraint(tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], rules: Sequence[str]) -> Callable[[], Grammar]:
-    """A maker of constraints. An answer under a constraint follows one of the rules.
+def constraint(
+    tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], rules: Sequence[str], text_end: str = ""
+) -> Callable[[], Grammar]:
+    """A maker of constraints. An answer under a constraint follows one of the rules, in which ``text`` is one with this end.
 
     Raises:
         HTTPException: 400, if a schema is invalid or cannot be followed, or if the library is not installed.
@@ -110,10 +84,9 @@ def constraint(tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], rules: 
     except ImportError:
         raise HTTPException(400, f"answers by a grammar need llguidance: {install_line('serve')}") from None
 
-    spell = speller(tokenizer)
-    texts = "\n".join(["", up_to("xml_text", "\n</parameter>\n"), up_to("pairs_text", "</arg_value>\n", spell), ""])
+    text = f"\n{up_to('text', text_end, speller(tokenizer))}\n" if text_end else ""
     try:
-        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(rules) + texts)
+        grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(rules) + text)
         first = LLMatcher(_tokenizer(tokenizer, stop), grammar, log_level=0)
         if first.is_error():
             raise ValueError(first.get_error())

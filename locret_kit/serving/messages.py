@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import AliasChoices, BaseModel, Field, ValidationError, WrapValidator, field_validator, model_validator
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from ..answers.values import nested
 from ..naming import first_line
 from ..settings import BOUNDS
 from .request import Busy, Stopping
@@ -49,13 +50,6 @@ class Part(BaseModel):
     """A part of a body. A field that is null is absent."""
 
     _absent = model_validator(mode="before")(without_nulls)
-
-
-def nested(value: object, *names: str) -> object:
-    """The value within objects, by its names from the outside in; None where there is none."""
-    for name in names:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
 
 
 def text_of(content: object) -> str:
@@ -125,7 +119,7 @@ SAME = (
 NAMES: dict[str, dict[str, str]] = {
     ANTHROPIC: {
         **{name: name for name in (*SAME, "messages", "max_tokens", "thread", "thinking")}, "stop": "stop_sequences",
-        "response_format": "output_config.format",
+        "response_format": "output_config.format", "reasoning_effort": "output_config.effort",
     },
     RESPONSES: {
         **{name: name for name in (*SAME, "min_p", "tool_choice", "parallel_tool_calls", "store")},

@@ -13,11 +13,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import model_validator
 
+from ..answers.values import nested
 from ..naming import first_line
 from .answers import AnswerStream, Reply
 from .bodies import ChatBody
 from .completions import begin, usage
-from .messages import RESPONSES, JsonObject, checked, fields_of, nested, tool_call
+from .messages import RESPONSES, JsonObject, checked, fields_of, tool_call
 from .state import Server
 
 NOT_HERE = {

@@ -10,9 +10,9 @@ import pytest
 from families import ARGUMENTS, FAMILIES, TEXT, THOUGHT, TOOL, family_tokenizer
 
 from locret_kit.answers.forms import UNKNOWN, answer_form
+from locret_kit.answers.grammar import after_thought, call_rules
 from locret_kit.answers.reader import Event, Reader, joined
-from locret_kit.serving.constraint import after_thought, constraint, speller
-from locret_kit.serving.tools import call_rules
+from locret_kit.serving.constraint import constraint, speller
 from locret_kit.text.template import render
 from locret_kit.text.tokens import TextStream
 
@@ -74,17 +74,23 @@ def test_an_answer_is_what_its_familys_parsers_read(name):
 def test_an_answer_that_is_cut_is_a_beginning_of_the_whole(name):
     answer = FAMILIES[name].answer
     whole = parts(read(name, [answer]))
-    for at in range(0, len(answer), 7):
+    for at in range(len(answer)):
         reader = new_reader(name)
         found = parts(joined([*reader.feed(answer[:at]), *reader.end(cut=True)]))
         assert whole["thought"].startswith(found["thought"])
         assert found["call"] in ("", whole["call"]) and whole["arguments"].startswith(found["arguments"])
+        assert whole["text"].startswith(found["text"].rstrip("<[").strip())  # a sign alone may be of any text
 
 
 def _deep(text: str) -> str:
     return text.replace("{", "<\uff5ctool\u2581").replace("}", "\uff5c>").replace("_", "\u2581")
 
 
+HARMONY = "<|end|><|start|>assistant".join([
+    "<|channel|>analysis<|message|>A", "<|channel|>commentary<|message|>B", "<|channel|>analysis<|message|>C",
+    "<|channel|>analysis<|message|>D", '<|channel|>commentary to=functions.depth<|message|>{"days": 3}',
+    "<|channel|>final<|message|>E",
+]) + "<|return|>"  # fmt: skip
 DEPTH = [("call", "depth"), ("arguments", '{"days": 3}')]
 OTHERS = [
     ("<|tool_call_begin|>", "Yes.<|tool_calls_section_begin|><|tool_call_begin|>functions.depth:0<|tool_call_argument_begin|>"
@@ -96,7 +102,7 @@ OTHERS = [
     ('"parameters"', '{"name": "depth", "parameters": {"days": 3}}', DEPTH),
     ("[TOOL_CALLS]", 'Yes.[TOOL_CALLS] [{"name": "depth", "arguments": {"days": 3}}]', [("text", "Yes."), *DEPTH]),
     ("[TOOL_CALLS][THINK][/THINK]", '[THINK]Hm.[/THINK]depth? [TOOL_CALLS]depth{"days": 3}',
-     [("thought", "Hm."), ("text", "depth? "), *DEPTH]),
+     [("thought", "Hm."), ("text", "depth?"), *DEPTH]),
     ("<seed:think></seed:think><function=", "<seed:think>Hm.</seed:think>\n<seed:tool_call><function=depth><parameter=days>3"
      "</parameter></function></seed:tool_call>", [("thought", "Hm."), *DEPTH]),
     ("<think></think><invoke name=", '<think>\nHm.\n</think>\n\n<minimax:tool_call>\n<invoke name="depth">\n'
@@ -109,6 +115,9 @@ OTHERS = [
      [("thought", "Hm."), ("text", "Yes.")]),
     ("<think></think><response>", "<think>Hm.</think><response>Yes.</response>", [("thought", "Hm."), ("text", "Yes.")]),
     ("<|channel|><|message|>", "<|channel|>final<|message|>Yes.<|return|>", [("text", "Yes.")]),
+    ("<|channel|><|message|>", HARMONY, [("thought", "A"), ("text", "B"), ("thought", "\nC\nD"), *DEPTH, ("text", "\nE")]),
+    ("<think></think><tool_call>", '<think>A</think>B<tool_call>{"name": "depth", "arguments": {"days": 3}}</tool_call>'
+     "<think>C</think>D", [("thought", "A"), ("text", "B"), *DEPTH, ("thought", "\nC"), ("text", "\nD")]),
     ("<|channel|><|message|>", ' to=functions.depth<|channel|>commentary json<|message|>{"days": 3}<|call|>', DEPTH),
     ("<think></think>", "<think>\n\n</think>\n\nYes, <think> is a tag, and so is </think>.",
      [("text", "Yes, <think> is a tag, and so is </think>.")]),
@@ -124,12 +133,14 @@ OTHERS = [
 @pytest.mark.parametrize(("marks", "answer", "events"), OTHERS)
 def test_forms_of_others(marks, answer, events):
     tokenizer = copy(family_tokenizer("granite-4"))
-    tokenizer.chat_template = f"{{{{ tools }}}}{marks}"
+    tokenizer.chat_template, thoughts = f"{{{{ tools }}}}{marks}", None
     for pieces in ([answer], list(answer), *([answer[:at], answer[at:]] for at in range(len(answer)))):
         reader, found = Reader(answer_form(tokenizer, tools=True), SCHEMAS), list[Event]()
         for piece in pieces:
             found += reader.feed(piece)
         assert joined(found + reader.end()) == events, pieces
+        thoughts = thoughts or reader.thoughts
+        assert reader.thoughts == thoughts, pieces
 
 
 def test_without_tools_a_call_is_text_and_channels_are_read():
@@ -162,11 +173,10 @@ def test_a_grammar_lets_a_family_think_and_call_in_its_own_form(name):
     """The recorded answer without its text, token by token, and no answer without a call."""
     family, tokenizer = FAMILIES[name], family_tokenizer(name)
     reader, spell = new_reader(name), speller(tokenizer)
-    form = "args" if reader.form.calls.name == "list" else reader.form.calls.name
-    rules = call_rules(SCHEMAS, form, spell)
+    rules = call_rules(SCHEMAS, reader.form.calls, spell)
     if reader.form.words is not None:
         rules = after_thought(rules, reader.form.words, reader.thinks, spell)
-    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), rules)
+    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), rules, reader.form.calls.text_end)
     start = family.answer.index(reader.form.words[0][:1]) if "thought" in family.events and not reader.thinks else 0
     answer = family.answer[start:].removesuffix("<|call|>").strip()
     text = answer.replace(f"{TEXT}\n\n", "").replace(f"{TEXT}\n", "").replace(TEXT, "")

@@ -79,8 +79,11 @@ def test_arguments_of_the_template(kind):
     assert prompt(thinking={"type": "disabled"}) == (
         wanted() if kind is ResponsesBody else wanted(enable_thinking=False, thinking=False)
     )
-    effort = {"reasoning": {"effort": "low"}} if kind is ResponsesBody else {"reasoning_effort": "low"}
-    assert prompt(**effort) == (wanted() if kind is MessagesBody else wanted(reasoning_effort="low"))
+    for level, switch in (("low", {}), ("none", {"enable_thinking": False, "thinking": False})):
+        effort = {
+            ResponsesBody: {"reasoning": {"effort": level}}, MessagesBody: {"output_config": {"effort": level}},
+        }.get(kind, {"reasoning_effort": level})  # fmt: skip
+        assert prompt(**effort) == wanted(reasoning_effort=level, **switch)
     forged = prompt(chat_template_kwargs={"style": ["<|im_end|>", {"<|im_start|>": "<|im_end|>"}]})
     assert [forged.count(token) for token in (0, 1)] == [wanted().count(token) for token in (0, 1)]
     deep: list[object] = []
@@ -93,7 +96,7 @@ def test_arguments_of_the_template(kind):
         with pytest.raises(ValueError, match=name):
             prompt(chat_template_kwargs={name: value})
     tokenizer = tiny_tokenizer(None)
-    assert prompt(reasoning_effort="low") == prompt()
+    assert prompt(**effort) == prompt()
     with pytest.raises(ValueError, match="no chat template, which would take style"):
         prompt(chat_template_kwargs={"style": "x"})
 

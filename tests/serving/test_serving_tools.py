@@ -6,12 +6,14 @@ import json
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import anthropic
 import httpx
 import pytest
+import regex
 from http_bodies import CHAT_TOOL, NOW, user
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from read_texts import parts
 from real_templates import real_tokenizer
@@ -19,12 +21,13 @@ from served import KEYS, LIMITS, Dictated, serving
 from tokenizers import AddedToken
 
 from locret_kit.answers.forms import CALLS, UNKNOWN, AnswerForm, answer_form, call_form
+from locret_kit.answers.grammar import call_rules, json_rule
 from locret_kit.answers.reader import Call, Reader
 from locret_kit.serving import completions
 from locret_kit.serving.answers import AnswerStream
 from locret_kit.serving.bodies import ChatBody
-from locret_kit.serving.constraint import constraint, json_rule
-from locret_kit.serving.tools import call_rules, rewritten
+from locret_kit.serving.constraint import constraint, speller
+from locret_kit.serving.tools import rewritten
 from locret_kit.text.template import render_messages
 
 TOOLS = [CHAT_TOOL, NOW]
@@ -126,7 +129,7 @@ def test_an_answer_ends_with_its_first_call_where_calls_are_not_parallel(url, cl
         assert len(made.message.tool_calls) == calls and answer.usage.completion_tokens == tokens
         assert made.finish_reason == "tool_calls" and (made.message.content or "").strip() == "a" * (calls - 1)
         events = [one.choices[0] for one in client.chat.completions.create(**asked, **fields, stream=True)]
-        assert sum(len(event.delta.tool_calls or []) for event in events) == calls
+        assert sum(bool(part.id) for event in events for part in event.delta.tool_calls or []) == calls
     body = asked | {"tools": [{"name": "now", "input_schema": {"type": "object"}}]}
     body["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
     answer = httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": KEYS[0]}, timeout=60).json()
@@ -172,15 +175,14 @@ def pairs(name: str, values: dict[str, str]) -> str:
 
 OWN = {
     "xml": ("<function=", xml("weather", VALUES), xml("now", {}), [
-        xml("other", {}), "<tool_call>\n<function=now>\n<parameter=a>\n1\n</tool_call>", "<function=now>\n<parameter=a>\n1\n",
-        "<tool_call>\n<function=now>", "<tool_call> <function>now</function></tool_call>",
-    ]),
+        xml("other", {}), "<tool_call>\n<function=now>", "<tool_call> <function>now</function></tool_call>",
+    ], ["<tool_call>\n<function=now>\n<parameter=a>\n1\n</tool_call>", "<function=now>\n<parameter=a>\n1\n"]),
     "pairs": ("<arg_key>", pairs("weather", VALUES), pairs("now", {}), [
         pairs("other", {}), "<tool_call>now\n<arg_key>a</arg_key>\n</tool_call>", "<tool_call>now and then</tool_call>",
-    ]),
+    ], ["<tool_call>now<arg_key>a</arg_key><arg_value>1</arg_valu"]),
     "gemma": ("<|tool_call>", f"<|tool_call>{GEMMA}<tool_call|>", "<|tool_call>call:now{}<tool_call|>", [
-        "<|tool_call>call:other{}<tool_call|>", "<|tool_call>call:now{a:}<tool_call|>", "<|tool_call>call:now{",
-    ]),
+        "<|tool_call>call:other{}<tool_call|>", "<|tool_call>call:now{",
+    ], ['<|tool_call>call:now{a:<|"|>}<tool_call|>', "<|tool_call>call:now{a:[1,2}<tool_call|>"]),
 }  # fmt: skip
 
 
@@ -188,7 +190,7 @@ OWN = {
 @given(cuts=st.lists(st.integers(0, 600), max_size=9))
 def test_forms_of_other_families(form, cuts):
     """Of Qwen3-Coder and Qwen 3.5, GLM 4.5, Gemma 4."""
-    mark, call, empty, wrong = OWN[form]
+    mark, call, empty, wrong, endless = OWN[form]
     assert call_form("{{ tools }}<tool_call>" * (form != "gemma") + f"{{{{ tools }}}}{mark}") == CALLS[form]
     said, calls = read(reader(form, {"weather": TYPED, "now": {}}), f"I < look.{call}\n{empty}", cuts)
     assert said.strip() == "I < look."
@@ -197,6 +199,74 @@ def test_forms_of_other_families(form, cuts):
     assert [call.name for call in read(one, f"{empty} {empty} more", cuts)[1]] == ["now"] and one.ended
     for text in wrong:
         assert read(reader(form, ["now"]), text, cuts) == (text, [])
+    for text in endless:
+        one = reader(form, ["now"])
+        assert read(one, text, cuts)[0] == "" and one.calling and one.whole_calls == []
+
+
+def gemma(name: str, values: dict[str, object]) -> str:
+    return f"<|tool_call>call:{name}{gemma_value(values)}<tool_call|>"
+
+
+def gemma_value(value: object) -> str:
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{gemma_value(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma_value, value))}]"
+    return f'<|"|>{value}<|"|>' if type(value) is str else str(value) if isinstance(value, str) else json.dumps(value)
+
+
+WORDS = st.lists(st.sampled_from([
+    "a", " ", "\n", '"', "'", "\\", "<", "</", "<|", ">", "{", "}", "[", ",", ":", "\u00fc", "\U0001f600", "\\u00e9", "</p",
+    "</parameter>", "</function>", "</tool_call>", "</arg_value>", "<parameter=x>", "<arg_key>", "<tool_call|>", "city:", "\x00",
+]), max_size=8).map("".join)  # fmt: skip
+LEAVES = st.none() | st.booleans() | st.integers(-99, 99) | WORDS
+INNER = st.dictionaries(
+    st.sampled_from("abc"), st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3), max_leaves=4)
+)
+ENDED = regex.compile(
+    r"</parameter>\s*</function>|</function>\s*</tool_call>|</arg_value>\s*(<arg_key>|</tool_call>)|</function>\Z"
+)
+
+
+@pytest.mark.parametrize(("form", "make"), [("xml", xml), ("pairs", pairs), ("gemma", gemma)])
+@given(
+    text=WORDS,
+    other=WORDS,
+    inner=INNER,
+    number=st.integers() | st.booleans() | st.none(),
+    cuts=st.lists(st.integers(0, 999), max_size=9),
+)
+def test_arguments_come_piece_by_piece(form, make, text, other, inner, number, cuts):
+    """Of values that end where a family's own parser ends them: texts as they are written, others when they are whole."""
+    assume(form == "gemma" or not any(ENDED.search(f"{one}\n") for one in (text, other)))
+    schema = {
+        "properties": {
+            "city": {"type": "string"},
+            "wind": {"type": "object"},
+            "n": {"type": ["integer", "boolean", "null"]},
+        }
+    }
+    values = {"city": text, "wind": inner, "n": number, "other": other}
+    said = values if form == "gemma" else {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for key, value in values.items()
+    }  # fmt: skip
+    answer = make("weather", said)
+    whole, places = json.dumps(values, ensure_ascii=False), sorted(cut % len(answer) for cut in cuts)
+    for pieces in ([answer[a:b] for a, b in pairwise([0, *places, len(answer)])], [*answer]):
+        one, come = reader(form, {"weather": schema}), ""
+        for piece in pieces:
+            come += "".join(event.text for event in one.feed(piece) if event.kind == "arguments")
+            assert whole.startswith(come)
+        one.end()
+        assert (one.calls[0].arguments, len(one.whole_calls)) == (whole, 1)
+    if form == "gemma":
+        (bare,) = read(reader(form, ["w"]), "<|tool_call>call:w{a: plain words ,b:12:30,c:x}<tool_call|>", cuts)[1]
+        assert bare.values == {"a": "plain words", "b": "12:30", "c": "x"}
+    if len(text) > 20:
+        half = reader(form, {"weather": schema})
+        half.feed(answer[: answer.index(text) + len(text)])
+        assert len(half.calls[0].arguments) > len('{"city": "') + len(text) // 4
 
 
 A, B = ("w", {"text": "a"}), ("w", {"n": "a"})
@@ -206,7 +276,7 @@ FAULTS = [
     (f"<tool_call>\n{HALF}</function>\n{HALF.replace('=text>', '=n>')}</function>\n</tool_call>", "", [A, B]),
     (f"<tool_call>{HALF}</function>", "", [A]), (f"<tool_call>{HALF}</tool_call>", "", [A]), (f"<tool_call>{HALF}", "", [A]),
     (f"{HALF}</function>\n</tool_call> so", " so", [A]), (f"{HALF}</function>", "", [A]),
-    (f"x <seed:tool_call>{HALF}</function></seed:tool_call>", "x ", [A]),
+    (f"x <seed:tool_call>{HALF}</function></seed:tool_call>", "x", [A]),
     ('<minimax:tool_call><invoke name="w"><parameter name="text">a</parameter></invoke></minimax:tool_call>', "", [A]),
     ("<tool_call><function=w><parameter=text>\na\n</function></tool_call>", "", [A]),
     ("<tool_call><function=w><parameter=text>\na\n<parameter=n>\n3\n</parameter></function></tool_call>", "",
@@ -214,7 +284,8 @@ FAULTS = [
     (f"<think> a <tool_call>? </think>{xml('w', {'text': 'a'})}", "<think> a <tool_call>? </think>", [A]),
     *((xml("w", {"text": text}), "", [("w", {"text": text})]) for text in (
         "an </parameter> in it", "an </tool_call> in it", "<parameter=x>\nin it", '{"a": 1}', "3", "null", "\n\n",
-        "</tool_call>" * 9)),
+        "</tool_call>" * 9, xml("now", {}))),
+    (f"<tool_call><function=w >\n{PART.format('a')}</function></tool_call>", "", [A]),
     (xml("w", {"none": "null", "refers": "3", "kind": "2", "one": "None", "all": "{'a': True}", "is": "3", "any": "3",
                 "n": "NaN"}), "",
      [("w", {"none": None, "refers": 3, "kind": 2, "one": None, "all": {"a": True}, "is": 3, "any": "3", "n": "NaN"})]),
@@ -240,8 +311,9 @@ def test_an_answer_that_is_cut_off_calls_nothing():
     pair = "<tool_call>w<arg_key>text</arg_key><arg_value>a</arg_value>"
     for form, text in (("xml", f"<tool_call>{HALF}"), ("pairs", pair)):
         for cut in (True, False):
-            shown, calls = read(reader(form, {"w": LOOSE}), text, [], cut=cut)
-            assert (shown, len(calls)) == ((text, 0) if cut else ("", 1))
+            one = reader(form, {"w": LOOSE})
+            assert read(one, text, [], cut=cut)[0] == "" and len(one.whole_calls) == (not cut)
+            assert one.calls[0].arguments in (['{"text": "a', '{"text": "a"'] if cut else ['{"text": "a"}'])
 
 
 @given(cuts=st.lists(st.integers(0, 60), max_size=5))
@@ -256,7 +328,7 @@ def test_a_form_that_a_tokenizer_declares(cuts):
         Reader(answer_form(tokenizer), ["now"]), 'I <<{"name": "now", "arguments": {"a": "ü"}}>> <<{>> [[', cuts
     )
     ((name, arguments),) = [(call.name, json.loads(call.arguments)) for call in calls]
-    assert (said, name, arguments) == ("I  <<{>> [[", "now", {"a": "ü"})
+    assert (said, name, arguments) == ("I <<{>> [[", "now", {"a": "ü"})
 
 
 def follows(grammar, tokenizer, text: str) -> bool:
@@ -268,27 +340,90 @@ def follows(grammar, tokenizer, text: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("form", "make"), [("xml", xml), ("pairs", pairs)])
+@pytest.mark.parametrize(("form", "make"), [("xml", xml), ("pairs", pairs), ("gemma", gemma)])
 def test_a_call_that_must_be_has_the_models_own_form(form, make):
-    tokenizer = real_tokenizer("smollm2")
-    offered = {"weather": TYPED, "now": {}}
-    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), call_rules(offered, form))
+    tokenizer, form = real_tokenizer("smollm2"), CALLS[form]
+    offered = {"weather": TYPED, "now": {}, "any": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}}
+    offered["odd"] = {"properties": {"a b-c": {"type": "string"}}, "required": ["a b-c"]}
+    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), call_rules(offered, form), form.text_end)
     whole = {"city": "a </i>\n\nb < c", "days": "3", "wind": '{"gale": true}', "kind": "b"}
-    for text, right in (
-        (make("weather", whole), True), (make("now", {}), True), (make("weather", {"city": ""}), True),
-        (make("other", {}), False),
-        (make("weather", {"days": "3"}), False), (make("weather", {"city": "a", "days": "x"}), False), ("Hello", False),
-        (make("weather", {"city": "a", "kind": "c"}), False), (make("weather", {"city": "a", "wind": "{}"}), False),
+    marked = {"days": 3, "wind": Raw('{"gale": true}')} if make is gemma else {}
+    for values, right in (
+        (whole | marked, True), ({"city": ""}, True), ({"days": "3"}, False), ({"city": "a", "days": "x"}, False),
+        ({"city": "a", "kind": "c"}, False), ({"city": "a", "wind": "{}"}, False),
     ):  # fmt: skip
+        assert follows(maker(), tokenizer, make("weather", values)) == right, values
+        if right:
+            (call,) = read(reader(form.name, offered), make("weather", values), [])[1]
+            assert call.values == values | ({"days": 3, "wind": {"gale": True}} if "days" in values else {})
+    odd = make("odd", {'"a b-c"' if make is gemma else "a b-c": "x"})
+    assert follows(maker(), tokenizer, odd) and read(reader(form.name, offered), odd, [])[1][0].values == {"a b-c": "x"}
+    one = 1 if make is gemma else "1"
+    for text, right in [
+        (make("now", {}), True), (make("other", {}), False), ("Hello", False), (make("any", {}), True),
+        (make("any", {"b": "x"}), True), (make("any", {"a": one, "b": "x"}), True), (make("any", {"a": one}), True),
+    ]:  # fmt: skip
         assert follows(maker(), tokenizer, text) == right, text
-    with pytest.raises(ValueError, match="tool_choice must be 'auto'"):
-        call_rules(offered, "gemma")
+
+
+class Raw(str):
+    """A value as it is."""
+
+
+FN = {"name": "{name}", "arguments": "{content}"}
+PAIR = {"tag_pattern": r"<p=(?P<key>[^>]+)>\s*(?P<value>.*?)\s*</p>"}
+DECLARED = [
+    ({"open": "<<", "close": [">>", "]]"], "content": "json", "transform": {"function": "{content}"}},
+     '<<{"name": "depth", "arguments": {"place": "a", "days": 3}}>>'),
+    ({"open_pattern": r"\s*<c>\s*call:(?P<name>\w+)", "close_pattern": r"</c>\s*", "content": "json",
+      "transform": {"function": FN}},
+     '<c>call:depth{"place": "a", "days": 3}</c>'),
+    ({"open": "<c>", "close": "</c>", "content": "json",
+      "transform": {"function": {"name": "{content.tool}", "arguments": "{content.args}"}}},
+     '<c>{"tool": "depth", "args": {"place": "a", "days": 3}}</c>'),
+    ({"open_pattern": r"<f=(?P<name>[^>\n]+)>", "close": "</f>", "content": "xml-inline", "content_args": PAIR,
+      "transform": {"type": "function", "function": FN}}, "<f=depth><p=place>a</p><p=days>3</p></f>"),
+    ({"open_pattern": "<(a|b)>", "close": "</c>", "content": "json", "transform": {"function": "{content}"}}, None),
+    ({"open": "<c>", "close": "</c>", "content": "python-call-list", "transform": {"function": "{content}"},
+      "transform_each": True}, None),
+    ({"open": "<c>", "close": "</c>", "content": "text"}, None),
+]  # fmt: skip
+"""Fields of a response template, and a call as the grammar makes it; None for none."""
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+@pytest.mark.parametrize(("field", "text"), DECLARED)
+def test_a_call_that_must_be_in_a_form_that_a_tokenizer_declares(field, text, repeats):
+    tokenizer = copy(real_tokenizer("smollm2"))
+    tokenizer.response_template = {"start_anchor": "a", "fields": {"tool_calls": field | {"repeats": repeats}}}
+    tokenizer.chat_template = "{{ tools }}"
+    properties = {"place": {"type": "string"}, "days": {"type": "integer"}}
+    tools = {
+        "depth": {"properties": properties, "required": [*properties], "type": "object", "additionalProperties": False}
+    }
+    form = answer_form(tokenizer, tools=True).calls
+    if text is None:
+        with pytest.raises(ValueError, match=f"must be 'auto' .*: of this tokenizer's calls, {field['content']} with"):
+            call_rules(tools, form)
+        assert read(Reader(AnswerForm(calls=form), tools), "<c>depth</c> so", [])[1] == []
+        return
+    ends, spell = frozenset({tokenizer.eos_token_id}), speller(tokenizer)
+    maker = constraint(tokenizer, ends, call_rules(tools, form, spell), form.text_end)
+    for said, right in (
+        (text, True),
+        (text.replace("depth", "other"), False),
+        (text.replace("3", "x"), False),
+        ("Hello", False),
+    ):
+        assert follows(maker(), tokenizer, said) == right, said
+    (call,) = read(Reader(AnswerForm(calls=form), tools), f"I look.{text}", [3, 9, 20])[1]
+    assert (call.name, call.values) == ("depth", {"place": "a", "days": 3})
 
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("form", OWN)
 def test_calls_whose_marks_are_tokens_of_their_own(url, engine, client, monkeypatch, form, special):
-    mark, call, empty, _ = OWN[form]
+    mark, call, empty, *_ = OWN[form]
     tokenizer = deepcopy(engine.tokenizer)
     words = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<|tool_call>", "<tool_call|>", '<|"|>']
     added = [AddedToken(word, special=special, normalized=False) for word in words]
@@ -309,7 +444,9 @@ def test_calls_whose_marks_are_tokens_of_their_own(url, engine, client, monkeypa
     assert made == [("weather", TYPES), ("now", {})] and vocabulary == engine.vocabulary
     events = [event.choices[0] for event in client.chat.completions.create(**asked, stream=True)]
     assert "".join(event.delta.content or "" for event in events).strip() == "I look."
-    assert [one.function.name for event in events for one in event.delta.tool_calls or []] == ["weather", "now"]
+    parts = [part for event in events for part in event.delta.tool_calls or []]
+    assert [part.function.name for part in parts if part.function.name] == ["weather", "now"] and len(parts) > 15
+    assert json.loads("".join(part.function.arguments for part in parts if part.index == 0)) == TYPES
 
 
 def spoken(take, ids: list[int]):
@@ -450,7 +587,7 @@ def test_forms_of_an_answer(form):
     schema["properties"] = {"name": {"$ref": "#/$defs/Name"}, **schema["properties"]}
     tools = {"depth": schema, "now": {}}
     answer = json_rule({"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]})
-    make = constraint(tokenizer, frozenset({end}), [answer, *call_rules(tools, form)])
+    make = constraint(tokenizer, frozenset({end}), [answer, *call_rules(tools, CALLS[form])])
     call = FORMS[form][0].removeprefix("[TOOL_CALLS] ")
     fitting = {call, '{"deep": true}', call.replace("depth", "now")}
     for text in (*fitting, call.replace("north", "east"), call.replace("depth", "dept"), "It is deep", f"{call}{call}"):

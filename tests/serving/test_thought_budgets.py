@@ -7,9 +7,14 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from families import chatml
+from families import chatml, family_tokenizer
 from http_bodies import user
 from served import KEYS, LIMITS, serving
+from tiny_models import tiny_model
+
+from locret_kit.policies.grammar import parse_policy
+from locret_kit.serving.engine_thread import EngineThread
+from locret_kit.settings import RunSettings
 
 
 def test_a_thought_ends_at_its_budget_and_the_answer_follows(engine, monkeypatch):
@@ -39,6 +44,24 @@ def test_a_thought_ends_at_its_budget_and_the_answer_follows(engine, monkeypatch
             wrong = {**asked, "thinking": {"type": "enabled", "budget_tokens": budget}}
             answer = httpx.post(f"{url}/v1/chat/completions", json=wrong, headers=headers)
             assert answer.status_code == 400 and "budget_tokens must be an integer of at least 1" in answer.text
+
+
+def test_a_budget_that_ends_within_a_character():
+    """A random model writes half of a character at many a budget; its thought is closed there, and the call follows."""
+    tokenizer = family_tokenizer("qwen3.5")
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    settings = RunSettings(budget=256, chunk=64, stabilizers=4, local_len=5)
+    engine = EngineThread(model, tokenizer, settings, parse_policy("streaming"), None, sessions=2)
+    body = {"messages": user("How?"), "tools": [tool], "tool_choice": "required", "max_tokens": 200, "temperature": 1}
+    try:
+        with serving(engine, replace(LIMITS, answer_tokens=300), keys=()) as url:
+            for seed in range(12):
+                more = {"seed": seed, "thinking": {"type": "enabled", "budget_tokens": 4 + seed % 4}}
+                (choice,) = httpx.post(f"{url}/v1/chat/completions", json=body | more).json()["choices"]
+                assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["now"]
+    finally:
+        engine.stop()
 
 
 def test_without_max_tokens_a_thought_has_a_bound_of_its_own(engine, monkeypatch):

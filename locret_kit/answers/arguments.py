@@ -1,0 +1,128 @@
+"""Arguments of a call, as JSON, piece by piece: from JSON as a model writes it, or from parameters with marks of their own."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+import regex
+from transformers.utils.chat_parsing.content_parsers import parse_content
+
+from .forms import NEVER, CallForm
+from .values import Schema, properties_of, typed, types_of
+
+JSON_SIGN = regex.compile(r'\\.|["{}\[\]]', regex.DOTALL)
+BARE_SIGN = regex.compile(r'<\|"\|>|\\["\\]|(?<!<\|)"|[{}\[\],]')
+NOTATION = {"unquoted_keys": True, "string_delims": [['<|"|>'] * 2]}
+"""Gemma's, as transformers reads it."""
+
+
+class Nesting:
+    """Brackets and quotes that are open at a place."""
+
+    def __init__(self) -> None:
+        self.depth, self.quote = 0, ""
+
+    def step(self, sign: str) -> bool:
+        """Whether a sign closes the outermost bracket."""
+        if self.quote:
+            self.quote = "" if sign == self.quote else self.quote
+        elif sign in ('"', '<|"|>'):
+            self.quote = sign
+        elif sign in ("{", "["):
+            self.depth += 1
+        elif sign in ("}", "]"):
+            self.depth -= 1
+            return not self.depth
+        return False
+
+
+class JsonArguments:
+    """JSON up to its last brace. ``closing``: what its end adds."""
+
+    closing = ""
+
+    def __init__(self) -> None:
+        self._nesting = Nesting()
+
+    def read(self, held: str, final: bool, cut: bool) -> tuple[int, str, bool]:
+        """Characters that are read, the piece that they are of the arguments, and whether these end."""
+        for sign in JSON_SIGN.finditer(held, partial=not final):
+            if sign.partial:
+                return sign.start(), held[: sign.start()], False
+            if self._nesting.step(sign[0]):
+                return sign.end(), held[: sign.end()], True
+        return len(held), held, False
+
+
+class Parameters:
+    """Parameters with marks of their own: a text comes in pieces, any other value when it is whole.
+
+    Args:
+        schema: of the arguments.
+    """
+
+    def __init__(self, form: CallForm, schema: Schema) -> None:
+        self._form, self._schema, self._begun = form, schema, False
+        known = "|".join(map(regex.escape, properties_of(schema))) or NEVER
+        patterns = [pattern.replace("KEYS", known) for pattern in (form.key, form.end)]
+        self._patterns = [  # before the end of an answer, and at its end
+            [regex.compile(pattern.replace("END", end), regex.DOTALL) for pattern in patterns] for end in (NEVER, r"\Z")
+        ]
+        self._types: set[str] | None = None  # of the value that has begun
+        self._bare, self._streams, self._searched, self._nesting = False, False, 0, Nesting()
+
+    @property
+    def closing(self) -> str:
+        """The end of the JSON."""
+        return "}" if self._begun else "{}"
+
+    def read(self, held: str, final: bool, cut: bool) -> tuple[int, str, bool]:
+        """Characters that are read, the piece that they are of the arguments, and whether a parameter no longer follows."""
+        key, close = self._patterns[final and not cut]
+        at, said = 0, ""
+        while True:
+            if self._types is None:
+                begin = key.match(held, at, partial=not final)
+                if begin is None or begin.partial:
+                    return at, said, begin is None
+                at, said = begin.end(), said + self._begin(begin["key"].strip(), begin.groupdict().get("quote"))
+            size, end, sure = self._end(held[at:], close, cut or not final)
+            if self._streams:
+                said, at = said + json.dumps(held[at : at + size], ensure_ascii=False)[1:-1] + '"' * sure, at + size
+            elif sure:
+                said, at = said + json.dumps(self._value(held[at : at + size]), ensure_ascii=False), at + size
+            if not sure:
+                return at, said, False
+            self._types, at = None, at + end - size
+
+    def _end(self, text: str, close: regex.Pattern[str], partial: bool) -> tuple[int, int, bool]:
+        """The span of the end of a value, and whether it is sure."""
+        if not self._bare:
+            found = close.search(text, self._searched, partial=partial)
+            start, end = (len(text), len(text)) if found is None else found.span()
+            self._searched = 0 if self._streams else start
+            return start, end, found is not None and not found.partial
+        for sign in BARE_SIGN.finditer(text, self._searched, partial=True):
+            self._searched = sign.start() if sign.partial else sign.end()
+            if sign[0] in (",", "}") and not (self._nesting.depth or self._nesting.quote):
+                return sign.start(), sign.start(), True
+            if not sign.partial:
+                self._nesting.step(sign[0])
+        return len(text), len(text), False
+
+    def _begin(self, key: str, quote: str | None) -> str:
+        """The JSON up to a parameter's value."""
+        before, self._begun = ", " if self._begun else "{", True
+        self._types = types_of(properties_of(self._schema).get(key), self._schema)
+        self._bare, self._searched, self._nesting = self._form.quotes and not quote, 0, Nesting()
+        self._streams = not self._bare and self._types <= {"string"}
+        return f"{before}{json.dumps(key, ensure_ascii=False)}: " + '"' * self._streams
+
+    def _value(self, text: str) -> object:
+        with suppress(ValueError, RecursionError):
+            if self._bare:
+                value = parse_content(f"{{value:{text}}}", "json", NOTATION)["value"]
+                json.dumps(value, allow_nan=False)
+                return value
+        return typed(text.strip() if self._bare else text, self._types or set())

@@ -1,0 +1,97 @@
+"""Grammars of answers, in the words of llguidance: JSON by a schema, calls in a model's own form, a thought before them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from .forms import CallForm
+from .values import Schema, properties_of, resolved, types_of
+
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Blanks between the parts of JSON: one way, so that no answer is a row of blanks."""
+Spell = Callable[[str], str]
+"""Place of a text in a grammar."""
+
+
+def up_to(name: str, end: str, spell: Spell = json.dumps) -> str:
+    """The rule, of this name, of any text with this end."""
+    spelt = spell(end)
+    if spelt.startswith("<["):
+        return f"{name}: /(?s:.*)/ {spelt}"
+    return f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/"
+
+
+def after_thought(rules: Sequence[str], words: tuple[str, str], thinks: bool, spell: Spell) -> list[str]:
+    """The rules of an answer that may think before it follows one of ``rules``.
+
+    Args:
+        words: beginning and end of a thought. thinks: whether it has begun.
+    """
+    thought = 'thought ("\\n" | "\\n\\n")?'
+    begin = thought if thinks else f"({spell(words[0])} {thought})?"
+    return [f"{begin} ({' | '.join(rules)})\n{up_to('thought', words[1], spell)}"]
+
+
+def json_rule(
+    schema: Mapping[str, object], before: Iterable[str] = (), after: Iterable[str] = (), spell: Spell = json.dumps
+) -> str:
+    """The rule of JSON of a schema, between other texts, in pieces. Where these are JSON too, each piece is one of its tokens:
+    llguidance tells rules apart by whole tokens.
+    """
+    value = f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}"
+    return " ".join([*map(spell, before), value, *map(spell, after)])
+
+
+def call_rules(tools: Mapping[str, Schema], form: CallForm, spell: Spell = json.dumps) -> list[str]:
+    """The rules of an answer that calls one of the tools, whose names have the schemas of their arguments. Each has its schema as
+    it is, since references in one count from its root.
+
+    Raises:
+        ValueError: it is not known how the model writes its calls.
+    """
+    if not form.written:
+        raise ValueError(f"tool_choice must be 'auto' or 'none', without response_format: {form.unwritten}")
+    rules, after = list[str](), form.written[-1]
+    for name, schema in tools.items():
+        before = form.written[0].replace("{name}", name)
+        if form.text_end:
+            rules.append(f"{spell(before)} {parameters(schema, form, spell)} {spell(after)}")
+            continue
+        pieces, end = [before], after
+        if form.keys:
+            said, arguments = (json.dumps(key) for key in form.keys)
+            pieces = [before, "{", said, ": ", json.dumps(name, ensure_ascii=False), ", ", arguments, ": "]
+            end = "}" + after
+        rules.append(json_rule(schema or {"type": "object"}, filter(None, pieces), filter(None, [end]), spell))
+    return rules
+
+
+def parameters(schema: Schema, form: CallForm, spell: Spell) -> str:
+    """The rule of parameters that have marks of their own: texts as they are, the rest as JSON. They are in the schema's order;
+    with a text between them, those that must be come first."""
+    _, begin, end, between, _ = form.written
+    quote, after = (end, "") if form.quotes else ("", end)
+    required = schema.get("required")
+    shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    rules = list[tuple[str, bool]]()
+    for key, given in properties_of(schema).items():
+        one, said = resolved(given, schema), json.dumps(key) if quote and not re.fullmatch(r"\w+", key) else key
+        choices, types = one.get("enum"), types_of(one, schema)
+        if isinstance(choices, list) and types == {"string"}:
+            value = f"{spell(quote)} ({' | '.join(spell(choice + end) for choice in choices)})"
+        elif not types or "string" in types:
+            value = f"{spell(quote)} text"
+        else:
+            value = json_rule({**one, **shared}, (), filter(None, [after]), spell)
+        rules.append(
+            (f"({spell(begin.replace('{key}', said))} {value})", isinstance(required, list) and key in required)
+        )
+    if not between:
+        return " ".join(rule + "?" * (not needed) for rule, needed in rules)
+    must, optional = ([rule for rule, needed in rules if needed == kind] for kind in (True, False))
+    rest = [f"({spell(between)} {rule})?" for rule in optional]
+    if must or not optional:
+        return " ".join([f" {spell(between)} ".join(must), *rest])
+    return f"({' | '.join(' '.join([rule, *rest[at + 1 :]]) for at, rule in enumerate(optional))})?"
