@@ -87,7 +87,7 @@ PLAIN = (("R.PassKey", "unseen", 4096, (256, 512)),)
 """Tables of those in docs/results/facts.md."""
 FEWEST = 5
 """Texts that a line of a table has at least."""
-PRINTED = {"llamacpp": "speed", "clients": "serving", "vllm": "serving"}
+PRINTED = {"llamacpp": "speed", "clients": "serving", "vllm": "serving", "bench": "serving"}
 """Tables that a script printed, and their pages."""
 
 
