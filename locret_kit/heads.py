@@ -193,7 +193,7 @@ class RetainingHead(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(layer.qkv_dim, config.d_hidden, bias=False, dtype=torch.float32)
         self.fc2 = nn.Linear(config.d_hidden, layer.n_kv_heads, bias=False, dtype=torch.float32)
-        self.act = ACT2FN[config.activation]
+        self.act = ACT2FN[config.activation].float()
 
     def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Linear = F.linear) -> Tensor:
         return self.fc2(self.act(self.hidden(q_BQTD, k_BHTD, v_BHTD, linear))).transpose(1, 2).float()
@@ -379,6 +379,8 @@ def _build(config: HeadsConfig, stored: Stored) -> RetainingHeads:
         more = f" (and {len(wrong) - 4} more)" if len(wrong) > 4 else ""
         raise ValueError(f"{path} does not fit {config.backbone}: " + "; ".join(wrong[:4]) + more)
     heads.to_empty(device="cpu")
+    for head in heads.layers:
+        head.act = ACT2FN[config.activation].float()  # xIELU has buffers, which no file holds
     with torch.no_grad():
         for name, parameter in heads.named_weights().items():
             parameter.copy_(state[name])

@@ -3,7 +3,7 @@
 # serving a text model needs. It takes some 1.6 GB and two minutes to make, once.
 # Usage: scripts/test_vllm.sh [--fast | --scale | --probe] [ARGUMENTS]
 # --fast leaves out what needs the demo backbone, and most families: a minute. Arguments go to pytest.
-# --scale starts several engines, on Ray too (200 MB more), and sends many requests: ten minutes.
+# --scale sends a thousand requests, and starts several engines, on Ray too (200 MB more): ten minutes.
 # --probe runs tests/vllm/test_scheduler.py alone, which needs no model: of a newer release, LOCRET_VLLM_VERSION=0.33.0.
 # LOCRET_VLLM_VENV=FOLDER is the environment, by default .venv-vllm; LOCRET_TORCH_INDEX=URL takes torch from that index.
 set -euo pipefail

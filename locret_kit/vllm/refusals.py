@@ -69,8 +69,6 @@ CHOICES: dict[str, tuple[tuple[object, ...], str]] = {
     "runner": (("auto", "generate"), "nothing is evicted from what is read once"),
 }
 """Values that a setting may have, and why no others."""
-UNEQUAL = ("apertus", "ernie4_5_moe")
-"""Models whose tokens were not the kit's where they were tried, for reasons that are not known."""
 
 
 def refuse(facts: Mapping[str, object]) -> None:
@@ -85,8 +83,6 @@ def refuse(facts: Mapping[str, object]) -> None:
     for name, (values, why) in CHOICES.items():
         if facts.get(name) not in (None, *values):
             raise ValueError(f"{name}={facts[name]} must be {' or '.join(map(str, values))}: {why}")
-    if facts.get("model_type") in UNEQUAL:
-        raise ValueError(f"model_type={facts['model_type']}: its tokens were not the kit's when it was tried in vLLM")
     if facts.get("documents") and facts.get("is_hybrid"):
         raise ValueError(
             f"documents={facts['documents']} must be left out: layers of this model hold a state, which no page has"
@@ -111,6 +107,5 @@ def refuse_engine(vllm_config: VllmConfig, documents: str | None) -> None:
             "documents": documents,
             "runner": model.runner_type,
             "is_hybrid": model.is_hybrid,
-            "model_type": model.hf_text_config.model_type,
         }
     )

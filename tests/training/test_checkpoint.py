@@ -53,6 +53,14 @@ def test_round_trip(tmp_path, dtype, name):
     assert [p.name for p in tmp_path.rglob(".*")] == []
 
 
+def test_an_activation_that_has_weights_and_buffers(tmp_path):
+    """xIELU, of Apertus: files hold its weights alone, and nothing of it is rounded."""
+    heads = make(config=replace(CONFIG, activation="xielu"))
+    heads.save_pretrained(tmp_path)
+    assert equal(back := RetainingHeads.from_pretrained(tmp_path), heads)
+    assert {x.dtype for x in back.state_dict().values()} == {torch.float32}
+
+
 @pytest.mark.parametrize("name", ["heads.pt", "model.safetensors"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
 def test_truncated(tmp_path, name, share):

@@ -54,20 +54,27 @@ def test_every_family(name, tmp_path):
 
 @pytest.mark.parametrize("name", tiny.HYBRIDS)
 def test_states_of_layers_live_beside_the_pages(name, tmp_path):
-    """Where the budget holds the whole text, tokens are those of transformers; with less, they do not depend on who had a page
-    before: a text or a state."""
+    """Where the budget holds the whole text, tokens are those of transformers, and of vLLM's own cache for a model that it runs
+    in bfloat16 alone; with less, they do not depend on who had a page before: a text or a state."""
     model, ids = tiny.make(tmp_path, name), tiny.prompts((20, 64, 150, 300))
-    wanted = [
-        model.generate(torch.tensor([one]), max_new_tokens=16, do_sample=False)[0, len(one) :].tolist() for one in ids
-    ]
+    rounds = name == "qwen3_next"
+    more = {"kv_cache_memory_bytes": 64 << 20, "dtype": "bfloat16" if rounds else "float32"}
+    if rounds:
+        with tiny.started(tmp_path, None, **more) as llm:
+            wanted = tiny.generate(llm, ids, 16)
+    else:
+        made = (model.generate(torch.tensor([one]), max_new_tokens=16, do_sample=False) for one in ids)
+        wanted = [tokens[0, len(one) :].tolist() for one, tokens in zip(ids, made, strict=True)]
     for budget, same in ((512, 4), (64, 2)):
         section = {**SETTINGS, "budget": budget, "positions": "original", "policy": "streaming"}
-        with tiny.started(tmp_path, section, kv_cache_memory_bytes=64 << 20) as llm:
+        with tiny.started(tmp_path, section, **more) as llm:
             kinds = [
                 type(group.kv_cache_spec).__name__ for group in tiny.scheduler(llm).kv_cache_config.kv_cache_groups
             ]
             assert sorted(kinds) == ["BoundedSpec", "MambaSpec"]
             found = tiny.generate(llm, ids, 16)
             assert found[:same] == wanted[:same]
-            assert [tiny.generate(llm, [one], 16)[0] for one in ids] == found
+            alone = [tiny.generate(llm, [one], 16)[0] for one in ids]
+            again = tiny.generate(llm, ids, 16)
+            assert again == found and (rounds or alone == found)  # what is rounded depends on how prompts are cut
             assert tiny.free_pages(llm) == tiny.scheduler(llm).kv_cache_config.num_blocks - 1

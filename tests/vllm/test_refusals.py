@@ -78,7 +78,6 @@ def test_a_budget_without_room_for_what_is_protected_is_refused_where_a_request_
             {"documents": "library", "is_hybrid": True},
             "documents=library must be left out: layers of this model hold a state",
         ),
-        ({"model_type": "apertus"}, "model_type=apertus: its tokens were not the kit's"),
     ],
 )
 def test_what_does_not_go_together_is_refused(facts, said):

@@ -1,14 +1,23 @@
-"""Several engines behind one address: data parallelism, and Ray Serve LLM by ``examples/ray/locret-vllm.yaml``."""
+"""A thousand requests at one server; several engines behind one address: data parallelism, and Ray Serve LLM by
+``examples/ray/locret-vllm.yaml``.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import random
+import shutil
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -62,32 +71,170 @@ def ask(url: str, ids: list[int]) -> tuple[int, list[int]]:
     return answer.status_code, answer.json()["choices"][0]["token_ids"] if answer.status_code == 200 else []
 
 
-def test_data_parallel(served, tmp_path):
-    folder, prompts, (wanted, _) = served
-    url = f"http://127.0.0.1:{(port := free_port())}"
+@contextmanager
+def serving(folder: Path, log: Path, sessions: int, *words: str) -> Iterator[tuple[str, psutil.Process]]:
+    """The address of ``locret-vllm``, and its process."""
     command = [
         sys.executable, "-m", "locret_kit.cli.vllm", "--model", str(folder / "model"), "--served-model-name", "demo",
-        "--data-parallel-size", "2", "--sessions", "4", "--documents", str(folder / "library-64"), "--port", str(port),
-        "--dtype", "float32", "--max-model-len", "2048", *(f"{name}={value}" for name, value in SETTINGS.items()),
+        "--documents", str(folder / "library-64"), "--dtype", "float32", "--max-model-len", "2048", *words,
+        "--sessions", str(sessions), "--port", str(port := free_port()), *(f"{k}={v}" for k, v in SETTINGS.items()),
     ]  # fmt: skip
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        try:
-            while "ready: " not in (said := (tmp_path / "log").read_text()):
-                assert server.poll() is None, said[-3000:]
-                time.sleep(0.5)
-            assert "8 requests fit" in said
-            with ThreadPoolExecutor(20) as pool:
-                answers = [*pool.map(lambda ids: ask(url, ids), prompts * 4)]
-            assert answers == [(200, tokens) for tokens in wanted] * 4
-            served_by = {line.split('engine="')[1][0]: float(line.split()[-1])
-                         for line in httpx.get(f"{url}/metrics").text.splitlines()
-                         if line.startswith("vllm:request_success_total") and 'reason="length"' in line}  # fmt: skip
-            assert sum(served_by.values()) == 20 and min(served_by["0"], served_by["1"]) > 0
-        finally:
-            server.terminate()
-            server.wait(60)
+    with log.open("w") as out:
+        server = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    try:
+        while "ready: " not in (said := log.read_text()):
+            assert server.poll() is None, said[-3000:]
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}", psutil.Process(server.pid)
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def metrics(url: str, name: str) -> dict[str, float]:
+    """Values of one of vLLM's metrics, by their labels."""
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    return {line.split()[0]: float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{")}
+
+
+def test_data_parallel(served, tmp_path):
+    folder, prompts, (wanted, _) = served
+    with serving(folder, tmp_path / "log", 4, "--data-parallel-size", "2") as (url, _):
+        assert "8 requests fit" in (tmp_path / "log").read_text()
+        with ThreadPoolExecutor(20) as pool:
+            answers = [*pool.map(lambda ids: ask(url, ids), prompts * 4)]
+        assert answers == [(200, tokens) for tokens in wanted] * 4
+        answered = [n for labels, n in metrics(url, "request_success_total").items() if 'reason="length"' in labels]
+        assert len(answered) == 2 and sum(answered) == 20 and min(answered) > 0
+
+
+CLIENTS, SESSIONS = 32, 6
+REFUSED = (
+    {"vllm_xargs": {"budget": 65}}, {"vllm_xargs": {"budget": 8}}, {"vllm_xargs": {"policy": "tova"}}, {"seed": 1}, {"n": 0},
+    {"vllm_xargs": {"kv_transfer_params": 1}}, {"max_tokens": -1}, {"temperature": -1}, {"temperature": 1, "top_k": 10**22},
+    {"prompt": []}, {"prompt": [8192]}, {"prompt": [1] * 2048}, {"prompt": [[5], []]}, {"prompt": {}, "stream": True},
+    {"model": "other"}, {"logprobs": 99}, {"min_tokens": 99}, {"allowed_token_ids": []}, {"structured_outputs": {"regex": "(("}},
+)  # fmt: skip
+"""What a request is refused for."""
+NONSENSE = (b"", b"{", b"[]", b"\xff", b'{"prompt": NaN}')
+
+
+class Clients:
+    """Requests that end in many ways. ``wanted``: tokens by the number of a prompt and what is asked for besides."""
+
+    def __init__(self, url: str, prompts: list[list[int]], wanted: dict[tuple[int, str], list[int]]) -> None:
+        self.url, self.prompts, self.wanted = url, prompts, wanted
+
+    def body(self, draw: random.Random, **rest: object) -> tuple[dict[str, object], list[int]]:
+        number, own = draw.choice([*self.wanted])
+        body = {
+            "model": "demo", "prompt": self.prompts[number], "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True, "vllm_xargs": json.loads(own), **rest,
+        }  # fmt: skip
+        return body, self.wanted[number, own]
+
+    async def post(self, **rest: object) -> httpx.Response:
+        return await self.http.post("/v1/completions", **rest)
+
+    async def whole(self, draw: random.Random) -> None:
+        body, wanted = self.body(draw)
+        assert (await self.post(json=body)).json()["choices"][0]["token_ids"] == wanted
+
+    async def sampled(self, draw: random.Random) -> None:
+        body, _ = self.body(draw, temperature=1, n=3, logprobs=2, prompt=self.prompts[1:3])
+        choices = (await self.post(json=body)).json()["choices"]
+        assert [len(choice["token_ids"]) for choice in choices] == [TOKENS] * 6
+
+    async def stream(self, draw: random.Random, most: int = TOKENS, longest: int = TOKENS) -> None:
+        body, wanted = self.body(draw, stream=True, max_tokens=longest)
+        tokens: list[int] = []
+        async with self.http.stream("POST", "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    tokens += json.loads(line[6:])["choices"][0]["token_ids"] or ()
+                if len(tokens) >= most:
+                    break
+        assert len(tokens) >= most and tokens[:TOKENS] == wanted[: len(tokens)]
+
+    async def left(self, draw: random.Random) -> None:
+        await self.stream(draw, draw.randrange(1, 20), 1000)
+
+    async def impatient(self, draw: random.Random) -> None:
+        with suppress(httpx.ReadTimeout):
+            await self.post(json=self.body(draw, max_tokens=1500)[0], timeout=draw.random())
+
+    async def hung_up(self, draw: random.Random) -> None:
+        """A socket that is closed or reset: in the middle of the request, in the queue, in the prompt, while tokens come."""
+        prompt, stream = self.prompts[0] * draw.randrange(1, 4), draw.random() < 0.5
+        content = json.dumps(self.body(draw, prompt=prompt, max_tokens=800, stream=stream)[0])
+        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: "
+        data = f"{head}{len(content)}\r\n\r\n{content}".encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", int(self.url.rpartition(":")[2]))
+        if draw.random() < 0.5:
+            reset = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        writer.write(data[: len(data) if draw.random() < 0.7 else len(data) // 2])
+        await writer.drain()
+        await asyncio.sleep(draw.random() ** 2 / 2)
+        writer.transport.abort()
+
+    async def refused(self, draw: random.Random) -> None:
+        answer = await self.post(json=self.body(draw)[0] | (asked := draw.choice(REFUSED)))
+        assert answer.status_code >= 400 and answer.json()["error"], asked
+
+    async def nonsense(self, draw: random.Random) -> None:
+        assert (await self.post(content=draw.choice(NONSENSE))).status_code == 400
+
+    async def run(self, requests: int, vanishing: Path) -> None:
+        """So many, of which ``CLIENTS`` at once. A folder vanishes on the way."""
+        kinds = (
+            [self.whole] * 4 + [self.stream] * 3 + [self.left, self.hung_up] * 3 + [self.impatient, self.refused] * 2
+        )
+        kinds += [self.sampled, self.nonsense]
+        free = asyncio.Semaphore(CLIENTS)
+
+        async def one(number: int) -> None:
+            async with free:
+                draw = random.Random(number)
+                await draw.choice(kinds)(draw)
+            if number == requests // 2:
+                shutil.rmtree(vanishing)
+
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=120)  # one that hangs fails
+        async with self.http, asyncio.TaskGroup() as group:
+            for number in range(requests):
+                group.create_task(one(number))
+
+
+def test_a_thousand_requests(served, tmp_path):
+    """Each ends, by the kit's tokens where it has an answer; then every page is free, memory is what it was, and the server
+    answers as before."""
+    folder, prompts, (wanted, less) = served
+    model, library = tiny.make(tmp_path / "model", "llama"), tmp_path / "library-64"
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    known = {}
+    for i, ids in enumerate(prompts):
+        known |= {(i, "{}"): wanted[i], (i, '{"budget": 48}'): less[i]}
+        known[i, '{"policy": "knorm"}'] = tiny.kit(model, ids, TOKENS, **SETTINGS | {"policy": "knorm"})
+
+    def memory_after(requests: int) -> int:
+        shutil.copytree(folder / "library-64", library, dirs_exist_ok=True)
+        asyncio.run(Clients(url, prompts, known).run(requests, library))
+        end = time.monotonic() + 120
+        while sum((metrics(url, "num_requests_running") | metrics(url, "num_requests_waiting")).values()):
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        assert [*metrics(url, "kv_cache_usage_perc").values()] == [0]
+        with ThreadPoolExecutor(SESSIONS) as pool:
+            assert [*pool.map(lambda ids: ask(url, ids), prompts)] == [(200, tokens) for tokens in wanted]
+        return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
+
+    shutil.copytree(folder / "library-64", library)
+    words = ("--max-num-seqs", "9", "--max-num-batched-tokens", "64", "--policies", "knorm")
+    with serving(tmp_path, tmp_path / "log", SESSIONS, *words) as (url, process):
+        before = memory_after(300)  # what is made once, and what malloc keeps
+        assert memory_after(1000) < 1.05 * before
 
 
 def deploy(folder: Path, path: Path, address: str, port: int, section: dict) -> None:
