@@ -107,10 +107,10 @@ def table(root: Path, name: str) -> list[dict[str, str]]:
 
 
 def rates(root: Path, what: str, top: float) -> Panel:
-    """The fastest of each program's ways, by the prompt's length."""
+    """The fastest of each program's ways, by the prompt's length; the kit and llama.cpp with the same file, Q8_0."""
     names = {"`model.": "full attention, transformers", "llama.c": "llama.cpp", "`--mode": "locret_kit, 1,024 slots"}
     best: dict[str, dict[int, float]] = {name: {} for name in names.values()}
-    for row in table(root, "llamacpp"):
+    for row in (row for row in table(root, "llamacpp") if "Q8_0" in row["way"] or "generate" in row["way"]):
         own, length = best[names[row["way"][:7]]], int(row["prompt"].replace(",", ""))
         own[length] = max(own.get(length, 0.0), float(row[f"{what}, tokens per second"]))
     lines = {name: list(own.items()) for name, own in best.items()}

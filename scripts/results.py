@@ -68,7 +68,7 @@ TITLES = {
     "agreement:fidelity.continue": "The next words of a text: share of full attention's tokens",
 }  # fmt: skip
 TEXTS = {
-    "later": "two manuals opened after every setting was fixed",
+    "later": "two manuals, first opened when all settings were fixed",
     "unseen": "a book, a dictionary and a manual opened for this table alone", "jargon": "the Jargon File",
     "repeated": "five repeated sentences",
 }  # fmt: skip
@@ -143,8 +143,11 @@ def _one_place(rows: Sequence[Row], place: Place) -> str:
         lines.append([slots, label, str(cell.n), _figure(cell), f"{when}, {cell.dtype.replace('+', ' and ')}"])
     table = Table(["slots", "policy", "n", "score", "measured"], lines).markdown()
     shown = {(cell.policy, cell.heads, cell.budget) for cell, _ in cells}
-    forms = [[row for row in form if (row.policy, row.heads, row.budget) in shown] for form in forms]
-    commands = "\n".join(_command(form, place) for form in forms if form)
+    runs: dict[tuple[bool, bool, int], list[Row]] = {}
+    for row in (row for form in forms for row in form if (row.policy, row.heads, row.budget) in shown):
+        returned = device_rows(row.policy, row.budget) - row.budget if row.budget else 0
+        runs.setdefault((row.one_shot, row.heads == PAPER, returned), []).append(row)
+    commands = "\n".join(_command(runs[run], place) for run in sorted(runs))
     marks = ["chat"] * bool(plain) + ["gemma"] * any(row.heads == SECOND for row in here)
     name = re.sub(r"[\W_]+", "-", "-".join([task, text, size(length), *marks]).lower())
     return folded(name, ", ".join(words), f"{table}\n```bash\n{commands}\n```")
@@ -164,13 +167,15 @@ def _figure(cell: Cell) -> str:
 
 
 def _command(rows: Sequence[Row], place: Place) -> str:
-    """The command that measures the largest number of examples of each policy."""
-    task, text, length, budgets = place
+    """The command that measures the largest number of examples of these policies."""
+    task, text, length, _ = place
+    budgets = sorted({row.budget for row in rows if row.budget})
     named = ",".join(name for name in NAMED if any(row.policy == name for row in rows))
     samples = max(row.sample for row in rows) + 1
     where = "" if text == "-" else f"haystacks=[{FOLDERS.get(text, text)}] "
     where = "data=[PATH/leval/eval] " if "leval." in task else where
-    heads = next((row.heads for row in rows if row.heads not in ("-", PAPER)), HEADS)
+    heads = next((row.heads for row in rows if row.heads != "-"), HEADS)
+    folder = "PATH" if heads == PAPER else "checkpoints"
     out, form = f"runs/{task.replace(':', '-')}-{length}", ""
     if rows[0].one_shot:
         out, form = f"{out}-once", f" one_shot=true positions={rows[0].positions}"
@@ -179,7 +184,7 @@ def _command(rows: Sequence[Row], place: Place) -> str:
         out, form = f"{out}-open", " ending=open chat=always max_new_tokens=24"
     return (
         f"locret-eval tasks=[{task}] {where}lengths=[{length}] budgets=[{','.join(map(str, budgets))}] \\\n"
-        f'    "policies=[{named}]" samples={samples}{form} ckpt=checkpoints/{heads}{model} out={out}'
+        f'    "policies=[{named}]" samples={samples}{form} ckpt={folder}/{heads}{model} out={out}'
     )
 
 

@@ -133,5 +133,5 @@ register(
     "compactor",
     "Compactor, arXiv 2507.08143",
     {"score": Compactor()},
-    keeps="leverage among the keys, and attention of each block to itself",
+    keeps="a key that other keys do not explain (leverage), and attention within its block",
 )

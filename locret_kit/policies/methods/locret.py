@@ -306,7 +306,7 @@ register(
     "Locret with scores that are averaged, and its newest slots kept to the end",
     AVERAGED,
     names={**NAMES, "size": "newest"},
-    keeps="as locret, averaged over a token and the next 3; the newest half also survives the last eviction",
+    keeps="as locret, the mean of a token's score and the next three's; the newest half also survives the last eviction",
 )
 register(
     "ada-locret",
