@@ -109,9 +109,7 @@ def _programs(device: torch.device) -> int:
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count if on_card else common.PROGRAMS
 
 
-def row_products(
-    x_NK: Tensor, stage: RowProducts, residual: Tensor | None = None, pdl: bool | None = None
-) -> list[Tensor]:
+def row_products(x_NK: Tensor, stage: RowProducts, residual: Tensor | None = None) -> list[Tensor]:
     """See the definition, ``row_products``; for one vector."""
     check_stage(x_NK, stage, residual)
     if len(x_NK) != 1:
@@ -134,7 +132,7 @@ def row_products(
         _row_products, (cdiv(blocks, cdiv(blocks, _programs(x_NK.device))),), x_NK, x_NK if norm is None else norm, *given,
         *[*added, *given][:4], x_NK if residual is None else residual, out, *ends, sum(made), K, float(eps),
         PARTS=parts, NORM=norm is not None, GATED=gated, BIAS=bool(added), ADD=residual is not None,
-        PDL=has_pdl(x_NK.device) if pdl is None else pdl, ALIGNED=aligned, BLOCK_N=block_n, BLOCK_K=block_k,
+        PDL=has_pdl(x_NK.device), ALIGNED=aligned, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=4 if block_k <= 4096 else 8, num_stages=1,
     )  # fmt: skip
     return list(out.split(made, 1))
