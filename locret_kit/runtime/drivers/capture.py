@@ -57,9 +57,9 @@ def capture(device: torch.device, others: Iterable[Captured], step: Callable[[],
 
 
 @cache
-def warn(reason: str) -> None:
-    """Log why steps run without graphs, once a process for each reason."""
-    logger.warning("steps run without CUDA graphs: %s", reason)
+def warn(reason: str, what: str = "steps run without CUDA graphs") -> None:
+    """Log why something runs in a slower way, once a process for each reason."""
+    logger.warning("%s: %s", what, reason)
 
 
 class SyncDetector(TorchDispatchMode):

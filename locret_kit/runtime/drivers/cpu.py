@@ -6,10 +6,9 @@ two calls. So any text may be decoded the plain way at any token, and be here ag
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import lru_cache, partial
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -29,10 +28,8 @@ from ...cache.storage.quantised import GroupedBits, fits
 from ...cache.view import entry_scores, scores_of
 from ...heads import RetainingHeads
 from ...policies.capabilities import reason
+from .capture import warn
 from .row_pointers import FullTail, PositionTables, RowPointers, quantise
-
-logger = logging.getLogger(__name__)
-
 
 CODECS = (Plain, GroupedBits)
 """Forms of keys and values that the call reads where they lie."""
@@ -270,11 +267,6 @@ def _places(x: object) -> object:
     return [_places(getattr(x, one.name)) for one in fields(x)] if is_dataclass(x) else x
 
 
-@lru_cache
-def _say_once(reason: str) -> None:
-    logger.warning("tokens are decoded by the plain forward, which is slower here: %s", reason)
-
-
 _KNOWN: WeakKeyDictionary[PreTrainedModel, CpuDriver] = WeakKeyDictionary()
 
 
@@ -296,5 +288,5 @@ def cpu_driver(model: PreTrainedModel, heads: RetainingHeads | None = None) -> C
         return known
     except (NotDense, cpp.Unavailable) as error:
         if isinstance(error, cpp.Unavailable):
-            _say_once(str(error))
+            warn(str(error), "tokens are decoded by the plain forward, which is slower here")
         return str(error)
