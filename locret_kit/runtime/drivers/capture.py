@@ -147,6 +147,7 @@ class StepGraphs(Generic[F]):
         return logits_NV
 
     def _captured(self, step: Callable[[], Tensor]) -> Captured:
+        torch.cuda.empty_cache()  # a chunk's tensors are large, and the graph has its own
         return capture(self.model.device, self.graphs.values(), step)
 
     def _waits(self, form: F, ops: str) -> None:

@@ -24,12 +24,12 @@ from ...backbones.weights import PRODUCTS, Dense, NotDense, Product, check_dense
 from ...cache.bounded import BoundedCache
 from ...cache.step import evict_if_due, make_room
 from ...cache.storage.codec import Plain
-from ...cache.storage.quantised import GroupedBits, fits
+from ...cache.storage.quantised import GroupedBits
 from ...cache.view import entry_scores, scores_of
 from ...heads import RetainingHeads
 from ...policies.capabilities import reason
 from .capture import warn
-from .row_pointers import FullTail, PositionTables, RowPointers, quantise
+from .row_pointers import PositionTables, RowPointers
 
 CODECS = (Plain, GroupedBits)
 """Forms of keys and values that the call reads where they lie."""
@@ -167,23 +167,15 @@ class CpuDriver:
         pointers.packed["tail"] += 1
         pointers.left -= 1
         pointers.seen += 1
-        full: list[FullTail] = []
         for layer, rows in enumerate(cache.bounded):
-            codec = rows.codec
-            if isinstance(codec, GroupedBits):
-                wider = pointers.wider.get(layer)
-                # An eviction comes before the quantising, and moves rows that are open.
-                if wider is not None and not (pointers.seen < pointers.due and fits(codec)):
-                    codec.overflow(*wider)
-                else:
-                    codec.tail += 1
-                    full += [] if wider is None else [(codec, *wider)]
+            if layer in pointers.wider:
+                rows.codec.overflow(*pointers.wider[layer])
+            elif isinstance(rows.codec, GroupedBits):
+                rows.codec.tail += 1
             rows.count(1)
             if not pointers.left:
                 evict_if_due(cache.context, [(layer, rows)])
-                codec.finish_block()
-        if full:
-            quantise(full)
+                rows.codec.finish_block()
 
     # ---- entry scores and queries --------------------------------------------------------------------------------------
 

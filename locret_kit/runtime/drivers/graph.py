@@ -9,7 +9,7 @@ Host-side counts follow every step, and the device's follow the host's, so any f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -26,7 +26,7 @@ from ...cache.due import Due
 from ...cache.step import StaticStep, evict_if_due, make_room
 from ...cache.storage.rows import COUNTS
 from ...policies.capabilities import reason
-from .capture import WARM, Captured, StepGraphs
+from .capture import WARM, StepGraphs
 from .dense import dense_step
 
 CHUNKS = 6
@@ -164,11 +164,6 @@ class GraphDriver(StepGraphs[Form]):
     def _undo(self, counts: list[int]) -> None:
         self._set_counts(counts)
         self.cache.context.tables.clear()
-
-    def _captured(self, step: Callable[[], Tensor]) -> Captured:
-        if self.tokens > 1:  # a chunk's tensors are large, and the graph has its own
-            torch.cuda.empty_cache()
-        return super()._captured(step)
 
     def _waits(self, form: Form, ops: str) -> None:
         if self.cuts_captured and any(one.due is not None for one in form):
