@@ -168,10 +168,11 @@ class CpuDriver:
         pointers.left -= 1
         pointers.seen += 1
         for layer, rows in enumerate(cache.bounded):
-            if layer in pointers.wider:
-                rows.codec.overflow(*pointers.wider[layer])
-            elif isinstance(rows.codec, GroupedBits):
-                rows.codec.tail += 1
+            if isinstance(rows.codec, GroupedBits):
+                if layer in pointers.wider:
+                    rows.codec.overflow(*pointers.wider[layer])
+                else:
+                    rows.codec.tail += 1
             rows.count(1)
             if not pointers.left:
                 evict_if_due(cache.context, [(layer, rows)])
