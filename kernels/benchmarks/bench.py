@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import csv
 import os
-import statistics
-import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
@@ -138,7 +137,7 @@ def gate(case: Case) -> None:
 
 
 def measure(case: Case, key: str, milliseconds: int, where: Mapping[str, str], device: torch.device) -> Row:
-    """Warm up, then p20, p50, p80 over ``milliseconds`` of repetitions."""
+    """Warm up, then p20, p50, p80 over ``milliseconds`` of repetitions, on a CPU over four."""
     run, peak = case.runs[key], 0
     run()
     if device.type == "cuda":
@@ -151,7 +150,8 @@ def measure(case: Case, key: str, milliseconds: int, where: Mapping[str, str], d
         call = replay(run) if key == "triton" else run
         low, middle, high = triton.testing.do_bench(call, warmup=25, rep=milliseconds, quantiles=[0.2, 0.5, 0.8])
     else:
-        low, middle, high = clocked(run, milliseconds)
+        took = torch.tensor(timeit.repeat(run, number=1, repeat=4), dtype=torch.float64)
+        low, middle, high = (1e3 * float(took.quantile(share)) for share in (0.2, 0.5, 0.8))
     return Row(
         case.operation, key, case.shape, "bfloat16", low, middle, high,
         case.flops / middle / 1e9 if case.flops else None, case.nbytes / middle / 1e6 if case.nbytes else None,
@@ -165,17 +165,6 @@ def replay(run: Callable[[], object]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         run()
     return graph.replay
-
-
-def clocked(run: Callable[[], object], milliseconds: int) -> tuple[float, float, float]:
-    """p20, p50 and p80 in milliseconds by the host's clock, over at least three runs."""
-    took: list[float] = []
-    while len(took) < 3 or sum(took) < milliseconds:
-        began = time.perf_counter()
-        run()
-        took.append(1e3 * (time.perf_counter() - began))
-    fifths = statistics.quantiles(took, n=5, method="inclusive")
-    return fifths[0], statistics.median(took), fifths[3]
 
 
 def every(shapes: Mapping[str, Shape], device: torch.device) -> Iterator[Case]:

@@ -34,11 +34,6 @@ from locret_kernels.cases import Shape, cases
 
 LIMIT_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 """Shared memory that one program may take, by compute capability (CUDA C++ Programming Guide, table of capabilities)."""
-RESERVED = 1024
-"""Bytes of shared memory that a program takes beside its own; a multiprocessor has as much beyond ``LIMIT_KIB``."""
-THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 120: 1536}
-PROGRAMS = {80: 32, 86: 16, 89: 24, 90: 32, 120: 24}
-"""Threads and programs of a multiprocessor at most; its 65,536 registers are handed out 256 at a time to each warp."""
 REGISTERS = 1.1
 """Bound on a kernel's registers, as a multiple of the table's: a compiler's choice varies, a rewrite's cost shows."""
 TYPES = {
@@ -60,12 +55,6 @@ class Row:
     registers: int
     stack_bytes: int
     """Of one thread; above 0 where registers spill."""
-    layout: str = "-"
-    """Warps along the rows and columns of each product's tile; ``-`` without products."""
-    barriers: int = 0
-    """Barriers in the loop that has most, counted in machine code; -1 where that is not known."""
-    blocks: int = 0
-    """Programs that run on a multiprocessor at a time; 0 where that is not known."""
     triton: str = triton.__version__
 
     @property
@@ -95,9 +84,8 @@ class Launch(NamedTuple):
             options += f" {TYPES[x.dtype]}"  # bits are copied as integers of several sizes
         return Row(self.kernel.__name__.strip("_"), options, arch, D, "bf16", 0, 0, 0)
 
-    def compiled(self, arch: int) -> tuple[int, int, int, str, int, int]:
-        """Shared memory, registers, stack (bytes), layout, barriers and blocks, compiled as a call with these arguments would
-        be."""
+    def compiled(self, arch: int) -> tuple[int, int, int]:
+        """Shared memory, registers and stack (bytes), compiled as a call with these arguments would be."""
         names = self.kernel.arg_names
         signature, constexprs, attributes = {}, dict[str, object](self.on(arch)), {}
         for i, (name, value) in enumerate(zip(names[: len(self.args)], self.args, strict=True)):
@@ -119,28 +107,10 @@ class Launch(NamedTuple):
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(made.asm["cubin"])
             file.flush()
-            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
             said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         registers, stack = (int(re.findall(rf"{word}:(\d+)", said)[0]) for word in ("REG", "STACK"))
-        shared = made.metadata.shared
-        layouts = dict.fromkeys(re.findall(r"nvidia_mma.*?warpsPerCTA = \[(\d+), (\d+)\]", made.asm["ttgir"]))
-        layout = " ".join(f"{rows}x{columns}" for rows, columns in layouts) or "-"
-        return shared, registers, stack, layout, barriers(said), self.blocks(arch, shared, registers)
-
-    def blocks(self, arch: int, shared: int, registers: int) -> int:
-        """Programs that a multiprocessor holds."""
-        taken = -(-registers * 32 // 256) * 256 * self.num_warps
-        memory = (LIMIT_KIB[arch] * 1024 + RESERVED) // (shared + RESERVED)
-        return min(PROGRAMS[arch], THREADS[arch] // (32 * self.num_warps), 65536 // taken, memory)
-
-
-def barriers(sass: str) -> int:
-    """Barriers in the innermost loop that has most of them, of a kernel's machine code."""
-    code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
-    jumps = [(at, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", what)) for at, what in code]
-    loops = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
-    inner = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
-    return max((sum("BAR.SYNC" in what for at, what in code if a <= at <= b) for a, b in inner), default=0)
+        return made.metadata.shared, registers, stack
 
 
 def launches(D: int) -> Iterator[Launch]:
@@ -189,8 +159,6 @@ def problems(rows: list[Row], committed: list[Row]) -> list[str]:
             f"{row.stack_bytes} bytes of stack a thread: registers spill": row.stack_bytes > old.stack_bytes,
             f"shared memory grew from {old.shared_bytes} to {row.shared_bytes} bytes": row.shared_bytes
             > old.shared_bytes,
-            f"barriers in the loop grew from {old.barriers} to {row.barriers}": row.barriers > old.barriers >= 0,
-            f"{row.blocks} blocks per multiprocessor, before {old.blocks}": row.blocks < old.blocks,
             f"registers grew from {old.registers} to {row.registers}, by over 10%": row.registers
             > REGISTERS * old.registers,
             "not in the committed table": not known,

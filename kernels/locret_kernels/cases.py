@@ -153,7 +153,6 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     table, one = x(S, D // 2).repeat(1, 2), q[:, :, 0].contiguous()
     yield case("rotate_rows", f"S={S}", k, table, table, nbytes=2 * k.nbytes)
     place = torch.arange(S, dtype=torch.int32, device=device).repeat(1, H, 1)
-    yield case("rotate_rows, placed", f"S={S}", k, table, table, place, nbytes=2 * k.nbytes)
     lengths = torch.full((1, H), S, dtype=torch.int64, device=device)
     spans = Spans(torch.arange(H, device=device)[None] * S, lengths, S)
     angles = Angles(*[angle_steps(x(D // 2, dtype=torch.float32), S)] * 2)

@@ -15,7 +15,7 @@ from locret_kernels.attend import ChunkRotation, attend_and_count
 from locret_kernels.attend import cpu as attend_on_cpu
 from locret_kernels.backend import BackendUnavailable, choose, function
 from locret_kernels.column_stats import ColumnStats
-from locret_kernels.fused import cpu as fused_on_cpu
+from locret_kernels.fused import rms_norm, swiglu
 from locret_kernels.sparse_attend import Blocks
 
 from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rotate_lean
@@ -151,11 +151,11 @@ class CpuBackend(Backend):
         return dtype in cpp.DTYPES
 
     def operations(self, x: Tensor) -> LayerOperations | None:
-        """Compiled norm, gate and product for hidden states like ``x [B, T, C]``; None for tensors that C++ does not
-        take."""
+        """The definitions of norm and gate, and the compiled product, for hidden states like ``x [B, T, C]``; None for
+        tensors that C++ does not take."""
         if type(x) is not Tensor or x.device.type != "cpu" or x.dtype not in cpp.DTYPES:
             return None
-        return LayerOperations(fused_on_cpu.rms_norm, fused_on_cpu.swiglu, product)
+        return LayerOperations(rms_norm, swiglu, product)
 
     def attend(
         self,
@@ -185,8 +185,7 @@ class CpuBackend(Backend):
 def runs_on_cpu() -> bool:
     """Whether the C++ for a chunk of a prompt runs here; compiles it where it is not yet. Says why it does not, once."""
     try:
-        for operation in (attend_on_cpu, fused_on_cpu):
-            operation.load()
+        attend_on_cpu.load()
     except cpp.Unavailable as error:
         logger.warning("prompts are read by PyTorch's operations alone, which is slower here: %s", error)
         return False

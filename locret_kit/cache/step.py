@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from locret_kernels.attend import ChunkRotation
-from locret_kernels.backend import function
 from locret_kernels.enter import Score
 from locret_kernels.ragged_decode import Angles
 
@@ -117,10 +116,9 @@ def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedR
         if not ctx.positions.by_rank:
             place_HT = ctx.positions.place(place_HT, rows.positions[starts_H[:, None] + place_HT], rows.seen)
             place_N = ctx.positions.place(place_N, rows.positions, rows.seen).clamp(0, size - 1)
-        (cos, sin), turned = ctx.tables.upto(rope, size, q), function("rotate_rows", ctx.backend.kernels)
-        keys = turned(keys[None, None], cos, sin, place_N.int()[None, None])[0, 0]
-        cos, sin = ctx.tables.upto(rope.of_queries, size, q)
-        q = turned(q, cos, sin, place_HT.int().repeat_interleave(Q // H, 0)[None])
+        of_keys, of_queries = (ctx.tables.upto(one, size, q) for one in (rope, rope.of_queries))
+        keys = ctx.backend.rotate(keys[None, None], *(table[place_N][None, None] for table in of_keys))[0, 0]
+        q = ctx.backend.rotate(q, *(table[place_HT].repeat_interleave(Q // H, 0)[None] for table in of_queries))
     return attend_heads(q, keys, values, starts_H, lengths_H, layout.longest, rows.scaling)
 
 

@@ -23,8 +23,9 @@ from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
 from .drivers import Decoding, Driver, PlainDriver, chunk_driver, logits_after
+from .drivers.capture import warn
 from .drivers.cpu import cpu_driver
-from .drivers.graph import MOST_GRAPHS, GraphDriver, warn
+from .drivers.graph import MOST_GRAPHS, GraphDriver
 from .drivers.texts import TextsDriver, texts_key
 from .sampling import Chooser, stop_ids
 from .sequence import PromptScheduler, Request, Sequence

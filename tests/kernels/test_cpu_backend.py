@@ -13,8 +13,6 @@ from tiny_models import tiny_model
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.attend import cpu as attend_cpu
 from locret_kernels.column_stats import MARGIN
-from locret_kernels.fused import cpu as fused_cpu
-from locret_kernels.fused import rms_norm, swiglu
 from locret_kernels.ragged_decode import Rotation, Spans, ragged_decode
 from locret_kernels.ragged_decode import cpu as decode_cpu
 from locret_kernels.rotate import rotate_rows
@@ -111,30 +109,6 @@ def test_numbers_of_another_type_are_read_as_what_they_are_and_tables_reach_ever
     tables = Rope(torch.ones(16)).tables(torch.arange(4), torch.float32)
     with pytest.raises(ValueError, match=r"cos \(4, 32\) must be \[at least 5, even and at most 32\]"):
         decode_cpu.ragged_decode(q.float(), tuple(rows), spans, 0.2, Rotation(*tables))
-    for x, other in ((q, rows[0, 0]), (rows[0], rows[0, 0].bfloat16())):
-        assert torch.equal(fused_cpu.rms_norm(x, other, 1e-5)[0], rms_norm(x, other, 1e-5)[0])
-        assert torch.equal(fused_cpu.swiglu(x, other.expand_as(x)), swiglu(x, other.expand_as(x)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("shape", [(3, 5, 48), (1, 1, 100)])
-def test_norms(shape, residual, dtype):
-    x, weight, other = (random(*size, seed=seed).to(dtype) for seed, size in enumerate((shape, shape[-1:], shape)))
-    other = other if residual else None
-    exact, summed = rms_norm(x, weight, 1e-5, other)
-    mine, total = fused_cpu.rms_norm(x, weight, 1e-5, other)
-    rounding = 1e-5 if dtype == torch.float32 else 2**-8  # a sum in another order, rounded to the next number
-    torch.testing.assert_close(mine, exact, rtol=rounding, atol=1e-6)
-    assert torch.equal(total, summed)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gates_apart_or_side_by_side(dtype):
-    both = 5 * random(2, 7, 100).to(dtype)
-    for gate, up in (both.chunk(2, -1), [x.contiguous() for x in both.chunk(2, -1)]):
-        rounding = 1e-5 if dtype == torch.float32 else 2**-7
-        torch.testing.assert_close(fused_cpu.swiglu(gate, up), swiglu(gate, up), rtol=rounding, atol=1e-6)
 
 
 # ---- rows in few bits -------------------------------------------------------------------------------------------------
@@ -221,7 +195,7 @@ def test_weights_that_are_trained_through_a_cache_get_their_gradients(trained, d
 
 def test_without_a_compiler_prompts_are_read_all_the_same(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    calls = (attend_cpu.load, fused_cpu.load, runs_on_cpu)
+    calls = (attend_cpu.load, runs_on_cpu)
     for call in calls:
         call.cache_clear()
     model, ids = tiny_model("llama", head_dim=16), list(range(2, 90))

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from attention_oracle import turned
 from interpreted import BOTH, KERNELS, REFERENCES, close, common, poisoned, random
 
 from locret_kernels import backend
@@ -124,18 +123,6 @@ def test_rotate_rows(S, D, R, dtype):
     turned = KERNELS["rotate_rows"](wide, *every)
     close(turned.float(), KERNELS["rotate_rows"](wide.contiguous(), *every).float(), dtype)
     assert turned.transpose(1, 2).is_contiguous(), "what follows reads it as it lies"
-
-
-@BOTH
-@pytest.mark.parametrize("R", [64, 20])
-def test_rotation_by_place(functions, R):
-    x, generator = random(2, 3, 9, 64), torch.Generator().manual_seed(1)
-    place = torch.rand(2, 3, 12, generator=generator).argsort(-1).int()[:, :, :9]
-    angle = 6 * torch.randn(12, R // 2, generator=generator).double()
-    tables = angle.repeat(1, 2).cos().float(), angle.repeat(1, 2).sin().float()
-    with poisoned():
-        mine = functions["rotate_rows"](x, *tables, place)
-    close(mine, turned(x, angle[place.long()]).float())
 
 
 def test_what_rotate_rows_refuses():

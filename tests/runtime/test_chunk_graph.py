@@ -90,7 +90,7 @@ def test_a_number_of_the_host_in_a_graph_is_found(monkeypatch):
 
 def test_a_capture_that_fails_costs_no_chunk(caplog):
     class Fails(TapedDecoder):
-        def _captured(self, form):
+        def _captured(self, step):
             raise RuntimeError("the stream cannot be captured")
 
     for _ in range(2):

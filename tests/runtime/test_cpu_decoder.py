@@ -16,7 +16,8 @@ from locret_kernels.decoder_step import Halves, load
 from locret_kernels.product import FORMATS
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.gguf.gguf_model import PackedEmbedding, PackedLinear
-from locret_kit.runtime.drivers.cpu import CpuDriver, _say_once, cpu_driver
+from locret_kit.runtime.drivers.capture import warn
+from locret_kit.runtime.drivers.cpu import CpuDriver, cpu_driver
 from locret_kit.runtime.engine import Engine, Request
 from locret_kit.runtime.session import Sampling, decode, prefill
 
@@ -205,7 +206,7 @@ def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog)
     """And that is said once."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     load.cache_clear()
-    _say_once.cache_clear()
+    warn.cache_clear()
     model, ids = tiny_model("llama").double(), tokens()
     try:
         said = []

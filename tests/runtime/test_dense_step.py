@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from torch import nn
 
 from locret_kernels.cases import packed_matrix
-from locret_kernels.decoder_step import RowProducts
+from locret_kernels.decoder_step import RowProducts, composed
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads
 from locret_kit.backbones.gguf.gguf_model import PackedLinear
 from locret_kit.backbones.spec import spec_of
@@ -133,11 +133,7 @@ def test_the_fastest_form_of_each_shape_runs(monkeypatch):
 
     def timings(stages, kernels):
         asked.append([tuple(weight.shape) for weight in stages[0].weights])
-        return {
-            APART: apart,
-            "one launch, without PDL": 3.0,
-            "one launch": 2.0 if len(stages[0].weights) > 1 else 0.5,
-        }
+        return {APART: apart, "one launch": 2.0 if len(stages[0].weights) > 1 else 0.5}
 
     model, cache = model_of("phi3"), make("h2o", family="phi3")
     cache.bind(model)
@@ -154,19 +150,28 @@ def test_the_fastest_form_of_each_shape_runs(monkeypatch):
     assert dense.dense_step(model, ctx) is None
 
 
-def test_a_form_that_does_not_run_is_left_out(monkeypatch, caplog):
+def no_such_instruction(x, stage, residual):
+    raise OSError("ptxas: no such instruction\nmore")
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        (no_such_instruction, "ptxas: no such instruction"),
+        (lambda *given: [1.1 * x for x in composed(*given, None, None)], "their products are not those of separate launches"),
+        (lambda *given: [0 * x / 0 for x in composed(*given, None, None)], "their products are not those"),
+        (lambda *given: [x.where(x != x.max(), 0) for x in composed(*given, None, None)], "their products are not those"),
+        (lambda *given: [1.001 * x for x in composed(*given, None, None)], None),
+    ],
+)  # fmt: skip
+def test_a_form_that_does_not_run_or_gives_other_products_is_left_out(form, why, monkeypatch, caplog):
     class Graph:
         def __init__(self, run):
             self.replay = run
 
-    def early(x, stage, residual, pdl=None):
-        if pdl is None:
-            raise OSError("ptxas: no such instruction\nmore")
-        return [x]
-
     monkeypatch.setattr(dense, "capture", lambda device, others, run: (Graph(run), None))
     monkeypatch.setattr(dense, "quickest", lambda run, device: 8.0 if run() is not None else 0.0)
-    monkeypatch.setattr(dense, "function", lambda name, kernels: early if name == "row_products" else None)
-    stages = [RowProducts((torch.ones(4, 8),), (None,))] * 2
-    assert dense.timings(stages, "triton") == {APART: 4.0, "one launch, without PDL": 4.0}
-    assert "matrix products of a token do not run as one launch: ptxas: no such instruction" in caplog.text
+    monkeypatch.setattr(dense, "function", lambda name, kernels: form if name == "row_products" else None)
+    stages = [RowProducts((torch.randn(4, 8),), (None,))] * 2
+    assert dense.timings(stages, "triton") == {name: 4.0 for name in (APART, "one launch")[: 2 - bool(why)]}
+    assert (f"matrix products of a token do not run as one launch: {why}" in caplog.text) == bool(why)

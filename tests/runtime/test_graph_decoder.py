@@ -17,8 +17,9 @@ from locret_kit.cache import bounded
 from locret_kit.runtime import drivers
 from locret_kit.runtime.drivers import PlainDriver, capture, logits_after
 from locret_kit.runtime.drivers import graph as driver
+from locret_kit.runtime.drivers.capture import SyncDetector
 from locret_kit.runtime.drivers.dense import DenseStep
-from locret_kit.runtime.drivers.graph import GraphDriver, SyncDetector
+from locret_kit.runtime.drivers.graph import GraphDriver
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
 from locret_kit.runtime.session import Sampling, decode, prefill
@@ -247,7 +248,7 @@ def test_decode_chooses(monkeypatch):
 def test_a_capture_that_fails_loses_no_token(monkeypatch, caplog):
     """The step that could not be captured runs as it is, once, then over modules; the reason is there for the next."""
 
-    def fails(self, form):
+    def fails(self, step):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(TapedDecoder, "_captured", fails)

@@ -10,7 +10,7 @@ from tape import TapedDecoder, TapedTexts, on_the_reference  # noqa: F401  (a fi
 from tiny_models import tiny_model
 
 from locret_kit.runtime import drivers, engine
-from locret_kit.runtime.drivers.graph import warn
+from locret_kit.runtime.drivers.capture import warn
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
 
@@ -122,16 +122,16 @@ def test_texts_without_a_graph_say_why_once(policy, rest, why, taped, caplog):
 
 
 def test_a_capture_that_fails_loses_no_token(taped, monkeypatch, caplog):
-    def fails(self, form, caches):
-        caches[0].unfinished = True
+    def fails(self, step):
+        step.args[1][0].unfinished = True  # of the texts of the step
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(TapedTexts, "_captured", fails)
     warn.cache_clear()
     mine, theirs = (answers(graph, "h2o")[:2] for graph in (True, False))
     assert mine == theirs
-    assert taped[0].reason == "the capture of 2 texts failed: operation not permitted when stream is capturing"
-    assert caplog.text.count("steps run without CUDA graphs: the capture of 2 texts failed") == 1
+    assert taped[0].reason == "its capture failed: operation not permitted when stream is capturing"
+    assert caplog.text.count("steps run without CUDA graphs: its capture failed") == 1
 
 
 def test_a_graph_holds_no_text(taped):

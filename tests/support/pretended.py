@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from locret_kit.backbones import products, weights
 from locret_kit.cache import attend
-from locret_kit.runtime.drivers.graph import SYNCING_OPS, _shape_is_read
+from locret_kit.runtime.drivers.capture import SYNCING_OPS, _shape_is_read
 
 CUDA, HOST = torch.device("cuda:0"), torch.device("cpu")
 PROJECT = Path(__file__).resolve().parents[2]

@@ -63,15 +63,16 @@ class TapedTexts(TextsDriver):
     def __init__(self, model, first) -> None:
         super().__init__(model, first)
         self.captures, self.replays = True, 0
+        self.pools = [rows.page.pool for rows in first.bounded]
 
-    def _captured(self, form, caches):
-        pools = [rows.page.pool for rows in caches[0].bounded]
-        state = [x for pool in pools for x in vars(pool).values() if isinstance(x, torch.Tensor)]
-        return recorded(state, lambda: self._step(form, caches))
+    def _captured(self, step):
+        state = [x for pool in self.pools for x in vars(pool).values() if isinstance(x, torch.Tensor)]
+        return recorded(state, step)
 
-    def _run(self, form, caches):
+    def _run(self, form, *rest):
+        logits = super()._run(form, *rest)
         self.replays += form in self.graphs
-        return super()._run(form, caches)
+        return logits
 
 
 class TapedDecoder(GraphDriver):
@@ -81,14 +82,15 @@ class TapedDecoder(GraphDriver):
         super().__init__(model, cache, tokens)
         self.captures, self.replays, self.evictions_replayed = True, 0, 0
 
-    def _captured(self, form):
+    def _captured(self, step):
         holders = [one for layer in self.cache.bounded for one in (layer, layer.codec)]
         rows = [x for one in holders for x in vars(one).values() if isinstance(x, torch.Tensor)]
-        return recorded([*rows, self.seen, self.length_L], lambda: self._step(form))
+        return recorded([*rows, self.seen, self.length_L], step)
 
-    def _run(self, form):
+    def _run(self, form, *rest):
+        logits = super()._run(form, *rest)
         self.replays += form in self.graphs
         self.evictions_replayed += (
             any(one.due and (one.due.room or one.due.keep) for one in form) and form in self.graphs
         )
-        return super()._run(form)
+        return logits

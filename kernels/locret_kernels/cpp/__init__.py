@@ -210,7 +210,7 @@ STATISTICS = {"above": 1, "square": 2, "sum": 4}
 
 
 Library = ctypes.CDLL
-ADDRESS, NUMBER, INT, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+ADDRESS, NUMBER, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 """Types of arguments."""
 
 

@@ -43,14 +43,9 @@ class RowProducts(NamedTuple):
     """Whether the result is ``swiglu`` of the two products; needs a norm."""
 
 
-def row_products(
-    x_NK: Tensor, stage: RowProducts, residual: Tensor | None = None, pdl: bool | None = None
-) -> list[Tensor]:
+def row_products(x_NK: Tensor, stage: RowProducts, residual: Tensor | None = None) -> list[Tensor]:
     """Products ``[N, rows]`` of each matrix with the vectors ``x``, or ``swiglu`` of both, plus the residual. They have the type
     of ``x`` and are rounded where transformers rounds.
-
-    Args:
-        pdl: whether a kernel may begin before the previous launch has ended; by default where the card can.
 
     Raises:
         ValueError: shapes that do not fit, or a residual with several products.

@@ -103,15 +103,7 @@ def has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _programs(device: torch.device) -> int:
-    """Programs of a launch at most: four per multiprocessor, about what registers allow."""
-    on_card = device.type == "cuda" and torch.cuda.is_available()
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if on_card else common.PROGRAMS
-
-
-def row_products(
-    x_NK: Tensor, stage: RowProducts, residual: Tensor | None = None, pdl: bool | None = None
-) -> list[Tensor]:
+def row_products(x_NK: Tensor, stage: RowProducts, residual: Tensor | None = None) -> list[Tensor]:
     """See the definition, ``row_products``; for one vector."""
     check_stage(x_NK, stage, residual)
     if len(x_NK) != 1:
@@ -131,10 +123,10 @@ def row_products(
     blocks = cdiv(sum(made), block_n)
     aligned = all(n * x_NK.itemsize % 16 == 0 for n in (K, *map(Tensor.storage_offset, weights)))
     common.launch(
-        _row_products, (cdiv(blocks, cdiv(blocks, _programs(x_NK.device))),), x_NK, x_NK if norm is None else norm, *given,
+        _row_products, (cdiv(blocks, cdiv(blocks, common.PROGRAMS)),), x_NK, x_NK if norm is None else norm, *given,
         *[*added, *given][:4], x_NK if residual is None else residual, out, *ends, sum(made), K, float(eps),
         PARTS=parts, NORM=norm is not None, GATED=gated, BIAS=bool(added), ADD=residual is not None,
-        PDL=has_pdl(x_NK.device) if pdl is None else pdl, ALIGNED=aligned, BLOCK_N=block_n, BLOCK_K=block_k,
+        PDL=has_pdl(x_NK.device), ALIGNED=aligned, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=4 if block_k <= 4096 else 8, num_stages=1,
     )  # fmt: skip
     return list(out.split(made, 1))

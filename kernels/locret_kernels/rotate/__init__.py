@@ -10,12 +10,9 @@ from torch import Tensor
 __all__ = ["rotate_rows"]
 
 
-def rotate_rows(x: Tensor, cos_TR: Tensor, sin_TR: Tensor, place_BHT: Tensor | None = None) -> Tensor:
+def rotate_rows(x: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Rotate ``x [..., T, D]`` by the half-split convention; dimensions past ``R`` pass unchanged (partial rotary). Kernels take
-    both halves of a table to be alike. Tables may have the other axes of ``x`` too. With ``place`` ``[B, H, T]`` (an integer) a
-    row is rotated by the table's row of that number."""
-    if place_BHT is not None:
-        cos_TR, sin_TR = cos_TR[place_BHT.long()], sin_TR[place_BHT.long()]
+    both halves of a table to be alike. Tables may have the other axes of ``x`` too."""
     r = cos_TR.shape[-1]
     part = x[..., :r]
     half = torch.cat((-part[..., r // 2 :], part[..., : r // 2]), dim=-1)

@@ -18,11 +18,10 @@ from ..common import check, head_blocks
 
 @triton.jit
 def _rotate_rows(
-    x, cos, sin, place, out, stride_xb, stride_xh, stride_xs, stride_ob, stride_oh, stride_os, stride_tb, stride_th, H, S,
-    D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, PLACED: tl.constexpr,
+    x, cos, sin, out, stride_xb, stride_xh, stride_xs, stride_ob, stride_oh, stride_os, stride_tb, stride_th, H, S,
+    D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Program axes: blocks of rows (BS of them), heads of all batches. The strides of the tables are those of the places where
-    rows are placed."""
+    """Program axes: blocks of rows (BS of them), heads of all batches."""
     b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)  # [BS]
     columns = tl.arange(0, BLOCK_H)  # [BH]: of the first half; each has its partner HALF columns on
@@ -30,12 +29,7 @@ def _rotate_rows(
     keep = there & (columns < HALF)[None, :]  # [BS, BH]
     read = x + b * stride_xb + h * stride_xh + rows[:, None] * stride_xs + columns[None, :]  # [BS, BH]
     write = out + b * stride_ob + h * stride_oh + rows[:, None] * stride_os + columns[None, :]  # [BS, BH]
-    angle = b * stride_tb + h * stride_th  # of the tables, or of the places
-    if PLACED:
-        angle = tl.load(place + angle + rows, mask=rows < S, other=0).to(tl.int64)[:, None] * (2 * HALF)  # [BS, 1]
-    else:
-        angle += rows[:, None] * (2 * HALF)  # [BS, 1]
-    angle += columns[None, :]  # [BS, BH]
+    angle = b * stride_tb + h * stride_th + rows[:, None] * (2 * HALF) + columns[None, :]  # [BS, BH]
     low = tl.load(read, mask=keep, other=0.0).to(tl.float32)
     high = tl.load(read + HALF, mask=keep, other=0.0).to(tl.float32)
     c = tl.load(cos + angle, mask=keep, other=0.0).to(tl.float32)
@@ -47,7 +41,7 @@ def _rotate_rows(
         tl.store(write + first, tl.load(read + first, mask=keep, other=0.0), mask=keep)
 
 
-def rotate_rows(x: Tensor, cos_TR: Tensor, sin_TR: Tensor, place_BHT: Tensor | None = None) -> Tensor:
+def rotate_rows(x: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """See the definition, ``rotate_rows``; ``x`` is ``[B, H, T, D]``."""
     check(x=x, cos=cos_TR, sin=sin_TR)
     (B, H, S, D), R = x.shape, cos_TR.shape[-1]
@@ -55,23 +49,15 @@ def rotate_rows(x: Tensor, cos_TR: Tensor, sin_TR: Tensor, place_BHT: Tensor | N
     check_some("x", x.numel(), "numbers")
     if cos_TR.shape != sin_TR.shape or R % 2 or not 2 <= R <= D:
         raise ValueError(f"cos {tuple(cos_TR.shape)} must have an even number of columns up to {D}, and sin its shape")
-    cos, sin = cos_TR.contiguous(), sin_TR.contiguous()
-    if place_BHT is None:  # axes that the tables lack are expanded, so their stride is 0
-        cos, sin = cos.expand(B, H, S, R), sin.expand(B, H, S, R)
-    elif cos.dim() != 2 or place_BHT.shape != (B, H, S):
-        raise ValueError(
-            f"place {tuple(place_BHT.shape)} must be {(B, H, S)}, and cos {tuple(cos.shape)} a table of two axes"
-        )
-    else:
-        check(place=place_BHT)
-    at = cos if place_BHT is None else place_BHT
+    # Axes that the tables lack are expanded, so their stride is 0.
+    cos, sin = (table.contiguous().expand(B, H, S, R) for table in (cos_TR, sin_TR))
     # The axes of the output lie in the order of the input's: a projection's [B, T, heads, D] stays one.
     out, block_s = torch.empty_like(x), 32 if D < 256 else 16
     check(out=out)
     common.launch(
-        _rotate_rows, (cdiv(S, block_s), B * H), x, cos, sin, at, out, *x.stride()[:3], *out.stride()[:3],
-        *at.stride()[:2], H, S,
-        D=D, HALF=R // 2, BLOCK_H=triton.next_power_of_2(R // 2), BLOCK_S=block_s, PLACED=place_BHT is not None, num_warps=4,
+        _rotate_rows, (cdiv(S, block_s), B * H), x, cos, sin, out, *x.stride()[:3], *out.stride()[:3],
+        *cos.stride()[:2], H, S,
+        D=D, HALF=R // 2, BLOCK_H=triton.next_power_of_2(R // 2), BLOCK_S=block_s, num_warps=4,
         num_stages=1,
     )  # fmt: skip
     return out

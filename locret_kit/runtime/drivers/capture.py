@@ -1,12 +1,35 @@
-"""CUDA graphs of steps: all are captured on one stream of their device."""
+"""CUDA graphs of steps: all are captured on one stream of their device. What makes the host wait cannot be captured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache, partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from ...cache.bounded import BoundedCache
+from ...naming import first_line
+
+logger = logging.getLogger(__name__)
+F = TypeVar("F", bound=Hashable)
+
+WARM = 3
+"""Tokens before the first capture: kernels are compiled and workspaces allocated in them, and a short answer ends with them."""
+SYNCING_OPS = frozenset(
+    {
+        "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",
+        "masked_select", "bincount", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+    }
+)  # fmt: skip
+"""Operators whose result, or its shape, the host waits for; inference mode shows the composed ones as they are called."""
 
 
 @cache
@@ -31,3 +54,106 @@ def capture(device: torch.device, others: Iterable[Captured], step: Callable[[],
     with torch.cuda.device(device), before_it, capturing():
         logits = step()
     return graph, logits
+
+
+@cache
+def warn(reason: str, what: str = "steps run without CUDA graphs") -> None:
+    """Log why something runs in a slower way, once a process for each reason."""
+    logger.warning("%s: %s", what, reason)
+
+
+class SyncDetector(TorchDispatchMode):
+    """Collects the names of operators that make the host wait for the device, or that copy between the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name in SYNCING_OPS or _shape_is_read(name, args, kwargs):
+            self.found.add(name)
+        if len({x.device.type for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)}) > 1:
+            self.found.add(f"{name} between host and device")
+        return out
+
+
+def _shape_is_read(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Whether an operator that mostly runs ahead has arguments that make the host read numbers on the device."""
+    if name in ("index", "index_put", "index_put_"):
+        return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]))
+    if name == "repeat_interleave":
+        return any(isinstance(x, Tensor) for x in args[-1:]) and kwargs.get("output_size") is None
+    return name == "where" and len(args) == 1
+
+
+class StepGraphs(Generic[F]):
+    """Forms of a step. Each runs uncaptured at first, is then captured, and replayed from then on.
+
+    On CUDA that is; elsewhere the very same functions run as they are. ``reason`` says why nothing (more) is captured, once
+    that is known.
+
+    Args:
+        warm: steps before the first capture. most: captured forms; one beyond them runs without a graph.
+    """
+
+    name = "graph"
+    what: str
+    """The step, for messages."""
+
+    def __init__(self, model: PreTrainedModel, warm: int, most: float) -> None:
+        self.model, self.captures = model, model.device.type == "cuda"
+        self.warm, self.most = warm, most
+        self.reason: str | None = None
+        self.dense: Callable[..., Tensor] | None = None
+        """Forward of a token without the decoder's modules, where possible."""
+        self.graphs: dict[F, Captured] = {}
+        self.ran = Counter[F]()
+
+    def takes(self, cache: BoundedCache) -> str | None:
+        """Reason why a cache is not decoded so (any more); None where it is, as far as known."""
+        return self.reason
+
+    def _run(self, form: F, step: Callable[[], Tensor], undo: Callable[[], None]) -> Tensor:
+        """Logits ``[N, V]`` of one form of the step. ``undo`` follows a capture that fails: nothing of it has run, and the
+        step is still to come."""
+        self.ran[form] += 1
+        known, ran = form in self.graphs, self.ran.total()
+        room = self.captures and self.reason is None and len(self.graphs) < self.most
+        if not known and room and self.ran[form] > 1 and ran > self.warm:
+            try:
+                self.graphs[form] = self._captured(step)
+            except RuntimeError as error:
+                undo()
+                failed = f"its capture failed: {first_line(error)}"
+                if self.dense is not None:
+                    self.dense = None
+                    logger.warning("a token runs through the decoder's modules: %s", failed)
+                else:
+                    self._refuse(failed)
+                torch.cuda.empty_cache()  # what the capture had, where memory was short
+        if form in self.graphs:
+            graph, logits_NV = self.graphs[form]
+            graph.replay()
+            return logits_NV
+        with SyncDetector() as reads:
+            logits_NV = step()
+        if reads.found and ran > 1:  # the very first one prepares what later ones need not
+            self._waits(form, ", ".join(sorted(reads.found)))
+        return logits_NV
+
+    def _captured(self, step: Callable[[], Tensor]) -> Captured:
+        torch.cuda.empty_cache()  # a chunk's tensors are large, and the graph has its own
+        return capture(self.model.device, self.graphs.values(), step)
+
+    def _waits(self, form: F, ops: str) -> None:
+        """A form reads from the device by some operators."""
+        self._refuse(f"{self.what} makes the host wait ({ops})")
+
+    def _refuse(self, reason: str) -> None:
+        self.reason = reason
+        warn(reason)

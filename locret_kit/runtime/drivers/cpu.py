@@ -6,10 +6,9 @@ two calls. So any text may be decoded the plain way at any token, and be here ag
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import lru_cache, partial
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,14 +24,12 @@ from ...backbones.weights import PRODUCTS, Dense, NotDense, Product, check_dense
 from ...cache.bounded import BoundedCache
 from ...cache.step import evict_if_due, make_room
 from ...cache.storage.codec import Plain
-from ...cache.storage.quantised import GroupedBits, fits
+from ...cache.storage.quantised import GroupedBits
 from ...cache.view import entry_scores, scores_of
 from ...heads import RetainingHeads
 from ...policies.capabilities import reason
-from .row_pointers import FullTail, PositionTables, RowPointers, quantise
-
-logger = logging.getLogger(__name__)
-
+from .capture import warn
+from .row_pointers import PositionTables, RowPointers
 
 CODECS = (Plain, GroupedBits)
 """Forms of keys and values that the call reads where they lie."""
@@ -170,23 +167,16 @@ class CpuDriver:
         pointers.packed["tail"] += 1
         pointers.left -= 1
         pointers.seen += 1
-        full: list[FullTail] = []
         for layer, rows in enumerate(cache.bounded):
-            codec = rows.codec
-            if isinstance(codec, GroupedBits):
-                wider = pointers.wider.get(layer)
-                # An eviction comes before the quantising, and moves rows that are open.
-                if wider is not None and not (pointers.seen < pointers.due and fits(codec)):
-                    codec.overflow(*wider)
+            if isinstance(rows.codec, GroupedBits):
+                if layer in pointers.wider:
+                    rows.codec.overflow(*pointers.wider[layer])
                 else:
-                    codec.tail += 1
-                    full += [] if wider is None else [(codec, *wider)]
+                    rows.codec.tail += 1
             rows.count(1)
             if not pointers.left:
                 evict_if_due(cache.context, [(layer, rows)])
-                codec.finish_block()
-        if full:
-            quantise(full)
+                rows.codec.finish_block()
 
     # ---- entry scores and queries --------------------------------------------------------------------------------------
 
@@ -270,11 +260,6 @@ def _places(x: object) -> object:
     return [_places(getattr(x, one.name)) for one in fields(x)] if is_dataclass(x) else x
 
 
-@lru_cache
-def _say_once(reason: str) -> None:
-    logger.warning("tokens are decoded by the plain forward, which is slower here: %s", reason)
-
-
 _KNOWN: WeakKeyDictionary[PreTrainedModel, CpuDriver] = WeakKeyDictionary()
 
 
@@ -296,5 +281,5 @@ def cpu_driver(model: PreTrainedModel, heads: RetainingHeads | None = None) -> C
         return known
     except (NotDense, cpp.Unavailable) as error:
         if isinstance(error, cpp.Unavailable):
-            _say_once(str(error))
+            warn(str(error), "tokens are decoded by the plain forward, which is slower here")
         return str(error)

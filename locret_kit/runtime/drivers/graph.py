@@ -9,17 +9,13 @@ Host-side counts follow every step, and the device's follow the host's, so any f
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from ...backbones.libraries import forward
@@ -29,27 +25,14 @@ from ...cache.context import Pins
 from ...cache.due import Due
 from ...cache.step import StaticStep, evict_if_due, make_room
 from ...cache.storage.rows import COUNTS
-from ...naming import first_line
 from ...policies.capabilities import reason
-from .capture import Captured, capture
-from .dense import DenseStep, dense_step
+from .capture import WARM, StepGraphs
+from .dense import dense_step
 
-logger = logging.getLogger(__name__)
-
-
-WARM = 3
-"""Tokens before the first capture: kernels are compiled and workspaces allocated in them, and a short answer ends with them."""
 CHUNKS = 6
 """Fewest chunks left of a prompt for a capture. The third chunk that leaves a full cache is captured."""
 MOST_GRAPHS = 4
 """Captured forms of a step; a form beyond them runs without a graph."""
-SYNCING_OPS = frozenset(
-    {
-        "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",
-        "masked_select", "bincount", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
-    }
-)  # fmt: skip
-"""Operators whose result, or its shape, the host waits for; inference mode shows the composed ones as they are called."""
 
 
 def _reason_against(model: PreTrainedModel, cache: BoundedCache) -> str | None:
@@ -63,12 +46,6 @@ def _reason_against(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     if any(rows.state for rows in cache.bounded):
         return f"the score of policy={cache.policy.name!r} keeps tensors of its own between tokens"
     return None
-
-
-@cache
-def warn(reason: str) -> None:
-    """Log why steps run without graphs, once a process for each reason."""
-    logger.warning("steps run without CUDA graphs: %s", reason)
 
 
 class LayerForm(NamedTuple):
@@ -88,36 +65,7 @@ Form = tuple[LayerForm, ...]
 """A step."""
 
 
-class SyncDetector(TorchDispatchMode):
-    """Collects the names of operators that make the host wait for the device, or that copy between the two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> object:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if name in SYNCING_OPS or _shape_is_read(name, args, kwargs):
-            self.found.add(name)
-        if len({x.device.type for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)}) > 1:
-            self.found.add(f"{name} between host and device")
-        return out
-
-
-def _shape_is_read(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Whether an operator that mostly runs ahead has arguments that make the host read numbers on the device."""
-    if name in ("index", "index_put", "index_put_"):
-        return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]))
-    if name == "repeat_interleave":
-        return any(isinstance(x, Tensor) for x in args[-1:]) and kwargs.get("output_size") is None
-    return name == "where" and len(args) == 1
-
-
-class GraphDriver:
+class GraphDriver(StepGraphs[Form]):
     """``driver([cache], [token])`` gives the logits ``[1, V]`` after a token of its one text, as the dynamic forward does; with
     ``tokens`` above 1 ``driver([cache], ids)`` those after a chunk ``[tokens]`` of its prompt.
 
@@ -129,22 +77,16 @@ class GraphDriver:
         cache: after its prompt, or after a chunk. Before it ``takes`` may be asked, and no token comes.
     """
 
-    name = "graph"
-
     def __init__(self, model: PreTrainedModel, cache: BoundedCache, tokens: int = 1) -> None:
-        self.model, self.cache, self.tokens = model, cache, tokens
-        self.reason = _reason_against(model, cache)
-        self.captures = model.device.type == "cuda"
-        self.dense: DenseStep | None = None
-        """Forward of a token without the decoder's modules, where possible."""
+        super().__init__(model, WARM if tokens == 1 else 2, MOST_GRAPHS)
+        self.cache, self.tokens, self.reason = cache, tokens, _reason_against(model, cache)
+        self.what = f"a {'token' if tokens == 1 else 'chunk'} of policy={cache.policy.name!r}"
         self.cuts_captured = True
         """Whether evictions are inside the graphs: unless the policy's make the host wait."""
         self.evictions = cache.counters.evictions
         """Evictions of the layer with the most, before the first step."""
-        self.graphs: dict[Form, Captured] = {}
         self.changes: dict[Form, list[int]] = {}
         """Counts on the host that a step of a graph adds to."""
-        self.ran: dict[Form, int] = {}
         self._held: list[list[tuple[Tensor, Tensor]]] = []
         """Tables of rotation that graphs read: a dynamic forward in between would free them."""
         if tokens > 1 and cache.context.stages:
@@ -163,10 +105,6 @@ class GraphDriver:
             """Tokens and rows of the cache that the device's counts describe."""
         self._follow()
 
-    def takes(self, cache: BoundedCache) -> str | None:
-        """Reason why the cache is not decoded so (any more); None where it is, as far as known."""
-        return self.reason
-
     def ready(self, cache: BoundedCache) -> bool:
         """Whether the next step can come here: any token, and a chunk after which every layer without a window is cut."""
         T, dues = self.tokens, ((rows, cache.context.due(n, rows, self.tokens)) for n, rows in enumerate(cache.bounded))
@@ -184,10 +122,10 @@ class GraphDriver:
         self._follow()
         form = self._form()
         if self.cuts_captured:
-            logits = self._run(form).clone()
+            logits = self._count(form).clone()
         else:
             self._cut(form, "room")
-            logits = self._run(self._form(cut=False)).clone()
+            logits = self._count(self._form(cut=False)).clone()
             self._cut(form, "keep")
         self.followed = self._followed()
         return logits
@@ -212,56 +150,26 @@ class GraphDriver:
                 form.append(LayerForm(layer, rows.rows, fresh, due if cut else None, ctx.pins))
         return tuple(form)
 
-    def _run(self, form: Form) -> Tensor:
-        """Logits ``[1, V]`` of one form of the step. It runs uncaptured at first, is then captured, and replayed from
-        then on."""
-        if form in self.graphs:
-            graph, logits = self.graphs[form]
-            graph.replay()
-            self._set_counts([n + more for n, more in zip(self._counts(), self.changes[form], strict=True)])
-            return logits
-        ran = self.ran[form] = self.ran.get(form, 0) + 1
-        warm = sum(self.ran.values()) > (WARM if self.tokens == 1 else 2)
-        if self.captures and self.reason is None and warm and ran > 1 and len(self.graphs) < MOST_GRAPHS:
-            counts = self._counts()
-            try:
-                self.graphs[form] = self._captured(form)
-            except RuntimeError as error:  # nothing of it has run: the step is still to come, and tables that it made
-                self.cache.context.tables.clear()
-                failed = f"its capture failed: {first_line(error)}"
-                if self.dense is not None:
-                    self.dense = None
-                    logger.warning("a token runs through the decoder's modules: %s", failed)
-                else:
-                    self.reason = failed
-                    warn(self.reason)
-                torch.cuda.empty_cache()  # what the capture had, where memory was short
-            else:
-                self.changes[form] = [new - old for new, old in zip(self._counts(), counts, strict=True)]
-                self._held.append(self.cache.context.tables.made())
-            finally:
-                self._set_counts(counts)
-            if form in self.graphs:
-                return self._run(form)
-        with SyncDetector() as reads:
-            logits = self._step(form)
-        self._judge(reads.found, any(one.due is not None for one in form))
+    def _count(self, form: Form) -> Tensor:
+        """Logits ``[1, V]`` of one form of the step; the host's counts follow."""
+        counts, replayed = self._counts(), form in self.graphs
+        logits = self._run(form, partial(self._step, form), partial(self._undo, counts))
+        if replayed:
+            self._set_counts([n + more for n, more in zip(counts, self.changes[form], strict=True)])
+        elif form in self.graphs:
+            self.changes[form] = [new - old for new, old in zip(self._counts(), counts, strict=True)]
+            self._held.append(self.cache.context.tables.made())
         return logits
 
-    def _captured(self, form: Form) -> Captured:
-        if self.tokens > 1:  # a chunk's tensors are large, and the graph has its own
-            torch.cuda.empty_cache()
-        return capture(self.model.device, self.graphs.values(), partial(self._step, form))
+    def _undo(self, counts: list[int]) -> None:
+        self._set_counts(counts)
+        self.cache.context.tables.clear()
 
-    def _judge(self, found: set[str], cut: bool) -> None:
-        """Decide about graphs after a step that read from the device; the very first one prepares what later ones need not."""
-        if not found or sum(self.ran.values()) == 1:
-            return
-        if cut and self.cuts_captured:
+    def _waits(self, form: Form, ops: str) -> None:
+        if self.cuts_captured and any(one.due is not None for one in form):
             self.cuts_captured = False
-            return
-        what = "token" if self.tokens == 1 else "chunk"
-        self.reason = f"a {what} of policy={self.cache.policy.name!r} makes the host wait ({', '.join(sorted(found))})"
+        else:
+            super()._waits(form, ops)
 
     # ---- what is captured: no number of the host may matter on the device -------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,9 +17,7 @@ from locret_kernels.ragged_decode import PackedRows
 from ...backbones.decoder_attention import Rope
 from ...cache.bounded import BoundedCache
 from ...cache.context import Context
-from ...cache.storage.quantised import GroupedBits, describe
-
-# ---- rows in few bits as ``locret_kernels.decoder_step`` reads them, and the quantising of full groups in all layers at once
+from ...cache.storage.quantised import GroupedBits
 
 
 def point_at(at: np.ndarray, packed: PackedRows, codec: GroupedBits) -> None:
@@ -33,26 +30,6 @@ def point_at(at: np.ndarray, packed: PackedRows, codec: GroupedBits) -> None:
         bits=packed.bits, group_bytes=packed.group_N.itemsize, groups=packed.key_step_PMD.shape[1], tail=codec.tail,
         value_groups=packed.value_step_NC.shape[1], tail_room=packed.tail_keys_PRD.shape[1],
     )  # fmt: skip
-
-
-FullTail = tuple[GroupedBits, Tensor, Tensor]
-"""A layer whose newest rows are counted, and copies ``[H, tail, D]`` of its full tail's keys and values."""
-
-
-def quantise(full: Sequence[FullTail]) -> None:
-    """Quantise the groups that are full, as ``finish_block`` does, up to the order of sums."""
-    found = np.zeros(len(full), quantiser.GROUP.dtype)
-    for at, (codec, keys, values) in zip(found, full, strict=True):
-        at["ready"] = (codec.tail - codec.residual) // codec.group_rows * codec.group_rows
-        describe(at, codec, keys, values)
-    quantiser.load().locret_quantise(found.ctypes.data, len(found), torch.get_num_threads())
-    for at, (codec, keys, values) in zip(found, full, strict=True):
-        ready = int(at["ready"])
-        codec.tail -= ready
-        codec.tail_keys[:, : codec.tail], codec.tail_values[:, : codec.tail] = keys[:, ready:], values[:, ready:]
-
-
-# ---- a text's rows as a compiled call reads them ----
 
 
 class PositionTables:
@@ -79,7 +56,6 @@ class RowPointers:
 
     Attributes:
         left: tokens until a boundary, where rows are evicted or a group is quantised.
-        due: tokens of the text when rows may be evicted.
         seen, context: those of the cache; a difference shows another writer or another text.
     """
 
@@ -88,7 +64,6 @@ class RowPointers:
     starts_LH: np.ndarray
     lengths_LH: np.ndarray
     left: int
-    due: int
     seen: int
     context: Context
     own: list[tuple[Rope, Tensor]] = field(default_factory=list)
@@ -106,7 +81,7 @@ class RowPointers:
         left = min(ctx.due(layer, rows, room).tokens for layer, rows in enumerate(cache.bounded))
         starts_LH, lengths_LH = (np.zeros((L, H), np.int64) for _ in range(2))
         rows_L, packed_L = np.zeros(L, ROWS.dtype), np.zeros(L, PACKED.dtype)
-        made = cls(rows_L, packed_L, starts_LH, lengths_LH, left, seen + left, seen, ctx)
+        made = cls(rows_L, packed_L, starts_LH, lengths_LH, left, seen, ctx)
         own: dict[int, tuple[Rope, Tensor]] = {}
         for layer, rows in enumerate(cache.bounded):
             flat, at = rows.flat(), made.rows[layer]

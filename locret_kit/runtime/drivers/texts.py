@@ -7,8 +7,9 @@ step, so a text may be decoded in another way at any token.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,10 +24,8 @@ from ...cache.context import Context
 from ...cache.step import evict_if_due, make_room
 from ...cache.texts import batch_key, row_numbers
 from ...cache.view import score_alike
-from ...naming import first_line
-from .capture import Captured, capture
+from .capture import WARM, StepGraphs
 from .dense import dense_step
-from .graph import WARM, SyncDetector, warn
 
 
 def texts_key(cache: BoundedCache) -> Hashable:
@@ -57,30 +56,23 @@ class Followed(NamedTuple):
     """Tokens until rows are cut."""
 
 
-class TextsDriver:
+class TextsDriver(StepGraphs[Form]):
     """``driver(caches, tokens)`` gives the logits ``[texts, V]`` after a token more of each text, as the shared forward does.
 
     Args:
         model: attached. first: one of the texts; all texts have its ``texts_key``.
     """
 
-    name = "graph"
+    what = "a token of several texts"
 
     def __init__(self, model: PreTrainedModel, first: BoundedCache) -> None:
-        self.model, self.captures = model, model.device.type == "cuda"
-        self.reason: str | None = None
+        super().__init__(model, WARM, math.inf)
         self.dense = dense_step(model, first.context)
         self.held = first.context.ropes, first.context.heads, first.bounded[0].page
         """Objects by whose identity texts are alike."""
-        self.graphs: dict[Form, Captured] = {}
         self.given: dict[Form, Tensor] = {}
         """Buffers of the device: tokens ``[N]``, then four ``row_numbers`` for each kind of layers."""
-        self.ran: Counter[Form] = Counter()
         self._followed: WeakKeyDictionary[BoundedCache, Followed] = WeakKeyDictionary()
-
-    def takes(self, cache: BoundedCache) -> str | None:
-        """Reason why texts are not decoded so (any more); None where they are, as far as known."""
-        return self.reason
 
     def ready(self, cache: BoundedCache) -> bool:
         """Whether the next token can come here."""
@@ -98,7 +90,7 @@ class TextsDriver:
             with torch.inference_mode(False):
                 self.given[form] = torch.zeros_like(numbers, device=self.model.device)
         self.given[form].copy_(numbers)
-        logits_NV = self._run(form, caches).clone()
+        logits_NV = self._run(form, partial(self._step, form, caches), partial(_undo, caches)).clone()
         for cache, before in zip(caches, followed, strict=True):
             cache.unfinished = True
             for rows in cache.bounded:
@@ -118,38 +110,6 @@ class TextsDriver:
         room = min(rows.capacity - rows.rows for rows in cache.bounded)
         return Followed(ctx, seen, min(ctx.due(layer, rows, room).tokens for layer, rows in enumerate(cache.bounded)))
 
-    def _run(self, form: Form, caches: Sequence[BoundedCache]) -> Tensor:
-        """Logits ``[N, V]`` of one form of the step. It runs uncaptured at first, is then captured, and replayed
-        from then on."""
-        self.ran[form] += 1
-        if self.captures and form not in self.graphs and self.ran[form] > 1 and self.ran.total() > WARM:
-            try:
-                self.graphs[form] = self._captured(form, caches)
-            except RuntimeError as error:  # nothing of it has run: the tokens are still to come
-                if form.texts == 1 and self.dense is not None:  # modules may be captured
-                    self.dense = None
-                else:
-                    self._refuse(f"the capture of {form.texts} texts failed: {first_line(error)}")
-                torch.cuda.empty_cache()  # what the capture had, where memory was short
-                for cache in caches:
-                    cache.unfinished = False
-        if form in self.graphs:
-            graph, logits_NV = self.graphs[form]
-            graph.replay()
-            return logits_NV
-        with SyncDetector() as reads:
-            logits_NV = self._step(form, caches)
-        if reads.found and self.ran.total() > 1:
-            self._refuse(f"a token of several texts makes the host wait ({', '.join(sorted(reads.found))})")
-        return logits_NV
-
-    def _refuse(self, reason: str) -> None:
-        self.reason = reason
-        warn(reason)
-
-    def _captured(self, form: Form, caches: Sequence[BoundedCache]) -> Captured:
-        return capture(self.model.device, self.graphs.values(), lambda: self._step(form, caches))
-
     def _step(self, form: Form, caches: Sequence[BoundedCache]) -> Tensor:
         """The captured step: logits ``[N, V]`` (float32). No number of the host may matter on the device."""
         given = self.given[form]
@@ -160,3 +120,8 @@ class TextsDriver:
             logits_NV = forward(self.model, given[:1], packed)[0].float()
         caches[0].context.tables.clear()  # they lie in the memory of graphs
         return logits_NV
+
+
+def _undo(caches: Sequence[BoundedCache]) -> None:
+    for cache in caches:
+        cache.unfinished = False
