@@ -7,9 +7,9 @@
 
 The card's own ceilings (a bfloat16 matmul, a copy) come first, and once more at the end. After the first comes a gate on
 correctness, then what is timed: see `end_to_end.py` for whole models, `kernels/benchmarks/bench.py` for operations alone,
-whose rows have a file of their own. Every row is written at once. A
-measurement that does not fit into ``--minutes`` or into memory, or uses an operation that is wrong, gets a row that says so,
-and the others go on. The exit status is 1 where something was wrong.
+whose rows have a file of their own. Every row is written at once. A measurement that does not fit into
+``--minutes`` or into memory, or uses an operation that is wrong, gets a row that says so, and the others go on. The exit status
+is 1 where something was wrong.
 """
 
 from __future__ import annotations

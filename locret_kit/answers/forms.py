@@ -73,7 +73,7 @@ class CallForm:
 
     @property
     def text_end(self) -> str:
-        """What is written at the end of a parameter that is a text."""
+        """Text after a parameter's value, for values that are texts."""
         return self.written[2] if len(self.written) > 2 else ""
 
 

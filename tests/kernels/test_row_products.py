@@ -20,7 +20,7 @@ SHAPES = [(96, (50,)), (200, (33, 7, 7, 5)), (128, (64, 16, 16)), (2100, (9,)), 
 
 
 def exact(x: torch.Tensor, stage: RowProducts, residual: torch.Tensor | None) -> list[torch.Tensor]:
-    """In float64, by sums written out."""
+    """Products in float64, by sums written out."""
     x = x.double()
     if stage.norm is not None:
         x = x / (x.pow(2).sum(-1, keepdim=True) / x.shape[1] + stage.eps).sqrt() * stage.norm.double()
@@ -57,7 +57,7 @@ def test_against_float64(functions, dtype, K, rows, monkeypatch):
 
 
 def test_pieces_of_one_matrix_are_one_product():
-    """Of a fused projection, with a folded head after it or before it. Gaps, another order and biases keep them apart."""
+    """Pieces of a fused projection, with a folded head after or before them. Gaps, another order and biases keep them apart."""
     x, both, apart = random(1, 8), random(10, 8), random(3, 8, seed=1)
     first, second, third = both.split([4, 4, 2])
     for weights, biases, count in (

@@ -128,7 +128,7 @@ def test_what_modules_do_that_matrices_do_not(family, change, settings):
 
 
 def test_the_fastest_form_of_each_shape_runs(monkeypatch):
-    """As a clock says, once for each shape. Where PyTorch's products win throughout, modules run."""
+    """A form is chosen by its time, once for each shape. Where PyTorch's products win throughout, modules run."""
     asked, apart = [], 1.0
 
     def timings(stages, kernels):

@@ -238,7 +238,7 @@ ENDED = regex.compile(
     cuts=st.lists(st.integers(0, 999), max_size=9),
 )
 def test_arguments_come_piece_by_piece(form, make, text, other, inner, number, cuts):
-    """Of values that end where a family's own parser ends them: texts as they are written, others when they are whole."""
+    """Values end where a family's own parser ends them. Texts come as they are written, others when they are whole."""
     assume(form == "gemma" or not any(ENDED.search(f"{one}\n") for one in (text, other)))
     schema = {
         "properties": {

@@ -54,8 +54,8 @@ def test_every_family(name, tmp_path):
 
 @pytest.mark.parametrize("name", tiny.HYBRIDS)
 def test_states_of_layers_live_beside_the_pages(name, tmp_path):
-    """Where the budget holds the whole text, tokens are those of transformers, and of vLLM's own cache for a model that it runs
-    in bfloat16 alone; with less, they do not depend on who had a page before: a text or a state."""
+    """Tokens are those of transformers where the budget holds the whole text, and of vLLM's own cache for a model that it runs
+    in bfloat16 alone. With less, they do not depend on the page's last owner: a text or a state."""
     model, ids = tiny.make(tmp_path, name), tiny.prompts((20, 64, 150, 300))
     rounds = name == "qwen3_next"
     more = {"kv_cache_memory_bytes": 64 << 20, "dtype": "bfloat16" if rounds else "float32"}

@@ -195,9 +195,8 @@ HEADERS = Path(__file__).parent
 TYPES = {torch.float32: 32, torch.float64: 64, torch.bfloat16: 16}
 """Types of weights and rows. Sums are of float32, those of float64 of float64."""
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"),
-    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
-)
+    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
+)  # fmt: skip
 COMPILE_SECONDS = 120
 DTYPES = (torch.float32, torch.bfloat16)
 """Types of rows, activations and hidden states; others are computed by the definitions."""
@@ -233,9 +232,8 @@ def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
     compiler = shutil.which(name)
     if compiler is None:
         raise Unavailable(f"no C++ compiler ({name}, or $CXX)")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     texts = (path.read_text("utf-8") for path in (source, *sorted(HEADERS.glob("*.h"))))
-    made = hashlib.sha256("\0".join((*texts, *FLAGS, *options, _machine(), version)).encode())
+    made = hashlib.sha256("\0".join((*texts, *FLAGS, *options, _machine(compiler))).encode())
     try:
         library = folder() / f"{source.parent.name}-{made.hexdigest()[:24]}.so"
         if not is_ours(library):
@@ -260,13 +258,14 @@ def announce() -> None:
     LOG.warning("compiling C++ for this processor: some seconds, once")
 
 
-def _machine() -> str:
-    """Text that tells processors apart where compiled code may differ."""
+@cache
+def _machine(compiler: str) -> str:
+    """Text that tells compilers and processors apart where compiled code may differ."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     known = Path("/proc/cpuinfo")
     lines = known.read_text("utf-8", errors="replace").splitlines() if known.exists() else []
-    return "\n".join(
-        sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}) or [platform.machine()]
-    )
+    own = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return "\n".join([version, *(own or [platform.machine()])])
 
 
 def _compile(compiler: str, source: Path, options: tuple[str, ...], library: Path) -> None:

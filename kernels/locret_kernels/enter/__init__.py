@@ -42,7 +42,7 @@ class RowBuffers(NamedTuple):
     """Float32, and so are the statistics."""
     stats_XN: Tensor
     scales: Scales | None = None
-    """Of keys and values that are codes."""
+    """Scales of keys and values that are codes."""
 
 
 class HeadProduct(NamedTuple):

@@ -208,11 +208,9 @@ class BoundedLayer(CacheLayerMixin):
                 knows them.
         """
         T, seen, at = k.shape[2], self.seen if position is None else position, self.layout.following(k.shape[2])
-        codec = self.codec
+        codec, plain = self.codec, self.backend == "triton" and not self.merges
         k_HTD, v_HTD = k[0].to(codec.dtype), v[0].to(codec.dtype)  # autocast gives another
-        if (
-            self.backend == "triton" and (type(codec) is Plain or type(codec) is Float8) and not self.merges
-        ):  # one launch
+        if plain and (type(codec) is Plain or type(codec) is Float8):  # one launch
             first = at[0] if self.layout.ragged else self.rows if first_1 is None else first_1
             buffers = [x.flatten(0, -2) for x in (codec.keys, codec.values)]
             scales = codec.scales(k_HTD, v_HTD) if isinstance(codec, Float8) else None
