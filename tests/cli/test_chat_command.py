@@ -180,6 +180,17 @@ def shown(said: str, times: int) -> Callable[[str], bool]:
     return lambda screen: screen.count(said) == times
 
 
+def at_prompt(screen: str) -> bool:
+    """Whether the program waits for a line: keys that are pressed before it are the terminal's."""
+    return screen.endswith("\n>")
+
+
+def say(window: Tmux, line: str) -> None:
+    """Type a line at the prompt."""
+    window.until(at_prompt)
+    window.type(line)
+
+
 def test_a_talk_in_a_terminal(backbone, tmp_path):
     small, large, history = tmp_path / "small.txt", tmp_path / "large.txt", tmp_path / "history"
     small.write_text(TEXT * 2)
@@ -188,26 +199,26 @@ def test_a_talk_in_a_terminal(backbone, tmp_path):
         talk(backbone, "--history-file", str(history), "--budget", "64", tokens=4000), env=HERE, columns=200
     ) as window:
         window.until("/help")
-        window.type("What is it?")
+        say(window, "What is it?")
         # streams: a part of the answer is there before its end
         part = window.until(follows("What is it?", 40))
         assert "cut after" not in part
         whole = window.until("cut after max_new_tokens=4000")
         assert whole.startswith(part.rstrip("> \n")) and len(whole) > len(part)
 
+        window.until(at_prompt)
         window.paste("naïve \U0001f600\nWho came in?\nAnd when?")
         window.until("And when?")
         window.keys("Enter")
         window.until(follows("And when?", 40))
         window.keys("C-c")
         window.until("stopped")
-        window.type("/retry")  # the turn that was stopped stays as far as it was written
+        say(window, "/retry")  # the turn that was stopped stays as far as it was written
         window.until(follows("/retry", 120))
         window.keys("C-c")
         window.until(shown("stopped", 2))
-        window.until(lambda screen: screen.rstrip().endswith("\n>"))  # before it, keys are the terminal's
 
-        window.type("one\\")
+        say(window, "one\\")
         window.keys("t", "w", "o", "M-Enter")
         window.type("three")
         window.until("> one")
@@ -216,24 +227,26 @@ def test_a_talk_in_a_terminal(backbone, tmp_path):
         window.type("/help")  # waits, and is dropped by Ctrl-C, as in a shell
         window.keys("C-c")
         window.until(shown("stopped", 3))
-        window.type("/undo")
+        say(window, "/undo")
         window.until("forgotten: one two three")
         assert "never evict" not in window.screen
 
-        window.type(f"/read {large}")
+        say(window, f"/read {large}")
         window.until(" s left")
         window.keys("C-c")
         window.until(shown("stopped", 4))
-        window.type(f"/save {tmp_path / 'book.locret'}")
+        say(window, f"/save {tmp_path / 'book.locret'}")
         window.until("there is no document to save")
-        window.type(f"/read {small}")
+        say(window, f"/read {small}")
         window.until("tokens, 64 slots")
+        window.until(at_prompt)
         window.keys("Up")  # the history
         window.until(shown("small.txt", 3))
         window.keys("C-c")
         window.until("Ctrl-D leaves")
-        window.type("/kept")
+        say(window, "/kept")
         window.until("/kept was removed")
+        window.until(at_prompt)
         window.keys("C-d")
         window.until("status 0")
     lines = history.read_text()
@@ -264,10 +277,11 @@ def test_thoughts_are_folded_bounded_and_switched(backbone, command, tmp_path):
     assert status == 1 and "reasoning_effort=low: the model's chat template has no reasoning_effort" in err
     with Tmux(talk(str(folder), "--max-thought-tokens", "40", tokens=6), env=HERE, columns=160) as window:
         window.until("/help")
-        window.type("What is it?")
+        say(window, "What is it?")
         screen = window.until("closed after max_thought_tokens=40")
         (line,) = [line for line in screen.splitlines() if line.startswith("thought: ")]
         assert line.endswith(" words"), "one line, whose count goes up while the thought is written"
-        window.type("/thought")
-        said = window.until(follows("/thought", 20)).rpartition("/thought")[2].rpartition("\n>")[0]
+        say(window, "/thought")
+        screen = window.until(lambda screen: "> /thought\n" in screen and at_prompt(screen))
+        said = screen.rpartition("> /thought\n")[2].removesuffix("\n>")
         assert line == f"thought: {len(said.split())} words"
