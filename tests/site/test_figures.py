@@ -85,6 +85,7 @@ def full_gib(tokens: int) -> str:
 
 UNSEEN, NEXT = ("R.PassKey", "unseen", 4096), ("agreement:fidelity.continue", "later", 2048, 512)
 SHORT, LONG = ("R.PassKey", "jargon", 4096, 512), ("R.PassKey", "jargon", 16384, 4096)
+ALIKE = ("ruler.niah_multikey", "jargon", 2048)
 GEMMA, WORDS = ("R.PassKey", "later", 4096), ("ruler.fwe", "-", 2048, 256)
 FIGURES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
@@ -98,10 +99,12 @@ FIGURES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/results/index.md": {
         "eighth of the slots answers [{}]": lambda: right(*UNSEEN, 512, "lookahead-locret"),
-        "Full attention answers {}": lambda: right(*UNSEEN, 0, "full"),
-        "too few: it answers [{}]": lambda: right(*UNSEEN, 128, "lookahead-locret"),
+        "Full\n  attention answers {}": lambda: right(*UNSEEN, 0, "full"),
+        "a thirty-second {}": lambda: right(*UNSEEN, 128, "lookahead-locret"),
+        "an eighth answers [{}]": lambda: right(*ALIKE, 256, "locret"),
+        "jargon-2k), full attention {}": lambda: right(*ALIKE, 0, "full"),
         "one reading answers [{}]": lambda: right(*LONG, "locret"),
-        "matter answers {}": lambda: right(*LONG, "rereading-locret"),
+        "second reading {}": lambda: right(*LONG, "rereading-locret"),
         "[at most {}]": lambda: right(*SHORT, "compactor"),
         "`locret`\n  answers {}": lambda: right(*SHORT, "locret"),
         "It answers [{}]": lambda: right(*SHORT, "snapkv", DEMO, "one-shot.jsonl"),
