@@ -122,7 +122,7 @@ FIGURES: dict[str, dict[str, Callable[[], str]]] = {
         "wait [{} seconds]": lambda: f"{clients('seconds to the first token (median)'):.0f}",
         "[{} above the plan]": lambda: f"{clients('largest memory, MiB') / clients('memory planned, MiB') - 1:.0%}",
         "take [{}](speed.md#cost)": lambda: printed("cost", "a pass key in 131,070 tokens, 512 slots", 1),
-        "and {} for the process": lambda: printed("cost", "a pass key in 131,070 tokens, 512 slots", 2),
+        "the process {}.": lambda: printed("cost", "a pass key in 131,070 tokens, 512 slots", 2),
         "holds [{} requests]": lambda: printed("fit", "requests of 32,768 tokens in 400 MiB", 3),
         "of 20 keys in 128K tokens [{}]": lambda: printed("twenty", "128K", 3).removesuffix(" of 20"),
         "they answer [{}]": lambda: printed("vectors", "1K", 3),
