@@ -132,7 +132,7 @@ FIGURES: dict[str, dict[str, Callable[[], str]]] = {
         "BM25 answers [{}]": lambda: right("R.PassKey", "unseen", 16384, 1024, "bm25"),
         "in 16K tokens, `lookahead-locret` {}": lambda: right("R.PassKey", "unseen", 16384, 1024, "lookahead-locret"),
         "chooses [{}]": lambda: percent(*NEXT, "streaming"),
-        "tokens, `lookahead-locret` {} |": lambda: percent(*NEXT, "lookahead-locret"),
+        "tokens, `lookahead-locret` {};": lambda: percent(*NEXT, "lookahead-locret"),
         "the cache answers [{}]": lambda: right("paraphrase", "jargon", 1024, 256, "lookahead-locret"),
         ", BM25 {}": lambda: right("paraphrase", "jargon", 1024, 256, "bm25"),
         "names [{}]": lambda: percent(*WORDS, "bm25"),
