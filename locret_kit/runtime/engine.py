@@ -269,8 +269,8 @@ def run(
     max_running: int = 16,
     piece: int = 512,
 ) -> Iterator[Sequence]:
-    """Answer requests together; gives the answers as they end. Requests are taken one by one, when there is room, and their
-    prompts are read in that order.
+    """Answer requests together; each comes back as it ends, with ``request``, ``tokens``, ``finish_reason`` and ``error``.
+    Requests are taken one by one, when there is room, and their prompts are read in that order.
 
     Args:
         make_cache: gives a request's cache when it is its turn; an empty one, or one that has read the prompt's beginning.

@@ -85,6 +85,7 @@ def full_gib(tokens: int) -> str:
 
 UNSEEN, NEXT = ("R.PassKey", "unseen", 4096), ("agreement:fidelity.continue", "later", 2048, 512)
 SHORT, LONG = ("R.PassKey", "jargon", 4096, 512), ("R.PassKey", "jargon", 16384, 4096)
+ALIKE = ("ruler.niah_multikey", "jargon", 2048)
 GEMMA, WORDS = ("R.PassKey", "later", 4096), ("ruler.fwe", "-", 2048, 256)
 FIGURES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
@@ -98,10 +99,12 @@ FIGURES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/results/index.md": {
         "eighth of the slots answers [{}]": lambda: right(*UNSEEN, 512, "lookahead-locret"),
-        "Full attention answers {}": lambda: right(*UNSEEN, 0, "full"),
-        "too few: it answers [{}]": lambda: right(*UNSEEN, 128, "lookahead-locret"),
+        "Full\n  attention answers {}": lambda: right(*UNSEEN, 0, "full"),
+        "a thirty-second {}": lambda: right(*UNSEEN, 128, "lookahead-locret"),
+        "an eighth answers [{}]": lambda: right(*ALIKE, 256, "locret"),
+        "jargon-2k), full attention {}": lambda: right(*ALIKE, 0, "full"),
         "one reading answers [{}]": lambda: right(*LONG, "locret"),
-        "matter answers {}": lambda: right(*LONG, "rereading-locret"),
+        "second reading {}": lambda: right(*LONG, "rereading-locret"),
         "[at most {}]": lambda: right(*SHORT, "compactor"),
         "`locret`\n  answers {}": lambda: right(*SHORT, "locret"),
         "It answers [{}]": lambda: right(*SHORT, "snapkv", DEMO, "one-shot.jsonl"),
@@ -119,7 +122,7 @@ FIGURES: dict[str, dict[str, Callable[[], str]]] = {
         "wait [{} seconds]": lambda: f"{clients('seconds to the first token (median)'):.0f}",
         "[{} above the plan]": lambda: f"{clients('largest memory, MiB') / clients('memory planned, MiB') - 1:.0%}",
         "take [{}](speed.md#cost)": lambda: printed("cost", "a pass key in 131,070 tokens, 512 slots", 1),
-        "and {} for the process": lambda: printed("cost", "a pass key in 131,070 tokens, 512 slots", 2),
+        "the process {}.": lambda: printed("cost", "a pass key in 131,070 tokens, 512 slots", 2),
         "holds [{} requests]": lambda: printed("fit", "requests of 32,768 tokens in 400 MiB", 3),
         "of 20 keys in 128K tokens [{}]": lambda: printed("twenty", "128K", 3).removesuffix(" of 20"),
         "they answer [{}]": lambda: printed("vectors", "1K", 3),
@@ -129,7 +132,7 @@ FIGURES: dict[str, dict[str, Callable[[], str]]] = {
         "BM25 answers [{}]": lambda: right("R.PassKey", "unseen", 16384, 1024, "bm25"),
         "in 16K tokens, `lookahead-locret` {}": lambda: right("R.PassKey", "unseen", 16384, 1024, "lookahead-locret"),
         "chooses [{}]": lambda: percent(*NEXT, "streaming"),
-        "tokens, `lookahead-locret` {} |": lambda: percent(*NEXT, "lookahead-locret"),
+        "tokens, `lookahead-locret` {};": lambda: percent(*NEXT, "lookahead-locret"),
         "the cache answers [{}]": lambda: right("paraphrase", "jargon", 1024, 256, "lookahead-locret"),
         ", BM25 {}": lambda: right("paraphrase", "jargon", 1024, 256, "bm25"),
         "names [{}]": lambda: percent(*WORDS, "bm25"),
