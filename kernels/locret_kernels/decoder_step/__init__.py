@@ -96,7 +96,6 @@ FORMAT, LINEAR, PACKED, ROWS = (cpp.Struct(LAYOUT, name) for name in ("Format", 
 LAYER, DECODER = (cpp.Struct(LAYOUT, name, Linear=LINEAR) for name in ("Layer", "Decoder"))
 
 
-@cache
 def load(dtype: torch.dtype, channels: int) -> cpp.Library:
     """The compiled step for weights of a dtype and heads of ``channels`` channels.
 
@@ -107,11 +106,7 @@ def load(dtype: torch.dtype, channels: int) -> cpp.Library:
         raise cpp.Unavailable(f"heads of {channels} channels, more than {cpp.MAX_CHANNELS}")
     if dtype not in cpp.TYPES:
         raise cpp.Unavailable(f"weights of {str(dtype).removeprefix('torch.')}")
-    options = cpp.head_options(dtype, channels)
-    p, n, i = cpp.ADDRESS, cpp.NUMBER, cpp.INT
-    return cpp.load(
-        Path(__file__).with_name("cpu.cpp"), *options, locret_step=(p, n, p, p, p, p, i), locret_holds=(p, p, n, p, i)
-    )
+    return cpp.load(Path(__file__).with_name("cpu.cpp"), *cpp.head_options(dtype, channels))
 
 
 @cache
