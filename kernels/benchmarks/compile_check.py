@@ -3,11 +3,11 @@
     python kernels/benchmarks/compile_check.py [--arch 80 89 90 120] [--head-size 64 96 128 256] [--every N] [--csv FILE]
                                                [--against FILE]
 
-The cases of ``locret_kernels/cases.py`` run on meta tensors. Where a kernel would be launched, it is compiled with the same
-arguments, their types and their divisibility. A kernel above its card's shared memory fails, and so does one that spills.
-``--against`` fails where a row takes more shared memory, spills more or takes over 10% more registers than the table's row of
-the same Triton; of a Triton or a kernel that the table lacks, a card's limits and spills are checked alone, and a line says so of
-a Triton. ``--csv`` replaces the rows of this Triton in the table.
+The cases of ``locret_kernels/cases.py`` run on meta tensors. Where a kernel would be launched, Triton compiles it for the same
+arguments. A kernel above its card's shared memory fails, and so does one that spills. ``--against`` fails where a row takes more
+shared memory, spills more or takes over 10% more registers than the table's row of the same Triton; of a Triton or a kernel that
+the table lacks, a card's limits and spills are checked alone, and a line says so of a Triton. ``--csv`` replaces the rows of this
+Triton in the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
 
 from locret_kernels import common
 from locret_kernels.cases import Shape, cases
@@ -36,10 +36,6 @@ LIMIT_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 """Shared memory that one program may take, by compute capability (CUDA C++ Programming Guide, table of capabilities)."""
 REGISTERS = 1.1
 """Bound on a kernel's registers, as a multiple of the table's: a compiler's choice varies, a rewrite's cost shows."""
-TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int16: "i16",
-    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,44 +62,30 @@ class Launch(NamedTuple):
     """A kernel and what it was called with."""
 
     kernel: triton.runtime.JITFunction[object]
-    args: tuple[object, ...]
-    constants: dict[str, int]
-    num_warps: int
-    num_stages: int
+    args: tuple[torch.Tensor, ...]
+    """The first one is a tensor, others may be numbers."""
+    options: dict[str, int]
+    """Constants, warps and stages."""
 
     def on(self, arch: int) -> dict[str, int]:
-        """Constants on a card, which has programmatic dependent launches or not."""
-        return {name: arch >= 90 if name == "PDL" else value for name, value in self.constants.items()}
+        """Options on a card, which has programmatic dependent launches or not."""
+        return {name: arch >= 90 if name == "PDL" else value for name, value in self.options.items()}
 
     def row(self, arch: int, D: int) -> Row:
         """Name of the launch; nothing is compiled yet."""
-        shown = {k: v for k, v in self.on(arch).items() if k not in ("D0", "D1", "G")}
-        shown |= {"warps": self.num_warps, "stages": self.num_stages}
-        options = " ".join(f"{k}={int(v)}" for k, v in shown.items())
-        if isinstance(x := self.args[0], torch.Tensor) and not x.is_floating_point():
-            options += f" {TYPES[x.dtype]}"  # bits are copied as integers of several sizes
+        shown = {name: value for name, value in self.on(arch).items() if name not in ("D0", "D1", "G")}
+        options = " ".join(f"{name.removeprefix('num_')}={int(value)}" for name, value in shown.items())
+        if not self.args[0].is_floating_point():
+            options += f" {mangle_type(self.args[0])[1:]}"  # bits are copied as integers of several sizes
         return Row(self.kernel.__name__.strip("_"), options, arch, D, "bf16", 0, 0, 0)
 
     def compiled(self, arch: int) -> tuple[int, int, int]:
-        """Shared memory, registers and stack (bytes), compiled as a call with these arguments would be."""
-        names = self.kernel.arg_names
-        signature, constexprs, attributes = {}, dict[str, object](self.on(arch)), {}
-        for i, (name, value) in enumerate(zip(names[: len(self.args)], self.args, strict=True)):
-            aligned = isinstance(value, torch.Tensor)  # as PyTorch allocates
-            if isinstance(value, torch.Tensor):
-                signature[name] = f"*{TYPES[value.dtype]}"
-            elif isinstance(value, int) and value != 1:
-                signature[name], aligned = "i32" if -(2**31) <= value < 2**31 else "i64", value % 16 == 0
-            elif isinstance(value, float):
-                signature[name] = "fp32"
-            else:  # Triton makes integers that are 1 constants
-                signature[name], constexprs[name] = "constexpr", 1
-            if aligned:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        signature |= dict.fromkeys(self.constants, "constexpr")
-        source = ASTSource(self.kernel, {name: signature[name] for name in names}, constexprs, attributes)
-        options = {**common.OPTIONS, "num_warps": self.num_warps, "num_stages": self.num_stages}
-        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        """Shared memory, registers and stack (bytes), compiled by Triton as a call on that card would be."""
+        card = mock.Mock()  # Triton keeps compiled kernels by device
+        card.get_current_device.return_value = arch
+        card.get_current_target.return_value = GPUTarget("cuda", arch, 32)
+        triton.runtime.driver.set_active(card)
+        made = self.kernel.warmup(*self.args, grid=(), **self.on(arch), **common.OPTIONS)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(made.asm["cubin"])
             file.flush()
@@ -117,11 +99,8 @@ def launches(D: int) -> Iterator[Launch]:
     """Every launch of every case, as in a prefill of 8 of 32 heads (chunk 1024 over 17,408 slots)."""
     made: list[Launch] = []
 
-    def record(
-        kernel: triton.runtime.JITFunction[object], grid: object, *args: object, num_warps: int, num_stages: int,
-        **constants: int,
-    ) -> None:  # fmt: skip
-        made.append(Launch(kernel, args, constants, num_warps, num_stages))
+    def record(kernel: triton.runtime.JITFunction[object], grid: object, *args: torch.Tensor, **options: int) -> None:
+        made.append(Launch(kernel, args, options))
 
     with mock.patch.object(common, "launch", record):
         for case in cases("", Shape(32, 8, D, 16384, 1024), torch.device("meta")):
