@@ -37,8 +37,10 @@ CODECS = (Plain, GroupedBits)
 
 @dataclass
 class WeightTable:
-    """Addresses of weights, copies of those that bfloat16 holds, and the weights, whose memory stays as long as these."""
+    """The decoder as the call reads it, its layers' addresses, copies of the weights that bfloat16 holds, and the weights, whose
+    memory stays as long as these."""
 
+    decoder: np.ndarray
     layers: np.ndarray
     halves: Halves
     weights: Dense | list[Tensor]
@@ -131,10 +133,8 @@ class CpuDriver:
         seen = new(L, N, self.line) if any(asks) or recent else None
         rows = np.concatenate([pointers.rows for pointers in every])
         ids, logits = np.array(tokens, dtype=np.int64), new(N, V)
-        held = self._held(heads)
-        decoder = self._decoder(held)
         self.library.locret_step(
-            decoder.ctypes.data, N, ids.ctypes.data, rows.ctypes.data, cpp.address(logits, self.sums),
+            self._held(heads).decoder.ctypes.data, N, ids.ctypes.data, rows.ctypes.data, cpp.address(logits, self.sums),
             cpp.address(seen, self.sums), torch.get_num_threads(),
         )  # fmt: skip
         for n, (cache, pointers) in enumerate(zip(caches, every, strict=True)):
@@ -215,16 +215,13 @@ class CpuDriver:
                 head_eps=layer.query_norm.eps if layer.query_norm is not None else 0.0, mlp_eps=layer.mlp_norm.eps,
                 scaling=layer.scaling,
             )  # fmt: skip
-        return WeightTable(found, halves, self.weights if heads is None else weights)
-
-    def _decoder(self, held: WeightTable) -> np.ndarray:
-        """The decoder as the call reads it."""
         w = self.weights
-        return decoder_step.DECODER.of(
+        decoder = decoder_step.DECODER.of(
             self.dtype, layers=len(w.layers), width=len(w.norm.weight), query_heads=self.shape[0], heads=self.shape[1],
             channels=self.channels, vocabulary=len(w.head.weight), words=self._linear(w.words), norm=w.norm.weight,
-            eps=w.norm.eps, head=self._head, layer=held.layers.ctypes.data,
+            eps=w.norm.eps, head=self._head, layer=found.ctypes.data,
         )  # fmt: skip
+        return WeightTable(decoder, found, halves, w if heads is None else weights)
 
     def _linear(self, product: Product | None, halves: Halves | None = None) -> tuple[int, ...]:
         """A product as the call reads it; ``halves`` may hold a copy of its weights of half the size."""
