@@ -157,25 +157,22 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     spans = Spans(torch.arange(H, device=device)[None] * S, lengths, S)
     angles = Angles(*[angle_steps(x(D // 2, dtype=torch.float32), S)] * 2)
     placed = Rotation(table, table, place.flatten())
-    forms = ("", None, False), (", turned", angles, False), (", keys placed, received", placed, True)
     codes = tuple(torch.randint(0, 0x7F, (H * S, D), dtype=torch.uint8, device=device) for _ in range(2))
     eight = Float8Rows(*codes, *(torch.full((H,), 2.0**-6, dtype=torch.float32, device=device) for _ in range(2)))
-    for form, turn, received in forms:
-        yield case(f"ragged_decode{form}", f"S={S}", one, flat, spans, scaling, turn, received, nbytes=2 * k.nbytes)
-    yield case("ragged_decode 8 bits, turned", f"S={S}", one, eight, spans, scaling, angles, nbytes=k.nbytes)
-    few = {bits: packed_rows(H, S, D, bits, device, dtype) for bits in (4, 2)}
-    for bits, (_, turn, received) in ((4, forms[1]), (4, forms[2]), (2, forms[1])):
-        form = f"ragged_decode {bits} bits{', received' * received}"
-        nbytes = sum(t.nbytes for t in few[bits])
-        yield case(form, f"S={S}", one, few[bits], spans, scaling, turn, received, nbytes=nbytes)
+    four, two = (packed_rows(H, S, D, bits, device, dtype) for bits in (4, 2))
+    turned = ((", turned", flat, angles), (" 8 bits, turned", eight, angles), (" 4 bits", four, angles))
+    others = (
+        ("", flat, None),
+        (" 2 bits", two, angles),
+        (", keys placed, received", flat, placed),
+        (" 4 bits, received", four, placed),
+    )
     # One query a head goes by another form of the kernel.
-    if Q > H:
-        lone, size = one[:, :: Q // H].contiguous(), f"S={S}, one query a head"
-        yield case("ragged_decode, turned", size, lone, flat, spans, scaling, angles, nbytes=2 * k.nbytes)
-        yield case("ragged_decode 8 bits, turned", size, lone, eight, spans, scaling, angles, nbytes=k.nbytes)
-        yield case(
-            "ragged_decode 4 bits", size, lone, few[4], spans, scaling, angles, nbytes=sum(t.nbytes for t in few[4])
-        )
+    lone, alone = one[:, :: Q // H].contiguous(), f"S={S}, one query a head"
+    for q, size, forms in ((one, f"S={S}", turned + others), (lone, alone, turned if Q > H else ())):
+        for form, rows, turn in forms:
+            nbytes, received = sum(t.nbytes for t in rows), turn is placed
+            yield case(f"ragged_decode{form}", size, q, rows, spans, scaling, turn, received, nbytes=nbytes)
 
 
 def packed_matrix(

@@ -16,6 +16,8 @@ HEAD_SIZES = {64: (64, 0), 96: (64, 32), 128: (128, 0), 256: (256, 0)}
 """Head size -> ``(D0, D1)``, its two blocks of columns."""
 FLOAT32_HEAD = 64
 """Largest head size that the kernels take in float32, except in the interpreter."""
+WIDEST = 16384
+"""Most columns of a row that a program holds whole, to normalise it."""
 DTYPES = ("float32", "bfloat16", "float16")
 OPTIONS = {"enable_fp_fusion": True}
 """Compiler options of every launch. Softmax counts on fused multiply-adds, which Triton 3.10 turns off by default."""
@@ -84,6 +86,12 @@ def head_blocks(D: int, dtype: torch.dtype) -> tuple[int, int]:
             f"float32 heads of {D} must be of at most {FLOAT32_HEAD} (backend='triton'): bfloat16, float16 may"
         )
     return HEAD_SIZES[D]
+
+
+def check_width(C: int) -> None:
+    """Raise ValueError for a row of so many columns that no program holds it."""
+    if C > WIDEST:
+        raise ValueError(f"x has {C} columns, which must be at most {WIDEST} to be normalised (backend='triton')")
 
 
 def check(*, longest: int | None = None, **tensors: Tensor) -> None:

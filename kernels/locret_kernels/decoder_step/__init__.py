@@ -151,15 +151,14 @@ class Halves:
 
     def of(self, weight: Tensor) -> Tensor | None:
         """The weight in bfloat16, of the same shape; None where that changes a number."""
-        half = None
-        if room := _room_of(weight):
+        made, room = weight, _room_of(weight)
+        if room:
             half = self._room[self._used : self._used + weight.numel()].view(weight.shape).copy_(weight.detach())
-            half = half if self._holds(weight, half) else None
-        if half is not None:
-            self._used += room
-            self._copied.append((weight, half))
-        self.read += weight.nbytes if half is None else half.nbytes
-        return half
+            if self._holds(weight, half):
+                self._used, made = self._used + room, half
+                self._copied.append((weight, half))
+        self.read += made.nbytes
+        return None if made is weight else made
 
     def hold(self) -> bool:
         """Whether every copy is what its weight is now: all numbers are read, at the speed of memory."""

@@ -28,27 +28,23 @@ class Driver(Protocol):
 
     def takes(self, cache: BoundedCache) -> str | None:
         """Reason why a cache is decoded by the plain forward; None where it is not, as far as settings tell."""
+        return None
 
     def ready(self, cache: BoundedCache) -> bool:
         """Whether the next token of a cache can come here."""
+        return True
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
         """Logits ``[texts, V]`` (float32) after one token more of each text."""
 
 
-class PlainDriver:
+class PlainDriver(Driver):
     """One forward for a token of each text."""
 
     name = "dynamic"
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-
-    def takes(self, cache: BoundedCache) -> str | None:
-        return None
-
-    def ready(self, cache: BoundedCache) -> bool:
-        return True
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
         """Logits ``[N, V]`` (float32) after one more token of each of ``N`` texts."""
