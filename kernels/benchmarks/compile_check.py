@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -38,8 +37,7 @@ REGISTERS = 1.1
 """Bound on a kernel's registers, as a multiple of the table's: a compiler's choice varies, a rewrite's cost shows."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One kernel on one architecture."""
 
     kernel: str
@@ -55,7 +53,8 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, int, int, str]:
-        return self.kernel, self.options, self.arch, self.head_size, self.dtype
+        """Name of the launch on a card."""
+        return self[:5]
 
 
 class Launch(NamedTuple):
@@ -113,16 +112,14 @@ def launches(D: int) -> Iterator[Launch]:
 def table(archs: list[int], head_sizes: list[int], every: int = 1) -> list[Row]:
     """Every launch, compiled; or each ``every``-th one, which reaches all cards and kernels in turn where ``every`` has no
     factor in common with the number of cards."""
-    seen, rows = set(), []
+    first, rows = dict[Row, Launch](), []
     for D in head_sizes:
         for launch in launches(D):
-            for row in (launch.row(arch, D) for arch in archs):
-                if row.key in seen:
-                    continue
-                seen.add(row.key)
-                if len(seen) % every == 0:
-                    rows.append(Row(*row.key, *launch.compiled(row.arch)))
-                    print(*asdict(rows[-1]).values(), sep="\t", flush=True)
+            for arch in archs:
+                first.setdefault(launch.row(arch, D), launch)
+    for row, launch in [*first.items()][every - 1 :: every]:
+        rows.append(Row(*row.key, *launch.compiled(row.arch)))
+        print(*rows[-1], sep="\t", flush=True)
     return rows
 
 
@@ -131,7 +128,7 @@ def problems(rows: list[Row], committed: list[Row]) -> list[str]:
     found = []
     before = {row.key: row for row in committed if row.triton == triton.__version__}
     for row in rows:
-        old, limit = before.get(row.key, replace(row, stack_bytes=0)), LIMIT_KIB[row.arch]
+        old, limit = before.get(row.key, row._replace(stack_bytes=0)), LIMIT_KIB[row.arch]
         known = row.key in before or row.kernel not in {key[0] for key in before}
         wrong = {
             f"{row.shared_bytes} bytes of shared memory, above {limit} KiB": row.shared_bytes > limit * 1024,
@@ -150,19 +147,15 @@ def problems(rows: list[Row], committed: list[Row]) -> list[str]:
 def read(path: Path) -> list[Row]:
     """Rows of a table on disk."""
     with path.open(newline="") as file:
-        return [
-            Row(*(int(row[f.name]) if f.type == "int" else row[f.name] for f in fields(Row)))
-            for row in csv.DictReader(file)
-        ]
+        return [Row(*(int(x) if x.isdecimal() else x for x in line)) for line in [*csv.reader(file)][1:]]
 
 
 def write(path: Path, rows: list[Row]) -> None:
     """Write the table, sorted, so that a change is a small difference. Rows of other Tritons stay."""
     there = [row for row in read(path) if row.triton != triton.__version__] if path.exists() else []
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in sorted([*there, *rows], key=lambda row: (row.triton, row.key)))
+        every = sorted([*there, *rows], key=lambda row: (row.triton, row.key))
+        csv.writer(file, lineterminator="\n").writerows([Row._fields, *every])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,8 +10,8 @@ from interpreted import random
 from policy_runs import held
 from tiny_models import tiny_model
 
-from locret_kernels.attend import ChunkRotation
 from locret_kernels import cpp
+from locret_kernels.attend import ChunkRotation
 from locret_kernels.attend import cpu as attend_cpu
 from locret_kernels.column_stats import MARGIN
 from locret_kernels.ragged_decode import Rotation, Spans, ragged_decode
