@@ -120,11 +120,9 @@ class Decoding:
 def _chosen(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str:
     """The driver that is asked for on the model's device, or why it cannot be."""
     DRIVERS.load()
-    for make in reversed(DRIVERS.values()):
-        driver = make(model, cache, graph)
-        if driver is not None:
-            return driver if isinstance(driver, str) else driver.takes(cache) or driver
-    return PlainDriver(model)
+    asked = (make(model, cache, graph) for make in reversed(DRIVERS.values()))
+    driver = next((one for one in asked if one is not None), PlainDriver(model))
+    return driver if isinstance(driver, str) else driver.takes(cache) or driver
 
 
 @DRIVERS.register("graph")
