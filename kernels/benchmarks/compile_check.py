@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -94,7 +94,7 @@ class Launch(NamedTuple):
         return made.metadata.shared, registers, stack
 
 
-def launches(D: int) -> Iterator[Launch]:
+def launches(D: int) -> list[Launch]:
     """Every launch of every case, as in a prefill of 8 of 32 heads (chunk 1024 over 17,408 slots)."""
     made: list[Launch] = []
 
@@ -105,8 +105,7 @@ def launches(D: int) -> Iterator[Launch]:
         for case in cases("", Shape(32, 8, D, 16384, 1024), torch.device("meta")):
             if "triton" in case.runs:
                 case.runs["triton"]()
-            yield from made
-            made.clear()
+    return made
 
 
 def table(archs: list[int], head_sizes: list[int], every: int = 1) -> list[Row]:

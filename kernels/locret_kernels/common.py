@@ -54,22 +54,18 @@ def dot_rows(a0, a1, b0, b1, out, D1: tl.constexpr):
     return out
 
 
-def launch(
-    kernel: triton.KernelInterface[object],
-    grid: tuple[int, ...],
-    *args: object,
-    num_warps: int,
-    num_stages: int,
-    **constants: object,
-) -> None:
+def launch(kernel: triton.KernelInterface[object], grid: tuple[int, ...], *args: object, **constants: object) -> None:
     """Start a kernel on the device of its first argument, which need not be PyTorch's current device.
 
     Every launch passes here, so who replaces it sees them all. With the constant ``PDL`` a kernel may begin before the previous
     launch has ended, so it must wait before it reads or writes anything of other launches.
+
+    Args:
+        constants: of the kernel, ``num_warps`` and ``num_stages``.
     """
     options = {**OPTIONS, "launch_pdl": True} if constants.get("PDL") else OPTIONS
     with torch.cuda.device_of(args[0]):
-        kernel[grid](*args, **constants, **options, num_warps=num_warps, num_stages=num_stages)
+        kernel[grid](*args, **constants, **options)
 
 
 def head_blocks(D: int, dtype: torch.dtype) -> tuple[int, int]:

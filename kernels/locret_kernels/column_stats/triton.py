@@ -17,7 +17,7 @@ from triton import cdiv
 
 from .. import check_some, common
 from ..common import LOG2E, check, check_heads, dot_rows, head_blocks, load_rows
-from . import MARGIN, STATISTICS, TILE, ColumnStats, check_queries
+from . import MARGIN, TILE, ColumnStats, check_statistics
 
 
 @triton.jit
@@ -91,9 +91,7 @@ def column_stats(
     q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, lse_BQT: Tensor, *, want: frozenset[str]
 ) -> ColumnStats:
     """See the definition, ``column_stats``."""
-    if unknown := want - STATISTICS:
-        raise ValueError(f"want={sorted(unknown)} must be of {sorted(STATISTICS)}")
-    check_queries(q_BQTD, k_BHSD)
+    check_statistics(q_BQTD, k_BHSD, want)
     B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD)
     check(lse=lse_BQT)
     D0, D1 = head_blocks(D, q_BQTD.dtype)

@@ -7,13 +7,14 @@ two calls. So any text may be decoded the plain way at any token, and be here ag
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from locret_kernels import cpp, decoder_step
@@ -48,7 +49,8 @@ class WeightTable:
     def follows(self, weights: Dense | list[Tensor]) -> bool:
         """Whether the weights, of any shape, are still at the same addresses, and all copies still hold their
         numbers."""
-        return _places(self.weights) == _places(weights) and self.halves.hold()
+        mine, theirs = (tree_map_only(Tensor, _place, x) for x in (self.weights, weights))
+        return mine == theirs and self.halves.hold()
 
 
 class CpuDriver:
@@ -248,13 +250,9 @@ class CpuDriver:
                 rows.append_queries(q)
 
 
-def _places(x: object) -> object:
-    """All numbers besides weights, and for each weight its address, sizes and type."""
-    if isinstance(x, Tensor):
-        return x.data_ptr(), x.shape, x.dtype
-    if isinstance(x, tuple | list):
-        return [*map(_places, x)]
-    return [_places(getattr(x, one.name)) for one in fields(x)] if is_dataclass(x) else x
+def _place(x: Tensor) -> tuple[int, torch.Size, torch.dtype]:
+    """Address, sizes and type of a weight."""
+    return x.data_ptr(), x.shape, x.dtype
 
 
 _KNOWN: WeakKeyDictionary[PreTrainedModel, CpuDriver] = WeakKeyDictionary()
