@@ -1,5 +1,5 @@
 """Example calls of every operation, at the sizes of a prefill: one table for the timings and their gate
-(``benchmarks/bench.py``) and for the compilations (``benchmarks/compile_check.py``)."""
+(``scripts/bench.py``) and for the compilations (``benchmarks/compile_check.py``)."""
 
 from __future__ import annotations
 
