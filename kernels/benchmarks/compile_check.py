@@ -129,13 +129,12 @@ def problems(rows: list[Row], committed: list[Row]) -> list[str]:
     for row in rows:
         old, limit = before.get(row.key, row._replace(stack_bytes=0)), LIMIT_KIB[row.arch]
         known = row.key in before or row.kernel not in {key[0] for key in before}
+        larger, more = row.shared_bytes > old.shared_bytes, row.registers > REGISTERS * old.registers
         wrong = {
             f"{row.shared_bytes} bytes of shared memory, above {limit} KiB": row.shared_bytes > limit * 1024,
             f"{row.stack_bytes} bytes of stack a thread: registers spill": row.stack_bytes > old.stack_bytes,
-            f"shared memory grew from {old.shared_bytes} to {row.shared_bytes} bytes": row.shared_bytes
-            > old.shared_bytes,
-            f"registers grew from {old.registers} to {row.registers}, by over 10%": row.registers
-            > REGISTERS * old.registers,
+            f"shared memory grew from {old.shared_bytes} to {row.shared_bytes} bytes": larger,
+            f"registers grew from {old.registers} to {row.registers}, by over 10%": more,
             "not in the committed table": not known,
         }
         name = f"{row.kernel} ({row.options}) sm_{row.arch} head size {row.head_size} {row.dtype}"

@@ -195,16 +195,13 @@ def packed_rows(H: int, S: int, D: int, bits: int, device: torch.device, dtype: 
     """Random codes and levels as the cache keeps them: the 63 newest rows in full, and 3 key groups per 64 rows."""
     M, tail = max(1, S * 3 // 64), 63
 
-    def codes() -> torch.Tensor:
-        """Random codes of shape ``[H * S, D * bits / 8]`` (uint8)."""
-        return torch.randint(0, 256, (H * S, D * bits // 8), dtype=torch.uint8, device=device)
-
     def levels(*size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Steps and zero points, random, of a shape."""
         step, zero = (make(*size, dtype=torch.float16, device=device) for make in (torch.rand, torch.randn))
         return step / 2**bits, zero
 
+    codes = [torch.randint(0, 256, (H * S, D * bits // 8), dtype=torch.uint8, device=device) for _ in range(2)]
     newest = [torch.randn(H, tail, D, dtype=dtype, device=device) for _ in range(2)]
     group = torch.randint(0, M, (H * S,), dtype=torch.int16, device=device)
     tails = torch.full((1, H), tail, dtype=torch.int32, device=device)
-    return PackedRows(codes(), codes(), group, *levels(H, M, D), *levels(H * S, D // 32), *newest, tails)
+    return PackedRows(*codes, group, *levels(H, M, D), *levels(H * S, D // 32), *newest, tails)
