@@ -56,13 +56,14 @@ class Case:
         return self.operation.split()[0].rstrip(",")
 
 
-def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
-    """Every operation as a prefill of the model ``name`` meets it: a full cache and one chunk. On the meta device too."""
+def cases(name: str, at: Shape, device: torch.device) -> Iterator[Case]:
+    """Every operation as a prefill of the model ``name`` meets it: a full cache and one chunk, of
+    bfloat16. On the meta device too."""
     Q, H, D, budget, T, P, A = at.query_heads, at.heads, at.head_size, at.budget, at.chunk, at.prompt, at.answer
     S, W, scaling = budget + T, min(32, T), D**-0.5
     heads = f"{name} Q={Q} H={H} D={D}"
 
-    def x(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+    def x(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Random numbers of a shape and a dtype."""
         return torch.randn(*size, dtype=torch.float32, device=device).to(dtype)
 
@@ -159,7 +160,7 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     placed = Rotation(table, table, place.flatten())
     codes = tuple(torch.randint(0, 0x7F, (H * S, D), dtype=torch.uint8, device=device) for _ in range(2))
     eight = Float8Rows(*codes, *(torch.full((H,), 2.0**-6, dtype=torch.float32, device=device) for _ in range(2)))
-    four, two = (packed_rows(H, S, D, bits, device, dtype) for bits in (4, 2))
+    four, two = (packed_rows(H, S, D, bits, device) for bits in (4, 2))
     turned = ((", turned", flat, angles), (" 8 bits, turned", eight, angles), (" 4 bits", four, angles))
     others = (
         ("", flat, None),
@@ -191,7 +192,7 @@ def packed_matrix(
     return blocks.flatten(1)
 
 
-def packed_rows(H: int, S: int, D: int, bits: int, device: torch.device, dtype: torch.dtype) -> PackedRows:
+def packed_rows(H: int, S: int, D: int, bits: int, device: torch.device) -> PackedRows:
     """Random codes and levels as the cache keeps them: the 63 newest rows in full, and 3 key groups per 64 rows."""
     M, tail = max(1, S * 3 // 64), 63
 
@@ -201,7 +202,7 @@ def packed_rows(H: int, S: int, D: int, bits: int, device: torch.device, dtype: 
         return step / 2**bits, zero
 
     codes = [torch.randint(0, 256, (H * S, D * bits // 8), dtype=torch.uint8, device=device) for _ in range(2)]
-    newest = [torch.randn(H, tail, D, dtype=dtype, device=device) for _ in range(2)]
+    newest = [torch.randn(H, tail, D, dtype=torch.bfloat16, device=device) for _ in range(2)]
     group = torch.randint(0, M, (H * S,), dtype=torch.int16, device=device)
     tails = torch.full((1, H), tail, dtype=torch.int32, device=device)
     return PackedRows(*codes, group, *levels(H, M, D), *levels(H * S, D // 32), *newest, tails)
