@@ -6,7 +6,7 @@
     python scripts/gpu.py --device cpu --model tiny --tokens 2048   # does it run to its end
 
 The card's own ceilings (a bfloat16 matmul, a copy) come first, and once more at the end. After the first comes a gate on
-correctness, then what is timed: see `end_to_end.py` for whole models, `kernels/benchmarks/bench.py` for operations alone,
+correctness, then what is timed: see `end_to_end.py` for whole models, `bench.py` for operations alone,
 whose rows have a file of their own. Every row is written at once. A measurement that does not fit into
 ``--minutes`` or into memory, or uses an operation that is wrong, gets a row that says so, and the others go on. The exit status
 is 1 where something was wrong.
@@ -35,8 +35,8 @@ from locret_kit.naming import first_line, parse_bytes
 from locret_kit.planning.inference_plan import Setting
 from locret_kit.settings import RunSettings
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks"
-sys.path += [str(Path(__file__).parent), str(BENCHMARKS)]
+RESULTS = Path(__file__).resolve().parents[1] / "kernels" / "benchmarks" / "results"
+sys.path.append(str(Path(__file__).parent))
 import bench  # noqa: E402
 import end_to_end as e2e  # noqa: E402
 import launches  # noqa: E402
@@ -142,7 +142,7 @@ class Table:
     def __init__(self, out: Path | None, device: torch.device, cap: str, seconds: float) -> None:
         self.origin = origin(device)
         slug = re.sub(r"[^a-z0-9]+", "-", self.origin["device"].lower())
-        self.out = out or BENCHMARKS / "results" / f"{slug}.csv"
+        self.out = out or RESULTS / f"{slug}.csv"
         self.cap, self.began, self.seconds = cap, time.monotonic(), seconds
         self.attention = ""
         """Kind of attention of the model that is measured now."""

@@ -3,11 +3,11 @@
     python kernels/benchmarks/compile_check.py [--arch 80 89 90 120] [--head-size 64 96 128 256] [--every N] [--csv FILE]
                                                [--against FILE]
 
-The cases of ``locret_kernels/cases.py`` run on meta tensors. Where a kernel would be launched, it is compiled with the same
-arguments, their types and their divisibility. A kernel above its card's shared memory fails, and so does one that spills.
-``--against`` fails where a row takes more shared memory, spills more or takes over 10% more registers than the table's row of
-the same Triton; of a Triton or a kernel that the table lacks, a card's limits and spills are checked alone, and a line says so of
-a Triton. ``--csv`` replaces the rows of this Triton in the table.
+The cases of ``locret_kernels/cases.py`` run on meta tensors. Where a kernel would be launched, Triton compiles it for the same
+arguments. A kernel above its card's shared memory fails, and so does one that spills. ``--against`` fails where a row takes more
+shared memory, spills more or takes over 10% more registers than the table's row of the same Triton; of a Triton or a kernel that
+the table lacks, a card's limits and spills are checked alone, and a line says so of a Triton. ``--csv`` replaces the rows of this
+Triton in the table.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -27,7 +26,7 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
 
 from locret_kernels import common
 from locret_kernels.cases import Shape, cases
@@ -36,14 +35,9 @@ LIMIT_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 """Shared memory that one program may take, by compute capability (CUDA C++ Programming Guide, table of capabilities)."""
 REGISTERS = 1.1
 """Bound on a kernel's registers, as a multiple of the table's: a compiler's choice varies, a rewrite's cost shows."""
-TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int16: "i16",
-    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
-}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One kernel on one architecture."""
 
     kernel: str
@@ -59,51 +53,38 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, int, int, str]:
-        return self.kernel, self.options, self.arch, self.head_size, self.dtype
+        """Name of the launch on a card."""
+        return self[:5]
 
 
 class Launch(NamedTuple):
     """A kernel and what it was called with."""
 
     kernel: triton.runtime.JITFunction[object]
-    args: tuple[object, ...]
-    constants: dict[str, int]
-    num_warps: int
-    num_stages: int
+    args: tuple[torch.Tensor, ...]
+    """The first one is a tensor, others may be numbers."""
+    options: dict[str, int]
+    """Constants, warps and stages."""
 
     def on(self, arch: int) -> dict[str, int]:
-        """Constants on a card, which has programmatic dependent launches or not."""
-        return {name: arch >= 90 if name == "PDL" else value for name, value in self.constants.items()}
+        """Options on a card, which has programmatic dependent launches or not."""
+        return {name: arch >= 90 if name == "PDL" else value for name, value in self.options.items()}
 
     def row(self, arch: int, D: int) -> Row:
         """Name of the launch; nothing is compiled yet."""
-        shown = {k: v for k, v in self.on(arch).items() if k not in ("D0", "D1", "G")}
-        shown |= {"warps": self.num_warps, "stages": self.num_stages}
-        options = " ".join(f"{k}={int(v)}" for k, v in shown.items())
-        if isinstance(x := self.args[0], torch.Tensor) and not x.is_floating_point():
-            options += f" {TYPES[x.dtype]}"  # bits are copied as integers of several sizes
+        shown = {name: value for name, value in self.on(arch).items() if name not in ("D0", "D1", "G")}
+        options = " ".join(f"{name.removeprefix('num_')}={int(value)}" for name, value in shown.items())
+        if not self.args[0].is_floating_point():
+            options += f" {mangle_type(self.args[0])[1:]}"  # bits are copied as integers of several sizes
         return Row(self.kernel.__name__.strip("_"), options, arch, D, "bf16", 0, 0, 0)
 
     def compiled(self, arch: int) -> tuple[int, int, int]:
-        """Shared memory, registers and stack (bytes), compiled as a call with these arguments would be."""
-        names = self.kernel.arg_names
-        signature, constexprs, attributes = {}, dict[str, object](self.on(arch)), {}
-        for i, (name, value) in enumerate(zip(names[: len(self.args)], self.args, strict=True)):
-            aligned = isinstance(value, torch.Tensor)  # as PyTorch allocates
-            if isinstance(value, torch.Tensor):
-                signature[name] = f"*{TYPES[value.dtype]}"
-            elif isinstance(value, int) and value != 1:
-                signature[name], aligned = "i32" if -(2**31) <= value < 2**31 else "i64", value % 16 == 0
-            elif isinstance(value, float):
-                signature[name] = "fp32"
-            else:  # Triton makes integers that are 1 constants
-                signature[name], constexprs[name] = "constexpr", 1
-            if aligned:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        signature |= dict.fromkeys(self.constants, "constexpr")
-        source = ASTSource(self.kernel, {name: signature[name] for name in names}, constexprs, attributes)
-        options = {**common.OPTIONS, "num_warps": self.num_warps, "num_stages": self.num_stages}
-        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        """Shared memory, registers and stack (bytes), compiled by Triton as a call on that card would be."""
+        card = mock.Mock()  # Triton keeps compiled kernels by device
+        card.get_current_device.return_value = arch
+        card.get_current_target.return_value = GPUTarget("cuda", arch, 32)
+        triton.runtime.driver.set_active(card)
+        made = self.kernel.warmup(*self.args, grid=(), **self.on(arch), **common.OPTIONS)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(made.asm["cubin"])
             file.flush()
@@ -113,37 +94,31 @@ class Launch(NamedTuple):
         return made.metadata.shared, registers, stack
 
 
-def launches(D: int) -> Iterator[Launch]:
+def launches(D: int) -> list[Launch]:
     """Every launch of every case, as in a prefill of 8 of 32 heads (chunk 1024 over 17,408 slots)."""
     made: list[Launch] = []
 
-    def record(
-        kernel: triton.runtime.JITFunction[object], grid: object, *args: object, num_warps: int, num_stages: int,
-        **constants: int,
-    ) -> None:  # fmt: skip
-        made.append(Launch(kernel, args, constants, num_warps, num_stages))
+    def record(kernel: triton.runtime.JITFunction[object], grid: object, *args: torch.Tensor, **options: int) -> None:
+        made.append(Launch(kernel, args, options))
 
     with mock.patch.object(common, "launch", record):
         for case in cases("", Shape(32, 8, D, 16384, 1024), torch.device("meta")):
             if "triton" in case.runs:
                 case.runs["triton"]()
-            yield from made
-            made.clear()
+    return made
 
 
 def table(archs: list[int], head_sizes: list[int], every: int = 1) -> list[Row]:
     """Every launch, compiled; or each ``every``-th one, which reaches all cards and kernels in turn where ``every`` has no
     factor in common with the number of cards."""
-    seen, rows = set(), []
+    first, rows = dict[Row, Launch](), []
     for D in head_sizes:
         for launch in launches(D):
-            for row in (launch.row(arch, D) for arch in archs):
-                if row.key in seen:
-                    continue
-                seen.add(row.key)
-                if len(seen) % every == 0:
-                    rows.append(Row(*row.key, *launch.compiled(row.arch)))
-                    print(*asdict(rows[-1]).values(), sep="\t", flush=True)
+            for arch in archs:
+                first.setdefault(launch.row(arch, D), launch)
+    for row, launch in [*first.items()][every - 1 :: every]:
+        rows.append(Row(*row.key, *launch.compiled(row.arch)))
+        print(*rows[-1], sep="\t", flush=True)
     return rows
 
 
@@ -152,15 +127,14 @@ def problems(rows: list[Row], committed: list[Row]) -> list[str]:
     found = []
     before = {row.key: row for row in committed if row.triton == triton.__version__}
     for row in rows:
-        old, limit = before.get(row.key, replace(row, stack_bytes=0)), LIMIT_KIB[row.arch]
+        old, limit = before.get(row.key, row._replace(stack_bytes=0)), LIMIT_KIB[row.arch]
         known = row.key in before or row.kernel not in {key[0] for key in before}
+        larger, more = row.shared_bytes > old.shared_bytes, row.registers > REGISTERS * old.registers
         wrong = {
             f"{row.shared_bytes} bytes of shared memory, above {limit} KiB": row.shared_bytes > limit * 1024,
             f"{row.stack_bytes} bytes of stack a thread: registers spill": row.stack_bytes > old.stack_bytes,
-            f"shared memory grew from {old.shared_bytes} to {row.shared_bytes} bytes": row.shared_bytes
-            > old.shared_bytes,
-            f"registers grew from {old.registers} to {row.registers}, by over 10%": row.registers
-            > REGISTERS * old.registers,
+            f"shared memory grew from {old.shared_bytes} to {row.shared_bytes} bytes": larger,
+            f"registers grew from {old.registers} to {row.registers}, by over 10%": more,
             "not in the committed table": not known,
         }
         name = f"{row.kernel} ({row.options}) sm_{row.arch} head size {row.head_size} {row.dtype}"
@@ -171,19 +145,15 @@ def problems(rows: list[Row], committed: list[Row]) -> list[str]:
 def read(path: Path) -> list[Row]:
     """Rows of a table on disk."""
     with path.open(newline="") as file:
-        return [
-            Row(*(int(row[f.name]) if f.type == "int" else row[f.name] for f in fields(Row)))
-            for row in csv.DictReader(file)
-        ]
+        return [Row(*(int(x) if x.isdecimal() else x for x in line)) for line in [*csv.reader(file)][1:]]
 
 
 def write(path: Path, rows: list[Row]) -> None:
     """Write the table, sorted, so that a change is a small difference. Rows of other Tritons stay."""
     there = [row for row in read(path) if row.triton != triton.__version__] if path.exists() else []
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in sorted([*there, *rows], key=lambda row: (row.triton, row.key)))
+        every = sorted([*there, *rows], key=lambda row: (row.triton, row.key))
+        csv.writer(file, lineterminator="\n").writerows([Row._fields, *every])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -36,34 +36,24 @@ def function(name: str, backend: str) -> Callable[..., Any]:
         ValueError: an unknown function or backend.
         BackendUnavailable: Triton is asked for and not installed, or of an operation without kernels for it.
     """
-    if name not in functions():
-        raise ValueError(f"function={name!r} must be one of: {', '.join(functions())}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} must be one of: {', '.join(BACKENDS)}")
-    if backend == "cpu" and not has_form(name, backend):
-        backend = "reference"
+    for what, given, known in (("function", name, functions()), ("backend", backend, BACKENDS)):
+        if given not in known:
+            raise ValueError(f"{what}={given!r} must be one of: {', '.join(known)}")
     try:
-        if not has_form(name, backend):
-            raise BackendUnavailable(f"function={name!r} has no form for backend={backend!r}")
-        module = import_module(_place(name, backend))
+        found = form_of(name, backend) or (form_of(name, "reference") if backend == "cpu" else None)
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         raise BackendUnavailable(f"backend={backend!r} needs the package triton, which is not installed") from error
-    return getattr(module, name)
+    if found is None:
+        raise BackendUnavailable(f"function={name!r} has no form for backend={backend!r}")
+    return found
 
 
-@cache
-def has_form(name: str, backend: str) -> bool:
-    """Whether the folder of function ``name`` has a file for ``backend`` that holds it."""
-    place = _place(name, backend)
-    return find_spec(place) is not None and hasattr(import_module(place), name)
-
-
-def _place(name: str, backend: str) -> str:
-    """Module of a backend's form of function ``name``; the reference is the folder's own."""
-    folder = f"{__package__}.{functions()[name]}"
-    return folder if backend == "reference" else f"{folder}.{backend}"
+def form_of(name: str, backend: str) -> Callable[..., Any] | None:
+    """Function ``name`` of the file for ``backend`` in its folder, whose own the reference is; None where that lacks it."""
+    place = f"{__package__}.{functions()[name]}" + f".{backend}" * (backend != "reference")
+    return getattr(import_module(place), name, None) if find_spec(place) else None
 
 
 def runnable(name: str, device: torch.device) -> tuple[str, ...]:
@@ -72,7 +62,7 @@ def runnable(name: str, device: torch.device) -> tuple[str, ...]:
 
     on_cpu = device.type == "cpu"
     runs = {"reference": True, "triton": not on_cpu or common.INTERPRETED, "cpu": on_cpu}
-    return tuple(backend for backend, here in runs.items() if here and has_form(name, backend))
+    return tuple(backend for backend, here in runs.items() if here and form_of(name, backend))
 
 
 def choose(backend: str | None, device: torch.device, head_size: int, dtype: torch.dtype) -> str:

@@ -1,5 +1,5 @@
 """Example calls of every operation, at the sizes of a prefill: one table for the timings and their gate
-(``benchmarks/bench.py``) and for the compilations (``benchmarks/compile_check.py``)."""
+(``scripts/bench.py``) and for the compilations (``benchmarks/compile_check.py``)."""
 
 from __future__ import annotations
 
@@ -56,13 +56,14 @@ class Case:
         return self.operation.split()[0].rstrip(",")
 
 
-def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
-    """Every operation as a prefill of the model ``name`` meets it: a full cache and one chunk. On the meta device too."""
+def cases(name: str, at: Shape, device: torch.device) -> Iterator[Case]:
+    """Every operation as a prefill of the model ``name`` meets it: a full cache and one chunk, of
+    bfloat16. On the meta device too."""
     Q, H, D, budget, T, P, A = at.query_heads, at.heads, at.head_size, at.budget, at.chunk, at.prompt, at.answer
     S, W, scaling = budget + T, min(32, T), D**-0.5
     heads = f"{name} Q={Q} H={H} D={D}"
 
-    def x(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+    def x(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Random numbers of a shape and a dtype."""
         return torch.randn(*size, dtype=torch.float32, device=device).to(dtype)
 
@@ -157,25 +158,22 @@ def cases(name: str, at: Shape, device: torch.device, dtype: torch.dtype = torch
     spans = Spans(torch.arange(H, device=device)[None] * S, lengths, S)
     angles = Angles(*[angle_steps(x(D // 2, dtype=torch.float32), S)] * 2)
     placed = Rotation(table, table, place.flatten())
-    forms = ("", None, False), (", turned", angles, False), (", keys placed, received", placed, True)
     codes = tuple(torch.randint(0, 0x7F, (H * S, D), dtype=torch.uint8, device=device) for _ in range(2))
     eight = Float8Rows(*codes, *(torch.full((H,), 2.0**-6, dtype=torch.float32, device=device) for _ in range(2)))
-    for form, turn, received in forms:
-        yield case(f"ragged_decode{form}", f"S={S}", one, flat, spans, scaling, turn, received, nbytes=2 * k.nbytes)
-    yield case("ragged_decode 8 bits, turned", f"S={S}", one, eight, spans, scaling, angles, nbytes=k.nbytes)
-    few = {bits: packed_rows(H, S, D, bits, device, dtype) for bits in (4, 2)}
-    for bits, (_, turn, received) in ((4, forms[1]), (4, forms[2]), (2, forms[1])):
-        form = f"ragged_decode {bits} bits{', received' * received}"
-        nbytes = sum(t.nbytes for t in few[bits])
-        yield case(form, f"S={S}", one, few[bits], spans, scaling, turn, received, nbytes=nbytes)
+    four, two = (packed_rows(H, S, D, bits, device) for bits in (4, 2))
+    turned = ((", turned", flat, angles), (" 8 bits, turned", eight, angles), (" 4 bits", four, angles))
+    others = (
+        ("", flat, None),
+        (" 2 bits", two, angles),
+        (", keys placed, received", flat, placed),
+        (" 4 bits, received", four, placed),
+    )
     # One query a head goes by another form of the kernel.
-    if Q > H:
-        lone, size = one[:, :: Q // H].contiguous(), f"S={S}, one query a head"
-        yield case("ragged_decode, turned", size, lone, flat, spans, scaling, angles, nbytes=2 * k.nbytes)
-        yield case("ragged_decode 8 bits, turned", size, lone, eight, spans, scaling, angles, nbytes=k.nbytes)
-        yield case(
-            "ragged_decode 4 bits", size, lone, few[4], spans, scaling, angles, nbytes=sum(t.nbytes for t in few[4])
-        )
+    lone, alone = one[:, :: Q // H].contiguous(), f"S={S}, one query a head"
+    for q, size, forms in ((one, f"S={S}", turned + others), (lone, alone, turned if Q > H else ())):
+        for form, rows, turn in forms:
+            nbytes, received = sum(t.nbytes for t in rows), turn is placed
+            yield case(f"ragged_decode{form}", size, q, rows, spans, scaling, turn, received, nbytes=nbytes)
 
 
 def packed_matrix(
@@ -194,20 +192,17 @@ def packed_matrix(
     return blocks.flatten(1)
 
 
-def packed_rows(H: int, S: int, D: int, bits: int, device: torch.device, dtype: torch.dtype) -> PackedRows:
+def packed_rows(H: int, S: int, D: int, bits: int, device: torch.device) -> PackedRows:
     """Random codes and levels as the cache keeps them: the 63 newest rows in full, and 3 key groups per 64 rows."""
     M, tail = max(1, S * 3 // 64), 63
-
-    def codes() -> torch.Tensor:
-        """Random codes of shape ``[H * S, D * bits / 8]`` (uint8)."""
-        return torch.randint(0, 256, (H * S, D * bits // 8), dtype=torch.uint8, device=device)
 
     def levels(*size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Steps and zero points, random, of a shape."""
         step, zero = (make(*size, dtype=torch.float16, device=device) for make in (torch.rand, torch.randn))
         return step / 2**bits, zero
 
-    newest = [torch.randn(H, tail, D, dtype=dtype, device=device) for _ in range(2)]
+    codes = [torch.randint(0, 256, (H * S, D * bits // 8), dtype=torch.uint8, device=device) for _ in range(2)]
+    newest = [torch.randn(H, tail, D, dtype=torch.bfloat16, device=device) for _ in range(2)]
     group = torch.randint(0, M, (H * S,), dtype=torch.int16, device=device)
     tails = torch.full((1, H), tail, dtype=torch.int32, device=device)
-    return PackedRows(codes(), codes(), group, *levels(H, M, D), *levels(H * S, D // 32), *newest, tails)
+    return PackedRows(*codes, group, *levels(H, M, D), *levels(H * S, D // 32), *newest, tails)

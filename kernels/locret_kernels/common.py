@@ -16,6 +16,8 @@ HEAD_SIZES = {64: (64, 0), 96: (64, 32), 128: (128, 0), 256: (256, 0)}
 """Head size -> ``(D0, D1)``, its two blocks of columns."""
 FLOAT32_HEAD = 64
 """Largest head size that the kernels take in float32, except in the interpreter."""
+WIDEST = 16384
+"""Most columns of a row that a program holds whole, to normalise it."""
 DTYPES = ("float32", "bfloat16", "float16")
 OPTIONS = {"enable_fp_fusion": True}
 """Compiler options of every launch. Softmax counts on fused multiply-adds, which Triton 3.10 turns off by default."""
@@ -52,22 +54,18 @@ def dot_rows(a0, a1, b0, b1, out, D1: tl.constexpr):
     return out
 
 
-def launch(
-    kernel: triton.KernelInterface[object],
-    grid: tuple[int, ...],
-    *args: object,
-    num_warps: int,
-    num_stages: int,
-    **constants: object,
-) -> None:
+def launch(kernel: triton.KernelInterface[object], grid: tuple[int, ...], *args: object, **constants: object) -> None:
     """Start a kernel on the device of its first argument, which need not be PyTorch's current device.
 
     Every launch passes here, so who replaces it sees them all. With the constant ``PDL`` a kernel may begin before the previous
     launch has ended, so it must wait before it reads or writes anything of other launches.
+
+    Args:
+        constants: of the kernel, ``num_warps`` and ``num_stages``.
     """
     options = {**OPTIONS, "launch_pdl": True} if constants.get("PDL") else OPTIONS
     with torch.cuda.device_of(args[0]):
-        kernel[grid](*args, **constants, **options, num_warps=num_warps, num_stages=num_stages)
+        kernel[grid](*args, **constants, **options)
 
 
 def head_blocks(D: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -84,6 +82,12 @@ def head_blocks(D: int, dtype: torch.dtype) -> tuple[int, int]:
             f"float32 heads of {D} must be of at most {FLOAT32_HEAD} (backend='triton'): bfloat16, float16 may"
         )
     return HEAD_SIZES[D]
+
+
+def check_width(C: int) -> None:
+    """Raise ValueError for a row of so many columns that no program holds it."""
+    if C > WIDEST:
+        raise ValueError(f"x has {C} columns, which must be at most {WIDEST} to be normalised (backend='triton')")
 
 
 def check(*, longest: int | None = None, **tensors: Tensor) -> None:

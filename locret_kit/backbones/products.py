@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,8 +18,7 @@ class NotDense(ValueError):
     """The decoder is not of the known form. The message says how it differs."""
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """``x @ weight.T + bias``.
 
     Attributes:

@@ -6,9 +6,9 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,16 +36,14 @@ PRODUCTS = ("query", "key", "value", "out", "gate", "up", "down")
 """Matrices of a layer."""
 
 
-@dataclass(frozen=True)
-class Norm:
+class Norm(NamedTuple):
     """A norm as Llama's."""
 
     weight: Tensor
     eps: float
 
 
-@dataclass(frozen=True)
-class DenseLayer:
+class DenseLayer(NamedTuple):
     """``x += out(attention(norm(x)))``, then ``x += down(silu(gate(h)) * up(h))`` with ``h = mlp_norm(x)``."""
 
     norm: Norm
@@ -68,8 +66,7 @@ class DenseLayer:
         return tuple(getattr(self, name) for name in PRODUCTS)
 
 
-@dataclass(frozen=True)
-class Dense:
+class Dense(NamedTuple):
     """A decoder and the product that makes logits of its last hidden state.
 
     Attributes:

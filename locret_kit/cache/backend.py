@@ -185,7 +185,7 @@ class CpuBackend(Backend):
 def runs_on_cpu() -> bool:
     """Whether the C++ for a chunk of a prompt runs here; compiles it where it is not yet. Says why it does not, once."""
     try:
-        attend_on_cpu.load()
+        cpp.load(attend_on_cpu.SOURCE)
     except cpp.Unavailable as error:
         logger.warning("prompts are read by PyTorch's operations alone, which is slower here: %s", error)
         return False

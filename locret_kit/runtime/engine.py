@@ -135,7 +135,9 @@ class Engine:
             self.running = [one for one in self.running if one is not sequence]
 
     def fail(self, error: Exception, sequences: abc.Sequence[Sequence] | None = None) -> None:
-        """End sequences with an error; by default all that run."""
+        """End sequences with an error, which is raised where one runs alone; by default all that run."""
+        if self.alone:
+            raise error
         for sequence in list(self.running) if sequences is None else sequences:
             sequence.end("error", error)
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
@@ -165,8 +167,6 @@ class Engine:
         try:
             logits_NV = self._forward(driver, sequences)
         except Exception as error:
-            if self.alone:
-                raise
             self.fail(error, sequences)
             return sequences
         for sequence, logits_V in zip(sequences, logits_NV, strict=True):
@@ -174,9 +174,7 @@ class Engine:
                 if sequence.advance(logits_V, self.stop):
                     changed.append(sequence)
             except RuntimeError as error:  # no probabilities to draw from: logits that are not finite
-                if self.alone:
-                    raise
-                sequence.end("error", error)
+                self.fail(error, [sequence])
                 changed.append(sequence)
         return changed
 
@@ -213,11 +211,8 @@ class Engine:
                     self._pool.enter(cache)
                 sequence.start(cache, self.model.device)
             except Exception as error:
-                if self.alone:
-                    raise
-                sequence.end("error", error)
+                self.fail(error, [sequence])
                 failed.append(sequence)
-        self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
         return failed
 
     def _turns(self) -> Iterator[Sequence]:

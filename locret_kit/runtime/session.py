@@ -51,14 +51,19 @@ def prefill(
     engine = Engine(model, frozenset(), alone=True, graph=graph)
     sequence = engine.add(Request(ids, 0), lambda: cache)
     with attached(model):
-        while engine.running:
-            engine.step()
-            if progress:
-                progress(cache.get_seq_length(), total)
+        _read(engine, sequence, cache, progress)
     assert sequence.logits_V is not None
     if sequence.logits_V.is_cuda:  # so that the time of a prefill is a prefill's
         torch.cuda.synchronize(sequence.logits_V.device)
     return sequence.logits_V
+
+
+def _read(engine: Engine, sequence: Sequence, cache: BoundedCache, progress: Callable[[int, int], None] | None) -> None:
+    """Read the prompt of an engine's one sequence."""
+    while engine.running and sequence.reading:
+        engine.step()
+        if progress:
+            progress(cache.get_seq_length(), len(sequence.request.ids))
 
 
 def _other_length(cache: BoundedCache, tokens: int) -> ValueError:
@@ -211,10 +216,7 @@ class Answer:
         with attached(model), explain_oom(model, cache, len(ids)):
             began, before = time.perf_counter(), cache.get_seq_length()
             sequence = engine.add(request, lambda: cache)
-            while engine.running and sequence.reading:
-                engine.step()
-                if progress:
-                    progress(cache.get_seq_length(), len(ids))
+            _read(engine, sequence, cache, progress)
             prefilled, kept = time.perf_counter(), cache.kept_rows
             self.first_token_s = sequence.first_token_s or 0.0
             for token in written(engine, sequence):

@@ -29,6 +29,7 @@ def built(tmp_path, monkeypatch):
     def answer() -> int:
         cpp.folder.cache_clear()
         cpp.announce.cache_clear()
+        cpp.load.cache_clear()
         return cpp.load(source).answer()
 
     yield answer

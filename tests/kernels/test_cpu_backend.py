@@ -10,6 +10,7 @@ from interpreted import random
 from policy_runs import held
 from tiny_models import tiny_model
 
+from locret_kernels import cpp
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.attend import cpu as attend_cpu
 from locret_kernels.column_stats import MARGIN
@@ -195,7 +196,7 @@ def test_weights_that_are_trained_through_a_cache_get_their_gradients(trained, d
 
 def test_without_a_compiler_prompts_are_read_all_the_same(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    calls = (attend_cpu.load, runs_on_cpu)
+    calls = (cpp.load, runs_on_cpu)
     for call in calls:
         call.cache_clear()
     model, ids = tiny_model("llama", head_dim=16), list(range(2, 90))

@@ -9,7 +9,7 @@ from scripts_loaded import load_script
 
 from locret_kernels.provenance import origin
 
-bench = load_script("kernels/benchmarks/bench.py")
+bench = load_script("scripts/bench.py")
 CPU = torch.device("cpu")
 
 

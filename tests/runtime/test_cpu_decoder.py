@@ -11,8 +11,9 @@ from decoder_runs import alike, decoded, same
 from policy_runs import LENGTH, SMALL, backbone, heads_of, held, make, tokens
 from tiny_models import tiny_model
 
+from locret_kernels import cpp
 from locret_kernels.cases import packed_matrix
-from locret_kernels.decoder_step import Halves, load
+from locret_kernels.decoder_step import Halves
 from locret_kernels.product import FORMATS
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones.gguf.gguf_model import PackedEmbedding, PackedLinear
@@ -205,7 +206,7 @@ def test_what_it_does_not_take():
 def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog):
     """And that is said once."""
     monkeypatch.setenv("CXX", "no-such-compiler")
-    load.cache_clear()
+    cpp.load.cache_clear()
     warn.cache_clear()
     model, ids = tiny_model("llama").double(), tokens()
     try:
@@ -216,7 +217,7 @@ def test_without_a_compiler_tokens_are_decoded_all_the_same(monkeypatch, caplog)
                 rest = dict(prompt=ids, max_new_tokens=12, sampling=Sampling(), stop=frozenset())
                 said.append(list(decode(model, cache, logits, **rest)))
     finally:
-        load.cache_clear()
+        cpp.load.cache_clear()
     assert said[0] == said[1] == said[2]
     assert [record.getMessage().count("no C++ compiler") for record in caplog.records] == [1]
 

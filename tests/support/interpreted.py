@@ -23,7 +23,7 @@ with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
     from locret_kernels import backend, common
 
     KERNELS = {
-        name: backend.function(name, "triton") for name in backend.functions() if backend.has_form(name, "triton")
+        name: backend.function(name, "triton") for name in backend.functions() if backend.form_of(name, "triton")
     }
 assert common.INTERPRETED, "a test imported the Triton kernels before tests/support/interpreted.py did"
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from locret_kit.backbones import products, weights
 from locret_kit.cache import attend
-from locret_kit.runtime.drivers.capture import SYNCING_OPS, _shape_is_read
+from locret_kit.runtime.drivers.capture import host_waits
 
 CUDA, HOST = torch.device("cuda:0"), torch.device("cpu")
 PROJECT = Path(__file__).resolve().parents[2]
@@ -126,7 +126,7 @@ class Card(TorchDispatchMode):
         if True not in given and not goes:
             return out
         copies = name in ("_to_copy", "to", "copy_")
-        if True in given and (name in SYNCING_OPS or _shape_is_read(name, args, kwargs)):
+        if True in given and host_waits(func, args, kwargs):
             self.note(name)
         if copies and len(given | ({goes} - {None})) > 1 and not _is_number(args):
             self.note("a copy between host and device")

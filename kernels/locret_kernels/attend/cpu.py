@@ -7,7 +7,7 @@ of bfloat16 are read as they are; weights and sums are of float32.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,16 +23,6 @@ LANES = 16
 """Channels of a head are a multiple of it: numbers of the widest vector."""
 MAX_ROWS = 1 << 14
 """Above it the weights of a few queries are more than a core's caches hold, and PyTorch's attention is the better one."""
-
-
-@cache
-def load() -> cpp.Library:
-    """The compiled call.
-
-    Raises:
-        cpp.Unavailable: another system, no compiler, or one that fails.
-    """
-    return cpp.load(SOURCE, locret_attend=(cpp.ADDRESS, cpp.INT))
 
 
 def takes(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor) -> bool:
@@ -79,6 +69,6 @@ def attend_and_count(
         statistics=sum(cpp.STATISTICS[name] for name in kinds), **tables,
         rotated=0 if rotation is None else rotation.cos_SR.shape[-1],
     )  # fmt: skip
-    load().locret_attend(at.ctypes.data, torch.get_num_threads())
+    cpp.load(SOURCE).locret_attend(at.ctypes.data, torch.get_num_threads())
     counted = [ColumnStats(**dict(zip(kinds, one, strict=True))) for one in stats]
     return out_BTQD.to(q_BQTD.dtype).transpose(1, 2), counted

@@ -50,9 +50,7 @@ def column_stats(
     Raises:
         ValueError: a statistic that does not exist; no query, or more queries than slots.
     """
-    if unknown := want - STATISTICS:
-        raise ValueError(f"want={sorted(unknown)} must be of {sorted(STATISTICS)}")
-    check_queries(q_BQTD, k_BHSD)
+    check_statistics(q_BQTD, k_BHSD, want)
     dtype = torch.promote_types(q_BQTD.dtype, torch.float32)
     counts, (T, S), H = Counts(k_BHSD, dtype, want), (q_BQTD.shape[2], k_BHSD.shape[2]), k_BHSD.shape[1]
     for b, (q_QTD, k_HSD) in enumerate(zip(q_BQTD.to(dtype) * scaling, k_BHSD.to(dtype), strict=True)):
@@ -142,6 +140,13 @@ def causal(x: Tensor, hidden: float) -> Tensor:
     if t > 1:
         x[..., n - t :].masked_fill_(torch.ones(t, t, dtype=torch.bool, device=x.device).triu_(1), hidden)
     return x
+
+
+def check_statistics(q_BQTD: Tensor, k_BHSD: Tensor, want: frozenset[str]) -> None:
+    """Raise ValueError for statistics that do not exist, or what ``check_queries`` refuses."""
+    if unknown := want - STATISTICS:
+        raise ValueError(f"want={sorted(unknown)} must be of {sorted(STATISTICS)}")
+    check_queries(q_BQTD, k_BHSD)
 
 
 def check_queries(q_BQTD: Tensor, k_BHSD: Tensor) -> None:

@@ -17,7 +17,7 @@ from triton import cdiv
 
 from .. import check_some, common
 from ..common import LOG2E, check, check_heads, dot_rows, head_blocks, load_rows
-from . import MARGIN, STATISTICS, TILE, ColumnStats, check_queries
+from . import MARGIN, TILE, ColumnStats, check_statistics
 
 
 @triton.jit
@@ -72,16 +72,12 @@ def _column_stats(
     # Queries from there on that do not see all of them.
     some = tl.maximum(first_slot + BLOCK_S - 1 - (S - T) - first, 0)
     clear = tl.minimum(first + tl.cdiv(some, BLOCK_T) * BLOCK_T, T)
-    for t in range(first, clear, BLOCK_T):
-        total, square, above = _read_queries(
-            queries, lse, t, k0, k1, zero, slots, total, square, above, scale, margin, stride_qh, stride_qt, T, S,
-            G, D0, D1, BLOCK_T, SUM, SQUARE, ABOVE, True,
-        )  # fmt: skip
-    for t in range(clear, T, BLOCK_T):
-        total, square, above = _read_queries(
-            queries, lse, t, k0, k1, zero, slots, total, square, above, scale, margin, stride_qh, stride_qt, T, S,
-            G, D0, D1, BLOCK_T, SUM, SQUARE, ABOVE, False,
-        )  # fmt: skip
+    for seen in tl.static_range(2):  # these, then those that do
+        for t in range(clear if seen else first, T if seen else clear, BLOCK_T):
+            total, square, above = _read_queries(
+                queries, lse, t, k0, k1, zero, slots, total, square, above, scale, margin, stride_qh, stride_qt, T, S,
+                G, D0, D1, BLOCK_T, SUM, SQUARE, ABOVE, seen == 0,
+            )  # fmt: skip
     at = tl.program_id(1).to(tl.int64) * S + slots
     if SUM:
         tl.store(out_sum + at, tl.sum(total, 1), mask=there)
@@ -95,9 +91,7 @@ def column_stats(
     q_BQTD: Tensor, k_BHSD: Tensor, scaling: float, lse_BQT: Tensor, *, want: frozenset[str]
 ) -> ColumnStats:
     """See the definition, ``column_stats``."""
-    if unknown := want - STATISTICS:
-        raise ValueError(f"want={sorted(unknown)} must be of {sorted(STATISTICS)}")
-    check_queries(q_BQTD, k_BHSD)
+    check_statistics(q_BQTD, k_BHSD, want)
     B, H, G, T, S, D = check_heads(q_BQTD, k_BHSD)
     check(lse=lse_BQT)
     D0, D1 = head_blocks(D, q_BQTD.dtype)

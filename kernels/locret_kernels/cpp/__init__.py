@@ -19,7 +19,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -209,19 +208,21 @@ STATISTICS = {"above": 1, "square": 2, "sum": 4}
 
 
 Library = ctypes.CDLL
-ADDRESS, NUMBER, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-"""Types of arguments."""
+ARGUMENTS = {"*": ctypes.c_void_p, "i64 ": ctypes.c_int64, "int ": ctypes.c_int}
+"""Mark of an argument's declaration -> its type; the first one that is there counts."""
 
 
 class Unavailable(RuntimeError):
     """Error of a source that cannot be compiled or loaded here; says why in one line."""
 
 
-def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
-    """A source as a library; the first call on a machine compiles it.
+@cache
+def load(source: Path, *options: str) -> Library:
+    """A source as a library; the first call on a machine compiles it. Its functions return nothing, and their arguments are read
+    from their declarations.
 
     Args:
-        options: of the compiler, besides the usual ones. calls: types of the arguments of its functions, which return nothing.
+        options: of the compiler, besides the usual ones.
 
     Raises:
         Unavailable: another system, no compiler, or one that fails.
@@ -232,7 +233,7 @@ def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
     compiler = shutil.which(name)
     if compiler is None:
         raise Unavailable(f"no C++ compiler ({name}, or $CXX)")
-    texts = (path.read_text("utf-8") for path in (source, *sorted(HEADERS.glob("*.h"))))
+    texts = [path.read_text("utf-8") for path in (source, *sorted(HEADERS.glob("*.h")))]
     made = hashlib.sha256("\0".join((*texts, *FLAGS, *options, _machine(compiler))).encode())
     try:
         library = folder() / f"{source.parent.name}-{made.hexdigest()[:24]}.so"
@@ -242,9 +243,10 @@ def load(source: Path, *options: str, **calls: Sequence[type]) -> Library:
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
         raise Unavailable(str(error)) from error
-    for call, arguments in calls.items():
-        function = getattr(loaded, call)
-        function.argtypes, function.restype = arguments, None
+    for call, given in re.findall(r'^extern "C" void (\w+)\((.*?)\)', texts[0], re.S | re.M):
+        function, declared = getattr(loaded, call), given.split(",")
+        function.argtypes = [next(form for mark, form in ARGUMENTS.items() if mark in one) for one in declared]
+        function.restype = None
     return loaded
 
 

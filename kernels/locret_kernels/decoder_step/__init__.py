@@ -96,7 +96,6 @@ FORMAT, LINEAR, PACKED, ROWS = (cpp.Struct(LAYOUT, name) for name in ("Format", 
 LAYER, DECODER = (cpp.Struct(LAYOUT, name, Linear=LINEAR) for name in ("Layer", "Decoder"))
 
 
-@cache
 def load(dtype: torch.dtype, channels: int) -> cpp.Library:
     """The compiled step for weights of a dtype and heads of ``channels`` channels.
 
@@ -107,11 +106,7 @@ def load(dtype: torch.dtype, channels: int) -> cpp.Library:
         raise cpp.Unavailable(f"heads of {channels} channels, more than {cpp.MAX_CHANNELS}")
     if dtype not in cpp.TYPES:
         raise cpp.Unavailable(f"weights of {str(dtype).removeprefix('torch.')}")
-    options = cpp.head_options(dtype, channels)
-    p, n, i = cpp.ADDRESS, cpp.NUMBER, cpp.INT
-    return cpp.load(
-        Path(__file__).with_name("cpu.cpp"), *options, locret_step=(p, n, p, p, p, p, i), locret_holds=(p, p, n, p, i)
-    )
+    return cpp.load(Path(__file__).with_name("cpu.cpp"), *cpp.head_options(dtype, channels))
 
 
 @cache
@@ -156,15 +151,14 @@ class Halves:
 
     def of(self, weight: Tensor) -> Tensor | None:
         """The weight in bfloat16, of the same shape; None where that changes a number."""
-        half = None
-        if room := _room_of(weight):
+        made, room = weight, _room_of(weight)
+        if room:
             half = self._room[self._used : self._used + weight.numel()].view(weight.shape).copy_(weight.detach())
-            half = half if self._holds(weight, half) else None
-        if half is not None:
-            self._used += room
-            self._copied.append((weight, half))
-        self.read += weight.nbytes if half is None else half.nbytes
-        return half
+            if self._holds(weight, half):
+                self._used, made = self._used + room, half
+                self._copied.append((weight, half))
+        self.read += made.nbytes
+        return None if made is weight else made
 
     def hold(self) -> bool:
         """Whether every copy is what its weight is now: all numbers are read, at the speed of memory."""

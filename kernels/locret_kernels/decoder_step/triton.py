@@ -14,13 +14,11 @@ from triton import cdiv
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import common
-from ..common import UPCAST, check
+from ..common import UPCAST, check, check_width
 from . import RowProducts, check_stage
 
 TILE = 8192
 """Numbers of a tile of weights: each thread has 8 loads of 16 bytes in flight."""
-WIDEST = 16384
-"""Most columns of a vector with a norm: a program holds all of them."""
 COLUMNS = 2048
 """Columns of a tile without a norm."""
 
@@ -110,8 +108,8 @@ def row_products(x_NK: Tensor, stage: RowProducts, residual: Tensor | None = Non
         raise ValueError(f"x has {len(x_NK)} vectors, which must be 1 (backend='triton')")
     (weights, biases, norm, eps, gated), K = stage, x_NK.shape[1]
     check(x=x_NK, residual=x_NK if residual is None else residual, **{f"w{i}": w for i, w in enumerate(weights)})
-    if norm is not None and K > WIDEST:
-        raise ValueError(f"x has {K} columns, which must be at most {WIDEST} to be normalised (backend='triton')")
+    if norm is not None:
+        check_width(K)
     sizes = [len(weight) for weight in weights]
     made, parts = ([sizes[0]], 1) if gated else (sizes, len(sizes))
     # The first matrix stands in for those that the kernel does not read.

@@ -13,11 +13,8 @@ from torch import Tensor
 from triton import cdiv
 
 from .. import check_some, common
-from ..common import check
+from ..common import check, check_width
 from . import check_gate, check_norm
-
-WIDEST = 16384
-"""Columns of the widest row that a program holds."""
 
 
 @triton.jit
@@ -58,15 +55,14 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See the definition, ``rms_norm``; at most ``WIDEST`` columns."""
+    """See the definition, ``rms_norm``; at most ``common.WIDEST`` columns."""
     check_norm(x, weight_C, residual)
     x_NC = _rows(x)
     (N, C), add = x_NC.shape, residual is not None
     other_NC = x_NC if residual is None else _rows(residual)
     check(x=x_NC, weight=weight_C, residual=other_NC)
     check_some("x", x.numel(), "numbers")
-    if C > WIDEST:
-        raise ValueError(f"x has {C} columns, which must be at most {WIDEST} (backend='triton')")
+    check_width(C)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(out) if add else x
     block = triton.next_power_of_2(C)

@@ -6,7 +6,6 @@ per 256 numbers.
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -15,17 +14,16 @@ from torch import Tensor
 from .. import cpp
 from .. import product as reference
 
+SOURCE = Path(__file__).with_name("cpu.cpp")
 
-@cache
+
 def load(form: str, *options: str) -> cpp.Library:
     """The compiled calls for a format, by options of the compiler besides the usual ones.
 
     Raises:
         cpp.Unavailable: another system, no compiler, or one that fails.
     """
-    p, n, i = cpp.ADDRESS, cpp.NUMBER, cpp.INT
-    options = f"-DFORMAT={form}", *options
-    return cpp.load(Path(__file__).with_name("cpu.cpp"), *options, locret_product=(p, p, p, n, n, n, p, i, i))
+    return cpp.load(SOURCE, f"-DFORMAT={form}", *options)
 
 
 def product(x: Tensor, data: Tensor, form: str, bias: Tensor | None = None) -> Tensor:

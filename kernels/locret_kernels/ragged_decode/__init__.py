@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -22,10 +22,9 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     """
     side = size & -size
     with torch.inference_mode(False):  # the cached matrix may be used where gradients are needed
-        block = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-        pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=block.dtype, device="cpu")
-        while len(block) < side:
-            block = torch.kron(block, pair)
+        one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+        pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=one.dtype, device="cpu")
+        block = reduce(torch.kron, [pair] * (side.bit_length() - 1), one)
         return torch.kron(torch.eye(size // side, dtype=block.dtype, device="cpu"), block / side**0.5).to(device)
 
 

@@ -3,7 +3,6 @@ reference's."""
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -15,16 +14,6 @@ from . import Angles, Decoded, Rotation, Rows, Spans, Turn
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 DECODE = cpp.Struct(SOURCE, "Decode")
-
-
-@cache
-def load(dtype: torch.dtype, channels: int) -> cpp.Library:
-    """The compiled call for rows of a dtype and heads of ``channels`` channels.
-
-    Raises:
-        cpp.Unavailable: another system, no compiler, or one that fails.
-    """
-    return cpp.load(SOURCE, *cpp.head_options(dtype, channels), locret_ragged_decode=(cpp.ADDRESS, cpp.INT))
 
 
 def ragged_decode(
@@ -56,5 +45,5 @@ def ragged_decode(
         received=got, texts=B, queries=Q, heads=H, channels=D, rotated=0 if cos is None else cos.shape[-1], longest=longest,
         scaling=scaling,
     )  # fmt: skip
-    load(keys.dtype, D).locret_ragged_decode(at.ctypes.data, torch.get_num_threads())
+    cpp.load(SOURCE, *cpp.head_options(keys.dtype, D)).locret_ragged_decode(at.ctypes.data, torch.get_num_threads())
     return Decoded(out.to(keys.dtype), got)

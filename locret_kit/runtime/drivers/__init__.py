@@ -28,27 +28,23 @@ class Driver(Protocol):
 
     def takes(self, cache: BoundedCache) -> str | None:
         """Reason why a cache is decoded by the plain forward; None where it is not, as far as settings tell."""
+        return None
 
     def ready(self, cache: BoundedCache) -> bool:
         """Whether the next token of a cache can come here."""
+        return True
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
         """Logits ``[texts, V]`` (float32) after one token more of each text."""
 
 
-class PlainDriver:
+class PlainDriver(Driver):
     """One forward for a token of each text."""
 
     name = "dynamic"
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-
-    def takes(self, cache: BoundedCache) -> str | None:
-        return None
-
-    def ready(self, cache: BoundedCache) -> bool:
-        return True
 
     def __call__(self, caches: Sequence[BoundedCache], tokens: Sequence[int]) -> Tensor:
         """Logits ``[N, V]`` (float32) after one more token of each of ``N`` texts."""
@@ -124,11 +120,9 @@ class Decoding:
 def _chosen(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> Driver | str:
     """The driver that is asked for on the model's device, or why it cannot be."""
     DRIVERS.load()
-    for make in reversed(DRIVERS.values()):
-        driver = make(model, cache, graph)
-        if driver is not None:
-            return driver if isinstance(driver, str) else driver.takes(cache) or driver
-    return PlainDriver(model)
+    asked = (make(model, cache, graph) for make in reversed(DRIVERS.values()))
+    driver = next((one for one in asked if one is not None), PlainDriver(model))
+    return driver if isinstance(driver, str) else driver.takes(cache) or driver
 
 
 @DRIVERS.register("graph")

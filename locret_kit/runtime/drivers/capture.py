@@ -23,13 +23,8 @@ F = TypeVar("F", bound=Hashable)
 
 WARM = 3
 """Tokens before the first capture: kernels are compiled and workspaces allocated in them, and a short answer ends with them."""
-SYNCING_OPS = frozenset(
-    {
-        "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",
-        "masked_select", "bincount", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
-    }
-)  # fmt: skip
-"""Operators whose result, or its shape, the host waits for; inference mode shows the composed ones as they are called."""
+READ_BY_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""PyTorch's marks of operators whose result, or its shape, the host waits for."""
 
 
 @cache
@@ -75,20 +70,23 @@ class SyncDetector(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if name in SYNCING_OPS or _shape_is_read(name, args, kwargs):
+        if host_waits(func, args, kwargs):
             self.found.add(name)
         if len({x.device.type for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)}) > 1:
             self.found.add(f"{name} between host and device")
         return out
 
 
-def _shape_is_read(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-    """Whether an operator that mostly runs ahead has arguments that make the host read numbers on the device."""
+def host_waits(func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    """Whether an operator makes the host read numbers on the device, some by their arguments alone. Inference mode shows composed
+    operators, which have no marks, as they are called."""
+    name = func.overloadpacket.__name__
     if name in ("index", "index_put", "index_put_"):
         return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]))
     if name == "repeat_interleave":
         return any(isinstance(x, Tensor) for x in args[-1:]) and kwargs.get("output_size") is None
-    return name == "where" and len(args) == 1
+    composed = name in ("is_nonzero", "nonzero_numpy") or (name == "where" and len(args) == 1)
+    return composed or not READ_BY_HOST.isdisjoint(func.tags)
 
 
 class StepGraphs(Generic[F]):

@@ -7,13 +7,14 @@ two calls. So any text may be decoded the plain way at any token, and be here ag
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from locret_kernels import cpp, decoder_step
@@ -37,8 +38,10 @@ CODECS = (Plain, GroupedBits)
 
 @dataclass
 class WeightTable:
-    """Addresses of weights, copies of those that bfloat16 holds, and the weights, whose memory stays as long as these."""
+    """The decoder as the call reads it, its layers' addresses, copies of the weights that bfloat16 holds, and the weights, whose
+    memory stays as long as these."""
 
+    decoder: np.ndarray
     layers: np.ndarray
     halves: Halves
     weights: Dense | list[Tensor]
@@ -46,7 +49,8 @@ class WeightTable:
     def follows(self, weights: Dense | list[Tensor]) -> bool:
         """Whether the weights, of any shape, are still at the same addresses, and all copies still hold their
         numbers."""
-        return _places(self.weights) == _places(weights) and self.halves.hold()
+        mine, theirs = (tree_map_only(Tensor, _place, x) for x in (self.weights, weights))
+        return mine == theirs and self.halves.hold()
 
 
 class CpuDriver:
@@ -131,10 +135,8 @@ class CpuDriver:
         seen = new(L, N, self.line) if any(asks) or recent else None
         rows = np.concatenate([pointers.rows for pointers in every])
         ids, logits = np.array(tokens, dtype=np.int64), new(N, V)
-        held = self._held(heads)
-        decoder = self._decoder(held)
         self.library.locret_step(
-            decoder.ctypes.data, N, ids.ctypes.data, rows.ctypes.data, cpp.address(logits, self.sums),
+            self._held(heads).decoder.ctypes.data, N, ids.ctypes.data, rows.ctypes.data, cpp.address(logits, self.sums),
             cpp.address(seen, self.sums), torch.get_num_threads(),
         )  # fmt: skip
         for n, (cache, pointers) in enumerate(zip(caches, every, strict=True)):
@@ -215,16 +217,13 @@ class CpuDriver:
                 head_eps=layer.query_norm.eps if layer.query_norm is not None else 0.0, mlp_eps=layer.mlp_norm.eps,
                 scaling=layer.scaling,
             )  # fmt: skip
-        return WeightTable(found, halves, self.weights if heads is None else weights)
-
-    def _decoder(self, held: WeightTable) -> np.ndarray:
-        """The decoder as the call reads it."""
         w = self.weights
-        return decoder_step.DECODER.of(
+        decoder = decoder_step.DECODER.of(
             self.dtype, layers=len(w.layers), width=len(w.norm.weight), query_heads=self.shape[0], heads=self.shape[1],
             channels=self.channels, vocabulary=len(w.head.weight), words=self._linear(w.words), norm=w.norm.weight,
-            eps=w.norm.eps, head=self._head, layer=held.layers.ctypes.data,
+            eps=w.norm.eps, head=self._head, layer=found.ctypes.data,
         )  # fmt: skip
+        return WeightTable(decoder, found, halves, w if heads is None else weights)
 
     def _linear(self, product: Product | None, halves: Halves | None = None) -> tuple[int, ...]:
         """A product as the call reads it; ``halves`` may hold a copy of its weights of half the size."""
@@ -251,13 +250,9 @@ class CpuDriver:
                 rows.append_queries(q)
 
 
-def _places(x: object) -> object:
-    """All numbers besides weights, and for each weight its address, sizes and type."""
-    if isinstance(x, Tensor):
-        return x.data_ptr(), x.shape, x.dtype
-    if isinstance(x, tuple | list):
-        return [*map(_places, x)]
-    return [_places(getattr(x, one.name)) for one in fields(x)] if is_dataclass(x) else x
+def _place(x: Tensor) -> tuple[int, torch.Size, torch.dtype]:
+    """Address, sizes and type of a weight."""
+    return x.data_ptr(), x.shape, x.dtype
 
 
 _KNOWN: WeakKeyDictionary[PreTrainedModel, CpuDriver] = WeakKeyDictionary()

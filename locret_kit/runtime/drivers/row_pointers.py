@@ -23,12 +23,10 @@ from ...cache.storage.quantised import GroupedBits
 def point_at(at: np.ndarray, packed: PackedRows, codec: GroupedBits) -> None:
     """Write the addresses of rows in few bits into an element of ``PACKED``."""
     quantiser.load()  # compiled before a group is full
+    named = {name.rpartition("_")[0]: x for name, x in packed._asdict().items()}  # the names of C++, without sizes
     PACKED.point(
-        at, codec.dtype, key_codes=packed.key_codes_NX, value_codes=packed.value_codes_NX, group=packed.group_N,
-        key_step=packed.key_step_PMD, key_zero=packed.key_zero_PMD, value_step=packed.value_step_NC,
-        value_zero=packed.value_zero_NC, tail_keys=packed.tail_keys_PRD, tail_values=packed.tail_values_PRD,
-        bits=packed.bits, group_bytes=packed.group_N.itemsize, groups=packed.key_step_PMD.shape[1], tail=codec.tail,
-        value_groups=packed.value_step_NC.shape[1], tail_room=packed.tail_keys_PRD.shape[1],
+        at, codec.dtype, **named | {"tail": codec.tail}, bits=packed.bits, group_bytes=packed.group_N.itemsize,
+        groups=packed.key_step_PMD.shape[1], value_groups=packed.value_step_NC.shape[1], tail_room=packed.tail_keys_PRD.shape[1],
     )  # fmt: skip
 
 
