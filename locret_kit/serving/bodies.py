@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Literal, cast
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, AliasPath, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError
 from transformers import PreTrainedTokenizerBase
 
@@ -128,6 +129,18 @@ def some(tokens: int) -> int:
 
 
 Tokens = Annotated[int, Field(ge=-1), AfterValidator(some)]
+SWITCH = form("true, false, or an effort such as 'low', of at most 64 characters")
+Switch = Annotated[
+    bool | Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
+    Field(union_mode="left_to_right"),
+    SWITCH,
+]
+Effort = Annotated[bool | Annotated[str, Field(max_length=64)], Field(union_mode="left_to_right"), SWITCH]
+
+
+def places(*names: str) -> FieldInfo:
+    """Names of a field, by this protocol and by other servers; of several the first counts."""
+    return Field(validation_alias=AliasChoices(*(AliasPath(*name.split(".")) for name in names)))
 
 
 class ChatBody(CompletionBody):
@@ -148,18 +161,24 @@ class ChatBody(CompletionBody):
     """Whether an answer may call more than one tool; otherwise it ends with its first call."""
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
     """Arguments of the chat template, such as ``enable_thinking``."""
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
-    """Argument ``reasoning_effort`` of a chat template that has it; "none" is also Anthropic's ``disabled``."""
+    reasoning: JsonObject | None = None
+    """OpenRouter's switches."""
     thinking: JsonObject | None = None
-    """Anthropic's switch, ``{"type": "disabled"}``: ``enable_thinking`` or ``thinking`` of a template that has it; its
-    ``budget_tokens`` bound the thought, which the template's end mark then closes."""
+    """Anthropic's switch, ``{"type": "disabled"}``."""
+    enable_thinking: Annotated[Switch | None, places("enable_thinking", "reasoning.enabled", "think")] = None
+    """Argument ``enable_thinking`` or ``thinking`` of a chat template that has it."""
+    reasoning_effort: Annotated[Effort | None, places("reasoning_effort", "reasoning.effort", "think")] = None
+    """Argument ``reasoning_effort`` of a chat template that has it; "none" turns thinking off, any other on."""
+    thought_tokens: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        places("thinking_budget", "thinking_token_budget", "reasoning.max_tokens", "thinking.budget_tokens"),
+    ] = None
+    """Tokens of the thought, at most: then the template's end mark closes it."""
     continue_final_message: bool = True
     """Whether an answer in the last message is continued; otherwise it is answered."""
 
     @model_validator(mode="after")
     def _possible(self) -> ChatBody:
-        if nested(self.thinking, "budget_tokens") is not None and (self.thought_tokens or 0) < 1:
-            raise ValueError("thinking.budget_tokens must be an integer of at least 1")
         for call in (call for message in self.messages for call in message.tool_calls):
             call_of(call)
         known, choice, field = {tool.function.name for tool in self.tools}, self.tool_choice, "tool_choice"
@@ -179,12 +198,6 @@ class ChatBody(CompletionBody):
             raise ValueError("tool_choice needs tools")
         self.tools = [] if self.tool_choice == "none" else self.tools
         return self
-
-    @property
-    def thought_tokens(self) -> int | None:
-        """Tokens of the thought, at most; None where the body does not say."""
-        budget = nested(self.thinking, "budget_tokens")
-        return budget if isinstance(budget, int) else None
 
     @property
     def called(self) -> str | None:
@@ -234,9 +247,11 @@ class ChatBody(CompletionBody):
     ) -> tuple[list[TemplateMessage], Callable[..., tuple[str, str]]]:
         """Messages for the chat template, and ``render_messages`` with all that the template takes beside them."""
         messages, tools = self.conversation(tokenizer)
-        off = self.reasoning_effort == "none" or nested(self.thinking, "type") == "disabled"
-        thinks = False if off else None if self.thinking is None else True
-        said = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        anthropic = None if self.thinking is None else self.thinking.get("type") != "disabled"
+        given = (self.enable_thinking, self.reasoning_effort, anthropic, self.thought_tokens)
+        effort = self.reasoning_effort if isinstance(self.reasoning_effort, str) else None
+        thinks = False if any(one in (False, "none") for one in given) else any(given) or None
+        said = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
         known = {name: value for name, value in said.items() if value is not None and takes(tokenizer, name)}
         arguments = known | self.chat_template_kwargs
         return messages, partial(render_messages, tokenizer, tools=tools, continued=self.continued, arguments=arguments)

@@ -115,16 +115,16 @@ ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"
 """Beginnings of the paths of protocols that are not chat completions'."""
 SAME = (
     "model", "stream", "temperature", "top_p", "top_k", "seed", "document_id", "budget", "policy", "chat_template_kwargs",
+    "thinking", "enable_thinking", "reasoning", "think", "thinking_budget", "thinking_token_budget",
 )  # fmt: skip
 NAMES: dict[str, dict[str, str]] = {
     ANTHROPIC: {
-        **{name: name for name in (*SAME, "messages", "max_tokens", "thread", "thinking")}, "stop": "stop_sequences",
+        **{name: name for name in (*SAME, "messages", "max_tokens", "thread")}, "stop": "stop_sequences",
         "response_format": "output_config.format", "reasoning_effort": "output_config.effort",
     },
     RESPONSES: {
         **{name: name for name in (*SAME, "min_p", "tool_choice", "parallel_tool_calls", "store")},
         "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
-        "reasoning_effort": "reasoning.effort",
     },
 }  # fmt: skip
 """Names of a chat completion's fields in other protocols; fields without another name are absent."""
