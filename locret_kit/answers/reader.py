@@ -230,7 +230,7 @@ class Reader:
             if head is not None and head.partial:
                 return False
             if begun and begun[0] not in "[{":
-                self._say(inner)
+                self._say(max(1, inner))
                 return True
         end = self._close.search(self._held, max(self._searched, inner), partial=not final)
         if (end is None or end.partial) and (cut or not final):
@@ -241,7 +241,7 @@ class Reader:
         calls = self._json_calls(block[inner:stop]) or self._marked_calls(block)
         self._searched = 0
         if not self._offer(calls, size):
-            self._say(inner)
+            self._say(max(1, inner))
         return True
 
     def _argue(self, final: bool, cut: bool) -> bool:

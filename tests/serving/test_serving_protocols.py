@@ -62,10 +62,12 @@ BODIES = {
 }  # fmt: skip
 SWITCHES = [
     ({"thinking": {"type": "disabled"}}, "off", None), ({"thinking": {"type": "adaptive"}}, "on", None),
-    ({"enable_thinking": False}, "off", None), ({"enable_thinking": True}, "on", None), ({"enable_thinking": "false"}, "off", None),
-    ({"think": False}, "off", None), ({"think": True}, "on", None), ({"think": None}, "", None),
+    ({"enable_thinking": False}, "off", None), ({"enable_thinking": True}, "on", None),
+    ({"enable_thinking": "false"}, "off", None), ({"think": False}, "off", None), ({"think": True}, "on", None),
+    ({"think": None}, "", None),
     ({"reasoning": {"enabled": False}}, "off", None), ({"reasoning": {"enabled": True, "max_tokens": 9}}, "on", 9),
-    ({"reasoning": {"effort": None, "summary": "auto"}}, "", None), ({"enable_thinking": False, "thinking_budget": 9}, "off", 9),
+    ({"reasoning": {"effort": None, "summary": "auto"}}, "", None),
+    ({"enable_thinking": False, "thinking_budget": 9}, "off", 9),
     ({"thinking_token_budget": 9}, "on", 9), ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "on", 9),
 ]  # fmt: skip
 """Switches of OpenRouter, Ollama, DashScope, vLLM and Anthropic; whether an answer thinks, and its thought's bound."""
