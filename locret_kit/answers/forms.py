@@ -87,7 +87,8 @@ def _json(name: str, mark: str, close: str, *written: str) -> CallForm:
     """Calls of JSON objects with a name, between marks."""
     open_, end = regex.escape(mark), "|".join(map(regex.escape, close.split()))
     head = rf'(?:{open_})\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<args>\{{)'
-    return CallForm(name, (mark,), open_, end, head, rf"\s*\}}+\s*(?:{end})", written=written, keys=NAMED)
+    tail = rf"\s*\}}*\s*(?:{end}|(?={open_}|[^\s}}<]))"
+    return CallForm(name, (mark,), open_, end, head, tail, written=written, keys=NAMED)
 
 
 PARAMETER = r"<parameter(?:=| name=)"
@@ -100,7 +101,7 @@ FORMS = (
         "channels", ("<|channel|>",),
         r" ?to=functions\.[^\s<]+\s*<\|channel\|>|<\|channel\|>\w+ to=functions\.", r"<\|call\|>",
         r"(?: ?to=functions\.(?P<name>[^\s<]+))?\s*<\|channel\|>\w+(?: to=functions\.(?P<name>[^\s<]+))?"
-        r"[^<{]*(?:<\|constrain\|>[^<{]*)?<\|message\|>\s*(?P<args>\{)", r"\s*(?:<\|call\|>|<\|end\|>)",
+        r"[^<{]*(?:<\|constrain\|>[^<{]*)?<\|message\|>\s*(?P<args>\{|(?=<\|call\|>))", r"\s*(?:<\|call\|>|<\|end\|>)",
         sections=r"<\|start\|>assistant|<\|channel\|>[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>|"
         r"<\|end\|>|<\|return\|>|<\|call\|>",
         written=("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""),
@@ -141,7 +142,8 @@ FORMS = (
     CallForm(
         "kimi", ("<|tool_call_begin|>",), r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>",
         r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"
-        r"(?P<args>\{)", r"\s*<\|tool_call_end\|>", sections=r"<\|tool_calls_section_begin\|>|<\|tool_calls_section_end\|>",
+        r"(?P<args>\{|(?=<\|tool_call_end\|>))", r"\s*<\|tool_call_end\|>",
+        sections=r"<\|tool_calls_section_begin\|>|<\|tool_calls_section_end\|>",
         written=(
             "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
             "<|tool_call_end|><|tool_calls_section_end|>",
