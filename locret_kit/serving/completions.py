@@ -181,7 +181,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
         if engine.store is not None:
             engine.store.used(upload.id)
     form = answer_form(engine.tokenizer, tools=bool(body.tools)) if isinstance(body, ChatBody) else AnswerForm()
-    bound, strict, wanted = server.limits.answer_tokens, server.limits.strict, body.wanted_tokens
+    bound, strict, wanted = server.limits.answer_tokens, server.limits.strict, body.max_tokens
     apart = wanted is None and form.thinks
     budget = body.thought_tokens if isinstance(body, ChatBody) and form.thinks else None
     if wanted is None:
@@ -227,7 +227,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
                 prompt_logprobs=echoes and top_logprobs is not None, parks=max_new_tokens > 0,
                 thought=None if budget is None else Thought(engine.tokenizer, opened=thinks, max_tokens=budget, apart=apart),
             ),
-            body.stops, reader(thinks=thinks), echoes=echoes,
+            [*filter(None, body.stop)], reader(thinks=thinks), echoes=echoes,
         )
         for ids, thinks in zip(prompts, begun, strict=True) for i in range(body.n)
     ]  # fmt: skip
@@ -251,9 +251,9 @@ def form_of_answer(
     rules, reader, spell = [] if schema is None else [json_rule(schema)], partial(Reader, form), speller(tokenizer)
     if isinstance(body, ChatBody) and body.tools:
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
-        if body.must_call or rules:
-            called = tools if body.called is None else {body.called: tools[body.called]}
-            rules = [*(() if body.must_call else rules), *call_rules(called, form.calls, spell)]
+        called = {name: tools[name] for name in body.called}
+        if called or rules:
+            rules = [*(() if called else rules), *call_rules(called or tools, form.calls, spell)]
         reader = partial(Reader, form, tools, parallel=body.parallel_tool_calls)
     if rules and form.words is not None:
         rules = after_thought(rules, form.words, thinks, spell)

@@ -134,7 +134,7 @@ async def read_document(server: Server, engine: EngineThread, upload: UploadedDo
     loop, name = asyncio.get_running_loop(), "" if isinstance(data, bytes) else f"/dev/fd/{data.fileno()}"
     try:
         if not isinstance(data, bytes):
-            async with server.conversions.short.turn(upload.owner):
+            async with server.conversions.turn("short", upload.owner):
                 upload.document = await loop.run_in_executor(server.readers, engine.load_document, Path(name))
         else:
             text = await server.conversions.text(server.readers, data, upload)

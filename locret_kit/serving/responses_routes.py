@@ -18,15 +18,15 @@ from ..naming import first_line
 from .answers import AnswerStream, Reply
 from .bodies import ChatBody
 from .completions import begin, usage
-from .messages import RESPONSES, JsonObject, checked, fields_of, tool_call
+from .messages import RESPONSES, JsonObject, checked, fields_of, refuse, tool_call
 from .state import Server
 
 NOT_HERE = {
-    "previous_response_id": "nothing is stored here: send the whole conversation as input",
-    "conversation": "nothing is stored here: send the whole conversation as input",
-    "prompt": "nothing is stored here: send the prompt as input",
-    "background": "an answer ends with its request",
-    "top_logprobs": "log-probabilities are in /v1/chat/completions",
+    "previous_response_id": ": nothing is stored here: send the whole conversation as input",
+    "conversation": ": nothing is stored here: send the whole conversation as input",
+    "prompt": ": nothing is stored here: send the prompt as input",
+    "background": ": an answer ends with its request",
+    "top_logprobs": ": log-probabilities are in /v1/chat/completions",
 }
 """Fields that are refused, and why."""
 ECHOED: dict[str, object] = {
@@ -53,11 +53,9 @@ def chat_fields(body: JsonObject) -> JsonObject:
     Raises:
         ValueError: the body asks for an unsupported feature.
     """
-    for name, why in NOT_HERE.items():
-        if body.get(name):
-            raise ValueError(f"{name} is not supported: {why}")
+    refuse(body, NOT_HERE)
     if isinstance(include := body.get("include"), list) and "message.output_text.logprobs" in include:
-        raise ValueError(f"message.output_text.logprobs is not supported: {NOT_HERE['top_logprobs']}")
+        raise ValueError(f"message.output_text.logprobs is not supported{NOT_HERE['top_logprobs']}")
     fields, instructions = fields_of(RESPONSES, body), body.get("instructions")
     if isinstance(given := fields.get("messages"), str | list):
         fields["messages"] = messages = messages_of(
@@ -65,13 +63,6 @@ def chat_fields(body: JsonObject) -> JsonObject:
         )
         messages[:0] = [{"role": "system", "content": instructions}] if instructions else []
     fields["echoed"] = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
-    if isinstance(tools := body.get("tools"), list):
-        fields["tools"] = [
-            {"type": tool.get("type"), "function": tool} if isinstance(tool, dict) else tool for tool in tools
-        ]
-    if isinstance(form := fields.pop("response_format", None), dict):
-        schema = {"json_schema": {"schema": form.get("schema")}} if form.get("type") == "json_schema" else {}
-        fields["response_format"] = {"type": form.get("type"), **schema}
     return fields
 
 
