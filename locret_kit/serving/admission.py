@@ -315,14 +315,13 @@ class Admission:
 
     def _own(self, request: ServerRequest, prefix: SharedPrefix | None) -> BoundedCache:
         """A cache of its own, that has read a document, a shared prefix, or nothing."""
+        cache = None
         if request.document is not None:
             cache = request.document.fork_for(len(request.ids))
         elif prefix is not None and prefix.cache is not None:
-            try:
+            with suppress(CannotFork):  # a prompt of this length is read otherwise from its beginning on
                 cache = prefix.cache.fork(len(request.ids))
-            except CannotFork:  # a prompt of this length is read otherwise from its beginning on
-                cache = self._spec.cache(len(request.ids), request.settings, request.policy)
-        else:
+        if cache is None:
             cache = self._spec.cache(len(request.ids), request.settings, request.policy)
         request.cache, request.document = cache, None
         return cache

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 from transformers import PreTrainedTokenizerBase
 
@@ -46,8 +46,6 @@ class StreamOptions(Part):
 
 class CompletionBody(Part):
     """Fields of both kinds of completion."""
-
-    model_config = ConfigDict(extra="ignore")  # what is not checked here is nowhere to be read
 
     model: str | None = None
     stream: bool = False

@@ -50,9 +50,6 @@ class EngineThread:
         sessions: int = 8, queue: int = 64, piece: int = 512, store: Store | None = None, policies: abc.Sequence[Policy] = (),
         shared_prefixes: int = 2, thoughts: Thoughts = "evicted",
     ) -> None:  # fmt: skip
-        for name, value in (("sessions", sessions), ("queue", queue)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
         chunk = settings.resolved({}, 1).chunk
         self._engine = Engine.shared(model, tokenizer, sessions, piece=piece, chunk=chunk)
         self.model, self.stop_ids, self.vocabulary = self._engine.model, self._engine.stop, self._engine.vocabulary

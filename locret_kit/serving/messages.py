@@ -254,9 +254,7 @@ STATUSES: dict[type[Exception], int] = {Busy: 429, Stopping: 503, Failed: 500, V
 def refusal_of(error: Exception, path: str) -> Refused:
     """An error in words for the client. Of our own faults the log alone says more."""
     if isinstance(error, Refused):
-        return Refused(
-            error.status_code, error.detail, error.param and field_of(path, error.param), error.code, error.headers
-        )
+        return error
     if isinstance(error, RequestValidationError):
         return invalid(error.errors()[0], path)
     if not isinstance(error, StarletteHTTPException):
@@ -297,7 +295,14 @@ def error_of(told: Refused, path: str) -> dict[str, object]:
         details = {"details": {"error_code": code}} if code not in (None, TOO_LONG) else {}
         return {"type": "error", "error": {"type": kind, "message": said, **details}}
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": told.param, "code": code or CODES.get(status)}}
+    return {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": told.param and field_of(path, told.param),
+            "code": code or CODES.get(status),
+        }
+    }
 
 
 def problem(error: Exception, path: str) -> JSONResponse:

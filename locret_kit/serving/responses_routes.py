@@ -122,13 +122,8 @@ class ResponseReply(Reply):
             item: JsonObject = {"type": "message", "role": "assistant", "content": [text_part(block.text)]}
             if block.kind == "thought":
                 item = {"type": "reasoning", "summary": [], "content": [thought_part(block.text)]}
-            elif block.call is not None:
-                item = {
-                    "type": "function_call",
-                    "call_id": block.call.id,
-                    "name": block.call.name,
-                    "arguments": block.text,
-                }
+            elif (call := block.call) is not None:
+                item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": block.text}
             items.append({"id": name, "status": "completed"} | item)
         if items and self.answer.reason == "length":
             items[-1]["status"] = "incomplete"
