@@ -121,9 +121,8 @@ class Sessions:
 
     def forget(self, document_id: str) -> None:
         """Drop a document's file, after pending writes, and all sessions about the document."""
-        self.parked = OrderedDict(
-            (name, one) for name, one in self.parked.items() if one.keys[0].document_id != document_id
-        )
+        for parked in [one for one in self.parked.values() if one.keys[0].document_id == document_id]:
+            self.take(parked)
         if self.store is not None:
             self.write(self.store.forget, document_id)
 

@@ -81,13 +81,13 @@ class TextReply(Reply):
     def whole(self) -> JsonObject:
         choices = []
         for index, answer in enumerate(self.answers):
-            text, thought = (
-                "".join(one.text for one in answer.events if one.kind == kind) for kind in ("text", "thought")
-            )
-            message: JsonObject = {"role": "assistant", "content": text, **thought_fields(thought)}
+            told = {
+                kind: "".join(one.text for one in answer.events if one.kind == kind) for kind in ("text", "thought")
+            }
+            message: JsonObject = {"role": "assistant", "content": told["text"], **thought_fields(told["thought"])}
             if calls := [tool_call(call.id, call.name, call.arguments) for call in answer.reader.whole_calls]:
-                message |= {"content": text or None, "tool_calls": calls}
-            said: JsonObject = {"message": message} if self.chat else {"text": text}
+                message |= {"content": told["text"] or None, "tool_calls": calls}
+            said: JsonObject = {"message": message} if self.chat else {"text": told["text"]}
             choices.append(self.choice(index, said, answer.tokens, answer.reason))
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage(self.answers, self.asked.n)}
 
