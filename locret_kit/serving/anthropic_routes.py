@@ -54,7 +54,7 @@ def chat_fields(body: JsonObject) -> JsonObject:
         kind = choice.get("type")
         fields["tool_choice"] = CHOICES.get(str(kind), {"type": "function", "name": choice.get("name")})
         fields["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-    return {"response_format": body.get("output_format"), **fields}  # of clients from before output_config
+    return fields
 
 
 def messages_of(message: object) -> list[object]:

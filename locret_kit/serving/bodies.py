@@ -66,9 +66,12 @@ class CompletionBody(Part):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """-1 as none: another for each request. Of the others the lowest 32 bits count."""
     stop: Annotated[
-        list[str], Field(max_length=STOPS), BeforeValidator(listed), form(f"a text, or at most {STOPS} of them")
-    ] = Field(default_factory=list)
-    response_format: ResponseFormat | None = None
+        list[str], Field(max_length=STOPS), BeforeValidator(listed), form(f"a text, or at most {STOPS} of them"),
+        places("stop", "stop_sequences"),
+    ] = Field(default_factory=list)  # fmt: skip
+    response_format: Annotated[
+        ResponseFormat | None, places("response_format", "output_config.format", "output_format", "text.format")
+    ] = None
     document_id: str | None = None
     """A document of ``/v1/documents`` that the prompt is about."""
     budget: Annotated[int, Field(ge=1)] | None = None
@@ -130,7 +133,7 @@ class ChatBody(CompletionBody):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES)]
-    max_tokens: Annotated[Tokens | None, places("max_completion_tokens", "max_tokens")] = None
+    max_tokens: Annotated[Tokens | None, places("max_completion_tokens", "max_output_tokens", "max_tokens")] = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] = Field(default_factory=list)
@@ -149,7 +152,9 @@ class ChatBody(CompletionBody):
     """Anthropic's switch, ``{"type": "disabled"}``."""
     enable_thinking: Annotated[Switch | None, places("enable_thinking", "reasoning.enabled", "think")] = None
     """Argument ``enable_thinking`` or ``thinking`` of a chat template that has it."""
-    reasoning_effort: Annotated[Effort | None, places("reasoning_effort", "reasoning.effort", "think")] = None
+    reasoning_effort: Annotated[
+        Effort | None, places("reasoning_effort", "output_config.effort", "reasoning.effort", "think")
+    ] = None
     """Argument ``reasoning_effort`` of a chat template that has it; "none" turns thinking off, any other on."""
     thought_tokens: Annotated[
         Annotated[int, Field(ge=1)] | None,

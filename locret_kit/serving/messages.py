@@ -130,19 +130,15 @@ ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"
 """Beginnings of the paths of protocols that are not chat completions'."""
 SAME = (
     "model", "stream", "temperature", "top_p", "top_k", "seed", "document_id", "budget", "policy", "chat_template_kwargs",
-    "tools", "thinking", "enable_thinking", "reasoning", "think", "thinking_budget", "thinking_token_budget",
+    "tools", "reasoning_effort", "reasoning", "thinking", "enable_thinking", "think", "thinking_budget", "thinking_token_budget",
 )  # fmt: skip
-NAMES: dict[str, dict[str, str]] = {
-    ANTHROPIC: {
-        **{name: name for name in (*SAME, "messages", "max_tokens", "thread")}, "stop": "stop_sequences",
-        "response_format": "output_config.format", "reasoning_effort": "output_config.effort",
-    },
-    RESPONSES: {
-        **{name: name for name in (*SAME, "min_p", "tool_choice", "parallel_tool_calls", "store")},
-        "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format",
-    },
-}  # fmt: skip
-"""Names of a chat completion's fields in other protocols; fields without another name are absent."""
+FIELDS = {
+    ANTHROPIC: (*SAME, "messages", "max_tokens", "thread", "stop_sequences", "output_config", "output_format"),
+    RESPONSES: (*SAME, "min_p", "tool_choice", "parallel_tool_calls", "store", "max_output_tokens", "text"),
+}
+"""Fields of other protocols that a chat completion has by the same name, or by another of its ``places``."""
+NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
+"""Names of fields in ``/v1/responses``."""
 
 
 def refuse(body: object, fields: Mapping[str, str]) -> None:
@@ -154,17 +150,15 @@ def refuse(body: object, fields: Mapping[str, str]) -> None:
 
 def fields_of(path: str, body: JsonObject) -> JsonObject:
     """Fields of a chat completion that the body of another protocol has."""
-    values = {name: nested(body, *own.split(".")) for name, own in NAMES[path].items()}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: body[name] for name in FIELDS[path] if body.get(name) is not None}
 
 
 def field_of(path: str, *parts: object) -> str | None:
     """The name of a field as the client knows it; None for the whole body. Messages of another protocol are not numbered as its
     own are."""
-    names = next((names for start, names in NAMES.items() if path.startswith(start)), None)
-    if names is not None and parts:
-        first = str(parts[0])
-        parts = names.get(first, first), *(() if first == "messages" else parts[1:])
+    if parts and path.startswith((*FIELDS,)):
+        first, *rest = map(str, parts)
+        parts = NAMES.get(first, first) if path.startswith(RESPONSES) else first, *(rest if first != "messages" else ())
     return ".".join(map(str, parts)) or None
 
 

@@ -57,13 +57,11 @@ def chat_fields(body: JsonObject) -> JsonObject:
     if isinstance(include := body.get("include"), list) and "message.output_text.logprobs" in include:
         raise ValueError(f"message.output_text.logprobs is not supported{NOT_HERE['top_logprobs']}")
     fields, instructions = fields_of(RESPONSES, body), body.get("instructions")
-    given = fields.get("messages")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    given = body.get("input")
+    fields["messages"] = items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if isinstance(items, list):
-        fields["messages"] = [
-            *([{"role": "system", "content": instructions}] if instructions else ()),
-            *messages_of(items),
-        ]
+        system = [{"role": "system", "content": instructions}] if instructions else []
+        fields["messages"] = [*system, *messages_of(items)]
     fields["echoed"] = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
     return fields
 
