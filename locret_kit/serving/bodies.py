@@ -19,7 +19,7 @@ from ..text.tokens import IdStream, TooManyTokens
 from .messages import JsonObject, Message, Part, ResponseFormat, Tool, form, places, refuse
 from .tools import rewritten
 
-REFUSED = dict.fromkeys(("functions", "function_call", "audio", "modalities"), "")
+REFUSED = dict.fromkeys(("functions", "function_call", "audio", "modalities", "suffix"), "")
 STOPS = 64
 """Stop texts of a request, at most: the engine's thread looks for each after every token, while all others wait."""
 MESSAGES = 1 << 14
@@ -299,7 +299,6 @@ class TextBody(CompletionBody):
         form("a text, token ids, or a list of at most 64 of either"),
     ]  # fmt: skip
     echo: bool = False
-    suffix: str | None = None
     wanted_logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, places("logprobs")] = None
 
     def ids(
@@ -308,10 +307,8 @@ class TextBody(CompletionBody):
         """Token ids of each prompt.
 
         Raises:
-            ValueError: a suffix, a document, or ids that are no tokens. TooManyTokens: one has more than ``max_tokens``.
+            ValueError: a document, or ids that are no tokens. TooManyTokens: one has more than ``max_tokens``.
         """
-        if self.suffix:
-            raise ValueError("suffix is not supported")
         if document is not None:
             raise ValueError("document_id is for chat completions")
         return [self._ids(tokenizer, prompt, max_tokens) for prompt in self.prompt]

@@ -68,10 +68,10 @@ class TextReply(Reply):
         for index, answer in enumerate(self.answers):
             if self.chat:
                 yield event(index, {"role": "assistant", "content": ""})
-            async for piece in answer.stream_pieces():
-                tokens: Sequence[Token] | None = piece.tokens
+            async for events, begun in answer.stream_pieces():
+                tokens: Sequence[Token] | None = begun
                 empty: list[JsonObject] = [{"content": ""}] if answer.request.top_logprobs is not None else []
-                for delta in [delta_of(one, answer.reader.calls) for one in piece.events] or empty:
+                for delta in [delta_of(one, answer.reader.calls) for one in events] or empty:
                     yield event(index, delta, tokens)
                     tokens = None
             yield event(index, {}, None, answer.reason)

@@ -77,7 +77,6 @@ def messages_of(items: list[object]) -> list[JsonObject]:
             parts = item.get("content") or item.get("summary")
             texts = [nested(part, "text") for part in parts] if isinstance(parts, list) else []
             thought += "".join(text for text in texts if isinstance(text, str))
-            calls = []
             continue
         if kind == "message":
             calls = []

@@ -275,6 +275,7 @@ def test_items_are_the_same_prompt(client, url):
     items = [
         {"role": "user", "content": text}, {"type": "reasoning", "id": "r", "summary": []},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "reasoning", "id": "s", "summary": [], "encrypted_content": "x"},
         {"type": "function_call", "call_id": "c1", **CALL}, {"type": "function_call_output", "call_id": "c1", "output": "7 m"},
         *user("And now?"),
     ]  # fmt: skip
