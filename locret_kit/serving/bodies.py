@@ -49,7 +49,7 @@ class CompletionBody(Part):
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     n: Annotated[int, Field(ge=1, le=16)] = 1
     best_of: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=-1)] | None = None

@@ -55,8 +55,7 @@ class TextReply(Reply):
         return {"index": index, **said, "finish_reason": reason, "logprobs": logprobs}
 
     async def values(self) -> AsyncIterator[JsonObject]:
-        options = self.asked.stream_options
-        counts: JsonObject = {"usage": None} if options is not None and options.include_usage else {}
+        counts: JsonObject = {"usage": None} if self.asked.stream_options.include_usage else {}
 
         def event(
             index: int, delta: JsonObject, tokens: Sequence[Token] | None = None, reason: str | None = None

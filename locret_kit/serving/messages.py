@@ -178,13 +178,13 @@ class Function(Part):
 class Tool(BaseModel):
     """A tool. In other protocols its function's fields stand beside its type."""
 
-    type: Annotated[Literal["function"], form("'function': of tools, only functions of your own are here")] = "function"
+    type: Annotated[Literal["function"], form("'function': only tools of your own are supported")] = "function"
     function: Function
 
     @model_validator(mode="before")
     @classmethod
     def _own(cls, tool: object) -> object:
-        if nested(tool, "type") == "custom" and nested(tool, "input_schema"):  # Anthropic's word
+        if nested(tool, "type") == "custom" and nested(tool, "input_schema") is not None:  # Anthropic's word
             return {"function": tool}
         return {**tool, "function": tool} if isinstance(tool, dict) and "name" in tool else tool
 

@@ -75,8 +75,7 @@ def messages_of(items: list[object]) -> list[JsonObject]:
         kind = item.get("type") or "message"
         if kind == "reasoning":
             parts = item.get("content") or item.get("summary")
-            texts = [nested(part, "text") for part in parts] if isinstance(parts, list) else []
-            thought += "".join(text for text in texts if isinstance(text, str))
+            thought += "".join(str(nested(part, "text") or "") for part in parts) if isinstance(parts, list) else ""
             continue
         if kind == "message":
             calls = []

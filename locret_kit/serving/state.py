@@ -253,5 +253,4 @@ class Server:
 
     def listed(self, owner: str) -> list[dict[str, object]]:
         """An owner's documents."""
-        mine = [upload for upload in list(self.documents.values()) if upload.owner == owner and not upload.deleted]
-        return [upload.shown() for upload in mine]
+        return [one.shown() for one in list(self.documents.values()) if one.owner == owner and not one.deleted]

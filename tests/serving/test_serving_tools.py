@@ -535,6 +535,21 @@ def test_another_template_is_told_in_words():
     assert none.conversation(real_tokenizer("smollm2")) == (plain, [])
 
 
+@pytest.mark.parametrize("tool", [
+    {"type": "function", "function": {"name": "f", "parameters": {"a": 1}}},
+    {"type": "function", "name": "f", "parameters": {"a": 1}}, {"name": "f", "input_schema": {"a": 1}},
+    {"type": "custom", "name": "f", "description": None, "input_schema": {"a": 1}},
+])  # fmt: skip
+def test_tools_as_every_protocol_has_them(tool):
+    (made,) = ChatBody.model_validate({"messages": user("a"), "tools": [tool]}).tools
+    assert made.model_dump() == {
+        "type": "function",
+        "function": {"name": "f", "description": "", "parameters": {"a": 1}},
+    }
+    with pytest.raises(ValueError, match="only tools of your own"):
+        ChatBody.model_validate({"messages": user("a"), "tools": [{**tool, "type": "bash_20250124"}]})
+
+
 def allowed_tools(mode, *names):
     """The choice among some of the tools, as chat completions have it."""
     tools = [{"type": "function", "function": {"name": name}} for name in names]

@@ -316,7 +316,7 @@ def schema(kind: str | None) -> dict:
         ("responses", {"input": "a", "include": ["message.output_text.logprobs"]}, None, "/v1/chat/completions"),
         ("responses", {"input": [{"type": "computer_call", "id": "x"}]}, None, "input.0: type 'computer_call'"),
         ("responses", {"input": []}, "input", "input: "),
-        ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type", "only functions"),
+        ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type", "only tools of your own"),
         ("responses", {"input": "a", "tools": 5}, "tools", "valid list"),
         ("responses", {"input": "a", "reasoning": {"effort": 5}}, "reasoning.effort", "must be true, false, or an effort"),
         ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0", "a function"),
