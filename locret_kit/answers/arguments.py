@@ -46,7 +46,9 @@ class JsonArguments:
         self._nesting = Nesting()
 
     def read(self, held: str, final: bool, cut: bool) -> tuple[int, str, bool]:
-        """Characters that are read, the piece that they are of the arguments, and whether these end."""
+        """Characters that are read, the piece that they are of the arguments, and whether these end. Some calls have none."""
+        if not self._nesting.depth and held[0] != "{":
+            return 0, "{}", True
         for sign in JSON_SIGN.finditer(held, partial=not final):
             if sign.partial:
                 return sign.start(), held[: sign.start()], False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -50,7 +51,8 @@ class CallForm:
         field: a field of a response template of transformers; it parses calls that are read whole.
         written: a call's text before and after its JSON arguments, with ``{name}``. Of parameters also the beginning of one, with
             ``{key}``, the end of its value, and the text between two.
-        keys: the names in a JSON object of a name and arguments. unwritten: why it is not known how calls are written.
+        keys: the names in a JSON object of a name and arguments. json: whether parameters' texts are written as JSON too.
+        unwritten: why it is not known how calls are written.
         bare: whether JSON that is the whole answer is a call too.
         sections: pattern of marks around calls that are not part of the text.
     """
@@ -69,12 +71,13 @@ class CallForm:
     sections: str = ""
     written: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
+    json: bool = False
     unwritten: str = ""
 
     @property
     def text_end(self) -> str:
         """Text after a parameter's value, for values that are texts."""
-        return self.written[2] if len(self.written) > 2 else ""
+        return self.written[2] if len(self.written) > 2 and not self.json else ""
 
 
 NAMED = ("name", "arguments")
@@ -84,7 +87,8 @@ def _json(name: str, mark: str, close: str, *written: str) -> CallForm:
     """Calls of JSON objects with a name, between marks."""
     open_, end = regex.escape(mark), "|".join(map(regex.escape, close.split()))
     head = rf'(?:{open_})\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<args>\{{)'
-    return CallForm(name, (mark,), open_, end, head, rf"\s*\}}+\s*(?:{end})", written=written, keys=NAMED)
+    tail = rf"\s*\}}*\s*(?:{end}|(?={open_}|[^\s}}<]))"
+    return CallForm(name, (mark,), open_, end, head, tail, written=written, keys=NAMED)
 
 
 PARAMETER = r"<parameter(?:=| name=)"
@@ -97,7 +101,7 @@ FORMS = (
         "channels", ("<|channel|>",),
         r" ?to=functions\.[^\s<]+\s*<\|channel\|>|<\|channel\|>\w+ to=functions\.", r"<\|call\|>",
         r"(?: ?to=functions\.(?P<name>[^\s<]+))?\s*<\|channel\|>\w+(?: to=functions\.(?P<name>[^\s<]+))?"
-        r"[^<{]*(?:<\|constrain\|>[^<{]*)?<\|message\|>\s*(?P<args>\{)", r"\s*(?:<\|call\|>|<\|end\|>)",
+        r"[^<{]*(?:<\|constrain\|>[^<{]*)?<\|message\|>\s*(?P<args>\{|(?=<\|call\|>))", r"\s*(?:<\|call\|>|<\|end\|>)",
         sections=r"<\|start\|>assistant|<\|channel\|>[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>|"
         r"<\|end\|>|<\|return\|>|<\|call\|>",
         written=("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""),
@@ -138,11 +142,17 @@ FORMS = (
     CallForm(
         "kimi", ("<|tool_call_begin|>",), r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>",
         r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"
-        r"(?P<args>\{)", r"\s*<\|tool_call_end\|>", sections=r"<\|tool_calls_section_begin\|>|<\|tool_calls_section_end\|>",
+        r"(?P<args>\{|(?=<\|tool_call_end\|>))", r"\s*<\|tool_call_end\|>",
+        sections=r"<\|tool_calls_section_begin\|>|<\|tool_calls_section_end\|>",
         written=(
             "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
             "<|tool_call_end|><|tool_calls_section_end|>",
         ),
+    ),
+    CallForm(
+        "python", ("<|tool_call_start|>", "<|tool_list_start|>"), r"<\|tool_call_start\|>", r"<\|tool_call_end\|>",
+        field={"open": "<|tool_call_start|>", "close": "<|tool_call_end|>", "content": "python-call-list"},
+        json=True, written=("<|tool_call_start|>[{name}(", "{key}=", "", ", ", ")]<|tool_call_end|>"),
     ),
     _json("toolcall", "<TOOLCALL>", "</TOOLCALL>", "<TOOLCALL>[", "]</TOOLCALL>"),
     _json("piped", "<|tool_call|>", "<|/tool_call|>", "<|tool_call|>[", "]"),
@@ -234,28 +244,48 @@ def declared_calls(field: Mapping[str, object], text: str) -> list[Any]:
     return []
 
 
+def example(form: CallForm, name: str, keys: Iterable[str]) -> str:
+    """A call in a form, each of its arguments the text "v"."""
+    if len(form.written) == 2:
+        said = json.dumps(dict.fromkeys(keys, "v"))
+        if form.keys:
+            said = f"{{{json.dumps(form.keys[0])}: {json.dumps(name)}, {json.dumps(form.keys[1])}: {said}}}"
+        return form.written[0].replace("{name}", name) + said + form.written[1]
+    first, begin, end, between, last = form.written
+    said = between.join(begin.replace("{key}", key) + ('"v"' if form.json else "v") + end for key in keys)
+    return first.replace("{name}", name) + said + last
+
+
+def writes(form: CallForm, name: str, keys: Iterable[str]) -> bool:
+    """Whether a call of these names is read as it is written, by its form's field if there is one."""
+    wanted = [{"name": name, "arguments": dict.fromkeys(keys, "v")}]
+    return form.field is None or declared_calls(form.field, example(form, name, keys)) == wanted
+
+
 def writing(form: CallForm, field: Mapping[str, Any]) -> CallForm:
     """A declared form with what is written of it, where its field's marks are each one text."""
 
     def literal(pattern: object) -> str:
-        text = regex.sub(r"\(\?P<(\w+)>(?:\[(?:\\.|[^\]])*\]|\\.|[^()\\])*\)", r"{\1}", str(pattern))
-        return regex.sub(r"\\(.)", r"\1", regex.sub(r"\\s[*+?]?", "", text))
+        text = regex.sub(r"\(\?P<(\w+)>(?:\[(?:\\.|[^\]])*\]|\\.|[^()\\])*\)|\(\?=.*\)", r"{\1}", str(pattern))
+        return regex.sub(r"\\(.)", r"\1", regex.sub(r"\\s[*+?]?|{}", "", text).replace(r"\n", "\n"))
 
-    kind = str(field.get("content", "text"))
+    kind, given = str(field.get("content", "text")), field.get("content_args", {})
     first, last = (
         texts[0] if isinstance(texts := field.get(side), list) else texts or literal(field.get(f"{side}_pattern", ""))
         for side in ("open", "close")
     )
     function = nested(field, "transform", "function")
     keys = NAMED if isinstance(function, str) else tuple(str(nested(function, key))[9:-1] for key in NAMED)
-    if kind == "json":
-        form = replace(form, written=(first, last), keys=() if "{name}" in first else keys)
-        said = '{"k": "v"}' if not form.keys else f'{{"{form.keys[0]}": "n", "{form.keys[1]}": {{"k": "v"}}}}'
-    else:
-        begin, _, end = literal(nested(field, "content_args", "tag_pattern")).partition("{value}")
-        form, said = replace(form, written=(first, begin, end, "", last)), f"{begin.replace('{key}', 'k')}v{end}"
-    if declared_calls(field, first.replace("{name}", "n") + said + last) == [{"name": "n", "arguments": {"k": "v"}}]:
-        return form
+    begin, _, end = literal(given.get("tag_pattern")).partition("{value}")
+    written = {
+        "json": (first, last),
+        "kv-lines": (first, "{key}" + given.get("kv_sep", ":"), given.get("line_sep", "\n"), "", last),
+        "python-call-list": (first + "[{name}(", "{key}=", "", ", ", ")]" + last),
+    }.get(kind, (first, begin, end, "", last))
+    form = replace(form, written=written, keys=keys if kind == "json" and "{name}" not in first else ())
+    for made in (form, replace(form, json=True)):
+        if writes(made, "n", "k"):
+            return made
     marks = ", ".join(repr(str(given)) for name, given in field.items() if name.startswith(("open", "close")))
     why = f"of this tokenizer's calls, {kind} with the marks {marks}, no text can be made by which they are parsed"
     return replace(form, written=(), unwritten=why)

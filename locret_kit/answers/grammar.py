@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .forms import CallForm
+from .forms import CallForm, writes
 from .values import Schema, properties_of, resolved, types_of
 
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -56,7 +56,9 @@ def call_rules(tools: Mapping[str, Schema], form: CallForm, spell: Spell = json.
     rules, after = list[str](), form.written[-1]
     for name, schema in tools.items():
         before = form.written[0].replace("{name}", name)
-        if form.text_end:
+        if not writes(form, name, properties_of(schema)):
+            raise ValueError(f"tool_choice: the model's form of calls cannot write {name!r} or its arguments' names")
+        if len(form.written) > 2:
             rules.append(f"{spell(before)} {parameters(schema, form, spell)} {spell(after)}")
             continue
         pieces, end = [before], after
@@ -79,9 +81,10 @@ def parameters(schema: Schema, form: CallForm, spell: Spell) -> str:
     for key, given in properties_of(schema).items():
         one, said = resolved(given, schema), json.dumps(key) if quote and not re.fullmatch(r"\w+", key) else key
         choices, types = one.get("enum"), types_of(one, schema)
-        if isinstance(choices, list) and types == {"string"}:
+        bare = not form.json and (not types or "string" in types)
+        if bare and isinstance(choices, list) and types == {"string"}:
             value = f"{spell(quote)} ({' | '.join(spell(choice + end) for choice in choices)})"
-        elif not types or "string" in types:
+        elif bare:
             value = f"{spell(quote)} text"
         else:
             value = json_rule({**one, **shared}, (), filter(None, [after]), spell)

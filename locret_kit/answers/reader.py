@@ -47,17 +47,6 @@ class Event:
     call: Call | None = None
 
 
-def joined(events: Sequence[Event]) -> list[tuple[str, str]]:
-    """Kinds and texts of events, those of one kind in a row as one."""
-    runs = list[tuple[str, str]]()
-    for event in events:
-        if runs and runs[-1][0] == event.kind and event.kind != "call":
-            runs[-1] = event.kind, runs[-1][1] + event.text
-        else:
-            runs.append((event.kind, event.text))
-    return runs
-
-
 class Reader:
     """Reads an answer piece by piece. The events are the same, but for where they are cut, in whatever pieces it comes.
 
@@ -230,7 +219,7 @@ class Reader:
             if head is not None and head.partial:
                 return False
             if begun and begun[0] not in "[{":
-                self._say(inner)
+                self._say(max(1, inner))
                 return True
         end = self._close.search(self._held, max(self._searched, inner), partial=not final)
         if (end is None or end.partial) and (cut or not final):
@@ -241,7 +230,7 @@ class Reader:
         calls = self._json_calls(block[inner:stop]) or self._marked_calls(block)
         self._searched = 0
         if not self._offer(calls, size):
-            self._say(inner)
+            self._say(max(1, inner))
         return True
 
     def _argue(self, final: bool, cut: bool) -> bool:
@@ -287,11 +276,14 @@ class Reader:
 
     def _json_calls(self, text: str) -> list[Call]:
         """The calls that a text is, as many as there may be; none where it is something else."""
+        found, at, read = list[object](), 0, json.JSONDecoder()
         try:
-            value = json.loads(text)
+            while text := text[at:].lstrip("; \n"):  # Llama's stand in a row
+                value, at = read.raw_decode(text)
+                found += value if isinstance(value, list) else [value]
         except (ValueError, RecursionError):
             return []
-        return self._offered(value if isinstance(value, list) else [value])
+        return self._offered(found)
 
     def _offered(self, found: Sequence[object]) -> list[Call]:
         """Calls, as many as there may be; none where one is of no tool."""
@@ -299,7 +291,7 @@ class Reader:
         for one in found:
             if not isinstance(one, dict) or one.get("name") not in [*self.tools]:  # it may be a list
                 return []
-            arguments = one.get("arguments", one.get("parameters", {}))
+            arguments = one.get("arguments") or one.get("parameters") or {}
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             calls.append(self._call_of(one["name"], None, text))
         return calls if self.parallel else calls[:1]

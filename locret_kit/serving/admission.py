@@ -50,28 +50,19 @@ class Sessions:
 
     def __init__(self, spec: SessionSpec, store: Store | None, changed: threading.Condition) -> None:
         self.spec, self.store, self._changed = spec, store, changed
-        self._parked: OrderedDict[str, ParkedSession] = OrderedDict()
+        self.parked: OrderedDict[str, ParkedSession] = OrderedDict()
         # Files are read and written by threads of their own, so that nobody's answer waits for them.
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="locret-load")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="locret-save")
-
-    def __len__(self) -> int:
-        return len(self._parked)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._parked
 
     def find(self, request: ServerRequest) -> PrefixKey | None:
         """Key of the session in memory that has read the longest prefix of a prompt, and nothing else but thoughts."""
         if not request.has_defaults:
             return None
-        keys = (key for parked in self._parked.values() for key in parked.keys)
+        keys = (key for parked in self.parked.values() for key in parked.keys)
         best = request.prefixes.longest(keys, request.owner, request.document_id)
-        grown = best is not None and self[best].cache.context.outgrown(len(request.ids) + best.hidden)
+        grown = best is not None and self.parked[best.name].cache.context.outgrown(len(request.ids) + best.hidden)
         return None if grown else best
-
-    def __getitem__(self, key: PrefixKey) -> ParkedSession:
-        return self._parked[key.name]
 
     def find_file(self, request: ServerRequest) -> PrefixKey | None:
         """The key of the file that has, as ``find``. It is looked for again when files have changed: this is asked at every step,
@@ -86,24 +77,24 @@ class Sessions:
 
     def take(self, parked: ParkedSession) -> None:
         """Remove a session from the waiting ones, because a request continues it."""
-        del self._parked[parked.keys[0].name]
+        del self.parked[parked.keys[0].name]
 
     def drop_oldest(self) -> bool:
         """Drop the least recently used session whose file is written; False if there is none."""
-        oldest = next((parked for parked in self._parked.values() if parked.settled), None)
+        oldest = next((parked for parked in self.parked.values() if parked.settled), None)
         if oldest is not None:
             self.take(oldest)
         return oldest is not None
 
     def park(self, request: ServerRequest, cache: BoundedCache, read: Iterable[tuple[array[int], int]]) -> None:
         """Have a request's cache, which has ``read`` this, see there, wait for the next turn, and write its file."""
-        goes_on = request.session and request.session not in self
+        goes_on = request.session and request.session not in self.parked
         name = request.session if goes_on else f"session_{secrets.token_hex(16)}"
         keys = {
             PrefixKey(name, request.owner, request.document_id, len(ids), hash_ids(ids), hidden) for ids, hidden in read
         }
         parked = ParkedSession(tuple(keys), cache, settled=self.store is None)
-        self._parked[name] = parked
+        self.parked[name] = parked
         if self.store is not None:
             self.write(self._save, parked, self.store)
 
@@ -130,9 +121,8 @@ class Sessions:
 
     def forget(self, document_id: str) -> None:
         """Drop a document's file, after pending writes, and all sessions about the document."""
-        self._parked = OrderedDict(
-            (name, one) for name, one in self._parked.items() if one.keys[0].document_id != document_id
-        )
+        for parked in [one for one in self.parked.values() if one.keys[0].document_id == document_id]:
+            self.take(parked)
         if self.store is not None:
             self.write(self.store.forget, document_id)
 
@@ -145,7 +135,7 @@ class Sessions:
         """Write a session's file, unless the session has been continued."""
         name = parked.keys[0].name
         with self._changed:
-            if self._parked.get(name) is not parked:
+            if self.parked.get(name) is not parked:
                 return
             parked.saving = True
         try:
@@ -154,7 +144,7 @@ class Sessions:
             LOG.exception("a session could not be saved")
         with self._changed:
             parked.saving, parked.settled = False, True
-            gone = name not in self
+            gone = name not in self.parked
             self._changed.notify_all()
         if gone:  # its document was deleted meanwhile
             store.remove(name)
@@ -210,7 +200,7 @@ class Admission:
         """Caches of sessions that exist now, or that are being read from their files."""
         waiting = (request for request in self.queue if request.purpose == "answer")
         loaded = sum(request.loading or request.cache is not None for request in waiting)
-        return len(self._sessions) + loaded + sum(request.purpose == "answer" for request in self.active)
+        return len(self._sessions.parked) + loaded + sum(request.purpose == "answer" for request in self.active)
 
     def admit(self) -> list[ServerRequest]:
         """Admit waiting requests, in order of arrival, if it is their turn and a cache is free. Returns the requests that ended
@@ -243,13 +233,13 @@ class Admission:
         key, file = self._sessions.find(request), self._sessions.find_file(request)
         if file is not None and file.tokens > (key.tokens if key is not None else 0):
             if self._room():
-                taken = file.name in self._sessions or file.name in {one.session for one in (*self.active, *self.queue)}
+                taken = {one.session for one in (*self.active, *self.queue)} | {*self._sessions.parked}
                 # A branch of a conversation that went on gets a file of its own.
-                request.session = "" if taken else file.name
+                request.session = "" if file.name in taken else file.name
                 self._sessions.load(request, file)
         elif key is None:
             self._begin(request)
-        elif not (parked := self._sessions[key]).saving and self._go_on(request, parked.cache, key.hidden):
+        elif not (parked := self._sessions.parked[key.name]).saving and self._go_on(request, parked.cache, key.hidden):
             request.session = key.name
             self._sessions.take(parked)
 
@@ -324,14 +314,13 @@ class Admission:
 
     def _own(self, request: ServerRequest, prefix: SharedPrefix | None) -> BoundedCache:
         """A cache of its own, that has read a document, a shared prefix, or nothing."""
+        cache = None
         if request.document is not None:
             cache = request.document.fork_for(len(request.ids))
         elif prefix is not None and prefix.cache is not None:
-            try:
+            with suppress(CannotFork):  # a prompt of this length is read otherwise from its beginning on
                 cache = prefix.cache.fork(len(request.ids))
-            except CannotFork:  # a prompt of this length is read otherwise from its beginning on
-                cache = self._spec.cache(len(request.ids), request.settings, request.policy)
-        else:
+        if cache is None:
             cache = self._spec.cache(len(request.ids), request.settings, request.policy)
         request.cache, request.document = cache, None
         return cache

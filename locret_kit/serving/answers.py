@@ -7,7 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter
 from typing import Literal
@@ -30,14 +30,6 @@ FULL = ("length", "read")
 """Why answers end that would have gone on."""
 Token = tuple[int, list[tuple[int, float]], int]
 """A token, log-probabilities of the likeliest and its own (of a prompt's first none), and the characters before it."""
-
-
-@dataclass(frozen=True)
-class AnswerPiece:
-    """Events of an answer that are sure, and the tokens that begin in its final text where they are asked for."""
-
-    events: list[Event]
-    tokens: list[Token] = field(default_factory=list)
 
 
 @dataclass
@@ -120,8 +112,8 @@ class AnswerStream:
     async def stream_blocks(self) -> AsyncIterator[tuple[Step, Block, str]]:
         """Blocks: the start of each, the pieces that extend it, and its end. Raises as ``stream_pieces``."""
         blocks = self.blocks
-        async for piece in self.stream_pieces():
-            for event in piece.events:
+        async for events, _ in self.stream_pieces():
+            for event in events:
                 kind: Kind = "call" if event.kind == "arguments" else event.kind
                 if event.kind == "call" or not blocks or blocks[-1].kind != kind:
                     if blocks:
@@ -135,8 +127,8 @@ class AnswerStream:
         if blocks:
             yield "end", blocks[-1], ""
 
-    async def stream_pieces(self) -> AsyncIterator[AnswerPiece]:
-        """Pieces of the answer, as the model writes it.
+    async def stream_pieces(self) -> AsyncIterator[tuple[list[Event], list[Token]]]:
+        """Events that are sure, as the model writes them, and the tokens that begin in their text where they are asked for.
 
         Raises:
             ValueError: the request cannot be answered. Failed: the engine could not. Stopping: the server stops.
@@ -163,10 +155,10 @@ class AnswerStream:
                 offsets = [at + before for at in ends[start:end]]
                 tokens = zip(sequence.tokens[start:end], sequence.logprobs[start:end], offsets, strict=True)
                 first = [Event("text", echo)] if echo else []
-                piece = AnswerPiece([*first, *events], [*(self._prompt_tokens() if echo else ()), *tokens])
+                piece = [*first, *events], [*(self._prompt_tokens() if echo else ()), *tokens]
                 echo = ""
-                self.events += piece.events
-                self.tokens += piece.tokens
+                self.events += piece[0]
+                self.tokens += piece[1]
                 yield piece
         self.reason = "length" if ended in FULL and self._cut is None else "stop"
         if self.reader.calls and not self.reader.calling:

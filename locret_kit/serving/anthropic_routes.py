@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from functools import cached_property
@@ -16,7 +15,7 @@ from ..answers.values import nested
 from .answers import Block, Reply
 from .bodies import MAX_TOKENS, ChatBody, Tokens
 from .completions import begin, usage
-from .messages import ANTHROPIC, JsonObject, Refused, fields_of, tool_call
+from .messages import ANTHROPIC, JsonObject, Refused, fields_of, refuse, tool_call
 from .state import Server
 
 NO_THREADS = "thread_unsupported_request"
@@ -46,22 +45,15 @@ def chat_fields(body: JsonObject) -> JsonObject:
     Raises:
         ValueError: the body asks for an unsupported feature.
     """
-    for name in ("mcp_servers", "container"):
-        if body.get(name):
-            raise ValueError(f"{name} is not supported")
+    refuse(body, {"mcp_servers": "", "container": ""})
     fields, system = fields_of(ANTHROPIC, body), body.get("system")
     if isinstance(given := fields.get("messages"), list):
         messages = [one for message in given for one in messages_of(message)]
         fields["messages"] = [*([{"role": "system", "content": system}] if system else ()), *messages]
-    if isinstance(tools := body.get("tools"), list):
-        fields["tools"] = [tool_of(number, tool) for number, tool in enumerate(tools)]
     if isinstance(choice := body.get("tool_choice"), dict):
         kind = choice.get("type")
         fields["tool_choice"] = CHOICES.get(str(kind), {"type": "function", "name": choice.get("name")})
         fields["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-    form = fields.get("response_format", body.get("output_format"))  # of clients from before output_config
-    if form is not None:
-        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": nested(form, "schema")}}
     return fields
 
 
@@ -84,16 +76,6 @@ def messages_of(message: object) -> list[object]:
     said = {"role": nested(message, "role"), "content": texts, "tool_calls": calls}
     said |= {"reasoning_content": thought} if thought else {}
     return [*results, said] if texts or calls or not results else results
-
-
-def tool_of(number: int, tool: object) -> object:
-    """A tool of a chat completion. Raises ValueError for one that Anthropic's servers run."""
-    if not isinstance(tool, dict):
-        return tool
-    if tool.get("type") not in (None, "custom"):
-        raise ValueError(f"tools.{number}: type {str(tool['type'])[:40]!r} is not supported, only tools of your own")
-    names = {"name": "name", "description": "description", "parameters": "input_schema"}
-    return {"type": "function", "function": {name: tool.get(own) for name, own in names.items()}}
 
 
 class MessageReply(Reply):
@@ -177,7 +159,6 @@ def add_anthropic(app: FastAPI, server: Server) -> None:
         return MessageReply(server, body, await begin(server, request, body))
 
     @app.post(f"{ANTHROPIC}/count_tokens")
-    async def count(body: CountBody, request: Request) -> dict[str, int]:
-        server.owner(request)
-        (ids,) = await asyncio.to_thread(body.ids, server.ready().tokenizer, None, MAX_TOKENS)
+    def count(body: CountBody) -> dict[str, int]:
+        (ids,) = body.ids(server.ready().tokenizer, None, MAX_TOKENS)
         return {"input_tokens": len(ids)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.resources import files
@@ -19,7 +18,7 @@ from urllib.parse import quote
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import generate_latest
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,7 +28,7 @@ from .anthropic_routes import add_anthropic
 from .bodies import MAX_TOKENS, ChatBody
 from .completions import add_completions
 from .document_routes import add_documents
-from .messages import Part, Refused, add_errors, checked, problem
+from .messages import Part, Refused, add_errors, checked, places, problem
 from .process import refusal
 from .request import LOG
 from .responses_routes import add_responses
@@ -42,9 +41,9 @@ class Tokenize(Part):
     """``POST /tokenize``: of a text, or of the prompt that messages make, with fields of a chat completion."""
 
     model_config = ConfigDict(extra="allow")
-    text: Annotated[str | None, Field(validation_alias=AliasChoices("content", "prompt"))] = None
+    text: Annotated[str | None, places("content", "prompt")] = None
     messages: list[dict[str, object]] | None = None
-    special: Annotated[bool, Field(validation_alias=AliasChoices("add_special_tokens", "add_special"))] = False
+    special: Annotated[bool, places("add_special_tokens", "add_special")] = False
     with_pieces: bool = False
 
 
@@ -65,18 +64,16 @@ def add_information(app: FastAPI, server: Server) -> None:
         }  # fmt: skip
 
     @app.get("/v1/models")
-    async def models(request: Request) -> dict[str, object]:
-        server.owner(request)
+    async def models() -> dict[str, object]:
         return {"object": "list", "data": [model()]}
 
     @app.get("/v1/models/{name:path}")
-    async def one(name: str, request: Request) -> dict[str, object]:
-        server.owner(request)
+    async def one(name: str) -> dict[str, object]:
         if name != server.name:
             raise HTTPException(404, f"model {name[:64]!r} is not here: {server.name} is")
         return model()
 
-    def tokenized(body: Tokenize) -> Response:
+    def tokenize(body: Tokenize) -> Response:
         tokenizer, length = server.ready().tokenizer, server.limits.prompt_tokens
         max_tokens = length if body.with_pieces else MAX_TOKENS
         try:
@@ -95,16 +92,11 @@ def add_information(app: FastAPI, server: Server) -> None:
             tokens = [{"id": token, "piece": piece} for token, piece in zip(ids, pieces, strict=True)]
         return JSONResponse({"tokens": tokens, "count": len(ids), "max_model_len": length})
 
-    async def tokenize(body: Tokenize, request: Request) -> Response:
-        server.owner(request)
-        return await asyncio.to_thread(tokenized, body)
-
-    async def detokenize(body: Detokenize, request: Request) -> dict[str, object]:
-        server.owner(request)
+    def detokenize(body: Detokenize) -> dict[str, object]:
         tokenizer = server.ready().tokenizer
         if wrong := next((token for token in body.tokens if token >= len(tokenizer)), None):
             raise HTTPException(400, f"tokens holds {wrong}, which is no token from 0 to {len(tokenizer) - 1}")
-        text = str(await asyncio.to_thread(tokenizer.decode, list(array("q", body.tokens))))
+        text = str(tokenizer.decode(body.tokens))
         return {"content": text, "prompt": text}
 
     for base in ("", "/v1"):
@@ -229,8 +221,7 @@ def make_app(server: Server) -> ASGIApp:
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.get("/metrics")
-    async def metrics(request: Request) -> PlainTextResponse:
-        server.owner(request)
+    async def metrics() -> PlainTextResponse:
         return PlainTextResponse(generate_latest(server.figures()), media_type="text/plain; version=0.0.4")
 
     for add in (add_completions, add_responses, add_anthropic, add_documents, add_information):

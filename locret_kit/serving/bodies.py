@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticKnownError
 from transformers import PreTrainedTokenizerBase
 
@@ -17,11 +16,10 @@ from ..documents.document import Document
 from ..engine import Sampling
 from ..text.template import has_template, render_messages, takes, template_source
 from ..text.tokens import IdStream, TooManyTokens
-from .messages import JsonObject, Message, Part, ResponseFormat, TemplateMessage, Tool, call_of, form
+from .messages import JsonObject, Message, Part, ResponseFormat, Tool, form, places, refuse
 from .tools import rewritten
 
-REFUSED = ("functions", "function_call", "audio", "modalities")
-"""Fields that change the answer and that this server does not have."""
+REFUSED = dict.fromkeys(("functions", "function_call", "audio", "modalities", "suffix"), "")
 STOPS = 64
 """Stop texts of a request, at most: the engine's thread looks for each after every token, while all others wait."""
 MESSAGES = 1 << 14
@@ -34,6 +32,12 @@ DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetit
 """OpenAI's defaults for absent fields, if neither the server nor the model has its own."""
 
 
+def listed(value: object) -> object:
+    """A list of texts or of rows of ids, of which one alone may stand for itself."""
+    alone = isinstance(value, str) or (isinstance(value, list) and isinstance(next(iter(value), None), int))
+    return [value] if alone else value
+
+
 class StreamOptions(Part):
     """Options of a streamed answer."""
 
@@ -43,11 +47,9 @@ class StreamOptions(Part):
 class CompletionBody(Part):
     """Fields of both kinds of completion."""
 
-    model_config = ConfigDict(extra="ignore")  # what is not checked here is nowhere to be read
-
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     n: Annotated[int, Field(ge=1, le=16)] = 1
     best_of: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=-1)] | None = None
@@ -64,9 +66,12 @@ class CompletionBody(Part):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """-1 as none: another for each request. Of the others the lowest 32 bits count."""
     stop: Annotated[
-        str | Annotated[list[str], Field(max_length=STOPS)] | None, form(f"a text, or at most {STOPS} of them")
+        list[str], Field(max_length=STOPS), BeforeValidator(listed), form(f"a text, or at most {STOPS} of them"),
+        places("stop", "stop_sequences"),
+    ] = Field(default_factory=list)  # fmt: skip
+    response_format: Annotated[
+        ResponseFormat | None, places("response_format", "output_config.format", "output_format", "text.format")
     ] = None
-    response_format: ResponseFormat | None = None
     document_id: str | None = None
     """A document of ``/v1/documents`` that the prompt is about."""
     budget: Annotated[int, Field(ge=1)] | None = None
@@ -77,21 +82,8 @@ class CompletionBody(Part):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, body: object) -> object:
-        for name in REFUSED:
-            if nested(body, name) not in (None, [], {}, "none", ["text"]):
-                raise ValueError(f"{name} is not supported")
+        refuse(body, REFUSED)
         return body
-
-    @property
-    def stops(self) -> list[str]:
-        """Texts at which the answer ends."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in given if text]
-
-    @property
-    def wanted_tokens(self) -> int | None:
-        """Tokens of the answer, at most; None where the body does not say."""
-        return self.max_tokens
 
     def sampling(self, defaults: Mapping[str, float], vocabulary: int) -> Sampling:
         """Settings for the choice of tokens.
@@ -128,14 +120,20 @@ def some(tokens: int) -> int:
 
 
 Tokens = Annotated[int, Field(ge=-1), AfterValidator(some)]
+SWITCH = form("true, false, or an effort such as 'low', of at most 64 characters")
+Switch = Annotated[
+    bool | Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
+    Field(union_mode="left_to_right"),
+    SWITCH,
+]
+Effort = Annotated[bool | Annotated[str, Field(max_length=64)], Field(union_mode="left_to_right"), SWITCH]
 
 
 class ChatBody(CompletionBody):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MESSAGES)]
-    max_tokens: Tokens | None = None
-    max_completion_tokens: Tokens | None = None
+    max_tokens: Annotated[Tokens | None, places("max_completion_tokens", "max_output_tokens", "max_tokens")] = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] = Field(default_factory=list)
@@ -148,26 +146,30 @@ class ChatBody(CompletionBody):
     """Whether an answer may call more than one tool; otherwise it ends with its first call."""
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
     """Arguments of the chat template, such as ``enable_thinking``."""
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
-    """Argument ``reasoning_effort`` of a chat template that has it; "none" is also Anthropic's ``disabled``."""
+    reasoning: JsonObject | None = None
+    """OpenRouter's switches."""
     thinking: JsonObject | None = None
-    """Anthropic's switch, ``{"type": "disabled"}``: ``enable_thinking`` or ``thinking`` of a template that has it; its
-    ``budget_tokens`` bound the thought, which the template's end mark then closes."""
+    """Anthropic's switch, ``{"type": "disabled"}``."""
+    enable_thinking: Annotated[Switch | None, places("enable_thinking", "reasoning.enabled", "think")] = None
+    """Argument ``enable_thinking`` or ``thinking`` of a chat template that has it."""
+    reasoning_effort: Annotated[
+        Effort | None, places("reasoning_effort", "output_config.effort", "reasoning.effort", "think")
+    ] = None
+    """Argument ``reasoning_effort`` of a chat template that has it; "none" turns thinking off, any other on."""
+    thought_tokens: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        places("thinking_budget", "thinking_token_budget", "reasoning.max_tokens", "thinking.budget_tokens"),
+    ] = None
+    """Tokens of the thought, at most: then the template's end mark closes it."""
     continue_final_message: bool = True
     """Whether an answer in the last message is continued; otherwise it is answered."""
 
     @model_validator(mode="after")
     def _possible(self) -> ChatBody:
-        if nested(self.thinking, "budget_tokens") is not None and (self.thought_tokens or 0) < 1:
-            raise ValueError("thinking.budget_tokens must be an integer of at least 1")
-        for call in (call for message in self.messages for call in message.tool_calls):
-            call_of(call)
         known, choice, field = {tool.function.name for tool in self.tools}, self.tool_choice, "tool_choice"
         names = {tool_name(choice)} if isinstance(choice, dict) else set()
-        if (
-            isinstance(choice, dict) and choice.get("type") == "allowed_tools"
-        ):  # some of the tools, and a choice among them
-            allowed, field = choice.get("allowed_tools", choice), "tool_choice.allowed_tools"
+        if nested(choice, "type") == "allowed_tools":  # some of the tools, and a choice among them
+            allowed, field = nested(choice, "allowed_tools") or choice, "tool_choice.allowed_tools"
             mode, tools = nested(allowed, "mode"), nested(allowed, "tools")
             if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
                 raise ValueError(f"{field} must have mode='auto' or 'required', and tools")
@@ -181,24 +183,11 @@ class ChatBody(CompletionBody):
         return self
 
     @property
-    def thought_tokens(self) -> int | None:
-        """Tokens of the thought, at most; None where the body does not say."""
-        budget = nested(self.thinking, "budget_tokens")
-        return budget if isinstance(budget, int) else None
-
-    @property
-    def called(self) -> str | None:
-        """The tool that must be called; None for any."""
-        return None if isinstance(self.tool_choice, str) else tool_name(self.tool_choice)
-
-    @property
-    def must_call(self) -> bool:
-        """Whether the answer must call a tool."""
-        return self.tool_choice == "required" or self.called is not None
-
-    @property
-    def wanted_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+    def called(self) -> list[str]:
+        """Names of the tools of which the answer must call one; none where it need not."""
+        if isinstance(self.tool_choice, dict):
+            return [tool_name(self.tool_choice)]
+        return [tool.function.name for tool in self.tools] if self.tool_choice == "required" else []
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -213,33 +202,38 @@ class ChatBody(CompletionBody):
         last = self.messages[-1]
         return self.continue_final_message and last.role == "assistant" and bool(last.content) and not last.tool_calls
 
-    def conversation(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[TemplateMessage], list[JsonObject]]:
+    def conversation(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Message], list[JsonObject]]:
         """Messages and tools for the chat template. Raises ValueError for a message that it would leave out."""
-        messages = [message.rendered() for message in self.messages]
-        if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
-            messages.pop()  # the beginning of an answer, of which there is nothing yet
+        *before, last = self.messages  # which may be the beginning of an answer, of which there is nothing yet
+        messages = before if before and last == Message(role="assistant") else self.messages
         template = template_source(tokenizer, tools=bool(self.tools))
         if not any(name in template for name in ("thinking", "reasoning")):
             for number, message in enumerate(self.messages):
                 if message.reasoning_content and not message.content and not message.tool_calls:
-                    raise ValueError(
-                        f"messages.{number}: the chat template has no place for a thought, and there is nothing else"
-                    )
+                    said = "the chat template has no place for a thought, and there is nothing else"
+                    raise ValueError(f"messages.{number}: {said}")
         if "tools" in template:
             return messages, [tool.model_dump() for tool in self.tools]
         return rewritten(messages, self.tools), []
 
-    def rendering(
-        self, tokenizer: PreTrainedTokenizerBase
-    ) -> tuple[list[TemplateMessage], Callable[..., tuple[str, str]]]:
+    def rendering(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Message], Callable[..., tuple[str, str]]]:
         """Messages for the chat template, and ``render_messages`` with all that the template takes beside them."""
         messages, tools = self.conversation(tokenizer)
-        off = self.reasoning_effort == "none" or nested(self.thinking, "type") == "disabled"
-        thinks = False if off else None if self.thinking is None else True
-        said = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        anthropic = None if self.thinking is None else self.thinking.get("type") != "disabled"
+        given = (self.enable_thinking, self.reasoning_effort, anthropic, self.thought_tokens)
+        effort = self.reasoning_effort if isinstance(self.reasoning_effort, str) else None
+        thinks = False if any(one in (False, "none") for one in given) else any(given) or None
+        said = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
         known = {name: value for name, value in said.items() if value is not None and takes(tokenizer, name)}
         arguments = known | self.chat_template_kwargs
-        return messages, partial(render_messages, tokenizer, tools=tools, continued=self.continued, arguments=arguments)
+
+        def render(messages: list[Message], about: bool = False) -> tuple[str, str]:
+            said = [message.rendered() for message in messages]
+            return render_messages(
+                tokenizer, said, about=about, tools=tools, continued=self.continued, arguments=arguments
+            )
+
+        return messages, render
 
     def ids(
         self, tokenizer: PreTrainedTokenizerBase, document: Document | None, max_tokens: int | None = None
@@ -274,24 +268,24 @@ class ChatBody(CompletionBody):
         """Number of tokens that other prompts may share: all before the first user message. 0 if there is none, or if only the
         template adds text there."""
         messages, render = self.rendering(tokenizer)
-        first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
+        first = next((at for at, message in enumerate(messages) if message.role == "user"), None)
         if first is None or not (first or self.tools) or not has_template(tokenizer):
             return 0
         alone = IdStream(tokenizer).finish(render(messages, about=True)[0])
         return common(alone, ids)
 
 
-def asked(messages: list[TemplateMessage]) -> list[TemplateMessage]:
+def asked(messages: list[Message]) -> list[Message]:
     """Messages about a document, starting with a user's. System messages before it are merged into it.
 
     Raises:
         ValueError: an answer or a tool's result comes first.
     """
-    first = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    if first == len(messages) or messages[first]["role"] != "user":
+    first = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
+    if first == len(messages) or messages[first].role != "user":
         raise ValueError("with document_id, the first message beside system ones must be a user's")
-    texts = [message["content"] for message in messages[: first + 1]]
-    return [{"role": "user", "content": "\n\n".join(text for text in texts if text)}, *messages[first + 1 :]]
+    content = "\n\n".join(filter(None, (message.content for message in messages[: first + 1])))
+    return [Message(role="user", content=content), *messages[first + 1 :]]
 
 
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -301,17 +295,11 @@ class TextBody(CompletionBody):
     """``POST /v1/completions``."""
 
     prompt: Annotated[
-        str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=64)],
+        list[str | Ids], Field(min_length=1, max_length=64), BeforeValidator(listed),
         form("a text, token ids, or a list of at most 64 of either"),
-    ]
+    ]  # fmt: skip
     echo: bool = False
-    suffix: str | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """Number of the likeliest tokens that each token comes with; None for no log-probabilities at all."""
-        return self.logprobs
+    wanted_logprobs: Annotated[Annotated[int, Field(ge=0, le=20)] | None, places("logprobs")] = None
 
     def ids(
         self, tokenizer: PreTrainedTokenizerBase, document: Document | None, max_tokens: int | None = None
@@ -319,15 +307,11 @@ class TextBody(CompletionBody):
         """Token ids of each prompt.
 
         Raises:
-            ValueError: a suffix, a document, or ids that are no tokens. TooManyTokens: one has more than ``max_tokens``.
+            ValueError: a document, or ids that are no tokens. TooManyTokens: one has more than ``max_tokens``.
         """
-        if self.suffix:
-            raise ValueError("suffix is not supported")
         if document is not None:
             raise ValueError("document_id is for chat completions")
-        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        prompts = cast(list[str | list[int]], [self.prompt] if one else self.prompt)
-        return [self._ids(tokenizer, prompt, max_tokens) for prompt in prompts]
+        return [self._ids(tokenizer, prompt, max_tokens) for prompt in self.prompt]
 
     def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str | list[int], max_tokens: int | None) -> array[int]:
         if isinstance(prompt, str):

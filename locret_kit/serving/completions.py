@@ -55,8 +55,7 @@ class TextReply(Reply):
         return {"index": index, **said, "finish_reason": reason, "logprobs": logprobs}
 
     async def values(self) -> AsyncIterator[JsonObject]:
-        options = self.asked.stream_options
-        counts: JsonObject = {"usage": None} if options is not None and options.include_usage else {}
+        counts: JsonObject = {"usage": None} if self.asked.stream_options.include_usage else {}
 
         def event(
             index: int, delta: JsonObject, tokens: Sequence[Token] | None = None, reason: str | None = None
@@ -68,10 +67,10 @@ class TextReply(Reply):
         for index, answer in enumerate(self.answers):
             if self.chat:
                 yield event(index, {"role": "assistant", "content": ""})
-            async for piece in answer.stream_pieces():
-                tokens: Sequence[Token] | None = piece.tokens
+            async for events, begun in answer.stream_pieces():
+                tokens: Sequence[Token] | None = begun
                 empty: list[JsonObject] = [{"content": ""}] if answer.request.top_logprobs is not None else []
-                for delta in [delta_of(one, answer.reader.calls) for one in piece.events] or empty:
+                for delta in [delta_of(one, answer.reader.calls) for one in events] or empty:
                     yield event(index, delta, tokens)
                     tokens = None
             yield event(index, {}, None, answer.reason)
@@ -81,13 +80,13 @@ class TextReply(Reply):
     def whole(self) -> JsonObject:
         choices = []
         for index, answer in enumerate(self.answers):
-            text, thought = (
-                "".join(one.text for one in answer.events if one.kind == kind) for kind in ("text", "thought")
-            )
-            message: JsonObject = {"role": "assistant", "content": text, **thought_fields(thought)}
+            told = {
+                kind: "".join(one.text for one in answer.events if one.kind == kind) for kind in ("text", "thought")
+            }
+            message: JsonObject = {"role": "assistant", "content": told["text"], **thought_fields(told["thought"])}
             if calls := [tool_call(call.id, call.name, call.arguments) for call in answer.reader.whole_calls]:
-                message |= {"content": text or None, "tool_calls": calls}
-            said: JsonObject = {"message": message} if self.chat else {"text": text}
+                message |= {"content": told["text"] or None, "tool_calls": calls}
+            said: JsonObject = {"message": message} if self.chat else {"text": told["text"]}
             choices.append(self.choice(index, said, answer.tokens, answer.reason))
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage(self.answers, self.asked.n)}
 
@@ -181,7 +180,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
         if engine.store is not None:
             engine.store.used(upload.id)
     form = answer_form(engine.tokenizer, tools=bool(body.tools)) if isinstance(body, ChatBody) else AnswerForm()
-    bound, strict, wanted = server.limits.answer_tokens, server.limits.strict, body.wanted_tokens
+    bound, strict, wanted = server.limits.answer_tokens, server.limits.strict, body.max_tokens
     apart = wanted is None and form.thinks
     budget = body.thought_tokens if isinstance(body, ChatBody) and form.thinks else None
     if wanted is None:
@@ -227,7 +226,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
                 prompt_logprobs=echoes and top_logprobs is not None, parks=max_new_tokens > 0,
                 thought=None if budget is None else Thought(engine.tokenizer, opened=thinks, max_tokens=budget, apart=apart),
             ),
-            body.stops, reader(thinks=thinks), echoes=echoes,
+            [*filter(None, body.stop)], reader(thinks=thinks), echoes=echoes,
         )
         for ids, thinks in zip(prompts, begun, strict=True) for i in range(body.n)
     ]  # fmt: skip
@@ -251,9 +250,9 @@ def form_of_answer(
     rules, reader, spell = [] if schema is None else [json_rule(schema)], partial(Reader, form), speller(tokenizer)
     if isinstance(body, ChatBody) and body.tools:
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
-        if body.must_call or rules:
-            called = tools if body.called is None else {body.called: tools[body.called]}
-            rules = [*(() if body.must_call else rules), *call_rules(called, form.calls, spell)]
+        called = {name: tools[name] for name in body.called}
+        if called or rules:
+            rules = [*(() if called else rules), *call_rules(called or tools, form.calls, spell)]
         reader = partial(Reader, form, tools, parallel=body.parallel_tool_calls)
     if rules and form.words is not None:
         rules = after_thought(rules, form.words, thinks, spell)

@@ -47,9 +47,7 @@ def add_documents(app: FastAPI, server: Server) -> None:
         except OSError as error:
             raise HTTPException(507) from error
         if server.places >= server.limits.documents:  # after the last await: two uploads cannot both pass
-            mine = next(
-                (one.title for one in server.documents.values() if one.owner == owner and one.error is None), None
-            )
+            mine = next((one["title"] for one in server.listed(owner) if "error" not in one), None)
             said = f"delete one first, such as {mine!r}" if mine else "all of other API keys"
             said = f"{server.places} documents are held already, documents={server.limits.documents} at most: {said}"
             raise Refused(429, said, headers={"x-should-retry": "false"})  # none leaves by itself
@@ -74,16 +72,14 @@ def add_documents(app: FastAPI, server: Server) -> None:
         return server.document(server.owner(request), name).shown()
 
     @app.get("/v1/documents/{name}/kept")
-    async def kept(
+    def kept(
         name: str, request: Request, start: Annotated[int, Query(ge=0, le=INT32_MAX)] = 0,
         limit: Annotated[int, Query(ge=1, le=4000)] = 1000,
     ) -> dict[str, object]:  # fmt: skip
         upload = server.document(server.owner(request), name)
         if upload.document is None:
             raise HTTPException(409, f"document {upload.id} is {upload.shown()['status']}")
-        return {"id": upload.id, "object": "document.kept"} | await asyncio.to_thread(
-            kept_page, upload.document, start, limit
-        )
+        return {"id": upload.id, "object": "document.kept", **kept_page(upload.document, start, limit)}
 
     @app.delete("/v1/documents/{name}")
     async def delete(name: str, request: Request) -> dict[str, object]:
@@ -134,7 +130,7 @@ async def read_document(server: Server, engine: EngineThread, upload: UploadedDo
     loop, name = asyncio.get_running_loop(), "" if isinstance(data, bytes) else f"/dev/fd/{data.fileno()}"
     try:
         if not isinstance(data, bytes):
-            async with server.conversions.short.turn(upload.owner):
+            async with server.conversions.turn("short", upload.owner):
                 upload.document = await loop.run_in_executor(server.readers, engine.load_document, Path(name))
         else:
             text = await server.conversions.text(server.readers, data, upload)

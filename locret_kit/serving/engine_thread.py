@@ -50,9 +50,6 @@ class EngineThread:
         sessions: int = 8, queue: int = 64, piece: int = 512, store: Store | None = None, policies: abc.Sequence[Policy] = (),
         shared_prefixes: int = 2, thoughts: Thoughts = "evicted",
     ) -> None:  # fmt: skip
-        for name, value in (("sessions", sessions), ("queue", queue)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
         chunk = settings.resolved({}, 1).chunk
         self._engine = Engine.shared(model, tokenizer, sessions, piece=piece, chunk=chunk)
         self.model, self.stop_ids, self.vocabulary = self._engine.model, self._engine.stop, self._engine.vocabulary
@@ -167,31 +164,14 @@ class EngineThread:
                 request.parks = request.parks and request.document_id != document_id
 
     @property
-    def running(self) -> int:
-        """Requests with a cache."""
-        return len(self._engine.running)
-
-    @property
-    def waiting(self) -> int:
-        """Requests that are not admitted yet."""
+    def figures(self) -> dict[str, int]:
+        """What there is now, by the names of ``request.GAUGES``. Caches of documents do not count."""
         with self._changed:
-            return len(self._admission.queue)
-
-    @property
-    def caches(self) -> int:
-        """Number of existing sessions' caches, at most ``sessions``. Caches of documents do not count."""
-        with self._changed:
-            return self._admission.caches
-
-    @property
-    def idle(self) -> int:
-        """Caches that wait for a next turn."""
-        return len(self._parked)
-
-    @property
-    def prefixes(self) -> int:
-        """Number of shared prefixes in memory, including those that are being read."""
-        return len(self._admission.prefixes)
+            return {
+                "requests_running": len(self._engine.running), "requests_waiting": len(self._admission.queue),
+                "sessions": self.sessions, "sessions_in_use": self._admission.caches,
+                "sessions_idle": len(self._parked.parked), "beginnings": len(self._admission.prefixes),
+            }  # fmt: skip
 
     # ---- the engine's thread ---------------------------------------------------------------------------------------
 

@@ -8,12 +8,22 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import AliasChoices, BaseModel, Field, ValidationError, WrapValidator, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    AliasPath,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..answers.values import nested
@@ -39,6 +49,11 @@ def form(words: str) -> WrapValidator:
             raise ValueError(f"must be {words}") from None
 
     return WrapValidator(checked)
+
+
+def places(*names: str) -> FieldInfo:
+    """Names of a field, by this protocol and by other servers; of several the first counts."""
+    return Field(validation_alias=AliasChoices(*(AliasPath(*name.split(".")) for name in names)))
 
 
 def without_nulls(value: object) -> object:
@@ -71,26 +86,30 @@ def text_of(content: object) -> str:
     return "".join(texts)
 
 
-class TemplateMessage(TypedDict, total=False):
-    """A message as chat templates have it: a role, a content, and what else there is."""
+def call_of(call: object) -> JsonObject:
+    """A call of a tool as chat templates have it: with its arguments as an object.
 
-    role: str
-    content: str
-    tool_calls: list[JsonObject]
-    reasoning_content: str
-    tool_call_id: str
-    name: str
+    Raises:
+        ValueError: it names no function.
+    """
+    name, arguments = nested(call, "function", "name"), nested(call, "function", "arguments") or "{}"
+    if not isinstance(name, str):
+        raise ValueError("a tool call needs a function with a name")
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {"type": "function", "id": str(nested(call, "id") or ""), "function": {"name": name, "arguments": arguments}}
 
 
 class Message(Part):
     """A message of a conversation. An answer may have calls of tools in the place of a content."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str = ""
-    tool_calls: list[JsonObject] = Field(default_factory=list)
-    reasoning_content: Annotated[str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))] = (
-        None
-    )
+    role: Annotated[
+        Literal["system", "user", "assistant", "tool"], BeforeValidator(lambda one: ROLES.get(str(one), one))
+    ]
+    content: Annotated[str, BeforeValidator(text_of)] = ""
+    tool_calls: list[Annotated[JsonObject, BeforeValidator(call_of)]] = Field(default_factory=list)
+    """As chat templates have them."""
+    reasoning_content: Annotated[str | None, places("reasoning_content", "reasoning")] = None
     """An earlier answer's thought."""
     tool_call_id: str | None = None
     name: str | None = None
@@ -102,47 +121,44 @@ class Message(Part):
             raise ValueError(f"a message of role {str(role)[:40]!r} needs a content")
         return message
 
-    _text = field_validator("content", mode="before")(text_of)
-
-    def rendered(self) -> TemplateMessage:
+    def rendered(self) -> JsonObject:
         """Message in the form of chat templates."""
-        said = self.model_dump(exclude_none=True) | {"role": ROLES.get(self.role, self.role)}
-        said["tool_calls"] = [call_of(call) for call in self.tool_calls]
-        return cast(TemplateMessage, {name: value for name, value in said.items() if value != []})
+        return {name: value for name, value in self.model_dump(exclude_none=True).items() if value != []}
 
 
 ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"
 """Beginnings of the paths of protocols that are not chat completions'."""
 SAME = (
     "model", "stream", "temperature", "top_p", "top_k", "seed", "document_id", "budget", "policy", "chat_template_kwargs",
+    "tools", "reasoning_effort", "reasoning", "thinking", "enable_thinking", "think", "thinking_budget", "thinking_token_budget",
 )  # fmt: skip
-NAMES: dict[str, dict[str, str]] = {
-    ANTHROPIC: {
-        **{name: name for name in (*SAME, "messages", "max_tokens", "thread", "thinking")}, "stop": "stop_sequences",
-        "response_format": "output_config.format", "reasoning_effort": "output_config.effort",
-    },
-    RESPONSES: {
-        **{name: name for name in (*SAME, "min_p", "tool_choice", "parallel_tool_calls", "store")},
-        "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
-        "reasoning_effort": "reasoning.effort",
-    },
-}  # fmt: skip
-"""Names of a chat completion's fields in other protocols; fields without another name are absent."""
+FIELDS = {
+    ANTHROPIC: (*SAME, "messages", "max_tokens", "thread", "stop_sequences", "output_config", "output_format"),
+    RESPONSES: (*SAME, "min_p", "tool_choice", "parallel_tool_calls", "store", "max_output_tokens", "text"),
+}
+"""Fields of other protocols that a chat completion has by the same name, or by another of its ``places``."""
+NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
+"""Names of fields in ``/v1/responses``."""
+
+
+def refuse(body: object, fields: Mapping[str, str]) -> None:
+    """Raise ValueError for a body with one of the fields that change an answer and are not here, and why."""
+    for name, why in fields.items():
+        if nested(body, name) not in (None, False, 0, [], {}, "", "none", ["text"]):
+            raise ValueError(f"{name} is not supported{why}")
 
 
 def fields_of(path: str, body: JsonObject) -> JsonObject:
     """Fields of a chat completion that the body of another protocol has."""
-    values = {name: nested(body, *own.split(".")) for name, own in NAMES[path].items()}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: body[name] for name in FIELDS[path] if body.get(name) is not None}
 
 
 def field_of(path: str, *parts: object) -> str | None:
     """The name of a field as the client knows it; None for the whole body. Messages of another protocol are not numbered as its
     own are."""
-    names = next((names for start, names in NAMES.items() if path.startswith(start)), None)
-    if names is not None and parts:
-        first = str(parts[0])
-        parts = names.get(first, first), *(() if first == "messages" else parts[1:])
+    if parts and path.startswith((*FIELDS,)):
+        first, *rest = map(str, parts)
+        parts = NAMES.get(first, first) if path.startswith(RESPONSES) else first, *(rest if first != "messages" else ())
     return ".".join(map(str, parts)) or None
 
 
@@ -151,56 +167,44 @@ def tool_call(id: object, name: object, arguments: object) -> JsonObject:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def call_of(call: JsonObject) -> JsonObject:
-    """A call of a tool as chat templates have it: with its arguments as an object.
-
-    Raises:
-        ValueError: it names no function.
-    """
-    name, arguments = nested(call, "function", "name"), nested(call, "function", "arguments") or "{}"
-    if not isinstance(name, str):
-        raise ValueError("a tool call needs a function with a name")
-    with suppress(ValueError, RecursionError):
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return {"type": "function", "id": str(call.get("id", "")), "function": {"name": name, "arguments": arguments}}
-
-
 class Function(Part):
     """A function that an answer may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     description: str = ""
-    parameters: JsonObject = Field(default_factory=dict)
+    parameters: Annotated[JsonObject, places("parameters", "input_schema")] = Field(default_factory=dict)
 
 
 class Tool(BaseModel):
-    """A tool."""
+    """A tool. In other protocols its function's fields stand beside its type."""
 
-    type: Literal["function"]
+    type: Annotated[Literal["function"], form("'function': only tools of your own are supported")] = "function"
     function: Function
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own(cls, tool: object) -> object:
+        if nested(tool, "type") == "custom" and nested(tool, "input_schema") is not None:  # Anthropic's word
+            return {"function": tool}
+        return {**tool, "function": tool} if isinstance(tool, dict) and "name" in tool else tool
 
 
 class ResponseFormat(Part):
-    """The form of an answer."""
+    """The form of an answer. In other protocols, and beside ``json_object``, the schema stands by itself."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonObject | None = None
-    bare: JsonObject | None = Field(default=None, alias="schema")
-    """A schema beside ``json_object``, as llama.cpp's clients send it."""
+    schema_of_answer: Annotated[JsonObject | None, places("json_schema.schema", "schema")] = None
+    """The schema of the answer; None for any text."""
 
     @model_validator(mode="after")
     def _whole(self) -> ResponseFormat:
-        if self.type == "json_schema" and not isinstance((self.json_schema or {}).get("schema"), dict):
+        if self.type == "json_schema" and self.schema_of_answer is None:
             raise ValueError("json_schema needs a schema, which is an object")
+        if self.type != "json_schema":
+            self.schema_of_answer = (
+                (self.schema_of_answer or {"type": "object"}) if self.type == "json_object" else None
+            )
         return self
-
-    @property
-    def schema_of_answer(self) -> JsonObject | None:
-        """The schema of the answer; None for any text."""
-        if self.type == "text":
-            return None
-        schema = (self.json_schema or {}).get("schema", self.bare or {"type": "object"})
-        return schema if isinstance(schema, dict) else {"type": "object"}
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -244,9 +248,7 @@ STATUSES: dict[type[Exception], int] = {Busy: 429, Stopping: 503, Failed: 500, V
 def refusal_of(error: Exception, path: str) -> Refused:
     """An error in words for the client. Of our own faults the log alone says more."""
     if isinstance(error, Refused):
-        return Refused(
-            error.status_code, error.detail, error.param and field_of(path, error.param), error.code, error.headers
-        )
+        return error
     if isinstance(error, RequestValidationError):
         return invalid(error.errors()[0], path)
     if not isinstance(error, StarletteHTTPException):
@@ -287,7 +289,14 @@ def error_of(told: Refused, path: str) -> dict[str, object]:
         details = {"details": {"error_code": code}} if code not in (None, TOO_LONG) else {}
         return {"type": "error", "error": {"type": kind, "message": said, **details}}
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": told.param, "code": code or CODES.get(status)}}
+    return {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": told.param and field_of(path, told.param),
+            "code": code or CODES.get(status),
+        }
+    }
 
 
 def problem(error: Exception, path: str) -> JSONResponse:

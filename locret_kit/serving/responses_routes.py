@@ -18,15 +18,15 @@ from ..naming import first_line
 from .answers import AnswerStream, Reply
 from .bodies import ChatBody
 from .completions import begin, usage
-from .messages import RESPONSES, JsonObject, checked, fields_of, tool_call
+from .messages import RESPONSES, JsonObject, checked, fields_of, refuse, tool_call
 from .state import Server
 
 NOT_HERE = {
-    "previous_response_id": "nothing is stored here: send the whole conversation as input",
-    "conversation": "nothing is stored here: send the whole conversation as input",
-    "prompt": "nothing is stored here: send the prompt as input",
-    "background": "an answer ends with its request",
-    "top_logprobs": "log-probabilities are in /v1/chat/completions",
+    "previous_response_id": ": nothing is stored here: send the whole conversation as input",
+    "conversation": ": nothing is stored here: send the whole conversation as input",
+    "prompt": ": nothing is stored here: send the prompt as input",
+    "background": ": an answer ends with its request",
+    "top_logprobs": ": log-probabilities are in /v1/chat/completions",
 }
 """Fields that are refused, and why."""
 ECHOED: dict[str, object] = {
@@ -53,25 +53,16 @@ def chat_fields(body: JsonObject) -> JsonObject:
     Raises:
         ValueError: the body asks for an unsupported feature.
     """
-    for name, why in NOT_HERE.items():
-        if body.get(name):
-            raise ValueError(f"{name} is not supported: {why}")
+    refuse(body, NOT_HERE)
     if isinstance(include := body.get("include"), list) and "message.output_text.logprobs" in include:
-        raise ValueError(f"message.output_text.logprobs is not supported: {NOT_HERE['top_logprobs']}")
+        raise ValueError(f"message.output_text.logprobs is not supported{NOT_HERE['top_logprobs']}")
     fields, instructions = fields_of(RESPONSES, body), body.get("instructions")
-    if isinstance(given := fields.get("messages"), str | list):
-        fields["messages"] = messages = messages_of(
-            given if isinstance(given, list) else [{"role": "user", "content": given}]
-        )
-        messages[:0] = [{"role": "system", "content": instructions}] if instructions else []
+    given = body.get("input")
+    fields["messages"] = items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if isinstance(items, list):
+        system = [{"role": "system", "content": instructions}] if instructions else []
+        fields["messages"] = [*system, *messages_of(items)]
     fields["echoed"] = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
-    if isinstance(tools := body.get("tools"), list):
-        fields["tools"] = [
-            {"type": tool.get("type"), "function": tool} if isinstance(tool, dict) else tool for tool in tools
-        ]
-    if isinstance(form := fields.pop("response_format", None), dict):
-        schema = {"json_schema": {"schema": form.get("schema")}} if form.get("type") == "json_schema" else {}
-        fields["response_format"] = {"type": form.get("type"), **schema}
     return fields
 
 
@@ -84,9 +75,7 @@ def messages_of(items: list[object]) -> list[JsonObject]:
         kind = item.get("type") or "message"
         if kind == "reasoning":
             parts = item.get("content") or item.get("summary")
-            texts = [nested(part, "text") for part in parts] if isinstance(parts, list) else []
-            thought += "".join(text for text in texts if isinstance(text, str))
-            calls = []
+            thought += "".join(str(nested(part, "text") or "") for part in parts) if isinstance(parts, list) else ""
             continue
         if kind == "message":
             calls = []
@@ -131,13 +120,8 @@ class ResponseReply(Reply):
             item: JsonObject = {"type": "message", "role": "assistant", "content": [text_part(block.text)]}
             if block.kind == "thought":
                 item = {"type": "reasoning", "summary": [], "content": [thought_part(block.text)]}
-            elif block.call is not None:
-                item = {
-                    "type": "function_call",
-                    "call_id": block.call.id,
-                    "name": block.call.name,
-                    "arguments": block.text,
-                }
+            elif (call := block.call) is not None:
+                item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": block.text}
             items.append({"id": name, "status": "completed"} | item)
         if items and self.answer.reason == "length":
             items[-1]["status"] = "incomplete"

@@ -70,28 +70,19 @@ SHORT, LONG = 4, 60
 
 
 @dataclass
-class Turns:
-    """A place for one conversion at a time; owners have it by turns."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    owners: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
-
-    @asynccontextmanager
-    async def turn(self, owner: str) -> AsyncIterator[None]:
-        """Hold the place. Of an owner's uploads one at a time waits for it among those of others."""
-        async with self.owners[owner], self.lock:
-            yield
-
-
-@dataclass
 class Conversions:
     """Uploads as text, so that no file keeps others waiting: short conversions before long ones, owners by turns.
 
     A file that takes longer than ``SHORT`` in the first of two places begins again in the second.
     """
 
-    short: Turns = field(default_factory=Turns)
-    long: Turns = field(default_factory=Turns)
+    locks: defaultdict[tuple[str, ...], asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
+
+    @asynccontextmanager
+    async def turn(self, *place: str) -> AsyncIterator[None]:
+        """Hold a place for one conversion at a time. Of an owner's uploads one at a time waits for it among those of others."""
+        async with self.locks[place], self.locks[place[:1]]:
+            yield
 
     async def text(self, pool: Executor, data: bytes, upload: UploadedDocument) -> str:
         """The text of an upload as ``text.reader.convert`` gives it. Plain text, which needs no parser, waits for nobody."""
@@ -100,10 +91,10 @@ class Conversions:
             return await loop.run_in_executor(pool, partial(read_stream, BytesIO(data), name, lost=upload.lost.append))
         made = partial(convert, data, name, unwanted=lambda: upload.deleted, lost=lines.append)
         try:
-            async with self.short.turn(upload.owner):
+            async with self.turn("short", upload.owner):
                 text = await loop.run_in_executor(pool, partial(made, seconds=SHORT))
         except Late:
-            async with self.long.turn(upload.owner):
+            async with self.turn("long", upload.owner):
                 text = await loop.run_in_executor(pool, partial(made, seconds=LONG))
         upload.lost += lines
         return text
@@ -217,11 +208,7 @@ class Server:
     def figures(self) -> Figures:
         """Text of ``/metrics`` now. Raises HTTPException 503."""
         engine = self.ready()
-        now = {
-            "requests_running": engine.running, "requests_waiting": engine.waiting, "sessions": engine.sessions,
-            "sessions_in_use": engine.caches, "sessions_idle": engine.idle, "documents": self.places,
-            "beginnings": engine.prefixes,
-        }  # fmt: skip
+        now = {**engine.figures, "documents": self.places}
         if (store := engine.store) is not None:
             now |= {"session_disk_bytes": store.bytes, "session_disk_failing": int(store.failing is not None)}
             now |= {"saved_files": store.written, "save_failures": store.failures}
@@ -266,5 +253,4 @@ class Server:
 
     def listed(self, owner: str) -> list[dict[str, object]]:
         """An owner's documents."""
-        mine = [upload for upload in list(self.documents.values()) if upload.owner == owner and not upload.deleted]
-        return [upload.shown() for upload in mine]
+        return [one.shown() for one in list(self.documents.values()) if one.owner == owner and not one.deleted]

@@ -254,10 +254,8 @@ class Store:
 
     def save(self, keys: tuple[PrefixKey, ...], cache: BoundedCache) -> None:
         """Write a session's file. A disk error is logged and counted, not raised."""
-        record = PrefixKey.record(keys)
-        self._write(
-            keys[0].name, keys[0].owner, keys, lambda: CacheFile.of(cache, self._spec.origin(), document=record)
-        )  # fmt: skip
+        make = partial(CacheFile.of, cache, self._spec.origin(), document=PrefixKey.record(keys))
+        self._write(keys[0].name, keys[0].owner, keys, make)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, as ``save``."""

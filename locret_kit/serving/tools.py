@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 
 from ..answers.forms import CLOSE, OPEN
-from .messages import TemplateMessage, Tool
+from .messages import Message, Tool
 
 WORDS = """You may call functions. Each is described by its name, its purpose and the JSON schema of its arguments:
 {tools}
@@ -18,24 +18,18 @@ To call one, answer with nothing but
 </tool_call>"""
 
 
-def rewritten(messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> list[TemplateMessage]:
+def rewritten(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """The conversation for a template that knows no tools."""
-    made: list[TemplateMessage] = []
+    made = list[Message]()
     for message in messages:
-        content = message["content"]
-        if message["role"] == "tool":
-            made.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"})
-        elif message.get("tool_calls"):
-            calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
-            texts = ([content] if content else []) + [f"{OPEN}\n{call}\n{CLOSE}" for call in calls]
-            made.append({**message, "content": "\n".join(texts)})
-            del made[-1]["tool_calls"]
-        else:
-            made.append(message)
+        if message.role == "tool":
+            made.append(Message(role="user", content=f"<tool_response>\n{message.content}\n</tool_response>"))
+            continue
+        calls = [f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}" for call in message.tool_calls]
+        content = "\n".join(filter(None, [message.content, *calls]))
+        made.append(message.model_copy(update={"content": content, "tool_calls": []}))
     if tools:
-        said = WORDS.format(
-            tools="\n".join(json.dumps(tool.function.model_dump(), ensure_ascii=False) for tool in tools)
-        )
-        before = f"{made.pop(0)['content']}\n\n" if made and made[0]["role"] == "system" else ""
-        made.insert(0, {"role": "system", "content": before + said})
+        lines = (json.dumps(tool.function.model_dump(), ensure_ascii=False) for tool in tools)
+        before = f"{made.pop(0).content}\n\n" if made and made[0].role == "system" else ""
+        made.insert(0, Message(role="system", content=before + WORDS.format(tools="\n".join(lines))))
     return made

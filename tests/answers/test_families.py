@@ -7,11 +7,11 @@ from copy import copy
 from pathlib import Path
 
 import pytest
-from families import ARGUMENTS, FAMILIES, TEXT, THOUGHT, TOOL, family_tokenizer
+from families import ARGUMENTS, FAMILIES, TEXT, THOUGHT, TOOL, family_tokenizer, joined
 
 from locret_kit.answers.forms import UNKNOWN, answer_form
 from locret_kit.answers.grammar import after_thought, call_rules
-from locret_kit.answers.reader import Event, Reader, joined
+from locret_kit.answers.reader import Event, Reader
 from locret_kit.serving.constraint import constraint, speller
 from locret_kit.text.template import render
 from locret_kit.text.tokens import TextStream
@@ -91,7 +91,7 @@ HARMONY = "<|end|><|start|>assistant".join([
     "<|channel|>analysis<|message|>D", '<|channel|>commentary to=functions.depth<|message|>{"days": 3}',
     "<|channel|>final<|message|>E",
 ]) + "<|return|>"  # fmt: skip
-DEPTH = [("call", "depth"), ("arguments", '{"days": 3}')]
+DEPTH, NONE = ([("call", "depth"), ("arguments", values)] for values in ('{"days": 3}', "{}"))
 OTHERS = [
     ("<|tool_call_begin|>", "Yes.<|tool_calls_section_begin|><|tool_call_begin|>functions.depth:0<|tool_call_argument_begin|>"
      '{"days": 3}<|tool_call_end|><|tool_calls_section_end|>', [("text", "Yes."), *DEPTH]),
@@ -126,6 +126,13 @@ OTHERS = [
     ("<think></think>", "<think>Hm.", [("thought", "Hm.")]),
     ("<tool_call>", '<tool_call>{"name": "depth", "arguments": {"place": "a \\\\\\" } </tool_call> ]"}}</tool_call>',
      [("call", "depth"), ("arguments", '{"place": "a \\\\\\" } </tool_call> ]"}')]),
+    ('"parameters"', '{"name": "depth", "parameters": {"days": 3}}; {"name": "depth", "parameters": null}', [*DEPTH, *NONE]),
+    ("<tool_call>", '<tool_call>{"name": "depth", "arguments": ""}</tool_call>', NONE),
+    ("<tool_call>", '<tool_call>\n{"name": "depth", "arguments": {"days": 3}}\n' * 2 + "</tool_call>", [*DEPTH, *DEPTH]),
+    ("<tool_call>", '<tool_call>\n{"name": "depth", "arguments": {"days": 3}\n</tool_call> Yes.', [*DEPTH, ("text", " Yes.")]),
+    ("<|channel|><|message|>", "<|channel|>commentary to=functions.depth <|constrain|>json<|message|><|call|>", NONE),
+    ("<|tool_call_begin|>", "<|tool_call_begin|>functions.depth:0<|tool_call_argument_begin|><|tool_call_end|>", NONE),
+    ("<|tool_list_start|>", "Yes.<|tool_call_start|>[depth(days=3)]<|tool_call_end|>", [("text", "Yes."), *DEPTH]),
 ]  # fmt: skip
 """What a template says, an answer of its model, and the events."""
 

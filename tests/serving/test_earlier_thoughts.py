@@ -109,7 +109,7 @@ def test_dropped_turns_are_fresh_runs_of_the_templates_prompt(policy, system, tm
                 got = [one["logprob"] for one in choice["logprobs"]["content"]]
                 assert got == logprobs, "the same bits"
                 assert usage["locret"]["evictions"] == alone.counters.evictions
-                (parked,) = list(engine._parked._parked.values())[-1:]
+                (parked,) = list(engine._parked.parked.values())[-1:]
                 seen = parked.cache.get_seq_length()
                 assert seen == parked.keys[0].tokens < len(ids) and not parked.keys[0].hidden
                 shorter = BoundedCache(RUN, policy, heads_of(policy), prompt_length=len(ids))
@@ -118,7 +118,9 @@ def test_dropped_turns_are_fresh_runs_of_the_templates_prompt(policy, system, tm
                 assert kept(shorter) == kept(parked.cache)
                 for mine, theirs in zip(shorter.bounded, parked.cache.bounded, strict=True):
                     assert all(torch.equal(mine.slots(name), theirs.slots(name)) for name in ("keys", "values"))
-            assert engine.caches == engine.idle == 1, "a conversation waits in one cache"
+            assert engine.figures["sessions_in_use"] == engine.figures["sessions_idle"] == 1, (
+                "a conversation waits in one cache"
+            )
     assert all(cached[1:]) and cached == sorted(cached), "what turns share is read once, from a file too"
 
 
@@ -158,7 +160,7 @@ def test_thoughts_that_stay_are_read_once(thoughts, sent_back, tmp_path, monkeyp
                 cached = usage["prompt_tokens_details"]["cached_tokens"]
                 assert usage["prompt_tokens"] == len(ids) and bool(cached) == bool(number)
                 read += [*ids[cached:], *answer[:-1]]
-                (parked,) = engine._parked._parked.values()
+                (parked,) = engine._parked.parked.values()
                 assert parked.cache.get_seq_length() == len(read)
                 with torch.no_grad():
                     logprobs = parts()[0](torch.tensor([read])).logits[0].log_softmax(-1)
@@ -178,7 +180,7 @@ def test_pinned_thoughts_are_let_go_where_there_is_no_room(monkeypatch):
             messages.append({"role": "user", "content": f"And what of boat number {number}?"})
             with dictated(monkeypatch, number):
                 say(client, messages, max_tokens=60, thinking=None)
-            (parked,) = engine._parked._parked.values()
+            (parked,) = engine._parked.parked.values()
             pins = [pin for pin in parked.cache.pins if pin[0]]
             for layer in kept(parked.cache):
                 assert all({at for pin in pins for at in range(*pin)} <= set(head) for head in layer)

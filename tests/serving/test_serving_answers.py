@@ -182,7 +182,9 @@ def test_equal_beginnings_are_read_once(monkeypatch):
     assert sum(read) - decoded <= 200 - tail + sum(len(ids) - 200 + tail for ids in prompts)
     other = ask(engine, "bert", prompts[1] + random_ids(9, 9), shared_tokens=200)
     assert other.cached_tokens == 0
-    assert engine.prefixes == 1 and engine.caches <= 2  # bert's is in the place of anna's
+    assert (
+        engine.figures["beginnings"] == 1 and engine.figures["sessions_in_use"] <= 2
+    )  # bert's is in the place of anna's
     engine.stop()
 
 
@@ -258,7 +260,7 @@ def test_the_plan_says_the_bytes_that_are_allocated():
         ids = random_ids(150, number)
         ask(engine, "anna", ids, shared_tokens=100 if number < 2 else 0)
     document = Document.read(model, tokenizer, text_of(150), SETTINGS, "locret", heads)
-    caches = [one.cache for held in (engine._parked._parked, engine._admission.prefixes) for one in held.values()]
+    caches = [one.cache for held in (engine._parked.parked, engine._admission.prefixes) for one in held.values()]
     planned = Caches.of(
         spec_of(model.config), Setting(4000, SETTINGS, dtype="float32"), [parse_policy("locret")], 3, 1, 2
     )

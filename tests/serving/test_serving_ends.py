@@ -71,7 +71,7 @@ def test_a_stop_while_a_long_prompt_is_read(tmp_path, caplog):
     half = sent(running.url, "/v1/completions", b"{", 9)
     for _ in range(400):
         if (
-            engine.running >= 2
+            engine.figures["requests_running"] >= 2
             and httpx.get(f"{running.url}/v1/documents/{name}", headers=bearer()).json()["read_tokens"]
         ):
             break
@@ -86,7 +86,11 @@ def test_a_stop_while_a_long_prompt_is_read(tmp_path, caplog):
     assert answers[True].status_code == 200 and event["error"]["message"] == "the server is stopping"
     assert answers[False].status_code == 503 and answers[False].json() == event
     assert event["error"]["type"] == "service_unavailable_error"
-    assert not engine._thread.is_alive() and engine.running == engine.waiting == 0 and engine.caches == engine.idle
+    assert (
+        not engine._thread.is_alive()
+        and engine.figures["requests_running"] == engine.figures["requests_waiting"] == 0
+        and engine.figures["sessions_in_use"] == engine.figures["sessions_idle"]
+    )
     assert engine.counters.cancelled >= 2
     assert [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR] == []
     again = Store(tmp_path, 1 << 30)  # nobody else has it any more

@@ -50,7 +50,7 @@ class Watched(EngineThread):
     seen = 0
 
     def _tell(self, request):
-        self.seen = max(self.seen, self.caches)
+        self.seen = max(self.seen, self.figures["sessions_in_use"])
         super()._tell(request)
 
 
@@ -87,8 +87,11 @@ def url(server):
 
 def quiet(engine: EngineThread) -> None:
     """Wait until nothing runs."""
-    until(lambda: engine.running == engine.waiting == 0)
-    assert engine.caches == engine.idle <= engine.sessions and engine.seen <= engine.sessions
+    until(lambda: engine.figures["requests_running"] == engine.figures["requests_waiting"] == 0)
+    assert (
+        engine.figures["sessions_in_use"] == engine.figures["sessions_idle"] <= engine.sessions
+        and engine.seen <= engine.sessions
+    )
 
 
 def works(url: str) -> None:
@@ -171,7 +174,7 @@ def test_answers_that_do_not_all_fit_are_refused_together(engine):
         small.submit(*(ServerRequest(ids, 2, owner="") for _ in range(2)))
         with pytest.raises(Busy):
             small.submit(*(ServerRequest(ids, 2, owner="") for _ in range(2)))
-        assert small.waiting == 2
+        assert small.figures["requests_waiting"] == 2
     with pytest.raises(ValueError, match="4 answers must be at most 3"):
         small.submit(*(ServerRequest(ids, 2, owner="") for _ in range(4)))
     small.stop()

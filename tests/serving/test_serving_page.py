@@ -124,7 +124,7 @@ def test_stop_keeps_what_was_written(tab, url, engine):
         said = tab.text(".turn.assistant p")
         assert whole.startswith(said) and 2 < len(said) < len(whole)
     tab.wait("document.querySelector('#stop').hidden && document.activeElement.id === 'question'")
-    until(lambda: not engine.running)
+    until(lambda: not engine.figures["requests_running"])
     assert tab.said == []
 
 

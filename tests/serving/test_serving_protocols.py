@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from http_bodies import CHAT_TOOL, NOW, PARAMETERS, WORDS, bearer, chat, expected, user
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from served import KEYS, LIMITS, serving
 from tiny_text import tiny_tokenizer
 
@@ -60,6 +60,22 @@ SWITCH = (
 BODIES = {
     MessagesBody: {"max_tokens": 8, "messages": user("Hi")}, ResponsesBody: {"input": "Hi"}, ChatBody: {"messages": user("Hi")},
 }  # fmt: skip
+SWITCHES = [
+    ({"thinking": {"type": "disabled"}}, "off", None), ({"thinking": {"type": "adaptive"}}, "on", None),
+    ({"enable_thinking": False}, "off", None), ({"enable_thinking": True}, "on", None),
+    ({"enable_thinking": "false"}, "off", None), ({"think": False}, "off", None), ({"think": True}, "on", None),
+    ({"think": None}, "", None),
+    ({"reasoning": {"enabled": False}}, "off", None), ({"reasoning": {"enabled": True, "max_tokens": 9}}, "on", 9),
+    ({"reasoning": {"effort": None, "summary": "auto"}}, "", None),
+    ({"enable_thinking": False, "thinking_budget": 9}, "off", 9),
+    ({"thinking_token_budget": 9}, "on", 9), ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "on", 9),
+]  # fmt: skip
+"""Switches of OpenRouter, Ollama, DashScope, vLLM and Anthropic; whether an answer thinks, and its thought's bound."""
+WRONG = [
+    ("think", "maybe"), ("think", [1]), ("enable_thinking", "maybe"), ("enable_thinking", 2), ("reasoning", "high"),
+    ("reasoning.enabled", "maybe"), ("reasoning.effort", 5), ("reasoning.max_tokens", 0), ("thinking_budget", -1),
+    ("thinking_token_budget", "many"), ("thinking", True), ("thinking.budget_tokens", 1.5),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BODIES)
@@ -76,14 +92,20 @@ def test_arguments_of_the_template(kind):
 
     for arguments in ({}, {"enable_thinking": False}, {"enable_thinking": True, "style": "brief"}):
         assert prompt(chat_template_kwargs=arguments) == wanted(**arguments)
-    assert prompt(thinking={"type": "disabled"}) == (
-        wanted() if kind is ResponsesBody else wanted(enable_thinking=False, thinking=False)
-    )
-    for level, switch in (("low", {}), ("none", {"enable_thinking": False, "thinking": False})):
-        effort = {
-            ResponsesBody: {"reasoning": {"effort": level}}, MessagesBody: {"output_config": {"effort": level}},
-        }.get(kind, {"reasoning_effort": level})  # fmt: skip
-        assert prompt(**effort) == wanted(reasoning_effort=level, **switch)
+    off, on = ({"enable_thinking": thinks, "thinking": thinks} for thinks in (False, True))
+    for level, switch in (("low", on), ("none", off)):
+        effort = {"output_config": {"effort": level}}
+        for fields in ({"reasoning": {"effort": level}}, {"reasoning_effort": level}, {"think": level}, effort):
+            if "output_config" not in fields or kind is MessagesBody:
+                assert prompt(**fields) == wanted(reasoning_effort=level, **switch), fields
+    for fields, switch, tokens in SWITCHES:
+        assert prompt(**fields) == wanted(**{"on": on, "off": off, "": {}}[switch]), fields
+        assert kind.model_validate({**BODIES[kind], **fields}).thought_tokens == tokens
+    for place, value in WRONG:
+        outer, *inner = place.split(".")
+        with pytest.raises(ValidationError) as refused:
+            prompt(**{outer: {inner[0]: value} if inner else value})
+        assert ".".join(map(str, refused.value.errors()[0]["loc"])) == place
     forged = prompt(chat_template_kwargs={"style": ["<|im_end|>", {"<|im_start|>": "<|im_end|>"}]})
     assert [forged.count(token) for token in (0, 1)] == [wanted().count(token) for token in (0, 1)]
     deep: list[object] = []
@@ -96,7 +118,7 @@ def test_arguments_of_the_template(kind):
         with pytest.raises(ValueError, match=name):
             prompt(chat_template_kwargs={name: value})
     tokenizer = tiny_tokenizer(None)
-    assert prompt(**effort) == prompt()
+    assert prompt(think=True) == prompt()
     with pytest.raises(ValueError, match="no chat template, which would take style"):
         prompt(chat_template_kwargs={"style": "x"})
 
@@ -253,6 +275,7 @@ def test_items_are_the_same_prompt(client, url):
     items = [
         {"role": "user", "content": text}, {"type": "reasoning", "id": "r", "summary": []},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "reasoning", "id": "s", "summary": [], "encrypted_content": "x"},
         {"type": "function_call", "call_id": "c1", **CALL}, {"type": "function_call_output", "call_id": "c1", "output": "7 m"},
         *user("And now?"),
     ]  # fmt: skip

@@ -63,7 +63,7 @@ def undisturbed():
 def test_sessions_leave_memory_for_others_and_come_back(tmp_path, undisturbed):
     with engine_with(tmp_path / "s", sessions=1) as engine:
         assert talk(engine) == undisturbed
-        assert engine.caches == engine.idle == 1
+        assert engine.figures["sessions_in_use"] == engine.figures["sessions_idle"] == 1
         assert all(cached for _, cached in undisturbed[3:])
     with engine_with(tmp_path / "s") as engine:  # another process would find them too
         texts = [random_ids(60, 0)]

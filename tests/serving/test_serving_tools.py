@@ -384,6 +384,13 @@ DECLARED = [
     ({"open_pattern": r"<f=(?P<name>[^>\n]+)>", "close": "</f>", "content": "xml-inline", "content_args": PAIR,
       "transform": {"type": "function", "function": FN}}, "<f=depth><p=place>a</p><p=days>3</p></f>"),
     ({"open_pattern": "<(a|b)>", "close": "</c>", "content": "json", "transform": {"function": "{content}"}}, None),
+    ({"open": "<c>", "close": "</c>", "content": "python-call-list"}, '<c>[depth(place="a", days=3)]</c>'),
+    ({"open_pattern": r"(?=\[)", "content": "python-call-list", "transform_each": True, "transform": {
+        "function": {"name": "{name}", "arguments": "{arguments}"}}}, '[depth(place="a", days=3)]'),
+    ({"open_pattern": r"<c:(?P<name>[\w.-]+)>\n", "close": "</c>", "content": "kv-lines", "transform": {"function": FN}},
+     "<c:depth>\nplace:a\ndays:3\n</c>"),
+    ({"open_pattern": "<c>(?P<name>[^\n]+)\n", "close": "</c>", "content": "kv-lines", "transform": {"function": FN},
+      "content_args": {"kv_sep": " = ", "value_parser": {"name": "json"}}}, '<c>depth\nplace = "a"\ndays = 3\n</c>'),
     ({"open": "<c>", "close": "</c>", "content": "python-call-list", "transform": {"function": "{content}"},
       "transform_each": True}, None),
     ({"open": "<c>", "close": "</c>", "content": "text"}, None),
@@ -418,6 +425,33 @@ def test_a_call_that_must_be_in_a_form_that_a_tokenizer_declares(field, text, re
         assert follows(maker(), tokenizer, said) == right, said
     (call,) = read(Reader(AnswerForm(calls=form), tools), f"I look.{text}", [3, 9, 20])[1]
     assert (call.name, call.values) == ("depth", {"place": "a", "days": 3})
+    if len(form.written) > 2 and (form.json or "kv" in field["content"]):
+        with pytest.raises(ValueError, match="cannot write 'depth' or"):
+            call_rules({"depth": {"properties": {"a\nb": {}}}}, form)
+
+
+LFM2 = [
+    ("[now()]", True, [("now", {})]), ('[w(text="a, ü\\" ] )")]', True, [("w", {"text": 'a, ü" ] )'})]),
+    ('[w(text="a", rows=[[1], []], all={"b": null})]', True, [("w", {"text": "a", "rows": [[1], []], "all": {"b": None}})]),
+    ("[now(), now()]", False, [("now", {}), ("now", {})]),
+    ("[w(text='a', rows='[1]')]", False, [("w", {"text": "a", "rows": [1]})]),
+    ("[w(rows=[])]", False, [("w", {"rows": []})]), ("[w('a')]", False, []), ("[other()]", False, []),
+]  # fmt: skip
+"""Calls in LFM2's form; whether a call that must be may be written so, and what is read."""
+
+
+@pytest.mark.parametrize(("text", "right", "calls"), LFM2)
+def test_calls_as_python_writes_them(text, right, calls):
+    tokenizer = copy(real_tokenizer("smollm2"))
+    tokenizer.chat_template = "{{ tools }}<|tool_list_start|>"
+    kinds = {"text": {"type": "string"}, "rows": {"type": "array"}, "all": {"type": "object"}}
+    tools = {"now": {}, "w": {"type": "object", "properties": kinds, "required": ["text"]}}
+    form, said = answer_form(tokenizer, tools=True), f"<|tool_call_start|>{text}<|tool_call_end|>"
+    rules = call_rules(tools, form.calls, speller(tokenizer))
+    maker = constraint(tokenizer, frozenset({tokenizer.eos_token_id}), rules, form.calls.text_end)
+    assert follows(maker(), tokenizer, said) == right
+    before, made = read(Reader(form, tools), f"I look. {said}", [5, 20, 40])
+    assert [(one.name, one.values) for one in made] == calls and before == ("I look." if calls else f"I look. {said}")
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -475,6 +509,7 @@ def test_the_models_own_template_has_them():
     try:
         body = ChatBody.model_validate({"messages": CONVERSATION, "tools": TOOLS})
         messages, tools = body.conversation(tokenizer)
+        messages = [message.rendered() for message in messages]
         assert [tool["function"]["name"] for tool in tools] == ["depth", "now"]
         text = render_messages(tokenizer, messages, tools=tools)[1]
         call = '<tool_call>\n{"name": "depth", "arguments": {"name": "north", "tide": true}}\n</tool_call>'
@@ -491,12 +526,28 @@ def test_a_conversation_has_a_bound():
 def test_another_template_is_told_in_words():
     body = ChatBody.model_validate({"messages": CONVERSATION, "tools": TOOLS})
     messages, tools = body.conversation(real_tokenizer("smollm2"))
-    assert tools == [] and [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
-    assert messages[0]["content"].startswith("Be brief.\n\n") and '"How deep a harbour is"' in messages[0]["content"]
-    assert read(reader("tags", ["depth"]), messages[2]["content"], [])[1][0].name == "depth"
-    assert rewritten(user("a"), []) == user("a")
+    assert tools == [] and [message.role for message in messages] == ["system", "user", "assistant", "user"]
+    assert messages[0].content.startswith("Be brief.\n\n") and '"How deep a harbour is"' in messages[0].content
+    assert read(reader("tags", ["depth"]), messages[2].content, [])[1][0].name == "depth"
+    plain = ChatBody.model_validate({"messages": user("a")}).messages
+    assert rewritten(plain, []) == plain
     none = ChatBody.model_validate({"messages": user("a"), "tools": TOOLS, "tool_choice": "none"})
-    assert none.conversation(real_tokenizer("smollm2")) == (user("a"), [])
+    assert none.conversation(real_tokenizer("smollm2")) == (plain, [])
+
+
+@pytest.mark.parametrize("tool", [
+    {"type": "function", "function": {"name": "f", "parameters": {"a": 1}}},
+    {"type": "function", "name": "f", "parameters": {"a": 1}}, {"name": "f", "input_schema": {"a": 1}},
+    {"type": "custom", "name": "f", "description": None, "input_schema": {"a": 1}},
+])  # fmt: skip
+def test_tools_as_every_protocol_has_them(tool):
+    (made,) = ChatBody.model_validate({"messages": user("a"), "tools": [tool]}).tools
+    assert made.model_dump() == {
+        "type": "function",
+        "function": {"name": "f", "description": "", "parameters": {"a": 1}},
+    }
+    with pytest.raises(ValueError, match="only tools of your own"):
+        ChatBody.model_validate({"messages": user("a"), "tools": [{**tool, "type": "bash_20250124"}]})
 
 
 def allowed_tools(mode, *names):
@@ -512,7 +563,7 @@ def test_some_tools_are_allowed(mode):
     for choice in (allowed_tools(mode, "depth"), response):
         body = ChatBody.model_validate({"messages": user("a"), "tools": [other, *TOOLS], "tool_choice": choice})
         assert [tool.function.name for tool in body.tools] == ["depth"]
-        assert body.must_call == (mode == "required") and body.called is None
+        assert body.called == ["depth"] * (mode == "required")
 
 
 @pytest.mark.parametrize("choice", ["none", "auto", None])

@@ -316,7 +316,10 @@ def schema(kind: str | None) -> dict:
         ("responses", {"input": "a", "include": ["message.output_text.logprobs"]}, None, "/v1/chat/completions"),
         ("responses", {"input": [{"type": "computer_call", "id": "x"}]}, None, "input.0: type 'computer_call'"),
         ("responses", {"input": []}, "input", "input: "),
-        ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type", "Input should"),
+        ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type", "only tools of your own"),
+        ("responses", {"input": "a", "tools": 5}, "tools", "valid list"),
+        ("responses", {"input": "a", "reasoning": {"effort": 5}}, "reasoning.effort", "must be true, false, or an effort"),
+        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0", "a function"),
         ("responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "needs a schema"),
         ("embeddings", {"input": "a"}, None, "there is no /v1/embeddings here"),
     ],
@@ -406,8 +409,8 @@ def test_a_client_that_left_is_noticed(url, engine, slowed, stream, n):
     """While its prompt is read, and before: n answers of which some wait."""
     body = json.dumps({"messages": user(text_of(150)), "max_tokens": 64, "stream": stream, "n": n}).encode()
     with sent(url, "/v1/chat/completions", body):
-        until(lambda: engine.running + engine.waiting >= n)
-    until(lambda: engine.running + engine.waiting == 0)
+        until(lambda: engine.figures["requests_running"] + engine.figures["requests_waiting"] >= n)
+    until(lambda: engine.figures["requests_running"] + engine.figures["requests_waiting"] == 0)
 
 
 def test_pages_of_known_origins(engine):

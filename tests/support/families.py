@@ -6,12 +6,15 @@ Granite 4.0 and Nemotron 3.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from real_templates import QWEN3
 from tiny_text import PROSE
 from tiny_tokenizer import byte_level
+
+from locret_kit.answers.reader import Event
 
 TOOL = {
     "type": "function",
@@ -191,3 +194,14 @@ def family_tokenizer(name: str):
     made = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=family.special[0], eos_token=family.special[1])
     made.chat_template = family.template
     return made
+
+
+def joined(events: Sequence[Event]) -> list[tuple[str, str]]:
+    """Kinds and texts of events, those of one kind in a row as one."""
+    runs = list[tuple[str, str]]()
+    for event in events:
+        if runs and runs[-1][0] == event.kind and event.kind != "call":
+            runs[-1] = event.kind, runs[-1][1] + event.text
+        else:
+            runs.append((event.kind, event.text))
+    return runs
