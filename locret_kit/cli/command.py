@@ -32,6 +32,8 @@ from ..text.reader import CONVERTED, LIMIT, convert, may_be_text
 
 P = ParamSpec("P")
 _RETRIES = OneRetryLine()
+CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Control characters, which could command a terminal."""
 
 
 def open_streams() -> None:
@@ -269,8 +271,8 @@ def write_answer(
 
 
 def folded(pieces: Iterable[str], *, quiet: bool = False) -> Iterator[str]:
-    """Pieces of an answer without its thought. stderr gets one dim line with the thought's length, and a terminal
-    shows it in progress."""
+    """Pieces of an answer without its thought, and for a terminal without control characters, which it may quote from a text.
+    stderr gets one dim line with the thought's length, and a terminal shows it in progress."""
     from ..runtime.session import ThoughtPiece
 
     words, dim, plain = "", *(("\r\033[2m", "\033[0m") if (terminal := sys.stderr.isatty()) else ("", ""))
@@ -288,6 +290,6 @@ def folded(pieces: Iterable[str], *, quiet: bool = False) -> Iterator[str]:
         if words:
             line("\n")
             words = ""
-        yield piece
+        yield piece.translate(CONTROLS) if sys.stdout.isatty() else piece
     if words:
         line("\n")
