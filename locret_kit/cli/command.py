@@ -185,7 +185,7 @@ def text_of(file: str | None) -> Iterator[str]:
 def _way_out(name: str) -> str:
     """A hint for a name that is no file but may be a text; '' for others."""
     if Path(name).is_dir():
-        return ": name a file, or join several, as in cat FILES | locret-infer"
+        return ": name a file, or join several on stdin, as cat FILES does"
     return ": download it first, and name the file" if "://" in name else ""
 
 
