@@ -16,6 +16,7 @@ import re
 import zlib
 from dataclasses import dataclass, replace
 from importlib import resources
+from io import BytesIO
 from pathlib import Path
 
 import yaml
@@ -177,11 +178,9 @@ def _read(path: Path) -> str:
     if not path.name.endswith(TEXTS):
         raise ValueError(f"source={path} must end in .txt, .txt.gz, .md or .jsonl")
     try:
-        with (
-            gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream,
-            prefixed_errors(f"source={path}", ValueError),
-        ):
-            return "".join(read_utf8(stream))
+        data = path.read_bytes()
+        with prefixed_errors(f"source={path}", ValueError):
+            return "".join(read_utf8(BytesIO(gzip.decompress(data) if path.suffix == ".gz" else data)))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"source={path} is no whole gzip file: {error}") from error
 
