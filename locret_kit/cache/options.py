@@ -150,5 +150,5 @@ def _refuse_other_places(seen: int, tokens: int, position_ids: object) -> None:
         first, last = int(position_ids.flatten()[0]), int(position_ids.flatten()[-1])
         raise ValueError(
             f"position_ids={first} to {last} must be {seen} to {seen + tokens - 1}, where this cache goes on: it takes one text, "
-            "in order and once; another one needs reset() or a new cache"
+            "in order and once, without use_cache=False; another one needs reset() or a new cache"
         )
