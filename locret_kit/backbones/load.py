@@ -1,18 +1,15 @@
 """Load a frozen backbone and its tokenizer; every failure is one line that says what to do."""
 
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
@@ -29,16 +26,6 @@ from .weights import quantisation
 
 # ---- precision of a backbone whose user names none (``dtype=auto``) -------------------------------------------------
 
-# It is bfloat16, unless the processor is slower with it.
-
-
-TOKENS = 512
-"""Rows of the product that is timed: a chunk of a prompt."""
-MAX_WEIGHTS = 1 << 21
-"""Weights of the product that is timed, so that it takes milliseconds."""
-ROUNDS = 5
-"""Times that each is timed, by turns; the shortest counts."""
-
 
 @dataclass(frozen=True)
 class Precision:
@@ -51,42 +38,11 @@ class Precision:
         return f"{str(self.dtype).removeprefix('torch.')}: {self.reason}"
 
 
-def choose_precision(device: torch.device, config: PreTrainedConfig) -> Precision:
-    """The precision of a backbone on a device. On a CPU both types are timed, once for each width of backbones in a process."""
-    if device.type != "cpu":
-        return Precision(torch.bfloat16, f"{device.type} computes in it")
-    if lacks_bfloat16():
+def choose_precision(device: torch.device) -> Precision:
+    """The precision of a backbone on a device, by the processor alone: what was saved can be loaded after the next start."""
+    if device.type == "cpu" and lacks_bfloat16():
         return Precision(torch.float32, "this processor widens bfloat16 to it")
-    return _measured(config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-
-
-@cache
-def _measured(width: int, rows: int) -> Precision:
-    """bfloat16, which takes half the memory, unless a product of an MLP's matrix, or of as many of its rows as may be, takes
-    longer with it."""
-    rows = max(1, min(rows, MAX_WEIGHTS // width))
-    wide, half = seconds(rows, width)
-    dtype, sign = (torch.bfloat16, "<=") if half <= wide else (torch.float32, ">")
-    return Precision(
-        dtype,
-        f"{TOKENS} tokens by {rows} x {width} took {1e3 * half:.1f} ms in bfloat16 {sign} {1e3 * wide:.1f} in float32",
-    )
-
-
-def seconds(rows: int, width: int) -> tuple[float, float]:
-    """Shortest times of the product in float32 and in bfloat16."""
-    shortest = [float("inf")] * 2
-    pairs = [
-        [torch.ones(size, width, dtype=dtype, device="cpu") for size in (TOKENS, rows)]
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    with torch.inference_mode():
-        for _ in range(ROUNDS):
-            for i, (x, weight) in enumerate(pairs):
-                began = time.perf_counter()
-                F.linear(x, weight)
-                shortest[i] = min(shortest[i], time.perf_counter() - began)
-    return shortest[0], shortest[1]
+    return Precision(torch.bfloat16, f"{device.type} computes in it")
 
 
 # ---- load a frozen backbone and its tokenizer; every failure is one line that says what to do ----
@@ -117,13 +73,13 @@ def pick_device(device: str | None) -> torch.device:
     return where
 
 
-def pick_dtype(dtype: str, device: torch.device, config: PreTrainedConfig) -> torch.dtype:
-    """The type of a name; of ``auto`` the one that suits a backbone of this configuration on a device."""
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The type of a name; of ``auto`` the one that suits a device."""
     if dtype != "auto":
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r} must be one of: auto, {', '.join(DTYPES)}")
         return DTYPES[dtype]
-    return choose_precision(device, config).dtype
+    return choose_precision(device).dtype
 
 
 def resolve_model(name: str, field: str = "model") -> str:
@@ -246,13 +202,13 @@ def load_backbone(
                 )
         fields = load_config(name, revision)
         with _reading(f"model={name!r} cannot be loaded"):
-            packed: Any = model_of(_gguf(name, revision), fields, pick_dtype(dtype, where, fields))
+            packed: Any = model_of(_gguf(name, revision), fields, pick_dtype(dtype, where))
         return freeze(packed.to(where)), tokenizer or load_tokenizer(name, revision)
     spread: dict[str, object] = (
         {} if device_map is None else {"device_map": device_map, "max_memory": _limits(gpu_memory)}
     )
     config = load_config(name, revision, whole=True)
-    precision = pick_dtype(dtype, where, config.get_text_config(decoder=True))
+    precision = pick_dtype(dtype, where)
     if weight_bits is not None:
         if adapter:
             raise ValueError(

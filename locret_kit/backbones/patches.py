@@ -195,8 +195,9 @@ AT_ONCE = 1 << 22
 @cache
 def lacks_bfloat16() -> bool:
     """Whether this processor must widen numbers of bfloat16 to compute with them, as x86 without AVX512_BF16 and AMX."""
-    known = (getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return platform.machine() in ("x86_64", "AMD64") and not any(known)
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return not any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
 
 
 def widen(undo: Undo, model: PreTrainedModel, choice: Choice) -> None:

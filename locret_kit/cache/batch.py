@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from ..policies import Policy
 
+WHOLE = "a BatchCache takes the whole prompt in one forward, without prefill_chunk_size"
+
 
 class ForwardOfTexts(Cache, Handler):
     """Handler of forwards with several texts, which lie in ``texts`` as the forward begins."""
@@ -144,11 +146,11 @@ class BatchCache(ForwardOfTexts):
     the right are moved to the right edge, so that the last column is the last token of every row.
 
     Attributes:
-        texts: the cache of each row.
+        texts: the cache of each row. columns, prompt: columns seen, padding included, and those of the prompt.
 
     Raises:
-        ValueError: a setting out of range; in the first forward, a row without tokens, or a policy that reads the end of
-            the prompt twice or scores tokens by their probability: ``runtime.engine`` runs those.
+        ValueError: a setting out of range; a prompt in pieces, or a row without tokens; in the first forward, a policy that
+            reads the end of the prompt twice or scores tokens by their probability: ``runtime.engine`` runs those.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class BatchCache(ForwardOfTexts):
         self._cache_for = lambda count: BoundedCache(
             settings, policy, heads, prompt_length=count, stages=stages, **given
         )
-        self.columns = 0
+        self.columns = self.prompt = 0
 
     def begin(self, model: PreTrainedModel, kwargs: Arguments) -> Arguments:
         name = "input_ids" if kwargs.get("input_ids") is not None else "inputs_embeds"
@@ -185,6 +187,8 @@ class BatchCache(ForwardOfTexts):
             # The prompt: every row is a text of its own from here on.
             kwargs = {**kwargs, name: _to_the_right(given, fresh)}
             counts = fresh.sum(1).tolist()
+            if not all(counts):
+                raise ValueError(f"attention_mask shows no token of row {counts.index(0)} in {T} columns: {WHOLE}")
             self.texts = [self._cache_for(count) for count in counts]
             for text in self.texts:
                 text.bind(model)
@@ -192,6 +196,8 @@ class BatchCache(ForwardOfTexts):
                     refuse(who, text.context.subject)
         elif len(self.texts) != B:
             raise ValueError(f"batch={B} must be {len(self.texts)}, for which this cache has its buffers")
+        elif self.columns == self.prompt and T > 1:
+            raise ValueError(f"{T} columns after {self.columns}, before an answer: {WHOLE}")
         else:
             counts = fresh.sum(1).tolist()
         # Padding stands on the left now, so the new tokens of a row end at its right edge.
@@ -199,6 +205,7 @@ class BatchCache(ForwardOfTexts):
         self.place([(end - count, end) for count, end in zip(counts, ends, strict=True)], B, T, given.device)
         if mask is None:  # a prompt that was read already comes again without its first columns
             _refuse_other_places(kwargs.get("position_ids"), self.position_BT)
+        self.prompt = self.prompt or T
         self.columns += T
         return {**kwargs, "position_ids": self.position_BT, "attention_mask": None}
 
@@ -208,7 +215,7 @@ class BatchCache(ForwardOfTexts):
 
     def reset(self) -> None:
         """Forget all texts: the next forward makes caches for others."""
-        self.texts, self.columns = [], 0
+        self.texts, self.columns, self.prompt = [], 0, 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise ValueError: a bounded cache cannot give back tokens that it has read."""

@@ -1,8 +1,8 @@
 """Face of the bounded cache to transformers: a ``Cache`` that never holds more than ``budget + chunk`` rows per head.
 
 The model may be fed in pieces of any size: evictions happen at boundaries that the prompt and ``chunk`` fix (see
-``due``). So ``model.generate`` with any ``prefill_chunk_size`` and the kit's own prefill agree exactly. ``clipped``
-positions are an exception: they follow the newest token of a piece.
+``due``). So ``model.generate`` with any ``prefill_chunk_size`` and the kit's own prefill agree exactly. There are two
+exceptions: ``clipped`` positions follow the newest token of a piece, and rows in 4 or 2 bits are rounded after a piece.
 """
 
 from __future__ import annotations

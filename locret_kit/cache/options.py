@@ -46,10 +46,11 @@ class CacheOptions:
             policy = heads.config.policy if heads is not None else "locret"
         if isinstance(policy, str):
             policy = parse_policy(policy)
+        twice = given if isinstance(settings, RunSettings) else given.keys() & {"budget"}
+        if settings is not None and twice:
+            raise ValueError(f"{', '.join(twice)}: given twice, by settings and by name")
         if not isinstance(settings, RunSettings):
             settings = RunSettings.of(given if settings is None else {"budget": settings, **given})
-        elif given:
-            raise ValueError(f"{', '.join(given)}: given twice, within settings and by name")
         needed = policy.heads_for(heads)
         # Refused here and not at the first forward: a model takes minutes to load.
         check_storage(settings.kv_bits, policy)
@@ -149,5 +150,5 @@ def _refuse_other_places(seen: int, tokens: int, position_ids: object) -> None:
         first, last = int(position_ids.flatten()[0]), int(position_ids.flatten()[-1])
         raise ValueError(
             f"position_ids={first} to {last} must be {seen} to {seen + tokens - 1}, where this cache goes on: it takes one text, "
-            "in order and once; another one needs reset() or a new cache"
+            "in order and once, without use_cache=False; another one needs reset() or a new cache"
         )

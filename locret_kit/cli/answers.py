@@ -56,7 +56,7 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
     model, _ = chosen.load(args, tokenizer)
     if args.dtype == "auto":
-        say(f"precision: {choose_precision(model.device, model.config)}")
+        say(f"precision: {choose_precision(model.device)}")
     run = chosen.for_text(args.run, model, max(prompts, key=len), None if args.quiet else say)
 
     def alone(question: str | None, ids: array[int]) -> Answer:

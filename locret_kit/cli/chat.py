@@ -20,7 +20,7 @@ from ..cache.file import read_record
 from ..config.infer_options import CHAT, ChatOptions
 from ..files import write_text
 from ..naming import first_line, nearest
-from .command import check_target, entry, folded, install_hint, progress, text_of, to_stdout
+from .command import CONTROLS, check_target, entry, folded, install_hint, progress, text_of, to_stdout
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ..runtime.session import Sampling
     from .loading import ModelChoice
 
-CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Control characters, which could command a terminal."""
 PATIENCE_S = 2
 """Seconds of reading a message after which its progress is shown."""
 
@@ -130,7 +128,7 @@ class Screen:
         try:
             with closing(pieces):
                 for piece in folded(pieces):
-                    to_stdout(piece.translate(CONTROLS) if sys.stdout.isatty() else piece)
+                    to_stdout(piece)
                     last = piece[-1:] or last
                     self._check()
         finally:

@@ -32,6 +32,8 @@ from ..text.reader import CONVERTED, LIMIT, convert, may_be_text
 
 P = ParamSpec("P")
 _RETRIES = OneRetryLine()
+CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Control characters, which could command a terminal."""
 
 
 def open_streams() -> None:
@@ -183,7 +185,7 @@ def text_of(file: str | None) -> Iterator[str]:
 def _way_out(name: str) -> str:
     """A hint for a name that is no file but may be a text; '' for others."""
     if Path(name).is_dir():
-        return ": name a file, or join several, as in cat FILES | locret-infer"
+        return ": name a file, or join several on stdin, as cat FILES does"
     return ": download it first, and name the file" if "://" in name else ""
 
 
@@ -269,8 +271,8 @@ def write_answer(
 
 
 def folded(pieces: Iterable[str], *, quiet: bool = False) -> Iterator[str]:
-    """Pieces of an answer without its thought. stderr gets one dim line with the thought's length, and a terminal
-    shows it in progress."""
+    """Pieces of an answer without its thought, and for a terminal without control characters, which it may quote from a text.
+    stderr gets one dim line with the thought's length, and a terminal shows it in progress."""
     from ..runtime.session import ThoughtPiece
 
     words, dim, plain = "", *(("\r\033[2m", "\033[0m") if (terminal := sys.stderr.isatty()) else ("", ""))
@@ -288,6 +290,6 @@ def folded(pieces: Iterable[str], *, quiet: bool = False) -> Iterator[str]:
         if words:
             line("\n")
             words = ""
-        yield piece
+        yield piece.translate(CONTROLS) if sys.stdout.isatty() else piece
     if words:
         line("\n")

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from ..planning.inference_plan import BackboneSizes, Setting
 
-D_HIDDEN, BUDGET, CHUNK = 1024, 16384, 1024
-"""Defaults, if neither the user nor the recipe gives a value."""
+D_HIDDEN = 1024
+"""Width of heads, if neither the user nor the recipe gives one."""
 
 
 def resolve(name: str) -> tuple[PretrainedConfig, Values]:
@@ -105,7 +105,7 @@ def run(args: PlanOptions) -> int:
     if args.batch is not None:
         raise ValueError(f"batch={args.batch} is for a training step: give --train TOKENS too")
     given = {key.removeprefix("infer."): value for key, value in recipe.items() if key.startswith("infer.")}
-    planned = replace(args.run, one_shot=False).resolved({"budget": BUDGET, "chunk": CHUNK} | given, args.context)
+    planned = replace(args.run, one_shot=False).resolved(given, args.context)
     planned = replace(planned, one_shot=args.one_shot)
     setting = Setting(args.context, planned, dtype=args.dtype, d_hidden=d_hidden, policy=policy, weight_bits=bits)
     if args.engine == "vllm":

@@ -33,7 +33,7 @@ def keys_of(args: ServeOptions) -> tuple[str, ...]:
     if args.api_key_file is None:
         return ()
     try:
-        lines = Path(args.api_key_file).read_text(encoding="utf-8").splitlines()
+        lines = Path(args.api_key_file).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"api_key_file={args.api_key_file!r} cannot be read") from error
     keys = tuple(line.strip() for line in lines if line.strip())

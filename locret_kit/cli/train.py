@@ -54,7 +54,7 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
     if figures is None or cfg.trains != "heads" or not one_device:
         return said.splitlines()[0].replace("[enforce fail at alloc_cpu.cpp", "out of memory [alloc_cpu.cpp")
     config, _ = resolve(cfg.backbone.model)
-    dtype = str(pick_dtype(cfg.backbone.dtype, pick_device(None), config)).removeprefix("torch.")
+    dtype = str(pick_dtype(cfg.backbone.dtype, pick_device(None))).removeprefix("torch.")
     tokens, backbone = cfg.data.max_tokens, BackboneSizes.of(config)
     answer, bits = min(TrainSetting.answer, tokens - 1), cfg.backbone.weight_bits
     setting = TrainSetting(tokens, answer, cfg.data.batch, dtype, cfg.heads.d_hidden, weight_bits=bits)

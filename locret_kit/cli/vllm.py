@@ -97,7 +97,7 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
     if current_platform.is_cpu():
         options.enforce_eager = True
         if options.dtype == "auto":
-            precision = choose_precision(pick_device("cpu"), config)
+            precision = choose_precision(pick_device("cpu"))
             options.dtype = str(precision).partition(":")[0]
             print(f"precision: {precision}", file=sys.stderr)
     else:

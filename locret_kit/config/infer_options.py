@@ -40,7 +40,7 @@ class Machine(Plugin):
     device: str | None = None
     """'cpu', 'cuda', 'cuda:1', ... Default: the best available."""
     dtype: Dtype = "auto"
-    """Precision of backbone and cache. auto is bfloat16, or float32 on CPUs where that is faster."""
+    """Precision of backbone and cache. auto is bfloat16, or float32 on CPUs without instructions for it."""
     template_kwargs: str | None = None
     """Arguments of the chat template, as JSON. '{"enable_thinking": false}' turns off thinking in models with that
     switch."""

@@ -110,7 +110,7 @@ def choose_for_device(values: Values, names: Sequence[str]) -> Values:
     memory = torch.cuda.get_device_properties(device).total_memory if on_card else machine_memory()
     config = load_config(cfg.backbone.model, cfg.backbone.revision)
     backbone = BackboneSizes.of(config)
-    dtype = str(pick_dtype(cfg.backbone.dtype, device, config)).removeprefix("torch.")
+    dtype = str(pick_dtype(cfg.backbone.dtype, device)).removeprefix("torch.")
     width = cfg.heads.d_hidden if "heads.d_hidden" in values else fitting.choose_width(backbone)
     longest = fitting.LONGEST if on_card else fitting.LONGEST_ON_CPU
     longest = min(longest, getattr(config, "max_position_embeddings", longest))

@@ -24,7 +24,7 @@ class BackboneConfig:
     model: str
     """Hub id or folder. A relative path is searched from the current folder, then from the installed project."""
     dtype: Dtype = "auto"
-    """Data type of the backbone. auto is bfloat16, or float32 on CPUs where that is faster."""
+    """Data type of the backbone. auto is bfloat16, or float32 on CPUs without instructions for it."""
     weight_bits: Literal[8, 4] | None = None
     """Quantise the layers' weights to n bits with bitsandbytes while loading. Null does not quantise."""
     adapter: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,8 +99,7 @@ class DocumentText:
             from ..text.reader import read_document
 
             text = read_document(text)
-        words = False
-        pieces = [text] if isinstance(text, str) else text
+        words, pieces = False, _strings([text] if isinstance(text, str) else text)
         for piece in defused_pieces(self.tokenizer, pieces, self.stream.text) if self.chat else pieces:
             words = words or bool(piece.strip())
             self.stream.feed(piece)
@@ -254,6 +253,14 @@ def _stored_ids(ids: torch.Tensor | None, vocabulary: int) -> array[int]:
     if ids.numel() and not (ids.min() >= 0 and ids.max() < vocabulary):
         raise ValueError(f"{IDS} must be from 0 to {vocabulary - 1}")
     return array("i", ids.tolist())
+
+
+def _strings(pieces: Iterable[object]) -> Iterator[str]:
+    """The pieces of a text. Raises TypeError for a piece that is no string, as of bytes or token ids."""
+    for piece in pieces:
+        if not isinstance(piece, str):
+            raise TypeError(f"text holds {piece!r:.40}, which must be a string: give a string, strings or a Path")
+        yield piece
 
 
 def hash_ids(ids: array[int]) -> str:

@@ -16,10 +16,13 @@ import re
 import zlib
 from dataclasses import dataclass, replace
 from importlib import resources
+from io import BytesIO
 from pathlib import Path
 
 import yaml
 
+from ..files import read_utf8
+from ..naming import prefixed_errors
 from ..text.untrusted import encode
 from . import SUFFIXES, read_records
 
@@ -174,13 +177,12 @@ def _folder(path: Path) -> str:
 def _read(path: Path) -> str:
     if not path.name.endswith(TEXTS):
         raise ValueError(f"source={path} must end in .txt, .txt.gz, .md or .jsonl")
-    data = path.read_bytes()
     try:
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+        data = path.read_bytes()
+        with prefixed_errors(f"source={path}", ValueError):
+            return "".join(read_utf8(BytesIO(gzip.decompress(data) if path.suffix == ".gz" else data)))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"source={path} is no whole gzip file: {error}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"source={path} must be UTF-8: byte {error.start} is not") from error
 
 
 def _inputs(path: Path) -> str:

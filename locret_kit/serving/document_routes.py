@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, BinaryIO
 
 import numpy as np
-from fastapi import FastAPI, HTTPException, Query, Request, UploadFile
+from fastapi import FastAPI, File, HTTPException, Query, Request, UploadFile
 from fastapi.responses import JSONResponse, Response
 from transformers import PreTrainedModel
 
@@ -39,7 +39,10 @@ def add_documents(app: FastAPI, server: Server) -> None:
     """Serve ``/v1/documents``."""
 
     @app.post("/v1/documents")
-    async def create(file: UploadFile, request: Request) -> Response:
+    async def create(
+        files: Annotated[list[UploadFile], File(alias="file", max_length=1)], request: Request
+    ) -> Response:
+        (file,) = files
         owner, engine = server.owner(request), server.ready()
         saved = (file.filename or "").lower().endswith(SAVED)
         try:

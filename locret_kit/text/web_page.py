@@ -6,6 +6,7 @@ import codecs
 import posixpath
 import re
 import unicodedata
+from collections import deque
 from contextlib import suppress
 from itertools import islice
 from urllib.parse import unquote
@@ -135,6 +136,8 @@ def markdown(html: str, sheets: str = "") -> tuple[str, str, list[str]]:
     fields = [str(one.get("value", "")) for one in page("input") if one.get("type", "text") in _TYPED]
     frames, (pictures, gone) = len(page(_FRAMES)), _without_pictures(page)
     _write_places(page)
+    for table in page("table"):
+        _write_spans(table)
     for items in page(["ol", "ul"]):
         _write_numbers(items)
     for link in page("a", href=re.compile(r"^(?!https?:|file:)[a-z][\w+.-]*:", re.IGNORECASE)):
@@ -270,6 +273,31 @@ def _write_numbers(items: Tag) -> None:
         if not entry.get("locret-label"):
             entry["locret-label"] = "*" if bare else formed(number, own) + "."
         number += step
+
+
+def _write_spans(table: Tag) -> None:
+    """Put an empty cell where one of a row above reaches down, so that the cells after it stay in their columns."""
+    section, above = (
+        None,
+        dict[int, tuple[int, int]](),
+    )  # by column: rows that a cell still reaches down, and its columns
+    for row in table("tr"):
+        if row.find_parent("table") is not table:
+            continue
+        cells, column, below = deque(row(["td", "th"], recursive=False)), 0, dict[int, tuple[int, int]]()
+        above = above if row.parent is section else {}
+        while cells or any(at >= column for at in above):
+            if cells and column not in above:
+                cell = cells.popleft()
+                rows, columns = (max(1, min(integer(cell.get(name), 1), 1000)) for name in ("rowspan", "colspan"))
+            else:
+                rows, columns = above.get(column) or (1, min(at for at in above if at > column) - column)
+                empty = Tag(name="td", attrs={"colspan": str(columns)})
+                cells[0].insert_before(empty) if cells else row.append(empty)
+            if rows > 1:
+                below[column] = rows - 1, columns
+            column += columns
+        section, above = row.parent, below
 
 
 def _prepared(html: str) -> str:

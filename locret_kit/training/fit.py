@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..backbones.load import load_backbone, load_config, load_tokenizer, pick_device, pick_dtype
+from ..backbones.load import load_backbone, load_tokenizer, pick_device, pick_dtype
 from ..backbones.probe import describe
 from ..backbones.spec import text_config
 from ..config.train_options import TrainConfig
@@ -400,8 +400,7 @@ def _trainer(cfg: TrainConfig, strategy: Strategy | str, callbacks: list[Callbac
 def _backbone(cfg: TrainConfig, device: str | None) -> PreTrainedModel:
     """Load the frozen backbone on ``device``, by default that of training, in a suitable precision."""
     where = "cpu" if cfg.trainer.accelerator == "cpu" else None
-    config = load_config(cfg.backbone.model, cfg.backbone.revision)
-    precision = str(pick_dtype(cfg.backbone.dtype, pick_device(where), config)).removeprefix("torch.")
+    precision = str(pick_dtype(cfg.backbone.dtype, pick_device(where))).removeprefix("torch.")
     backbone, _ = load_backbone(
         cfg.backbone.model, dtype=precision, adapter=cfg.backbone.adapter, revision=cfg.backbone.revision,
         device=device or where, device_map=cfg.backbone.device_map, gpu_memory=cfg.backbone.gpu_memory,

@@ -1,34 +1,30 @@
-"""Precision that nobody named: what was measured decides, and is said."""
+"""Precision that nobody named: the processor alone decides, so that the next start loads what this one saves."""
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
-from tiny_models import tiny_model
 
-from locret_kit.backbones import load as precision
-from locret_kit.backbones.load import pick_dtype
+from locret_kit.backbones import patches
+from locret_kit.backbones.load import choose_precision, pick_dtype
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("half", "dtype"), [(0.010, torch.bfloat16), (0.0101, torch.float32)])
-def test_the_faster_type_and_bfloat16_where_none_is(half, dtype, monkeypatch):
-    config, timed = tiny_model("llama").config, []
-    monkeypatch.setattr(precision, "lacks_bfloat16", lambda: False)
-    monkeypatch.setattr(precision, "seconds", lambda *sizes: timed.append(sizes) or (0.010, half))
-    precision._measured.cache_clear()
-    chosen = [precision.choose_precision(CPU, config) for _ in range(2)]
-    assert chosen[0] == chosen[1] and timed == [(64, 48)]  # once in a process, by the model's own matrix
-    assert chosen[0].dtype == pick_dtype("auto", CPU, config) == dtype
-    assert f"{1e3 * half:.1f} ms in bfloat16" in str(chosen[0]) and "10.0 in float32" in str(chosen[0])
-    precision._measured.cache_clear()
-
-
-def test_without_a_measurement(monkeypatch):
-    config = tiny_model("llama").config
-    monkeypatch.setattr(precision, "seconds", None)
-    monkeypatch.setattr(precision, "lacks_bfloat16", lambda: True)
-    assert str(precision.choose_precision(CPU, config)) == "float32: this processor widens bfloat16 to it"
-    assert precision.choose_precision(torch.device("cuda"), config).dtype == torch.bfloat16
-    assert pick_dtype("float16", CPU, config) == torch.float16
+@pytest.mark.parametrize("machine", ["x86_64", "AMD64", "aarch64", "arm64"])
+@pytest.mark.parametrize("there", [False, True])
+def test_bfloat16_where_the_processor_has_instructions_for_it(machine, there, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: there)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: there)
+    patches.lacks_bfloat16.cache_clear()
+    assert patches.lacks_bfloat16() == (not there)
+    said = "bfloat16: cpu computes in it" if there else "float32: this processor widens bfloat16 to it"
+    assert str(choose_precision(CPU)) == said
+    assert pick_dtype("auto", CPU) == (torch.bfloat16 if there else torch.float32)
+    assert pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    assert pick_dtype("float16", CPU) == torch.float16
+    patches.lacks_bfloat16.cache_clear()

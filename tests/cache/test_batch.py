@@ -188,6 +188,14 @@ def test_a_cache_of_a_batch_takes_other_texts_after_a_reset():
         assert [text.get_seq_length() for text in cache.texts] == [43, 43]
         want = [model(torch.tensor([[7], [7]]), **{CACHE: one}).logits for one in (deepcopy(cache), cache)]
         assert torch.equal(*want) and not torch.equal(*want[0])
+        # A prompt in pieces would be evicted as an answer; a row of the first piece may hold padding alone.
+        for mask, said in (
+            (torch.ones(2, 40), "13 columns after 13"),
+            (torch.arange(40) > torch.tensor([[-1], [14]]), "row 1"),
+        ):
+            cache.reset()
+            with pytest.raises(ValueError, match=f"{said}.*one forward, without prefill_chunk_size"):
+                answer(ids, attention_mask=mask.long(), prefill_chunk_size=13)
         cache.reset()
         assert answer(ids) == first
         cache.reset()

@@ -22,6 +22,7 @@ from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.due import Schedule
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling, decode, prefill
+from locret_kit.settings import RunSettings
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -222,6 +223,9 @@ def test_settings_out_of_range_are_named():
     ]:
         with pytest.raises(ValueError, match=words):
             BoundedCache(policy="streaming", **settings_)
+    for both in (64, 0.5, RunSettings()):  # one of the two would be ignored
+        with pytest.raises(ValueError, match="budget: given twice"):
+            BoundedCache(both, "streaming", budget=8)
     with pytest.raises(ValueError, match="pass heads="):
         BoundedCache(8, "locret")
     with pytest.raises(ValueError, match="Did you mean 'streaming'"):

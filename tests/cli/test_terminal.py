@@ -47,3 +47,12 @@ def test_a_line_of_json_is_json_in_every_encoding(monkeypatch, encoding):
 def test_a_question_has_no_byte_order_mark(tmp_path):
     (tmp_path / "asked").write_bytes(b"\xef\xbb\xbfWho?\r\n")
     assert documents.words_of("question_file", str(tmp_path / "asked")) == "Who?\n"
+
+
+def test_an_answer_does_not_command_a_terminal(monkeypatch):
+    """It may quote a text that holds escape sequences. A file gets the answer as it is."""
+    said = ["red \x1b[31", "m\x9b31m\x07\r", "\ttab\n\xe9"]
+    for out, shown in ((Screen(), "red [31m31m\ttab\n\xe9\n"), (io.StringIO(), "".join(said) + "\n")):
+        monkeypatch.setattr(sys, "stdout", out)
+        command.write_answer(said)
+        assert out.getvalue() == shown

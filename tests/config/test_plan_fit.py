@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import NAMES, backbone
 from planned import changed, setting_of
+from transformers import AutoConfig
 
 from locret_kit.cli import plan as cli
 from locret_kit.config.recipes import known_recipes
@@ -14,6 +15,7 @@ from locret_kit.naming import parse_bytes
 from locret_kit.planning import fitting_settings
 from locret_kit.planning import inference_plan as p
 from locret_kit.policies.grammar import parse_policy
+from locret_kit.settings import BUDGET, CHUNK
 
 GIB = 2**30
 H2O = parse_policy("h2o")
@@ -181,3 +183,13 @@ def test_refusals_are_one_line(arguments, message, capsys):
     assert cli.main(arguments.split()) == 1
     error = capsys.readouterr().err
     assert error.startswith("locret-plan: ") and message in error and error.count("\n") == 1
+
+
+SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+
+
+def test_a_model_without_a_recipe_is_planned_with_the_settings_of_a_run(tmp_path, capsys):
+    """By budget and chunk that nobody named it said more bytes than a run takes."""
+    (tmp_path / "config.json").write_text(AutoConfig.for_model("llama", vocab_size=97, **SMALL).to_json_string())
+    assert cli.main(["--model", str(tmp_path), "--gpu-memory", "8GiB"]) == 0
+    assert f"budget {BUDGET}, chunk {CHUNK}, " in capsys.readouterr().out

@@ -248,5 +248,8 @@ def test_errors_before_any_work():
     for lone in ("\ud800", "\udfff?"):
         with pytest.raises(ValueError, match="half of a surrogate pair"):
             document.ask(lone)
+    for wrong, said in ((b"The boats", "84"), ([5, 6], "5"), (["The", None], "None")):
+        with pytest.raises(TypeError, match=f"text holds {said}, which must be a string"):
+            Document.read(model, tokenizer, wrong, 64, "streaming")
     with pytest.raises(ValueError, match="the document holds no text"):
         Document.read(model, tokenizer, " \n ", 48, "h2o")

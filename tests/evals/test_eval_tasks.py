@@ -306,8 +306,10 @@ def test_every_listed_name_is_a_task():
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("latin.txt", "Der Käse".encode("latin-1"), "must be UTF-8: byte 5 is not"),
-        ("wide.txt", "The boats".encode("utf-16"), "must be UTF-8: byte 0 is not"),
+        ("latin.txt", "Der Käse".encode("latin-1"), "latin.txt: the text is not UTF-8: byte 5 is 0xe4"),
+        ("wide.txt", "The boats".encode("utf-16"), "not UTF-8: byte 0 is 0xff"),
+        ("bare.md", "The boats".encode("utf-16-le"), "byte 1 is as in UTF-16 without its mark"),
+        ("nul.txt.gz", gzip.compress(b"The\0boats"), "nul.txt.gz: the text is not UTF-8: byte 3"),
         ("cut.txt.gz", gzip.compress(b"The boats came in. " * 99, mtime=0)[:-9], "is no whole gzip file"),
         ("text.txt.gz", b"The boats came in.", "is no whole gzip file"),
     ],
@@ -317,6 +319,16 @@ def test_a_haystack_that_cannot_be_read_is_refused(tmp_path, name, data, said):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=said):
         find_tasks(["passkey"], haystacks=[str(tmp_path / name)])
+
+
+def test_a_haystack_lacks_mark_and_foreign_line_ends(tmp_path):
+    """As in a text that is read: they are neither words nor tokens of their own."""
+    for name, data in (
+        ("mark.txt", b"\xef\xbb\xbfThe\r\nboats\r"),
+        ("mark.txt.gz", gzip.compress(b"\xef\xbb\xbfThe\nboats\n")),
+    ):
+        (tmp_path / name).write_bytes(data)
+        assert load_text(str(tmp_path / name)) == "The\nboats\n"
 
 
 def test_questions_about_a_document_begin_alike(tmp_path):

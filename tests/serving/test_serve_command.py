@@ -37,7 +37,7 @@ def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("serve")
     save_tiny_backbone(folder / "backbone", initializer_range=0.3)
     save_tiny_heads(folder, 16, backbone=folder / "backbone", inference={})
-    (folder / "keys.txt").write_text(f"{KEY}\n")
+    (folder / "keys.txt").write_text(f"\ufeff{KEY}\n")  # as some editors write it
     return folder
 
 

@@ -333,6 +333,9 @@ def test_uploads_that_fail_hold_no_place_and_losses_are_told(url, server):
         assert uploaded(url, f"{number}.rtf", b"{\\rtf1 x}")["error"].endswith("save it as .docx")
     assert len(server.documents) == LIMITS.documents + 1
     assert "\nlocret_documents 0.0\n" in httpx.get(f"{url}/metrics", headers=bearer()).text
+    two = [("file", (name, b"The boats came in.")) for name in ("a.txt", "b.txt")]  # one would be lost, and nobody told
+    refused = httpx.post(f"{url}/v1/documents", files=two, headers=bearer())
+    assert refused.status_code == 400 and "file: List should have at most 1 item" in refused.text, refused.text
     form = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a\\ud800.rtf"\r\n\r\n{\\rtf1 x}\r\n--b--\r\n'
     kind = {"content-type": "multipart/form-data; boundary=b; charset=unicode_escape"}
     named = httpx.post(f"{url}/v1/documents", content=form, headers=bearer() | kind, timeout=60)

@@ -389,3 +389,29 @@ def test_base64_in_a_text_is_told(tmp_path, capsys):
         (tmp_path / "a.eml").write_text(text)
         assert "".join(text_of(str(tmp_path / "a.eml"))) == text
         assert ("base64" in capsys.readouterr().err) == told
+
+
+SPANS = {
+    "down": ("<tr><th>A<th>B<th>C<tr><td rowspan=2>1<td>2<td>3<tr><td>4<td>5<tr><td>6<td>7<td>8", "1 2 3/_ 4 5/6 7 8"),
+    "last": ("<tr><th>A<th>B<th>C<tr><td>1<td>2<td rowspan=3>3<tr><td>4<td>5<tr>", "1 2 3/4 5 _/_ _ _"),
+    "both": ("<tr><th>A<th>B<th>C<tr><td>1<td colspan=2 rowspan=2>2<tr><td>3<tr><td>4<td>5<td>6", "1 2 _/3 _ _/4 5 6"),
+    "sections": ("<thead><tr><th rowspan=9>A<th>B</thead><tbody><tr><td>1<td>2</tbody>", "1 2"),
+    "wrong": ("<tr><th>A<th>B<tr><td rowspan=-3>1<td rowspan=x>2<tr><td>3<td>4", "1 2/3 4"),
+    "inner": ("<tr><th>A<th>B<tr><td rowspan=2>1<td>2<tr><td><table><tr><td rowspan=2>3</table>", "1 2/_ |"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_a_cell_that_reaches_down_leaves_the_others_in_their_columns(name):
+    """The numbers of its second row once stood one column to the left."""
+    html, wanted = SPANS[name]
+    rows = read(f"<table>{html}</table>".encode(), "a.html").splitlines()[2:]
+    for row, cells in zip(rows, wanted.split("/"), strict=True):
+        assert [cell.strip() or "_" for cell in row.split("|")[1:]][: len(cells.split())] == cells.replace(
+            "|", "_"
+        ).split()
+
+
+def test_cells_that_reach_far_take_no_time():
+    wide = "<tr>" + "<td rowspan=65534 colspan=1000>a" * 3 + "<tr><td>b" * 200
+    assert read(f"<table>{wide}</table>".encode(), "a.html").count("| b |") == 200
