@@ -190,16 +190,12 @@ def _way_out(name: str) -> str:
 def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> Iterator[str]:
     """The text of a stream that is open; it is closed at the end."""
     blank, encoded = True, False
-    with opened:
-        try:
-            with prefixed_errors(source, ValueError):
-                for block in read_utf8(stream, first=first):
-                    blank = blank and not block.strip()
-                    if not encoded and (encoded := is_encoded(block)):
-                        to_stderr(f"{source}: {ENCODED}")
-                    yield block
-        except OSError as error:
-            raise ValueError(f"{source} cannot be read: {error.strerror}") from error
+    with opened, prefixed_errors(source, ValueError, OSError):
+        for block in read_utf8(stream, first=first):
+            blank = blank and not block.strip()
+            if not encoded and (encoded := is_encoded(block)):
+                to_stderr(f"{source}: {ENCODED}")
+            yield block
     if blank:
         raise ValueError(f"{source} has no text: name another file, or pipe a text with < FILE")
 
@@ -251,10 +247,8 @@ def check_question(question: str) -> None:
     """Raise ValueError for a question without words, or with bytes of another encoding, as the shell gave them."""
     if not question.strip():
         raise ValueError("the question is empty")
-    try:
+    with prefixed_errors("the question is not UTF-8", UnicodeEncodeError):
         question.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the question is not UTF-8: character {error.start}") from error
 
 
 def write_answer(

@@ -65,14 +65,15 @@ Done = tuple["Document", dict[str, str], int, float]
 
 def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     """The text as a new document."""
-    from ..documents.document import Document
-    from .loading import beyond_window, counted_text, not_shown, resolve_choice
+    from ..documents.document import Document, DocumentText
+    from .loading import beyond_window, not_shown, resolve_choice
 
     chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args.run)
     model, tokenizer = chosen.load(args)
     began = time.perf_counter()
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
-    whole, run = counted_text(text, args.run, chosen, model, tokenizer, say, chat=args.chat)
+    whole = DocumentText.of(tokenizer, text, args.chat)
+    run = chosen.for_text(args.run, model, whole.ids, say)
     document = Document.read(
         model, tokenizer, whole, run, chosen.policy, chosen.heads, chat=args.chat,
         title=args.title or title_of(args.file), progress=None if args.quiet else progress("read"),
@@ -105,10 +106,9 @@ def run_ask(args: AskOptions) -> int:
     """Load, ask, print. Raises ValueError or OSError with a one-line message."""
     questions = questions_of(args)
     read_record(Path(args.book))
-    from ..runtime.session import closed
-    from .loading import check_sampling, open_document
+    from .loading import generation_of, open_document, remarks
 
-    sampling = check_sampling(args)
+    generation = generation_of(args)
     document, chosen = open_document(args.book, args, args.force)
     if not args.quiet:
         for line in (*chosen.warnings, repeated(document)):
@@ -117,10 +117,7 @@ def run_ask(args: AskOptions) -> int:
     document.prepare()
     for number, question in enumerate(questions):
         reads, began = document.reads, time.perf_counter()
-        answer = document.ask(
-            question, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
-            max_thought_tokens=args.max_thought_tokens,
-        )  # fmt: skip
+        answer = document.ask(question, **generation)
         cached = answer.cache.get_seq_length()
         if document.reads > reads and not args.quiet:
             print("reading the text again: this question changes the evictions", file=sys.stderr)
@@ -128,10 +125,8 @@ def run_ask(args: AskOptions) -> int:
             print(json_line(as_json(question, answer, cached, began)), flush=True)
             continue
         write_answer(answer, question if len(questions) > 1 else None, first=not number, quiet=args.quiet)
-        if (said := closed(answer.thought)) and not args.quiet:
-            print(said, file=sys.stderr)
-        if answer.finish_reason == "length" and not args.quiet:
-            print(f"the answer was cut after max_new_tokens={args.max_new_tokens}", file=sys.stderr)
+        for line in () if args.quiet else remarks(answer, args):
+            print(line, file=sys.stderr)
     return 0
 
 
@@ -166,15 +161,11 @@ def questions_of(args: AskOptions) -> list[str]:
 
 def words_of(option: str, file: str) -> str:
     """The text of a small file named by an option, or of stdin for -. Raises ValueError if it cannot be read."""
-    source = "stdin" if file == "-" else f"{option}={file!r}"
-    try:
-        with (
-            nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream,
-            prefixed_errors(source, ValueError),
-        ):
-            return "".join(read_utf8(stream))
-    except OSError as error:
-        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
+    with (
+        prefixed_errors("stdin" if file == "-" else f"{option}={file!r}", ValueError, OSError),
+        nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream,
+    ):
+        return "".join(read_utf8(stream))
 
 
 def json_line(value: object) -> str:

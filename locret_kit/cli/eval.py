@@ -140,13 +140,6 @@ COMMANDS = {
 }  # fmt: skip
 
 
-GONE = {
-    "benchmark": "a run for each task and length, then locret-eval paired",
-    "kept": "locret-kept shows what a saved text has kept",
-    "summary": "locret-eval report writes it, beside the page",
-}
-
-
 @command("locret-eval", stopped="stopped; the same command continues", also=(RuntimeError,))
 def main(argv: list[str] | None = None) -> int:
     """Returns exit status 0; 1 after a reported error or a failed example; 130 after Ctrl-C."""
@@ -154,8 +147,6 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         print(options.EVAL.usage)
         return 1
-    if argv[0] in GONE:
-        raise ValueError(f"{argv[0]} was removed: {GONE[argv[0]]}")
     if argv[0].isidentifier() and argv[0] not in COMMANDS:
         raise ValueError(f"unknown command {argv[0]!r}.{nearest(argv[0], COMMANDS)} There are: {', '.join(COMMANDS)}")
     return COMMANDS[argv[0]](argv[1:]) if argv[0] in COMMANDS else run(argv)

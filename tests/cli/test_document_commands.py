@@ -265,7 +265,7 @@ BAD = [
     (("ask", "{book}"), 1, "ask something"),
     (("ask", "{book}", "Who?", "--model", "other"), 1, "model.weights"),
     (("ask", "{book}", "Who?", "--model", "./nowhere"), 1, "give their places with --model and --ckpt"),
-    (("ask", "{book}", "--question-file", "gone"), 1, "gone' cannot be read"),
+    (("ask", "{book}", "--question-file", "gone"), 1, "question_file='gone': gone: No such file"),
     (("ask", "{book}", "Who?", "-n", "5"), 2, "unknown option '-n': names have two dashes"),
     (
         ("infer", "{book}", "--question", "Who?"),
