@@ -28,7 +28,7 @@ from ..naming import first_line, install_line, prefixed_errors
 from ..processes import choose_threads
 from ..settings import RunSettings, annotations_of, choices
 from ..text.losses import ENCODED, is_encoded
-from ..text.reader import CONVERTED, LIMIT, convert, may_be_text
+from ..text.reader import LIMIT, convert, is_converted
 
 P = ParamSpec("P")
 _RETRIES = OneRetryLine()
@@ -164,7 +164,7 @@ def text_of(file: str | None) -> Iterator[str]:
                 raise ValueError(
                     f"{source} holds tensors, not text: if locret-read wrote it, ask about it with locret-ask"
                 )
-            if name.lower().endswith(CONVERTED) or not may_be_text(first):
+            if is_converted(name, first):
                 return iter([convert(first + stream.read(LIMIT), name, lost=to_stderr)])
             blank = not first.strip()
             if stream.seekable():
