@@ -274,7 +274,7 @@ BAD = [
     ),
     (("infer", "{out}", "--question", "Who?"), 1, "Is a directory: name a file, or join several"),
     (("infer", "https://example.org/x.html", "--question", "Who?"), 1, "No such file or directory: download it first"),
-    (("infer", "long.txt", "--save-cache", "x"), 2, "--save-cache was removed: locret-read FILE -o X.locret"),
+    (("infer", "long.txt", "--save-cache", "x"), 2, "unknown key 'save_cache'"),
 ]
 
 
