@@ -14,12 +14,14 @@ import os
 import random
 import re
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
 import yaml
 
+from ..naming import check_name, prefixed_errors
 from ..text.untrusted import encode
 from . import SUFFIXES, read_records
 
@@ -175,12 +177,10 @@ def _read(path: Path) -> str:
     if not path.name.endswith(TEXTS):
         raise ValueError(f"source={path} must end in .txt, .txt.gz, .md or .jsonl")
     data = path.read_bytes()
-    try:
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"source={path} is no whole gzip file: {error}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"source={path} must be UTF-8: byte {error.start} is not") from error
+    with prefixed_errors(f"source={path} is no whole gzip file", gzip.BadGzipFile, EOFError, zlib.error):
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+    with prefixed_errors(f"source={path} must be UTF-8", UnicodeDecodeError):
+        return data.decode("utf-8")
 
 
 def _inputs(path: Path) -> str:
@@ -212,37 +212,13 @@ class NeedleTask:
     """Digits, of five random ones, that are said twice in a row: 5 for R.Number, which so has 10 digits."""
 
 
-def _task(what: str, find: str, repeats: int) -> NeedleTask:
-    return NeedleTask(
-        f"There is an important info hidden inside a lot of irrelevant text. {find} "
-        "I will quiz you about the important information there.",
-        f"The {what} is {{key}}. Remember it. {{key}} is the {what}.\n",
-        f"What is the {what}?",
-        f"The {what} is",
-        repeats,
-    )
+def _task(instruction: str, needle: str, question: str, prefix: str, repeats: int = 0) -> NeedleTask:
+    return NeedleTask(instruction, f"{needle}\n", question, prefix, repeats)
 
 
-TASKS = {
-    "R.PassKey": _task("pass key", "Find it and memorize them.", 0),
-    "R.Number": _task("sequence of digits", "Find it.", 5),
-}
-TASKS["paraphrase"] = replace(
-    TASKS["R.PassKey"],
-    needle="The ticket costs {key} dollars. Remember it. {key} dollars for the ticket.\n",
-    question="What is the price of admission?",
-    prefix="The price of admission is",
-)
-"""The pass key, but no content word of the question stands in the needle."""
-
-
-WORDINGS = (
-    TASKS["R.PassKey"],
-    *(
-        NeedleTask(instruction, f"{needle}\n", question, prefix, 0)
-        for instruction, needle, question, prefix in WORDS["needles"]
-    ),
-)
+TASKS = {name: _task(*words) for name, *words in WORDS["tasks"]}
+"""The pass key, the number, and the pass key in other words, none of the question's content words among them."""
+WORDINGS = (TASKS["R.PassKey"], *(_task(*words) for words in WORDS["needles"]))
 """The pass key's wording, and nine more ways to say and to ask for digits. None is a wording of training samples."""
 ENDINGS = {"infinitebench": "\n\n{question}\n\n{prefix}", "open": "\n\n{question}"}
 """Text after the document: InfiniteBench's blank lines; or the question without the answer's first words, as people ask."""
@@ -251,9 +227,6 @@ ENDINGS = {"infinitebench": "\n\n{question}\n\n{prefix}", "open": "\n\n{question
 def gives_first_words(form: str) -> bool:
     """Whether an ending's text has the answer's first words."""
     return "{prefix}" in form
-
-
-ALIASES = {"passkey": "R.PassKey", "number_string": "R.Number"}
 
 
 @dataclass(frozen=True)
@@ -290,7 +263,7 @@ def make_needle(
     `depth`. Digits and haystack piece depend only on task and seed, in every process.
 
     Args:
-        task: 'R.PassKey' or 'R.Number' (or InfiniteBench's 'passkey' and 'number_string').
+        task: a name in `TASKS`.
         tokenizer: a fast tokenizer.
         n_tokens: length of the plain prompt in tokens.
         depth: 0 is the beginning of the haystack, 1 its end.
@@ -300,11 +273,8 @@ def make_needle(
     Raises:
         ValueError: an unknown task or ending, a depth outside [0, 1], or an `n_tokens` too small for the fixed parts.
     """
-    task = ALIASES.get(task, task)
-    if task not in TASKS:
-        raise ValueError(f"task={task!r} must be one of {', '.join([*TASKS, *ALIASES])}")
-    if ending not in ENDINGS:
-        raise ValueError(f"ending={ending!r} must be one of {', '.join(ENDINGS)}")
+    check_name("task", task, TASKS)
+    check_name("ending", ending, ENDINGS)
     if not 0 <= depth <= 1:
         raise ValueError(f"depth={depth} must be within [0, 1]")
     words, form = TASKS[task], ENDINGS[ending]
@@ -325,6 +295,18 @@ def make_needle(
     return _fit(words, form, key, body, tokenizer, n_tokens, n_tokens - fixed, depth)
 
 
+def hidden(body: str, needles: Sequence[str], depths: Sequence[float]) -> tuple[str, list[float]]:
+    """The text with every needle at the line or sentence start nearest to its depth, ascending; and the depths that they have."""
+    text = body = body.rstrip() + "\n" if body.strip() else ""
+    places = [*starts(body), len(body)]
+    offsets = [min(places, key=lambda place: abs(place - depth * len(body))) for depth in depths]
+    for at, needle in reversed(list(zip(offsets, needles, strict=True))):
+        head, tail = text[:at].rstrip(" "), text[at:]
+        head += "\n" if head and not head.endswith("\n") else ""
+        text = head + needle + tail
+    return text, [at / len(body) for at in offsets] if body else [*depths]
+
+
 def _digits(rng: random.Random, repeats: int) -> str:
     keys = [str(rng.randint(0, 9)) for _ in range(5)]
     for _ in range(repeats):
@@ -335,14 +317,9 @@ def _digits(rng: random.Random, repeats: int) -> str:
 
 def _build(words: NeedleTask, form: str, key: str, body: str, depth: float) -> Needle:
     """The prompt with the needle in `body`, not yet counted."""
-    body = body.rstrip() + "\n" if body.strip() else ""
-    at = min((*starts(body), len(body)), key=lambda place: abs(place - depth * len(body)))
-    head, tail = body[:at].rstrip(" "), body[at:]
-    if head and not head.endswith("\n"):
-        head += "\n"
-    document = f"{words.instruction}\n\n{head}{words.needle.format(key=key)}{tail}".strip("\n")
+    text, (depth,) = hidden(body, [words.needle.format(key=key)], [depth])
+    document = f"{words.instruction}\n\n{text}".strip("\n")
     prompt = document + form.format(question=words.question, prefix=words.prefix)
-    depth = at / len(body) if body else depth
     prefix = words.prefix if gives_first_words(form) else ""
     return Needle(prompt, key, 0, depth, document, words.instruction, words.question, prefix)
 

@@ -31,15 +31,8 @@ TRIES = 400
 
 
 LIST_MAX = 99
-FINDS = (
-    "largest number",
-    "second largest number",
-    "third largest number",
-    "smallest number",
-    "second smallest number",
-    "third smallest number",
-    "median number",
-)
+RANKS = ("", "second ", "third ")
+FINDS = [*(f"{rank}{end} number" for end in ("largest", "smallest") for rank in RANKS), "median number"]
 
 
 @dataclass(frozen=True)
@@ -164,7 +157,7 @@ def find(numbers: list[int], which: str) -> float:
         middle = median(numbers)
         return int(middle) if middle == int(middle) else middle
     order = sorted(set(numbers), reverse="largest" in which)
-    rank = 1 if "second" in which else 2 if "third" in which else 0
+    rank = FINDS.index(which) % len(RANKS)
     if rank >= len(order):
         raise ValueError(f"a list with a {which} must have {rank + 1} different numbers, it has {len(order)}")
     return order[rank]

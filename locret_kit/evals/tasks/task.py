@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ...samples.haystack import ENDINGS, NOISE, WORDINGS, TooShort, count, cut, gives_first_words, make_needle, starts
+from ...samples.haystack import ENDINGS, NOISE, WORDINGS, TooShort, count, cut, gives_first_words, hidden, make_needle
 from ...text.template import has_template, render_prompt
 from ...text.tokens import stream_ids
 from ...text.untrusted import Span, defused
@@ -202,6 +202,8 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
 
 PER_DOCUMENT = 4
 """Examples of a document."""
+DEPTHS = [(i + 0.5) / PER_DOCUMENT for i in range(PER_DOCUMENT)]
+"""Depths of their digits."""
 
 
 def questions_task(haystack: str, text: str | None) -> Task:
@@ -216,7 +218,6 @@ def questions_task(haystack: str, text: str | None) -> Task:
         chat = request.wants_chat(False)
         state = f"questions:{haystack}:{request.length}:{number}:{request.seed}"
         wordings = random.Random(state).sample(WORDINGS[1:], PER_DOCUMENT)
-        needles = [words.needle for words in wordings]
 
         def prompt_of(document: str, i: int) -> tuple[str, bool]:
             question, form = wordings[i].question, ENDINGS[request.ending]
@@ -228,7 +229,11 @@ def questions_task(haystack: str, text: str | None) -> Task:
         def longest(document: str) -> int:
             return max(count_ids(request.tokenizer, *prompt_of(document, i)) for i in range(PER_DOCUMENT))
 
-        room = request.length - longest(_document("", needles, ["00000"] * PER_DOCUMENT))
+        def document_of(body: str, keys: list[str]) -> str:
+            needles = [words.needle.format(key=key) for words, key in zip(wordings, keys, strict=True)]
+            return hidden(body, needles, DEPTHS)[0].rstrip("\n")
+
+        room = request.length - longest(document_of("", ["00000"] * PER_DOCUMENT))
         if room < 1:
             raise ValueError(f"length={request.length} is too short for {PER_DOCUMENT} needles and a question")
         noise = count(request.tokenizer, NOISE * 8) / 8
@@ -236,7 +241,7 @@ def questions_task(haystack: str, text: str | None) -> Task:
             rng = random.Random(state)
             body = NOISE * max(1, int(room / noise)) if text is None else cut(text, request.tokenizer, room, rng)
             keys = _digits(rng, body)
-            document = _document(body, needles, keys)
+            document = document_of(body, keys)
             over = longest(document) - request.length
             if over <= 0:
                 break
@@ -244,15 +249,11 @@ def questions_task(haystack: str, text: str | None) -> Task:
         prompt, special = prompt_of(document, asked)
         form = {"ending": ending_of(request, chat)}
         return replace(
-            request, prompt=prompt, answer=keys[asked], special=special, depth=_depth(asked), extra=form,
+            request, prompt=prompt, answer=keys[asked], special=special, depth=DEPTHS[asked], extra=form,
             text=span_of(prompt, document), document=number,
         )  # fmt: skip
 
     return Task("questions", make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=True)
-
-
-def _depth(i: int) -> float:
-    return (i + 0.5) / PER_DOCUMENT
 
 
 def _digits(rng: random.Random, body: str) -> list[str]:
@@ -263,16 +264,3 @@ def _digits(rng: random.Random, body: str) -> list[str]:
         if key not in body and key not in digits:
             digits.append(key)
     return digits
-
-
-def _document(body: str, needles: list[str], keys: list[str]) -> str:
-    """The text with every needle at the line or sentence start nearest to its depth."""
-    body = body.rstrip() + "\n" if body.strip() else ""
-    places = [*starts(body), len(body)]
-    depths = [_depth(i) for i in range(PER_DOCUMENT)]
-    offsets = [min(places, key=lambda place: abs(place - depth * len(body))) for depth in depths]
-    for i, at in reversed(list(enumerate(offsets))):
-        head, tail = body[:at].rstrip(" "), body[at:]
-        head += "\n" if head and not head.endswith("\n") else ""
-        body = head + needles[i].format(key=keys[i]) + tail
-    return body.rstrip("\n")
