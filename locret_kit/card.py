@@ -101,12 +101,8 @@ def write_release(
             shutil.copy(file, target / file.name)
     mine = [row for row in rows if beside is not None and row.heads == beside.name]
     check_cells(mine)
-    try:
+    with prefixed_errors(f"{source}: {TRAINING} is no training's configuration", KeyError, TypeError, ValueError):
         body = prose or describe(config, sum(p.numel() for p in heads.parameters()), training)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{source}: {TRAINING} is no training's configuration: {type(error).__name__} {error}"
-        ) from error
     # The client's checks of metadata raise errors of many kinds.
     with prefixed_errors(f"{source}: {CARD} has metadata that the Hub does not know", Exception):
         card = make_card(config, repo, body, mine, {**given, **({"license": license} if license else {})}, training)
@@ -135,7 +131,7 @@ def make_card(
         "base_model": config.backbone,
         "base_model_relation": "adapter",
     }
-    cells = own_cells(rows, config.policy)
+    cells = summarize(row for row in rows if row.policy == config.policy)
     results = [
         EvalResult(
             task_type="text-generation",
@@ -232,10 +228,8 @@ def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[
     Raises:
         ValueError: another line that is no JSON, or a row with a field of another type; names file and line.
     """
-    try:
+    with prefixed_errors(f"{file} is not UTF-8", UnicodeDecodeError):
         lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand in an answer
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8: {error.reason}") from error
     kept, rows = [], []
     for number, line in enumerate(lines, 1):
         where = f"{file}, line {number}"
@@ -257,11 +251,6 @@ def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[
             rows += [row] if row.score is not None else []
         kept.append(line + "\n")
     return "".join(kept).encode("utf-8", "backslashreplace"), rows  # half a surrogate pair as JSON's own escape
-
-
-def own_cells(rows: Sequence[Row], policy: str) -> list[Cell]:
-    """Results of the heads' published policy, one cell each."""
-    return summarize(row for row in rows if row.policy == policy)
 
 
 def results_table(cells: Sequence[Cell]) -> str:

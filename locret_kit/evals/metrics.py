@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..naming import install_line, nearest
+from ..naming import check_name, install_line
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
@@ -278,8 +278,7 @@ def get_metric(name: str) -> Metric:
     Raises:
         ValueError: an unknown name; suggests the nearest.
     """
-    if name not in METRICS:
-        raise ValueError(f"metric={name!r} is unknown.{nearest(name, METRICS)} Known: {', '.join(METRICS)}")
+    check_name("metric", name, METRICS)
     return METRICS[name]
 
 

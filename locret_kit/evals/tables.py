@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
-from ..naming import nearest
+from ..naming import check_name
 from .engine import Row, label_of
 
 T = TypeVar("T")
@@ -198,14 +198,10 @@ class Table:
     """Lines that the others are held against: full attention."""
 
     @property
-    def values(self) -> list[Value]:
-        """Values of the table, line by line."""
-        return [cell for cells in self.lines for cell in cells if isinstance(cell, Value)]
-
-    @property
     def notes(self) -> list[str]:
         """Meanings of the marks in the table."""
-        return [f"{mark} {text}" for mark, text in MARKS.items() if any(mark in one.marks for one in self.values)]
+        marks = {mark for cells in self.lines for cell in cells if isinstance(cell, Value) for mark in cell.marks}
+        return [f"{mark} {text}" for mark, text in MARKS.items() if mark in marks]
 
     def markdown(self) -> str:
         """The title, the table, and a paragraph for each note."""
@@ -284,9 +280,9 @@ def differences(rows: Iterable[Row], against: str, figure: str | None = None) ->
         ValueError: no such label or score, or different prompts for one example.
     """
     rows = [row for row in rows if row.score is not None]
-    _require("against", against, "rows", {row.label for row in rows}, "Labels")
+    check_name("against", against, sorted({row.label for row in rows}))
     if figure is not None:
-        _require("figure", figure, "figure", {name for row in rows for name in _scores(row)}, "Figures")
+        check_name("figure", figure, sorted({name for row in rows for name in _scores(row)}))
     base = {_example(row, row.budget): row for row in rows if row.label == against}
     pairs: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
@@ -304,12 +300,6 @@ def differences(rows: Iterable[Row], against: str, figure: str | None = None) ->
         theirs, _ = mean_and_stderr([theirs for _, theirs in values])
         result.append(Difference(*key, len(values), theirs or 0.0, mean or 0.0, stderr))
     return result
-
-
-def _require(key: str, given: str, what: str, known: set[str], names: str) -> None:
-    if given not in known:
-        listed = sorted(known)
-        raise ValueError(f"{key}={given!r}: no such {what}.{nearest(given, listed)} {names}: {', '.join(listed)}.")
 
 
 def _scores(row: Row) -> dict[str, float]:

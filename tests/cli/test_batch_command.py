@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
-import resource
 import sys
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from small_disk import file_limit
 from tiny_heads import save_tiny_heads
 from tiny_tokenizer import TEXT
 
@@ -157,12 +157,8 @@ def test_a_run_that_was_cut_short_goes_on(files, monkeypatch, capsys):
 def test_a_full_disk_is_named(files, capsys):
     files.write(*LINES)
     files.answers.write_text(json.dumps({"id": "before", "answer": "x" * 2**16}) + "\n")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))  # bytes of a file
-    try:
+    with file_limit(2**16):
         assert files.run() == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"cannot write {files.answers}: File too large" in capsys.readouterr().err
 
 

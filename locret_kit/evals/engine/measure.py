@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from ...documents.document import Kept
 from ...engine import Answer, BoundedCache, CannotFork, KVzip, prefill
 from ...files import write_beside
+from ...naming import prefixed_errors
 from ...text.template import protected_spans
 from ...text.tokens import stream_ids
 from ..metrics import get_metric
@@ -191,11 +192,9 @@ def cache_for(setup: Setup, variant: Variant, prompt_length: int | None) -> Boun
     if reads_alone(variant.policy):
         raise ValueError(f"policy={variant.policy} reads the whole prompt first: it runs in locret-eval only")
     policy = "locret" if variant.policy == RANDOM_HEADS else variant.policy
-    try:
+    with prefixed_errors(f"policy={variant.policy}, budget={variant.budget}", ValueError):
         settings = setup.settings_for(variant, prompt_length)
         return BoundedCache(settings, policy, setup.heads.get(variant.heads), prompt_length=prompt_length)
-    except ValueError as error:
-        raise ValueError(f"policy={variant.policy}, budget={variant.budget}: {error}") from error
 
 
 def measure_row(
