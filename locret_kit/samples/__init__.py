@@ -119,10 +119,8 @@ def is_unknown(reason: str) -> bool:
 
 
 def _read_file(path: Path, broken: Callable[[str], object] | None) -> Iterator[dict]:
-    try:
+    with prefixed_errors(f"{path} is not UTF-8", UnicodeDecodeError):
         yield from _read_parquet(path) if path.suffix == ".parquet" else _read_json(path, broken)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
 
 
 def _read_parquet(path: Path) -> Iterator[dict]:

@@ -6,7 +6,6 @@ The export includes the run's curves: TensorBoard's scalars in one CSV file.
 
 from __future__ import annotations
 
-import csv
 import logging
 import random
 import shlex
@@ -21,6 +20,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import lightning as L
+import pandas
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
@@ -35,7 +35,7 @@ from ..backbones.probe import describe
 from ..backbones.spec import text_config
 from ..config.train_options import TrainConfig
 from ..files import locked, write_beside, write_json
-from ..naming import first_line
+from ..naming import first_line, prefixed_errors
 from ..text.template import DEFAULTS, thinking_arguments
 from . import SETTINGS, TRAINING, FrozenTraining, flat, gather, trained_with
 from .data import SampleModule
@@ -59,17 +59,10 @@ def read_curves(run: Path) -> dict[str, dict[int, float]]:
 
 def write_curves(run: Path, target: Path) -> None:
     """One row per step, one column per tag."""
-    curves = read_curves(run)
+    curves = pandas.DataFrame(read_curves(run)).sort_index()
     tags = sorted(curves, key=lambda tag: (tag != "loss", "layer" in tag, tag))
-    steps = sorted({step for curve in curves.values() for step in curve})
-
-    def write(path: Path) -> None:
-        with path.open("w", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(("step", *tags))
-            rows.writerows((s, *(f"{curves[t][s]:.5g}" if s in curves[t] else "" for t in tags)) for s in steps)
-
-    write_beside(target, write)
+    form = {"index_label": "step", "float_format": "%.5g", "lineterminator": "\r\n"}
+    write_beside(target, lambda path: curves.to_csv(path, columns=tags, **form))
 
 
 # ---- callbacks --------------------------------------------------------------------------------------------------------
@@ -308,12 +301,9 @@ def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     L.seed_everything(cfg.seed, verbose=False)
     out, strategy = Path(cfg.out), make_strategy(cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes)
-    try:  # before the backbone is loaded
+    with prefixed_errors(f"out={out} cannot be written", OSError):  # before the backbone is loaded
         out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ValueError(f"out={out} cannot be written: {error.strerror}") from error
+        tempfile.TemporaryFile(dir=out).close()
     state = out / "state"
     saves = SaveEvery(state, cfg.trainer.save_every)
     stop = StopWhole(state / "interrupted.ckpt", command_to_go_on(argv))

@@ -123,23 +123,23 @@ class Together(Handler):
         self.observers, self.lengths = observers, lengths
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
-        rotated = []
+        q_rot, k_rot = self._rotated(layer, q_BQTD, k_BHTD)
         for b, (observer, length) in enumerate(zip(self.observers, self.lengths, strict=True)):
-            q, k, v = (x[b : b + 1] for x in (q_BQTD, k_BHTD, v_BHTD))
-            q_rot, k_rot = rotated_text(observer.ropes[layer], q, k)
-            rotated.append((q_rot, k_rot))
-            q, k, v, q_rot, k_rot = (x[:, :, :length] for x in (q, k, v, q_rot, k_rot))
-            observer.score(layer, q, k, v, q_rot, k_rot, softmax)
-        q_rot, k_rot = (torch.cat(rows) for rows in zip(*rotated, strict=True))
+            q, k, v, *rotated = (x[b : b + 1, :, :length] for x in (q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot))
+            observer.score(layer, q, k, v, *rotated, softmax)
         return attend_text(q_rot, k_rot, v_BHTD, softmax, self.observers[0].layers[layer])
 
     def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+        rotated = self._rotated(layer, q_BQTD, k_BHTD)
+        return attend_text(*rotated, v_BHTD, softmax, self.observers[0].layers[layer])
+
+    def _rotated(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor) -> list[Tensor]:
+        """Rotated queries and keys, each text's by its own frequencies."""
         rotated = [
             rotated_text(observer.ropes[layer], q_BQTD[b : b + 1], k_BHTD[b : b + 1])
             for b, observer in enumerate(self.observers)
         ]
-        q_rot, k_rot = (torch.cat(rows) for rows in zip(*rotated, strict=True))
-        return attend_text(q_rot, k_rot, v_BHTD, softmax, self.observers[0].layers[layer])
+        return [torch.cat(rows) for rows in zip(*rotated, strict=True)]
 
 
 def unit_of(cfg: TrainConfig) -> Literal["logit", "log_prob"]:
@@ -247,14 +247,8 @@ class HeadTraining(FrozenTraining):
                 seen.append(torch.stack([layers.mean() for layers in figures]))
         mean = torch.cat([torch.stack(seen).mean(0), seen[0].new_tensor([tokens])])  # [3 + 1]
         regression, smooth, recall, tokens = self.trainer.strategy.reduce(mean, reduce_op="mean").tolist()  # type: ignore[union-attr]
-        self.require_finite(regression + smooth)
-        scalars = {
-            "loss": regression + smooth,
-            "train/regression": regression,
-            "train/smoothing": smooth,
-            "recall": recall,
-        }
-        self.log_step(scalars | self._update(tokens * self.trainer.world_size, began))
+        scalars = {"loss": regression + smooth, "train/regression": regression, "train/smoothing": smooth}
+        self.end_step(scalars | {"recall": recall}, tokens * self.trainer.world_size, began)
 
     def on_validation_epoch_start(self) -> None:
         """A loss that draws draws alike in every validation."""
