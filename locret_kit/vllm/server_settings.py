@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from ..engine import BoundedCache, RetainingHeads
-from ..naming import nearest, show
+from ..naming import check_name, show
 from ..policies import Policy
 from ..policies.capabilities import Subject, refuse
 from ..policies.grammar import parse_policy
@@ -91,10 +91,7 @@ class ServerSettings:
             ValueError: a budget above the server's, a policy that is not allowed, or impossible settings.
         """
         largest, policy = self.settings.budget, str(own.get("policy", self.default))
-        if policy not in self.policies:
-            raise ValueError(
-                f"policy={policy!r} must be one of: {', '.join(self.policies)}.{nearest(policy, self.policies)}"
-            )
+        check_name("policy", policy, self.policies)
         budget = own.get("budget", largest)
         # Numbers of vllm_xargs may come as floating point.
         if not isinstance(budget, int | float) or budget is True or not 1 <= budget <= largest or budget != int(budget):

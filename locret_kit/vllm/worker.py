@@ -40,7 +40,7 @@ class Worker:
     server: ServerSettings
     pages: LentPages
     requests: dict[int, RequestInfo] = field(default_factory=dict)
-    """Requests by row of vLLM's batch, see ``requests``."""
+    """Requests by row of vLLM's batch, see ``attention_backend.Requests``."""
     unmeasured: VllmConfig | None = None
     """Configuration of an engine whose model is not measured yet."""
 
