@@ -16,11 +16,11 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from .naming import first_line, prefixed_errors
 
@@ -244,8 +244,6 @@ def read_folder_config(folder: Path, what: str) -> dict[str, object]:
 
 def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
     """The configuration and the bytes of the weights, of one save."""
-    from safetensors.torch import load
-
     lacks = FileNotFoundError(f"{folder} holds no {what}: it needs {CONFIG} and {WEIGHTS}")
     if not (folder / WEIGHTS).is_file():
         raise lacks
@@ -257,27 +255,15 @@ def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
     if isinstance(config, dict) and config.pop(HASH, None) in (None, hashlib.sha256(weights).hexdigest()):
         return config, weights
     # A save was cut short between the two renames: its weights say what it is.
-    metadata = _header(weights).get("__metadata__")
-    within = metadata.get(CONFIG) if isinstance(metadata, dict) else None
-    if not isinstance(within, str):
-        with prefixed_errors(_CUT.format(folder / WEIGHTS), SafetensorError):
-            load(weights)
+    with prefixed_errors(_CUT.format(folder / WEIGHTS), SafetensorError), safe_open(folder / WEIGHTS, "np") as file:
+        within = (file.metadata() or {}).get(CONFIG)
+    if within is None:
         pair = f"{folder}: {CONFIG} and {WEIGHTS} belong to different saves, of which the last was cut short"
         raise ValueError(pair) if there else lacks
     own = parse_json(within, f"{folder / WEIGHTS}: its configuration")
     if not isinstance(own, dict):
         raise ValueError(f"{folder / WEIGHTS} holds no configuration of {what}")
     return own, weights
-
-
-def _header(weights: bytes) -> dict[str, object]:
-    """The header of a safetensors file; an empty one where there is none."""
-    size = int.from_bytes(weights[:8], "little")
-    try:
-        header = json.loads(weights[8 : 8 + size])
-    except ValueError:
-        return {}
-    return header if isinstance(header, dict) else {}
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -304,9 +290,9 @@ def locked(path: Path, busy: str, wait: float = 0.0) -> Iterator[None]:
     """
     import filelock
 
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(filelock.FileLock(path, wait, 0o600, thread_local=False))  # a store ends in any thread
-        except filelock.Timeout as error:
-            raise OSError(busy) from error
+    try:
+        held = filelock.FileLock(path, wait, 0o600, thread_local=False).acquire()  # a store ends in any thread
+    except filelock.Timeout as error:
+        raise OSError(busy) from error
+    with held:
         yield
