@@ -150,12 +150,15 @@ class SharedBeginning:
             shared: see `shared_lengths`.
             pins: the prompt's, see `BoundedCache.pin`. Prompts that share a prefix have the same pins in it.
         """
+        cache = None
         try:
             if shared:
-                return _pinned(self._read(ids, shared, pins).fork(len(ids)), pins)
+                cache = self._read(ids, shared, pins).fork(len(ids))
         except CannotFork:
             self.drop()
-        return _pinned(self._fresh(len(ids)), pins)
+        cache = self._fresh(len(ids)) if cache is None else cache
+        cache.pin_all(pins)
+        return cache
 
     def _read(self, ids: array[int], shared: int, pins: Sequence[tuple[int, int]]) -> BoundedCache:
         """Read the first ``shared`` tokens, as far as they are not read yet."""
@@ -163,16 +166,10 @@ class SharedBeginning:
             self._cache = self._fresh(self._longest)
         if self._cache.get_seq_length() < shared:
             began = time.perf_counter()
-            _pinned(self._cache, [(start, min(end, shared)) for start, end in pins if start < shared])
+            self._cache.pin_all((start, min(end, shared)) for start, end in pins if start < shared)
             prefill(self._model, ids[:shared], self._cache)
             self.seconds += time.perf_counter() - began
         return self._cache
-
-
-def _pinned(cache: BoundedCache, pins: Sequence[tuple[int, int]]) -> BoundedCache:
-    for pin in pins:
-        cache.pin(*pin)
-    return cache
 
 
 Fields = dict[str, object]
