@@ -42,14 +42,10 @@ _SAMPLE_CHARS = 2000
 
 
 class TooShort(ValueError):
-    """A prompt cannot be built within the requested number of tokens.
+    """A prompt cannot be built within the requested ``length`` in tokens: the shortest possible one has ``least``."""
 
-    Args:
-        message: the error message. least: tokens of the shortest possible prompt.
-    """
-
-    def __init__(self, message: str, least: int) -> None:
-        super().__init__(message)
+    def __init__(self, length: int, least: int) -> None:
+        super().__init__(f"length={length} must be at least {least} for the task's shortest prompt")
         self.least = least
 
 
@@ -83,13 +79,8 @@ def load_text(source: str | Path) -> str:
 
 def cut(text: str, tokenizer, n_tokens: int, rng: random.Random) -> str:
     """A random contiguous piece of `n_tokens` tokens (within 1%) that starts at a line or sentence. After the end of
-    the text it continues at the beginning. The start depends only on `rng` (one draw) and the text.
-
-    Raises:
-        ValueError: the text is empty or `n_tokens` is below 1.
+    the text it continues at the beginning. The start depends only on `rng` (one draw) and the text, which is not empty.
     """
-    if not text.strip():
-        raise ValueError("text must not be empty")
     return take(text, next_start(text, rng.randrange(len(text))), tokenizer, n_tokens)
 
 
@@ -98,8 +89,6 @@ def take(text: str, start: int, tokenizer, n_tokens: int) -> str:
 
     Costs about 1.2 times the tokenising of the piece, however long the text is.
     """
-    if n_tokens < 1:
-        raise ValueError(f"n_tokens={n_tokens} must be at least 1")
     probe = ring(text, start, min(_SAMPLE_CHARS, 8 * n_tokens))
     size = int(n_tokens * len(probe) / max(1, count(tokenizer, probe)) * 1.1) + 32
     while True:
@@ -271,10 +260,9 @@ def make_needle(
         ending: one of `ENDINGS`.
 
     Raises:
-        ValueError: an unknown task or ending, a depth outside [0, 1], or an `n_tokens` too small for the fixed parts.
+        ValueError: an unknown task, a depth outside [0, 1], or an `n_tokens` too small for the fixed parts.
     """
     check_name("task", task, TASKS)
-    check_name("ending", ending, ENDINGS)
     if not 0 <= depth <= 1:
         raise ValueError(f"depth={depth} must be within [0, 1]")
     words, form = TASKS[task], ENDINGS[ending]
@@ -282,8 +270,7 @@ def make_needle(
     key = _digits(rng, words.repeats)
     fixed = count(tokenizer, _build(words, form, key, "", 0.0).prompt)
     if fixed >= n_tokens:
-        said = f"n_tokens={n_tokens} must be above {fixed}, the tokens of instruction, needle and question"
-        raise TooShort(said, fixed + 1)
+        raise TooShort(n_tokens, fixed + 1)
     wanted = n_tokens - fixed + 32
     if haystack is None:
         line = count(tokenizer, NOISE * 8) / 8

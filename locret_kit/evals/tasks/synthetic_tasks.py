@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from ...samples.haystack import NOISE, next_start, ring, starts
+from ...samples.haystack import NOISE, TooShort, next_start, ring, starts
 from ..metrics import Answer
 from .document_tasks import read_table
-from .task import Example, Task, count_ids, span_of, spread_depth, too_short, wrap
+from .task import Example, Task, count_ids, span_of, spread_depth, wrap
 
 # ---- prompts that are fitted to a length, and InfiniteBench's two -----------------------------------------------------
 
@@ -68,7 +68,7 @@ def fit(request: Example, chat: bool, name: str, build: Callable[[random.Random,
 
     smallest = measured(0, least)[1]
     if smallest > length:
-        raise too_short(length, smallest)
+        raise TooShort(length, smallest)
     tolerance = max(1, int(TOLERANCE * length))
     n, per_item = least, max(1.0, (measured(0, 2 * least + 8)[1] - smallest) / (least + 8))
     n = max(least, least + int((length - smallest) / per_item))

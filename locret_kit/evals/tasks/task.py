@@ -130,11 +130,6 @@ def ending_of(request: Example, chat: bool) -> str:
     return "chat" if gives_first_words(ENDINGS[request.ending]) else "open chat"
 
 
-def too_short(length: int, least: int) -> TooShort:
-    """Error of a length that cannot hold a task's shortest prompt, of ``least`` tokens."""
-    return TooShort(f"length={length} must be at least {least} for the task's shortest prompt", least)
-
-
 def count_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, special: bool) -> int:
     """Tokens of a prompt, special tokens included."""
     return len(stream_ids(tokenizer, [prompt], special=special))
@@ -186,7 +181,7 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
                 ending=request.ending,
             )
         except TooShort as error:
-            raise too_short(request.length, error.least + overhead) from error
+            raise TooShort(request.length, error.least + overhead) from error
         depth = round(needle.depth, 4)
         form = {"ending": ending_of(request, chat)}
         prompt, special = needle.prompt, True
