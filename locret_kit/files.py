@@ -172,11 +172,11 @@ def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Ite
     """
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     decoder, offset, begun = codecs.getincrementaldecoder("utf-8")(), 0, False
-    while data := first or stream.read(block):
-        first = b""
+    data = first or stream.read(block)
+    while True:
         unread = len(decoder.getstate()[0])
         try:
-            text = decoder.decode(data)
+            text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
             at, byte = offset - unread + error.start, error.object[error.start]
             raise ValueError(
@@ -188,14 +188,10 @@ def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Ite
                 f"the text is not UTF-8: byte {offset - unread + len(text[: odd.start()].encode())} is as in {kind}"
             )
         offset += len(data)
-        yield newlines.decode(text if begun else text.removeprefix("\ufeff"))
-        begun = begun or bool(text)
-    if left := newlines.decode("", final=True):
-        yield left
-    try:
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        raise ValueError(f"the text is not UTF-8: it ends inside a character, at byte {offset}") from None
+        yield newlines.decode(text if begun else text.removeprefix("\ufeff"), final=not data)
+        if not data:
+            return
+        begun, data = begun or bool(text), stream.read(block)
 
 
 def write_folder(folder: Path, config: dict[str, object], state: dict[str, Tensor]) -> None:
