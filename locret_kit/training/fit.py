@@ -14,8 +14,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from operator import itemgetter
 from pathlib import Path
 
@@ -325,15 +324,18 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery
     backbone = _backbone(cfg, device=None if cfg.trainer.strategy == "auto" else "cpu")
     too_long = beyond_window(backbone, cfg)
     size = f"pool.slots={cfg.pool.slots}" if cfg.trains == "pool" else f"heads.d_hidden={cfg.heads.d_hidden}"
-    with _memory_for(size):
+    try:
         module = TRAININGS[cfg.trains](backbone, cfg)
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise ValueError(f"{size} does not fit into memory: {first_line(error)}") from error
     changes = None if resume is None else check_state(resume, module)
     for warning in (too_long, changes) if trainer.is_global_zero else ():
         if warning:
             print(warning, file=sys.stderr)
     try:
-        with _memory_for(f"data.max_tokens={cfg.data.max_tokens} with data.batch={cfg.data.batch}"):
-            trainer.fit(module, data, ckpt_path=str(resume) if resume else None, weights_only=True)
+        trainer.fit(module, data, ckpt_path=str(resume) if resume else None, weights_only=True)
     except SystemExit as ended:  # Lightning turns Ctrl-C into exit(1) after its callbacks
         if trainer.interrupted:
             raise (TrainingStopped if stop.saved else KeyboardInterrupt) from ended
@@ -345,17 +347,6 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery
     write_json(folder / TRAINING, trained_with(cfg))
     write_curves(out, folder / "curves.csv")
     return folder
-
-
-@contextmanager
-def _memory_for(settings: str) -> Iterator[None]:
-    """Raise ValueError that names the settings where the CPU's memory does not suffice."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" not in str(error):
-            raise
-        raise ValueError(f"{settings} does not fit into memory: {first_line(error)}") from error
 
 
 def _trainer(cfg: TrainConfig, strategy: Strategy | str, callbacks: list[Callback]) -> L.Trainer:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import lightning as L
 import torch
@@ -37,9 +37,6 @@ from ..samples import Sample
 from . import TRAINING, FrozenTraining, gather, trained_with
 from .data import Step
 from .strategy import shard
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 class Observer(Handler):
@@ -273,7 +270,7 @@ class HeadTraining(FrozenTraining):
         self.logger.log_metrics({**self.validated, **layers}, step=self.global_step)  # type: ignore[union-attr]
 
     def _show(self, sample: Sample, predicted_RS: Tensor, target_RS: Tensor, recall: float) -> None:
-        writer = cast("SummaryWriter", self.logger.experiment)  # type: ignore[union-attr]
+        writer = self.logger.experiment  # type: ignore[union-attr]
         tokenizer = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         tokens = [tokenizer.decode([token]) for token in sample.ids[: predicted_RS.shape[-1]]]
         kept = most_kept(predicted_RS).tolist()
