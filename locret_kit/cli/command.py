@@ -166,18 +166,10 @@ def text_of(file: str | None) -> Iterator[str]:
                 )
             if is_converted(name, first):
                 return iter([convert(first + stream.read(LIMIT), name, lost=to_stderr)])
-            blank = not first.strip()
-            if stream.seekable():
-                begun = stream.tell() - len(first)
-                with prefixed_errors(source, ValueError):  # to the end of the file
-                    blank = all([not block.strip() for block in read_utf8(stream, first=first)])
-                stream.seek(begun)
-                first = b""
-            if blank and not first:
-                raise ValueError(f"{source} has no text: name another file, or pipe a text with < FILE")
+            blocks = _blocks(stream, first, source, opened.pop_all())
+            return iter([*blocks]) if stream.seekable() or not first else blocks
         except OSError as error:
             raise ValueError(f"{source} cannot be read: {error.strerror}{_way_out(name)}") from error
-        return _blocks(stream, first, source, opened.pop_all())
 
 
 def _way_out(name: str) -> str:

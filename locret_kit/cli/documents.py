@@ -6,6 +6,7 @@ Errors in files are reported before torch is imported. ``locret-info`` imports n
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import sys
@@ -169,14 +170,8 @@ def words_of(option: str, file: str) -> str:
 
 
 def json_line(value: object) -> str:
-    """A value as JSON, with escapes for characters that stdout's encoding lacks. The escapes of ``open_streams``
-    would be invalid JSON."""
-    line = json.dumps(value, ensure_ascii=False)
-    try:
-        line.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return json.dumps(value)
-    return line
+    """A value as JSON, in ASCII where stdout is not UTF-8: the escapes of ``open_streams`` would be invalid JSON."""
+    return json.dumps(value, ensure_ascii=codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8")
 
 
 ask = entry(ASK, run_ask, also=(RuntimeError,))

@@ -230,10 +230,8 @@ def open_document(
             parts found.
     """
     saved, about = describe(path)
-    ckpt, model = (
-        args.ckpt or (about.names.get("heads") if saved.heads else None),
-        args.model or about.names.get("model"),
-    )
+    ckpt = args.ckpt or (about.names.get("heads") if saved.heads else None)
+    model = args.model or about.names.get("model")
     if saved.heads and not ckpt:
         raise ValueError(f"{path} was read with retaining heads that it does not name: give --ckpt")
     if not model:

@@ -200,8 +200,7 @@ class Chat:
             settings, policy, heads = self._fresh
             cache = BoundedCache(settings, policy, heads, prompt_length=len(ids))
             spans = protected_spans(self.tokenizer, ids, cache.settings.protect, self.system)
-        if spans:
-            cache.pin_all(spans)
+        cache.pin_all(spans)
         newest = tuple(span for span in spans if span[1] == len(ids))
         return _State(ids, cache, now.turns, tuple(set(spans).difference(newest)), newest)
 
