@@ -241,8 +241,6 @@ class Drawn:
 
 def in_reading_order(shown: PdfTextPage, text: str) -> str:
     """The text of an upright page, as PDFium has it, with the lines that hold letters of right-to-left scripts put in order."""
-    if not LETTER.search(text):
-        return text
     rtl = len(LETTER.findall(text)) > len(_OTHER_LETTER.findall(text))
     characters = [chr(pdfium.FPDFText_GetUnicode(shown, at)) for at in range(shown.count_chars())]
     lines, first = [], 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -55,6 +55,9 @@ class Tokens:
 
     def get_seq_length(self) -> int:
         return len(self.ids)
+
+    def pin_all(self, ranges: Iterable[tuple[int, int]]) -> None:
+        assert not [*ranges]
 
     def read(self, ids: Sequence[int]) -> None:
         assert list(ids[: len(self.ids)]) == self.ids  # a cache only goes on with what it has begun

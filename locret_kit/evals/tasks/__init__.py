@@ -159,8 +159,6 @@ def _piece(request: Example, haystack: str, text: str, n_tokens: int) -> str:
 # ---- every task by name -----------------------------------------------------------------------------------------------
 
 
-__all__ = ["Example", "Task", "find_tasks", "groups", "haystack_name", "known_tasks", "row_names"]
-
 ALIASES = {"passkey": "R.PassKey", "number": "R.Number", "kv": "R.KV", "math_find": "Math.Find"}
 HaystackTask = Callable[[str, "str | None"], Task]
 """Makes the task for a haystack: its name and its text (None: repeated sentences)."""
