@@ -174,9 +174,7 @@ def run_of(config: EvalConfig, parts: EvalParts | None = None) -> Run:
     parts = parts or load_parts(config)
     return Run(
         setup=load_setup(config, parts), tasks=tasks, variants=variants(config.policies, config.budgets, parts.trained),
-        lengths=config.lengths, samples=config.samples, out=Path(config.out), keep=config.keep,
-        share_prefix=config.share_prefix, rank=int(os.environ.get("RANK", 0)),
-        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        config=config, rank=int(os.environ.get("RANK", 0)), world_size=int(os.environ.get("WORLD_SIZE", 1)),
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,10 +68,8 @@ def panels(count: int, title: str, width: float = 3.6) -> tuple[Figure, list[Axe
 
 def shared_legend(figure: Figure) -> None:
     """One legend below the panels, each name once; the figure grows by its height."""
-    handles: dict[str, Artist] = {}
-    for axis in figure.axes:
-        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name, handle)
+    pairs = (zip(*axis.get_legend_handles_labels(), strict=True) for axis in figure.axes)
+    handles: dict[str, Artist] = {name: handle for handle, name in chain.from_iterable(pairs)}
     longest = max(len(name) for name in handles)
     columns = max(1, min(4, len(handles), int(figure.get_figwidth() * 13 // (longest + 10))))
     figure.set_figheight(figure.get_figheight() + LEGEND_ROW * math.ceil(len(handles) / columns))

@@ -15,6 +15,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import groupby
 from typing import TypeVar
 
 from ..naming import check_name
@@ -119,12 +120,8 @@ def grouped(items: Iterable[T], key: Callable[[T], tuple]) -> dict[tuple, list[T
 
 def ranges(numbers: Iterable[int]) -> str:
     """``0-3 7`` for 0, 1, 2, 3 and 7."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    found = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])  # the same in a run
+    runs = [[number for _, number in run] for _, run in found]
     return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
@@ -173,16 +170,12 @@ class Value:
         beside = "" if cell.stderr is None else f"± {cell.stderr:.2f}"
         return cls(cell.mean, beside, cell.n, cell.errors, marks if cell.n else "")
 
-    @property
-    def number(self) -> str:
-        """The number alone, with its uncertainty."""
-        value = "-" if self.value is None else f"{self.value:.{self.digits}f}"
-        return f"{value} {self.interval}".rstrip()
-
     def __str__(self) -> str:
         """``0.50 ± 0.13 (n=16)``; errors are named, marks come last."""
+        number = "-" if self.value is None else f"{self.value:.{self.digits}f}"
         failed = f", {self.errors} failed" if self.errors else ""
-        return self.number + ("" if self.n is None else f" (n={self.n}{failed})") + self.marks
+        count = "" if self.n is None else f" (n={self.n}{failed})"
+        return f"{number} {self.interval}".rstrip() + count + self.marks
 
 
 @dataclass(frozen=True)

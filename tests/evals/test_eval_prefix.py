@@ -225,7 +225,8 @@ def test_every_kind_of_task_and_length(heads, tmp_path, kind):
     made = []
     for share in (True, False):
         out = tmp_path / str(share)
-        assert runner.answer(replace(plan, tasks=[documents(kind)], out=out, share_prefix=share)) == 0
+        config = replace(plan.config, out=str(out), share_prefix=share)
+        assert runner.answer(replace(plan, tasks=[documents(kind)], config=config)) == 0
         made.append((out, figures(out)))
     assert made[0][1] == made[1][1] and len(made[0][1]) == 16
     assert (max(row.prefix_shared for row in read_rows(made[0][0])) > 0) == (kind != "nll_prefill")

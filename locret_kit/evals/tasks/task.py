@@ -22,7 +22,6 @@ from ..metrics import Answer, Extra
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHAT = ("auto", "always", "never")
 NEEDS_REFERENCE = ("fidelity", "agreement")
 """Kinds whose reference is what full attention writes."""
 
