@@ -118,6 +118,13 @@ def read_json(path: Path) -> object:
     return parse_json(path.read_bytes(), str(path))
 
 
+def as_object(value: object, where: str) -> dict[str, object]:
+    """A JSON value that has to be an object. Raises ValueError for another one, which begins with ``where``."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a JSON object, not {type(value).__name__}")
+    return value
+
+
 def parse_json(text: str | bytes, where: str, *, strict: bool = False) -> object:
     """The value of a JSON text.
 
@@ -135,9 +142,7 @@ def parse_json(text: str | bytes, where: str, *, strict: bool = False) -> object
         # Written again: a number may have overflowed, a text may be no Unicode.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         return value
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where} has invalid Unicode: {error.reason}") from error
-    except UnicodeDecodeError as error:
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{where} is not UTF-8: {error.reason}") from error
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {first_line(error)}") from error
@@ -245,10 +250,8 @@ def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
         raise lacks
     weights = (folder / WEIGHTS).read_bytes()
     there = (folder / CONFIG).is_file()
-    config = read_json(folder / CONFIG) if there else None
-    if there and not isinstance(config, dict):
-        raise ValueError(f"{folder / CONFIG} is not a configuration of {what}")
-    if isinstance(config, dict) and config.pop(HASH, None) in (None, hashlib.sha256(weights).hexdigest()):
+    config = as_object(read_json(folder / CONFIG), f"{folder / CONFIG}: a configuration of {what}") if there else None
+    if config is not None and config.pop(HASH, None) in (None, hashlib.sha256(weights).hexdigest()):
         return config, weights
     # A save was cut short between the two renames: its weights say what it is.
     with prefixed_errors(_CUT.format(folder / WEIGHTS), SafetensorError), safe_open(folder / WEIGHTS, "np") as file:
@@ -256,10 +259,8 @@ def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
     if within is None:
         pair = f"{folder}: {CONFIG} and {WEIGHTS} belong to different saves, of which the last was cut short"
         raise ValueError(pair) if there else lacks
-    own = parse_json(within, f"{folder / WEIGHTS}: its configuration")
-    if not isinstance(own, dict):
-        raise ValueError(f"{folder / WEIGHTS} holds no configuration of {what}")
-    return own, weights
+    where = f"{folder / WEIGHTS}: its configuration of {what}"
+    return as_object(parse_json(within, where), where), weights
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
