@@ -132,7 +132,7 @@ class Document:
 
     def _go_on(self, text: DocumentText, progress: Progress | None) -> None:
         """Read the new tokens of ``text``, up to the last safe boundary or beyond (``prepare``)."""
-        text.settle()
+        text.stream.settle()
         cache = self._fork(text.tokens + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
         ids = text.settled
         end = cache.schedule.safe(len(ids))

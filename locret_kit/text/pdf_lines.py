@@ -75,7 +75,8 @@ def pieces_of(shown: PdfTextPage, turn: int) -> list[Piece]:
     page, matrix, size = ctypes.cast(raw, ctypes.c_void_p), pdfium.FS_MATRIX(), 0.0
 
     def box(at: int) -> Box:
-        return turned(*shown.get_charbox(at, loose=True), turn)
+        left, bottom, right, top = shown.get_charbox(at, loose=True)
+        return turned(left, bottom, right, top, turn)
 
     def apart(at: int) -> bool:
         """Whether a digit is no part of the number before it, by its place."""

@@ -16,7 +16,6 @@ from locret_kit.config.recipes import TRAIN
 from locret_kit.config.schema import Command, Repeatable, UsageError, full_help, given_by, options_of, read, short_help
 from locret_kit.config.serve_options import PLAN, SERVE, VLLM
 from locret_kit.config.train_options import PUBLISH
-from locret_kit.evals.tasks.task import CHAT as CHAT_FORMS
 from locret_kit.samples.haystack import ENDINGS
 from locret_kit.settings import RunSettings, choices
 
@@ -191,7 +190,6 @@ def test_help_is_ten_options_on_one_screen(one, monkeypatch):
 
 def test_choices_are_those_of_the_parts():
     known = options_of(EVAL.schema)
-    assert choices(known["chat"].annotation) == list(CHAT_FORMS)
     assert choices(known["ending"].annotation) == [*ENDINGS]
 
 
