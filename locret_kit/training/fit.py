@@ -223,14 +223,12 @@ def begin_from(resume: str, out: Path) -> Path | None:
     Raises:
         ValueError: a new run in the folder of another, or ``resume`` is no checkpoint of a run.
     """
-    if resume == "never":
-        if any((out / "state").glob("*.ckpt")):
-            newest = newest_state(out)
+    if resume in ("auto", "never"):
+        newest = newest_state(out)
+        if resume == "never" and any((out / "state").glob("*.ckpt")):
             steps = read_state(newest)["global_step"] if newest else 0
             raise ValueError(f"out={out} holds a run of {steps} steps: resume=auto continues it, or choose another out")
-        return None
-    if resume == "auto":
-        return newest_state(out)
+        return newest
     try:
         read_state(Path(resume))
     except ValueError as error:

@@ -122,21 +122,22 @@ class Together(Handler):
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
         q_rot, k_rot = self._rotated(layer, q_BQTD, k_BHTD)
         for b, (observer, length) in enumerate(zip(self.observers, self.lengths, strict=True)):
-            q, k, v, *rotated = (x[b : b + 1, :, :length] for x in (q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot))
-            observer.score(layer, q, k, v, *rotated, softmax)
+            q, k, v, q_own, k_own = (x[b : b + 1, :, :length] for x in (q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot))
+            observer.score(layer, q, k, v, q_own, k_own, softmax)
         return attend_text(q_rot, k_rot, v_BHTD, softmax, self.observers[0].layers[layer])
 
     def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
-        rotated = self._rotated(layer, q_BQTD, k_BHTD)
-        return attend_text(*rotated, v_BHTD, softmax, self.observers[0].layers[layer])
+        q_rot, k_rot = self._rotated(layer, q_BQTD, k_BHTD)
+        return attend_text(q_rot, k_rot, v_BHTD, softmax, self.observers[0].layers[layer])
 
-    def _rotated(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor) -> list[Tensor]:
+    def _rotated(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated queries and keys, each text's by its own frequencies."""
         rotated = [
             rotated_text(observer.ropes[layer], q_BQTD[b : b + 1], k_BHTD[b : b + 1])
             for b, observer in enumerate(self.observers)
         ]
-        return [torch.cat(rows) for rows in zip(*rotated, strict=True)]
+        q_rot, k_rot = (torch.cat(rows) for rows in zip(*rotated, strict=True))
+        return q_rot, k_rot
 
 
 def unit_of(cfg: TrainConfig) -> Literal["logit", "log_prob"]:
@@ -296,21 +297,24 @@ class KeepBest(Callback):
         recall = module.validated.get("val/recall")
         if recall is None or not self.keep:
             return
-        mine = (f"{recall:.4f}", trainer.global_step)
-        best = sorted({*self._kept(), mine}, key=lambda entry: (float(entry[0]), entry[1]))[-self.keep :]
+        mine = f"recall={recall:.4f}-step={trainer.global_step}"
+        best = sorted({*self._kept(), mine}, key=self._rank)[-self.keep :]
         if mine in trainer.strategy.broadcast(best):
             heads = gather(trainer)
             if isinstance(heads, RetainingHeads):
-                folder = self.folder / f"recall={mine[0]}-step={mine[1]}"
+                folder = self.folder / mine
                 heads.save_pretrained(folder, self.dtype)
                 write_json(folder / TRAINING, {**trained_with(module.cfg), "step": trainer.global_step})
         if trainer.is_global_zero:
-            for entry in set(self._kept()) - set(best):
-                shutil.rmtree(self.folder / f"recall={entry[0]}-step={entry[1]}")
+            for name in set(self._kept()) - set(best):
+                shutil.rmtree(self.folder / name)
 
-    def _kept(self) -> list[tuple[str, int]]:
-        matches = [self.NAME.match(path.name) for path in self.folder.iterdir()] if self.folder.exists() else []
-        return [(match[1], int(match[2])) for match in matches if match]
+    def _kept(self) -> list[str]:
+        return [path.name for path in self.folder.glob("*") if self.NAME.match(path.name)]
+
+    def _rank(self, name: str) -> tuple[float, int]:
+        recall, step = self.NAME.findall(name)[0]
+        return float(recall), int(step)
 
 
 # ---- pictures and text for TensorBoard: predicted against target importance, and the prompt with its kept tokens ------
