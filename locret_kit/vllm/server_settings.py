@@ -12,7 +12,7 @@ from ..policies import Policy
 from ..policies.capabilities import Subject, refuse
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, load_plugin
-from ..settings import RunSettings, made, read_protect
+from ..settings import RunSettings, read_protect
 
 LOG = logging.getLogger("locret_kit")
 LEFT_OUT = {
@@ -45,13 +45,8 @@ class VllmSettings(RunSettings):
         super().__post_init__()
         check_settings(self)
 
-    @classmethod
-    def read(cls, section: Mapping[str, object]) -> VllmSettings:
-        """Settings of the section of vLLM's additional configuration."""
-        return made(cls, dict(section))
-
     def given(self) -> dict[str, object]:
-        """The section that ``read`` reads: settings that differ from their defaults."""
+        """The section: settings that differ from their defaults."""
         plain = asdict(VllmSettings())
         return {name: value for name, value in asdict(self).items() if value != plain[name]}
 
