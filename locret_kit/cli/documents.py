@@ -289,9 +289,8 @@ def run_kept(args: KeptOptions) -> int:
         return 0
     counts, heads = found.heads(args.layer, args.head)
     where = ", ".join(f"{what} {n}" for what, n in (("layer", args.layer), ("head", args.head)) if n is not None)
-    print(
-        f"{plain(title)}: {plain(lead)}; {(counts > 0).sum()} of {found.seen} held ({where or 'all layers and heads'})\n"
-    )
+    held = f"{(counts > 0).sum()} of {found.seen} held ({where or 'all layers and heads'})"
+    print(f"{plain(title)}: {plain(lead)}; {held}\n")
     shown = ["".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text) for text in texts[: found.seen]]
     print(highlight(shown, counts / heads, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0
