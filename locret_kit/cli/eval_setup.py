@@ -166,15 +166,16 @@ def settings_of(
     return settings
 
 
-def run_of(config: EvalConfig, parts: EvalParts | None = None) -> Run:
-    """Load tasks, backbone and heads. ``parts``: the result of `load_parts` if already loaded."""
+def run_of(config: EvalConfig, parts: EvalParts) -> Run:
+    """Load tasks and the backbone, for the ``parts`` of `load_parts`."""
     tasks = find_tasks(
         config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples, metric=config.metric
     )
-    parts = parts or load_parts(config)
     return Run(
         setup=load_setup(config, parts), tasks=tasks, variants=variants(config.policies, config.budgets, parts.trained),
-        config=config, rank=int(os.environ.get("RANK", 0)), world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        lengths=config.lengths, samples=config.samples, out=Path(config.out), keep=config.keep,
+        share_prefix=config.share_prefix, rank=int(os.environ.get("RANK", 0)),
+        world_size=int(os.environ.get("WORLD_SIZE", 1)),
     )  # fmt: skip
 
 

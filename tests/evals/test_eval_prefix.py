@@ -25,7 +25,7 @@ from transformers import LlamaForCausalLM
 from locret_kit.backbones.libraries import cache_among
 from locret_kit.cache.bounded import BoundedCache, CannotFork
 from locret_kit.cli.eval import main
-from locret_kit.cli.eval_setup import run_of
+from locret_kit.cli.eval_setup import load_parts, run_of
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.evals.engine import measure, read_rows, runner
 from locret_kit.evals.engine.measure import SharedBeginning, shared_lengths
@@ -221,12 +221,12 @@ def documents(kind: str) -> Task:
 def test_every_kind_of_task_and_length(heads, tmp_path, kind):
     """Exact figures of the likelihood; a pyramid's budgets depend on the prompt's length, so not all can be shared."""
     policies = "[full,locret,pyramid-locret,random]"
-    plan = run_of(load_eval_config(words(heads, tmp_path / "x", samples=4, policies=policies, budgets="[40]")))
+    config = load_eval_config(words(heads, tmp_path / "x", samples=4, policies=policies, budgets="[40]"))
+    plan = run_of(config, load_parts(config))
     made = []
     for share in (True, False):
         out = tmp_path / str(share)
-        config = replace(plan.config, out=str(out), share_prefix=share)
-        assert runner.answer(replace(plan, tasks=[documents(kind)], config=config)) == 0
+        assert runner.answer(replace(plan, tasks=[documents(kind)], out=out, share_prefix=share)) == 0
         made.append((out, figures(out)))
     assert made[0][1] == made[1][1] and len(made[0][1]) == 16
     assert (max(row.prefix_shared for row in read_rows(made[0][0])) > 0) == (kind != "nll_prefill")

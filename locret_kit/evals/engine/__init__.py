@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...config.eval_options import EvalConfig
 from ...files import as_object, locked, read_json
 from ...naming import prefixed_errors
 from ...settings import Resolved, RunSettings, annotations_of, checked, made
@@ -95,8 +94,13 @@ class Run:
     setup: Setup
     tasks: list[Task]
     variants: list[Variant]
-    config: EvalConfig
-    """What was asked for; of its settings ``setup`` has those of the caches."""
+    lengths: list[int]
+    samples: int
+    out: Path
+    keep: int = 0
+    """Store the kept tokens after the prompt for the first n examples of each task."""
+    share_prefix: bool = True
+    """Read what prompts about one document have in common once, see `measure.SharedBeginning`."""
     rank: int = 0
     world_size: int = 1
 
@@ -105,14 +109,9 @@ class Run:
         one, first numbers of every task and length first."""
         by_beginning: dict[tuple[str, str, int, int], list[Example]] = defaultdict(list)
         for example in self.examples():
-            task, alike = example.task, self.config.share_prefix and example.task.begins_alike
+            task, alike = example.task, self.share_prefix and example.task.begins_alike
             by_beginning[task.name, task.haystack, example.length, -1 if alike else example.sample].append(example)
         return list(by_beginning.values())
-
-    @property
-    def out(self) -> Path:
-        """The folder of the rows."""
-        return Path(self.config.out)
 
     def row_keys(self) -> Iterator[tuple[str | int | float, ...]]:
         """Keys of all rows."""
@@ -121,8 +120,8 @@ class Run:
     def examples(self) -> Iterator[Example]:
         """All examples, before they are made: first numbers of every task and length first."""
         setup = self.setup
-        for sample in range(self.config.samples):
-            for length in self.config.lengths:
+        for sample in range(self.samples):
+            for length in self.lengths:
                 for task in self.tasks:
                     if task.size is None or sample < task.size:
                         yield Example(task, setup.tokenizer, length, sample, setup.seed, setup.chat, setup.ending)

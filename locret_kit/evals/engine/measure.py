@@ -243,7 +243,7 @@ def _score_generation(
     kept: Fields = {}
 
     def at_end_of_prompt(read: int, total: int) -> None:
-        if read == total and example.sample < run.config.keep:
+        if read == total and example.sample < run.keep:
             kept["kept"] = store_kept(run.out, variant.key(example), cache, example.ids)
 
     written = Answer(

@@ -117,7 +117,7 @@ def check(run: Run) -> None:
         elif variant.policy == BM25:
             library("bm25s")
         else:
-            cache_for(run.setup, variant, min(run.config.lengths))
+            cache_for(run.setup, variant, min(run.lengths))
     for task in run.tasks:
         if task.kind in ("answer", "fidelity"):
             metric = get_metric(task.metric)
