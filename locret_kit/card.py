@@ -11,10 +11,12 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from jinja2 import Environment, StrictUndefined, UndefinedError
 
 from .backbones.load import resolve_model
 from .cis import TOP
@@ -28,6 +30,10 @@ from .settings import SMOOTH_L1
 
 _FILE = re.compile(r"\.(json|jsonl|parquet|txt|gz|md|yaml|pt|bin|ckpt|safetensors)$")
 CARD, TRAINING = "README.md", "training.json"
+TEMPLATE = Environment(undefined=StrictUndefined, trim_blocks=True).from_string(
+    resources.files(__package__).joinpath("card.md").read_text(encoding="utf-8")
+)
+"""A card below its metadata: the author's prose or the heads' shape and training, an example that runs, and results."""
 EXTRAS = ("*.csv", "*.jsonl", "*.md", "*.png", "*.txt", "NOTICE", TRAINING)
 """Files published with the heads if present: curves, evaluation rows and tables, the run's configuration, notices
 and terms."""
@@ -101,41 +107,26 @@ def write_release(
             shutil.copy(file, target / file.name)
     mine = [row for row in rows if beside is not None and row.heads == beside.name]
     check_cells(mine)
-    try:
-        body = prose or describe(config, sum(p.numel() for p in heads.parameters()), training)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{source}: {TRAINING} is no training's configuration: {type(error).__name__} {error}"
-        ) from error
+    cells = summarize(row for row in mine if row.policy == config.policy)
+    wrong = KeyError, TypeError, UndefinedError
+    with prefixed_errors(f"{source}: {TRAINING} is no training's configuration", *wrong):
+        sources = training["data"]["sources"] if training else []
+        body = TEMPLATE.render(
+            config=config, repo=repo, prose=prose.strip(), training=training, smooth_l1=SMOOTH_L1, top=f"{TOP:.0%}",
+            parameters=sum(p.numel() for p in heads.parameters()), results=results_table(cells) if cells else "",
+        )  # fmt: skip
     # The client's checks of metadata raise errors of many kinds.
     with prefixed_errors(f"{source}: {CARD} has metadata that the Hub does not know", Exception):
-        card = make_card(config, repo, body, mine, {**given, **({"license": license} if license else {})}, training)
-    (target / CARD).write_text(card, encoding="utf-8")
+        given |= {"license": license} if license else {}
+        metadata = ModelCardData(**facts_of(config, repo, cells, sources, given)).to_yaml()
+    (target / CARD).write_text(f"---\n{metadata}\n---\n\n{body.strip()}\n", encoding="utf-8")
     return sorted(file.name for file in target.iterdir())
 
 
-def make_card(
-    config: HeadsConfig,
-    repo: str,
-    prose: str,
-    rows: Sequence[Row],
-    given: Mapping[str, object] | None = None,
-    training: Mapping[str, Any] | None = None,
-) -> str:
-    """The whole card; metadata that its author wrote by hand (``given``) comes first, results come from ``rows``."""
-    given = {k: v for k, v in (given or {}).items() if k != "model-index"}
-    sources = training["data"]["sources"] if training else []
-    facts: dict[str, Any] = {
-        "license": "apache-2.0",
-        "library_name": "locret_kit",
-        "pipeline_tag": "text-generation",
-        "tags": ["locret", "kv-cache", "long-context"],
-        "datasets": [name for name in sources if REPO.match(name)] or None,
-        **given,
-        "base_model": config.backbone,
-        "base_model_relation": "adapter",
-    }
-    cells = own_cells(rows, config.policy)
+def facts_of(
+    config: HeadsConfig, repo: str, cells: Sequence[Cell], sources: Sequence[str], given: Mapping[str, object]
+) -> dict[str, Any]:
+    """A card's metadata; what its author wrote by hand (``given``) comes first, results come from ``cells``."""
     results = [
         EvalResult(
             task_type="text-generation",
@@ -149,76 +140,17 @@ def make_card(
         )
         for cell in cells
     ]
-    if results:
-        facts |= {"eval_results": results, "model_name": repo.split("/")[1]}
-    parts = [f"---\n{ModelCardData(**facts).to_yaml()}\n---", prose.strip()]
-    if f'from_pretrained("{repo}")' not in prose:
-        parts.append(
-            f"## Use\n\n```bash\nlocret-infer --ckpt {repo} < long.txt\n```\n\n```python\n{snippet(config, repo)}```"
-        )
-    if results:
-        parts.append("## Measured\n\n" + results_table(cells))
-    return "\n\n".join(parts) + "\n"
-
-
-def snippet(config: HeadsConfig, repo: str) -> str:
-    """Python that answers from ``long.txt`` with these heads; a test runs it."""
-    inference = {"budget": 1024, "chunk": 512, **config.inference}
-    adapter = f', adapter="{config.adapter}"' if config.adapter else ""
-    return f"""from locret_kit import CACHE, BoundedCache, RetainingHeads, attach
-from locret_kit.backbones.load import load_backbone
-
-heads = RetainingHeads.from_pretrained("{repo}")
-model, tokenizer = load_backbone("{config.backbone}"{adapter})
-prompt = open("long.txt").read() + "\\n\\nQuestion: what is this text about?\\nAnswer:"
-ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
-cache = BoundedCache(budget={inference["budget"]}, heads=heads, prompt_length=ids.shape[1])
-with attach(model):
-    out = model.generate(ids, **{{CACHE: cache}}, prefill_chunk_size={inference["chunk"]}, max_new_tokens=32)
-print(tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True))
-"""
-
-
-def describe(config: HeadsConfig, parameters: int, training: Mapping[str, Any] | None) -> str:
-    """A card's prose for heads that come with none: their shape, and how they were trained where that is known."""
-    width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-    unit = {"logit": "attention logit", "log_prob": "log-probability"}[config.target]
-    shape = f"{width} -> {config.d_hidden} -> {config.n_kv_heads}, {config.activation}, no biases"
-    loss = str(training["loss"].get("kind", SMOOTH_L1)) if training else SMOOTH_L1
-    plain = loss.startswith(SMOOTH_L1)
-    predicts = (
-        f"the largest {unit} that later answer queries will give its slot" if plain else "what its slot will be worth"
-    )
-    paragraphs = [
-        f"# Retaining heads for {config.backbone.split('/')[-1]}",
-        f"One MLP ({shape}) for each of {config.n_layers} layers ({parameters / 1e6:.1f}M parameters in all) that predicts, "
-        f"from a token's q, k, v before RoPE, {predicts}. The key/value cache keeps the slots "
-        "that score best ([Locret](https://arxiv.org/abs/2410.01805)).",
-    ]
-    if config.adapter:
-        link = f"[{config.adapter}](https://huggingface.co/{config.adapter})"
-        paragraphs.append(f"They belong to the backbone with the adapter {link}.")
-    if training and training.get("trains", "heads") == "heads":
-        optim, data = training["optim"], training["data"]
-        steps = f"{training['step']} of {optim['steps']}" if "step" in training else optim["steps"]  # of the best heads
-        learned = f"target {training['target']['kind']}" + ("" if plain else f", loss {loss}")
-        learned += f", the top {TOP:.0%} of slots weigh {training['loss']['top_weight']:g}"
-        paragraphs += [
-            "## Training",
-            f"{steps} steps of {optim['accumulate']} samples per device, at most {data['max_tokens']} tokens each, "
-            f"from {', '.join(data['sources'])}; learning rate {optim['lr']:g}, {learned}. "
-            f"The whole configuration is in `{TRAINING}`.",
-        ]
-        if set_aside := training.get("set_aside"):  # a run that does not say so may have trained on them
-            made = "synthetic" in data["sources"]
-            apart = ["no record with a document of theirs"] if not made or len(data["sources"]) > 1 else []
-            apart += (
-                ["no 13 words in a row of the texts that they hide facts in and none of their facts"] if made else []
-            )
-            paragraphs.append(
-                f"Validation samples ({set_aside}) were set aside before training: {', and '.join(apart)} was trained on."
-            )
-    return "\n\n".join(paragraphs)
+    return {
+        "license": "apache-2.0",
+        "library_name": "locret_kit",
+        "pipeline_tag": "text-generation",
+        "tags": ["locret", "kv-cache", "long-context"],
+        "datasets": [name for name in sources if REPO.match(name)] or None,
+        **{name: value for name, value in given.items() if name != "model-index"},
+        "base_model": config.backbone,
+        "base_model_relation": "adapter",
+        **({"eval_results": results, "model_name": repo.split("/")[1]} if results else {}),
+    }
 
 
 def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[Row]]:
@@ -232,10 +164,8 @@ def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[
     Raises:
         ValueError: another line that is no JSON, or a row with a field of another type; names file and line.
     """
-    try:
+    with prefixed_errors(f"{file} is not UTF-8", UnicodeDecodeError):
         lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand in an answer
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8: {error.reason}") from error
     kept, rows = [], []
     for number, line in enumerate(lines, 1):
         where = f"{file}, line {number}"
@@ -257,11 +187,6 @@ def public_rows(file: Path, recorded: str, published: str) -> tuple[bytes, list[
             rows += [row] if row.score is not None else []
         kept.append(line + "\n")
     return "".join(kept).encode("utf-8", "backslashreplace"), rows  # half a surrogate pair as JSON's own escape
-
-
-def own_cells(rows: Sequence[Row], policy: str) -> list[Cell]:
-    """Results of the heads' published policy, one cell each."""
-    return summarize(row for row in rows if row.policy == policy)
 
 
 def results_table(cells: Sequence[Cell]) -> str:

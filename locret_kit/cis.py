@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from locret_kernels.backend import choose, function
 
+from .naming import check_name
+
 TARGETS = ("logit", "log_prob")
 FLOOR = -12.0
 """Lower clip of log-probabilities in training, nats: how far below nothing is asked of a slot does not matter."""
@@ -44,8 +46,7 @@ def cis_target(
     Raises:
         ValueError: an unknown kind, or no query.
     """
-    if kind not in TARGETS:
-        raise ValueError(f"target={kind!r} is unknown; known: {', '.join(TARGETS)}")
+    check_name("target", kind, TARGETS)
     plain = cap is None and sinks_Q is None
     backend = choose(None if plain else "reference", q_BQTD.device, q_BQTD.shape[-1], q_BQTD.dtype)
     more = {} if plain else {"cap": cap, "sinks_Q": sinks_Q}

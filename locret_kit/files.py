@@ -16,11 +16,11 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from .naming import first_line, prefixed_errors
 
@@ -118,6 +118,13 @@ def read_json(path: Path) -> object:
     return parse_json(path.read_bytes(), str(path))
 
 
+def as_object(value: object, where: str) -> dict[str, object]:
+    """A JSON value that has to be an object. Raises ValueError for another one, which begins with ``where``."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a JSON object, not {type(value).__name__}")
+    return value
+
+
 def parse_json(text: str | bytes, where: str, *, strict: bool = False) -> object:
     """The value of a JSON text.
 
@@ -135,9 +142,7 @@ def parse_json(text: str | bytes, where: str, *, strict: bool = False) -> object
         # Written again: a number may have overflowed, a text may be no Unicode.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         return value
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where} has invalid Unicode: {error.reason}") from error
-    except UnicodeDecodeError as error:
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{where} is not UTF-8: {error.reason}") from error
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {first_line(error)}") from error
@@ -172,11 +177,11 @@ def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Ite
     """
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     decoder, offset, begun = codecs.getincrementaldecoder("utf-8")(), 0, False
-    while data := first or stream.read(block):
-        first = b""
+    data = first or stream.read(block)
+    while True:
         unread = len(decoder.getstate()[0])
         try:
-            text = decoder.decode(data)
+            text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
             at, byte = offset - unread + error.start, error.object[error.start]
             raise ValueError(
@@ -188,14 +193,10 @@ def read_utf8(stream: BinaryIO, block: int = 1 << 16, first: bytes = b"") -> Ite
                 f"the text is not UTF-8: byte {offset - unread + len(text[: odd.start()].encode())} is as in {kind}"
             )
         offset += len(data)
-        yield newlines.decode(text if begun else text.removeprefix("\ufeff"))
-        begun = begun or bool(text)
-    if left := newlines.decode("", final=True):
-        yield left
-    try:
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        raise ValueError(f"the text is not UTF-8: it ends inside a character, at byte {offset}") from None
+        yield newlines.decode(text if begun else text.removeprefix("\ufeff"), final=not data)
+        if not data:
+            return
+        begun, data = begun or bool(text), stream.read(block)
 
 
 def write_folder(folder: Path, config: dict[str, object], state: dict[str, Tensor]) -> None:
@@ -244,40 +245,22 @@ def read_folder_config(folder: Path, what: str) -> dict[str, object]:
 
 def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
     """The configuration and the bytes of the weights, of one save."""
-    from safetensors.torch import load
-
     lacks = FileNotFoundError(f"{folder} holds no {what}: it needs {CONFIG} and {WEIGHTS}")
     if not (folder / WEIGHTS).is_file():
         raise lacks
     weights = (folder / WEIGHTS).read_bytes()
     there = (folder / CONFIG).is_file()
-    config = read_json(folder / CONFIG) if there else None
-    if there and not isinstance(config, dict):
-        raise ValueError(f"{folder / CONFIG} is not a configuration of {what}")
-    if isinstance(config, dict) and config.pop(HASH, None) in (None, hashlib.sha256(weights).hexdigest()):
+    config = as_object(read_json(folder / CONFIG), f"{folder / CONFIG}: a configuration of {what}") if there else None
+    if config is not None and config.pop(HASH, None) in (None, hashlib.sha256(weights).hexdigest()):
         return config, weights
     # A save was cut short between the two renames: its weights say what it is.
-    metadata = _header(weights).get("__metadata__")
-    within = metadata.get(CONFIG) if isinstance(metadata, dict) else None
-    if not isinstance(within, str):
-        with prefixed_errors(_CUT.format(folder / WEIGHTS), SafetensorError):
-            load(weights)
+    with prefixed_errors(_CUT.format(folder / WEIGHTS), SafetensorError), safe_open(folder / WEIGHTS, "np") as file:
+        within = (file.metadata() or {}).get(CONFIG)
+    if within is None:
         pair = f"{folder}: {CONFIG} and {WEIGHTS} belong to different saves, of which the last was cut short"
         raise ValueError(pair) if there else lacks
-    own = parse_json(within, f"{folder / WEIGHTS}: its configuration")
-    if not isinstance(own, dict):
-        raise ValueError(f"{folder / WEIGHTS} holds no configuration of {what}")
-    return own, weights
-
-
-def _header(weights: bytes) -> dict[str, object]:
-    """The header of a safetensors file; an empty one where there is none."""
-    size = int.from_bytes(weights[:8], "little")
-    try:
-        header = json.loads(weights[8 : 8 + size])
-    except ValueError:
-        return {}
-    return header if isinstance(header, dict) else {}
+    where = f"{folder / WEIGHTS}: its configuration of {what}"
+    return as_object(parse_json(within, where), where), weights
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -304,9 +287,9 @@ def locked(path: Path, busy: str, wait: float = 0.0) -> Iterator[None]:
     """
     import filelock
 
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(filelock.FileLock(path, wait, 0o600, thread_local=False))  # a store ends in any thread
-        except filelock.Timeout as error:
-            raise OSError(busy) from error
+    try:
+        held = filelock.FileLock(path, wait, 0o600, thread_local=False).acquire()  # a store ends in any thread
+    except filelock.Timeout as error:
+        raise OSError(busy) from error
+    with held:
         yield

@@ -8,7 +8,7 @@ config.json), one ``.pt`` file, the published flat ``.bin``, the Hub.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,7 +25,7 @@ from .backbones import demo
 from .backbones.decoder_attention import Linear
 from .backbones.spec import AttentionLayer, BackboneSpec, spec_of
 from .backbones.weights import fingerprint
-from .files import CONFIG, HASH, WEIGHTS, read_folder, read_json, read_weights, write_beside, write_folder
+from .files import CONFIG, HASH, WEIGHTS, as_object, read_folder, read_json, read_weights, write_beside, write_folder
 from .naming import prefixed_errors
 from .settings import Description, RunSettings, annotations_of, check, checked, made
 
@@ -181,10 +181,6 @@ class HeadsConfig:
         """The policy that they were published with."""
         return str(self.inference.get("policy") or "locret")
 
-    def to_dict(self) -> dict[str, object]:
-        """Every field by name, as ``config.json`` has them."""
-        return asdict(self)
-
 
 class RetainingHead(nn.Module):
     """``fc2(act(fc1([q; k; v])))`` without biases; ``[B, heads, T, D]`` inputs to predicted CIS ``[B, H, T]``."""
@@ -291,7 +287,7 @@ class RetainingHeads(nn.Module):
         """
         exact = all(torch.equal(weight.to(torch.bfloat16).to(weight.dtype), weight) for weight in self.parameters())
         dtype = dtype or (torch.bfloat16 if exact else torch.float32)
-        config, state, path = {"format": FORMAT, **self.config.to_dict()}, state_of(self, dtype), Path(target)
+        config, state, path = {"format": FORMAT, **asdict(self.config)}, state_of(self, dtype), Path(target)
         if path.suffix == ".pt":
             write_beside(path, lambda beside: torch.save({"config": config, "state": state}, beside))
         else:
@@ -334,17 +330,12 @@ def _config_of(stored: Stored, backbone: str | None) -> HeadsConfig:
         if not path.exists():
             raise ValueError(f"{stored.path} does not name its backbone: give it (--model, or backbone=)")
         raw = read_json(path)
-    if not isinstance(raw, Mapping):
-        raise ValueError(f"{path} is not a configuration of heads")
+    raw = as_object(raw, f"{path}: a configuration of heads")
     with prefixed_errors(str(path), ValueError):
         if "architectures" in raw:
             raise ValueError("it is a backbone, not retaining heads: give it as --model (or model=)")
         if raw.get("format", FORMAT) != FORMAT:
             raise ValueError(f"format={raw['format']!r} must be {FORMAT!r}")
-        if (form := raw.get("form", "mlp")) != "mlp":
-            raise ValueError(
-                f"form={form} was tried and lost to the paper's MLP; commit 4ec06cb is the last that reads it"
-            )
         own = {name: value for name, value in raw.items() if name not in ("format", "form", HASH)}
         return made(HeadsConfig, own, "field")
 

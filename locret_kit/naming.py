@@ -14,6 +14,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def check_name(what: str, word: str, known: Iterable[str]) -> None:
+    """Raise ValueError for a name that is not known; suggests the nearest."""
+    if word not in known:
+        raise ValueError(f"{what}={word!r} is unknown.{nearest(word, known)} Known: {', '.join(known)}")
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type's name where it has none; of the system's errors file and reason."""
     if isinstance(error, OSError) and error.strerror:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import IO
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -21,19 +19,18 @@ from ..config.infer_options import BatchPrompt, Generation, InferOptions, Name
 from ..documents.document import Document
 from ..files import write_json
 from ..heads import RetainingHeads
-from ..naming import first_line
+from ..naming import first_line, prefixed_errors
 from ..runtime.engine import run as answered
 from ..runtime.report import versions, weights_hash
 from ..runtime.sequence import Request, Sequence
-from ..runtime.session import Answer, Sampling, closed
+from ..runtime.session import Answer
 from ..runtime.thoughts import Thought
 from ..settings import made
 from ..text.template import has_template, render_messages
 from ..text.tokens import answer_text, stream_ids
+from . import loading
 from .command import check_question, progress, title_of, write_answer
-from .loading import ModelChoice, beyond_window, check_sampling, not_shown, prompt_ids, resolve_choice
 
-Say = Callable[[str], None]
 SHARED = (*(item.name for item in fields(Generation)), "seed")
 """Options that a line may have for itself."""
 
@@ -42,17 +39,17 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
     """Load, then answer the questions about a text, or continue it. Each answer is begun when it is shown; the text is read once
     for all of them where they are then the same. Raises ValueError or OSError with a one-line message."""
     questions: list[str | None] = [*args.question] or [None]  # None: the text is continued
-    sampling, shown = check_sampling(args), None if args.quiet else progress
+    generation, shown = loading.generation_of(args), None if args.quiet else progress
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
     pick_device(args.device)  # before a long text is tokenised
-    chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args, asked=questions != [None])
+    chosen = loading.resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args, asked=questions != [None])
     warnings: list[str | None] = [*chosen.warnings]
     say(f"backbone: {chosen.backbone}")
     if len(questions) > 1:
         text = list(text)
     tokenizer = load_tokenizer(chosen.backbone)
     args.set_template(tokenizer)
-    prompts = [prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
+    prompts = [loading.prompt_ids(tokenizer, text, question, chat=args.chat) for question in questions]
     say(f"prompt: {' and '.join(str(len(ids)) for ids in prompts)} tokens")
     model, _ = chosen.load(args, tokenizer)
     if args.dtype == "auto":
@@ -62,35 +59,31 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
     def alone(question: str | None, ids: array[int]) -> Answer:
         cache, warning = chosen.cache(run, tokenizer, ids, asked=args.chat and question is not None)
         warnings.append(warning)
+        limit = args.max_thought_tokens
+        thought = None if question is None else Thought.after(tokenizer, ids, max_tokens=limit)
         return Answer(
-            model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
-            progress=shown and shown(), thought=thought_of(args, tokenizer, ids) if question is not None else None,
+            model, tokenizer, ids, cache, max_new_tokens=args.max_new_tokens, sampling=generation["sampling"], seed=args.seed,
+            progress=shown and shown(), thought=thought,
         )  # fmt: skip
 
     answers = map(alone, questions, prompts)
-    if len(questions) > 1 and reads_once(args, chosen, tokenizer):
+    # Reading the text once gives the same answers bit for bit where no prompt's length decides budget, chunk or room.
+    by_length = isinstance(args.budget, float) or args.one_shot or not chosen.evicts
+    if len(questions) > 1 and tokenizer.is_fast and not by_length:
         document = Document.read(
             model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat, title=title_of(args.file),
             progress=shown and shown(),
         )  # fmt: skip
-        warnings.append(not_shown(args.protect, document.protected(document.prompt("?"))))
-        ask = partial(
-            document.ask, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
-            max_thought_tokens=args.max_thought_tokens,
-        )  # fmt: skip
-        answers = map(ask, args.question)
+        warnings.append(loading.not_shown(args.protect, document.protected(document.prompt("?"))))
+        answers = map(partial(document.ask, **generation), args.question)
     reports: list[dict[str, object]] = []
     for question, answer in zip(questions, answers, strict=True):
-        for line in (*warnings, beyond_window(model, answer.cache)) if not reports else ():
+        for line in (*warnings, loading.beyond_window(model, answer.cache)) if not reports else ():
             if line:
                 print(line, file=sys.stderr)
         write_answer(answer, question if len(questions) > 1 else None, first=not reports, quiet=args.quiet)
-        for line in answer.report.lines():
+        for line in (*answer.report.lines(), *loading.remarks(answer, args)):
             say(line)
-        if said_of := closed(answer.thought):
-            say(said_of)
-        if answer.finish_reason == "length":
-            say(f"the answer was cut after max_new_tokens={args.max_new_tokens}")
         asked = {"question": question} if len(questions) > 1 else {}
         said = {"answer": str(answer), "finish_reason": answer.finish_reason}
         said |= {"thought": answer.thought_text} if answer.thought_text else {}
@@ -101,19 +94,7 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
     return 0
 
 
-def thought_of(args: Generation, tokenizer: PreTrainedTokenizerBase, ids: array[int]) -> Thought | None:
-    """The thought of an answer to a prompt, where the model marks some."""
-    return Thought.after(tokenizer, ids, max_tokens=args.max_thought_tokens)
-
-
-def reads_once(args: InferOptions, chosen: ModelChoice, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether reading the text once for several questions gives bit-identical answers. It does not if the budget,
-    the single chunk or the room depends on each prompt's length."""
-    by_length = isinstance(args.budget, float) or args.one_shot or not chosen.evicts
-    return tokenizer.is_fast and not by_length
-
-
-def origin_of(chosen: ModelChoice, backend: object) -> dict[str, object]:
+def origin_of(chosen: loading.ModelChoice, backend: object) -> dict[str, object]:
     """The origin of a report. The heads are read anew for their hash, since the run has cast them."""
     heads = RetainingHeads.from_pretrained(chosen.ckpt, backbone=chosen.backbone) if chosen.ckpt else None
     hashed = weights_hash(heads) if heads is not None else ""
@@ -135,8 +116,8 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
     """Load the model and answer the remaining prompts; returns the exit status. Raises ValueError or OSError with a
     one-line message."""
     left, total = [line for key, line in lines.items() if key not in done], len(lines)
-    Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-    chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args)
+    loading.sampling_of(args)
+    chosen = loading.resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args)
     if not left:
         print(f"{target} has an answer for each of the {total} prompts", file=sys.stderr)
         return 0
@@ -146,7 +127,7 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
         warn(line)
     errors: list[Name] = []
     bar = tqdm(total=total, initial=total - len(left), unit="prompt", disable=args.quiet)
-    with open_answers(target) as out, bar:
+    with prefixed_errors(f"cannot write {target}", OSError), open(target, "a", encoding="utf-8") as out, bar:
 
         def write(name: Name, **record: object) -> None:
             print(json.dumps({"id": name, **record}, ensure_ascii=False), file=out, flush=True)
@@ -164,12 +145,14 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
         def requests() -> Iterator[Line]:
             for name, data in left:
                 try:
-                    prompt, sampling = read_line(args, data)
+                    prompt = read_line(args, data)
+                    sampling = loading.sampling_of(prompt)
                     ids, asked = ids_of(args, prompt, tokenizer)
                 except ValueError as error:
                     write(name, error=first_line(error))
                     continue
-                thought = None if prompt.prompt is not None else thought_of(prompt, tokenizer, ids)
+                limit = prompt.max_thought_tokens
+                thought = None if prompt.prompt is not None else Thought.after(tokenizer, ids, max_tokens=limit)
                 yield Line(ids, prompt.max_new_tokens, sampling, prompt.seed, name=name, asked=asked, thought=thought)
 
         for sequence in answered(model, tokenizer, requests(), new_cache, max_running=args.batch_size):
@@ -180,18 +163,8 @@ def answer_batch(args: InferOptions, target: Path, lines: dict[str, tuple[Name, 
     return 1 if errors else 0
 
 
-@contextmanager
-def open_answers(target: Path) -> Iterator[IO[str]]:
-    """The file of the answers, to add to. Raises OSError that names it, as where the disk is full."""
-    try:
-        with open(target, "a", encoding="utf-8") as file:
-            yield file
-    except OSError as error:
-        raise OSError(f"cannot write {target}: {error.strerror}") from error
-
-
-def read_line(args: InferOptions, data: object) -> tuple[BatchPrompt, Sampling]:
-    """A line's prompt and sampling. The command's options are the defaults.
+def read_line(args: InferOptions, data: object) -> BatchPrompt:
+    """A line's prompt. The command's options are the defaults.
 
     Raises:
         ValueError: an invalid line, with the reason.
@@ -203,7 +176,7 @@ def read_line(args: InferOptions, data: object) -> tuple[BatchPrompt, Sampling]:
     prompt = made(BatchPrompt, {name: getattr(args, name) for name in SHARED} | dict(data), "field")
     if not prompt.temperature and (idle := {"top_k", "top_p"} & data.keys()):
         raise ValueError(f"{min(idle)} has no effect at temperature 0, which is greedy")
-    return prompt, Sampling(prompt.temperature, prompt.top_k, prompt.top_p, prompt.repetition_penalty)
+    return prompt
 
 
 def ids_of(args: InferOptions, prompt: BatchPrompt, tokenizer: PreTrainedTokenizerBase) -> tuple[array[int], bool]:
@@ -225,7 +198,7 @@ def ids_of(args: InferOptions, prompt: BatchPrompt, tokenizer: PreTrainedTokeniz
     else:
         if prompt.question is not None:
             check_question(prompt.question)
-        ids = prompt_ids(tokenizer, [prompt.text or prompt.prompt or ""], prompt.question, chat=args.chat)
+        ids = loading.prompt_ids(tokenizer, [prompt.text or prompt.prompt or ""], prompt.question, chat=args.chat)
     if not len(ids):
         raise ValueError("the prompt holds no tokens")
     return ids, asked and args.chat

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..documents.document import Document
-    from ..runtime.session import Sampling
     from .loading import ModelChoice
 
 PATIENCE_S = 2
@@ -184,12 +183,6 @@ COMMANDS = {
     "quit": ("", "leave; so does Ctrl-D"),
 }
 """Arguments and meaning of each command, a method of ``Talk``."""
-GONE = {
-    "kept": "/save BOOK.locret, and locret-kept shows what it holds",
-    "stats": "/save BOOK.locret, and locret-info says its sizes",
-    "budget": "start locret-chat with --budget N",
-}
-"""Commands that there were, and what does their work."""
 
 
 class Talk:
@@ -201,16 +194,13 @@ class Talk:
         chosen: ModelChoice,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        sampling: Sampling,
+        generation: dict[str, Any],
         screen: Screen,
     ) -> None:
         from ..documents.conversation import Chat
 
         self.args, self.chosen, self.model, self.tokenizer, self.screen = args, chosen, model, tokenizer, screen
-        self._generation: dict[str, Any] = {
-            "max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed, "thoughts": args.thoughts,
-            "max_thought_tokens": args.max_thought_tokens,
-        }  # fmt: skip
+        self._generation = {**generation, "thoughts": args.thoughts}
         self._asked, self._turns = "", 0  # the last message, and how many turns were before it
         self._written: set[Path] = set()
         self.document: Document | None = None
@@ -256,8 +246,6 @@ class Talk:
             return True
         name, words = (*message[1:].split(None, 1), "", "")[:2]
         words = words.strip()
-        if name in GONE:
-            raise ValueError(f"/{name} was removed: {GONE[name]}")
         if name not in COMMANDS:
             near = nearest(f"/{name}", [f"/{known}" for known in COMMANDS])
             raise ValueError(f"unknown command '/{name}'.{near or ' /help lists them; // begins a message with /'}")
@@ -280,15 +268,11 @@ class Talk:
 
     def _stream(self, pieces: Generator[str, None, None]) -> None:
         self.screen.stream(pieces)
-        from ..runtime.session import closed
+        from .loading import remarks
 
-        answer = self.chat.answer
-        if answer is not None and (said := closed(answer.thought)):
-            self.screen.note(said)
-        if answer is not None and not str(answer).strip():
-            self.screen.note("an empty answer")
-        elif answer is not None and answer.finish_reason == "length":
-            self.screen.note(f"cut after max_new_tokens={self.args.max_new_tokens}")
+        if (answer := self.chat.answer) is not None:
+            for line in (*remarks(answer, self.args), *(() if str(answer).strip() else ("an empty answer",))):
+                self.screen.note(line)
 
     def retry(self) -> None:
         if not self._asked:
@@ -327,13 +311,11 @@ class Talk:
 
     def read_text(self, text: Iterable[str], title: str) -> None:
         """Begin a conversation about a text."""
-        from ..documents.document import Document
-        from .loading import counted_text
+        from ..documents.document import Document, DocumentText
 
         began = time.perf_counter()
-        whole, run = counted_text(
-            text, self.args.run, self.chosen, self.model, self.tokenizer, self.screen.note, turns=self.args.history
-        )
+        whole = DocumentText.of(self.tokenizer, text, True)
+        run = self.chosen.for_text(self.args.run, self.model, whole.ids, self.screen.note, self.args.history)
         document = Document.read(
             self.model, self.tokenizer, whole, run, self.chosen.policy, self.chosen.heads, title=title,
             progress=self.screen.progress(),
@@ -388,9 +370,9 @@ def run(args: ChatOptions) -> int:
             read_record(file)
         else:
             text = text_of(str(file))
-    from .loading import check_sampling, open_document, resolve_choice
+    from .loading import generation_of, open_document, resolve_choice
 
-    sampling = check_sampling(args)
+    generation = generation_of(args)
     screen, document = Screen(args.history_file), None
     screen.greet("loading the model ...")
     if saved:
@@ -401,7 +383,7 @@ def run(args: ChatOptions) -> int:
         model, tokenizer = chosen.load(args)
     for line in chosen.warnings:
         screen.note(line)
-    talk = Talk(args, chosen, model, tokenizer, sampling, screen)
+    talk = Talk(args, chosen, model, tokenizer, generation, screen)
     if document is not None:
         talk.begin(document)
     elif file is not None:

@@ -28,7 +28,7 @@ from ..naming import first_line, install_line, prefixed_errors
 from ..processes import choose_threads
 from ..settings import RunSettings, annotations_of, choices
 from ..text.losses import ENCODED, is_encoded
-from ..text.reader import CONVERTED, LIMIT, convert, may_be_text
+from ..text.reader import LIMIT, convert, is_converted
 
 P = ParamSpec("P")
 _RETRIES = OneRetryLine()
@@ -166,20 +166,12 @@ def text_of(file: str | None) -> Iterator[str]:
                 raise ValueError(
                     f"{source} holds tensors, not text: if locret-read wrote it, ask about it with locret-ask"
                 )
-            if name.lower().endswith(CONVERTED) or not may_be_text(first):
+            if is_converted(name, first):
                 return iter([convert(first + stream.read(LIMIT), name, lost=to_stderr)])
-            blank = not first.strip()
-            if stream.seekable():
-                begun = stream.tell() - len(first)
-                with prefixed_errors(source, ValueError):  # to the end of the file
-                    blank = all([not block.strip() for block in read_utf8(stream, first=first)])
-                stream.seek(begun)
-                first = b""
-            if blank and not first:
-                raise ValueError(f"{source} has no text: name another file, or pipe a text with < FILE")
+            blocks = _blocks(stream, first, source, opened.pop_all())
+            return iter([*blocks]) if stream.seekable() or not first else blocks
         except OSError as error:
             raise ValueError(f"{source} cannot be read: {error.strerror}{_way_out(name)}") from error
-        return _blocks(stream, first, source, opened.pop_all())
 
 
 def _way_out(name: str) -> str:
@@ -192,16 +184,12 @@ def _way_out(name: str) -> str:
 def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> Iterator[str]:
     """The text of a stream that is open; it is closed at the end."""
     blank, encoded = True, False
-    with opened:
-        try:
-            with prefixed_errors(source, ValueError):
-                for block in read_utf8(stream, first=first):
-                    blank = blank and not block.strip()
-                    if not encoded and (encoded := is_encoded(block)):
-                        to_stderr(f"{source}: {ENCODED}")
-                    yield block
-        except OSError as error:
-            raise ValueError(f"{source} cannot be read: {error.strerror}") from error
+    with opened, prefixed_errors(source, ValueError, OSError):
+        for block in read_utf8(stream, first=first):
+            blank = blank and not block.strip()
+            if not encoded and (encoded := is_encoded(block)):
+                to_stderr(f"{source}: {ENCODED}")
+            yield block
     if blank:
         raise ValueError(f"{source} has no text: name another file, or pipe a text with < FILE")
 
@@ -253,10 +241,8 @@ def check_question(question: str) -> None:
     """Raise ValueError for a question without words, or with bytes of another encoding, as the shell gave them."""
     if not question.strip():
         raise ValueError("the question is empty")
-    try:
+    with prefixed_errors("the question is not UTF-8", UnicodeEncodeError):
         question.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the question is not UTF-8: character {error.start}") from error
 
 
 def write_answer(

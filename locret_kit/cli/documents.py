@@ -6,6 +6,7 @@ Errors in files are reported before torch is imported. ``locret-info`` imports n
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import sys
@@ -65,14 +66,15 @@ Done = tuple["Document", dict[str, str], int, float]
 
 def read_text(args: ReadOptions, text: Iterable[str]) -> Done:
     """The text as a new document."""
-    from ..documents.document import Document
-    from .loading import beyond_window, counted_text, not_shown, resolve_choice
+    from ..documents.document import Document, DocumentText
+    from .loading import beyond_window, not_shown, resolve_choice
 
     chosen = resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args.run)
     model, tokenizer = chosen.load(args)
     began = time.perf_counter()
     say = (lambda line: None) if args.quiet else partial(print, file=sys.stderr, flush=True)
-    whole, run = counted_text(text, args.run, chosen, model, tokenizer, say, chat=args.chat)
+    whole = DocumentText.of(tokenizer, text, args.chat)
+    run = chosen.for_text(args.run, model, whole.ids, say)
     document = Document.read(
         model, tokenizer, whole, run, chosen.policy, chosen.heads, chat=args.chat,
         title=args.title or title_of(args.file), progress=None if args.quiet else progress("read"),
@@ -105,10 +107,9 @@ def run_ask(args: AskOptions) -> int:
     """Load, ask, print. Raises ValueError or OSError with a one-line message."""
     questions = questions_of(args)
     read_record(Path(args.book))
-    from ..runtime.session import closed
-    from .loading import check_sampling, open_document
+    from .loading import generation_of, open_document, remarks
 
-    sampling = check_sampling(args)
+    generation = generation_of(args)
     document, chosen = open_document(args.book, args, args.force)
     if not args.quiet:
         for line in (*chosen.warnings, repeated(document)):
@@ -117,10 +118,7 @@ def run_ask(args: AskOptions) -> int:
     document.prepare()
     for number, question in enumerate(questions):
         reads, began = document.reads, time.perf_counter()
-        answer = document.ask(
-            question, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed,
-            max_thought_tokens=args.max_thought_tokens,
-        )  # fmt: skip
+        answer = document.ask(question, **generation)
         cached = answer.cache.get_seq_length()
         if document.reads > reads and not args.quiet:
             print("reading the text again: this question changes the evictions", file=sys.stderr)
@@ -128,10 +126,8 @@ def run_ask(args: AskOptions) -> int:
             print(json_line(as_json(question, answer, cached, began)), flush=True)
             continue
         write_answer(answer, question if len(questions) > 1 else None, first=not number, quiet=args.quiet)
-        if (said := closed(answer.thought)) and not args.quiet:
-            print(said, file=sys.stderr)
-        if answer.finish_reason == "length" and not args.quiet:
-            print(f"the answer was cut after max_new_tokens={args.max_new_tokens}", file=sys.stderr)
+        for line in () if args.quiet else remarks(answer, args):
+            print(line, file=sys.stderr)
     return 0
 
 
@@ -166,26 +162,16 @@ def questions_of(args: AskOptions) -> list[str]:
 
 def words_of(option: str, file: str) -> str:
     """The text of a small file named by an option, or of stdin for -. Raises ValueError if it cannot be read."""
-    source = "stdin" if file == "-" else f"{option}={file!r}"
-    try:
-        with (
-            nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream,
-            prefixed_errors(source, ValueError),
-        ):
-            return "".join(read_utf8(stream))
-    except OSError as error:
-        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
+    with (
+        prefixed_errors("stdin" if file == "-" else f"{option}={file!r}", ValueError, OSError),
+        nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream,
+    ):
+        return "".join(read_utf8(stream))
 
 
 def json_line(value: object) -> str:
-    """A value as JSON, with escapes for characters that stdout's encoding lacks. The escapes of ``open_streams``
-    would be invalid JSON."""
-    line = json.dumps(value, ensure_ascii=False)
-    try:
-        line.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return json.dumps(value)
-    return line
+    """A value as JSON, in ASCII where stdout is not UTF-8: the escapes of ``open_streams`` would be invalid JSON."""
+    return json.dumps(value, ensure_ascii=codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8")
 
 
 ask = entry(ASK, run_ask, also=(RuntimeError,))
@@ -303,9 +289,8 @@ def run_kept(args: KeptOptions) -> int:
         return 0
     counts, heads = found.heads(args.layer, args.head)
     where = ", ".join(f"{what} {n}" for what, n in (("layer", args.layer), ("head", args.head)) if n is not None)
-    print(
-        f"{plain(title)}: {plain(lead)}; {(counts > 0).sum()} of {found.seen} held ({where or 'all layers and heads'})\n"
-    )
+    held = f"{(counts > 0).sum()} of {found.seen} held ({where or 'all layers and heads'})"
+    print(f"{plain(title)}: {plain(lead)}; {held}\n")
     shown = ["".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text) for text in texts[: found.seen]]
     print(highlight(shown, counts / heads, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     return 0

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config import eval_options as options
-from ..config.schema import Command, T, read
+from ..config.schema import Command, read
 from ..files import write_json
-from ..naming import install_line, nearest
+from ..naming import check_name, install_line
 from .command import command
 
 if TYPE_CHECKING:
@@ -104,14 +104,6 @@ def _paired(config: options.PairedConfig) -> None:
     print(differences_markdown(differences(chosen_rows(config), config.against, config.figure), config.against))
 
 
-def _lm_eval(argv: list[str]) -> int:
-    from ..evals.engine.harness import main as harness
-    from .eval_setup import engine_for_harness
-
-    harness(argv, engine_for_harness)
-    return 0
-
-
 def _tasks(config: options.NoConfig) -> None:
     from ..evals.tasks import ALIASES, DESCRIPTIONS, groups, known_tasks
     from ..evals.tasks.document_tasks import entries
@@ -123,28 +115,11 @@ def _tasks(config: options.NoConfig) -> None:
     print(f"groups: {', '.join(groups())}; fidelity:NAME and agreement:NAME score a task against full attention")
 
 
-def _with(made_of: Command[T], show: Callable[[T], None]) -> Callable[[list[str]], int]:
-    """A subcommand that parses its arguments and calls ``show`` with its options; exit status 0."""
-
-    def run(argv: list[str]) -> int:
-        if config := read(made_of, argv):
-            show(config)
-        return 0
-
-    return run
-
-
-COMMANDS = {
-    "report": _with(options.REPORT, _report), "table": _with(options.TABLE, _table), "figure": _with(options.FIGURE, _figure),
-    "paired": _with(options.PAIRED, _paired), "tasks": _with(options.TASKS, _tasks), "lm_eval": _lm_eval,
+COMMANDS: dict[str, tuple[Command[Any], Callable[[Any], None]]] = {
+    "report": (options.REPORT, _report), "table": (options.TABLE, _table), "figure": (options.FIGURE, _figure),
+    "paired": (options.PAIRED, _paired), "tasks": (options.TASKS, _tasks),
 }  # fmt: skip
-
-
-GONE = {
-    "benchmark": "a run for each task and length, then locret-eval paired",
-    "kept": "locret-kept shows what a saved text has kept",
-    "summary": "locret-eval report writes it, beside the page",
-}
+"""Options of each subcommand, and what shows its result."""
 
 
 @command("locret-eval", stopped="stopped; the same command continues", also=(RuntimeError,))
@@ -154,11 +129,20 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         print(options.EVAL.usage)
         return 1
-    if argv[0] in GONE:
-        raise ValueError(f"{argv[0]} was removed: {GONE[argv[0]]}")
-    if argv[0].isidentifier() and argv[0] not in COMMANDS:
-        raise ValueError(f"unknown command {argv[0]!r}.{nearest(argv[0], COMMANDS)} There are: {', '.join(COMMANDS)}")
-    return COMMANDS[argv[0]](argv[1:]) if argv[0] in COMMANDS else run(argv)
+    if argv[0] == "lm_eval":
+        from ..evals.engine.harness import main as harness
+        from .eval_setup import engine_for_harness
+
+        harness(argv[1:], engine_for_harness)
+        return 0
+    if argv[0].isidentifier():
+        check_name("command", argv[0], [*COMMANDS, "lm_eval"])
+    if argv[0] not in COMMANDS:
+        return run(argv)
+    command_options, show = COMMANDS[argv[0]]
+    if config := read(command_options, argv[1:]):
+        show(config)
+    return 0
 
 
 if __name__ == "__main__":

@@ -166,12 +166,11 @@ def settings_of(
     return settings
 
 
-def run_of(config: EvalConfig, parts: EvalParts | None = None) -> Run:
-    """Load tasks, backbone and heads. ``parts``: the result of `load_parts` if already loaded."""
+def run_of(config: EvalConfig, parts: EvalParts) -> Run:
+    """Load tasks and the backbone, for the ``parts`` of `load_parts`."""
     tasks = find_tasks(
         config.tasks, haystacks=config.haystacks, data=config.data, samples=config.samples, metric=config.metric
     )
-    parts = parts or load_parts(config)
     return Run(
         setup=load_setup(config, parts), tasks=tasks, variants=variants(config.policies, config.budgets, parts.trained),
         lengths=config.lengths, samples=config.samples, out=Path(config.out), keep=config.keep,

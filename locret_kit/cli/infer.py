@@ -14,6 +14,7 @@ from pathlib import Path
 from ..config.infer_options import INFER, InferOptions, Name
 from ..config.schema import refuse
 from ..files import locked, parse_json, write_text
+from ..naming import prefixed_errors
 from .command import check_question, check_target, entry, text_of
 
 BatchFiles = tuple[Path, dict[str, tuple[Name, object]], set[str]]
@@ -59,10 +60,8 @@ def read_prompts(batch: Path) -> dict[str, tuple[Name, object]]:
     prompts, or two have one id."""
     if batch.is_char_device() or batch.is_block_device():
         raise ValueError(f"batch={str(batch)!r} must be a file or a pipe")
-    try:
+    with prefixed_errors("batch", OSError):
         data = batch.read_bytes()
-    except OSError as error:
-        raise ValueError(f"batch={str(batch)!r} cannot be read: {error.strerror}") from error
     found: dict[str, tuple[Name, object]] = {}
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():

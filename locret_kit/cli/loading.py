@@ -4,11 +4,11 @@ after all other checks."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,17 +18,17 @@ from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.due import Schedule
 from ..cache.storage.codec import check_storage
-from ..config.infer_options import AskOptions, ChatOptions, Dtype, Generation, Machine, ReadOptions
+from ..config.infer_options import AskOptions, ChatOptions, Dtype, Generation, InferOptions, Machine, ReadOptions
 from ..config.schema import refuse
 from ..documents.document import Document
-from ..documents.document_text import DocumentText, describe
+from ..documents.document_text import describe
 from ..heads import RetainingHeads
 from ..planning import reading_time
 from ..planning.fitting_settings import budget_of_text
 from ..policies import Policy
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, Stabilizers
-from ..runtime.session import Sampling
+from ..runtime.session import Answer, Sampling, closed
 from ..settings import RunSettings, read_protect, too_few
 from ..text.template import has_template, protected_spans, render_prompt
 from ..text.tokens import stream_ids
@@ -168,12 +168,25 @@ def resolve_choice(
     return ModelChoice(name, heads, chosen, adapter, tuple(filter(None, warnings)), ckpt)
 
 
-def check_sampling(args: Generation) -> Sampling:
-    """Sampling options. Raises ValueError for values out of bounds, and for options without effect."""
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+def sampling_of(args: Generation) -> Sampling:
+    """Options of sampling. Raises ValueError for values out of bounds."""
+    return Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+
+
+def generation_of(args: InferOptions | AskOptions | ChatOptions) -> dict[str, Any]:
+    """Arguments of ``Document.ask``. Raises ValueError for values out of bounds, and for options without effect."""
     if args.temperature == 0:
         refuse(args, ("top_k", "top_p"), "at temperature 0, which is greedy")
-    return sampling
+    names = ("max_new_tokens", "max_thought_tokens", "seed")
+    return {"sampling": sampling_of(args), **{name: getattr(args, name) for name in names}}
+
+
+def remarks(answer: Answer, args: Generation) -> Iterator[str]:
+    """What is to be said of an answer that has ended: its thought or its text was cut."""
+    if said := closed(answer.thought):
+        yield said
+    if answer.finish_reason == "length":
+        yield f"the answer was cut after max_new_tokens={args.max_new_tokens}"
 
 
 def prompt_ids(
@@ -187,16 +200,6 @@ def prompt_ids(
     if chat:
         text = defused_pieces(tokenizer, text, before)
     return stream_ids(tokenizer, chain([before], text, [after]), special=not (chat and has_template(tokenizer)))
-
-
-def counted_text(
-    text: Iterable[str], run: RunSettings, chosen: ModelChoice, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
-    say: Callable[[str], None], *, chat: bool = True, turns: int = 0,
-) -> tuple[DocumentText, RunSettings]:  # fmt: skip
-    """A document's tokens, and the settings with a budget for it (``for_text``). Raises ValueError if there is no
-    text."""
-    whole = DocumentText.of(tokenizer, text, chat)
-    return whole, chosen.for_text(run, model, whole.ids, say, turns)
 
 
 def not_shown(protect: str | None, spans: Sequence[Span]) -> str | None:
@@ -227,10 +230,8 @@ def open_document(
             parts found.
     """
     saved, about = describe(path)
-    ckpt, model = (
-        args.ckpt or (about.names.get("heads") if saved.heads else None),
-        args.model or about.names.get("model"),
-    )
+    ckpt = args.ckpt or (about.names.get("heads") if saved.heads else None)
+    model = args.model or about.names.get("model")
     if saved.heads and not ckpt:
         raise ValueError(f"{path} was read with retaining heads that it does not name: give --ckpt")
     if not model:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.serve_options import SERVE, ServeOptions
-from ..naming import parse_bytes
+from ..naming import parse_bytes, prefixed_errors
 from ..settings import read_protect
 from .command import entry
 
@@ -32,10 +32,8 @@ def keys_of(args: ServeOptions) -> tuple[str, ...]:
     """The API keys. Raises ValueError if the file has none or cannot be read."""
     if args.api_key_file is None:
         return ()
-    try:
+    with prefixed_errors(f"api_key_file={args.api_key_file!r} cannot be read", OSError, UnicodeDecodeError):
         lines = Path(args.api_key_file).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"api_key_file={args.api_key_file!r} cannot be read") from error
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise ValueError(f"api_key_file={args.api_key_file!r} holds no key")
@@ -56,11 +54,9 @@ def hosts_of(args: ServeOptions) -> frozenset[str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError with host and port."""
-    try:
+    """A listening socket. Raises ValueError with host and port."""
+    with prefixed_errors(f"cannot listen on host={host} port={port}", OSError):
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise OSError(f"cannot listen on host={host} port={port}: {error.strerror}") from error
 
 
 def run(args: ServeOptions) -> int:

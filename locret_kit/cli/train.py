@@ -49,10 +49,11 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
     from ..planning.inference_plan import BackboneSizes
     from .plan import resolve
 
-    figures = allocator_figures(said)
+    figures, sizes = allocator_figures(said), f"data.max_tokens={cfg.data.max_tokens} and data.batch={cfg.data.batch}"
     one_device = cfg.trainer.strategy in ("auto", "ddp") and cfg.backbone.device_map is None
     if figures is None or cfg.trains != "heads" or not one_device:
-        return said.splitlines()[0].replace("[enforce fail at alloc_cpu.cpp", "out of memory [alloc_cpu.cpp")
+        first = said.splitlines()[0].replace("[enforce fail at alloc_cpu.cpp", "out of memory [alloc_cpu.cpp")
+        return f"{first}, with {sizes}"
     config, _ = resolve(cfg.backbone.model)
     dtype = str(pick_dtype(cfg.backbone.dtype, pick_device(None))).removeprefix("torch.")
     tokens, backbone = cfg.data.max_tokens, BackboneSizes.of(config)
@@ -61,7 +62,6 @@ def out_of_memory(said: str, cfg: TrainConfig) -> str:
     words, room = shortage(figures, plan_training(backbone, setting).peak)
     longest = largest_sample(backbone, setting, room, max_value=tokens)
     advice = f"data.max_tokens={longest} fits" if longest else "no length of samples fits"
-    sizes = f"data.max_tokens={cfg.data.max_tokens} and data.batch={cfg.data.batch}"
     return f"{words}, with {sizes}. By the plan {advice}; resume=auto continues"
 
 
@@ -97,7 +97,3 @@ def run_publish(args: PublishOptions) -> int:
 
 
 publish = entry(PUBLISH, run_publish, stopped="stopped; check which files the repository has", usage=1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..backbones.libraries import unwrapped
 from ..cache.bounded import BoundedCache, CannotFork
 from ..heads import RetainingHeads
+from ..naming import check_name
 from ..policies import Policy
 from ..runtime.session import Answer, Sampling, prefill
 from ..runtime.thoughts import MAX_THOUGHT, Thought
@@ -119,8 +120,7 @@ class Chat:
     ) -> None:  # fmt: skip
         if history < 1:
             raise ValueError(f"history={history} must be at least 1 slot")
-        if thoughts not in (names := get_args(Thoughts)):
-            raise ValueError(f"thoughts={thoughts!r} must be one of: {', '.join(names)}")
+        check_name("thoughts", thoughts, get_args(Thoughts))
         plain = not has_template(tokenizer) or (document is not None and not document.chat_template)
         if thoughts == "dropped" and plain:
             raise ValueError("thoughts='dropped' needs a chat template, which removes them")
@@ -200,8 +200,7 @@ class Chat:
             settings, policy, heads = self._fresh
             cache = BoundedCache(settings, policy, heads, prompt_length=len(ids))
             spans = protected_spans(self.tokenizer, ids, cache.settings.protect, self.system)
-        if spans:
-            cache.pin_all(spans)
+        cache.pin_all(spans)
         newest = tuple(span for span in spans if span[1] == len(ids))
         return _State(ids, cache, now.turns, tuple(set(spans).difference(newest)), newest)
 
@@ -356,23 +355,15 @@ class Chat:
         Raises:
             ValueError: there is none that can be forgotten.
         """
-        before, last = self._earlier(), self.turns[-1]
-        self._now, self._before = before, None
-        return last
-
-    def _earlier(self) -> _State:
-        """The conversation before the last turn."""
         if self._before is None:
             raise ValueError("there is no turn to undo" if not self.turns else "only the last turn can be undone")
-        return self._before
+        last = self.turns[-1]
+        self._now, self._before = self._before, None
+        return last
 
     def retry(self, progress: Callable[[int, int], None] | None = None) -> Generator[str, None, None]:
         """New answer to the last question, with another seed: at temperature 0 the same. If it ends before its first token,
         the old answer stays. Raises ValueError if the last turn cannot be forgotten."""
-        self._earlier()
-        return self._again(progress)
-
-    def _again(self, progress: Callable[[int, int], None] | None) -> Generator[str, None, None]:
         old, question = self._now, self.undo().question
         self.seed += 1
         try:

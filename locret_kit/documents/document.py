@@ -132,7 +132,7 @@ class Document:
 
     def _go_on(self, text: DocumentText, progress: Progress | None) -> None:
         """Read the new tokens of ``text``, up to the last safe boundary or beyond (``prepare``)."""
-        text.settle()
+        text.stream.settle()
         cache = self._fork(text.tokens + self.cache.schedule.local_len + 1, self.cache.schedule.local_len)
         ids = text.settled
         end = cache.schedule.safe(len(ids))
@@ -327,7 +327,7 @@ class Document:
     @classmethod
     def load(
         cls,
-        path: str | Path,
+        path: str | Path | CacheFile,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         heads: RetainingHeads | str | Path | None = None,
@@ -335,7 +335,7 @@ class Document:
         *,
         force: bool = False,
     ) -> Document:
-        """Load a document from a file.
+        """Load a document from a file, or from a file's content.
 
         Args:
             heads: the heads that read the document. policy, force: see ``load_cache``.
@@ -344,14 +344,7 @@ class Document:
             OSError: no such file. ValueError: it is damaged or holds no document; or the first difference from
                 ``model``, ``tokenizer`` or ``heads``.
         """
-        return cls.of_file(CacheFile.read(path), model, tokenizer, heads, policy, force=force)
-
-    @classmethod
-    def of_file(
-        cls, file: CacheFile, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
-        heads: RetainingHeads | str | Path | None = None, policy: str | Policy | None = None, *, force: bool = False,
-    ) -> Document:  # fmt: skip
-        """Restore a document from a file's content. Takes the arguments of ``load`` and raises its errors."""
+        file = path if isinstance(path, CacheFile) else CacheFile.read(path)
         about = stated(file)
         with prefixed_errors(file.path, ValueError):
             text = stored_text(about, file.apart, tokenizer)

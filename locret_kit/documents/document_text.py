@@ -105,10 +105,6 @@ class DocumentText:
             self.stream.feed(piece)
         return words
 
-    def settle(self) -> None:
-        """Settle every token that no later text can change."""
-        self.stream.settle()
-
     def ids_before(self, after: str) -> array[int]:
         """Token ids of the document and the text ``after`` it; zeros for unknown ids."""
         return self._with_unknown(self.stream.finish(after))

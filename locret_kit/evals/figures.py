@@ -9,14 +9,15 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..files import write_beside
-from ..naming import install_line
 from .engine import Row
+from .metrics import library
 from .tables import LIKELIHOOD, grouped, mean_and_stderr, over, size
 from .tasks.task import asked_depth
 
@@ -67,10 +68,8 @@ def panels(count: int, title: str, width: float = 3.6) -> tuple[Figure, list[Axe
 
 def shared_legend(figure: Figure) -> None:
     """One legend below the panels, each name once; the figure grows by its height."""
-    handles: dict[str, Artist] = {}
-    for axis in figure.axes:
-        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name, handle)
+    pairs = (zip(*axis.get_legend_handles_labels(), strict=True) for axis in figure.axes)
+    handles: dict[str, Artist] = {name: handle for handle, name in chain.from_iterable(pairs)}
     longest = max(len(name) for name in handles)
     columns = max(1, min(4, len(handles), int(figure.get_figwidth() * 13 // (longest + 10))))
     figure.set_figheight(figure.get_figheight() + LEGEND_ROW * math.ceil(len(handles) / columns))
@@ -87,27 +86,25 @@ def score_memory(rows: Sequence[Row]) -> Figure:
     Memory is the peak on a GPU, and the cache's buffers on a CPU, where the peak is the process's.
     """
     on_gpu = all("cuda" in row.device for row in rows)
-    groups: dict[tuple, dict[str, dict[float, list[Row]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    for row in rows:
-        if row.score is not None and (row.peak_bytes if on_gpu else row.cache_bytes):
-            groups[row.task, row.haystack, row.length][row.label][row.budget].append(row)
-    if not groups:
+    used_MiB = {row.key: (row.peak_bytes if on_gpu else row.cache_bytes) / 2**20 for row in rows}
+    rows = [row for row in rows if row.score is not None and used_MiB[row.key]]
+    if not rows:
         raise ValueError("no row has both a score and its memory")
+    groups = grouped(rows, lambda row: (row.task, row.haystack, row.length))
     figure, axes = panels(len(groups), "Score against memory")
-    labels = sorted({label for lines in groups.values() for label in lines})
-    for ((task, haystack, length), lines), axis in zip(groups.items(), axes, strict=True):
-        for label, budgets in lines.items():
-            used = [max(r.peak_bytes if on_gpu else r.cache_bytes for r in members) for members in budgets.values()]
-            means = [mean_and_stderr([row.score or 0.0 for row in members]) for members in budgets.values()]
-            x, y, error = zip(
-                *sorted((bytes_ / 2**20, mean or 0.0, e or 0.0) for bytes_, (mean, e) in zip(used, means, strict=True)),
-                strict=True,
-            )
-            axis.errorbar(x, y, error, label=label, capsize=2, **line(labels.index(label)))
+    labels = sorted({row.label for row in rows})
+    for ((task, haystack, length), members), axis in zip(groups.items(), axes, strict=True):
+        points: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+        for (label, _), alike in grouped(members, lambda row: (row.label, row.budget)).items():
+            mean, error = mean_and_stderr([row.score or 0.0 for row in alike])
+            points[label].append((max(used_MiB[row.key] for row in alike), mean or 0.0, error or 0.0))
+        for label, some in points.items():
+            x, y, errors = zip(*sorted(some), strict=True)
+            axis.errorbar(x, y, errors, label=label, capsize=2, **line(labels.index(label)))
         axis.set_title(f"{over(task, haystack)}, {size(length)} tokens")
         axis.set_xlabel("peak memory (MiB)" if on_gpu else "cache buffers (MiB)")
         axis.set_xlim(left=0)
-        metric = next(row.metric for budgets in lines.values() for members in budgets.values() for row in members)
+        metric = members[0].metric
         axis.set_ylabel("nats a token (lower is better)" if metric in LIKELIHOOD else f"{metric} (0 to 1)")
         if metric not in LIKELIHOOD:
             axis.set_ylim(-0.03, 1.06)
@@ -174,10 +171,7 @@ def draw(name: str, rows: Sequence[Row], folder: Path) -> list[Path]:
         ValueError: no data; says which is missing. OSError: has the file's name and the reason. ImportError: no
             matplotlib.
     """
-    try:
-        from matplotlib import rc_context
-    except ModuleNotFoundError as error:
-        raise ImportError(f"{error}: {install_line('eval')}") from error
+    rc_context = library("matplotlib").rc_context
     png, svg = folder / f"{name}.png", folder / f"{name}.svg"
     with rc_context({**RC, "svg.hashsalt": name}):
         figure = {"score-memory": score_memory, "needle-grid": needle_grid}[name](rows)

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
 from importlib import import_module
+from itertools import takewhile
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..naming import install_line, nearest
+from ..naming import check_name, install_line
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
@@ -278,8 +279,7 @@ def get_metric(name: str) -> Metric:
     Raises:
         ValueError: an unknown name; suggests the nearest.
     """
-    if name not in METRICS:
-        raise ValueError(f"metric={name!r} is unknown.{nearest(name, METRICS)} Known: {', '.join(METRICS)}")
+    check_name("metric", name, METRICS)
     return METRICS[name]
 
 
@@ -352,10 +352,9 @@ def leading_numbers(output: str, answer: Answer, extra: Extra) -> Scores:
     """Share of the answer's numbers that are right before the first wrong one (InfiniteBench's Math.Calc)."""
     wanted = answer[0] if answer and isinstance(answer[0], list) else answer
     # Compared as texts: Python makes no integer of thousands of digits, which a model may write.
-    given, right = [n.lstrip("0") or "0" for n in re.findall("[0-9]+", output)], 0
-    while right < min(len(given), len(wanted)) and given[right] == str(wanted[right]):
-        right += 1
-    return {"share": right / len(wanted)}
+    given = [n.lstrip("0") or "0" for n in re.findall("[0-9]+", output)]
+    right = takewhile(lambda pair: pair[0] == str(pair[1]), zip(given, wanted, strict=False))
+    return {"share": len([*right]) / len(wanted)}
 
 
 def last_integer(output: str, answer: Answer, extra: Extra) -> Scores:

@@ -15,9 +15,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import groupby
 from typing import TypeVar
 
-from ..naming import nearest
+from ..naming import check_name
 from .engine import Row, label_of
 
 T = TypeVar("T")
@@ -119,12 +120,8 @@ def grouped(items: Iterable[T], key: Callable[[T], tuple]) -> dict[tuple, list[T
 
 def ranges(numbers: Iterable[int]) -> str:
     """``0-3 7`` for 0, 1, 2, 3 and 7."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    found = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])  # the same in a run
+    runs = [[number for _, number in run] for _, run in found]
     return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
@@ -173,16 +170,12 @@ class Value:
         beside = "" if cell.stderr is None else f"± {cell.stderr:.2f}"
         return cls(cell.mean, beside, cell.n, cell.errors, marks if cell.n else "")
 
-    @property
-    def number(self) -> str:
-        """The number alone, with its uncertainty."""
-        value = "-" if self.value is None else f"{self.value:.{self.digits}f}"
-        return f"{value} {self.interval}".rstrip()
-
     def __str__(self) -> str:
         """``0.50 ± 0.13 (n=16)``; errors are named, marks come last."""
+        number = "-" if self.value is None else f"{self.value:.{self.digits}f}"
         failed = f", {self.errors} failed" if self.errors else ""
-        return self.number + ("" if self.n is None else f" (n={self.n}{failed})") + self.marks
+        count = "" if self.n is None else f" (n={self.n}{failed})"
+        return f"{number} {self.interval}".rstrip() + count + self.marks
 
 
 @dataclass(frozen=True)
@@ -198,14 +191,10 @@ class Table:
     """Lines that the others are held against: full attention."""
 
     @property
-    def values(self) -> list[Value]:
-        """Values of the table, line by line."""
-        return [cell for cells in self.lines for cell in cells if isinstance(cell, Value)]
-
-    @property
     def notes(self) -> list[str]:
         """Meanings of the marks in the table."""
-        return [f"{mark} {text}" for mark, text in MARKS.items() if any(mark in one.marks for one in self.values)]
+        marks = {mark for cells in self.lines for cell in cells if isinstance(cell, Value) for mark in cell.marks}
+        return [f"{mark} {text}" for mark, text in MARKS.items() if mark in marks]
 
     def markdown(self) -> str:
         """The title, the table, and a paragraph for each note."""
@@ -284,9 +273,9 @@ def differences(rows: Iterable[Row], against: str, figure: str | None = None) ->
         ValueError: no such label or score, or different prompts for one example.
     """
     rows = [row for row in rows if row.score is not None]
-    _require("against", against, "rows", {row.label for row in rows}, "Labels")
+    check_name("against", against, sorted({row.label for row in rows}))
     if figure is not None:
-        _require("figure", figure, "figure", {name for row in rows for name in _scores(row)}, "Figures")
+        check_name("figure", figure, sorted({name for row in rows for name in _scores(row)}))
     base = {_example(row, row.budget): row for row in rows if row.label == against}
     pairs: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
@@ -304,12 +293,6 @@ def differences(rows: Iterable[Row], against: str, figure: str | None = None) ->
         theirs, _ = mean_and_stderr([theirs for _, theirs in values])
         result.append(Difference(*key, len(values), theirs or 0.0, mean or 0.0, stderr))
     return result
-
-
-def _require(key: str, given: str, what: str, known: set[str], names: str) -> None:
-    if given not in known:
-        listed = sorted(known)
-        raise ValueError(f"{key}={given!r}: no such {what}.{nearest(given, listed)} {names}: {', '.join(listed)}.")
 
 
 def _scores(row: Row) -> dict[str, float]:

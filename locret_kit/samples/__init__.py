@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..files import parse_json
+from ..files import as_object, parse_json
 from ..naming import nearest, prefixed_errors
 from ..text.template import around_message, has_template, render_traced
 from ..text.untrusted import FIRST, Span, Traced, defused, encode, token_span
@@ -119,10 +119,8 @@ def is_unknown(reason: str) -> bool:
 
 
 def _read_file(path: Path, broken: Callable[[str], object] | None) -> Iterator[dict]:
-    try:
+    with prefixed_errors(f"{path} is not UTF-8", UnicodeDecodeError):
         yield from _read_parquet(path) if path.suffix == ".parquet" else _read_json(path, broken)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
 
 
 def _read_parquet(path: Path) -> Iterator[dict]:
@@ -134,28 +132,24 @@ def _read_parquet(path: Path) -> Iterator[dict]:
 
 
 def _read_json(path: Path, broken: Callable[[str], object] | None) -> Iterator[dict]:
-    whole = path.stat().st_size <= WHOLE
-    if path.suffix == ".json" and whole:
-        text = path.read_text(encoding="utf-8-sig")
-        try:
-            value = _loads(text, str(path))
-        except ValueError as error:
-            if "Extra data" not in str(error) or not text.lstrip().startswith("{"):
-                raise
-        else:
-            for i, record in enumerate(value if isinstance(value, list) else [value]):
-                yield _object(record, f"{path}, record {i}")
-            return
     with path.open(encoding="utf-8-sig") as lines:
-        if path.suffix == ".json" and not whole and lines.read(64).lstrip().startswith("["):
+        if path.suffix == ".json" and lines.read(64).lstrip().startswith("["):
             yield from _read_array(path)
             return
         lines.seek(0)
+        if path.suffix == ".json" and path.stat().st_size <= WHOLE:
+            try:
+                yield as_object(_loads(lines.read(), str(path)), f"{path}, record 0")
+                return
+            except ValueError as error:
+                if "Extra data" not in str(error):
+                    raise
+            lines.seek(0)
         for number, line in enumerate(lines, 1):  # JSON lines, which some data sets name .json
             if line.strip():
                 where = f"{path}, line {number}"
                 try:
-                    yield _object(_loads(line, where), where)
+                    yield as_object(_loads(line, where), where)
                 except ValueError as error:
                     if broken is None or isinstance(error, UnicodeDecodeError):
                         raise
@@ -181,7 +175,7 @@ def _read_array(path: Path) -> Iterator[dict]:
                     text, at = text[at:] + more, 0
                     continue
                 end = len(text)
-            yield _object(_loads(text[at:end], where), where)
+            yield as_object(_loads(text[at:end], where), where)
             number, at = number + 1, end
 
 
@@ -191,12 +185,6 @@ def _loads(text: str, where: str) -> object:
     if _HALF.search(text):
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     return value
-
-
-def _object(record: object, where: str) -> dict:
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: a record must be a JSON object, not {type(record).__name__}")
-    return record
 
 
 def _read_saved(path: Path, split: str) -> Iterator[dict]:
@@ -261,23 +249,12 @@ CHARACTERS = 64
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sample.
-
-    Raises:
-        ValueError: if the answers are not non-empty, ordered, disjoint half-open spans inside `ids`.
-    """
+    """One training sample."""
 
     ids: tuple[int, ...]
     """Token ids of the whole conversation, [S]."""
     answers: tuple[Span, ...]
-    """Half-open token spans of the assistant's answers, in order."""
-
-    def __post_init__(self) -> None:
-        at = 0
-        for start, end in self.answers:
-            if not at <= start < end <= len(self.ids):
-                raise ValueError(f"answers={self.answers} must be ordered, disjoint spans in {len(self.ids)} tokens")
-            at = end
+    """Half-open token spans of the assistant's answers, in order, none of them empty."""
 
     @property
     def prompt_len(self) -> int:

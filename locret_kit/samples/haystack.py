@@ -14,6 +14,7 @@ import os
 import random
 import re
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from io import BytesIO
@@ -22,7 +23,7 @@ from pathlib import Path
 import yaml
 
 from ..files import read_utf8
-from ..naming import prefixed_errors
+from ..naming import check_name, prefixed_errors
 from ..text.untrusted import encode
 from . import SUFFIXES, read_records
 
@@ -43,14 +44,10 @@ _SAMPLE_CHARS = 2000
 
 
 class TooShort(ValueError):
-    """A prompt cannot be built within the requested number of tokens.
+    """A prompt cannot be built within the requested ``length`` in tokens: the shortest possible one has ``least``."""
 
-    Args:
-        message: the error message. least: tokens of the shortest possible prompt.
-    """
-
-    def __init__(self, message: str, least: int) -> None:
-        super().__init__(message)
+    def __init__(self, length: int, least: int) -> None:
+        super().__init__(f"length={length} must be at least {least} for the task's shortest prompt")
         self.least = least
 
 
@@ -84,13 +81,8 @@ def load_text(source: str | Path) -> str:
 
 def cut(text: str, tokenizer, n_tokens: int, rng: random.Random) -> str:
     """A random contiguous piece of `n_tokens` tokens (within 1%) that starts at a line or sentence. After the end of
-    the text it continues at the beginning. The start depends only on `rng` (one draw) and the text.
-
-    Raises:
-        ValueError: the text is empty or `n_tokens` is below 1.
+    the text it continues at the beginning. The start depends only on `rng` (one draw) and the text, which is not empty.
     """
-    if not text.strip():
-        raise ValueError("text must not be empty")
     return take(text, next_start(text, rng.randrange(len(text))), tokenizer, n_tokens)
 
 
@@ -99,8 +91,6 @@ def take(text: str, start: int, tokenizer, n_tokens: int) -> str:
 
     Costs about 1.2 times the tokenising of the piece, however long the text is.
     """
-    if n_tokens < 1:
-        raise ValueError(f"n_tokens={n_tokens} must be at least 1")
     probe = ring(text, start, min(_SAMPLE_CHARS, 8 * n_tokens))
     size = int(n_tokens * len(probe) / max(1, count(tokenizer, probe)) * 1.1) + 32
     while True:
@@ -177,12 +167,11 @@ def _folder(path: Path) -> str:
 def _read(path: Path) -> str:
     if not path.name.endswith(TEXTS):
         raise ValueError(f"source={path} must end in .txt, .txt.gz, .md or .jsonl")
-    try:
-        data = path.read_bytes()
-        with prefixed_errors(f"source={path}", ValueError):
-            return "".join(read_utf8(BytesIO(gzip.decompress(data) if path.suffix == ".gz" else data)))
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"source={path} is no whole gzip file: {error}") from error
+    data = path.read_bytes()
+    with prefixed_errors(f"source={path} is no whole gzip file", gzip.BadGzipFile, EOFError, zlib.error):
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+    with prefixed_errors(f"source={path}", ValueError):
+        return "".join(read_utf8(BytesIO(data)))
 
 
 def _inputs(path: Path) -> str:
@@ -214,37 +203,13 @@ class NeedleTask:
     """Digits, of five random ones, that are said twice in a row: 5 for R.Number, which so has 10 digits."""
 
 
-def _task(what: str, find: str, repeats: int) -> NeedleTask:
-    return NeedleTask(
-        f"There is an important info hidden inside a lot of irrelevant text. {find} "
-        "I will quiz you about the important information there.",
-        f"The {what} is {{key}}. Remember it. {{key}} is the {what}.\n",
-        f"What is the {what}?",
-        f"The {what} is",
-        repeats,
-    )
+def _task(instruction: str, needle: str, question: str, prefix: str, repeats: int = 0) -> NeedleTask:
+    return NeedleTask(instruction, f"{needle}\n", question, prefix, repeats)
 
 
-TASKS = {
-    "R.PassKey": _task("pass key", "Find it and memorize them.", 0),
-    "R.Number": _task("sequence of digits", "Find it.", 5),
-}
-TASKS["paraphrase"] = replace(
-    TASKS["R.PassKey"],
-    needle="The ticket costs {key} dollars. Remember it. {key} dollars for the ticket.\n",
-    question="What is the price of admission?",
-    prefix="The price of admission is",
-)
-"""The pass key, but no content word of the question stands in the needle."""
-
-
-WORDINGS = (
-    TASKS["R.PassKey"],
-    *(
-        NeedleTask(instruction, f"{needle}\n", question, prefix, 0)
-        for instruction, needle, question, prefix in WORDS["needles"]
-    ),
-)
+TASKS = {name: _task(*words) for name, *words in WORDS["tasks"]}
+"""The pass key, the number, and the pass key in other words, none of the question's content words among them."""
+WORDINGS = (TASKS["R.PassKey"], *(_task(*words) for words in WORDS["needles"]))
 """The pass key's wording, and nine more ways to say and to ask for digits. None is a wording of training samples."""
 ENDINGS = {"infinitebench": "\n\n{question}\n\n{prefix}", "open": "\n\n{question}"}
 """Text after the document: InfiniteBench's blank lines; or the question without the answer's first words, as people ask."""
@@ -253,9 +218,6 @@ ENDINGS = {"infinitebench": "\n\n{question}\n\n{prefix}", "open": "\n\n{question
 def gives_first_words(form: str) -> bool:
     """Whether an ending's text has the answer's first words."""
     return "{prefix}" in form
-
-
-ALIASES = {"passkey": "R.PassKey", "number_string": "R.Number"}
 
 
 @dataclass(frozen=True)
@@ -292,7 +254,7 @@ def make_needle(
     `depth`. Digits and haystack piece depend only on task and seed, in every process.
 
     Args:
-        task: 'R.PassKey' or 'R.Number' (or InfiniteBench's 'passkey' and 'number_string').
+        task: a name in `TASKS`.
         tokenizer: a fast tokenizer.
         n_tokens: length of the plain prompt in tokens.
         depth: 0 is the beginning of the haystack, 1 its end.
@@ -300,13 +262,9 @@ def make_needle(
         ending: one of `ENDINGS`.
 
     Raises:
-        ValueError: an unknown task or ending, a depth outside [0, 1], or an `n_tokens` too small for the fixed parts.
+        ValueError: an unknown task, a depth outside [0, 1], or an `n_tokens` too small for the fixed parts.
     """
-    task = ALIASES.get(task, task)
-    if task not in TASKS:
-        raise ValueError(f"task={task!r} must be one of {', '.join([*TASKS, *ALIASES])}")
-    if ending not in ENDINGS:
-        raise ValueError(f"ending={ending!r} must be one of {', '.join(ENDINGS)}")
+    check_name("task", task, TASKS)
     if not 0 <= depth <= 1:
         raise ValueError(f"depth={depth} must be within [0, 1]")
     words, form = TASKS[task], ENDINGS[ending]
@@ -314,8 +272,7 @@ def make_needle(
     key = _digits(rng, words.repeats)
     fixed = count(tokenizer, _build(words, form, key, "", 0.0).prompt)
     if fixed >= n_tokens:
-        said = f"n_tokens={n_tokens} must be above {fixed}, the tokens of instruction, needle and question"
-        raise TooShort(said, fixed + 1)
+        raise TooShort(n_tokens, fixed + 1)
     wanted = n_tokens - fixed + 32
     if haystack is None:
         line = count(tokenizer, NOISE * 8) / 8
@@ -325,6 +282,18 @@ def make_needle(
     while key in body:  # also never a part of a longer number
         key = _digits(rng, words.repeats)
     return _fit(words, form, key, body, tokenizer, n_tokens, n_tokens - fixed, depth)
+
+
+def hidden(body: str, needles: Sequence[str], depths: Sequence[float]) -> tuple[str, list[float]]:
+    """The text with every needle at the line or sentence start nearest to its depth, ascending; and the depths that they have."""
+    text = body = body.rstrip() + "\n" if body.strip() else ""
+    places = [*starts(body), len(body)]
+    offsets = [min(places, key=lambda place: abs(place - depth * len(body))) for depth in depths]
+    for at, needle in reversed(list(zip(offsets, needles, strict=True))):
+        head, tail = text[:at].rstrip(" "), text[at:]
+        head += "\n" if head and not head.endswith("\n") else ""
+        text = head + needle + tail
+    return text, [at / len(body) for at in offsets] if body else [*depths]
 
 
 def _digits(rng: random.Random, repeats: int) -> str:
@@ -337,14 +306,9 @@ def _digits(rng: random.Random, repeats: int) -> str:
 
 def _build(words: NeedleTask, form: str, key: str, body: str, depth: float) -> Needle:
     """The prompt with the needle in `body`, not yet counted."""
-    body = body.rstrip() + "\n" if body.strip() else ""
-    at = min((*starts(body), len(body)), key=lambda place: abs(place - depth * len(body)))
-    head, tail = body[:at].rstrip(" "), body[at:]
-    if head and not head.endswith("\n"):
-        head += "\n"
-    document = f"{words.instruction}\n\n{head}{words.needle.format(key=key)}{tail}".strip("\n")
+    text, (depth,) = hidden(body, [words.needle.format(key=key)], [depth])
+    document = f"{words.instruction}\n\n{text}".strip("\n")
     prompt = document + form.format(question=words.question, prefix=words.prefix)
-    depth = at / len(body) if body else depth
     prefix = words.prefix if gives_first_words(form) else ""
     return Needle(prompt, key, 0, depth, document, words.instruction, words.question, prefix)
 

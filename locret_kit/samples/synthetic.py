@@ -88,12 +88,6 @@ def _again(prefix: str, value: str, said: str, rng: random.Random) -> str:
 
 COPY = 0.1
 """Share of copy tasks among the samples over real text."""
-_COPY_QUESTIONS = (
-    'Repeat the text that follows "{lead}".',
-    'Continue the passage of the text: "{lead}"',
-    'What comes right after the words "{lead}"?',
-    'Quote the text from here on: "{lead}"',
-)
 _ANSWER_PREFIXES = ("Answer:", "The answer:", "A:")
 
 REPETITIVE = 0.3
@@ -177,7 +171,7 @@ def synthetic_sample(
         )
         context = _hide([fact.statement for fact in facts], places, body, rng)
         if copy and (passage := _passage(context, rng)):
-            question, answer = rng.choice(_COPY_QUESTIONS).format(lead=passage[0]), passage[1]
+            question, answer = rng.choice(WORDS["copies"]).format(lead=passage[0]), passage[1]
             prefix = None if chat else rng.choice(("The text goes on:", "Answer:", f"{passage[0]}"))
         sample = _finish(tokenizer, template, context, question, prefix, answer, chat)
         if 0.9 * n_tokens <= len(sample.ids) <= n_tokens:

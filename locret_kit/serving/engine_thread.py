@@ -149,7 +149,7 @@ class EngineThread:
         with prefixed_errors(str(path), ValueError):
             self.spec.check(file)
         policy = next((policy for policy in self.spec.policies if policy.name == file.saved.policy), None)
-        return Document.of_file(file, self.model, self.tokenizer, self.heads, policy)
+        return Document.load(file, self.model, self.tokenizer, self.heads, policy)
 
     def save_document(self, name: str, owner: str, document: Document) -> None:
         """Write a document's file, when there is a store, in the order of all files. Does not wait."""

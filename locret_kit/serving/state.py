@@ -21,7 +21,7 @@ from fastapi import HTTPException, Request
 
 from ..documents.document import Document
 from ..naming import first_line
-from ..text.reader import CONVERTED, Late, convert, may_be_text, read_stream
+from ..text.reader import Late, convert, is_converted, read_stream
 from .engine_thread import EngineThread
 from .messages import Refused, nested
 from .request import LOG, Figures
@@ -87,7 +87,7 @@ class Conversions:
     async def text(self, pool: Executor, data: bytes, upload: UploadedDocument) -> str:
         """The text of an upload as ``text.reader.convert`` gives it. Plain text, which needs no parser, waits for nobody."""
         loop, name, lines = asyncio.get_running_loop(), upload.title, list[str]()
-        if not name.lower().endswith(CONVERTED) and may_be_text(data[:1024]):
+        if not is_converted(name, data[:8]):
             return await loop.run_in_executor(pool, partial(read_stream, BytesIO(data), name, lost=upload.lost.append))
         made = partial(convert, data, name, unwanted=lambda: upload.deleted, lost=lines.append)
         try:

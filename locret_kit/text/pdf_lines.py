@@ -68,15 +68,15 @@ def pieces_of(shown: PdfTextPage, turn: int) -> list[Piece]:
     text, count = shown.get_text_range(), shown.count_chars()
     whole = len(text) == count  # else some have no Unicode
     text = text if whole else "".join(chr(pdfium.FPDFText_GetUnicode(shown, at)) for at in range(count))
-    raw, found = shown.raw, pdfium.FS_RECTF()
+    raw = shown.raw
     x, y = ctypes.c_double(), ctypes.c_double()
     address = ctypes.cast(pdfium.FPDFText_GetTextObject, ctypes.c_void_p).value or 0
     drawn_by = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(address)
     page, matrix, size = ctypes.cast(raw, ctypes.c_void_p), pdfium.FS_MATRIX(), 0.0
 
     def box(at: int) -> Box:
-        pdfium.FPDFText_GetLooseCharBox(raw, at, found)
-        return turned(found.left, found.bottom, found.right, found.top, turn)
+        left, bottom, right, top = shown.get_charbox(at, loose=True)
+        return turned(left, bottom, right, top, turn)
 
     def apart(at: int) -> bool:
         """Whether a digit is no part of the number before it, by its place."""
@@ -242,8 +242,6 @@ class Drawn:
 
 def in_reading_order(shown: PdfTextPage, text: str) -> str:
     """The text of an upright page, as PDFium has it, with the lines that hold letters of right-to-left scripts put in order."""
-    if not LETTER.search(text):
-        return text
     rtl = len(LETTER.findall(text)) > len(_OTHER_LETTER.findall(text))
     characters = [chr(pdfium.FPDFText_GetUnicode(shown, at)) for at in range(shown.count_chars())]
     lines, first = [], 0
@@ -261,15 +259,13 @@ def in_reading_order(shown: PdfTextPage, text: str) -> str:
 
 def _drawn(shown: PdfTextPage, at: int, text: str) -> Drawn:
     """A page's character, by number, with its place."""
-    x, y, left, right, low, high = (ctypes.c_double() for _ in range(6))
-    matrix, loose = pdfium.FS_MATRIX(), pdfium.FS_RECTF()
+    x, y, matrix = ctypes.c_double(), ctypes.c_double(), pdfium.FS_MATRIX()
     pdfium.FPDFText_GetCharOrigin(shown, at, x, y)
-    pdfium.FPDFText_GetCharBox(shown, at, left, right, low, high)
-    pdfium.FPDFText_GetLooseCharBox(shown, at, loose)
+    (left, _, right, _), loose = shown.get_charbox(at), shown.get_charbox(at, loose=True)
     pdfium.FPDFText_GetMatrix(shown, at, matrix)
     size = pdfium.FPDFText_GetFontSize(shown, at) * math.hypot(matrix.c, matrix.d)
     text = unicodedata.normalize("NFKC", text).strip() if _FORMS.match(text) else text
-    return Drawn(at, text, round(x.value, 1), y.value, min(left.value, loose.left), max(right.value, loose.right), size)
+    return Drawn(at, text, round(x.value, 1), y.value, min(left, loose[0]), max(right, loose[2]), size)
 
 
 def _by_base_line(drawn: list[Drawn]) -> Iterator[list[Drawn]]:

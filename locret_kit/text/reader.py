@@ -21,11 +21,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from threading import Lock
 from typing import IO, BinaryIO
 from zipfile import ZipFile
 
@@ -59,14 +58,12 @@ _OFFICE = (
     ("index/", "an Apple iWork file: save it as PDF"),
 )
 """Names of entries of zip archives that are not read, and what their owner is told."""
-_LOGGERS = ("bs4", "charset_normalizer", "mammoth", "pypdfium2")
-_TURN = Lock()
-"""Held during a conversion: PDFium runs in one thread at a time, and warnings are silenced for the whole process."""
 
 
-def may_be_text(first: bytes) -> bool:
-    """Whether a file that begins with these bytes may be plain text: no format that ``read_stream`` knows by its first 8."""
-    return not first.startswith((b"%PDF-", b"PK\x03\x04", *(start for start, _ in _FOREIGN)))
+def is_converted(name: str, first: bytes) -> bool:
+    """Whether a file is more than plain text, by its name or by its first 8 bytes."""
+    starts = (b"%PDF-", b"PK\x03\x04", *(start for start, _ in _FOREIGN))
+    return name.lower().endswith(CONVERTED) or first.startswith(starts)
 
 
 def tell(line: str) -> None:
@@ -74,8 +71,9 @@ def tell(line: str) -> None:
     warnings.warn(line, stacklevel=3)
 
 
-def read_document(path: str | Path, *, limit: int = LIMIT, lost: Lost = tell) -> str:
-    """The text of a file. Its format, ``limit``, ``lost`` and further errors are those of ``read_stream``.
+def read_document(path: str | Path, *, lost: Lost = tell) -> str:
+    """The text of a file, converted in a separate process if it is more than plain text. Its format, ``lost`` and
+    further errors are those of ``read_stream`` and ``convert``.
 
     Raises:
         FileNotFoundError: nothing is there.
@@ -87,7 +85,10 @@ def read_document(path: str | Path, *, limit: int = LIMIT, lost: Lost = tell) ->
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     with path.open("rb") as stream:
-        return read_stream(stream, str(path), limit=limit, lost=lost)
+        data = stream.read(LIMIT + 1)
+    if is_converted(path.name, data[:8]):
+        return convert(data, str(path), lost=lost)
+    return read_stream(BytesIO(data), str(path), lost=lost)
 
 
 def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost = tell) -> str:
@@ -112,7 +113,7 @@ def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost =
     """
     suffix = Path(name).suffix.lower()
     suffix = suffix if suffix in (*CONVERTED, ".txt", ".md") else ""
-    data = b"".join(_pieces(stream, limit + 1))
+    data = stream.read(limit + 1)
     if len(data) > limit:
         raise ValueError(f"{name} is larger than limit={limit} bytes")
     if not data:
@@ -129,13 +130,6 @@ def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost =
     for line in losses:
         lost(f"{name}: {line}")
     return text
-
-
-def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
-    """The first ``size`` bytes of a stream, in pieces; a stream may give fewer at a time than requested."""
-    while size and (piece := stream.read(min(size, 1 << 20))):
-        size -= len(piece)
-        yield piece
 
 
 def _text(data: bytes, name: str, suffix: str, limit: int, losses: list[str]) -> str:
@@ -177,41 +171,20 @@ def _format(data: bytes, suffix: str) -> str:
 
 def _convert(data: bytes, name: str, kind: str, limit: int, losses: list[str]) -> str:
     """The text of a document in one of the formats ``CONVERTED``."""
-    with _TURN, _quiet():
-        if kind == ".pdf":
-            from .pdf import pdf_text
+    if kind == ".pdf":
+        from .pdf import pdf_text
 
-            text = pdf_text(data, name, losses)
-        elif kind == ".epub":
-            from .web_page import book_text
+        text = pdf_text(data, name, losses)
+    elif kind == ".docx":
+        from .word import word_text
 
-            text = book_text(data, name, limit, losses)
-        elif kind == ".docx":
-            from .word import word_text
+        text = word_text(data, name, limit, losses)
+    else:
+        from .web_page import book_text, page_text
 
-            text = word_text(data, name, limit, losses)
-        else:
-            from .web_page import page_text
-
-            text = page_text(data, name, losses)
+        text = book_text(data, name, limit, losses) if kind == ".epub" else page_text(data, name, losses)
     text = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No warnings and no log lines of the converters, for one conversion at a time."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL + 1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 SECONDS = 300
@@ -300,6 +273,8 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     except ImportError:  # not on Windows: the time limit of the parent remains
         pass
+    logging.disable()
+    warnings.simplefilter("ignore")
     losses: list[str] = []
     try:
         text = read_stream(sys.stdin.buffer, name, lost=losses.append)

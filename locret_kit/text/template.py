@@ -21,6 +21,7 @@ from jinja2.filters import do_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from markupsafe import Markup
 
+from ..naming import prefixed_errors
 from ..settings import read_protect
 from .untrusted import FIRST, NOTHING, OTHERS, OWN, Span, Traced, controls, defused, encode, token_span, traced
 
@@ -33,6 +34,8 @@ DEFAULTS = "template_arguments"
 """Attribute of a tokenizer that holds its template's arguments, for callers that give no others."""
 ROLES = {"system", "developer", "user", "assistant", "tool", "function", "observation", "ipython"}
 """Roles that templates write as control tokens, such as ``<|user|>``."""
+REFUSALS = (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
+"""Errors of templates that refuse a conversation."""
 GIVEN = {"messages", "tools", "add_generation_prompt"}
 """Arguments of every template, which no caller replaces."""
 
@@ -245,7 +248,7 @@ def render_traced(
     if continued:
         beginning, end = str(said[-1]["content"]), _marker([str(message.get("content")) for message in messages])
         said[-1] = {**said[-1], "content": beginning + f"{end} "}
-    try:
+    with prefixed_errors("the chat template refuses the conversation", *REFUSALS):
         template, names = compiled(tokenizer.get_chat_template(tools=tools or None))
         given = _arguments(tokenizer, names, {**getattr(tokenizer, DEFAULTS, {}), **(arguments or {})})
         given = {**traced(tokenizer.special_tokens_map, OWN), "documents": None, **given}
@@ -256,8 +259,6 @@ def render_traced(
         }
         with limited_steps():
             text = cast(Traced, template.render(given))
-    except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"the chat template refuses the conversation: {error}") from error
     if continued:
         at = text.rfind(end)
         if at < 0 or beginning.strip() not in text[:at]:

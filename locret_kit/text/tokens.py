@@ -102,10 +102,10 @@ class IdStream:
         self.text += piece
         while len(self.text) - self.done > self.block:
             self.text, self.done = _take(self.tokenizer, self.text, self.done, self.done + self.block, self.ids)
-            self._check(self.ids)
+            self._check()
 
-    def _check(self, ids: array) -> None:
-        if self.max_tokens is not None and len(ids) > self.max_tokens:
+    def _check(self) -> None:
+        if self.max_tokens is not None and len(self.ids) > self.max_tokens:
             raise TooManyTokens(self.max_tokens)
 
     def settle(self) -> None:
@@ -124,20 +124,13 @@ class IdStream:
 
     def finish(self, after: str = "") -> array:
         """All ids of the text with ``after`` at its end; the stream stays open."""
-        if CUT in after:
-            longer = copy(self)
-            longer.ids = array("i", self.ids)
-            longer.feed(after)
-            return longer.finish()
-        ids = array("i", self.ids)
-        text, done = self.text + after, self.done
-        while len(text) - done > self.block:
-            text, done = _take(self.tokenizer, text, done, done + self.block, ids)
-            self._check(ids)
-        _take(self.tokenizer, text, done, len(text), ids)
-        ids.extend(self._suffix)
-        self._check(ids)
-        return ids
+        longer = copy(self)
+        longer.ids = array("i", self.ids)
+        longer.feed(after)
+        _take(self.tokenizer, longer.text, longer.done, len(longer.text), longer.ids)
+        longer.ids.extend(self._suffix)
+        longer._check()
+        return longer.ids
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], *, special: bool = False) -> str:

@@ -228,11 +228,6 @@ def defused_pieces(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str], be
         before = (before + piece)[-known.longest :] if known.longest else ""
 
 
-def plain(text: str) -> str:
-    """The text without marks, for people to read."""
-    return text.replace(CUT, "")
-
-
 Span = tuple[int, int]
 
 

@@ -103,9 +103,8 @@ def decoded(data: bytes) -> tuple[str, str, int, bool]:
     except (LookupError, ValueError):  # unknown, or a codec of something else than text
         found, label = "utf-8", None
     encoding = _SAME.get(found, found)
-    with suppress(
-        UnicodeDecodeError
-    ):  # where each byte is a character, text of another encoding decodes without an error
+    with suppress(UnicodeDecodeError):
+        # Where each byte is a character, text of another encoding decodes without an error.
         if len(b"\xe9\xe8".decode(encoding)) == 2:
             return data.decode("utf-8"), "utf-8", 0, True
     text = data.decode(encoding, "replace")

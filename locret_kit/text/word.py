@@ -150,14 +150,13 @@ def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
                 for word in list(reading.iter(f"{W}t"))[at:][:1]:
                     word.text = bracketed.format(word.text)
     for element in root.iter():
-        if isinstance(element.tag, str):
-            if element.tag == f"{W}cr" or element.tag == f"{W}br":
-                element.tag = f"{W}br"
-                element.attrib.clear()
-            elif element.tag == f"{W}ptab":
-                element.tag = f"{W}tab"
-            elif element.tag in [W + wrapper for wrapper in WRAPPERS]:
-                element.tag = f"{W}ins"
+        if element.tag in (f"{W}cr", f"{W}br"):
+            element.tag = f"{W}br"
+            element.attrib.clear()
+        elif element.tag == f"{W}ptab":
+            element.tag = f"{W}tab"
+        elif element.tag in [W + wrapper for wrapper in WRAPPERS]:
+            element.tag = f"{W}ins"
     parents = {child: parent for parent in root.iter() for child in parent}
     for choice in list(root.iter(f"{SAME}AlternateContent")):
         old = choice.find(f"{SAME}Fallback")

@@ -132,18 +132,22 @@ class FrozenTraining(L.LightningModule, ABC):
     def on_validation_epoch_start(self) -> None:
         self._validation, self.validated = [], {}
 
-    def require_finite(self, loss: float) -> None:
-        """Raise ValueError for the loss of a step that is no finite number, before the update. It is the same in every
-        process."""
-        if not math.isfinite(loss):
+    def end_step(self, scalars: dict[str, float], tokens: float, began: float) -> None:
+        """One optimiser step with the gradients of every process. Its ``scalars``, the learning rate that it was made with,
+        and the speed are logged: some in the progress bar, all on the board.
+
+        Args:
+            scalars: equal in every process, ``loss`` among them. tokens: number of those that all processes have read
+                since ``began``.
+
+        Raises:
+            ValueError: before the update, a loss that is no finite number.
+        """
+        if not math.isfinite(scalars["loss"]):
             raise ValueError(
-                f"loss={loss} after {self.global_step} steps: the training has diverged; "
+                f"loss={scalars['loss']} after {self.global_step} steps: the training has diverged; "
                 f"begin again in another out with less than optim.lr={self.cfg.optim.lr}"
             )
-
-    def _update(self, tokens: float, began: float) -> dict[str, float]:
-        """One optimiser step with the gradients of every process; the learning rate it was made with, and the tokens a second
-        of the ``tokens`` that all processes have read since ``began``."""
         optimiser = cast(LightningOptimizer, self.optimizers())
         schedule = cast(LRScheduler, self.lr_schedulers())
         rate = float(optimiser.param_groups[0]["lr"])
@@ -152,14 +156,11 @@ class FrozenTraining(L.LightningModule, ABC):
         optimiser.zero_grad()
         schedule.step()
         self.trainer.datamodule.done += self.cfg.optim.accumulate * self.trainer.world_size  # type: ignore[attr-defined]
-        return {"train/lr": rate, "tok/s": tokens / (time.perf_counter() - began)}
-
-    def log_step(self, scalars: dict[str, float]) -> None:
-        """Log the figures of a finished step: some in the progress bar, all on the board."""
+        scalars = {**scalars, "train/lr": rate, "tok/s": tokens / (time.perf_counter() - began)}
         for name in BAR:
             if name in scalars:
                 self.log(name, scalars[name], prog_bar=True, logger=False)
-        scalars = {**scalars, "memory/peak_MiB": peak_memory(self.device) / 2**20}
+        scalars["memory/peak_MiB"] = peak_memory(self.device) / 2**20
         self.logger.log_metrics(scalars, step=self.global_step)  # type: ignore[union-attr]
 
     def factor(self, step: int) -> float:

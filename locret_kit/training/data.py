@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..config.train_options import DataConfig
@@ -364,11 +364,11 @@ Step = list[list[Sample]]
 """Samples of one process for one optimiser step, in batches of one forward each."""
 
 
-class Share(IterableDataset):
-    """One process's share of one common order, an optimiser step at a time, without end.
+class Share(Dataset[Step]):
+    """One process's share of one common order, by the number of the optimiser step from ``start`` on, without end.
 
     A step takes the next ``world * per_step`` samples whatever the number of processes is, so a run goes on with another.
-    Within a share, samples of like length share a batch of ``batch``. Loader workers take whole steps in turn.
+    Within a share, samples of like length share a batch of ``batch``.
 
     Args:
         start: index of the first sample. per_step: samples of each process in one step, a multiple of ``batch``.
@@ -380,13 +380,7 @@ class Share(IterableDataset):
         self.samples, self.start, self.rank, self.world = samples, start, rank, world
         self.per_step, self.batch = per_step, batch
 
-    def __iter__(self) -> Iterator[Step]:
-        worker = get_worker_info()
-        first, every = (worker.id, worker.num_workers) if worker else (0, 1)
-        return (self.step(number) for number in count(first, every))
-
-    def step(self, number: int) -> Step:
-        """The share of step ``number``, counted from ``start``."""
+    def __getitem__(self, number: int) -> Step:
         first = self.start + number * self.world * self.per_step + self.rank
         taken = [self.samples[first + i * self.world] for i in range(self.per_step)]
         if self.batch > 1:
@@ -424,7 +418,7 @@ class SampleModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         share = Share(self.samples, self.done, rank, world, self.per_step, self.cfg.batch)
-        return DataLoader(share, batch_size=None, num_workers=self.cfg.num_workers)
+        return DataLoader(share, batch_size=None, sampler=count(), num_workers=self.cfg.num_workers)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(cast("Dataset[Sample]", self.samples.held), batch_size=None, shuffle=False)

@@ -6,7 +6,6 @@ The export includes the run's curves: TensorBoard's scalars in one CSV file.
 
 from __future__ import annotations
 
-import csv
 import logging
 import random
 import shlex
@@ -15,12 +14,12 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from operator import itemgetter
 from pathlib import Path
 
 import lightning as L
+import pandas
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
@@ -35,7 +34,7 @@ from ..backbones.probe import describe
 from ..backbones.spec import text_config
 from ..config.train_options import TrainConfig
 from ..files import locked, write_beside, write_json
-from ..naming import first_line
+from ..naming import first_line, prefixed_errors
 from ..text.template import DEFAULTS, thinking_arguments
 from . import SETTINGS, TRAINING, FrozenTraining, flat, gather, trained_with
 from .data import SampleModule
@@ -59,17 +58,10 @@ def read_curves(run: Path) -> dict[str, dict[int, float]]:
 
 def write_curves(run: Path, target: Path) -> None:
     """One row per step, one column per tag."""
-    curves = read_curves(run)
+    curves = pandas.DataFrame(read_curves(run)).sort_index()
     tags = sorted(curves, key=lambda tag: (tag != "loss", "layer" in tag, tag))
-    steps = sorted({step for curve in curves.values() for step in curve})
-
-    def write(path: Path) -> None:
-        with path.open("w", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(("step", *tags))
-            rows.writerows((s, *(f"{curves[t][s]:.5g}" if s in curves[t] else "" for t in tags)) for s in steps)
-
-    write_beside(target, write)
+    form = {"index_label": "step", "float_format": "%.5g", "lineterminator": "\r\n"}
+    write_beside(target, lambda path: curves.to_csv(path, columns=tags, **form))
 
 
 # ---- callbacks --------------------------------------------------------------------------------------------------------
@@ -231,14 +223,12 @@ def begin_from(resume: str, out: Path) -> Path | None:
     Raises:
         ValueError: a new run in the folder of another, or ``resume`` is no checkpoint of a run.
     """
-    if resume == "never":
-        if any((out / "state").glob("*.ckpt")):
-            newest = newest_state(out)
+    if resume in ("auto", "never"):
+        newest = newest_state(out)
+        if resume == "never" and any((out / "state").glob("*.ckpt")):
             steps = read_state(newest)["global_step"] if newest else 0
             raise ValueError(f"out={out} holds a run of {steps} steps: resume=auto continues it, or choose another out")
-        return None
-    if resume == "auto":
-        return newest_state(out)
+        return newest
     try:
         read_state(Path(resume))
     except ValueError as error:
@@ -308,12 +298,9 @@ def fit(cfg: TrainConfig, argv: list[str]) -> Path | None:
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     L.seed_everything(cfg.seed, verbose=False)
     out, strategy = Path(cfg.out), make_strategy(cfg.trainer.strategy, cfg.trainer.devices, cfg.trainer.num_nodes)
-    try:  # before the backbone is loaded
+    with prefixed_errors(f"out={out} cannot be written", OSError):  # before the backbone is loaded
         out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ValueError(f"out={out} cannot be written: {error.strerror}") from error
+        tempfile.TemporaryFile(dir=out).close()
     state = out / "state"
     saves = SaveEvery(state, cfg.trainer.save_every)
     stop = StopWhole(state / "interrupted.ckpt", command_to_go_on(argv))
@@ -335,15 +322,18 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery
     backbone = _backbone(cfg, device=None if cfg.trainer.strategy == "auto" else "cpu")
     too_long = beyond_window(backbone, cfg)
     size = f"pool.slots={cfg.pool.slots}" if cfg.trains == "pool" else f"heads.d_hidden={cfg.heads.d_hidden}"
-    with _memory_for(size):
+    try:
         module = TRAININGS[cfg.trains](backbone, cfg)
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise ValueError(f"{size} does not fit into memory: {first_line(error)}") from error
     changes = None if resume is None else check_state(resume, module)
     for warning in (too_long, changes) if trainer.is_global_zero else ():
         if warning:
             print(warning, file=sys.stderr)
     try:
-        with _memory_for(f"data.max_tokens={cfg.data.max_tokens} with data.batch={cfg.data.batch}"):
-            trainer.fit(module, data, ckpt_path=str(resume) if resume else None, weights_only=True)
+        trainer.fit(module, data, ckpt_path=str(resume) if resume else None, weights_only=True)
     except SystemExit as ended:  # Lightning turns Ctrl-C into exit(1) after its callbacks
         if trainer.interrupted:
             raise (TrainingStopped if stop.saved else KeyboardInterrupt) from ended
@@ -355,17 +345,6 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery
     write_json(folder / TRAINING, trained_with(cfg))
     write_curves(out, folder / "curves.csv")
     return folder
-
-
-@contextmanager
-def _memory_for(settings: str) -> Iterator[None]:
-    """Raise ValueError that names the settings where the CPU's memory does not suffice."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" not in str(error):
-            raise
-        raise ValueError(f"{settings} does not fit into memory: {first_line(error)}") from error
 
 
 def _trainer(cfg: TrainConfig, strategy: Strategy | str, callbacks: list[Callback]) -> L.Trainer:

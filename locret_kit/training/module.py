@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import lightning as L
 import torch
@@ -37,9 +37,6 @@ from ..samples import Sample
 from . import TRAINING, FrozenTraining, gather, trained_with
 from .data import Step
 from .strategy import shard
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 class Observer(Handler):
@@ -123,23 +120,24 @@ class Together(Handler):
         self.observers, self.lengths = observers, lengths
 
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
-        rotated = []
+        q_rot, k_rot = self._rotated(layer, q_BQTD, k_BHTD)
         for b, (observer, length) in enumerate(zip(self.observers, self.lengths, strict=True)):
-            q, k, v = (x[b : b + 1] for x in (q_BQTD, k_BHTD, v_BHTD))
-            q_rot, k_rot = rotated_text(observer.ropes[layer], q, k)
-            rotated.append((q_rot, k_rot))
-            q, k, v, q_rot, k_rot = (x[:, :, :length] for x in (q, k, v, q_rot, k_rot))
-            observer.score(layer, q, k, v, q_rot, k_rot, softmax)
-        q_rot, k_rot = (torch.cat(rows) for rows in zip(*rotated, strict=True))
+            q, k, v, q_own, k_own = (x[b : b + 1, :, :length] for x in (q_BQTD, k_BHTD, v_BHTD, q_rot, k_rot))
+            observer.score(layer, q, k, v, q_own, k_own, softmax)
         return attend_text(q_rot, k_rot, v_BHTD, softmax, self.observers[0].layers[layer])
 
     def attend_shared(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
+        q_rot, k_rot = self._rotated(layer, q_BQTD, k_BHTD)
+        return attend_text(q_rot, k_rot, v_BHTD, softmax, self.observers[0].layers[layer])
+
+    def _rotated(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated queries and keys, each text's by its own frequencies."""
         rotated = [
             rotated_text(observer.ropes[layer], q_BQTD[b : b + 1], k_BHTD[b : b + 1])
             for b, observer in enumerate(self.observers)
         ]
         q_rot, k_rot = (torch.cat(rows) for rows in zip(*rotated, strict=True))
-        return attend_text(q_rot, k_rot, v_BHTD, softmax, self.observers[0].layers[layer])
+        return q_rot, k_rot
 
 
 def unit_of(cfg: TrainConfig) -> Literal["logit", "log_prob"]:
@@ -247,14 +245,8 @@ class HeadTraining(FrozenTraining):
                 seen.append(torch.stack([layers.mean() for layers in figures]))
         mean = torch.cat([torch.stack(seen).mean(0), seen[0].new_tensor([tokens])])  # [3 + 1]
         regression, smooth, recall, tokens = self.trainer.strategy.reduce(mean, reduce_op="mean").tolist()  # type: ignore[union-attr]
-        self.require_finite(regression + smooth)
-        scalars = {
-            "loss": regression + smooth,
-            "train/regression": regression,
-            "train/smoothing": smooth,
-            "recall": recall,
-        }
-        self.log_step(scalars | self._update(tokens * self.trainer.world_size, began))
+        scalars = {"loss": regression + smooth, "train/regression": regression, "train/smoothing": smooth}
+        self.end_step(scalars | {"recall": recall}, tokens * self.trainer.world_size, began)
 
     def on_validation_epoch_start(self) -> None:
         """A loss that draws draws alike in every validation."""
@@ -279,7 +271,7 @@ class HeadTraining(FrozenTraining):
         self.logger.log_metrics({**self.validated, **layers}, step=self.global_step)  # type: ignore[union-attr]
 
     def _show(self, sample: Sample, predicted_RS: Tensor, target_RS: Tensor, recall: float) -> None:
-        writer = cast("SummaryWriter", self.logger.experiment)  # type: ignore[union-attr]
+        writer = self.logger.experiment  # type: ignore[union-attr]
         tokenizer = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         tokens = [tokenizer.decode([token]) for token in sample.ids[: predicted_RS.shape[-1]]]
         kept = most_kept(predicted_RS).tolist()
@@ -305,21 +297,24 @@ class KeepBest(Callback):
         recall = module.validated.get("val/recall")
         if recall is None or not self.keep:
             return
-        mine = (f"{recall:.4f}", trainer.global_step)
-        best = sorted({*self._kept(), mine}, key=lambda entry: (float(entry[0]), entry[1]))[-self.keep :]
+        mine = f"recall={recall:.4f}-step={trainer.global_step}"
+        best = sorted({*self._kept(), mine}, key=self._rank)[-self.keep :]
         if mine in trainer.strategy.broadcast(best):
             heads = gather(trainer)
             if isinstance(heads, RetainingHeads):
-                folder = self.folder / f"recall={mine[0]}-step={mine[1]}"
+                folder = self.folder / mine
                 heads.save_pretrained(folder, self.dtype)
                 write_json(folder / TRAINING, {**trained_with(module.cfg), "step": trainer.global_step})
         if trainer.is_global_zero:
-            for entry in set(self._kept()) - set(best):
-                shutil.rmtree(self.folder / f"recall={entry[0]}-step={entry[1]}")
+            for name in set(self._kept()) - set(best):
+                shutil.rmtree(self.folder / name)
 
-    def _kept(self) -> list[tuple[str, int]]:
-        matches = [self.NAME.match(path.name) for path in self.folder.iterdir()] if self.folder.exists() else []
-        return [(match[1], int(match[2])) for match in matches if match]
+    def _kept(self) -> list[str]:
+        return [path.name for path in self.folder.glob("*") if self.NAME.match(path.name)]
+
+    def _rank(self, name: str) -> tuple[float, int]:
+        recall, step = self.NAME.findall(name)[0]
+        return float(recall), int(step)
 
 
 # ---- pictures and text for TensorBoard: predicted against target importance, and the prompt with its kept tokens ------

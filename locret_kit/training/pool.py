@@ -169,10 +169,7 @@ class PoolTraining(FrozenTraining):
             read.append((total, counted, len(sample.ids)))
         sums = torch.tensor(read, dtype=torch.float32, device=self.device).sum(0)  # [3]
         total, counted, tokens = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()  # type: ignore[union-attr]
-        loss = total / max(1, counted)
-        self.require_finite(loss)
-        speed = self._update(tokens, began)
-        self.log_step({"loss": loss, "train/gate": self.pool.mean_gate()} | speed)
+        self.end_step({"loss": total / max(1, counted), "train/gate": self.pool.mean_gate()}, tokens, began)
 
     def validation_step(self, sample: Sample, index: int) -> None:
         """Every process validates every sample; the policy without a pool reads it too, to compare with."""

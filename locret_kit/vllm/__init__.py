@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .requests import Requests
+    from .attention_backend import Requests
 
 LOG = logging.getLogger("locret_kit")
 
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> type[Requests]:
     from .refusals import check_version
 
     check_version()
-    from .requests import Requests
+    from .attention_backend import Requests
 
     return Requests
 

@@ -7,8 +7,8 @@ forward. A document stands in for a fresh run only where that would have evicted
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,11 +26,10 @@ from ..documents.document import IDS
 from ..engine import BoundedCache, CacheFile, CannotFork
 from ..naming import prefixed_errors
 from ..policies.grammar import parts_of
-from .server_settings import ServerSettings
 from .worker import RequestInfo, Worker, server_of, worker_here
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -84,66 +83,51 @@ def difference(there: BoundedCache, here: BoundedCache) -> str | None:
     return None
 
 
-class DocumentReader:
-    """Reads documents of one model.
+class Documents(KVConnectorBase_V1, SupportsHMA):
+    """vLLM makes one for the scheduler and one for each worker.
 
     Raises:
-        ValueError: weights that have no identity.
+        ValueError: weights that have no identity, or the folder holds a document that this server cannot use; the first
+            difference is named.
     """
 
-    def __init__(self, model: ModelConfig, server: ServerSettings) -> None:
-        self.server, self.worker = server, Worker.of(server, model, torch.device("cpu"))
-        self.model = self.worker.pages.model
-        self.origin = CacheFile.origin(self.model, server.heads)  # type: ignore[arg-type]
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self.loads: list[Load] = []
+        scheduler = role == KVConnectorRole.SCHEDULER
+        self.server = server_of(vllm_config) if scheduler else worker_here().server
+        if self.server.section.documents is None:
+            raise ValueError("the connector of documents needs a folder: documents=... in the section locret")
+        reader = Worker.of(self.server, vllm_config.model_config, torch.device("cpu"))
+        self.worker = reader if scheduler else worker_here()
+        self.model = reader.pages.model
+        self.origin = CacheFile.origin(self.model, self.server.heads)  # type: ignore[arg-type]
+        paths = sorted(Path(self.server.section.documents).glob("*.locret"))
+        self.library = [self._listed(str(path)) for path in paths if scheduler]
+        # Open, so that a file that is removed or replaced later ends no engine.
+        files = {str(path): path.open("rb") for path in paths if not scheduler}
+        self._loaded = lru_cache(MAX_LOADED)(lambda path: self._read(f"/dev/fd/{files[path].fileno()}")[0])
 
-    def cache(self, path: str) -> tuple[BoundedCache, list[int]]:
+    def _read(self, path: str) -> tuple[BoundedCache, list[int]]:
         """A document's cache in the host's memory, and the tokens that it has read.
 
         Raises:
             OSError: there is no such file. ValueError: it is damaged, of another model, or was saved without its text.
         """
         file = CacheFile.read(path)
-        cache = file.restore(self.model, self.server.heads if file.saved.heads else None, origin=self.origin)  # type: ignore[arg-type]
+        heads = self.server.heads if file.saved.heads else None
+        cache = file.restore(self.model, heads, origin=self.origin)  # type: ignore[arg-type]
         ids = file.apart.get(IDS)
         with prefixed_errors(path, ValueError):
             if ids is None or cache.get_seq_length() > len(ids):
                 raise ValueError("it was saved without its text, so nobody can say which prompts begin with it")
         return cache, ids[: cache.get_seq_length()].tolist()
 
-
-class Documents(KVConnectorBase_V1, SupportsHMA):
-    """vLLM makes one for the scheduler and one for each worker.
-
-    Raises:
-        ValueError: the folder holds a document that this server cannot use; the first difference is named.
-    """
-
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self.loads: list[Load] = []
-        self.library: list[LibraryDocument] = []
-        model = vllm_config.model_config
-        if role == KVConnectorRole.SCHEDULER:
-            server = server_of(vllm_config)
-            folder = server.section.documents
-            if folder is None:
-                raise ValueError("the connector of documents needs a folder: documents=... in the section locret")
-            self.reader = DocumentReader(model, server)
-            self.worker = self.reader.worker
-            self.library = [self._listed(str(path)) for path in sorted(Path(folder).glob("*.locret"))]
-        else:
-            self.worker = worker_here()
-            self.reader = DocumentReader(model, self.worker.server)
-            self.loaded: OrderedDict[str, BoundedCache] = OrderedDict()
-            folder = str(self.worker.server.section.documents)
-            # Open, so that a file that is removed or replaced later ends no engine.
-            self.files = {str(path): path.open("rb") for path in sorted(Path(folder).glob("*.locret"))}
-
     # ---- the scheduler ---------------------------------------------------------------------------------------------
 
     def _listed(self, path: str) -> LibraryDocument:
         """A document of the folder; what its settings have in common with the server's is checked."""
-        (cache, ids), policies = self.reader.cache(path), self.reader.server.policies
+        (cache, ids), policies = self._read(path), self.server.policies
         name = next((name for name, policy in policies.items() if parts_of(policy) == parts_of(cache.policy)), None)
         with prefixed_errors(path, ValueError):
             if name is None:
@@ -201,16 +185,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         """Fill the pages of requests that start with a document."""
         for load in self._get_connector_metadata().loads:  # type: ignore[attr-defined]
-            document, text = self._document(load.path), self.worker.text(load.info)
-            self.worker.pages.take(load.page, text, document, self.layers)
-
-    def _document(self, path: str) -> BoundedCache:
-        if path not in self.loaded:
-            self.loaded[path] = self.reader.cache(f"/dev/fd/{self.files[path].fileno()}")[0]
-        self.loaded.move_to_end(path)
-        while len(self.loaded) > MAX_LOADED:
-            self.loaded.popitem(last=False)
-        return self.loaded[path]
+            self.worker.pages.take(load.page, self.worker.text(load.info), self._loaded(load.path), self.layers)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing is left to wait for."""

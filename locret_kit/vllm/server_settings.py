@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from ..engine import BoundedCache, RetainingHeads
-from ..naming import nearest, show
+from ..naming import check_name, show
 from ..policies import Policy
 from ..policies.capabilities import Subject, refuse
 from ..policies.grammar import parse_policy
 from ..policies.registry import UNTRAINED, load_plugin
-from ..settings import RunSettings, made, read_protect
+from ..settings import RunSettings, read_protect
 
 LOG = logging.getLogger("locret_kit")
 LEFT_OUT = {
@@ -45,13 +45,8 @@ class VllmSettings(RunSettings):
         super().__post_init__()
         check_settings(self)
 
-    @classmethod
-    def read(cls, section: Mapping[str, object]) -> VllmSettings:
-        """Settings of the section of vLLM's additional configuration."""
-        return made(cls, dict(section))
-
     def given(self) -> dict[str, object]:
-        """The section that ``read`` reads: settings that differ from their defaults."""
+        """The section: settings that differ from their defaults."""
         plain = asdict(VllmSettings())
         return {name: value for name, value in asdict(self).items() if value != plain[name]}
 
@@ -91,10 +86,7 @@ class ServerSettings:
             ValueError: a budget above the server's, a policy that is not allowed, or impossible settings.
         """
         largest, policy = self.settings.budget, str(own.get("policy", self.default))
-        if policy not in self.policies:
-            raise ValueError(
-                f"policy={policy!r} must be one of: {', '.join(self.policies)}.{nearest(policy, self.policies)}"
-            )
+        check_name("policy", policy, self.policies)
         budget = own.get("budget", largest)
         # Numbers of vllm_xargs may come as floating point.
         if not isinstance(budget, int | float) or budget is True or not 1 <= budget <= largest or budget != int(budget):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..engine import BoundedCache, LentPages, Ranks
+from ..settings import made
 from .refusals import refuse_engine
 from .server_settings import ServerSettings, VllmSettings
 
@@ -40,7 +41,7 @@ class Worker:
     server: ServerSettings
     pages: LentPages
     requests: dict[int, RequestInfo] = field(default_factory=dict)
-    """Requests by row of vLLM's batch, see ``requests``."""
+    """Requests by row of vLLM's batch, see ``attention_backend.Requests``."""
     unmeasured: VllmConfig | None = None
     """Configuration of an engine whose model is not measured yet."""
 
@@ -117,7 +118,7 @@ def server_of(vllm_config: VllmConfig) -> ServerSettings:
         raise ValueError(
             f"additional_config must hold the settings of {PROCESSOR}: {{{SECTION!r}: {{'budget': 4096}}}}"
         )
-    return ServerSettings(VllmSettings.read(section))
+    return ServerSettings(made(VllmSettings, section))
 
 
 def begin(vllm_config: VllmConfig, device: torch.device) -> Worker:

@@ -10,10 +10,10 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from small_disk import file_limit
 from tiny_heads import save_tiny_heads
 from tiny_tokenizer import TEXT
 
-from locret_kit.cli.answers import open_answers
 from locret_kit.cli.infer import main
 from locret_kit.files import locked
 from locret_kit.runtime import engine
@@ -154,9 +154,12 @@ def test_a_run_that_was_cut_short_goes_on(files, monkeypatch, capsys):
     assert "has an answer for each of the 4 prompts" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_named():
-    with pytest.raises(OSError, match="cannot write /dev/full: No space left"), open_answers(Path("/dev/full")) as file:
-        print("an answer", file=file, flush=True)
+def test_a_full_disk_is_named(files, capsys):
+    files.write(*LINES)
+    files.answers.write_text(json.dumps({"id": "before", "answer": "x" * 2**16}) + "\n")
+    with file_limit(2**16):
+        assert files.run() == 1
+    assert f"cannot write {files.answers}: File too large" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_what_is_there(files, monkeypatch):
@@ -201,17 +204,17 @@ def test_prompts_from_a_pipe(files):
 
 
 def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("locret_kit.cli.answers.resolve_choice", None)
+    monkeypatch.setattr("locret_kit.cli.loading.resolve_choice", None)
 
     def says(words: str, *more: str, given: list[str] | None = None) -> None:
         assert main(given or ["--batch", str(files.prompts), "-o", str(files.answers), *more]) == 1
         captured = capsys.readouterr().err
         assert words in captured and captured.count("\n") == 1, captured
 
-    says("prompts.jsonl' cannot be read: No such file or directory")
+    says("prompts.jsonl: No such file or directory")
     files.write()
     says("holds no prompts")
-    says("cannot be read: Is a directory", given=["--batch", str(tmp_path), "-o", str(files.answers)])
+    says(f"batch: {tmp_path}: Is a directory", given=["--batch", str(tmp_path), "-o", str(files.answers)])
     for source in ("/dev/zero", "/dev/null"):
         says(f"batch='{source}' must be a file or a pipe", given=["--batch", source, "-o", str(files.answers)])
     files.write(LINES[0], LINES[0])

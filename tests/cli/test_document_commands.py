@@ -265,7 +265,7 @@ BAD = [
     (("ask", "{book}"), 1, "ask something"),
     (("ask", "{book}", "Who?", "--model", "other"), 1, "model.weights"),
     (("ask", "{book}", "Who?", "--model", "./nowhere"), 1, "give their places with --model and --ckpt"),
-    (("ask", "{book}", "--question-file", "gone"), 1, "gone' cannot be read"),
+    (("ask", "{book}", "--question-file", "gone"), 1, "question_file='gone': gone: No such file"),
     (("ask", "{book}", "Who?", "-n", "5"), 2, "unknown option '-n': names have two dashes"),
     (
         ("infer", "{book}", "--question", "Who?"),
@@ -275,7 +275,7 @@ BAD = [
     (("infer", "{out}", "--question", "Who?"), 1, "Is a directory: name a file, or join several on stdin"),
     (("read", "{out}", "-o", "x.locret"), 1, "Is a directory: name a file, or join several on stdin"),
     (("infer", "https://example.org/x.html", "--question", "Who?"), 1, "No such file or directory: download it first"),
-    (("infer", "long.txt", "--save-cache", "x"), 2, "--save-cache was removed: locret-read FILE -o X.locret"),
+    (("infer", "long.txt", "--save-cache", "x"), 2, "unknown key 'save_cache'"),
 ]
 
 

@@ -118,7 +118,7 @@ def test_a_turn_or_a_retry_that_fails_leaves_nothing_behind(monkeypatch):
     chat.undo()
     assert (list(chat.ids), kept(chat.cache)) == before
     with pytest.raises(ValueError, match="only the last turn can be undone"):
-        chat.retry()
+        next(chat.retry())
 
 
 def test_a_pinned_question_is_never_evicted():

@@ -132,7 +132,7 @@ def test_thoughts_have_a_bound_of_their_own_and_the_answer_another():
 
 
 def test_what_can_be_said_of_thoughts_is_checked(monkeypatch):
-    with pytest.raises(ValueError, match="thoughts='kept' must be one of: evicted, dropped, pinned"):
+    with pytest.raises(ValueError, match="thoughts='kept' is unknown. Known: evicted, dropped, pinned"):
         talk("h2o", thoughts="kept")
     monkeypatch.setattr(real_tokenizer("qwen3"), "chat_template", None)
     with pytest.raises(ValueError, match="thoughts='dropped' needs a chat template"):

@@ -209,7 +209,7 @@ def test_sampling_takes_what_it_is_given(lm):
     assert sampling_of(given) == Sampling(0.7, 5, 0.9)
     for more, said in (
         ({"do_sample": True}, "do_sample=true needs temperature above 0"),
-        ({"temperature": 0.5, "top_pp": 0.5}, r"top_pp=0.5 is not supported. Did you mean 'top_p'"),
+        ({"temperature": 0.5, "top_pp": 0.5}, "generation_kwargs: unknown setting 'top_pp'. Did you mean 'top_p'"),
         ({"temperature": 0.5, "top_p": 0.0}, "top_p=0.0 must be above 0"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -10,7 +10,7 @@ import pytest
 
 from locret_kit.cli.eval import chosen_rows, main
 from locret_kit.config.eval_options import RowsConfig
-from locret_kit.evals.engine import Row, Shard
+from locret_kit.evals.engine import Row, appending
 from locret_kit.evals.tables import differences
 
 ONE = Row(
@@ -61,18 +61,18 @@ def test_examples_that_one_of_them_lacks_do_not_count():
 
 
 def test_errors_name_what_there_is():
-    with pytest.raises(ValueError, match=r"against='locret \(their\)': no such rows. Did you mean 'locret \(theirs\)'"):
+    with pytest.raises(ValueError, match=r"against='locret \(their\)' is unknown. Did you mean 'locret \(theirs\)'"):
         differences(ROWS, "locret (their)")
-    with pytest.raises(ValueError, match=r"figure='nl': no such figure. Did you mean 'nll'"):
+    with pytest.raises(ValueError, match=r"figure='nl' is unknown. Did you mean 'nll'"):
         differences(ROWS, "full", "nl")
     with pytest.raises(ValueError, match=r"R.PassKey, sample=3: locret \(ours\) and full have read different prompts"):
         differences([*ROWS[:3], replace(ROWS[3], prompt_hash="x"), *ROWS[4:]], "full")
 
 
 def test_command(tmp_path, capsys):
-    with Shard(tmp_path / "rows.0.jsonl") as shard:
+    with appending(tmp_path / "rows.0.jsonl") as append:
         for row in ROWS:
-            shard.append(row)
+            append(row)
     assert main(["paired", f"out={tmp_path}", "against=locret (theirs)", "figure=nll"]) == 0
     lines = capsys.readouterr().out.splitlines()
     spread = stdev(a - b for a, b in zip(OURS, THEIRS, strict=True)) / 2
@@ -86,9 +86,9 @@ def test_command(tmp_path, capsys):
 def test_rows_are_named_as_the_tasks_were_asked_for(tmp_path):
     """Aliases, groups and prefixes of locret-eval find the rows that it wrote for them."""
     names = ("R.PassKey", "ruler.vt", "fidelity:R.PassKey", "agreement:ruler.cwe")
-    with Shard(tmp_path / "rows.0.jsonl") as shard:
+    with appending(tmp_path / "rows.0.jsonl") as append:
         for name in names:
-            shard.append(replace(ONE, task=name))
+            append(replace(ONE, task=name))
     asked = ("passkey", "ruler", "fidelity:passkey", "agreement:ruler", "ruler.vt")
     found = {name: chosen_rows(RowsConfig(out=str(tmp_path), tasks=[name])) for name in asked}
     assert [[row.task for row in found[name]] for name in asked] == [[name] for name in (*names, "ruler.vt")]

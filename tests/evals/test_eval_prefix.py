@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -25,7 +25,7 @@ from transformers import LlamaForCausalLM
 from locret_kit.backbones.libraries import cache_among
 from locret_kit.cache.bounded import BoundedCache, CannotFork
 from locret_kit.cli.eval import main
-from locret_kit.cli.eval_setup import run_of
+from locret_kit.cli.eval_setup import load_parts, run_of
 from locret_kit.config.eval_options import load_eval_config
 from locret_kit.evals.engine import measure, read_rows, runner
 from locret_kit.evals.engine.measure import SharedBeginning, shared_lengths
@@ -55,6 +55,9 @@ class Tokens:
 
     def get_seq_length(self) -> int:
         return len(self.ids)
+
+    def pin_all(self, ranges: Iterable[tuple[int, int]]) -> None:
+        assert not [*ranges]
 
     def read(self, ids: Sequence[int]) -> None:
         assert list(ids[: len(self.ids)]) == self.ids  # a cache only goes on with what it has begun
@@ -218,7 +221,8 @@ def documents(kind: str) -> Task:
 def test_every_kind_of_task_and_length(heads, tmp_path, kind):
     """Exact figures of the likelihood; a pyramid's budgets depend on the prompt's length, so not all can be shared."""
     policies = "[full,locret,pyramid-locret,random]"
-    plan = run_of(load_eval_config(words(heads, tmp_path / "x", samples=4, policies=policies, budgets="[40]")))
+    config = load_eval_config(words(heads, tmp_path / "x", samples=4, policies=policies, budgets="[40]"))
+    plan = run_of(config, load_parts(config))
     made = []
     for share in (True, False):
         out = tmp_path / str(share)

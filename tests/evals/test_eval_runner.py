@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -17,11 +16,12 @@ import forked
 import pytest
 import torch
 from eval_runs import figures, kept_of, scores
+from small_disk import file_limit
 from tiny_heads import save_tiny_heads
 
 from locret_kit.cache.backend import runs_on_cpu
 from locret_kit.cli.eval import main
-from locret_kit.evals.engine import KEY, Row, Shard, measure, read_rows
+from locret_kit.evals.engine import KEY, appending, measure, read_rows
 from locret_kit.evals.tasks import _text
 from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.report import weights_hash
@@ -87,17 +87,14 @@ def test_a_run_writes_rows_and_summary(finished, heads):
     assert (finished / "report.html").stat().st_size > 10_000 and list((finished / "figures").glob("*.svg"))
 
 
-def test_a_rerun_does_nothing_and_a_longer_one_what_is_missing(finished, heads, tmp_path, monkeypatch):
+def test_a_rerun_does_nothing_and_a_longer_one_what_is_missing(finished, heads, tmp_path):
     out = tmp_path / "run"
     assert main(words(heads, out, samples=1)) == 0
     first = lines(out)
-    answered: list[Row] = []
-    append = Shard.append
-    monkeypatch.setattr(Shard, "append", lambda self, row: (answered.append(row), append(self, row))[1])
     assert main(words(heads, out, samples=1)) == 0
-    assert not answered
+    assert lines(out) == first
     assert main(words(heads, out)) == 0
-    assert len(answered) == 20 and lines(out)[: len(first)] == first
+    assert len(lines(out)) == len(first) + 20 and lines(out)[: len(first)] == first
     assert figures(out) == figures(finished)
 
 
@@ -124,8 +121,9 @@ def test_kill_and_rerun_gives_the_same_summary(finished, heads, tmp_path):
 
 
 def test_two_writers_of_one_shard_are_refused(tmp_path):
-    with Shard(tmp_path / "rows.0.jsonl"), pytest.raises(OSError, match="is being written by another process"):
-        Shard(tmp_path / "rows.0.jsonl")
+    twice = appending(tmp_path / "rows.0.jsonl"), appending(tmp_path / "rows.0.jsonl")
+    with twice[0], pytest.raises(OSError, match="is being written by another process"), twice[1]:
+        pass
 
 
 def test_a_crash_is_a_row_and_the_run_goes_on(heads, tmp_path, monkeypatch, capsys):
@@ -179,20 +177,11 @@ def test_what_json_cannot_say_is_an_error_and_the_run_goes_on(heads, tmp_path, m
     assert "(n=2, 2 failed)" in (out / "summary.md").read_text()
 
 
-def test_a_full_disk_stops_the_run_and_loses_nothing(heads, tmp_path, monkeypatch, capsys):
-    out, write, wrote = tmp_path / "run", os.write, []
-
-    def full_after_four(file, data):
-        if data.startswith(b'{"task"') and len(wrote) >= 4:
-            write(file, data[:40])  # a disk that fills up takes a part
-            raise OSError(errno.ENOSPC, "No space left on device")
-        wrote.append(data)
-        return write(file, data)
-
-    monkeypatch.setattr(os, "write", full_after_four)
-    assert main(words(heads, out)) == 1
-    assert "rows.0.jsonl: No space left on device; finished examples are safe" in capsys.readouterr().err
-    monkeypatch.setattr(os, "write", write)
+def test_a_full_disk_stops_the_run_and_loses_nothing(heads, finished, tmp_path, capsys):
+    out, sizes = tmp_path / "run", [len(line) for line in (finished / "rows.0.jsonl").read_bytes().splitlines()]
+    with file_limit(sum(sizes[:4]) + sizes[4] // 2):  # a disk that fills up takes a part
+        assert main(words(heads, out)) == 1
+    assert "rows.0.jsonl: File too large; finished examples are safe" in capsys.readouterr().err
     assert len(read_rows(out)) == 4 and (out / "rows.0.jsonl").read_bytes().endswith(b"}\n")
 
 

@@ -16,7 +16,7 @@ from scripts_loaded import load_script
 from locret_kit.cli.eval import main
 from locret_kit.evals.engine import Row, read_rows
 from locret_kit.evals.report import overview, score_table, to_markdown
-from locret_kit.evals.tables import Cell, Table, cells_table, summarize
+from locret_kit.evals.tables import Cell, Table, Value, cells_table, summarize
 from locret_kit.evals.tasks import known_tasks
 from locret_kit.evals.tasks.document_tasks import averages
 
@@ -44,7 +44,7 @@ def leading(table: Table) -> list[tuple[str, str]]:
     """Policy and column of the figures that lead theirs."""
     at = table.head.index("policy")
     return [(cells[at], head) for cells in table.lines for head, cell in zip(table.head, cells, strict=True)
-            if cell in table.values and cell.best]  # fmt: skip
+            if isinstance(cell, Value) and cell.best]  # fmt: skip
 
 
 def test_leaders_are_the_best_of_those_that_evict_and_read_the_same():

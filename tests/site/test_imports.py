@@ -42,7 +42,7 @@ ONLY = {
     "deepspeed": {"training"},
     "huggingface_hub": {"hub", "card", "backbones", "evals"},
     "matplotlib": {"evals", "training"},
-    "jinja2": {"evals", "text"},
+    "jinja2": {"card", "evals", "text"},
     "markitdown": {"text"},
     "markdownify": {"text"},
     "mammoth": {"text"},

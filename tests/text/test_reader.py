@@ -16,7 +16,6 @@ from locret_kit.config.recipes import TRAIN
 from locret_kit.config.schema import Command, Repeatable, UsageError, full_help, given_by, options_of, read, short_help
 from locret_kit.config.serve_options import PLAN, SERVE, VLLM
 from locret_kit.config.train_options import PUBLISH
-from locret_kit.evals.tasks.task import CHAT as CHAT_FORMS
 from locret_kit.samples.haystack import ENDINGS
 from locret_kit.settings import RunSettings, choices
 
@@ -142,25 +141,6 @@ def test_errors_in_a_file(tmp_path, text, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("command", "text", "said"),
-    [
-        (ASK, "graph: true", "--graph in config=FILE was removed: CUDA graphs"),
-        (INFER, "save_cache: x.locret", "--save-cache in config=FILE was removed: locret-read FILE"),
-        (TABLE, "interval: 0.95", "--interval in config=FILE was removed: summary.csv has"),
-        (TRAIN, "optim: {betas: [0.9, 0.99]}", "optim.betas in config=FILE was removed: nobody changed it"),
-        (TRAIN, "gates: {shares: [0.1]}", "gates in config=FILE was removed: tried and left"),
-        (TRAIN, "loss: {kind: mse}", "loss.kind=mse in config=FILE was removed: loss.kind=NAME with plugin"),
-    ],
-)
-def test_a_file_names_what_replaced_an_option(tmp_path, command, text, said):
-    file = tmp_path / "x.yaml"
-    file.write_text(text)
-    with pytest.raises(UsageError) as caught:
-        given_by(command, [f"config={file}"])
-    assert str(caught.value).replace(str(file), "FILE").startswith(said)
-
-
 GIVEN = {
     "infer": ["--ckpt", "x", "--budget", "0.1", "--question", "a, b?", "long.txt", "--one-shot"],
     "train": ["recipe=tiny", "backbone.model=x", "optim.lr=1e-4", "data.weights=[2]"],
@@ -210,7 +190,6 @@ def test_help_is_ten_options_on_one_screen(one, monkeypatch):
 
 def test_choices_are_those_of_the_parts():
     known = options_of(EVAL.schema)
-    assert choices(known["chat"].annotation) == list(CHAT_FORMS)
     assert choices(known["ending"].annotation) == [*ENDINGS]
 
 

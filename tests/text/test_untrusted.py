@@ -21,7 +21,7 @@ from locret_kit.samples import encode_chat
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.text.template import render, render_first, render_messages, render_prompt, render_turn
 from locret_kit.text.tokens import IdStream, ids_after, stream_ids
-from locret_kit.text.untrusted import CUT, Controls, defused, encode, plain
+from locret_kit.text.untrusted import CUT, Controls, defused, encode
 
 WORDS = ("The harbour", " was quiet", "\n", "\n\n", " ", "<", "|", "[", "x", "\u4e2d", "<b>", "</think>", "<think>")
 
@@ -49,7 +49,7 @@ def ways(tokenizer, text: str) -> dict[str, list[int]]:
     document = DocumentText.begin(tokenizer, True)
     for at in range(0, len(text), 5):
         document.feed(text[at : at + 5])
-    document.settle()
+    document.stream.settle()
     again = DocumentText.begin(tokenizer, True)
     again.feed("A text.")
     body = ChatBody.model_validate(
@@ -88,7 +88,7 @@ def test_text_forms_no_control_token(family, data):
 def test_the_text_still_says_what_it_says(family, data):
     tokenizer, text = real_tokenizer(family), f"a {data.draw(texts(family))} b"
     marked = defused(tokenizer, text)
-    assert plain(marked) == text and defused(tokenizer, marked) == marked
+    assert marked.replace(CUT, "") == text and defused(tokenizer, marked) == marked
     ids, offsets = encode(tokenizer, marked)
     said = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if FAMILIES[family][3]:  # SentencePiece puts a blank after every added token, control token or not
@@ -180,7 +180,7 @@ def test_a_template_sees_the_true_text_and_no_token_of_it(name):
     tokenizer.chat_template = f"{{% for m in messages %}}{HEAD}{OPERATIONS[name]}{{{{ '<|im_end|>' }}}}{{% endfor %}}"
     tokenizer.chat_template += "{{ '<|im_start|>assistant' if add_generation_prompt }}"
     made = render(tokenizer, SAID, generation=True)
-    assert plain(made) == tokenizer.apply_chat_template(SAID, tokenize=False, add_generation_prompt=True)
+    assert made.replace(CUT, "") == tokenizer.apply_chat_template(SAID, tokenize=False, add_generation_prompt=True)
     mild = [{**message, "content": message["content"].replace("<", "(").replace(">", ")")} for message in SAID]
     ids, harmless = (encode(tokenizer, render(tokenizer, said, generation=True))[0] for said in (SAID, mild))
     marks = (*map(tokenizer.convert_tokens_to_ids, ("<|im_start|>", "<|im_end|>")),)
@@ -209,7 +209,7 @@ def test_pieces_and_appended_text_form_none_together():
     document = DocumentText.begin(tokenizer, True)
     for piece in ("a <|im_e", "nd|", "> b", "<", "|im_start|>"):
         document.feed(piece)
-        document.settle()
+        document.stream.settle()
     assert len(controls_of("smollm2", document.prompt("?"))) == 3
 
 

@@ -9,7 +9,7 @@ import pickle
 import resource
 import signal
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_round_trip(tmp_path, dtype, name):
         torch.save(state_of(heads, dtype), target)
         with pytest.raises(ValueError, match="does not name its backbone"):
             RetainingHeads.from_pretrained(target)
-        (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+        (tmp_path / "config.json").write_text(json.dumps(asdict(CONFIG)))
         back = RetainingHeads.from_pretrained(target)
     else:
         heads.save_pretrained(target, dtype)
@@ -105,11 +105,11 @@ def test_every_wrong_head_is_named(tmp_path, kind):
     state["model.layers.1.self_attn.fc2.weight"][0, 3] = float("nan")
     target = tmp_path / f"heads{kind}"
     if kind:
-        torch.save({"config": CONFIG.to_dict(), "state": state}, target)
+        torch.save({"config": asdict(CONFIG), "state": state}, target)
     else:
         target.mkdir()
         save_file(state, target / "model.safetensors")
-        (target / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+        (target / "config.json").write_text(json.dumps(asdict(CONFIG)))
     with pytest.raises(ValueError) as caught:
         RetainingHeads.from_pretrained(target)
     for words in (
@@ -128,15 +128,15 @@ STATE, FC1 = state_of(make(), torch.float32), "model.layers.1.self_attn.fc1.weig
     ("content", "words"),
     [
         ([1, 2], "not a heads checkpoint"),
-        ({"config": {**CONFIG.to_dict(), "colour": 1}, "state": {}}, "unknown field .colour."),
+        ({"config": {**asdict(CONFIG), "colour": 1}, "state": {}}, "unknown field .colour."),
         ({"config": {"backbone": "x"}, "state": {}}, "missing"),
-        ({"config": {**CONFIG.to_dict(), "activation": "wiggle"}, "state": STATE}, "wiggle"),
-        ({"config": CONFIG.to_dict(), "state": {"model.layers.0.self_attn.fc1.weight": "text"}}, "heads.pt"),
-        ({"config": {**CONFIG.to_dict(), "n_layers": 10**9}, "state": {}}, "n_layers=1000000000"),
-        ({"config": {**CONFIG.to_dict(), "d_hidden": 10**12}, "state": STATE}, "expected"),
-        ({"config": {**CONFIG.to_dict(), "inference": {"budget": 0}}, "state": {}}, "at least 1"),
-        ({"config": CONFIG.to_dict(), "state": {**STATE, FC1: STATE[FC1].to(torch.int8)}}, rf"{FC1} is torch\.int8, "),
-        ({"config": CONFIG.to_dict(), "state": {**STATE, FC1: STATE[FC1] * 0 + 3e38}}, f"{FC1} .* would overflow"),
+        ({"config": {**asdict(CONFIG), "activation": "wiggle"}, "state": STATE}, "wiggle"),
+        ({"config": asdict(CONFIG), "state": {"model.layers.0.self_attn.fc1.weight": "text"}}, "heads.pt"),
+        ({"config": {**asdict(CONFIG), "n_layers": 10**9}, "state": {}}, "n_layers=1000000000"),
+        ({"config": {**asdict(CONFIG), "d_hidden": 10**12}, "state": STATE}, "expected"),
+        ({"config": {**asdict(CONFIG), "inference": {"budget": 0}}, "state": {}}, "at least 1"),
+        ({"config": asdict(CONFIG), "state": {**STATE, FC1: STATE[FC1].to(torch.int8)}}, rf"{FC1} is torch\.int8, "),
+        ({"config": asdict(CONFIG), "state": {**STATE, FC1: STATE[FC1] * 0 + 3e38}}, f"{FC1} .* would overflow"),
     ],
 )
 def test_a_file_of_something_else(tmp_path, content, words):

@@ -48,13 +48,13 @@ def test_a_run_killed_at_six_random_moments_resumes_to_the_uninterrupted_curve(
     whole, part, seed = tmp_path / "whole", tmp_path / "part", os.environ.get("LOCRET_KILL_SEED", "0")
     assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
     heard, said = os.pipe()
-    step, rng = HeadTraining.log_step, random.Random(f"kill {seed}")
+    step, rng = HeadTraining.end_step, random.Random(f"kill {seed}")
 
     def tell(self, *args):
         step(self, *args)
         os.write(said, b".")
 
-    monkeypatch.setattr(HeadTraining, "log_step", tell)
+    monkeypatch.setattr(HeadTraining, "end_step", tell)
     for steps in rng.sample([0] * 2 + [1] * 2 + [2] * 2, 6):
         seconds = rng.uniform(0, 0.15 if steps else 1.0)
         print(f"LOCRET_KILL_SEED={seed}: killed {seconds:.3f} s after {steps} steps")  # pytest shows it on failure

@@ -6,6 +6,7 @@ import json
 import os
 import random
 from collections import Counter
+from itertools import count
 from pathlib import Path
 
 import datasets
@@ -273,7 +274,7 @@ def test_ranks_and_workers_share_a_stream(streamed, tmp_path, workers):
     seen = []
     for rank in (0, 1):
         share = Share(module, 4, rank, 2, per_step=2)
-        steps = iter(DataLoader(share, batch_size=None, num_workers=workers))
+        steps = iter(DataLoader(share, batch_size=None, sampler=count(), num_workers=workers))
         seen += [
             number_of(sample) for _, step in zip(range(11), steps, strict=False) for batch in step for sample in batch
         ]

@@ -254,7 +254,7 @@ def test_errors_are_one_line(backbone, tmp_path, capsys, monkeypatch):
     ):
         assert said in refused(capsys, *arguments, f"out={tmp_path}")
     taken = [*SETTINGS, "backbone.model=checkpoints/nothing", f"out={bad}"]
-    assert f"out={bad} cannot be written: File exists" in refused(capsys, *taken)
+    assert f"out={bad} cannot be written: {bad}: File exists" in refused(capsys, *taken)
 
 
 def test_samples_beyond_the_window_are_said(tmp_path, capsys):

@@ -173,7 +173,7 @@ def test_anthropics_protocol(said, client):
 def test_what_is_refused(client):
     for rest, words in (
         ({"extra_body": {"vllm_xargs": {"budget": 513}}}, "budget=513 must be an integer from 1 to 512, the server's"),
-        ({"extra_body": {"vllm_xargs": {"policy": "knorm"}}}, "policy='knorm' must be one of: lookahead-locret"),
+        ({"extra_body": {"vllm_xargs": {"policy": "knorm"}}}, "policy='knorm' is unknown. Known: lookahead-locret"),
         ({"seed": 1}, "fails at seeds"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):

@@ -17,12 +17,13 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...files import locked, read_json
+from ...files import as_object, locked, read_json
+from ...naming import prefixed_errors
 from ...settings import Resolved, RunSettings, annotations_of, checked, made
 from ..metrics import Answer
 from ..tasks.task import Example, Task
@@ -312,11 +313,8 @@ class Row(RunSettings):
             self.to_json()
             return self
         except (TypeError, ValueError):
-            said = (
-                self.error
-                or f"ValueError: no JSON: score={self.score}, scores={self.scores}, answer={self.answer}"[:300]
-            )
-            return replace(self, score=None, scores={}, answer=str(self.answer), error=said)
+            said = f"ValueError: no JSON: score={self.score}, scores={self.scores}, answer={self.answer}"[:300]
+            return replace(self, score=None, scores={}, answer=str(self.answer), error=self.error or said)
 
     @classmethod
     def from_dict(cls, record: object) -> Row:
@@ -326,8 +324,7 @@ class Row(RunSettings):
         Raises:
             ValueError: no JSON object, one of `KEY` is missing, or a field of another type (NaN included); names it.
         """
-        if not isinstance(record, dict):
-            raise ValueError(f"a row must be a JSON object, not {type(record).__name__}")
+        record = as_object(record, "a row")
         missing = [name for name in KEY if name not in record]
         if missing:
             raise ValueError(f"a row needs {', '.join(KEY)}; it lacks {', '.join(missing)}")
@@ -350,7 +347,12 @@ def read_rows(source: str | Path | Iterable[Path]) -> list[Row]:
         FileNotFoundError: no such file, or a folder without rows.
         ValueError: a broken line elsewhere, by file and line; or rows of one cell that differ in one of `SETTINGS`.
     """
-    every = [row for path in row_files(source) for row in _read_file(path)]
+    paths = list(source) if not isinstance(source, str | Path) else [Path(source)]
+    if isinstance(source, str | Path) and not paths[0].is_file():
+        paths = sorted(paths[0].glob("rows.*.jsonl"))
+        if not paths:
+            raise FileNotFoundError(f"out={source} holds no rows (rows.*.jsonl)")
+    every = [row for path in paths for row in _read_file(path)]
     check_cells(every)
     rows = {row.key: row for row in sorted(every, key=lambda row: (row.error is None, row.date))}
     return [rows[key] for key in sorted(rows)]
@@ -373,71 +375,43 @@ def check_cells(rows: Iterable[Row]) -> None:
                 )
 
 
-def row_files(source: str | Path | Iterable[Path]) -> list[Path]:
-    """The files with rows of a run's folder; a file, or files, as given."""
-    if not isinstance(source, (str, Path)):
-        return list(source)
-    path = Path(source)
-    if path.is_file():
-        return [path]
-    files = sorted(path.glob("rows.*.jsonl"))
-    if not files:
-        raise FileNotFoundError(f"out={source} holds no rows (rows.*.jsonl)")
-    return files
-
-
 def _read_file(path: Path) -> Iterator[Row]:
     *whole, _ = path.read_bytes().split(b"\n")
     for number, line in enumerate(whole, 1):
         if line.strip():
-            try:
+            with prefixed_errors(f"{path}, line {number}", ValueError, RecursionError):
                 yield Row.from_dict(json.loads(line))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
 
 
-class Shard:
-    """The file one process appends to, held for it alone while the object is open.
+@contextmanager
+def appending(path: Path) -> Iterator[Callable[[Row], None]]:
+    """A function that appends a row to a file, which is held for this process alone.
+
+    The whole line is on the disk when it returns; on an error (a full disk) none of it is in the file.
 
     Raises:
-        OSError: the file cannot be opened, or another process is writing to it.
+        OSError: the file cannot be opened or written, or another process is writing to it; names the file and the reason.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    busy = f"{path} is being written by another process"
+    with locked(path.with_name(f".{path.name}.lock"), busy), path.open("ab", buffering=0) as file:
+        file.truncate(path.read_bytes().rfind(b"\n") + 1)  # a kill leaves at most half a line
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        with ExitStack() as stack:
-            busy = f"{path} is being written by another process"
-            stack.enter_context(locked(path.with_name(f".{path.name}.lock"), busy))
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            stack.callback(os.close, self._file)
-            os.ftruncate(self._file, path.read_bytes().rfind(b"\n") + 1)  # a kill leaves at most half a line
-            self._open = stack.pop_all()
+        def append(row: Row) -> None:
+            line = (row.to_json() + "\n").encode(
+                "utf-8", "backslashreplace"
+            )  # half a surrogate pair as JSON's own escape
+            size = os.fstat(file.fileno()).st_size
+            try:
+                while line:
+                    line = line[file.write(line) :]
+                os.fsync(file.fileno())
+            except OSError as error:
+                file.truncate(size)
+                reason = f"{error.strerror}; finished examples are safe, run again to go on"
+                raise OSError(f"cannot write {path}: {reason}") from error
 
-    def append(self, row: Row) -> None:
-        """The whole line is on the disk when this returns; on an error (a full disk) none of it is in the file.
-
-        Raises:
-            OSError: names the file and the reason.
-        """
-        line = (row.to_json() + "\n").encode("utf-8", "backslashreplace")  # half a surrogate pair as JSON's own escape
-        size = os.fstat(self._file).st_size
-        try:
-            done = 0
-            while done < len(line):
-                done += os.write(self._file, line[done:])
-            os.fsync(self._file)
-        except OSError as error:
-            os.ftruncate(self._file, size)
-            raise OSError(
-                f"cannot write {self.path}: {error.strerror}; finished examples are safe, run again to go on"
-            ) from error
-
-    def __enter__(self) -> Shard:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+        yield append
 
 
 def read_config(out: Path) -> dict[str, object]:
@@ -447,7 +421,4 @@ def read_config(out: Path) -> dict[str, object]:
         ValueError: ``config.json`` is no JSON object; names the file.
     """
     path = out / "config.json"
-    config = read_json(path) if path.exists() else {}
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(config).__name__}")
-    return config
+    return as_object(read_json(path), str(path)) if path.exists() else {}

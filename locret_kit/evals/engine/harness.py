@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 from ...engine import Answer, Sampling
-from ...naming import nearest
+from ...naming import prefixed_errors
 from ...settings import made
 from ...text.template import render
 from ...text.tokens import stream_ids
@@ -34,7 +34,6 @@ from .measure import Forced, cache_for, nll_reading
 T = TypeVar("T")
 Load = Callable[[dict[str, object]], tuple[Setup, Variant]]
 """Gives the backbone and the variant that ``--model_args`` name."""
-SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 OTHERS = ("do_sample", "until", "max_gen_toks")
 
 
@@ -168,13 +167,8 @@ def sampling_of(settings: Mapping[str, object]) -> Sampling:
     given = {name: value for name, value in settings.items() if name not in OTHERS and value is not None}
     if given.get("num_beams") == 1:  # which some tasks write out
         del given["num_beams"]
-    for name in given:
-        if name not in SAMPLING:
-            known = (*OTHERS, *SAMPLING)
-            raise ValueError(
-                f"generation_kwargs: {name}={given[name]} is not supported.{nearest(name, known)} There are: {', '.join(known)}"
-            )
-    sampling = made(Sampling, {"temperature": 0.0, **given})
+    with prefixed_errors("generation_kwargs", ValueError):
+        sampling = made(Sampling, {"temperature": 0.0, **given})
     if settings["do_sample"] and sampling.temperature == 0:
         raise ValueError("generation_kwargs: do_sample=true needs temperature above 0, such as temperature=1.0")
     return sampling

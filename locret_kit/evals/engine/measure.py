@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from ...documents.document import Kept
 from ...engine import Answer, BoundedCache, CannotFork, KVzip, prefill
 from ...files import write_beside
+from ...naming import prefixed_errors
 from ...text.template import protected_spans
 from ...text.tokens import stream_ids
 from ..metrics import get_metric
@@ -149,12 +150,15 @@ class SharedBeginning:
             shared: see `shared_lengths`.
             pins: the prompt's, see `BoundedCache.pin`. Prompts that share a prefix have the same pins in it.
         """
+        cache = None
         try:
             if shared:
-                return _pinned(self._read(ids, shared, pins).fork(len(ids)), pins)
+                cache = self._read(ids, shared, pins).fork(len(ids))
         except CannotFork:
             self.drop()
-        return _pinned(self._fresh(len(ids)), pins)
+        cache = self._fresh(len(ids)) if cache is None else cache
+        cache.pin_all(pins)
+        return cache
 
     def _read(self, ids: array[int], shared: int, pins: Sequence[tuple[int, int]]) -> BoundedCache:
         """Read the first ``shared`` tokens, as far as they are not read yet."""
@@ -162,16 +166,10 @@ class SharedBeginning:
             self._cache = self._fresh(self._longest)
         if self._cache.get_seq_length() < shared:
             began = time.perf_counter()
-            _pinned(self._cache, [(start, min(end, shared)) for start, end in pins if start < shared])
+            self._cache.pin_all((start, min(end, shared)) for start, end in pins if start < shared)
             prefill(self._model, ids[:shared], self._cache)
             self.seconds += time.perf_counter() - began
         return self._cache
-
-
-def _pinned(cache: BoundedCache, pins: Sequence[tuple[int, int]]) -> BoundedCache:
-    for pin in pins:
-        cache.pin(*pin)
-    return cache
 
 
 Fields = dict[str, object]
@@ -191,11 +189,9 @@ def cache_for(setup: Setup, variant: Variant, prompt_length: int | None) -> Boun
     if reads_alone(variant.policy):
         raise ValueError(f"policy={variant.policy} reads the whole prompt first: it runs in locret-eval only")
     policy = "locret" if variant.policy == RANDOM_HEADS else variant.policy
-    try:
+    with prefixed_errors(f"policy={variant.policy}, budget={variant.budget}", ValueError):
         settings = setup.settings_for(variant, prompt_length)
         return BoundedCache(settings, policy, setup.heads.get(variant.heads), prompt_length=prompt_length)
-    except ValueError as error:
-        raise ValueError(f"policy={variant.policy}, budget={variant.budget}: {error}") from error
 
 
 def measure_row(

@@ -18,11 +18,12 @@ from tqdm import tqdm
 
 from ...documents.document_text import hash_ids
 from ...engine import KVzip
+from ...naming import first_line
 from ...samples.haystack import TooShort
 from ...settings import made
 from ..metrics import get_metric, library
 from ..tasks.task import NEEDS_REFERENCE, Example
-from . import BM25, KEY, ORACLES, Key, Row, Run, Shard, Variant, is_oracle, read_rows, reads_alone
+from . import BM25, KEY, ORACLES, Key, Row, Run, Variant, appending, is_oracle, read_rows, reads_alone
 from .measure import Fields, NotStored, SharedBeginning, cache_for, measure_row, shared_lengths
 
 Rows = dict[Key, Row]
@@ -44,12 +45,12 @@ def answer(run: Run) -> int:
     check(run)
     hashes = check_prompts(run)
     errors = 0
-    with Shard(run.out / f"rows.{run.rank}.jsonl") as shard:
+    with appending(run.out / f"rows.{run.rank}.jsonl") as append:
         done = {key: row for key, row in finished(run).items() if row.error is None}
         missing = sum(key not in done for key in run.row_keys())
         with tqdm(total=round(missing / run.world_size), unit="example", disable=not missing) as bar:
             for row in rows(run, done, hashes):
-                shard.append(row)
+                append(row)
                 done[row.key] = row
                 errors += row.error is not None
                 bar.write(_line(row), sys.stderr)
@@ -236,5 +237,4 @@ def _row(run: Run, example: Example, variant: Variant, fields: Fields) -> Row:
 
 
 def _failed(run: Run, example: Example, variant: Variant, error: Exception) -> Row:
-    message = (str(error).strip().splitlines() or [""])[0]
-    return _row(run, example, variant, {"error": f"{type(error).__name__}: {message}"})
+    return _row(run, example, variant, {"error": f"{type(error).__name__}: {first_line(error)}"})

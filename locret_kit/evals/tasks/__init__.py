@@ -15,8 +15,8 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-from ...naming import nearest
-from ...samples.haystack import load_text, next_start, starts, take
+from ...naming import check_name
+from ...samples.haystack import cut, load_text, starts
 from ...text.untrusted import encode
 from . import synthetic_tasks as synthetic
 from .document_tasks import BENCHMARKS, averages, document_task, entries, is_file_of_records, read_table, records_task
@@ -134,21 +134,18 @@ def perplexity_task(name: str, haystack: str, text: str) -> Task:
     return Task(name, make, "nll", CONTINUATION, haystack, kind=kind)
 
 
-def fidelity_of(task: Task) -> Task:
-    """A task with the prompts of another, scored by the distance from full attention's output."""
-    if task.kind == "fidelity":
-        return task
-    if task.kind != "answer":
-        raise ValueError(f"task=fidelity:{task.name}: only tasks with written answers have a distance")
-    return replace(task, name=f"fidelity:{task.name}", metric="distance", kind="fidelity")
+AGAINST_FULL = {"fidelity": "distance", "agreement": "agreement"}
+"""Metrics of a task 'PREFIX:NAME': the distance from full attention's output, and the share of its tokens that a policy would
+choose too."""
 
 
-def agreement_of(task: Task) -> Task:
-    """A task with the prompts of another, scored by the share of full attention's output tokens that the policy would
-    choose too."""
+def against_full(task: Task, prefix: str) -> Task:
+    """A task with the prompts of another, compared with full attention's output."""
     if task.kind not in ("answer", "fidelity"):
-        raise ValueError(f"task=agreement:{task.name}: only tasks with written answers have one to agree with")
-    return replace(task, name=f"agreement:{task.name}", metric="agreement", kind="agreement")
+        raise ValueError(f"task={prefix}:{task.name}: only tasks with written answers have one to compare with")
+    if task.kind == prefix:
+        return task
+    return replace(task, name=f"{prefix}:{task.name}", metric=AGAINST_FULL[prefix], kind=prefix)
 
 
 def _piece(request: Example, haystack: str, text: str, n_tokens: int) -> str:
@@ -156,13 +153,11 @@ def _piece(request: Example, haystack: str, text: str, n_tokens: int) -> str:
     if n_tokens < 1:
         raise ValueError(f"length={request.length} is too short for this task")
     rng = random.Random(f"text:{haystack}:{request.sample}:{request.seed}")
-    return take(text, next_start(text, rng.randrange(len(text))), request.tokenizer, n_tokens)
+    return cut(text, request.tokenizer, n_tokens, rng)
 
 
 # ---- every task by name -----------------------------------------------------------------------------------------------
 
-
-__all__ = ["Example", "Task", "find_tasks", "groups", "haystack_name", "known_tasks", "row_names"]
 
 ALIASES = {"passkey": "R.PassKey", "number": "R.Number", "kv": "R.KV", "math_find": "Math.Find"}
 HaystackTask = Callable[[str, "str | None"], Task]
@@ -196,8 +191,6 @@ STANDALONE_TASKS: dict[str, Callable[[], Task]] = {
 """Synthetic tasks that make all of their text."""
 DESCRIPTIONS: dict[str, str] = read_table("synthetic")
 """The question of each synthetic task, in a few words."""
-AGAINST_FULL: dict[str, Callable[[Task], Task]] = {"fidelity": fidelity_of, "agreement": agreement_of}
-"""Makers of the task 'PREFIX:NAME'."""
 
 
 def known_tasks() -> list[str]:
@@ -270,13 +263,11 @@ def find_tasks(
     tasks: dict[tuple[str, str], Task] = {}
     for name in names:
         prefix, colon, _ = name.rpartition(":")
-        if colon and prefix not in AGAINST_FULL:
-            raise ValueError(
-                f"task={name!r}: {prefix!r} is unknown.{nearest(prefix, AGAINST_FULL)} Known: {', '.join(AGAINST_FULL)}"
-            )
+        if colon:
+            check_name(f"task={name!r}: prefix", prefix, AGAINST_FULL)
         for full in [name] if is_file_of_records(name) else row_names(name):
             for task in _tasks_of(full.rpartition(":")[2], haystacks, data, samples, metric):
-                task = AGAINST_FULL[prefix](task) if colon else task
+                task = against_full(task, prefix) if colon else task
                 tasks[task.name, task.haystack] = task
     return list(tasks.values())
 
@@ -293,8 +284,8 @@ def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples:
         return [_over(REAL_TEXT_TASKS[name], haystack) for haystack in real or [DEFAULT_REAL_TEXT]]
     if is_file_of_records(name):
         return [records_task(name, samples, metric)]
-    known = [*known_tasks(), *groups()]
-    raise ValueError(f"task={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}")
+    check_name("task", name, [*known_tasks(), *groups()])
+    return []
 
 
 def _over(make: Callable[[str, str], Task], haystack: str) -> Task:

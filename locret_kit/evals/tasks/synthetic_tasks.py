@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from ...samples.haystack import NOISE, next_start, ring, starts
+from ...samples.haystack import NOISE, TooShort, next_start, ring, starts
 from ..metrics import Answer
 from .document_tasks import read_table
-from .task import Example, Task, count_ids, span_of, spread_depth, too_short, wrap
+from .task import Example, Task, count_ids, span_of, spread_depth, wrap
 
 # ---- prompts that are fitted to a length, and InfiniteBench's two -----------------------------------------------------
 
@@ -31,15 +31,8 @@ TRIES = 400
 
 
 LIST_MAX = 99
-FINDS = (
-    "largest number",
-    "second largest number",
-    "third largest number",
-    "smallest number",
-    "second smallest number",
-    "third smallest number",
-    "median number",
-)
+RANKS = ("", "second ", "third ")
+FINDS = [*(f"{rank}{end} number" for end in ("largest", "smallest") for rank in RANKS), "median number"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +68,7 @@ def fit(request: Example, chat: bool, name: str, build: Callable[[random.Random,
 
     smallest = measured(0, least)[1]
     if smallest > length:
-        raise too_short(length, smallest)
+        raise TooShort(length, smallest)
     tolerance = max(1, int(TOLERANCE * length))
     n, per_item = least, max(1.0, (measured(0, 2 * least + 8)[1] - smallest) / (least + 8))
     n = max(least, least + int((length - smallest) / per_item))
@@ -121,11 +114,7 @@ def kv_task() -> Task:
             pairs = [(random_uuid(rng), random_uuid(rng)) for _ in range(n)]
             asked = min(n - 1, int(depth * n))
             body = ", ".join(f'"{key}": "{value}"' for key, value in pairs)
-            text = (
-                "Extract the value corresponding to the specified key in the JSON object below.\n\n"
-                f"JSON data:\n{{{body}}}\n\n\n"
-                f'Key: "{pairs[asked][0]}"\nThe value associated with the specified key is: '
-            )
+            text = PROMPTS["kv"].format(body=body, key=pairs[asked][0])
             return Draft(text, pairs[asked][1], round(asked / max(1, n - 1), 4))
 
         return synthetic(request, "R.KV", build)
@@ -143,11 +132,7 @@ def math_find_task() -> Task:
             low = rng.randint(0, LIST_MAX // 5) if "smallest" in which or rng.random() < 0.5 else 0
             high = rng.randint(4 * LIST_MAX // 5, LIST_MAX) if "largest" in which or low == 0 else LIST_MAX
             numbers = [rng.randint(low, high) for _ in range(n)]
-            text = (
-                f"What is the {which} in the following list?\n\n{numbers}\n\n"
-                f"You should answer with only one number, no other words. The {which} of the list is: "
-            )
-            return Draft(text, find(numbers, which))
+            return Draft(PROMPTS["find"].format(which=which, numbers=numbers), find(numbers, which))
 
         return synthetic(request, "Math.Find", build, least=8)
 
@@ -164,7 +149,7 @@ def find(numbers: list[int], which: str) -> float:
         middle = median(numbers)
         return int(middle) if middle == int(middle) else middle
     order = sorted(set(numbers), reverse="largest" in which)
-    rank = 1 if "second" in which else 2 if "third" in which else 0
+    rank = FINDS.index(which) % len(RANKS)
     if rank >= len(order):
         raise ValueError(f"a list with a {which} must have {rank + 1} different numbers, it has {len(order)}")
     return order[rank]
@@ -175,6 +160,7 @@ def find(numbers: list[int], which: str) -> float:
 
 _WORDS = read_table("words")
 ADJECTIVES, NOUNS, VERBS = (tuple(_WORDS[name].split()) for name in ("adjectives", "nouns", "verbs"))
+PROMPTS = _WORDS["prompts"]
 
 
 def distinct(rng: random.Random, n: int) -> list[str]:
@@ -318,13 +304,8 @@ def frequent_words_task() -> Task:
             counts = [int(n / (rank**2 * zeta)) for rank in range(1, len(vocabulary) + 1)]
             words = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]
             rng.shuffle(words)
-            text = (
-                "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
-                f"appeared coded words. {' '.join(words)}\nQuestion: Do not provide any explanation. Please ignore the dots "
-                "'....'. What are the three most frequently appeared words in the above coded text?"
-            )
-            prefix = "Answer: According to the coded text above, the three most frequently appeared words are:"
-            return Draft(text, vocabulary[1:4], None, prefix)
+            text, prefix = PROMPTS["fwe"]
+            return Draft(text.format(words=" ".join(words)), vocabulary[1:4], None, prefix)
 
         return synthetic(request, "ruler.fwe", build, least=73)  # fewer words: the third and the fourth may be as many
 
@@ -364,13 +345,8 @@ def _wording(niah: Niah, asked: Sequence[str], context: str) -> tuple[str, str]:
     one = niah.n_queries * niah.n_values == 1
     kind = niah.values[:-1] if one else niah.values
     query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
-    head = f"A special magic {kind} is" if one else f"Some special magic {kind} are"
-    what = "What is the" if one else "What are all the"
-    text = (
-        f"{head} hidden within the following text. Make sure to memorize it. I will quiz you about the {kind} afterwards.\n"
-        f"{context}\n{what} special magic {kind} for {query} mentioned in the provided text?"
-    )
-    return text, f"The special magic {kind} for {query} mentioned in the provided text {'is' if one else 'are'}"
+    text, prefix = PROMPTS["niah" if one else "niahs"]
+    return text.format(kind=kind, context=context, query=query), prefix.format(kind=kind, query=query)
 
 
 def _noise(n: int) -> list[str]:
@@ -407,14 +383,7 @@ def _chain(draw: _Draw, body: str, hops: int, value: str) -> Draft:
     names = [draw.one("names") for _ in range(hops + 1)]
     steps = [f"VAR {names[0]} = {value}.", *(f"VAR {b} = VAR {a}." for a, b in itertools.pairwise(names))]
     context, _ = insert(body, steps, _places(draw.rng, len(steps)))
-    text = (
-        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-        f"{context}\nQuestion: Find all variables that are assigned the value {value} in the text above."
-    )
-    prefix = (
-        "Answer: According to the chain(s) of variable assignment in the text above, "
-        f"{len(names)} variables are assigned the value {value}, they are:"
-    )
+    text, prefix = (part.format(context=context, value=value, names=len(names)) for part in PROMPTS["vt"])
     return Draft(text, names, None, prefix)
 
 
@@ -423,8 +392,5 @@ def _word_list(rng: random.Random, words: Sequence[str], often: int, seldom: int
     listed = common * often + list(words[COMMON:]) * seldom
     rng.shuffle(listed)
     context = " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
-    text = (
-        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-        f"appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?"
-    )
-    return Draft(text, common, None, "Answer: The top 10 words that appear most often in the list are:")
+    text, prefix = PROMPTS["cwe"]
+    return Draft(text.format(context=context), common, None, prefix)

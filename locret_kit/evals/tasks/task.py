@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ...samples.haystack import ENDINGS, NOISE, WORDINGS, TooShort, count, cut, gives_first_words, make_needle, starts
+from ...samples.haystack import ENDINGS, NOISE, WORDINGS, TooShort, count, cut, gives_first_words, hidden, make_needle
 from ...text.template import has_template, render_prompt
 from ...text.tokens import stream_ids
 from ...text.untrusted import Span, defused
@@ -22,7 +22,6 @@ from ..metrics import Answer, Extra
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHAT = ("auto", "always", "never")
 NEEDS_REFERENCE = ("fidelity", "agreement")
 """Kinds whose reference is what full attention writes."""
 
@@ -130,11 +129,6 @@ def ending_of(request: Example, chat: bool) -> str:
     return "chat" if gives_first_words(ENDINGS[request.ending]) else "open chat"
 
 
-def too_short(length: int, least: int) -> TooShort:
-    """Error of a length that cannot hold a task's shortest prompt, of ``least`` tokens."""
-    return TooShort(f"length={length} must be at least {least} for the task's shortest prompt", least)
-
-
 def count_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, special: bool) -> int:
     """Tokens of a prompt, special tokens included."""
     return len(stream_ids(tokenizer, [prompt], special=special))
@@ -186,7 +180,7 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
                 ending=request.ending,
             )
         except TooShort as error:
-            raise too_short(request.length, error.least + overhead) from error
+            raise TooShort(request.length, error.least + overhead) from error
         depth = round(needle.depth, 4)
         form = {"ending": ending_of(request, chat)}
         prompt, special = needle.prompt, True
@@ -202,6 +196,8 @@ def needle_task(name: str, words: str, haystack: str, text: str | None) -> Task:
 
 PER_DOCUMENT = 4
 """Examples of a document."""
+DEPTHS = [(i + 0.5) / PER_DOCUMENT for i in range(PER_DOCUMENT)]
+"""Depths of their digits."""
 
 
 def questions_task(haystack: str, text: str | None) -> Task:
@@ -216,7 +212,6 @@ def questions_task(haystack: str, text: str | None) -> Task:
         chat = request.wants_chat(False)
         state = f"questions:{haystack}:{request.length}:{number}:{request.seed}"
         wordings = random.Random(state).sample(WORDINGS[1:], PER_DOCUMENT)
-        needles = [words.needle for words in wordings]
 
         def prompt_of(document: str, i: int) -> tuple[str, bool]:
             question, form = wordings[i].question, ENDINGS[request.ending]
@@ -228,7 +223,11 @@ def questions_task(haystack: str, text: str | None) -> Task:
         def longest(document: str) -> int:
             return max(count_ids(request.tokenizer, *prompt_of(document, i)) for i in range(PER_DOCUMENT))
 
-        room = request.length - longest(_document("", needles, ["00000"] * PER_DOCUMENT))
+        def document_of(body: str, keys: list[str]) -> str:
+            needles = [words.needle.format(key=key) for words, key in zip(wordings, keys, strict=True)]
+            return hidden(body, needles, DEPTHS)[0].rstrip("\n")
+
+        room = request.length - longest(document_of("", ["00000"] * PER_DOCUMENT))
         if room < 1:
             raise ValueError(f"length={request.length} is too short for {PER_DOCUMENT} needles and a question")
         noise = count(request.tokenizer, NOISE * 8) / 8
@@ -236,7 +235,7 @@ def questions_task(haystack: str, text: str | None) -> Task:
             rng = random.Random(state)
             body = NOISE * max(1, int(room / noise)) if text is None else cut(text, request.tokenizer, room, rng)
             keys = _digits(rng, body)
-            document = _document(body, needles, keys)
+            document = document_of(body, keys)
             over = longest(document) - request.length
             if over <= 0:
                 break
@@ -244,15 +243,11 @@ def questions_task(haystack: str, text: str | None) -> Task:
         prompt, special = prompt_of(document, asked)
         form = {"ending": ending_of(request, chat)}
         return replace(
-            request, prompt=prompt, answer=keys[asked], special=special, depth=_depth(asked), extra=form,
+            request, prompt=prompt, answer=keys[asked], special=special, depth=DEPTHS[asked], extra=form,
             text=span_of(prompt, document), document=number,
         )  # fmt: skip
 
     return Task("questions", make, "first_number", max_new_tokens=12, haystack=haystack, begins_alike=True)
-
-
-def _depth(i: int) -> float:
-    return (i + 0.5) / PER_DOCUMENT
 
 
 def _digits(rng: random.Random, body: str) -> list[str]:
@@ -263,16 +258,3 @@ def _digits(rng: random.Random, body: str) -> list[str]:
         if key not in body and key not in digits:
             digits.append(key)
     return digits
-
-
-def _document(body: str, needles: list[str], keys: list[str]) -> str:
-    """The text with every needle at the line or sentence start nearest to its depth."""
-    body = body.rstrip() + "\n" if body.strip() else ""
-    places = [*starts(body), len(body)]
-    depths = [_depth(i) for i in range(PER_DOCUMENT)]
-    offsets = [min(places, key=lambda place: abs(place - depth * len(body))) for depth in depths]
-    for i, at in reversed(list(enumerate(offsets))):
-        head, tail = body[:at].rstrip(" "), body[at:]
-        head += "\n" if head and not head.endswith("\n") else ""
-        body = head + needles[i].format(key=keys[i]) + tail
-    return body.rstrip("\n")
