@@ -232,8 +232,15 @@ def operator(
 
 
 @lru_cache(maxsize=2)
-def lower_right_mask(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Additive mask ``[T, S]``: the last new token sees the last row; with a window, only the newest ``window`` rows."""
+def lower_right(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Causal mask ``[T, S]`` in the fastest form for ``device``: the last new token sees the last row; with a window, only the
+    newest ``window`` rows. All layers share one.
+
+    On CUDA it is PyTorch's own bias, which allows flash attention. A tensor mask, which is additive, rules that out. With
+    grouped queries it leaves only the kernel that builds the matrix of logits.
+    """
+    if device.type == "cuda" and window is None:
+        return causal_lower_right(T, S)
     with torch.inference_mode(False):  # it is held for later calls, which may need gradients
         # Query t is row S - T + t: rows above that diagonal are later, rows `window` below it are forgotten.
         every_TS = torch.ones(T, S, dtype=torch.bool, device=device)
@@ -241,23 +248,6 @@ def lower_right_mask(T: int, S: int, window: int | None, dtype: torch.dtype, dev
         if window is not None:
             hidden |= every_TS.tril(S - T - window)
         return torch.zeros(T, S, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-
-
-@lru_cache(maxsize=2)
-def _lower_right_bias(T: int, S: int) -> Tensor:
-    """Cached ``causal_lower_right`` bias. It allocates a ``[2, T, S]`` host tensor, so all layers share one."""
-    return causal_lower_right(T, S)
-
-
-def lower_right(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Causal mask of shape ``[T, S]`` in the fastest form for ``device``.
-
-    On CUDA it is PyTorch's own bias, which allows flash attention. A tensor mask rules that out. With grouped queries
-    it leaves only the kernel that builds the matrix of logits.
-    """
-    if device.type == "cuda" and window is None:
-        return _lower_right_bias(T, S)
-    return lower_right_mask(T, S, window, dtype, device)
 
 
 def attend_rows(

@@ -10,7 +10,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from locret_kit.backbones.decoder_attention import Softmax
 from locret_kit.cache import attend
-from locret_kit.cache.attend import attend_rows, lower_right, lower_right_mask, operator
+from locret_kit.cache.attend import attend_rows, lower_right, operator
 from locret_kit.cache.backend import BACKENDS
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
@@ -42,12 +42,12 @@ def test_elsewhere_and_with_a_window_a_mask_says_what_is_seen():
     hidden = torch.tensor([[True, False, False, True], [True, True, False, False]])
     mask = lower_right(2, 4, 2, torch.float32, CPU)
     assert torch.equal(mask == -torch.inf, hidden) and torch.equal(mask[~hidden], torch.zeros(4))
-    assert lower_right(2, 4, None, torch.float32, CPU) is lower_right_mask(2, 4, None, torch.float32, CPU)
+    assert lower_right(2, 4, None, torch.float32, CPU) is lower_right(2, 4, None, torch.float32, CPU)
 
 
 def test_a_mask_made_in_inference_mode_serves_training():
     """Masks are held from call to call; a prefill's must not break the backward pass that comes after it."""
-    lower_right_mask.cache_clear()
+    lower_right.cache_clear()
     q, k, v = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     with torch.inference_mode():
         attend_rows(q, k, v, 0.3)
