@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from locret_kernels.sparse_attend import Blocks
 
@@ -16,6 +17,7 @@ from ..backbones.decoder_attention import DecoderAttention, Rope, same_rotation
 from ..backbones.probe import describe
 from ..backbones.recording import FARTHEST
 from ..backbones.spec import AttentionLayer, BackboneSpec, text_config
+from ..heads import RetainingHeads
 from ..policies import Policy
 from ..policies.base import Slots
 from ..policies.capabilities import Subject, refuse
@@ -28,12 +30,6 @@ from .storage.blocks import BlockStore
 from .storage.codec import CODECS, Plain, Scratch
 from .storage.layouts import LAYOUTS, EqualRows
 from .storage.rows import BoundedLayer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..heads import RetainingHeads
-
 
 # ---- what recall remembers beside the stores ------------------------------------------------------------------------
 
@@ -59,27 +55,9 @@ class RecallCounters:
         vars(self).update(vars(RecallCounters()))
 
 
-class BlockScores:
-    """Scores that the layers of one forward gave to the blocks: the most of any layer so far, for each piece of the forward."""
-
-    def __init__(self) -> None:
-        self._most: dict[tuple[int, int], Tensor] = {}
-
-    def clear(self) -> None:
-        """Forget the scores of the last forward."""
-        self._most.clear()
-
-    def raised(self, start: int, tokens: int, worth_B1N: Tensor) -> Tensor:
-        """The most that a layer up to this one gave to each block, for ``tokens`` tokens from ``start`` on."""
-        before = self._most.get((start, tokens))
-        if before is not None:
-            few, many = sorted(
-                (before, worth_B1N), key=lambda x: x.shape[-1]
-            )  # blocks that only some layers have stored
-            worth_B1N = torch.cat((torch.maximum(few, many[..., : few.shape[-1]]), many[..., few.shape[-1] :]), -1)
-        # Later layers see what earlier ones gave, in one forward alone: it is cleared at its beginning.
-        self._most[start, tokens] = worth_B1N
-        return worth_B1N
+BlockScores = dict[tuple[int, int], Tensor]
+"""Scores ``[B, 1, N]`` that the layers of one forward gave to the blocks, the most of any layer so far, for each piece of the
+forward: by its first token and its length."""
 
 
 # ---- constants of a bound cache ----
@@ -183,7 +161,7 @@ class Context:
     folded: FoldedHeads | None = None
     """Retaining heads folded into the projections of their layers, on a GPU."""
     recalls: RecallCounters = field(default_factory=RecallCounters)
-    block_scores: BlockScores = field(default_factory=BlockScores)
+    block_scores: BlockScores = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     """Work of the policy besides evicting."""
     pins: Pins = ()
@@ -239,21 +217,14 @@ class Context:
         if heads is not None and policy.score.is_head and backend.folds(model.device):
             folded = fold_heads(model, heads, description)
         # Budgets before frequencies: how far positions reach depends on how many rows there will be.
-        budgets, s = layer_budgets(policy, schedule, spec.windows), schedule
-        span = span_of(policy, placed, spec, budgets, s, s.prompt_length)
-        if known and s.prompt_length is None and description.rotates_by_length(model, span):
-            raise ValueError(
-                "prompt_length is missing: this backbone's frequencies follow the length of the text (LongRoPE, dynamic "
-                "NTK), so it must be known before the first token: pass prompt_length="
-            )
-        return cls(
+        ctx = cls(
             policy=policy.at(schedule.budget),
             schedule=schedule,
             heads=heads,
             settings=Resolved(**vars(settings) | {"positions": scheme, "backend": backend.name}),
             positions=placed,
-            ropes=description.ropes(model, span) if known else None,
-            budgets=budgets,
+            ropes=None,
+            budgets=layer_budgets(policy, schedule, spec.windows),
             statistics=tuple(sorted(policy.statistics - {"count"})),
             group=spec.n_heads // spec.n_kv_heads if policy.by_query_head else 0,
             backend=backend,
@@ -263,6 +234,15 @@ class Context:
             counters=counters,
             folded=folded,
         )
+        if not known:
+            return ctx
+        span = ctx.span(schedule.prompt_length)
+        if schedule.prompt_length is None and description.rotates_by_length(model, span):
+            raise ValueError(
+                "prompt_length is missing: this backbone's frequencies follow the length of the text (LongRoPE, dynamic "
+                "NTK), so it must be known before the first token: pass prompt_length="
+            )
+        return replace(ctx, ropes=description.ropes(model, span))
 
     def due(self, layer: int, rows: BoundedLayer, tokens: int) -> Due:
         """The next block of a layer with ``tokens`` more tokens at hand; with 0 tokens, the eviction due now."""
@@ -273,8 +253,16 @@ class Context:
         NTK). It must then be read again."""
         if self.ropes is None:
             return False
-        span = span_of(self.policy, self.positions, self.spec, self.budgets, self.schedule, tokens)
-        return not same_rotation(self.ropes, self.description.ropes(self.model, span))
+        return not same_rotation(self.ropes, self.description.ropes(self.model, self.span(tokens)))
+
+    def span(self, tokens: int | None) -> int:
+        """One more than the largest position in a prompt of ``tokens`` tokens; ``FARTHEST`` where it is not known.
+        LongRoPE and dynamic NTK choose frequencies from it."""
+        if self.policy.keeps_everything or None not in self.spec.windows or self.positions.span is None:
+            return FARTHEST if tokens is None else tokens  # places are those of the text
+        # Bounded rows: their number alone bounds the positions. One head of a ragged layer may hold the slots of all of them.
+        heads = self.spec.n_kv_heads if self.policy.ragged else 1
+        return self.positions.largest(max(self.budgets) * heads + self.schedule.chunk, tokens)
 
     @property
     def spec(self) -> BackboneSpec:
@@ -285,16 +273,6 @@ class Context:
     def subject(self) -> Subject:
         """Features in use, as ``capabilities`` asks."""
         return Subject(self.policy, self.description, self.settings.kv_bits)
-
-    @property
-    def scores_new_tokens(self) -> bool:
-        """Whether a token is scored as it enters."""
-        return self.policy.score.scores_new_tokens
-
-    @property
-    def scores_by_head(self) -> bool:
-        """Whether a token enters with what its retaining head says, and nothing else."""
-        return self.policy.score.is_head
 
     @property
     def evicts_after_forward(self) -> bool:
@@ -320,23 +298,6 @@ class Context:
     def write_rope(self, layer: int, rows: BoundedLayer) -> Rope | None:
         """The rotation of keys that are rotated once, before they are stored; None where they are not, or by the backbone."""
         return self.ropes[layer] if self.ropes is not None and self.read_rope(layer, rows) is None else None
-
-
-def span_of(
-    policy: Policy,
-    placed: Positions,
-    spec: BackboneSpec,
-    budgets: Sequence[int],
-    schedule: Schedule,
-    tokens: int | None,
-) -> int:
-    """One more than the largest position in a prompt of ``tokens`` tokens; ``FARTHEST`` where it is not known.
-    LongRoPE and dynamic NTK choose frequencies from it."""
-    if policy.keeps_everything or None not in spec.windows or placed.span is None:  # places are those of the text
-        return FARTHEST if tokens is None else tokens
-    # Bounded rows: their number alone bounds the positions. One head of a ragged layer may hold the slots of all of them.
-    rows = max(budgets, default=0) * (spec.n_kv_heads if policy.ragged else 1) + schedule.chunk
-    return placed.largest(rows, tokens)
 
 
 def layer_budgets(policy: Policy, schedule: Schedule, windows: Sequence[int | None]) -> list[int]:

@@ -202,12 +202,23 @@ def _choose(
     )
     worth_BHN = recall.relevance(q_BQTD, found)
     if recall.across == "model":
-        worth_BHN = ctx.block_scores.raised(rows.seen - later - T, T, worth_BHN)[..., :N]
+        # Later layers see what earlier ones gave, in one forward alone: it is cleared at its beginning.
+        piece = rows.seen - later - T, T
+        worth_BHN = ctx.block_scores[piece] = _most(worth_BHN, ctx.block_scores.get(piece))
+        worth_BHN = worth_BHN[..., :N]
     holds_BHN = stored.held[None, :, :N].any(-1)
     holds_BHN = holds_BHN if worth_BHN.shape[1] > 1 else holds_BHN.any(1, keepdim=True)
     # Stable: of equals the older block, so that runs repeat exactly.
     best_BHN = worth_BHN.masked_fill(~holds_BHN, float("-inf")).argsort(dim=-1, descending=True, stable=True)
     return best_BHN[..., : recall.take].sort(dim=-1).values.expand(-1, rows.layout.H, -1)
+
+
+def _most(worth_B1N: Tensor, before_B1N: Tensor | None) -> Tensor:
+    """The larger worth of each block; some are stored in one of the layers alone."""
+    if before_B1N is None:
+        return worth_B1N
+    few, many = sorted((before_B1N, worth_B1N), key=lambda x: x.shape[-1])
+    return torch.cat((torch.maximum(few, many[..., : few.shape[-1]]), many[..., few.shape[-1] :]), -1)
 
 
 @dataclass(frozen=True)
@@ -319,11 +330,9 @@ def _count(ctx: Context, stats: Tensor, weights_bhGtS: Tensor, seen_bht: Tensor)
 
 def stages_of(policy: Policy) -> tuple[Stage, ...]:
     """The stages of a policy, in the order of their part in an eviction."""
-    stages: list[Stage] = []
-    if policy.merge is not None:
-        stages.append(MergeStage(policy.merge))
-    if policy.recall is not None:
-        stages.append(RecallStage(policy.recall))
-    if policy.sparse is not None:
-        stages.append(SparseStage(policy.sparse))
-    return tuple(stages)
+    stages = (
+        policy.merge and MergeStage(policy.merge),
+        policy.recall and RecallStage(policy.recall),
+        policy.sparse and SparseStage(policy.sparse),
+    )
+    return tuple(stage for stage in stages if stage is not None)

@@ -125,7 +125,7 @@ class CpuDriver:
             cache.unfinished = True
         every = [self._pointers(cache) for cache in caches]
         heads = self._shared_heads(caches)
-        asks = [heads is None and cache.context.scores_new_tokens for cache in caches]
+        asks = [heads is None and cache.context.policy.score.scores_new_tokens for cache in caches]
         recent = any(rows.recent for cache in caches for rows in cache.bounded)
         new = partial(torch.empty, dtype=self.sums, device=self.weights.norm.weight.device)
         seen = new(L, N, self.line) if any(asks) or recent else None
@@ -183,7 +183,7 @@ class CpuDriver:
     def _shared_heads(self, caches: Sequence[BoundedCache]) -> RetainingHeads | None:
         """The retaining heads that the call itself asks: where all texts have them and want nothing else."""
         heads = caches[0].context.heads
-        alike = all(cache.context.heads is heads and cache.context.scores_by_head for cache in caches)
+        alike = all(cache.context.heads is heads and cache.context.policy.score.is_head for cache in caches)
         fits = heads is not None and heads.config.activation == "silu"
         return heads if alike and fits else None
 
