@@ -13,10 +13,10 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import LongTensor, Tensor
+from transformers import PreTrainedModel
 from typing_extensions import Self
 
 from locret_kernels.enter import HeadProduct
@@ -56,14 +56,9 @@ from .view import (
     in_prompt,
     in_rows,
     pins_of,
-    prompt_positions,
     score_by_logits,
     without,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 # ---- conditions under which a copy of a cache may go on with another prompt of the same beginning -------------------
 
@@ -93,15 +88,6 @@ def check_past(old: Context, new: Context, seen: int) -> None:
             )
         if mine != theirs:
             raise CannotFork(f"layer {i} has a budget of {mine} here and of {theirs} in a prompt of that length")
-
-
-def check_budget(old: Context, new: Context) -> None:
-    """Raise CannotFork where rows that ``old`` has read would be rotated otherwise with the budget of ``new``."""
-    if not same_rotation(old.ropes or [], new.ropes or []):
-        raise CannotFork(
-            f"budget={new.settings.budget}: so many slots are rotated by other frequencies (LongRoPE) than the "
-            f"{old.settings.budget} with which the text was read: read it with more, or take fewer for the turns (history)"
-        )
 
 
 # ---- face of the bounded cache to transformers ----
@@ -206,21 +192,6 @@ class BoundedCache(StatefulCache, Handler):
         return self.context.backend.name
 
     @property
-    def evicts(self) -> bool:
-        """Whether its budget bounds the kept slots."""
-        return not self.policy.keeps_everything
-
-    @property
-    def rereads(self) -> bool:
-        """Whether passages of the prompt may be read again."""
-        return self.policy.reread is not None
-
-    @property
-    def recalls(self) -> bool:
-        """Whether evicted slots may come back."""
-        return self.policy.recall is not None
-
-    @property
     def run(self) -> RunSettings:
         """Settings for another cache like this one: as resolved here, but for the backend, which is chosen anew."""
         return replace(self.settings.run, backend=self.options.settings.backend)
@@ -275,7 +246,9 @@ class BoundedCache(StatefulCache, Handler):
 
     def prompt_positions(self, start: int, end: int) -> Sequence[int]:
         """Positions in the prompt of the tokens that are fed as its tokens ``start`` to ``end``."""
-        return prompt_positions(self.reread_positions, self.schedule.prompt_length or 0, start, end)
+        reread = self.reread_positions  # read in the place of the prompt's last ones
+        first = (self.schedule.prompt_length or 0) - len(reread)
+        return reread[start - first : end - first] if reread and start >= first else range(start, end)
 
     # ---- copies and other texts ------------------------------------------------------------------------------------
 
@@ -343,7 +316,11 @@ class BoundedCache(StatefulCache, Handler):
             policy = replace(policy, name=composed_of(policy))
         new = type(self)(settings, policy, self.heads, prompt_length=self.schedule.prompt_length, stages=self._stages)
         new.bind(self.context.model)
-        check_budget(self.context, new.context)
+        if not same_rotation(self.context.ropes or [], new.context.ropes or []):
+            raise CannotFork(
+                f"budget={budget}: so many slots are rotated by other frequencies (LongRoPE) than the "
+                f"{self.settings.budget} with which the text was read: read it with more, or take fewer for the turns (history)"
+            )
         new.reread_positions = list(self.reread_positions)
         new._take_over(self)
         new._set_pins(self.pins)

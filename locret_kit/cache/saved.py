@@ -13,17 +13,19 @@ from calendar import timegm
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from annotated_types import Interval
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from locret_kernels.provenance import versions
 
 from ..backbones.libraries import unwrapped
 from ..backbones.spec import AttentionLayer, text_config
 from ..backbones.weights import NAMES, fingerprint, first_difference, identity_of
+from ..heads import RetainingHeads
 from ..naming import first_line, prefixed_errors
 from ..policies import Policy
 from ..policies.grammar import parse_policy, parts_of
@@ -34,12 +36,6 @@ from .bounded import BoundedCache
 from .context import CacheCounters, Context
 from .due import Schedule
 from .storage.rows import STATE, BoundedLayer, export_rows, exported_shapes, restore_rows, set_counts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..heads import RetainingHeads
-
 
 CREATED = "%Y-%m-%dT%H:%M:%SZ"
 MOST_PINS = 1024

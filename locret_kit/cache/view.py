@@ -48,11 +48,6 @@ def without(pins: Pins, start: int, end: int) -> Pins:
     return pins_of(part for a, b in pins for part in ((a, min(b, start)), (max(a, end), b)))
 
 
-def count(pins: Pins) -> int:
-    """Positions that are pinned."""
-    return sum(end - start for start, end in pins)
-
-
 def check_room(ctx: Context, pins: Pins, layers: Sequence[BoundedLayer] = ()) -> None:
     """Raise ValueError where a layer has no room for the pinned tokens, its stabilizers or the prompt's tail, and
     one slot of the policy's choice.
@@ -65,7 +60,7 @@ def check_room(ctx: Context, pins: Pins, layers: Sequence[BoundedLayer] = ()) ->
         return
     s, reread = ctx.schedule, None if layers else ctx.policy.reread
     # What is still to come counts in full; of what was read, the slots that are left.
-    coming = count(without(pins, 0, layers[0].get_seq_length() if layers else 0))
+    coming = sum(end - start for start, end in without(pins, 0, layers[0].get_seq_length() if layers else 0))
     asked = [coming] * len(ctx.budgets)
     for i, rows in enumerate(layers):
         if ctx.budgets[i] and rows.is_initialized:
@@ -374,13 +369,6 @@ def choose_passages(ctx: Context, reread: Reread, layers: Sequence[BoundedLayer]
         # What is fed next ends where the prompt ends, so the boundaries of the schedule stay.
         rows.seen = total - len(chosen)
     return chosen
-
-
-def prompt_positions(reread: Sequence[int], total: int, start: int, end: int) -> Sequence[int]:
-    """Positions in the prompt of ``total`` tokens of those that are fed as its tokens ``start`` to ``end``, where the
-    positions ``reread`` are read in the place of its last ones."""
-    first = total - len(reread)
-    return reread[start - first : end - first] if reread and start >= first else range(start, end)
 
 
 def in_rows(pins: Pins, reread: Sequence[int], total: int) -> Pins:

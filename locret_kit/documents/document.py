@@ -314,7 +314,7 @@ class Document:
 
     def _without_text(self) -> Document:
         """A copy of the document with every token read and no token ids."""
-        if self.cache.rereads:
+        if self.cache.policy.reread is not None:
             raise ValueError(
                 f"policy={self.cache.policy.name!r} reads passages of the text again: it cannot be saved without its text"
             )
