@@ -406,7 +406,8 @@ class Merge(Part, Protocol):
     """Whether a slot stores the weight of the slots folded into it."""
 
     def bind(self, spec: BackboneSpec, device: torch.device) -> None:
-        """Prepare for a backbone. Raises ValueError if it does not fit."""
+        """Prepare for a backbone; by default any will do. Raises ValueError if it does not fit."""
+        return
 
     def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
         """Facts ``[B, H, S]`` about a layer's slots, computed once per eviction and passed to ``fold``.

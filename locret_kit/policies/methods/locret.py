@@ -10,7 +10,6 @@ from annotated_types import Interval
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...backbones.spec import BackboneSpec
 from ...cis import mean_of_next
 from ..base import (
     Count,
@@ -108,9 +107,6 @@ class Nearest(Merge):
     """'score' or 'count': whether a token weighs what its score says, or as much as every other."""
 
     remembers: ClassVar[bool] = True
-
-    def bind(self, spec: BackboneSpec, device: torch.device) -> None:
-        """Any backbone will do."""
 
     def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
         """Logarithm of what each slot's own token weighs ``[B, H, S]`` (float32), by the policy's score."""
