@@ -88,9 +88,9 @@ def with_shortcuts(
     if not any(rotation.module for rotation in rotations):
         return found
     unturned = run(unrotate, in_halves=True)
-    answers = _is_unturned(unturned, first, decoder, found)
+    answers = _is_unturned(unturned, first, decoder, config, found)
     standard = all(rotation.order is None for rotation in rotations)
-    skips = standard and answers and _is_unturned(run(skip_rotations, reference), first, decoder, found)
+    skips = standard and answers and _is_unturned(run(skip_rotations, reference), first, decoder, config, found)
     inputs: list[Tensor] = []
 
     def fuse(undo: Undo, decoder: DecoderStack) -> None:
@@ -127,14 +127,20 @@ def _is_alike(run: RecordedRun | None, first: RecordedRun | None) -> bool:
     return close(run.hidden, first.hidden, 2) and all(close(a.q, b.q) and close(a.k, b.k) for a, b in pairs)
 
 
-def _is_unturned(run: RecordedRun | None, first: RecordedRun, decoder: DecoderStack, found: DecoderAttention) -> bool:
+def _is_unturned(
+    run: RecordedRun | None,
+    first: RecordedRun,
+    decoder: DecoderStack,
+    config: PreTrainedConfig,
+    found: DecoderAttention,
+) -> bool:
     """Whether queries and keys are those before the rotation."""
     if run is None:
         return False
     for call, a, b in zip(found.calls, run.calls, first.calls, strict=True):
         rotation = found.require_rotations()[call.layer]
         order = list(range(a.q.shape[-1])) if rotation.order is None else list(rotation.order)
-        rope = rotation.measured(decoder)
+        rope = rotation.rope(decoder, config, TOKENS)
         for x, y, turn in ((a.q, b.q, rope.of_queries), (a.k, b.k, rope)):
             if x.shape != y.shape:
                 return False

@@ -98,18 +98,8 @@ def is_softmax(own: Method, q_BHTD: Tensor, rows: int) -> bool:
 NAME = "locret_probe"
 LONG = 4096
 """Keys, at most, over which a method that is attention is tried."""
-IGNORED = frozenset(
-    {
-        "position_ids",
-        "cache_position",
-        "position_embeddings",
-        "past_key_values",
-        "cache",
-        "attention_mask",
-        "logits_to_keep",
-    }
-)
-"""Arguments of attention that say nothing new, tensors or not."""
+IGNORED = ("position_ids", "cache_position", "position_embeddings", "logits_to_keep")
+"""Tensors among the arguments of attention that say nothing new."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +186,7 @@ def record(
     NOW.calls.append(RecordedCall(module, index, q, k, v, attention_mask, softmax, unknown))
     if NOW.replayed is not None:
         return NOW.replayed[number], None
-    out, _ = attend_and_count(q, k, v, softmax.scaling, cap=softmax.cap, sinks_Q=softmax.sinks_Q)
+    out, _ = attend_and_count(q, k, v, **softmax._asdict())
     out = out.transpose(1, 2).contiguous().to(q.dtype)
     NOW.outputs.append(out)
     return out, None

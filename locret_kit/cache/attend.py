@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from locret_kernels.attend import attend_and_count
 from locret_kernels.backend import function
-from locret_kernels.column_stats import MARGIN, ColumnStats
+from locret_kernels.column_stats import MARGIN
 from locret_kernels.ragged_decode import Angles, Float8Rows, PackedRows, Rotation, Spans
 
 from ..backbones.decoder_attention import Softmax
@@ -222,15 +222,6 @@ def _attend_window(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: floa
     return out.unflatten(0, (B, T)).transpose(1, 2)
 
 
-def operator(
-    device: torch.device, dtype: torch.dtype, head_size: int, backend: str, heads: tuple[int, int] = (32, 8)
-) -> str:
-    """Name of the operator for a chunk's attention over earlier rows (``chunk_attention``); ``sdpa`` where PyTorch
-    chooses."""
-    chosen = None if backend == "reference" else chunk_attention(device, dtype, head_size, heads)
-    return "sdpa" if chosen is None else chosen[0]
-
-
 @lru_cache(maxsize=2)
 def lower_right(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Causal mask ``[T, S]`` in the fastest form for ``device``: the last new token sees the last row; with a window, only the
@@ -280,25 +271,6 @@ def attend_rows(
     return F.scaled_dot_product_attention(q_BQTD, k_BHSD, v_BHSD, attn_mask=mask, scale=scaling, enable_gqa=G > 1)
 
 
-def attend_general(
-    q_BQTD: Tensor,
-    k_BHSD: Tensor,
-    v_BHSD: Tensor,
-    softmax: Softmax,
-    *,
-    window: int | None = None,
-    want: frozenset[str] = frozenset(),
-    by_head: bool = False,
-) -> tuple[Tensor, list[ColumnStats]]:
-    """Attention ``[B, Q, T, D]`` in the type of the values, with a softmax of any form, and the statistics of its weights. See
-    ``locret_kernels.attend.attend_and_count``."""
-    out, counted = attend_and_count(
-        q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want=want, by_head=by_head, window=window, cap=softmax.cap,
-        sinks_Q=softmax.sinks_Q,
-    )  # fmt: skip
-    return out.to(v_BHSD.dtype), counted
-
-
 def attend_text(
     q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, layer: AttentionLayer | None = None
 ) -> Tensor:
@@ -308,7 +280,7 @@ def attend_text(
         pieces = zip(*(x.split(layer.window, 2) for x in (q_BQTD, k_BHTD, v_BHTD)), strict=True)
         return torch.cat([attend_text(q, k, v, softmax) for q, k, v in pieces], 2)
     if not softmax.is_plain:
-        return attend_general(q_BQTD, k_BHTD, v_BHTD, softmax, window=window)[0]
+        return attend_and_count(q_BQTD, k_BHTD, v_BHTD, **softmax._asdict(), window=window)[0].to(v_BHTD.dtype)
     if window is not None or k_BHTD.shape[2] != T:
         return attend_rows(q_BQTD, k_BHTD, v_BHTD, scaling, window)
     # Square and causal without a mask, which every kernel of PyTorch takes.

@@ -21,7 +21,7 @@ from locret_kernels.sparse_attend import Blocks
 from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rotate_lean
 from ..backbones.patches import product
 from ..policies.registry import Registry
-from .attend import attend_general, attend_rows, chunk_attention, varlen_operator
+from .attend import attend_rows, chunk_attention, varlen_operator
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ class Backend:
         q_BQTD, k_BHSD = self.rotated(q_BQTD, k_BHSD, rotation)
         # Sinks and caps have one definition, which no kernel repeats.
         if not softmax.is_plain:
-            return attend_general(q_BQTD, k_BHSD, v_BHSD, softmax, window=window, want=want, by_head=by_head)
+            form = softmax._asdict()
+            out, counted = attend_and_count(q_BQTD, k_BHSD, v_BHSD, **form, want=want, by_head=by_head, window=window)
+            return out.to(v_BHSD.dtype), counted
         if want:
             return self._attend_and_count(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want, by_head)
         return attend_rows(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, window, self.kernels), []

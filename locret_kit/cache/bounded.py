@@ -330,7 +330,7 @@ class BoundedCache(StatefulCache, Handler):
         """Become a copy of another cache's rows."""
         for mine, theirs in zip(self.bounded, other.bounded, strict=True):
             copy_rows(mine, theirs)
-        self.states = None if other.states is None else other.states.copy()
+        self.states = deepcopy(other.states)
         # Their numbers and not the objects, which the context holds too.
         vars(self.counters).update(vars(other.counters))
         vars(self.context.recalls).update(vars(other.context.recalls))
@@ -380,7 +380,7 @@ class BoundedCache(StatefulCache, Handler):
             self._resize(prompt_length)
         super().reset()
         if self.states is not None:
-            self.states.reset()
+            self.states.cache.reset()
         self.counters.clear()
         if self._context is not None:
             self._context.recalls.clear()

@@ -236,13 +236,13 @@ class Context:
         )
         if not known:
             return ctx
-        span = ctx.span(schedule.prompt_length)
-        if schedule.prompt_length is None and description.rotates_by_length(model, span):
+        ropes = description.ropes(model, ctx.span(schedule.prompt_length))
+        if schedule.prompt_length is None and not same_rotation(description.ropes(model, 1), ropes):
             raise ValueError(
                 "prompt_length is missing: this backbone's frequencies follow the length of the text (LongRoPE, dynamic "
                 "NTK), so it must be known before the first token: pass prompt_length="
             )
-        return replace(ctx, ropes=description.ropes(model, span))
+        return replace(ctx, ropes=ropes)
 
     def due(self, layer: int, rows: BoundedLayer, tokens: int) -> Due:
         """The next block of a layer with ``tokens`` more tokens at hand; with 0 tokens, the eviction due now."""

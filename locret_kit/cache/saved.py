@@ -421,20 +421,14 @@ class CacheFile:
         return cache
 
 
-def save_cache(
-    cache: BoundedCache, path: str | Path, document: file.Record | None = None, more: Mapping[str, Tensor] | None = None,
-    check: Callable[[], object] | None = None,
-) -> str:  # fmt: skip
-    """Write a cache to ``path``, with further tensors of any shape; returns the digest of the file.
-
-    Args:
-        document: further fields of the record; plain JSON values. more: further tensors. check: see ``file.write``.
+def save_cache(cache: BoundedCache, path: str | Path) -> str:
+    """Write a cache to ``path``; returns the digest of the file.
 
     Raises:
         ValueError: an interrupt left rows half written, or the policy cannot be written in the grammar.
         OSError: the file cannot be written; the one that was there is whole.
     """
-    return CacheFile.of(cache, document=document, apart=more).write(path, check)
+    return CacheFile.of(cache).write(path)
 
 
 def _pool(policy: Policy) -> str | None:

@@ -152,8 +152,7 @@ class Slots:
         if self.softmax.is_plain:
             given: Tensor = function("window_attention", self.backend)(q_BQWD, k_BHSD, self.softmax.scaling)
             return given
-        softmax = self.softmax.of(heads)
-        return window_attention(q_BQWD, k_BHSD, softmax.scaling, cap=softmax.cap, sinks_Q=softmax.sinks_Q)
+        return window_attention(q_BQWD, k_BHSD, **self.softmax.of(heads)._asdict())
 
     def newest(self, n: int) -> Tensor:
         """Boolean ``[B, H, S]``: the newest ``n`` slots of every head."""

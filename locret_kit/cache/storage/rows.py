@@ -106,7 +106,6 @@ class BoundedLayer(CacheLayerMixin):
         self.statistics, self.recent, self.merges = statistics, recent, merges
         self.chunked = chunked
         self.softmax = Softmax(1.0)
-        self.addresses: dict[tuple[int, ...], Tensor] = {}
         self.state: dict[str, Tensor] = {}
         self.seen = self.since_eviction = self.evictions = 0
 
@@ -311,7 +310,7 @@ class BoundedLayer(CacheLayerMixin):
             # All that belongs to a slot moves together, or positions and rows would part.
             own = [getattr(rows, name) for name in rows.own_columns()]
             buffers.append([*rows.codec.moving(), *own, *rows.stats])
-        self.layout.keep(chosen, mean, buffers, self.backend, self.addresses)
+        self.layout.keep(chosen, mean, buffers, self.backend)
         for rows in layers:
             rows.rows, rows.since_eviction = mean, 0
             rows.codec.finish_block()
