@@ -449,7 +449,7 @@ class BoundedCache(StatefulCache, Handler):
         """Attention output ``[B, Q, T, D]`` of the newest tokens over a layer's rows, their own included."""
         rows = self.bounded[layer]
         rows.softmax = softmax
-        return attend_again(self.context, layer, rows, q_BQTD)
+        return attend_again(self.context, rows, q_BQTD)
 
     @torch.no_grad()
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
@@ -464,12 +464,12 @@ class BoundedCache(StatefulCache, Handler):
         score, self.input_BTC = folded_scores(ctx, layer, self.input_BTC, q_BQTD.shape[2]), None
         if self.fixed is not None:  # evictions and counts are then the graph decoder's
             self.bounded[layer].softmax = softmax
-            return read_block(ctx, layer, self.bounded[layer], q_BQTD, k_BHTD, v_BHTD, self.fixed(layer), score)
+            return read_block(ctx, self.bounded[layer], q_BQTD, k_BHTD, v_BHTD, self.fixed(layer), score)
         q_BQTD, k_BHTD, v_BHTD = in_model_type(ctx, q_BQTD, k_BHTD, v_BHTD)
         rows = self.open(layer, softmax, k_BHTD, v_BHTD)
         if layer == 0:
             self.make_room(q_BQTD.shape[2])
-        out = read_tokens(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, score, self.waiting)
+        out = read_tokens(ctx, rows, q_BQTD, k_BHTD, v_BHTD, score, self.waiting)
         self.close(layer)
         return out
 
@@ -494,8 +494,8 @@ class BoundedCache(StatefulCache, Handler):
         """Evict before a forward of ``tokens`` tokens, in layers that evict together and are full. Scores of remembered
         queries wait for the attention of their layer."""
         ctx = self.context
-        ready = [(n, rows) for n, rows in enumerate(self.bounded) if rows.is_initialized and not rows.recent]
-        make_room(ctx, [(n, rows) for n, rows in ready if evicts_together(ctx, rows)], tokens)
+        ready = [rows for rows in self.bounded if rows.is_initialized and not rows.recent]
+        make_room(ctx, [rows for rows in ready if evicts_together(ctx, rows)], tokens)
 
     def close(self, layer: int) -> None:
         """Take note that a forward's new tokens are in a layer."""
@@ -519,7 +519,7 @@ class BoundedCache(StatefulCache, Handler):
             self.last_hidden = score_by_logits(ctx, self.bounded, hidden_BTE, ids_BT, self.last_hidden)
         ctx.counters.score_s += time.perf_counter() - began
         # Only now: in a forward, later layers read rows that earlier ones have written.
-        evict_if_due(ctx, enumerate(self.bounded))
+        evict_if_due(ctx, self.bounded)
         self.unfinished = False
 
     # ---- all layers together, as transformers and reports ask -------------------------------------------------------

@@ -108,7 +108,7 @@ class Stage:
         """Whether the attention of a layer's newest ``tokens`` rows is this stage's own: ``attend`` computes it."""
         return False
 
-    def attend(self, ctx: Context, layer: int, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor:
+    def attend(self, ctx: Context, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor:
         """Attention ``[B, Q, T, D]`` of the newest rows' tokens."""
         raise NotImplementedError
 
@@ -116,9 +116,7 @@ class Stage:
         """Whether a chunk of ``tokens`` may see chosen ``blocks`` of the rows alone."""
         return False
 
-    def blocks(
-        self, ctx: Context, layer: int, heads: slice, q_BQTD: Tensor, k_BHSD: Tensor, scaling: float
-    ) -> Blocks | None:
+    def blocks(self, ctx: Context, rows: BoundedLayer, heads: slice, q_BQTD: Tensor, k_BHSD: Tensor) -> Blocks | None:
         """Blocks of the rows that a chunk sees, for some key/value heads of a layer; None for all rows.
 
         Args:
@@ -126,9 +124,7 @@ class Stage:
         """
         return None
 
-    def evicted(
-        self, ctx: Context, layer: int, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor
-    ) -> None:
+    def evicted(self, ctx: Context, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> None:
         """Take notice of an eviction before rows move. ``stay_BHS``: bool, the slots that the policy keeps."""
         return None
 
@@ -244,9 +240,9 @@ class Context:
             )
         return replace(ctx, ropes=ropes)
 
-    def due(self, layer: int, rows: BoundedLayer, tokens: int) -> Due:
+    def due(self, rows: BoundedLayer, tokens: int) -> Due:
         """The next block of a layer with ``tokens`` more tokens at hand; with 0 tokens, the eviction due now."""
-        return self.schedule.due(rows, self.budgets[layer], tokens, after_forward=self.evicts_after_forward)
+        return self.schedule.due(rows, self.budgets[rows.number], tokens, after_forward=self.evicts_after_forward)
 
     def outgrown(self, tokens: int) -> bool:
         """Whether a prompt of ``tokens`` tokens is rotated by other frequencies than were chosen (LongRoPE, dynamic
@@ -290,14 +286,14 @@ class Context:
             raise ValueError(f"policy={self.policy.name!r} needs keys before RoPE, which this backbone does not show")
         return self.ropes[layer]
 
-    def read_rope(self, layer: int, rows: BoundedLayer) -> Rope | None:
+    def read_rope(self, rows: BoundedLayer) -> Rope | None:
         """The rotation of keys that are stored before RoPE and rotated whenever they are read; None where they are not."""
         stored_raw = self.positions.span is not None and rows.window is None
-        return self.ropes[layer] if self.ropes is not None and stored_raw else None
+        return self.ropes[rows.number] if self.ropes is not None and stored_raw else None
 
-    def write_rope(self, layer: int, rows: BoundedLayer) -> Rope | None:
+    def write_rope(self, rows: BoundedLayer) -> Rope | None:
         """The rotation of keys that are rotated once, before they are stored; None where they are not, or by the backbone."""
-        return self.ropes[layer] if self.ropes is not None and self.read_rope(layer, rows) is None else None
+        return self.ropes[rows.number] if self.ropes is not None and self.read_rope(rows) is None else None
 
 
 def layer_budgets(policy: Policy, schedule: Schedule, windows: Sequence[int | None]) -> list[int]:
@@ -316,7 +312,7 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
     """Rows of every layer; those in few bits are read through ``scratch``."""
     policy, s, compiled = ctx.policy, ctx.schedule, ctx.backend.packs(ctx.model.dtype)
     layers = []
-    for layer, budget in zip(ctx.spec.layers, ctx.budgets, strict=True):
+    for number, (layer, budget) in enumerate(zip(ctx.spec.layers, ctx.budgets, strict=True)):
         capacity = s.prompt_length or 0 if policy.keeps_everything else budget + s.chunk
         rows = layer_rows(policy, layer, capacity, s.chunk, ctx.settings.kv_bits, scratch, compiled=compiled)
         if policy.recall is not None and layer.window is None:
@@ -324,7 +320,7 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
             room = -(-(s.prompt_length or 0) // policy.recall.size)
             views = policy.recall.count(layer.n_heads // layer.n_kv_heads)
             rows.store = BlockStore(policy.recall.size, policy.recall.representatives, views, room)
-        rows.backend, rows.grows = ctx.backend.kernels, policy.keeps_everything
+        rows.number, rows.backend, rows.grows = number, ctx.backend.kernels, policy.keeps_everything
         layers.append(rows)
     return layers
 

@@ -166,15 +166,15 @@ class TextBatch:
             x_BTC = x_NC if isinstance(x_NC, HeadProduct) else x_NC[None, : self.end]
             score = folded_scores(ctx, layer, x_BTC, self.end)
         if score is None and self._scored_alike:
-            score = entry_scores(ctx, layer, None, self.positions(self.end, q.device)[None], q, k, v)
+            score = entry_scores(ctx, rows[0], 0, q, k, v, self.positions(self.end, q.device)[None])
         for group in self._plan(rows, q.device):
             at = group.at
-            out_NQD[at] = self._decode(group, layer, rows, q_NQD[at], k_NHD[at], v_NHD[at], of_tokens(score, at))
+            out_NQD[at] = self._decode(group, rows, q_NQD[at], k_NHD[at], v_NHD[at], of_tokens(score, at))
         for i in self._alone:
             new = slice(*self.spans[i])
             part, waiting = of_tokens(score, new), self.texts[i].waiting
             new_q, new_k, new_v = (x[:, :, new] for x in (q, k, v))
-            out = read_tokens(self.contexts[i], layer, rows[i], new_q, new_k, new_v, part, waiting)
+            out = read_tokens(self.contexts[i], rows[i], new_q, new_k, new_v, part, waiting)
             out_NQD[new] = out[0].transpose(0, 1)
         for text in self.texts:
             text.close(layer)
@@ -206,7 +206,7 @@ class TextBatch:
         return DecodingGroup(turns, at)
 
     def _decode(
-        self, group: DecodingGroup, layer: int, all_rows: Sequence[BoundedLayer], q_NQD: Tensor, k_NHD: Tensor,
+        self, group: DecodingGroup, all_rows: Sequence[BoundedLayer], q_NQD: Tensor, k_NHD: Tensor,
         v_NHD: Tensor, score: Score,
     ) -> Tensor:  # fmt: skip
         """Attention output ``[N, Q, D]`` of one new token of each text of a group, which become rows; evicts where it is due."""
@@ -216,17 +216,17 @@ class TextBatch:
         pool = first.page and first.page.pool
         assert isinstance(pool, RowPool)
         # Room first: an eviction moves rows, and places are numbers of rows.
-        dues = [] if self._step.given_X4N is not None else [own_ctx.due(layer, own, 1) for own_ctx, own in texts]
+        dues = [] if self._step.given_X4N is not None else [own_ctx.due(own, 1) for own_ctx, own in texts]
         for own_ctx, own in texts if dues else ():
-            make_room(own_ctx, [(layer, own)], 1)
+            make_room(own_ctx, [own], 1)
         if not self._scored_alike and score is None:
             alone = zip(texts, *(x[:, None, :, None] for x in (q_NQD, k_NHD, v_NHD)), strict=True)  # [1, heads, 1, D]
-            made = [entry_scores(own_ctx, layer, own, own.seen, q, k, v) for (own_ctx, own), q, k, v in alone]
+            made = [entry_scores(own_ctx, own, own.seen, q, k, v) for (own_ctx, own), q, k, v in alone]
             score = torch.cat([scores_of(one, k_NHD[:1, :, None]) for one in made], 2)
         index, q_NQ1D = self._step.index(pool, rows), q_NQD[:, :, None]
         if first.recent:  # as they came: a score rotates the newest queries for the rows that an eviction leaves
             pool.append_queries(index.starts_NH[:, 0], q_NQD, first.recent)
-        if (rope := ctx.write_rope(layer, first)) is not None:
+        if (rope := ctx.write_rope(first)) is not None:
             k_NHD = ctx.backend.rotate(k_NHD[:, :, None], *self._step.own(index, rope, q_NQD))[:, :, 0]
             q_NQ1D = ctx.backend.rotate(q_NQ1D, *self._step.own(index, rope.of_queries, q_NQD))
         # One write for all texts. Rows are counted after it: until then the pages say where the new ones go.
@@ -237,11 +237,11 @@ class TextBatch:
         flat = VarlenRows(
             (pool.keys, pool.values), pool.positions, stats, index.starts_NH, index.lengths_NH, index.longest
         ).newest(first.window)
-        rope = ctx.read_rope(layer, first)
+        rope = ctx.read_rope(first)
         rotation = None if rope is None else row_rotation(ctx, rope, index.longest, q_NQD, first.seen)
         out = decode_rows(q_NQ1D, flat, first.scaling, ctx.backend.kernels, statistics, rotation, ctx.group)
         # Each by its own schedule; what moves lies in its own page.
         for i, (own_ctx, own), due in zip(group.turns, texts, dues, strict=False):
             own.count(1)
-            evict_after(own_ctx, layer, own, due, self.texts[i].waiting)
+            evict_after(own_ctx, own, due, self.texts[i].waiting)
         return out[:, :, 0]

@@ -43,13 +43,13 @@ def watched(monkeypatch, pins):
         return [head.tolist() for batch in kept for head in batch]
 
     def evict(ctx, cuts, length):
-        ((layer, rows, keep, _),) = cuts  # one by one on a CPU
+        ((rows, keep, _),) = cuts  # one by one on a CPU
         before = heads(rows)
         real(ctx, cuts, length)
         after = heads(rows)
         if len(before[0]) == len(after[0]) and before == after:
             return
-        seen.append((layer, rows.seen))
+        seen.append((rows.number, rows.seen))
         assert sum(map(len, after)) == len(after) * keep
         assert ctx.policy.ragged or {len(head) for head in after} == {keep}
         for old, new in zip(before, after, strict=True):

@@ -185,10 +185,10 @@ def test_what_is_not_captured_says_why():
 def test_an_interrupt_between_layers_is_noticed(with_modules, monkeypatch):
     model, cache, read = backbone(), make("h2o"), bounded.read_block
 
-    def interrupted(ctx, layer, *rest):
-        if layer == 1:
+    def interrupted(ctx, rows, *rest):
+        if rows.number == 1:
             raise KeyboardInterrupt
-        return read(ctx, layer, *rest)
+        return read(ctx, rows, *rest)
 
     with attach(model), torch.inference_mode():
         prefill(model, tokens(), cache)

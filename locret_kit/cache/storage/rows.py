@@ -71,6 +71,8 @@ class BoundedLayer(CacheLayerMixin):
     """
 
     is_sliding = False
+    number = 0
+    """Place among the layers that have rows."""
     backend = "reference"
     """Backend of ``locret_kernels`` that moves the rows."""
     grows = False

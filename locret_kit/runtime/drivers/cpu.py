@@ -149,7 +149,7 @@ class CpuDriver:
         pointers, ctx, seen = self._rows.get(cache), cache.context, cache.get_seq_length()
         if pointers is None or not pointers.left or pointers.context is not ctx or pointers.seen != seen:
             ctx.tables.clear()
-            make_room(ctx, enumerate(cache.bounded), 1)
+            make_room(ctx, cache.bounded, 1)
             pointers = self._rows[cache] = RowPointers.of(cache, self.shape[1], self._tables)
         pointers.rows["position"] = seen
         if ctx.positions.span:
@@ -175,7 +175,7 @@ class CpuDriver:
                     rows.codec.tail += 1
             rows.count(1)
             if not pointers.left:
-                evict_if_due(cache.context, [(layer, rows)])
+                evict_if_due(cache.context, [rows])
                 rows.codec.finish_block()
 
     # ---- entry scores and queries --------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class CpuDriver:
             q, k, v = (x.view(1, -1, 1, D) for x in line_LE[layer].split((Q * D, H * D, H * D)))
             if scored and rows.window is None:
                 newest = torch.from_numpy(pointers.starts_LH[layer] + pointers.lengths_LH[layer])
-                score_BHT = scores_of(entry_scores(ctx, layer, rows, pointers.seen, q, k, v), k)
+                score_BHT = scores_of(entry_scores(ctx, rows, pointers.seen, q, k, v), k)
                 rows.scores.view(-1)[newest] = score_BHT.reshape(-1).to(rows.scores.dtype)
             if rows.recent:
                 rows.append_queries(q)
