@@ -316,52 +316,21 @@ class VarlenRows:
         return replace(self, starts_BH=starts_BH, lengths_BH=seen_BH, longest=min(self.longest, window))
 
 
-@dataclass(frozen=True)
-class RowRotation:
-    """Rotation of keys that are stored before RoPE: by their rank, or among the newest ``span`` tokens by their distance
-    where that places them higher (see ``positions``)."""
-
-    cos_SR: Tensor
-    sin_SR: Tensor
-    q_cos_SR: Tensor
-    q_sin_SR: Tensor
-    span: int = 0
-    seen: Tensor | None = None
-    """Tokens of the text, the newest included (integer without axes); with a span above 0."""
-
-    def places(self, flat: VarlenRows) -> tuple[Tensor, Tensor | None]:
-        """Rows of the newest token of each head ``[B, H]``, and the rows where that is above their rank ``[N]``."""
-        # The query stands where its own row does, which is the newest of its head.
-        rank_BH = flat.lengths_BH - 1
-        if not self.span:
-            return rank_BH, None
-        assert self.seen is not None
-        before = (self.seen - self.span).clamp(min=0)
-        return torch.maximum(rank_BH, self.seen - 1 - before), flat.positions_N - before
-
-
 def decode_rows(
     q_BQ1D: Tensor,
     flat: VarlenRows,
     scaling: float,
     backend: str,
     statistics: Sequence[str] = (),
-    turn: RowRotation | Angles | None = None,
+    rotation: Rotation | Angles | None = None,
     group: int = 0,
 ) -> Tensor:
     """Attention output ``[B, Q, 1, D]`` of the newest token, which is the last row of every head already.
 
     Slots gain its ``statistics``, and those of each of the ``group`` query heads per key/value head unless it is 0. With
-    ``turn`` the query comes before RoPE, as the keys are.
+    a ``rotation`` keys come before RoPE, and with ``Angles`` the query too.
     """
-    q_BQD, rotation = q_BQ1D.squeeze(2), turn  # one token: no axis of its own
-    if isinstance(turn, RowRotation):
-        newest_BH, place_N = turn.places(flat)
-        # P = B * H: a group turns alike
-        tables = (table_SR[newest_BH.flatten()][:, None, None] for table_SR in (turn.q_cos_SR, turn.q_sin_SR))
-        group_PG1D = q_BQ1D.reshape(flat.lengths_BH.numel(), -1, 1, q_BQ1D.shape[-1])
-        q_BQD = function("rotate_rows", backend)(group_PG1D, *tables).view(q_BQD.shape)
-        rotation = Rotation(turn.cos_SR, turn.sin_SR, place_N)
+    q_BQD = q_BQ1D.squeeze(2)  # one token: no axis of its own
     decode = function("ragged_decode", backend)
     spans = Spans(flat.starts_BH, flat.lengths_BH, flat.longest)
     if not (statistics and group):

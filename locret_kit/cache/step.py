@@ -18,10 +18,10 @@ from torch import Tensor
 
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.enter import Score
-from locret_kernels.ragged_decode import Angles
+from locret_kernels.ragged_decode import Angles, Rotation
 
 from ..backbones.decoder_attention import Rope, Softmax
-from .attend import RowRotation, VarlenRows, attend_heads, decode_rows
+from .attend import VarlenRows, attend_heads, decode_rows
 from .context import Context
 from .due import Due
 from .storage.codec import Float8, Plain
@@ -51,25 +51,42 @@ class StaticStep:
 def attend_token(ctx: Context, rows: BoundedLayer, q: Tensor, fixed: StaticStep | None = None) -> Tensor:
     """Attention ``[B, Q, 1, D]`` of one token over all heads in one call, of rows that lie end to end."""
     flat = rows.flat().newest(rows.window) if fixed is None or fixed.flat is None else fixed.flat
-    turn = None
     seen = rows.seen if fixed is None or not ctx.positions.span else fixed.seen + 1
-    if (rope := ctx.read_rope(rows)) is not None:
-        turn = row_rotation(ctx, rope, flat.longest, q, seen)
-    statistics = ctx.statistics if rows.window is None else ()
-    return decode_rows(q, flat, rows.scaling, ctx.backend.kernels, statistics, turn, ctx.group)
+    return attend_flat(ctx, rows, flat, q, seen)
 
 
-def row_rotation(ctx: Context, rope: Rope, longest: int, like: Tensor, seen: int | Tensor) -> RowRotation | Angles:
-    """Rotation of a token's query and of the keys that it sees, at most ``longest`` of a head.
+def attend_flat(ctx: Context, rows: BoundedLayer, flat: VarlenRows, q: Tensor, seen: int | Tensor) -> Tensor:
+    """Attention ``[B, Q, 1, D]`` of the newest token of texts, which have ``seen`` tokens, over all heads in one call.
 
-    The text has ``seen`` tokens: a number, or a tensor of shape [].
+    Args:
+        rows: those of any of the texts.
     """
+    rotation: Rotation | Angles | None = None
+    if (rope := ctx.read_rope(rows)) is not None:
+        q, rotation = _turned(ctx, rope, flat, q, seen)
+    statistics = ctx.statistics if rows.window is None else ()
+    return decode_rows(q, flat, rows.scaling, ctx.backend.kernels, statistics, rotation, ctx.group)
+
+
+def _turned(
+    ctx: Context, rope: Rope, flat: VarlenRows, q: Tensor, seen: int | Tensor
+) -> tuple[Tensor, Rotation | Angles]:
+    """A token's query, and the rotation of the keys that it sees: by their rank, or among the newest ``span`` tokens by their
+    distance where that places them higher (see ``rotation``)."""
     span, both = ctx.positions.span or 0, (rope, rope.of_queries)
-    if not span and ctx.backend.kernels == "triton":
-        return Angles(*(one.steps(longest, like.device) for one in both))
-    of_keys, of_queries = (ctx.tables.upto(one, max(span, longest), like) for one in both)
-    now = seen if isinstance(seen, Tensor) else torch.tensor(seen, device=like.device) if span else None
-    return RowRotation(*of_keys, *of_queries, span, now)
+    if not span and ctx.backend.kernels == "triton":  # it rotates the query too
+        return q, Angles(*(one.steps(flat.longest, q.device) for one in both))
+    of_keys, of_queries = (ctx.tables.upto(one, max(span, flat.longest), q) for one in both)
+    # The query stands where its own row does, which is the newest of its head.
+    newest_BH, place_N = flat.lengths_BH - 1, None
+    if span:
+        now = seen if isinstance(seen, Tensor) else torch.tensor(seen, device=q.device)
+        before = (now - span).clamp(min=0)
+        newest_BH, place_N = torch.maximum(newest_BH, now - 1 - before), flat.positions_N - before
+    # P = B * H: a group turns alike
+    tables = (table_SR[newest_BH.flatten()][:, None, None] for table_SR in of_queries)
+    group_PG1D = q.reshape(newest_BH.numel(), -1, 1, q.shape[-1])
+    return ctx.backend.rotate(group_PG1D, *tables).view(q.shape), Rotation(*of_keys, place_N)
 
 
 def attend_again(ctx: Context, rows: BoundedLayer, q: Tensor) -> Tensor:

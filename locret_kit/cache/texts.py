@@ -18,10 +18,10 @@ from locret_kernels.backend import function
 from locret_kernels.enter import HeadProduct, Score
 
 from ..backbones.decoder_attention import Rope, Softmax, Tables
-from .attend import VarlenRows, decode_rows
+from .attend import VarlenRows
 from .context import Context
 from .pages import RowPool
-from .step import evict_after, in_model_type, make_room, read_tokens, row_rotation
+from .step import attend_flat, evict_after, in_model_type, make_room, read_tokens
 from .storage.rows import BoundedLayer
 from .view import entry_scores, folded_scores, of_tokens, score_alike, scores_of
 
@@ -237,9 +237,7 @@ class TextBatch:
         flat = VarlenRows(
             (pool.keys, pool.values), pool.positions, stats, index.starts_NH, index.lengths_NH, index.longest
         ).newest(first.window)
-        rope = ctx.read_rope(first)
-        rotation = None if rope is None else row_rotation(ctx, rope, index.longest, q_NQD, first.seen)
-        out = decode_rows(q_NQ1D, flat, first.scaling, ctx.backend.kernels, statistics, rotation, ctx.group)
+        out = attend_flat(ctx, first, flat, q_NQ1D, first.seen)
         # Each by its own schedule; what moves lies in its own page.
         for i, (own_ctx, own), due in zip(group.turns, texts, dues, strict=False):
             own.count(1)

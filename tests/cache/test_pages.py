@@ -15,7 +15,7 @@ from locret_kernels import ragged_decode as reference
 from locret_kernels.ragged_decode import Angles, Rotation, Spans, angle_steps, cpu
 from locret_kit import BoundedCache
 from locret_kit.backbones.decoder_attention import Softmax
-from locret_kit.cache import texts
+from locret_kit.cache import step
 from locret_kit.cache.pages import PageShape, RowPool
 from locret_kit.cache.step import read_tokens
 from locret_kit.cache.storage.codec import Plain
@@ -103,8 +103,8 @@ def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, po
 
 def answers(pages, budgets, monkeypatch, policy="h2o", **given):
     """Tokens of texts that run together, and how many calls attended to the tokens of how many."""
-    model, calls, real = backbone(), [], texts.decode_rows
-    monkeypatch.setattr(texts, "decode_rows", lambda q, *given: calls.append(len(q)) or real(q, *given))
+    model, calls, real = backbone(), [], step.decode_rows
+    monkeypatch.setattr(step, "decode_rows", lambda q, *given: calls.append(len(q)) or real(q, *given))
     engine = Engine(model, frozenset(), pages=pages)
     prompts = [distinct_tokens(40 + 5 * i, i) for i in range(len(budgets))]
     made = [
