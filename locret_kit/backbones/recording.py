@@ -250,16 +250,22 @@ class RecordedRun:
     calls: list[RecordedCall]
     outputs: list[Tensor]
     hidden: Tensor
-    cache: DynamicCache
+    cache: IndexedCache
 
 
 def run_recorded(
-    decoder: nn.Module, config: PreTrainedConfig, ids_1T: Tensor, replayed: list[Tensor] | None = None, **more: Tensor
-) -> RecordedRun:
-    """Run a decoder over token ids ``[1, T]`` and record it. ``replayed``: results to return instead of computing
-    attention."""
+    decoder: nn.Module, config: PreTrainedConfig, ids_1T: Tensor, replayed: list[Tensor] | None = None,
+    cache: IndexedCache | None = None, position_ids: Tensor | None = None,
+) -> RecordedRun:  # fmt: skip
+    """Run a decoder over token ``ids`` ``[1, T]`` and record it.
+
+    Args:
+        replayed: results to return instead of computing attention. cache: of a text that the ids continue. position_ids: where
+            they are not those that follow.
+    """
     NOW.calls, NOW.outputs, NOW.replayed = [], [], replayed
-    NOW.cache = IndexedCache(config=config)
+    NOW.cache = IndexedCache(config=config) if cache is None else cache
+    more = {} if position_ids is None else {"position_ids": position_ids}
     hidden = decoder(input_ids=ids_1T, use_cache=True, **{CACHE: NOW.cache}, **more).last_hidden_state
     return RecordedRun(NOW.calls, NOW.outputs, hidden, NOW.cache)
 

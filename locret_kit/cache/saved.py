@@ -442,14 +442,11 @@ def rotations(ctx: Context) -> list[dict[str, object]] | None:
     if ctx.ropes is None:
         return None
     # Layers that share a rotation share the object: Gemma-3 has two of them.
-    layers: dict[int, list[int]] = {}
-    for layer, rope in enumerate(ctx.ropes):
-        layers.setdefault(id(rope), []).append(layer)
-    shared = {id(rope): rope for rope in ctx.ropes}
-    return [
-        {"layers": layers[key], "scaling": float(rope.scaling), "inv_freq": rope.inv_freq.float().tolist()}
-        for key, rope in shared.items()
-    ]
+    made = []
+    for rope in {id(rope): rope for rope in ctx.ropes}.values():
+        layers = [layer for layer, own in enumerate(ctx.ropes) if own is rope]
+        made.append({"layers": layers, "scaling": float(rope.scaling), "inv_freq": rope.inv_freq.float().tolist()})
+    return made
 
 
 def load_cache(

@@ -104,13 +104,8 @@ def batch_key(ctx: Context) -> Hashable | None:
     return ctx.positions.span, ctx.statistics, ctx.group, ctx.backend.kernels, recent, id(ctx.ropes)
 
 
-@dataclass(frozen=True)
-class DecodingGroup:
-    """Texts that have one new token each and are decoded in one call."""
-
-    turns: list[int]
-    at: Tensor | slice
-    """Places of the tokens in the forward."""
+DecodingGroup = tuple[list[int], Tensor | slice]
+"""Numbers of texts that have one new token each and are decoded in one call, and the places of the tokens in the forward."""
 
 
 class TextBatch:
@@ -167,9 +162,8 @@ class TextBatch:
             score = folded_scores(ctx, layer, x_BTC, self.end)
         if score is None and self._scored_alike:
             score = entry_scores(ctx, rows[0], 0, q, k, v, self.positions(self.end, q.device)[None])
-        for group in self._plan(rows, q.device):
-            at = group.at
-            out_NQD[at] = self._decode(group, rows, q_NQD[at], k_NHD[at], v_NHD[at], of_tokens(score, at))
+        for turns, at in self._plan(rows, q.device):
+            out_NQD[at] = self._decode(turns, rows, q_NQD[at], k_NHD[at], v_NHD[at], of_tokens(score, at))
         for i in self._alone:
             new = slice(*self.spans[i])
             part, waiting = of_tokens(score, new), self.texts[i].waiting
@@ -185,7 +179,7 @@ class TextBatch:
             text.evict_waiting()
 
     def _plan(self, rows: Sequence[BoundedLayer], device: torch.device) -> list[DecodingGroup]:
-        """Groups of texts that are decoded together, the same in all layers. The others are read alone."""
+        """Texts that are decoded together, the same in all layers. The others are read alone."""
         if self._groups is None:
             alike: dict[Hashable, list[int]] = {}
             for i, (ctx, (start, end), own) in enumerate(zip(self.contexts, self.spans, rows, strict=True)):
@@ -195,22 +189,21 @@ class TextBatch:
                     self._alone.append(i)
                 else:
                     alike.setdefault((key, id(own.page.pool)), []).append(i)
-            self._groups = [self._group(turns, device) for turns in alike.values()]
+            self._groups = []
+            for turns in alike.values():
+                starts = [self.spans[i][0] for i in turns]
+                first, end = starts[0], starts[0] + len(starts)
+                # Tokens side by side, as they mostly are, need no index.
+                side_by_side = starts == list(range(first, end))
+                self._groups.append((turns, slice(first, end) if side_by_side else torch.tensor(starts, device=device)))
         return self._groups
 
-    def _group(self, turns: list[int], device: torch.device) -> DecodingGroup:
-        starts = [self.spans[i][0] for i in turns]
-        first, end = starts[0], starts[0] + len(starts)
-        # Tokens side by side, as they mostly are, need no index.
-        at = slice(first, end) if starts == list(range(first, end)) else torch.tensor(starts, device=device)
-        return DecodingGroup(turns, at)
-
     def _decode(
-        self, group: DecodingGroup, all_rows: Sequence[BoundedLayer], q_NQD: Tensor, k_NHD: Tensor,
+        self, turns: list[int], all_rows: Sequence[BoundedLayer], q_NQD: Tensor, k_NHD: Tensor,
         v_NHD: Tensor, score: Score,
     ) -> Tensor:  # fmt: skip
         """Attention output ``[N, Q, D]`` of one new token of each text of a group, which become rows; evicts where it is due."""
-        texts = [(self.contexts[i], all_rows[i]) for i in group.turns]
+        texts = [(self.contexts[i], all_rows[i]) for i in turns]
         rows = [own for _, own in texts]
         ctx, first = texts[0]
         pool = first.page and first.page.pool
@@ -239,7 +232,7 @@ class TextBatch:
         ).newest(first.window)
         out = attend_flat(ctx, first, flat, q_NQ1D, first.seen)
         # Each by its own schedule; what moves lies in its own page.
-        for i, (own_ctx, own), due in zip(group.turns, texts, dues, strict=False):
+        for i, (own_ctx, own), due in zip(turns, texts, dues, strict=False):
             own.count(1)
             evict_after(own_ctx, own, due, self.texts[i].waiting)
         return out[:, :, 0]

@@ -213,11 +213,6 @@ def _line(name: str, option: Option, width: int) -> str:
     return f"  {head}\n" + textwrap.fill(meaning, width, initial_indent=indent, subsequent_indent=indent)
 
 
-def help_of(command: Command[T], argv: list[str]) -> str:
-    """The short or full help, depending on the arguments."""
-    return full_help(command) if "all" in argv else short_help(command)
-
-
 def read(command: Command[T], argv: list[str]) -> T | None:
     """The options that the words of a command line give; None after ``--help``, ``--help all``, ``--version`` or
     ``--print-config``, which it answers on stdout.
@@ -227,7 +222,7 @@ def read(command: Command[T], argv: list[str]) -> T | None:
         ValueError: a value of a wrong type or out of bounds; a file that cannot be read.
     """
     if {"-h", "--help"} & set(argv):
-        print(help_of(command, argv))
+        print(full_help(command) if "all" in argv else short_help(command))
         return None
     if "--version" in argv:
         from .. import __version__

@@ -141,11 +141,6 @@ class Slots:
     backend: str = "reference"
     """Backend of ``locret_kernels``."""
 
-    @property
-    def scaling(self) -> float:
-        """Factor on the products of queries and keys."""
-        return self.softmax.scaling
-
     def attention(self, q_BQWD: Tensor, k_BHSD: Tensor, heads: slice = slice(None)) -> Tensor:
         """Attention ``[B, H, S]`` (float32) that queries give keys, as ``locret_kernels.attend.window_attention``;
         ``heads`` are the query heads whose queries they are."""
