@@ -30,35 +30,12 @@ from ..heads import RetainingHeads
 from ..policies import Policy
 from ..policies.grammar import composed_of
 from ..settings import INT32_MAX, RunSettings
+from . import step, view
 from .context import CacheCounters, Context, Pins, Stage, make_layers
 from .options import CacheOptions, checked_arguments
 from .stages import stages_of
-from .step import (
-    Eviction,
-    StaticStep,
-    attend_again,
-    evict,
-    evict_if_due,
-    evicts_together,
-    in_model_type,
-    make_room,
-    read_block,
-    read_tokens,
-)
 from .storage.codec import BITS, Float8, Scratch, check_storage
 from .storage.rows import BoundedLayer, copy_rows
-from .view import (
-    Kept,
-    check_room,
-    choose_passages,
-    first_pins,
-    folded_scores,
-    in_prompt,
-    in_rows,
-    pins_of,
-    score_by_logits,
-    without,
-)
 
 # ---- conditions under which a copy of a cache may go on with another prompt of the same beginning -------------------
 
@@ -126,7 +103,7 @@ class BoundedCache(StatefulCache, Handler):
     """
 
     check_storage = staticmethod(check_storage)
-    fixed: Callable[[int], StaticStep] | None = None
+    fixed: Callable[[int], step.StaticStep] | None = None
     """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.drivers.graph``)."""
     input_BTC: Tensor | HeadProduct | None = None
     """Normed input of the layer whose attention is to come, or its retaining head's product with it."""
@@ -144,11 +121,11 @@ class BoundedCache(StatefulCache, Handler):
         super().__init__(layers=[])
         self.scratch = Scratch()
         self.unfinished = False
-        self.waiting: list[Eviction] = []
+        self.waiting: list[step.Eviction] = []
         self.options = CacheOptions.of(settings, policy, heads, given)
         self.policy, self.heads = self.options.policy, self.options.heads
         self.settings, self.schedule = self.options.at(prompt_length)
-        self.pins: Pins = first_pins(self.settings)
+        self.pins: Pins = view.first_pins(self.settings)
         self.counters = CacheCounters()
         self._stages = tuple(stages)
         self._context: Context | None = None
@@ -167,7 +144,7 @@ class BoundedCache(StatefulCache, Handler):
         model = unwrapped(model)
         if self._context is None:
             context = Context.of(model, self.policy, self.schedule, self.heads, self.settings, self.counters)
-            check_room(context, self.pins)
+            view.check_room(context, self.pins)
             self._context = replace(context, pins=self.pins, stages=(*stages_of(context.policy), *self._stages))
             self.settings = context.settings
             self.layers.extend(make_layers(self._context, self.scratch))
@@ -213,17 +190,17 @@ class BoundedCache(StatefulCache, Handler):
 
     def pin_all(self, ranges: Iterable[Sequence[int]]) -> None:
         """``pin`` of several ranges at once."""
-        self._set_pins(pins_of((*self.pins, *((start, end) for start, end in ranges))))
+        self._set_pins(view.pins_of((*self.pins, *((start, end) for start, end in ranges))))
 
     def unpin(self, start: int, end: int) -> None:
         """Let the policy decide again about the tokens at positions ``[start, end)``, pinned or not."""
-        self._set_pins(without(self.pins, start, end))
+        self._set_pins(view.without(self.pins, start, end))
 
     def _set_pins(self, pins: Pins) -> None:
         if self._context is not None:
-            at = in_rows(pins, self.reread_positions, self.schedule.prompt_length or 0)
+            at = view.in_rows(pins, self.reread_positions, self.schedule.prompt_length or 0)
             # Before a second reading all pins count, whatever rows there are: its passages must hold them.
-            check_room(self._context, at, () if self.needs_reread else self.bounded)
+            view.check_room(self._context, at, () if self.needs_reread else self.bounded)
             self._context = replace(self._context, pins=at)
         self.pins = pins
 
@@ -240,7 +217,7 @@ class BoundedCache(StatefulCache, Handler):
         """Call it after a piece of the prompt: where more is to be read than was left, ``get_seq_length`` then says so."""
         total, reread = self.get_seq_length(), self.policy.reread
         if reread is not None and total == self.schedule.prompt_length and self.needs_reread:
-            self.reread_positions = choose_passages(self.context, reread, self.bounded, total)
+            self.reread_positions = view.choose_passages(self.context, reread, self.bounded, total)
             self._set_pins(self.pins)
             self.last_hidden = None
 
@@ -385,14 +362,14 @@ class BoundedCache(StatefulCache, Handler):
         if self._context is not None:
             self._context.recalls.clear()
         self.last_hidden, self.reread_positions, self.unfinished, self.waiting = None, [], False, []
-        self._set_pins(first_pins(self.settings))
+        self._set_pins(view.first_pins(self.settings))
 
     def _resize(self, prompt_length: int | None) -> None:
         """Settings, context and layers for a prompt of another length; buffers whose size stays are the same."""
         # Into another object first: what cannot be met leaves this one as it was.
         settings, schedule = self.options.at(prompt_length)
         new = object.__new__(type(self))
-        vars(new).update(vars(self) | {"settings": settings, "schedule": schedule, "pins": first_pins(settings)})
+        vars(new).update(vars(self) | {"settings": settings, "schedule": schedule, "pins": view.first_pins(settings)})
         if self._context is not None:
             vars(new).update(_context=None, layers=[], unfinished=False)
             new.bind(self._context.model)
@@ -410,7 +387,7 @@ class BoundedCache(StatefulCache, Handler):
             f"rows={'-'.join(str(n) for n in (rows[:1] + rows[1:][-1:])) or 'none yet'}, {self.nbytes / 2**20:.1f} MiB)"
         )
 
-    def kept_positions(self, layer: int) -> Kept:
+    def kept_positions(self, layer: int) -> view.Kept:
         """Positions (int32, ascending) of the tokens that layer holds now: ``[1, H, rows]``, or where heads differ a list
         of lists; ``kept_positions(layer)[0][h]`` is a head's either way. ``[1, H, 0]`` before the first token.
 
@@ -420,7 +397,7 @@ class BoundedCache(StatefulCache, Handler):
         heads, rows = self.context.spec.layers[layer].n_kv_heads, self.bounded[layer]
         none = torch.empty(1, heads, 0, dtype=torch.int32, device=self.context.model.device)
         kept = rows.kept() if rows.is_initialized else none
-        return in_prompt(self.reread_positions, self.schedule.prompt_length or 0, kept)
+        return view.in_prompt(self.reread_positions, self.schedule.prompt_length or 0, kept)
 
     # ---- a forward --------------------------------------------------------------------------------------------------
 
@@ -449,7 +426,7 @@ class BoundedCache(StatefulCache, Handler):
         """Attention output ``[B, Q, T, D]`` of the newest tokens over a layer's rows, their own included."""
         rows = self.bounded[layer]
         rows.softmax = softmax
-        return attend_again(self.context, rows, q_BQTD)
+        return step.attend_again(self.context, rows, q_BQTD)
 
     @torch.no_grad()
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
@@ -461,15 +438,15 @@ class BoundedCache(StatefulCache, Handler):
         if len(q_BQTD) != 1:
             raise ValueError(f"batch={len(q_BQTD)} must be 1: a BoundedCache takes one text, a BatchCache several")
         ctx = self.context
-        score, self.input_BTC = folded_scores(ctx, layer, self.input_BTC, q_BQTD.shape[2]), None
+        score, self.input_BTC = view.folded_scores(ctx, layer, self.input_BTC, q_BQTD.shape[2]), None
         if self.fixed is not None:  # evictions and counts are then the graph decoder's
             self.bounded[layer].softmax = softmax
-            return read_block(ctx, self.bounded[layer], q_BQTD, k_BHTD, v_BHTD, self.fixed(layer), score)
-        q_BQTD, k_BHTD, v_BHTD = in_model_type(ctx, q_BQTD, k_BHTD, v_BHTD)
+            return step.read_block(ctx, self.bounded[layer], q_BQTD, k_BHTD, v_BHTD, self.fixed(layer), score)
+        q_BQTD, k_BHTD, v_BHTD = step.in_model_type(ctx, q_BQTD, k_BHTD, v_BHTD)
         rows = self.open(layer, softmax, k_BHTD, v_BHTD)
         if layer == 0:
             self.make_room(q_BQTD.shape[2])
-        out = read_tokens(ctx, rows, q_BQTD, k_BHTD, v_BHTD, score, self.waiting)
+        out = step.read_tokens(ctx, rows, q_BQTD, k_BHTD, v_BHTD, score, self.waiting)
         self.close(layer)
         return out
 
@@ -495,7 +472,7 @@ class BoundedCache(StatefulCache, Handler):
         queries wait for the attention of their layer."""
         ctx = self.context
         ready = [rows for rows in self.bounded if rows.is_initialized and not rows.recent]
-        make_room(ctx, [rows for rows in ready if evicts_together(ctx, rows)], tokens)
+        step.make_room(ctx, [rows for rows in ready if step.evicts_together(ctx, rows)], tokens)
 
     def close(self, layer: int) -> None:
         """Take note that a forward's new tokens are in a layer."""
@@ -516,10 +493,10 @@ class BoundedCache(StatefulCache, Handler):
         due."""
         ctx, began = self.context, time.perf_counter()
         if self.policy.needs_logits:
-            self.last_hidden = score_by_logits(ctx, self.bounded, hidden_BTE, ids_BT, self.last_hidden)
+            self.last_hidden = view.score_by_logits(ctx, self.bounded, hidden_BTE, ids_BT, self.last_hidden)
         ctx.counters.score_s += time.perf_counter() - began
         # Only now: in a forward, later layers read rows that earlier ones have written.
-        evict_if_due(ctx, self.bounded)
+        step.evict_if_due(ctx, self.bounded)
         self.unfinished = False
 
     # ---- all layers together, as transformers and reports ask -------------------------------------------------------
@@ -556,7 +533,7 @@ class BoundedCache(StatefulCache, Handler):
     def evict_waiting(self) -> None:
         """Run the evictions that wait for the end of a forward, in all layers."""
         if self.waiting:
-            evict(self.context, self.waiting)
+            step.evict(self.context, self.waiting)
             self.waiting, self.unfinished = [], False
 
     @property
