@@ -13,8 +13,10 @@ from calendar import timegm
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from annotated_types import Interval
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,7 +30,7 @@ from ..naming import first_line, prefixed_errors
 from ..policies import Policy
 from ..policies.grammar import parse_policy, parts_of
 from ..policies.registry import parts_named
-from ..settings import INT32_MAX, Count, Resolved, check, made, shown
+from ..settings import Count, Resolved, check, checked, made, shown
 from . import file
 from .bounded import BoundedCache
 from .context import CacheCounters, Context
@@ -38,6 +40,7 @@ from .storage.rows import STATE, BoundedLayer, export_rows, exported_shapes, res
 CREATED = "%Y-%m-%dT%H:%M:%SZ"
 MOST_PINS = 1024
 """Ranges of pinned positions in a file: each costs a pass over the rows."""
+Scaling = Annotated[float, Interval(gt=0, lt=2**31)]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -189,13 +192,9 @@ def _reread(schedule: Schedule, stored: Tensor | None) -> list[int]:
 def _check_counts(rows: BoundedLayer, counts: Mapping[str, float], keeps_everything: bool) -> None:
     """Raise ValueError for counts that no such layer has."""
     for name in (*rows.counts(), *counts):
-        value = counts.get(name)
         if name not in rows.counts():
             raise ValueError(f"{shown(name)}: no such count")
-        if name == "scaling" and not (isinstance(value, int | float) and 0 < value < 2**31):
-            raise ValueError(f"{name}={shown(value)} must be a number above 0")
-        if name != "scaling" and not (type(value) is int and 0 <= value <= INT32_MAX):
-            raise ValueError(f"{name}={shown(value)} must be an integer, at least 0 and at most {INT32_MAX}")
+        checked(name, Scaling if name == "scaling" else Count, counts.get(name))
     seen = int(counts["seen"])
     most = {"rows": seen if keeps_everything else min(seen, rows.capacity), "since_eviction": seen, "evictions": seen}
     for name, limit in most.items():

@@ -21,7 +21,7 @@ from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, get_args, get_origin
 
-from ..naming import nearest
+from ..naming import nearest, split_outside
 from ..settings import annotations_of, checked, choices, metadata_of, parts
 
 if TYPE_CHECKING:
@@ -353,14 +353,8 @@ def scalar(text: str) -> object:
 
 def split_list(text: str) -> list[str]:
     """The items of ``[a,b]`` or ``a,b``; commas within parentheses belong to an item: ``kvcrush(base=h2o,anchor=mean)``."""
-    items, depth = [""], 0
-    for character in text[1:-1] if text.startswith("[") and text.endswith("]") else text:
-        depth += (character in "([") - (character in ")]")
-        if character == "," and not depth:
-            items.append("")
-        else:
-            items[-1] += character
-    return [item for part in items if (item := part.strip().strip("\"'"))]
+    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return [item for part in split_outside(inside, ",") if (item := part.strip("\"'"))]
 
 
 def read_yaml(path: Path, said: str) -> Values:

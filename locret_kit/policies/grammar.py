@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import TypeVar, cast
 
 from ..cis import Loss
-from ..naming import nearest
+from ..naming import nearest, split_outside
 from ..settings import allowed, checked
 from . import Policy, registry
 
@@ -99,22 +99,6 @@ def _both(text: str, several: list[object]) -> registry.PyramidAdaptive:
         case [registry.Pyramid(beta=beta), registry.Adaptive(alpha=alpha)]:
             return registry.PyramidAdaptive(alpha=alpha, beta=beta)
     raise ValueError(f"allocation={text!r}: only pyramid+adaptive can be combined")
-
-
-def split_outside(text: str, mark: str) -> list[str]:
-    """The pieces between marks that stand outside of parentheses; empty ones are left out.
-
-    >>> split_outside("sinks(n=4)+window(0.5)", "+")
-    ['sinks(n=4)', 'window(0.5)']
-    """
-    pieces, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if depth == 0 and (letter == mark or (mark == " " and letter.isspace())):
-            pieces.append("")
-        else:
-            pieces[-1] += letter
-    return [piece for piece in pieces if piece.strip()]
 
 
 def _call(text: str, kind: str, known: Mapping[str, E]) -> tuple[E, dict[str, object]]:

@@ -451,8 +451,8 @@ def restore_rows(
         rows.stats[number][every] = tensors["stats"][number].to(rows.device)
     # Copies of its own, good outside of inference mode too: a score changes its state in place.
     with torch.inference_mode(False):
-        own = {name: x.to(rows.device, copy=True) for name, x in tensors.items() if name.startswith(STATE)}
-        rows.state = {name.removeprefix(STATE): x for name, x in own.items()}
+        own = {name.removeprefix(STATE): x for name, x in tensors.items() if name.startswith(STATE)}
+        rows.state = {name: x.to(rows.device, copy=True) for name, x in own.items()}
         if "queries" in tensors and rows.page is None:
             rows.queries = tensors["queries"].to(rows.device, copy=True)
     if "queries" in tensors and rows.page is not None:  # they stay in the page
