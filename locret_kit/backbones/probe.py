@@ -291,8 +291,8 @@ def assumed(config: PreTrainedConfig, rotary: nn.Module | None) -> DecoderAttent
 
 
 def _description(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAttention:
-    if any(kind.holds_state for kind in layer_kinds(config)):
-        _check_states()
+    if not ASKED_FOR_STATES and any(kind.holds_state for kind in layer_kinds(config)):
+        raise UnsupportedArchitecture("layers that hold a state need transformers 5.21")
     device = next(decoder.parameters()).device
     words = max(3, min(getattr(config, "vocab_size", None) or 1000, 1000))
     ids_1T = torch.randint(2, words, (1, TOKENS), generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(
@@ -309,16 +309,9 @@ def _description(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAtte
     if len(seen) < config.num_hidden_layers and not reads_pieces(decoder, config, ids_1T, first, apart=True):
         raise UnsupportedArchitecture("its modules keep the state of a text, which no cache holds")
     if spec.states:
-        _check_states()
         found = replace(found, spec=replace(spec, state_sizes=sizes))
         return replace(found, in_pieces=reads_pieces(decoder, config, ids_1T, first))
     return with_shortcuts(decoder, config, ids_1T, first, found)
-
-
-def _check_states() -> None:
-    """Raise UnsupportedArchitecture where transformers is too old for layers that hold a state."""
-    if not ASKED_FOR_STATES:
-        raise UnsupportedArchitecture("layers that hold a state need transformers 5.21")
 
 
 def _takes_positions(decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun) -> bool:
