@@ -10,8 +10,7 @@ from locret_kit import BoundedCache
 from locret_kit.backbones.decoder_attention import Softmax
 from locret_kit.cache import bounded
 from locret_kit.cache import step as step_module
-from locret_kit.cache.lent import LentPages
-from locret_kit.cache.ranks import Ranks
+from locret_kit.cache.lent import LentPages, Ranks
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
 
