@@ -104,13 +104,9 @@ class CacheCounters:
 class Stage:
     """Work of a policy besides evicting. The base does none; a part of a policy that needs more derives from it."""
 
-    def attends(self, ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
-        """Whether the attention of a layer's newest ``tokens`` rows is this stage's own: ``attend`` computes it."""
-        return False
-
-    def attend(self, ctx: Context, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor:
-        """Attention ``[B, Q, T, D]`` of the newest rows' tokens."""
-        raise NotImplementedError
+    def attend(self, ctx: Context, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor | None:
+        """Attention ``[B, Q, T, D]`` of the newest rows' tokens, where it is this stage's own; None otherwise."""
+        return None
 
     def narrows(self, rows: BoundedLayer, tokens: int) -> bool:
         """Whether a chunk of ``tokens`` may see chosen ``blocks`` of the rows alone."""

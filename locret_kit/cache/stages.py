@@ -117,15 +117,12 @@ class RecallStage(Stage):
 
     recall: Recall
 
-    def attends(self, ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
-        if rows.store is None:
-            return False
-        if not rows.store.blocks:
-            return self.recall.far > 0  # which places the rows too
-        return self.recall.reading or in_tail(ctx, rows, tokens)
-
-    def attend(self, ctx: Context, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor:
+    def attend(self, ctx: Context, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor | None:
         out, T = [], q_BQTD.shape[2]
+        brings_back = rows.store is not None and rows.store.blocks and (self.recall.reading or in_tail(ctx, rows, T))
+        places = rows.store is not None and not rows.store.blocks and self.recall.far  # the rows too
+        if not (brings_back or places):
+            return None
         # Tokens that are few, such as a question's, look up one by one; those of a chunk together.
         pieces = [slice(t, t + 1) for t in range(T)] if self.recall.apart >= T else [slice(0, T)]
         for piece in pieces:

@@ -261,8 +261,8 @@ def read_block(
         return attend_newest(ctx, rows, q, fixed)
     rows.append(k, v, score)
     for stage in ctx.stages:
-        if stage.attends(ctx, rows, T):
-            return stage.attend(ctx, rows, q)
+        if (out := stage.attend(ctx, rows, q)) is not None:
+            return out
     return attend_newest(ctx, rows, q)
 
 
