@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from .cache.bounded import BoundedCache as BoundedCache
 from .cache.bounded import CannotFork as CannotFork
-from .cache.foreign import SeenLayer as SeenLayer
 from .cache.lent import LentPages as LentPages
-from .cache.ranks import Ranks as Ranks
+from .cache.lent import Ranks as Ranks
+from .cache.lent import SeenLayer as SeenLayer
 from .cache.saved import CacheFile as CacheFile
 from .heads import RetainingHeads as RetainingHeads
 from .runtime.engine import Engine as Engine

@@ -20,6 +20,22 @@ def check_name(what: str, word: str, known: Iterable[str]) -> None:
         raise ValueError(f"{what}={word!r} is unknown.{nearest(word, known)} Known: {', '.join(known)}")
 
 
+def split_outside(text: str, mark: str) -> list[str]:
+    """The pieces between marks that stand outside of parentheses and brackets, stripped; empty ones are left out.
+
+    >>> split_outside("sinks(n=4) + window(0.5)", "+")
+    ['sinks(n=4)', 'window(0.5)']
+    """
+    pieces, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([") - (letter in ")]")
+        if depth == 0 and (letter == mark or (mark == " " and letter.isspace())):
+            pieces.append("")
+        else:
+            pieces[-1] += letter
+    return [piece for part in pieces if (piece := part.strip())]
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type's name where it has none; of the system's errors file and reason."""
     if isinstance(error, OSError) and error.strerror:

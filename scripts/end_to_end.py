@@ -28,7 +28,7 @@ from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.load import freeze
 from locret_kit.backbones.weights import dense
-from locret_kit.cache.attend import operator
+from locret_kit.cache.attend import chunk_attention
 from locret_kit.naming import first_line
 from locret_kit.planning.inference_plan import ITEM_BYTES, BackboneSizes, Setting, head_parameters, plan_inference
 from locret_kit.runtime.drivers.dense import LayerStages, stages_of, timings
@@ -177,7 +177,9 @@ def attention(run: Run) -> str:
     spec, dtype = BackboneSizes.of(run.config).spec, getattr(torch, run.setting.dtype)
     backend = choose(None, run.device, spec.head_dim, dtype)
     token = "sdpa" if backend == "reference" else "ragged_decode"
-    return f"{operator(run.device, dtype, spec.head_dim, backend, (spec.n_heads, spec.n_kv_heads))}; one token: {token}"
+    sizes = run.device, dtype, spec.head_dim, (spec.n_heads, spec.n_kv_heads)
+    chosen = None if backend == "reference" else chunk_attention(*sizes)
+    return f"{'sdpa' if chosen is None else chosen[0]}; one token: {token}"
 
 
 def wait(device: torch.device) -> None:

@@ -38,29 +38,27 @@ class Rotation:
     norms: tuple[str, str] | None = None
     """Paths of the weights of norms that come after the rotation, of queries and of keys; None without them."""
 
-    def measured(self, decoder: nn.Module) -> Rope:
-        """The rotation of a text of a few tokens."""
+    def rope(self, decoder: nn.Module, config: PreTrainedConfig, span: int) -> Rope:
+        """The rotation of a text whose positions are below ``span``."""
         if not self.module:
-            return Rope(torch.zeros(1, dtype=torch.float32, device=next(decoder.parameters()).device))
+            return Rope(torch.zeros(1, dtype=torch.float32, device=getattr(decoder, "device", None)))
         module = decoder.get_submodule(self.module)
-        inv_freq: Tensor = getattr(module, self.buffer).float()
-        return self.rope(decoder, inv_freq, scaling_of(module, self.buffer))
-
-    def rope(self, decoder: nn.Module, inv_freq: Tensor, scaling: float) -> Rope:
-        """The rotation with inverse frequencies [R / 2] (radians per position) and a factor on cos and sin."""
+        inv_freq, scaling = getattr(module, self.buffer), scaling_of(module, self.buffer)
+        kind = self.buffer.removesuffix("inv_freq").removesuffix("_")
+        rope_type = getattr(module, "rope_type", "default")
+        rope_type = rope_type.get(kind) if isinstance(rope_type, dict) else rope_type
+        if rope_type in ("longrope", "dynamic"):
+            of_type = {"layer_type": kind} if kind else {}
+            own = getattr(module, "config", config)
+            inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](own, inv_freq.device, seq_len=span, **of_type)
         inv_freq = -inv_freq if self.reversed else inv_freq
         if self.norms is None:
             return Rope(inv_freq, scaling)
         # A norm takes the factor out again.
-        of_queries, of_keys = (
-            Rope(inv_freq, weight_R=self._rotated(decoder.get_parameter(path), 2 * len(inv_freq)))
-            for path in self.norms
-        )
+        weights_D = [decoder.get_parameter(path).detach() for path in self.norms]
+        ordered_D = weights_D if self.order is None else [weight_D[list(self.order)] for weight_D in weights_D]
+        of_queries, of_keys = (Rope(inv_freq, weight_R=weight_D[: 2 * len(inv_freq)]) for weight_D in ordered_D)
         return replace(of_keys, queries=of_queries)
-
-    def _rotated(self, weight_D: Tensor, R: int) -> Tensor:
-        """The numbers of a head's rotated channels, in their order."""
-        return (weight_D if self.order is None else weight_D[list(self.order)])[:R].detach()
 
     @property
     def shared(self) -> Rotation:
@@ -134,24 +132,19 @@ class DecoderAttention:
     @property
     def unlike_llama(self) -> str | None:
         """The first difference of the attention from Llama's with windows; None without one."""
-        spec = self.spec
-        if spec.states:
-            return f"{len(spec.states)} layers hold a state"
-        if spec.shared:
-            return "layers share keys and values"
-        if not all(call.plain for call in self.calls):
-            return "attention has sinks or a cap on its logits"
-        if not spec.is_uniform:
-            return "sizes differ from layer to layer, or between keys and values"
-        if any(layer.chunked for layer in spec.layers):
-            return "attention is chunked"
-        if isinstance(self.rotations, str):
-            return self.rotations
-        if self.has_weighted_rotations:
-            return "norms of queries and keys come after the rotation"
-        if any(rotation.order is not None or rotation.reversed or not rotation.module for rotation in self.rotations):
-            return "a rotation other than of halves"
-        return None
+        spec, unknown = self.spec, isinstance(self.rotations, str)
+        known = () if isinstance(self.rotations, str) else self.rotations
+        differences = {
+            f"{len(spec.states)} layers hold a state": bool(spec.states),
+            "layers share keys and values": spec.shared,
+            "attention has sinks or a cap on its logits": not all(call.plain for call in self.calls),
+            "sizes differ from layer to layer, or between keys and values": not spec.is_uniform,
+            "attention is chunked": any(layer.chunked for layer in spec.layers),
+            str(self.rotations): unknown,
+            "norms of queries and keys come after the rotation": self.has_weighted_rotations,
+            "a rotation other than of halves": any(r.order is not None or r.reversed or not r.module for r in known),
+        }
+        return next((words for words, found in differences.items() if found), None)
 
     @property
     def has_weighted_rotations(self) -> bool:
@@ -179,12 +172,8 @@ class DecoderAttention:
         decoder, made = decoder_of(model), dict[Rotation, Rope]()
         for rotation in self.require_rotations():
             if rotation.shared not in made:
-                made[rotation.shared] = _rope(decoder, text_config(model), rotation.shared, span)
+                made[rotation.shared] = rotation.shared.rope(decoder, text_config(model), span)
         return [made[rotation.shared] for rotation in self.require_rotations()]
-
-    def rotates_by_length(self, model: PreTrainedModel, span: int) -> bool:
-        """Whether positions below ``span`` are rotated otherwise in a short text than in a long one."""
-        return not same_rotation(self.ropes(model, 1), self.ropes(model, span))
 
 
 class Described:
@@ -211,21 +200,6 @@ def rotaries_of(decoder: nn.Module) -> dict[str, nn.Module]:
 def frequencies_of(module: nn.Module) -> list[str]:
     """Names of a rotary module's buffers of inverse frequencies."""
     return [name for name in module._buffers if name.endswith("inv_freq") and "original" not in name]
-
-
-def _rope(decoder: nn.Module, config: PreTrainedConfig, rotation: Rotation, span: int) -> Rope:
-    if not rotation.module:
-        return Rope(torch.zeros(1, dtype=torch.float32, device=getattr(decoder, "device", None)))
-    module = decoder.get_submodule(rotation.module)
-    inv_freq, scaling = getattr(module, rotation.buffer), scaling_of(module, rotation.buffer)
-    kind = rotation.buffer.removesuffix("inv_freq").removesuffix("_")
-    rope_type = getattr(module, "rope_type", "default")
-    rope_type = rope_type.get(kind) if isinstance(rope_type, dict) else rope_type
-    if rope_type in ("longrope", "dynamic"):
-        of_type = {"layer_type": kind} if kind else {}
-        own = getattr(module, "config", config)
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](own, inv_freq.device, seq_len=span, **of_type)
-    return rotation.rope(decoder, inv_freq, scaling)
 
 
 def scaling_of(module: nn.Module, buffer: str) -> float:

@@ -29,12 +29,11 @@ from .decoder_attention import (
     rotate,
     unrotate,
 )
-from .libraries import ASKED_FOR_STATES, CACHE, Undo, holds_states, layer_kinds, unwrapped
+from .libraries import ASKED_FOR_STATES, Undo, holds_states, layer_kinds, unwrapped
 from .patches import REFERENCE, fuse_layers, skip_rotations
 from .products import NotDense, projections
 from .recording import (
     FARTHEST,
-    NOW,
     IndexedCache,
     RecordedCall,
     RecordedRun,
@@ -77,7 +76,7 @@ def with_shortcuts(
         try:
             change(undo, decoder, *args, **named)
             return run_recorded(
-                decoder, config, ids_1T, first.outputs, **({"position_ids": at_T[None]} if first_place else {})
+                decoder, config, ids_1T, first.outputs, position_ids=at_T[None] if first_place else None
             )
         except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
             return None
@@ -88,9 +87,9 @@ def with_shortcuts(
     if not any(rotation.module for rotation in rotations):
         return found
     unturned = run(unrotate, in_halves=True)
-    answers = _is_unturned(unturned, first, decoder, found)
+    answers = _is_unturned(unturned, first, decoder, config, found)
     standard = all(rotation.order is None for rotation in rotations)
-    skips = standard and answers and _is_unturned(run(skip_rotations, reference), first, decoder, found)
+    skips = standard and answers and _is_unturned(run(skip_rotations, reference), first, decoder, config, found)
     inputs: list[Tensor] = []
 
     def fuse(undo: Undo, decoder: DecoderStack) -> None:
@@ -127,14 +126,20 @@ def _is_alike(run: RecordedRun | None, first: RecordedRun | None) -> bool:
     return close(run.hidden, first.hidden, 2) and all(close(a.q, b.q) and close(a.k, b.k) for a, b in pairs)
 
 
-def _is_unturned(run: RecordedRun | None, first: RecordedRun, decoder: DecoderStack, found: DecoderAttention) -> bool:
+def _is_unturned(
+    run: RecordedRun | None,
+    first: RecordedRun,
+    decoder: DecoderStack,
+    config: PreTrainedConfig,
+    found: DecoderAttention,
+) -> bool:
     """Whether queries and keys are those before the rotation."""
     if run is None:
         return False
     for call, a, b in zip(found.calls, run.calls, first.calls, strict=True):
         rotation = found.require_rotations()[call.layer]
         order = list(range(a.q.shape[-1])) if rotation.order is None else list(rotation.order)
-        rope = rotation.measured(decoder)
+        rope = rotation.rope(decoder, config, TOKENS)
         for x, y, turn in ((a.q, b.q, rope.of_queries), (a.k, b.k, rope)):
             if x.shape != y.shape:
                 return False
@@ -144,26 +149,16 @@ def _is_unturned(run: RecordedRun | None, first: RecordedRun, decoder: DecoderSt
     return close(run.hidden, first.hidden, 2)
 
 
-def reads_pieces(decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun) -> bool:
-    """Whether layers with states can read ids [1, T] in two pieces. The hidden states must equal those of ``whole``."""
-    cache = IndexedCache(config=config)
-    hidden = [_read(decoder, piece, cache) for piece in (ids_1T[:, :5], ids_1T[:, 5:])]
-    return close(torch.cat(hidden, 1), whole.hidden, 2)
-
-
-def keeps_texts_apart(decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun) -> bool:
-    """Whether a text of ids [1, T] continues correctly after a piece of another text."""
-    cache, other = IndexedCache(config=config), IndexedCache(config=config)
-    begun = _read(decoder, ids_1T[:, :5], cache)
-    _read(decoder, ids_1T[:, 5:].flip(1), other)
-    return close(torch.cat((begun, _read(decoder, ids_1T[:, 5:], cache)), 1), whole.hidden, 2)
-
-
-def _read(decoder: DecoderStack, ids_1T: Tensor, cache: IndexedCache) -> Tensor:
-    """Final hidden states [1, T, C] of more tokens [1, T] of a text."""
-    NOW.calls, NOW.outputs, NOW.replayed, NOW.cache = [], [], None, cache
-    hidden: Tensor = decoder(input_ids=ids_1T, use_cache=True, **{CACHE: cache}).last_hidden_state
-    return hidden
+def reads_pieces(
+    decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, whole: RecordedRun, *, apart: bool = False
+) -> bool:
+    """Whether ids [1, T] can be read in two pieces; with ``apart``, with a piece of another text between them. The hidden states
+    must equal those of ``whole``."""
+    begun = run_recorded(decoder, config, ids_1T[:, :5])
+    if apart:
+        run_recorded(decoder, config, ids_1T[:, 5:].flip(1))
+    ended = run_recorded(decoder, config, ids_1T[:, 5:], cache=begun.cache)
+    return close(torch.cat((begun.hidden, ended.hidden), 1), whole.hidden, 2)
 
 
 # ---- what a decoder's attention is, measured on the decoder itself ----
@@ -296,8 +291,8 @@ def assumed(config: PreTrainedConfig, rotary: nn.Module | None) -> DecoderAttent
 
 
 def _description(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAttention:
-    if any(kind.holds_state for kind in layer_kinds(config)):
-        _check_states()
+    if not ASKED_FOR_STATES and any(kind.holds_state for kind in layer_kinds(config)):
+        raise UnsupportedArchitecture("layers that hold a state need transformers 5.21")
     device = next(decoder.parameters()).device
     words = max(3, min(getattr(config, "vocab_size", None) or 1000, 1000))
     ids_1T = torch.randint(2, words, (1, TOKENS), generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(
@@ -311,19 +306,12 @@ def _description(decoder: DecoderStack, config: PreTrainedConfig) -> DecoderAtte
     sizes = _state_sizes(first)
     # Layers of which neither attention nor a state was seen: an MLP alone, or modules that keep a state themselves.
     seen = {*(str(layer.index) for layer in spec.layers), *(size.name.split(".")[1] for size in sizes)}
-    if len(seen) < config.num_hidden_layers and not keeps_texts_apart(decoder, config, ids_1T, first):
+    if len(seen) < config.num_hidden_layers and not reads_pieces(decoder, config, ids_1T, first, apart=True):
         raise UnsupportedArchitecture("its modules keep the state of a text, which no cache holds")
     if spec.states:
-        _check_states()
         found = replace(found, spec=replace(spec, state_sizes=sizes))
         return replace(found, in_pieces=reads_pieces(decoder, config, ids_1T, first))
     return with_shortcuts(decoder, config, ids_1T, first, found)
-
-
-def _check_states() -> None:
-    """Raise UnsupportedArchitecture where transformers is too old for layers that hold a state."""
-    if not ASKED_FOR_STATES:
-        raise UnsupportedArchitecture("layers that hold a state need transformers 5.21")
 
 
 def _takes_positions(decoder: DecoderStack, config: PreTrainedConfig, ids_1T: Tensor, first: RecordedRun) -> bool:

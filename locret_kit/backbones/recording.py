@@ -98,18 +98,8 @@ def is_softmax(own: Method, q_BHTD: Tensor, rows: int) -> bool:
 NAME = "locret_probe"
 LONG = 4096
 """Keys, at most, over which a method that is attention is tried."""
-IGNORED = frozenset(
-    {
-        "position_ids",
-        "cache_position",
-        "position_embeddings",
-        "past_key_values",
-        "cache",
-        "attention_mask",
-        "logits_to_keep",
-    }
-)
-"""Arguments of attention that say nothing new, tensors or not."""
+IGNORED = ("position_ids", "cache_position", "position_embeddings", "logits_to_keep")
+"""Tensors among the arguments of attention that say nothing new."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +186,7 @@ def record(
     NOW.calls.append(RecordedCall(module, index, q, k, v, attention_mask, softmax, unknown))
     if NOW.replayed is not None:
         return NOW.replayed[number], None
-    out, _ = attend_and_count(q, k, v, softmax.scaling, cap=softmax.cap, sinks_Q=softmax.sinks_Q)
+    out, _ = attend_and_count(q, k, v, **softmax._asdict())
     out = out.transpose(1, 2).contiguous().to(q.dtype)
     NOW.outputs.append(out)
     return out, None
@@ -260,16 +250,22 @@ class RecordedRun:
     calls: list[RecordedCall]
     outputs: list[Tensor]
     hidden: Tensor
-    cache: DynamicCache
+    cache: IndexedCache
 
 
 def run_recorded(
-    decoder: nn.Module, config: PreTrainedConfig, ids_1T: Tensor, replayed: list[Tensor] | None = None, **more: Tensor
-) -> RecordedRun:
-    """Run a decoder over token ids ``[1, T]`` and record it. ``replayed``: results to return instead of computing
-    attention."""
+    decoder: nn.Module, config: PreTrainedConfig, ids_1T: Tensor, replayed: list[Tensor] | None = None,
+    cache: IndexedCache | None = None, position_ids: Tensor | None = None,
+) -> RecordedRun:  # fmt: skip
+    """Run a decoder over token ``ids`` ``[1, T]`` and record it.
+
+    Args:
+        replayed: results to return instead of computing attention. cache: of a text that the ids continue. position_ids: where
+            they are not those that follow.
+    """
     NOW.calls, NOW.outputs, NOW.replayed = [], [], replayed
-    NOW.cache = IndexedCache(config=config)
+    NOW.cache = IndexedCache(config=config) if cache is None else cache
+    more = {} if position_ids is None else {"position_ids": position_ids}
     hidden = decoder(input_ids=ids_1T, use_cache=True, **{CACHE: NOW.cache}, **more).last_hidden_state
     return RecordedRun(NOW.calls, NOW.outputs, hidden, NOW.cache)
 

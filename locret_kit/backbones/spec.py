@@ -4,7 +4,6 @@ no attention."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol, TypeGuard, TypeVar, cast
@@ -369,14 +368,6 @@ class States:
     def of(cls, model: PreTrainedModel, spec: BackboneSpec) -> States | None:
         """States of an empty text; None if the backbone has attention alone."""
         return cls(DynamicCache(config=text_config(model))) if spec.states else None
-
-    def copy(self) -> States:
-        """An independent copy."""
-        return States(deepcopy(self.cache))
-
-    def reset(self) -> None:
-        """Forget the text."""
-        self.cache.reset()
 
     def tensors(self) -> dict[str, Tensor]:
         """States of any shape by name ``states.LAYER.KIND.NUMBER``, of the layers that have started."""

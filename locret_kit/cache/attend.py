@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from locret_kernels.attend import attend_and_count
 from locret_kernels.backend import function
-from locret_kernels.column_stats import MARGIN, ColumnStats
+from locret_kernels.column_stats import MARGIN
 from locret_kernels.ragged_decode import Angles, Float8Rows, PackedRows, Rotation, Spans
 
 from ..backbones.decoder_attention import Softmax
@@ -222,18 +222,16 @@ def _attend_window(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: floa
     return out.unflatten(0, (B, T)).transpose(1, 2)
 
 
-def operator(
-    device: torch.device, dtype: torch.dtype, head_size: int, backend: str, heads: tuple[int, int] = (32, 8)
-) -> str:
-    """Name of the operator for a chunk's attention over earlier rows (``chunk_attention``); ``sdpa`` where PyTorch
-    chooses."""
-    chosen = None if backend == "reference" else chunk_attention(device, dtype, head_size, heads)
-    return "sdpa" if chosen is None else chosen[0]
-
-
 @lru_cache(maxsize=2)
-def lower_right_mask(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Additive mask ``[T, S]``: the last new token sees the last row; with a window, only the newest ``window`` rows."""
+def lower_right(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Causal mask ``[T, S]`` in the fastest form for ``device``: the last new token sees the last row; with a window, only the
+    newest ``window`` rows. All layers share one.
+
+    On CUDA it is PyTorch's own bias, which allows flash attention. A tensor mask, which is additive, rules that out. With
+    grouped queries it leaves only the kernel that builds the matrix of logits.
+    """
+    if device.type == "cuda" and window is None:
+        return causal_lower_right(T, S)
     with torch.inference_mode(False):  # it is held for later calls, which may need gradients
         # Query t is row S - T + t: rows above that diagonal are later, rows `window` below it are forgotten.
         every_TS = torch.ones(T, S, dtype=torch.bool, device=device)
@@ -241,23 +239,6 @@ def lower_right_mask(T: int, S: int, window: int | None, dtype: torch.dtype, dev
         if window is not None:
             hidden |= every_TS.tril(S - T - window)
         return torch.zeros(T, S, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-
-
-@lru_cache(maxsize=2)
-def _lower_right_bias(T: int, S: int) -> Tensor:
-    """Cached ``causal_lower_right`` bias. It allocates a ``[2, T, S]`` host tensor, so all layers share one."""
-    return causal_lower_right(T, S)
-
-
-def lower_right(T: int, S: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Causal mask of shape ``[T, S]`` in the fastest form for ``device``.
-
-    On CUDA it is PyTorch's own bias, which allows flash attention. A tensor mask rules that out. With grouped queries
-    it leaves only the kernel that builds the matrix of logits.
-    """
-    if device.type == "cuda" and window is None:
-        return _lower_right_bias(T, S)
-    return lower_right_mask(T, S, window, dtype, device)
 
 
 def attend_rows(
@@ -290,25 +271,6 @@ def attend_rows(
     return F.scaled_dot_product_attention(q_BQTD, k_BHSD, v_BHSD, attn_mask=mask, scale=scaling, enable_gqa=G > 1)
 
 
-def attend_general(
-    q_BQTD: Tensor,
-    k_BHSD: Tensor,
-    v_BHSD: Tensor,
-    softmax: Softmax,
-    *,
-    window: int | None = None,
-    want: frozenset[str] = frozenset(),
-    by_head: bool = False,
-) -> tuple[Tensor, list[ColumnStats]]:
-    """Attention ``[B, Q, T, D]`` in the type of the values, with a softmax of any form, and the statistics of its weights. See
-    ``locret_kernels.attend.attend_and_count``."""
-    out, counted = attend_and_count(
-        q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want=want, by_head=by_head, window=window, cap=softmax.cap,
-        sinks_Q=softmax.sinks_Q,
-    )  # fmt: skip
-    return out.to(v_BHSD.dtype), counted
-
-
 def attend_text(
     q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax, layer: AttentionLayer | None = None
 ) -> Tensor:
@@ -318,7 +280,7 @@ def attend_text(
         pieces = zip(*(x.split(layer.window, 2) for x in (q_BQTD, k_BHTD, v_BHTD)), strict=True)
         return torch.cat([attend_text(q, k, v, softmax) for q, k, v in pieces], 2)
     if not softmax.is_plain:
-        return attend_general(q_BQTD, k_BHTD, v_BHTD, softmax, window=window)[0]
+        return attend_and_count(q_BQTD, k_BHTD, v_BHTD, **softmax._asdict(), window=window)[0].to(v_BHTD.dtype)
     if window is not None or k_BHTD.shape[2] != T:
         return attend_rows(q_BQTD, k_BHTD, v_BHTD, scaling, window)
     # Square and causal without a mask, which every kernel of PyTorch takes.
@@ -354,52 +316,21 @@ class VarlenRows:
         return replace(self, starts_BH=starts_BH, lengths_BH=seen_BH, longest=min(self.longest, window))
 
 
-@dataclass(frozen=True)
-class RowRotation:
-    """Rotation of keys that are stored before RoPE: by their rank, or among the newest ``span`` tokens by their distance
-    where that places them higher (see ``positions``)."""
-
-    cos_SR: Tensor
-    sin_SR: Tensor
-    q_cos_SR: Tensor
-    q_sin_SR: Tensor
-    span: int = 0
-    seen: Tensor | None = None
-    """Tokens of the text, the newest included (integer without axes); with a span above 0."""
-
-    def places(self, flat: VarlenRows) -> tuple[Tensor, Tensor | None]:
-        """Rows of the newest token of each head ``[B, H]``, and the rows where that is above their rank ``[N]``."""
-        # The query stands where its own row does, which is the newest of its head.
-        rank_BH = flat.lengths_BH - 1
-        if not self.span:
-            return rank_BH, None
-        assert self.seen is not None
-        before = (self.seen - self.span).clamp(min=0)
-        return torch.maximum(rank_BH, self.seen - 1 - before), flat.positions_N - before
-
-
 def decode_rows(
     q_BQ1D: Tensor,
     flat: VarlenRows,
     scaling: float,
     backend: str,
     statistics: Sequence[str] = (),
-    turn: RowRotation | Angles | None = None,
+    rotation: Rotation | Angles | None = None,
     group: int = 0,
 ) -> Tensor:
     """Attention output ``[B, Q, 1, D]`` of the newest token, which is the last row of every head already.
 
     Slots gain its ``statistics``, and those of each of the ``group`` query heads per key/value head unless it is 0. With
-    ``turn`` the query comes before RoPE, as the keys are.
+    a ``rotation`` keys come before RoPE, and with ``Angles`` the query too.
     """
-    q_BQD, rotation = q_BQ1D.squeeze(2), turn  # one token: no axis of its own
-    if isinstance(turn, RowRotation):
-        newest_BH, place_N = turn.places(flat)
-        # P = B * H: a group turns alike
-        tables = (table_SR[newest_BH.flatten()][:, None, None] for table_SR in (turn.q_cos_SR, turn.q_sin_SR))
-        group_PG1D = q_BQ1D.reshape(flat.lengths_BH.numel(), -1, 1, q_BQ1D.shape[-1])
-        q_BQD = function("rotate_rows", backend)(group_PG1D, *tables).view(q_BQD.shape)
-        rotation = Rotation(turn.cos_SR, turn.sin_SR, place_N)
+    q_BQD = q_BQ1D.squeeze(2)  # one token: no axis of its own
     decode = function("ragged_decode", backend)
     spans = Spans(flat.starts_BH, flat.lengths_BH, flat.longest)
     if not (statistics and group):

@@ -21,7 +21,7 @@ from locret_kernels.sparse_attend import Blocks
 from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rotate_lean
 from ..backbones.patches import product
 from ..policies.registry import Registry
-from .attend import attend_general, attend_rows, chunk_attention, varlen_operator
+from .attend import attend_rows, chunk_attention, varlen_operator
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +69,17 @@ class Backend:
             want: some of ``column_stats.STATISTICS``. by_head: also of each query head of a group alone.
             rotation: of queries and keys that come before RoPE.
         """
+        if softmax.is_plain and window is None and self.is_one_call(q_BQTD, k_BHSD, v_BHSD, rotation):
+            compiled: Counted = attend_on_cpu.attend_and_count(
+                q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want=want, by_head=by_head, rotation=rotation
+            )
+            return compiled
         q_BQTD, k_BHSD = self.rotated(q_BQTD, k_BHSD, rotation)
         # Sinks and caps have one definition, which no kernel repeats.
         if not softmax.is_plain:
-            return attend_general(q_BQTD, k_BHSD, v_BHSD, softmax, window=window, want=want, by_head=by_head)
+            form = softmax._asdict()
+            out, counted = attend_and_count(q_BQTD, k_BHSD, v_BHSD, **form, want=want, by_head=by_head, window=window)
+            return out.to(v_BHSD.dtype), counted
         if want:
             return self._attend_and_count(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want, by_head)
         return attend_rows(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, window, self.kernels), []
@@ -81,6 +88,10 @@ class Backend:
         """Attention ``[B, Q, T, D]`` of a chunk over chosen blocks of rows."""
         out: Tensor = function("sparse_attend", self.kernels)(q_BQTD, k_BHSD, v_BHSD, scaling, blocks)
         return out
+
+    def is_one_call(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, rotation: ChunkRotation | None) -> bool:
+        """Whether one compiled call rotates the rows of a chunk as it reads them, attends to them and counts."""
+        return False
 
     def attends_ragged(self, device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
         """Whether heads of different lengths are one call (``attend.attend_heads``)."""
@@ -157,28 +168,9 @@ class CpuBackend(Backend):
             return None
         return LayerOperations(rms_norm, swiglu, product)
 
-    def attend(
-        self,
-        q_BQTD: Tensor,
-        k_BHSD: Tensor,
-        v_BHSD: Tensor,
-        softmax: Softmax,
-        *,
-        window: int | None = None,
-        want: frozenset[str] = frozenset(),
-        by_head: bool = False,
-        rotation: ChunkRotation | None = None,
-    ) -> Counted:
-        # The call rotates rows as it reads them, by one table for all heads.
-        plain = softmax.is_plain and window is None and (rotation is None or rotation.cos_SR.dim() == 2)
-        if plain and q_BQTD.shape[2] > 1 and attend_on_cpu.takes(q_BQTD, k_BHSD, v_BHSD):
-            counted: Counted = attend_on_cpu.attend_and_count(
-                q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want=want, by_head=by_head, rotation=rotation
-            )
-            return counted
-        return super().attend(
-            q_BQTD, k_BHSD, v_BHSD, softmax, window=window, want=want, by_head=by_head, rotation=rotation
-        )
+    def is_one_call(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, rotation: ChunkRotation | None) -> bool:
+        one_table = rotation is None or rotation.cos_SR.dim() == 2  # for all heads
+        return one_table and q_BQTD.shape[2] > 1 and attend_on_cpu.takes(q_BQTD, k_BHSD, v_BHSD)
 
 
 @cache

@@ -11,25 +11,21 @@ from collections.abc import Sequence
 from copy import deepcopy
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..backbones.decoder_attention import Arguments, Handler, LayerOperations, Softmax
 from ..heads import RetainingHeads, loaded
+from ..policies import Policy
 from ..policies.capabilities import refuse
 from ..settings import RunSettings
 from .bounded import BoundedCache
 from .context import Stage
 from .storage.rows import CROPPING
 from .texts import Span, TextBatch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..policies import Policy
 
 WHOLE = "a BatchCache takes the whole prompt in one forward, without prefill_chunk_size"
 
@@ -97,9 +93,6 @@ class ForwardOfTexts(Cache, Handler):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return int(query_length), 0
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:

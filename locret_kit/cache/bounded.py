@@ -13,10 +13,10 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import LongTensor, Tensor
+from transformers import PreTrainedModel
 from typing_extensions import Self
 
 from locret_kernels.enter import HeadProduct
@@ -30,40 +30,12 @@ from ..heads import RetainingHeads
 from ..policies import Policy
 from ..policies.grammar import composed_of
 from ..settings import INT32_MAX, RunSettings
+from . import step, view
 from .context import CacheCounters, Context, Pins, Stage, make_layers
 from .options import CacheOptions, checked_arguments
 from .stages import stages_of
-from .step import (
-    Eviction,
-    StaticStep,
-    attend_again,
-    evict,
-    evict_if_due,
-    evicts_together,
-    in_model_type,
-    make_room,
-    read_block,
-    read_tokens,
-)
 from .storage.codec import BITS, Float8, Scratch, check_storage
 from .storage.rows import BoundedLayer, copy_rows
-from .view import (
-    Kept,
-    check_room,
-    choose_passages,
-    first_pins,
-    folded_scores,
-    in_prompt,
-    in_rows,
-    pins_of,
-    prompt_positions,
-    score_by_logits,
-    without,
-)
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 # ---- conditions under which a copy of a cache may go on with another prompt of the same beginning -------------------
 
@@ -93,15 +65,6 @@ def check_past(old: Context, new: Context, seen: int) -> None:
             )
         if mine != theirs:
             raise CannotFork(f"layer {i} has a budget of {mine} here and of {theirs} in a prompt of that length")
-
-
-def check_budget(old: Context, new: Context) -> None:
-    """Raise CannotFork where rows that ``old`` has read would be rotated otherwise with the budget of ``new``."""
-    if not same_rotation(old.ropes or [], new.ropes or []):
-        raise CannotFork(
-            f"budget={new.settings.budget}: so many slots are rotated by other frequencies (LongRoPE) than the "
-            f"{old.settings.budget} with which the text was read: read it with more, or take fewer for the turns (history)"
-        )
 
 
 # ---- face of the bounded cache to transformers ----
@@ -140,7 +103,7 @@ class BoundedCache(StatefulCache, Handler):
     """
 
     check_storage = staticmethod(check_storage)
-    fixed: Callable[[int], StaticStep] | None = None
+    fixed: Callable[[int], step.StaticStep] | None = None
     """The place of a layer's token while it is decoded with fixed shapes (see ``runtime.drivers.graph``)."""
     input_BTC: Tensor | HeadProduct | None = None
     """Normed input of the layer whose attention is to come, or its retaining head's product with it."""
@@ -158,11 +121,11 @@ class BoundedCache(StatefulCache, Handler):
         super().__init__(layers=[])
         self.scratch = Scratch()
         self.unfinished = False
-        self.waiting: list[Eviction] = []
+        self.waiting: list[step.Eviction] = []
         self.options = CacheOptions.of(settings, policy, heads, given)
         self.policy, self.heads = self.options.policy, self.options.heads
         self.settings, self.schedule = self.options.at(prompt_length)
-        self.pins: Pins = first_pins(self.settings)
+        self.pins: Pins = view.first_pins(self.settings)
         self.counters = CacheCounters()
         self._stages = tuple(stages)
         self._context: Context | None = None
@@ -181,7 +144,7 @@ class BoundedCache(StatefulCache, Handler):
         model = unwrapped(model)
         if self._context is None:
             context = Context.of(model, self.policy, self.schedule, self.heads, self.settings, self.counters)
-            check_room(context, self.pins)
+            view.check_room(context, self.pins)
             self._context = replace(context, pins=self.pins, stages=(*stages_of(context.policy), *self._stages))
             self.settings = context.settings
             self.layers.extend(make_layers(self._context, self.scratch))
@@ -206,21 +169,6 @@ class BoundedCache(StatefulCache, Handler):
         return self.context.backend.name
 
     @property
-    def evicts(self) -> bool:
-        """Whether its budget bounds the kept slots."""
-        return not self.policy.keeps_everything
-
-    @property
-    def rereads(self) -> bool:
-        """Whether passages of the prompt may be read again."""
-        return self.policy.reread is not None
-
-    @property
-    def recalls(self) -> bool:
-        """Whether evicted slots may come back."""
-        return self.policy.recall is not None
-
-    @property
     def run(self) -> RunSettings:
         """Settings for another cache like this one: as resolved here, but for the backend, which is chosen anew."""
         return replace(self.settings.run, backend=self.options.settings.backend)
@@ -242,17 +190,17 @@ class BoundedCache(StatefulCache, Handler):
 
     def pin_all(self, ranges: Iterable[Sequence[int]]) -> None:
         """``pin`` of several ranges at once."""
-        self._set_pins(pins_of((*self.pins, *((start, end) for start, end in ranges))))
+        self._set_pins(view.pins_of((*self.pins, *((start, end) for start, end in ranges))))
 
     def unpin(self, start: int, end: int) -> None:
         """Let the policy decide again about the tokens at positions ``[start, end)``, pinned or not."""
-        self._set_pins(without(self.pins, start, end))
+        self._set_pins(view.without(self.pins, start, end))
 
     def _set_pins(self, pins: Pins) -> None:
         if self._context is not None:
-            at = in_rows(pins, self.reread_positions, self.schedule.prompt_length or 0)
+            at = view.in_rows(pins, self.reread_positions, self.schedule.prompt_length or 0)
             # Before a second reading all pins count, whatever rows there are: its passages must hold them.
-            check_room(self._context, at, () if self.needs_reread else self.bounded)
+            view.check_room(self._context, at, () if self.needs_reread else self.bounded)
             self._context = replace(self._context, pins=at)
         self.pins = pins
 
@@ -269,13 +217,15 @@ class BoundedCache(StatefulCache, Handler):
         """Call it after a piece of the prompt: where more is to be read than was left, ``get_seq_length`` then says so."""
         total, reread = self.get_seq_length(), self.policy.reread
         if reread is not None and total == self.schedule.prompt_length and self.needs_reread:
-            self.reread_positions = choose_passages(self.context, reread, self.bounded, total)
+            self.reread_positions = view.choose_passages(self.context, reread, self.bounded, total)
             self._set_pins(self.pins)
             self.last_hidden = None
 
     def prompt_positions(self, start: int, end: int) -> Sequence[int]:
         """Positions in the prompt of the tokens that are fed as its tokens ``start`` to ``end``."""
-        return prompt_positions(self.reread_positions, self.schedule.prompt_length or 0, start, end)
+        reread = self.reread_positions  # read in the place of the prompt's last ones
+        first = (self.schedule.prompt_length or 0) - len(reread)
+        return reread[start - first : end - first] if reread and start >= first else range(start, end)
 
     # ---- copies and other texts ------------------------------------------------------------------------------------
 
@@ -343,7 +293,11 @@ class BoundedCache(StatefulCache, Handler):
             policy = replace(policy, name=composed_of(policy))
         new = type(self)(settings, policy, self.heads, prompt_length=self.schedule.prompt_length, stages=self._stages)
         new.bind(self.context.model)
-        check_budget(self.context, new.context)
+        if not same_rotation(self.context.ropes or [], new.context.ropes or []):
+            raise CannotFork(
+                f"budget={budget}: so many slots are rotated by other frequencies (LongRoPE) than the "
+                f"{self.settings.budget} with which the text was read: read it with more, or take fewer for the turns (history)"
+            )
         new.reread_positions = list(self.reread_positions)
         new._take_over(self)
         new._set_pins(self.pins)
@@ -353,7 +307,7 @@ class BoundedCache(StatefulCache, Handler):
         """Become a copy of another cache's rows."""
         for mine, theirs in zip(self.bounded, other.bounded, strict=True):
             copy_rows(mine, theirs)
-        self.states = None if other.states is None else other.states.copy()
+        self.states = deepcopy(other.states)
         # Their numbers and not the objects, which the context holds too.
         vars(self.counters).update(vars(other.counters))
         vars(self.context.recalls).update(vars(other.context.recalls))
@@ -403,19 +357,19 @@ class BoundedCache(StatefulCache, Handler):
             self._resize(prompt_length)
         super().reset()
         if self.states is not None:
-            self.states.reset()
+            self.states.cache.reset()
         self.counters.clear()
         if self._context is not None:
             self._context.recalls.clear()
         self.last_hidden, self.reread_positions, self.unfinished, self.waiting = None, [], False, []
-        self._set_pins(first_pins(self.settings))
+        self._set_pins(view.first_pins(self.settings))
 
     def _resize(self, prompt_length: int | None) -> None:
         """Settings, context and layers for a prompt of another length; buffers whose size stays are the same."""
         # Into another object first: what cannot be met leaves this one as it was.
         settings, schedule = self.options.at(prompt_length)
         new = object.__new__(type(self))
-        vars(new).update(vars(self) | {"settings": settings, "schedule": schedule, "pins": first_pins(settings)})
+        vars(new).update(vars(self) | {"settings": settings, "schedule": schedule, "pins": view.first_pins(settings)})
         if self._context is not None:
             vars(new).update(_context=None, layers=[], unfinished=False)
             new.bind(self._context.model)
@@ -433,7 +387,7 @@ class BoundedCache(StatefulCache, Handler):
             f"rows={'-'.join(str(n) for n in (rows[:1] + rows[1:][-1:])) or 'none yet'}, {self.nbytes / 2**20:.1f} MiB)"
         )
 
-    def kept_positions(self, layer: int) -> Kept:
+    def kept_positions(self, layer: int) -> view.Kept:
         """Positions (int32, ascending) of the tokens that layer holds now: ``[1, H, rows]``, or where heads differ a list
         of lists; ``kept_positions(layer)[0][h]`` is a head's either way. ``[1, H, 0]`` before the first token.
 
@@ -443,7 +397,7 @@ class BoundedCache(StatefulCache, Handler):
         heads, rows = self.context.spec.layers[layer].n_kv_heads, self.bounded[layer]
         none = torch.empty(1, heads, 0, dtype=torch.int32, device=self.context.model.device)
         kept = rows.kept() if rows.is_initialized else none
-        return in_prompt(self.reread_positions, self.schedule.prompt_length or 0, kept)
+        return view.in_prompt(self.reread_positions, self.schedule.prompt_length or 0, kept)
 
     # ---- a forward --------------------------------------------------------------------------------------------------
 
@@ -472,7 +426,7 @@ class BoundedCache(StatefulCache, Handler):
         """Attention output ``[B, Q, T, D]`` of the newest tokens over a layer's rows, their own included."""
         rows = self.bounded[layer]
         rows.softmax = softmax
-        return attend_again(self.context, layer, rows, q_BQTD)
+        return step.attend_again(self.context, rows, q_BQTD)
 
     @torch.no_grad()
     def attend(self, layer: int, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, softmax: Softmax) -> Tensor:
@@ -484,15 +438,15 @@ class BoundedCache(StatefulCache, Handler):
         if len(q_BQTD) != 1:
             raise ValueError(f"batch={len(q_BQTD)} must be 1: a BoundedCache takes one text, a BatchCache several")
         ctx = self.context
-        score, self.input_BTC = folded_scores(ctx, layer, self.input_BTC, q_BQTD.shape[2]), None
+        score, self.input_BTC = view.folded_scores(ctx, layer, self.input_BTC, q_BQTD.shape[2]), None
         if self.fixed is not None:  # evictions and counts are then the graph decoder's
             self.bounded[layer].softmax = softmax
-            return read_block(ctx, layer, self.bounded[layer], q_BQTD, k_BHTD, v_BHTD, self.fixed(layer), score)
-        q_BQTD, k_BHTD, v_BHTD = in_model_type(ctx, q_BQTD, k_BHTD, v_BHTD)
+            return step.read_block(ctx, self.bounded[layer], q_BQTD, k_BHTD, v_BHTD, self.fixed(layer), score)
+        q_BQTD, k_BHTD, v_BHTD = step.in_model_type(ctx, q_BQTD, k_BHTD, v_BHTD)
         rows = self.open(layer, softmax, k_BHTD, v_BHTD)
         if layer == 0:
             self.make_room(q_BQTD.shape[2])
-        out = read_tokens(ctx, layer, rows, q_BQTD, k_BHTD, v_BHTD, score, self.waiting)
+        out = step.read_tokens(ctx, rows, q_BQTD, k_BHTD, v_BHTD, score, self.waiting)
         self.close(layer)
         return out
 
@@ -517,8 +471,8 @@ class BoundedCache(StatefulCache, Handler):
         """Evict before a forward of ``tokens`` tokens, in layers that evict together and are full. Scores of remembered
         queries wait for the attention of their layer."""
         ctx = self.context
-        ready = [(n, rows) for n, rows in enumerate(self.bounded) if rows.is_initialized and not rows.recent]
-        make_room(ctx, [(n, rows) for n, rows in ready if evicts_together(ctx, rows)], tokens)
+        ready = [rows for rows in self.bounded if rows.is_initialized and not rows.recent]
+        step.make_room(ctx, [rows for rows in ready if step.evicts_together(ctx, rows)], tokens)
 
     def close(self, layer: int) -> None:
         """Take note that a forward's new tokens are in a layer."""
@@ -539,10 +493,10 @@ class BoundedCache(StatefulCache, Handler):
         due."""
         ctx, began = self.context, time.perf_counter()
         if self.policy.needs_logits:
-            self.last_hidden = score_by_logits(ctx, self.bounded, hidden_BTE, ids_BT, self.last_hidden)
+            self.last_hidden = view.score_by_logits(ctx, self.bounded, hidden_BTE, ids_BT, self.last_hidden)
         ctx.counters.score_s += time.perf_counter() - began
         # Only now: in a forward, later layers read rows that earlier ones have written.
-        evict_if_due(ctx, enumerate(self.bounded))
+        step.evict_if_due(ctx, self.bounded)
         self.unfinished = False
 
     # ---- all layers together, as transformers and reports ask -------------------------------------------------------
@@ -579,7 +533,7 @@ class BoundedCache(StatefulCache, Handler):
     def evict_waiting(self) -> None:
         """Run the evictions that wait for the end of a forward, in all layers."""
         if self.waiting:
-            evict(self.context, self.waiting)
+            step.evict(self.context, self.waiting)
             self.waiting, self.unfinished = [], False
 
     @property

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from locret_kernels.sparse_attend import Blocks
 
@@ -16,6 +17,7 @@ from ..backbones.decoder_attention import DecoderAttention, Rope, same_rotation
 from ..backbones.probe import describe
 from ..backbones.recording import FARTHEST
 from ..backbones.spec import AttentionLayer, BackboneSpec, text_config
+from ..heads import RetainingHeads
 from ..policies import Policy
 from ..policies.base import Slots
 from ..policies.capabilities import Subject, refuse
@@ -28,12 +30,6 @@ from .storage.blocks import BlockStore
 from .storage.codec import CODECS, Plain, Scratch
 from .storage.layouts import LAYOUTS, EqualRows
 from .storage.rows import BoundedLayer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..heads import RetainingHeads
-
 
 # ---- what recall remembers beside the stores ------------------------------------------------------------------------
 
@@ -59,27 +55,9 @@ class RecallCounters:
         vars(self).update(vars(RecallCounters()))
 
 
-class BlockScores:
-    """Scores that the layers of one forward gave to the blocks: the most of any layer so far, for each piece of the forward."""
-
-    def __init__(self) -> None:
-        self._most: dict[tuple[int, int], Tensor] = {}
-
-    def clear(self) -> None:
-        """Forget the scores of the last forward."""
-        self._most.clear()
-
-    def raised(self, start: int, tokens: int, worth_B1N: Tensor) -> Tensor:
-        """The most that a layer up to this one gave to each block, for ``tokens`` tokens from ``start`` on."""
-        before = self._most.get((start, tokens))
-        if before is not None:
-            few, many = sorted(
-                (before, worth_B1N), key=lambda x: x.shape[-1]
-            )  # blocks that only some layers have stored
-            worth_B1N = torch.cat((torch.maximum(few, many[..., : few.shape[-1]]), many[..., few.shape[-1] :]), -1)
-        # Later layers see what earlier ones gave, in one forward alone: it is cleared at its beginning.
-        self._most[start, tokens] = worth_B1N
-        return worth_B1N
+BlockScores = dict[tuple[int, int], Tensor]
+"""Scores ``[B, 1, N]`` that the layers of one forward gave to the blocks, the most of any layer so far, for each piece of the
+forward: by its first token and its length."""
 
 
 # ---- constants of a bound cache ----
@@ -126,21 +104,15 @@ class CacheCounters:
 class Stage:
     """Work of a policy besides evicting. The base does none; a part of a policy that needs more derives from it."""
 
-    def attends(self, ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
-        """Whether the attention of a layer's newest ``tokens`` rows is this stage's own: ``attend`` computes it."""
-        return False
-
-    def attend(self, ctx: Context, layer: int, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor:
-        """Attention ``[B, Q, T, D]`` of the newest rows' tokens."""
-        raise NotImplementedError
+    def attend(self, ctx: Context, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor | None:
+        """Attention ``[B, Q, T, D]`` of the newest rows' tokens, where it is this stage's own; None otherwise."""
+        return None
 
     def narrows(self, rows: BoundedLayer, tokens: int) -> bool:
         """Whether a chunk of ``tokens`` may see chosen ``blocks`` of the rows alone."""
         return False
 
-    def blocks(
-        self, ctx: Context, layer: int, heads: slice, q_BQTD: Tensor, k_BHSD: Tensor, scaling: float
-    ) -> Blocks | None:
+    def blocks(self, ctx: Context, rows: BoundedLayer, heads: slice, q_BQTD: Tensor, k_BHSD: Tensor) -> Blocks | None:
         """Blocks of the rows that a chunk sees, for some key/value heads of a layer; None for all rows.
 
         Args:
@@ -148,9 +120,7 @@ class Stage:
         """
         return None
 
-    def evicted(
-        self, ctx: Context, layer: int, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor
-    ) -> None:
+    def evicted(self, ctx: Context, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> None:
         """Take notice of an eviction before rows move. ``stay_BHS``: bool, the slots that the policy keeps."""
         return None
 
@@ -183,7 +153,7 @@ class Context:
     folded: FoldedHeads | None = None
     """Retaining heads folded into the projections of their layers, on a GPU."""
     recalls: RecallCounters = field(default_factory=RecallCounters)
-    block_scores: BlockScores = field(default_factory=BlockScores)
+    block_scores: BlockScores = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     """Work of the policy besides evicting."""
     pins: Pins = ()
@@ -239,21 +209,14 @@ class Context:
         if heads is not None and policy.score.is_head and backend.folds(model.device):
             folded = fold_heads(model, heads, description)
         # Budgets before frequencies: how far positions reach depends on how many rows there will be.
-        budgets, s = layer_budgets(policy, schedule, spec.windows), schedule
-        span = span_of(policy, placed, spec, budgets, s, s.prompt_length)
-        if known and s.prompt_length is None and description.rotates_by_length(model, span):
-            raise ValueError(
-                "prompt_length is missing: this backbone's frequencies follow the length of the text (LongRoPE, dynamic "
-                "NTK), so it must be known before the first token: pass prompt_length="
-            )
-        return cls(
+        ctx = cls(
             policy=policy.at(schedule.budget),
             schedule=schedule,
             heads=heads,
             settings=Resolved(**vars(settings) | {"positions": scheme, "backend": backend.name}),
             positions=placed,
-            ropes=description.ropes(model, span) if known else None,
-            budgets=budgets,
+            ropes=None,
+            budgets=layer_budgets(policy, schedule, spec.windows),
             statistics=tuple(sorted(policy.statistics - {"count"})),
             group=spec.n_heads // spec.n_kv_heads if policy.by_query_head else 0,
             backend=backend,
@@ -263,18 +226,35 @@ class Context:
             counters=counters,
             folded=folded,
         )
+        if not known:
+            return ctx
+        ropes = description.ropes(model, ctx.span(schedule.prompt_length))
+        if schedule.prompt_length is None and not same_rotation(description.ropes(model, 1), ropes):
+            raise ValueError(
+                "prompt_length is missing: this backbone's frequencies follow the length of the text (LongRoPE, dynamic "
+                "NTK), so it must be known before the first token: pass prompt_length="
+            )
+        return replace(ctx, ropes=ropes)
 
-    def due(self, layer: int, rows: BoundedLayer, tokens: int) -> Due:
+    def due(self, rows: BoundedLayer, tokens: int) -> Due:
         """The next block of a layer with ``tokens`` more tokens at hand; with 0 tokens, the eviction due now."""
-        return self.schedule.due(rows, self.budgets[layer], tokens, after_forward=self.evicts_after_forward)
+        return self.schedule.due(rows, self.budgets[rows.number], tokens, after_forward=self.evicts_after_forward)
 
     def outgrown(self, tokens: int) -> bool:
         """Whether a prompt of ``tokens`` tokens is rotated by other frequencies than were chosen (LongRoPE, dynamic
         NTK). It must then be read again."""
         if self.ropes is None:
             return False
-        span = span_of(self.policy, self.positions, self.spec, self.budgets, self.schedule, tokens)
-        return not same_rotation(self.ropes, self.description.ropes(self.model, span))
+        return not same_rotation(self.ropes, self.description.ropes(self.model, self.span(tokens)))
+
+    def span(self, tokens: int | None) -> int:
+        """One more than the largest position in a prompt of ``tokens`` tokens; ``FARTHEST`` where it is not known.
+        LongRoPE and dynamic NTK choose frequencies from it."""
+        if self.policy.keeps_everything or None not in self.spec.windows or self.positions.span is None:
+            return FARTHEST if tokens is None else tokens  # places are those of the text
+        # Bounded rows: their number alone bounds the positions. One head of a ragged layer may hold the slots of all of them.
+        heads = self.spec.n_kv_heads if self.policy.ragged else 1
+        return self.positions.largest(max(self.budgets) * heads + self.schedule.chunk, tokens)
 
     @property
     def spec(self) -> BackboneSpec:
@@ -285,16 +265,6 @@ class Context:
     def subject(self) -> Subject:
         """Features in use, as ``capabilities`` asks."""
         return Subject(self.policy, self.description, self.settings.kv_bits)
-
-    @property
-    def scores_new_tokens(self) -> bool:
-        """Whether a token is scored as it enters."""
-        return self.policy.score.scores_new_tokens
-
-    @property
-    def scores_by_head(self) -> bool:
-        """Whether a token enters with what its retaining head says, and nothing else."""
-        return self.policy.score.is_head
 
     @property
     def evicts_after_forward(self) -> bool:
@@ -312,31 +282,14 @@ class Context:
             raise ValueError(f"policy={self.policy.name!r} needs keys before RoPE, which this backbone does not show")
         return self.ropes[layer]
 
-    def read_rope(self, layer: int, rows: BoundedLayer) -> Rope | None:
+    def read_rope(self, rows: BoundedLayer) -> Rope | None:
         """The rotation of keys that are stored before RoPE and rotated whenever they are read; None where they are not."""
         stored_raw = self.positions.span is not None and rows.window is None
-        return self.ropes[layer] if self.ropes is not None and stored_raw else None
+        return self.ropes[rows.number] if self.ropes is not None and stored_raw else None
 
-    def write_rope(self, layer: int, rows: BoundedLayer) -> Rope | None:
+    def write_rope(self, rows: BoundedLayer) -> Rope | None:
         """The rotation of keys that are rotated once, before they are stored; None where they are not, or by the backbone."""
-        return self.ropes[layer] if self.ropes is not None and self.read_rope(layer, rows) is None else None
-
-
-def span_of(
-    policy: Policy,
-    placed: Positions,
-    spec: BackboneSpec,
-    budgets: Sequence[int],
-    schedule: Schedule,
-    tokens: int | None,
-) -> int:
-    """One more than the largest position in a prompt of ``tokens`` tokens; ``FARTHEST`` where it is not known.
-    LongRoPE and dynamic NTK choose frequencies from it."""
-    if policy.keeps_everything or None not in spec.windows or placed.span is None:  # places are those of the text
-        return FARTHEST if tokens is None else tokens
-    # Bounded rows: their number alone bounds the positions. One head of a ragged layer may hold the slots of all of them.
-    rows = max(budgets, default=0) * (spec.n_kv_heads if policy.ragged else 1) + schedule.chunk
-    return placed.largest(rows, tokens)
+        return self.ropes[rows.number] if self.ropes is not None and self.read_rope(rows) is None else None
 
 
 def layer_budgets(policy: Policy, schedule: Schedule, windows: Sequence[int | None]) -> list[int]:
@@ -355,7 +308,7 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
     """Rows of every layer; those in few bits are read through ``scratch``."""
     policy, s, compiled = ctx.policy, ctx.schedule, ctx.backend.packs(ctx.model.dtype)
     layers = []
-    for layer, budget in zip(ctx.spec.layers, ctx.budgets, strict=True):
+    for number, (layer, budget) in enumerate(zip(ctx.spec.layers, ctx.budgets, strict=True)):
         capacity = s.prompt_length or 0 if policy.keeps_everything else budget + s.chunk
         rows = layer_rows(policy, layer, capacity, s.chunk, ctx.settings.kv_bits, scratch, compiled=compiled)
         if policy.recall is not None and layer.window is None:
@@ -363,7 +316,7 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
             room = -(-(s.prompt_length or 0) // policy.recall.size)
             views = policy.recall.count(layer.n_heads // layer.n_kv_heads)
             rows.store = BlockStore(policy.recall.size, policy.recall.representatives, views, room)
-        rows.backend, rows.grows = ctx.backend.kernels, policy.keeps_everything
+        rows.number, rows.backend, rows.grows = number, ctx.backend.kernels, policy.keeps_everything
         layers.append(rows)
     return layers
 

@@ -144,13 +144,12 @@ class Schedule:
         """Whether the prompt is over."""
         return self.prompt_length is not None and seen > self.prompt_length
 
-    def keep_at(self, seen: int, rows: int, budget: int | None = None) -> int | None:
+    def keep_at(self, seen: int, rows: int, budget: int) -> int | None:
         """Slots to keep after ``seen`` tokens with ``rows`` slots held; None where nothing is to be evicted.
 
         The tail counts: before it the cache is cut to ``budget - tail``, so that prompt and tail fill the budget.
-        ``budget`` is the layer's, where layers have their own.
+        ``budget`` is the layer's.
         """
-        budget = self.budget if budget is None else budget
         # Decoding: every `decode_every` tokens, or before a token for which the buffers have no room.
         if self.decoding(seen):
             due = self.decode_every is not None and (seen - (self.prompt_length or 0)) % self.decode_every == 0

@@ -7,31 +7,198 @@ another (see ``texts``). Each layer counts the tokens that it receives, so the e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from ..backbones.decoder_attention import DecoderAttention, Described, Softmax, rotaries_of, unrotate
+from ..backbones.decoder_attention import (
+    AttentionCall,
+    DecoderAttention,
+    Described,
+    Linear,
+    Rotation,
+    Softmax,
+    rotaries_of,
+    unrotate,
+)
 from ..backbones.libraries import Undo
 from ..backbones.load import load_config, resolve_model
 from ..backbones.patches import lacks_bfloat16
 from ..backbones.probe import assumed
-from ..backbones.spec import spec_of
+from ..backbones.recording import close, rotation_between
+from ..backbones.spec import AttentionLayer, UnsupportedArchitecture, spec_of
 from ..backbones.weights import stored_weights
-from ..heads import RetainingHeads
+from ..heads import HeadsConfig, RetainingHead, RetainingHeads
 from ..policies import Policy
 from ..settings import Resolved
 from .bounded import BoundedCache
-from .foreign import SeenLayer, described
 from .pages import PageShape, RowPool, SharedRotations
-from .ranks import Ranks
-from .storage.rows import BoundedLayer, export_rows, restore_rows
+from .storage.rows import STATE, BoundedLayer, export_rows, restore_rows
 from .texts import TextBatch
+
+# ---- parts of a model whose heads are split over several processes, as by tensor parallelism -------------------------
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Place of a process among the ranks that share a layer, and the sum over all of them."""
+
+    rank: int = 0
+    size: int = 1
+    total: Callable[[Tensor], Tensor] = torch.clone
+    """Sum over all ranks of a tensor, which keeps its shape."""
+
+    def check(self, n_kv_heads: int) -> None:
+        """Raise ValueError where key/value heads cannot be shared out evenly."""
+        if n_kv_heads % self.size:
+            raise ValueError(f"tensor_parallel_size={self.size} must divide the {n_kv_heads} key/value heads")
+
+    def config(self, config: PretrainedConfig) -> PretrainedConfig:
+        """A model's configuration with the heads of this rank; itself where the rank is alone."""
+        if self.size == 1:
+            return config
+        own, spec = deepcopy(config), spec_of(config)
+        self.check(spec.n_kv_heads)
+        own.head_dim = spec.head_dim
+        own.num_attention_heads, own.num_key_value_heads = spec.n_heads // self.size, spec.n_kv_heads // self.size
+        return own
+
+    def heads(self, heads: RetainingHeads) -> RetainingHeads:
+        """The part of retaining heads that this rank has; the heads themselves where it is alone."""
+        if self.size == 1:
+            return heads
+        config = heads.config
+        self.check(config.n_kv_heads)
+        with torch.device("meta"):
+            split = RetainingHeads(config)
+        split.config = replace(config, n_heads=config.n_heads // self.size, n_kv_heads=config.n_kv_heads // self.size)
+        split.layers = nn.ModuleList(SplitHead(head, config, self) for head in heads.layers)  # type: ignore[arg-type]
+        return split
+
+    def rows(self, name: str, x: Tensor, layer: AttentionLayer) -> Tensor:
+        """Heads of this rank in an exported tensor ``[H, ...]``, or ``[N, H, ...]`` for statistics and states: the same
+        shape but for the heads. ``layer`` is the rank's."""
+        heads = layer.n_heads if name == "queries" else layer.n_kv_heads
+        return x.narrow(int(name == "stats" or name.startswith(STATE)), self.rank * heads, heads)
+
+    def columns(self, config: HeadsConfig) -> Tensor:
+        """Columns ``[C]`` of this rank in the concatenation [q; k; v] of all heads."""
+        D, start, columns = config.head_dim, 0, []
+        for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads):
+            own = heads // self.size
+            columns.append(torch.arange(start + self.rank * own * D, start + (self.rank + 1) * own * D, device="cpu"))
+            start += heads * D
+        return torch.cat(columns)
+
+
+class SplitHead(nn.Module):
+    """A rank's part of a ``RetainingHead``: local q, k, v ``[B, heads, T, D]`` to the scores of its own heads ``[B, H, T]``."""
+
+    def __init__(self, whole: RetainingHead, config: HeadsConfig, ranks: Ranks) -> None:
+        super().__init__()
+        self.total, self.act = ranks.total, whole.act
+        columns, own = ranks.columns(config), config.n_kv_heads // ranks.size
+        self.fc1 = nn.Parameter(whole.fc1.weight.detach()[:, columns].contiguous(), requires_grad=False)
+        rows = slice(ranks.rank * own, (ranks.rank + 1) * own)
+        self.fc2 = nn.Parameter(whole.fc2.weight.detach()[rows].contiguous(), requires_grad=False)
+
+    def forward(self, q_BQTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, linear: Linear = F.linear) -> Tensor:
+        x_BTE = torch.cat([x.transpose(1, 2).flatten(2) for x in (q_BQTD, k_BHTD, v_BHTD)], dim=-1)
+        hidden = self.act(self.total(linear(x_BTE.to(self.fc1.dtype), self.fc1).contiguous()))
+        return F.linear(hidden, self.fc2).transpose(1, 2).float()
+
+
+# ---- queries, keys and values in the engine's layers, as seen in forwards of a few tokens ----------------------------
+
+# The engine runs the model, so its layers are measured, not transformers' own.
+
+
+Heads = tuple[Tensor, Tensor]
+"""Queries and keys ``[T, heads, D]``."""
+
+
+class SeenLayer(NamedTuple):
+    """Attention of one layer in forwards of the same tokens, from position 0 on."""
+
+    name: str
+    layer: int
+    """Number of the decoder's layer."""
+    sizes: tuple[int, int, int, int]
+    """Heads of queries, heads of keys and values, channels of a key and of a value."""
+    window: int | None
+    plain: bool
+    """Whether its softmax has a scaling alone."""
+    shared: bool
+    """Whether it reads another layer's rows."""
+    came: Heads
+    """Rotation for attention where nothing is rotated."""
+    moved: Heads
+    """The arguments of attention for the same tokens at other positions, without rotation."""
+    turned: Heads
+    """The arguments of attention where queries and keys are rotated."""
+
+
+def described(
+    assumed: DecoderAttention, config: PretrainedConfig, rotaries: nn.Module, seen: Sequence[SeenLayer]
+) -> DecoderAttention:
+    """The description of a decoder whose forward was seen.
+
+    Args:
+        assumed: by the configuration. rotaries: a module with transformers' rotary embeddings, whose frequencies the kit reads.
+
+    Raises:
+        UnsupportedArchitecture: a layer whose attention the kit does not know, in one sentence.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    layers, calls, rotations = [], [], []
+    for number, one in enumerate(seen):
+        # A window as long as the trained context never hides a token.
+        window = None if longest and one.window and one.window >= longest else one.window
+        layers.append(AttentionLayer(*one.sizes, window, index=one.layer))
+        calls.append(AttentionCall(one.name, number, one.shared, one.plain))
+        if not one.shared:
+            rotations.append(_rotation(one, rotaries, _named(assumed, one.layer)))
+    spec = replace(assumed.spec, layers=tuple(layers), shared=any(one.shared for one in seen))
+    return DecoderAttention(spec, tuple(calls), tuple(rotations))
+
+
+def _named(assumed: DecoderAttention, index: int) -> Rotation:
+    """The rotation that the configuration names for a layer of the decoder."""
+    if isinstance(assumed.rotations, str):
+        return Rotation()
+    pairs = zip(assumed.spec.layers, assumed.rotations, strict=True)
+    return next((rotation for layer, rotation in pairs if layer.index == index), Rotation())
+
+
+def _rotation(one: SeenLayer, rotaries: nn.Module, named: Rotation) -> Rotation:
+    """The rotation of a layer by transformers' frequencies, ``named`` ones first."""
+    if any(_turns(a, b) for a, b in zip(one.came, one.moved, strict=True)):
+        raise UnsupportedArchitecture(f"{one.name} turns queries or keys by a rotation that cannot be left out")
+    before, after = ([x.transpose(0, 1)[None] for x in pair] for pair in (one.came, one.turned))
+    known = rotaries_of(rotaries)
+    if (found := rotation_between(known, before, after, first=named.buffer)) is not None:
+        return found
+    # Chosen anew for each text by its length; vLLM chooses once, for the longest.
+    kinds = getattr(known.get(named.module), "rope_type", None)
+    if named.module and {"longrope", "dynamic"} & {*(kinds.values() if isinstance(kinds, dict) else [kinds])}:
+        return named
+    raise UnsupportedArchitecture(
+        f"{one.name} rotates otherwise than transformers' frequencies of this configuration say"
+    )
+
+
+def _turns(a: Tensor, b: Tensor) -> bool:
+    """Whether vectors ``[..., D]`` of one shape keep their lengths but not their directions."""
+    return close(a.norm(dim=-1), b.norm(dim=-1)) and not close(a, b)
+
+
+# ---- texts by their pages --------------------------------------------------------------------------------------------
 
 
 def page_bytes(

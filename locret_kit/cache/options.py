@@ -85,13 +85,10 @@ def checked_arguments(arguments: Arguments, seen: int, *, in_pieces: bool = True
     # Backbones with several kinds of layers hand a mask for each: each is checked, and then left to the cache.
     if isinstance(mask, dict):
         for made in mask.values():
-            _refuse_other_masks(made)
+            _check_mask(made)
         arguments = {**arguments, "attention_mask": dict.fromkeys(mask)}
-    elif isinstance(mask, Tensor) and mask.dim() == 4:
-        _refuse_other_masks(mask)
+    elif _check_mask(mask):
         arguments = {**arguments, "attention_mask": None}
-    else:
-        _refuse_padding(mask)
     ids = arguments.get("input_ids")
     new = arguments.get("inputs_embeds") if ids is None else ids
     if new is not None:
@@ -104,13 +101,21 @@ def checked_arguments(arguments: Arguments, seen: int, *, in_pieces: bool = True
     return arguments
 
 
-def _refuse_other_masks(mask: object) -> None:
+def _check_mask(mask: object) -> bool:
+    """Whether a mask is one that a model has made for its decoder. Raises ValueError for padding, and for a mask that is not
+    a text's."""
     if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.dim() != 4:
-        raise ValueError(
-            f"attention_mask={type(mask).__name__}: a bounded cache is causal, it takes ones [batch, tokens] or none"
-        )
+        return False
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask={shape}: a bounded cache is causal, it takes ones [batch, tokens] or none")
+    if mask.dim() == 2:
+        if mask.shape[1] > 1 and not bool(mask.all()):
+            raise ValueError(
+                f"attention_mask has {int((mask == 0).sum())} padded positions; a bounded cache takes one text, and a "
+                "padded batch a BatchCache"
+            )
+        return False
     sees_TS = (mask if mask.dtype == torch.bool else mask == 0)[0, 0]
     T, S = sees_TS.shape
     later = torch.ones_like(sees_TS).triu_(S - T + 1)
@@ -124,17 +129,7 @@ def _refuse_other_masks(mask: object) -> None:
         raise ValueError(
             "attention_mask lets tokens see later ones, or hides some (an image, or padding): a bounded cache takes text"
         )
-
-
-def _refuse_padding(mask: object) -> None:
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
-        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"attention_mask={shape}: a bounded cache is causal, it takes ones [batch, tokens] or none")
-    if mask is not None and mask.shape[1] > 1 and not bool(mask.all()):
-        raise ValueError(
-            f"attention_mask has {int((mask == 0).sum())} padded positions; a bounded cache takes one text, and a "
-            "padded batch a BatchCache"
-        )
+    return True
 
 
 def _refuse_other_places(seen: int, tokens: int, position_ids: object) -> None:

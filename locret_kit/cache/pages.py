@@ -201,7 +201,8 @@ class PagePool:
     def enter(self, cache: BoundedCache) -> None:
         """Move a text's rows into a page, which is free again when the cache is gone."""
         ctx = cache.context
-        if not self._free or not _is_plain(cache):
+        plain = reason("page", ctx.subject) is None and not any(rows.chunked or rows.page for rows in cache.bounded)
+        if not (self._free and plain and len({weight.device for weight in ctx.model.parameters()}) == 1):
             return
         pairs = zip(cache.bounded, ctx.spec.layers, strict=True)
         shapes = [PageShape.of([rows], layer, ctx.model.dtype) for rows, layer in pairs]
@@ -219,10 +220,3 @@ class PagePool:
             pool.bind(page, rows)
             copy_rows(rows, old)
         cache.move(self._rotations.of(ctx), layers)
-
-
-def _is_plain(cache: BoundedCache) -> bool:
-    """Whether a text's rows are of the kind that pages hold, and are in none yet."""
-    plain = not any(rows.chunked or rows.page for rows in cache.bounded)
-    on_one_device = len({parameter.device for parameter in cache.context.model.parameters()}) == 1
-    return plain and on_one_device and reason("page", cache.context.subject) is None

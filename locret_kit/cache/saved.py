@@ -10,40 +10,37 @@ from __future__ import annotations
 import re
 import time
 from calendar import timegm
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 from annotated_types import Interval
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from locret_kernels.provenance import versions
 
 from ..backbones.libraries import unwrapped
 from ..backbones.spec import AttentionLayer, text_config
 from ..backbones.weights import NAMES, fingerprint, first_difference, identity_of
+from ..heads import RetainingHeads
 from ..naming import first_line, prefixed_errors
 from ..policies import Policy
 from ..policies.grammar import parse_policy, parts_of
 from ..policies.registry import parts_named
-from ..settings import INT32_MAX, Count, Resolved, check, made, shown
+from ..settings import Count, Resolved, check, checked, made, shown
 from . import file
 from .bounded import BoundedCache
 from .context import CacheCounters, Context
 from .due import Schedule
 from .storage.rows import STATE, BoundedLayer, export_rows, exported_shapes, restore_rows, set_counts
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..heads import RetainingHeads
-
-
 CREATED = "%Y-%m-%dT%H:%M:%SZ"
 MOST_PINS = 1024
 """Ranges of pinned positions in a file: each costs a pass over the rows."""
+Scaling = Annotated[float, Interval(gt=0, lt=2**31)]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -72,8 +69,6 @@ class Saved:
     ropes: list[dict[str, object]] | None
     """See ``rotations``."""
     dtype: str
-    batch: Annotated[int, Interval(ge=1, le=1)]
-    """A cache takes one text."""
     prompt_length: Count | None
     counters: dict[str, int | float | str]
     layers: list[dict[str, int | float]]
@@ -96,9 +91,8 @@ class Saved:
     @property
     def resolved(self) -> Resolved:
         """The run settings; the backend is chosen anew."""
-        own = {name: value for name, value in self.settings.items() if name != "store_bits"}
         with prefixed_errors("settings", ValueError):
-            return replace(made(Resolved, own, whole=True), backend=None)
+            return replace(made(Resolved, self.settings, whole=True), backend=None)
 
 
 # ---- a cache filled with the tensors of a file, whose digest is right -----------------------------------------------
@@ -164,10 +158,9 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
         budget, chunk = (saved.settings[name] for name in ("budget", "chunk"))
         raise OSError(f"{where}: budget={budget}, chunk={chunk} do not fit into memory: {first_line(error)}") from error
     for number, (rows, counts) in enumerate(zip(cache.bounded, saved.layers, strict=True)):
-        shapes = exported_shapes(rows, spec.layers[number].n_heads)
-        mine = {n: x.view(shapes[n][1]) if n in shapes else x for n, x in held[number].items()}
+        own = held[number].items()
         # Rows in the model's dtype; scores are float32 whatever the dtype is.
-        wide = {n: x.to(ctx.model.dtype) if x.dtype == dtype and n != "scores" else x for n, x in mine.items()}
+        wide = {n: x.to(ctx.model.dtype) if x.dtype == dtype and n != "scores" else x for n, x in own}
         k_1H0D, v_1H0D = spec.layers[number].empty(ctx.model.dtype, ctx.model.device)
         restore_rows(rows, counts, wide, k_1H0D, v_1H0D)
         if rows.store is not None:
@@ -199,13 +192,9 @@ def _reread(schedule: Schedule, stored: Tensor | None) -> list[int]:
 def _check_counts(rows: BoundedLayer, counts: Mapping[str, float], keeps_everything: bool) -> None:
     """Raise ValueError for counts that no such layer has."""
     for name in (*rows.counts(), *counts):
-        value = counts.get(name)
         if name not in rows.counts():
             raise ValueError(f"{shown(name)}: no such count")
-        if name == "scaling" and not (isinstance(value, int | float) and 0 < value < 2**31):
-            raise ValueError(f"{name}={shown(value)} must be a number above 0")
-        if name != "scaling" and not (type(value) is int and 0 <= value <= INT32_MAX):
-            raise ValueError(f"{name}={shown(value)} must be an integer, at least 0 and at most {INT32_MAX}")
+        checked(name, Scaling if name == "scaling" else Count, counts.get(name))
     seen = int(counts["seen"])
     most = {"rows": seen if keeps_everything else min(seen, rows.capacity), "since_eviction": seen, "evictions": seen}
     for name, limit in most.items():
@@ -215,8 +204,7 @@ def _check_counts(rows: BoundedLayer, counts: Mapping[str, float], keeps_everyth
 
 def _expected(rows: BoundedLayer, held: Mapping[str, Tensor], ctx: Context, layer: AttentionLayer) -> Expected:
     """Dtype and shape of a layer's tensors. Raises ValueError for an impossible store of blocks."""
-    shapes = exported_shapes(rows, layer.n_heads).items()
-    layout = {name: (dtype, _in_file(rows, name, shape)) for name, (dtype, shape) in shapes}
+    layout = exported_shapes(rows, layer.n_heads)
     if rows.store is not None:
         like = torch.empty(1, rows.layout.H, 0, rows.codec.key_size, dtype=rows.dtype, device="meta")
         layout |= rows.store.layout(held, like, rows.seen)
@@ -232,14 +220,6 @@ def _expected(rows: BoundedLayer, held: Mapping[str, Tensor], ctx: Context, laye
         if tensor is not None or wanted == axes:
             found[STATE + name] = kinds, tuple(sizes.get(axis, 0) for axis in wanted)
     return found
-
-
-def _in_file(rows: BoundedLayer, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of a layer's tensor in a file, which has an axis of one text unless the rows of all heads lie end to end."""
-    if name == "clipped" or name.startswith(STATE) or (rows.layout.ragged and name != "queries"):
-        return tuple(shape)
-    axis = int(name == "stats")
-    return *shape[:axis], 1, *shape[axis:]
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], expected: Expected) -> None:
@@ -335,7 +315,6 @@ class CacheFile:
         layers = []
         for number, rows in enumerate(cache.bounded):
             counts, held = export_rows(rows)
-            held = {name: x.view(_in_file(rows, name, x.shape)) for name, x in held.items()}
             held |= {} if rows.store is None else rows.store.export()
             layers.append(counts)
             tensors |= {f"layers.{number}.{name}": tensor for name, tensor in held.items()}
@@ -352,8 +331,8 @@ class CacheFile:
         saved = Saved(
             version=file.VERSION, kit=versions("locret_kit")["locret_kit"], created=time.strftime(CREATED, time.gmtime()),
             model=known.model, heads=known.heads, policy=cache.policy.name, parts=parts, pool=_pool(cache.policy),
-            settings=cache.settings.portable, ropes=rotations(ctx), dtype=str(ctx.model.dtype).removeprefix("torch."),
-            batch=1, prompt_length=cache.schedule.prompt_length, counters=asdict(cache.counters), layers=layers,
+            settings=asdict(cache.settings), ropes=rotations(ctx), dtype=str(ctx.model.dtype).removeprefix("torch."),
+            prompt_length=cache.schedule.prompt_length, counters=asdict(cache.counters), layers=layers,
             pins=[list(pin) for pin in cache.pins], document=document,
         )  # fmt: skip
         return cls(saved, tensors, apart or {})
@@ -409,7 +388,7 @@ class CacheFile:
 
     def check_settings(self, here: Mapping[str, object]) -> None:
         """Raise ValueError where a run setting is not as ``here``."""
-        settings = self.saved.resolved.portable
+        settings = asdict(self.saved.resolved)
         _refuse({name: settings[name] for name in here}, dict(here))
 
     def restore(
@@ -428,7 +407,7 @@ class CacheFile:
             # Frequencies are chosen by the prompt's length, so they are known once the cache is bound.
             cache.bind(model)
             self._check(ropes=rotations(cache.context))
-            self._check(settings=cache.settings.portable | {"backend": saved.settings["backend"]})
+            self._check(settings=asdict(cache.settings) | {"backend": saved.settings["backend"]})
             # A narrower dtype fits a wider one without a change; the other way would round rows that were never rounded.
             stored, wanted = DTYPES[saved.dtype], model.dtype
             wider = torch.promote_types(stored, wanted) == wanted
@@ -441,20 +420,14 @@ class CacheFile:
         return cache
 
 
-def save_cache(
-    cache: BoundedCache, path: str | Path, document: file.Record | None = None, more: Mapping[str, Tensor] | None = None,
-    check: Callable[[], object] | None = None,
-) -> str:  # fmt: skip
-    """Write a cache to ``path``, with further tensors of any shape; returns the digest of the file.
-
-    Args:
-        document: further fields of the record; plain JSON values. more: further tensors. check: see ``file.write``.
+def save_cache(cache: BoundedCache, path: str | Path) -> str:
+    """Write a cache to ``path``; returns the digest of the file.
 
     Raises:
         ValueError: an interrupt left rows half written, or the policy cannot be written in the grammar.
         OSError: the file cannot be written; the one that was there is whole.
     """
-    return CacheFile.of(cache, document=document, apart=more).write(path, check)
+    return CacheFile.of(cache).write(path)
 
 
 def _pool(policy: Policy) -> str | None:
@@ -468,14 +441,11 @@ def rotations(ctx: Context) -> list[dict[str, object]] | None:
     if ctx.ropes is None:
         return None
     # Layers that share a rotation share the object: Gemma-3 has two of them.
-    layers: dict[int, list[int]] = {}
-    for layer, rope in enumerate(ctx.ropes):
-        layers.setdefault(id(rope), []).append(layer)
-    shared = {id(rope): rope for rope in ctx.ropes}
-    return [
-        {"layers": layers[key], "scaling": float(rope.scaling), "inv_freq": rope.inv_freq.float().tolist()}
-        for key, rope in shared.items()
-    ]
+    made = []
+    for rope in {id(rope): rope for rope in ctx.ropes}.values():
+        layers = [layer for layer, own in enumerate(ctx.ropes) if own is rope]
+        made.append({"layers": layers, "scaling": float(rope.scaling), "inv_freq": rope.inv_freq.float().tolist()})
+    return made
 
 
 def load_cache(

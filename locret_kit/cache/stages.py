@@ -33,12 +33,10 @@ class MergeStage(Stage):
 
     merger: Merge
 
-    def evicted(
-        self, ctx: Context, layer: int, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor
-    ) -> None:
+    def evicted(self, ctx: Context, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> None:
         merger = self.merger
-        raw = ctx.read_rope(layer, rows) is not None  # keys are stored before RoPE
-        rope = ctx.rope(layer)
+        raw = ctx.read_rope(rows) is not None  # keys are stored before RoPE
+        rope = ctx.rope(rows.number)
         facts_BHS = merger.facts(ctx.policy.score, slots, scores_BHS, ctx.policy.protected(slots), stay_BHS)
         _, H, S = stay_BHS.shape
         for h in range(H):
@@ -50,7 +48,7 @@ class MergeStage(Stage):
             exact = torch.promote_types(keys.dtype, torch.float32)
             keys_SD = keys.to(exact) if raw else turned_back(rope, keys.to(exact), positions)
             free_S = slice(None) if slots.pinned is None else ~slots.pinned[0, h, own]
-            new = merger.fold(layer, keys_SD[free_S], values.to(exact)[free_S], facts_S[free_S], stay_S[free_S])
+            new = merger.fold(rows.number, keys_SD[free_S], values.to(exact)[free_S], facts_S[free_S], stay_S[free_S])
             at, folded = torch.arange(len(keys), device=keys.device)[free_S][new.slots_R], new.keys_RD
             if not raw:
                 folded = rotate(folded, *rope.tables(positions[at], exact))
@@ -74,11 +72,9 @@ class SparseStage(Stage):
     def narrows(self, rows: BoundedLayer, tokens: int) -> bool:
         return tokens > 1 and rows.window is None
 
-    def blocks(
-        self, ctx: Context, layer: int, heads: slice, q_BQTD: Tensor, k_BHSD: Tensor, scaling: float
-    ) -> Blocks | None:
+    def blocks(self, ctx: Context, rows: BoundedLayer, heads: slice, q_BQTD: Tensor, k_BHSD: Tensor) -> Blocks | None:
         began, G = time.perf_counter(), q_BQTD.shape[1] // k_BHSD.shape[1]
-        blocks = self.sparse.choose(layer, slice(heads.start * G, heads.stop * G), q_BQTD, k_BHSD, scaling)
+        blocks = self.sparse.choose(rows.number, slice(heads.start * G, heads.stop * G), q_BQTD, k_BHSD, rows.scaling)
         computed, dense = pairs_of(blocks, q_BQTD.shape[2], k_BHSD.shape[2])
         ctx.counters.computed_pairs += computed
         ctx.counters.dense_pairs += dense
@@ -121,24 +117,19 @@ class RecallStage(Stage):
 
     recall: Recall
 
-    def attends(self, ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
-        if rows.store is None:
-            return False
-        if not rows.store.blocks:
-            return self.recall.far > 0  # which places the rows too
-        return self.recall.reading or in_tail(ctx, rows, tokens)
-
-    def attend(self, ctx: Context, layer: int, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor:
+    def attend(self, ctx: Context, rows: BoundedLayer, q_BQTD: Tensor) -> Tensor | None:
         out, T = [], q_BQTD.shape[2]
+        brings_back = rows.store is not None and rows.store.blocks and (self.recall.reading or in_tail(ctx, rows, T))
+        places = rows.store is not None and not rows.store.blocks and self.recall.far  # the rows too
+        if not (brings_back or places):
+            return None
         # Tokens that are few, such as a question's, look up one by one; those of a chunk together.
         pieces = [slice(t, t + 1) for t in range(T)] if self.recall.apart >= T else [slice(0, T)]
         for piece in pieces:
-            out.append(_attend_piece(ctx, self.recall, layer, rows, q_BQTD[:, :, piece], T - piece.stop))
+            out.append(_attend_piece(ctx, self.recall, rows, q_BQTD[:, :, piece], T - piece.stop))
         return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
-    def evicted(
-        self, ctx: Context, layer: int, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor
-    ) -> None:
+    def evicted(self, ctx: Context, rows: BoundedLayer, slots: Slots, scores_BHS: Tensor, stay_BHS: Tensor) -> None:
         assert rows.store is not None
         began = time.perf_counter()
         gone_BHS = slots.valid & ~stay_BHS
@@ -153,13 +144,13 @@ def in_tail(ctx: Context, rows: BoundedLayer, tokens: int) -> bool:
     return ctx.schedule.body is None or rows.seen - tokens >= ctx.schedule.body
 
 
-def _attend_piece(ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, q_BQTD: Tensor, later: int) -> Tensor:
+def _attend_piece(ctx: Context, recall: Recall, rows: BoundedLayer, q_BQTD: Tensor, later: int) -> Tensor:
     """Attention of tokens that look up together; the newest ``later`` rows come after them."""
     assert rows.store is not None
     began, counters = time.perf_counter(), ctx.recalls
     T, first = q_BQTD.shape[2], rows.seen - later - q_BQTD.shape[2]
     if rows.store.blocks:
-        chosen_BHK = _choose(ctx, recall, layer, rows, rows.store, q_BQTD, later)
+        chosen_BHK = _choose(ctx, recall, rows, rows.store, q_BQTD, later)
     else:
         chosen_BHK = torch.empty(q_BQTD.shape[0], rows.layout.H, 0, dtype=torch.int64, device=q_BQTD.device)
     recalled, loads = rows.store.load(chosen_BHK, rows.slots("keys"), rows.slots("values"))
@@ -169,22 +160,20 @@ def _attend_piece(ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, 
     counters.loaded_bytes += loads * rows.store.block_bytes if loads else 0
     counters.recall_s += time.perf_counter() - began
     # While the text is read every row is seen; what follows may see the newest and what has come back alone.
-    local = resolve_count(recall.local, ctx.budgets[layer]) if in_tail(ctx, rows, T + later) else 0
+    local = resolve_count(recall.local, ctx.budgets[rows.number]) if in_tail(ctx, rows, T + later) else 0
     out, G = [], q_BQTD.shape[1] // rows.layout.H
     for part in rows.parts():
         queries = slice(part.heads.start * G, part.heads.stop * G)
         shown = chosen_BHK[:, part.heads] if local else None
         back = recalled.of(part.heads)
         lookup = _Lookup(q_BQTD[:, queries], first, part.keys.shape[2] - later, back, shown, local)
-        out.append(_attend_part(ctx, recall, layer, rows, part, lookup))
+        out.append(_attend_part(ctx, recall, rows, part, lookup))
     return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
-def _choose(
-    ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, stored: BlockStore, q_BQTD: Tensor, later: int
-) -> Tensor:
+def _choose(ctx: Context, recall: Recall, rows: BoundedLayer, stored: BlockStore, q_BQTD: Tensor, later: int) -> Tensor:
     """Numbers ``[B, H, K]`` of the blocks that come back, ascending."""
-    T, N, rope = q_BQTD.shape[2], stored.blocks, ctx.read_rope(layer, rows)
+    T, N, rope = q_BQTD.shape[2], stored.blocks, ctx.read_rope(rows)
     if rope is not None:
         at_1 = torch.full((1,), recall.far or LOOKUP, dtype=torch.int64, device=q_BQTD.device)
         q_BQTD = rotate(q_BQTD, *rope.of_queries.tables(at_1, q_BQTD.dtype))
@@ -202,12 +191,23 @@ def _choose(
     )
     worth_BHN = recall.relevance(q_BQTD, found)
     if recall.across == "model":
-        worth_BHN = ctx.block_scores.raised(rows.seen - later - T, T, worth_BHN)[..., :N]
+        # Later layers see what earlier ones gave, in one forward alone: it is cleared at its beginning.
+        piece = rows.seen - later - T, T
+        worth_BHN = ctx.block_scores[piece] = _most(worth_BHN, ctx.block_scores.get(piece))
+        worth_BHN = worth_BHN[..., :N]
     holds_BHN = stored.held[None, :, :N].any(-1)
     holds_BHN = holds_BHN if worth_BHN.shape[1] > 1 else holds_BHN.any(1, keepdim=True)
     # Stable: of equals the older block, so that runs repeat exactly.
     best_BHN = worth_BHN.masked_fill(~holds_BHN, float("-inf")).argsort(dim=-1, descending=True, stable=True)
     return best_BHN[..., : recall.take].sort(dim=-1).values.expand(-1, rows.layout.H, -1)
+
+
+def _most(worth_B1N: Tensor, before_B1N: Tensor | None) -> Tensor:
+    """The larger worth of each block; some are stored in one of the layers alone."""
+    if before_B1N is None:
+        return worth_B1N
+    few, many = sorted((before_B1N, worth_B1N), key=lambda x: x.shape[-1])
+    return torch.cat((torch.maximum(few, many[..., : few.shape[-1]]), many[..., few.shape[-1] :]), -1)
 
 
 @dataclass(frozen=True)
@@ -237,9 +237,7 @@ class _Lookup:
         return shown_bhS | newest_S | (positions_bhS < FIRST)
 
 
-def _attend_part(
-    ctx: Context, recall: Recall, layer: int, rows: BoundedLayer, part: EqualLengthHeads, lookup: _Lookup
-) -> Tensor:
+def _attend_part(ctx: Context, recall: Recall, rows: BoundedLayer, part: EqualLengthHeads, lookup: _Lookup) -> Tensor:
     """Attention ``[b, Q, t, D]`` of heads of equal length, over the recalled blocks and the rows. The rows gain its
     statistics."""
     back, q_bQtD, n = lookup.recalled, lookup.q, lookup.rows
@@ -250,7 +248,7 @@ def _attend_part(
     shown_bhM = torch.cat((back.valid, lookup.sees(kept_bhS, recall.size)), 2)
     h, M, t = keys.shape[1], keys.shape[2], q_bQtD.shape[2]
     q_bhGtD, at_t = q_bQtD.unflatten(1, (h, -1)), lookup.first + torch.arange(t, device=q_bQtD.device)
-    rope = ctx.read_rope(layer, rows)
+    rope = ctx.read_rope(rows)
     if rope is not None and not recall.far:
         last = torch.iinfo(torch.int64).max
         # Hidden slots rank last, so they take no position from those that are seen.
@@ -319,11 +317,9 @@ def _count(ctx: Context, stats: Tensor, weights_bhGtS: Tensor, seen_bht: Tensor)
 
 def stages_of(policy: Policy) -> tuple[Stage, ...]:
     """The stages of a policy, in the order of their part in an eviction."""
-    stages: list[Stage] = []
-    if policy.merge is not None:
-        stages.append(MergeStage(policy.merge))
-    if policy.recall is not None:
-        stages.append(RecallStage(policy.recall))
-    if policy.sparse is not None:
-        stages.append(SparseStage(policy.sparse))
-    return tuple(stages)
+    stages = (
+        None if policy.merge is None else MergeStage(policy.merge),
+        None if policy.recall is None else RecallStage(policy.recall),
+        None if policy.sparse is None else SparseStage(policy.sparse),
+    )
+    return tuple(stage for stage in stages if stage is not None)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from locret_kernels.attend import ChunkRotation
 from locret_kernels.enter import Score
-from locret_kernels.ragged_decode import Angles
+from locret_kernels.ragged_decode import Angles, Rotation
 
 from ..backbones.decoder_attention import Rope, Softmax
-from .attend import RowRotation, VarlenRows, attend_heads, decode_rows
+from .attend import VarlenRows, attend_heads, decode_rows
 from .context import Context
 from .due import Due
 from .storage.codec import Float8, Plain
@@ -48,63 +48,80 @@ class StaticStep:
     """Rows that a single token sees, its own included."""
 
 
-def attend_token(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed: StaticStep | None = None) -> Tensor:
+def attend_token(ctx: Context, rows: BoundedLayer, q: Tensor, fixed: StaticStep | None = None) -> Tensor:
     """Attention ``[B, Q, 1, D]`` of one token over all heads in one call, of rows that lie end to end."""
     flat = rows.flat().newest(rows.window) if fixed is None or fixed.flat is None else fixed.flat
-    turn = None
     seen = rows.seen if fixed is None or not ctx.positions.span else fixed.seen + 1
-    if (rope := ctx.read_rope(layer, rows)) is not None:
-        turn = row_rotation(ctx, rope, flat.longest, q, seen)
-    statistics = ctx.statistics if rows.window is None else ()
-    return decode_rows(q, flat, rows.scaling, ctx.backend.kernels, statistics, turn, ctx.group)
+    return attend_flat(ctx, rows, flat, q, seen)
 
 
-def row_rotation(ctx: Context, rope: Rope, longest: int, like: Tensor, seen: int | Tensor) -> RowRotation | Angles:
-    """Rotation of a token's query and of the keys that it sees, at most ``longest`` of a head.
+def attend_flat(ctx: Context, rows: BoundedLayer, flat: VarlenRows, q: Tensor, seen: int | Tensor) -> Tensor:
+    """Attention ``[B, Q, 1, D]`` of the newest token of texts, which have ``seen`` tokens, over all heads in one call.
 
-    The text has ``seen`` tokens: a number, or a tensor of shape [].
+    Args:
+        rows: those of any of the texts.
     """
+    rotation: Rotation | Angles | None = None
+    if (rope := ctx.read_rope(rows)) is not None:
+        q, rotation = _turned(ctx, rope, flat, q, seen)
+    statistics = ctx.statistics if rows.window is None else ()
+    return decode_rows(q, flat, rows.scaling, ctx.backend.kernels, statistics, rotation, ctx.group)
+
+
+def _turned(
+    ctx: Context, rope: Rope, flat: VarlenRows, q: Tensor, seen: int | Tensor
+) -> tuple[Tensor, Rotation | Angles]:
+    """A token's query, and the rotation of the keys that it sees: by their rank, or among the newest ``span`` tokens by their
+    distance where that places them higher (see ``rotation``)."""
     span, both = ctx.positions.span or 0, (rope, rope.of_queries)
-    if not span and ctx.backend.kernels == "triton":
-        return Angles(*(one.steps(longest, like.device) for one in both))
-    of_keys, of_queries = (ctx.tables.upto(one, max(span, longest), like) for one in both)
-    now = seen if isinstance(seen, Tensor) else torch.tensor(seen, device=like.device) if span else None
-    return RowRotation(*of_keys, *of_queries, span, now)
+    if not span and ctx.backend.kernels == "triton":  # it rotates the query too
+        return q, Angles(*(one.steps(flat.longest, q.device) for one in both))
+    of_keys, of_queries = (ctx.tables.upto(one, max(span, flat.longest), q) for one in both)
+    # The query stands where its own row does, which is the newest of its head.
+    newest_BH, place_N = flat.lengths_BH - 1, None
+    if span:
+        now = seen if isinstance(seen, Tensor) else torch.tensor(seen, device=q.device)
+        before = (now - span).clamp(min=0)
+        newest_BH, place_N = torch.maximum(newest_BH, now - 1 - before), flat.positions_N - before
+    # P = B * H: a group turns alike
+    tables = (table_SR[newest_BH.flatten()][:, None, None] for table_SR in of_queries)
+    group_PG1D = q.reshape(newest_BH.numel(), -1, 1, q.shape[-1])
+    return ctx.backend.rotate(group_PG1D, *tables).view(q.shape), Rotation(*of_keys, place_N)
 
 
-def attend_again(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor) -> Tensor:
+def attend_again(ctx: Context, rows: BoundedLayer, q: Tensor) -> Tensor:
     """Attention ``[B, Q, T, D]`` of the newest tokens in a later layer, over rows that hold them already. Rows gain no statistics
     of it: some backbones ask it for a piece's last token alone."""
-    if (rope := ctx.write_rope(layer, rows)) is not None:
+    if (rope := ctx.write_rope(rows)) is not None:
         T = q.shape[2]
         q = ctx.backend.rotate(q, *ctx.tables.between(rope.of_queries, rows.seen - T, T, q))
-    return attend_newest(replace(ctx, statistics=()), layer, rows, q)
+    return attend_newest(replace(ctx, statistics=()), rows, q)
 
 
-def attend_newest(ctx: Context, layer: int, rows: BoundedLayer, q: Tensor, fixed: StaticStep | None = None) -> Tensor:
+def attend_newest(ctx: Context, rows: BoundedLayer, q: Tensor, fixed: StaticStep | None = None) -> Tensor:
     """Attention ``[B, Q, T, D]`` of the newest tokens, which are rows already. One token takes a call for all heads; a block
     takes one per part, heads of equal length, or one for heads of different lengths where PyTorch has it."""
     if fixed is not None and fixed.flat is not None:
-        return attend_token(ctx, layer, rows, q, fixed)
+        return attend_token(ctx, rows, q, fixed)
     masked = prefill_mask(ctx, rows) is not None
     if q.shape[2] == 1 and rows.reads_flat and not masked:
-        return attend_token(ctx, layer, rows, q)
+        return attend_token(ctx, rows, q)
     narrows = any(stage.narrows(rows, q.shape[2]) for stage in ctx.stages)
     plain = not rows.statistics and not narrows and not masked and rows.softmax.is_plain
     sizes = rows.layout.device, rows.dtype, rows.codec.key_size
     if plain and isinstance(rows.layout, RaggedRows) and ctx.backend.attends_ragged(*sizes):
-        return _attend_ragged(ctx, layer, rows, rows.layout, q)
+        return _attend_ragged(ctx, rows, rows.layout, q)
     out, G, seen = [], q.shape[1] // rows.layout.H, rows.seen if fixed is None else fixed.seen + q.shape[2]
     for part in rows.parts():
         queries = slice(part.heads.start * G, part.heads.stop * G)  # [b, h * G, T, D]
-        out.append(_attend_part(ctx, layer, rows, part, q[:, queries], rows.softmax.of(queries), seen))
+        out.append(_attend_part(ctx, rows, part, q[:, queries], rows.softmax.of(queries), seen))
     return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
-def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedRows, q: Tensor) -> Tensor:
+def _attend_ragged(ctx: Context, rows: BoundedLayer, layout: RaggedRows, q: Tensor) -> Tensor:
     """Attention ``[1, Q, T, D]`` of a block's queries ``[1, Q, T, D]`` over all heads of a layer at once."""
     keys, values = (rows.codec.read(name, (slice(0, len(rows.positions)),)) for name in ("keys", "values"))
-    starts_H, lengths_H, rope = layout.starts, layout.lengths, ctx.read_rope(layer, rows)
+    starts_H, lengths_H, rope = layout.starts, layout.lengths, ctx.read_rope(rows)
     if rope is not None:
         (_, Q, T, _), N, H = q.shape, len(keys), layout.H
         # Rank of each row in its head; that of its last row where it is free, so that tables reach there.
@@ -124,7 +141,6 @@ def _attend_ragged(ctx: Context, layer: int, rows: BoundedLayer, layout: RaggedR
 
 def _attend_part(
     ctx: Context,
-    layer: int,
     rows: BoundedLayer,
     part: EqualLengthHeads,
     q: Tensor,
@@ -140,7 +156,7 @@ def _attend_part(
     if (mask := prefill_mask(ctx, rows)) is not None:
         shown = mask.visible(part.keys.shape[2], rows.since_eviction)
     keys, values = _picked(part.keys, shown), _picked(part.values, shown)
-    if (rope := ctx.read_rope(layer, rows)) is not None:
+    if (rope := ctx.read_rope(rows)) is not None:
         n = keys.shape[2]
         if ctx.positions.by_rank:
             keys_at, queries_at = (ctx.tables.first(one, n, q, rows.layout.ragged) for one in (rope, rope.of_queries))
@@ -155,7 +171,7 @@ def _attend_part(
     for stage in ctx.stages:
         if stage.narrows(rows, T):
             (q, keys), rotation = ctx.backend.rotated(q, keys, rotation), None
-            blocks = stage.blocks(ctx, layer, part.heads, q, keys, rows.scaling)
+            blocks = stage.blocks(ctx, rows, part.heads, q, keys)
             if blocks is not None:
                 return ctx.backend.attend_blocks(q, keys, values, rows.scaling, blocks)
     want = frozenset(ctx.statistics if len(part.stats) else ())
@@ -195,7 +211,6 @@ def in_model_type(ctx: Context, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def read_tokens(
     ctx: Context,
-    layer: int,
     rows: BoundedLayer,
     q_BQTD: Tensor,
     k_BHTD: Tensor,
@@ -208,12 +223,12 @@ def read_tokens(
     may be one call with others (``evicts_together``)."""
     out, start, tokens = [], 0, q_BQTD.shape[2]
     while start < tokens:
-        due = ctx.due(layer, rows, tokens - start)
+        due = ctx.due(rows, tokens - start)
         new = slice(start, start + due.tokens)
-        make_room(ctx, [(layer, rows)], due.tokens)
+        make_room(ctx, [rows], due.tokens)
         part = of_tokens(score, new)
-        out.append(read_block(ctx, layer, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], None, part))
-        evict_after(ctx, layer, rows, due, waiting if new.stop == tokens else None)
+        out.append(read_block(ctx, rows, q_BQTD[:, :, new], k_BHTD[:, :, new], v_BHTD[:, :, new], None, part))
+        evict_after(ctx, rows, due, waiting if new.stop == tokens else None)
         rows.codec.finish_block()
         start = new.stop
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
@@ -224,7 +239,6 @@ def read_tokens(
 
 def read_block(
     ctx: Context,
-    layer: int,
     rows: BoundedLayer,
     q: Tensor,
     k: Tensor,
@@ -235,21 +249,21 @@ def read_block(
     """Attend over the rows and one block of new tokens, which become rows: ``[B, Q, T, D]``."""
     seen, T = rows.seen if fixed is None else fixed.seen, q.shape[2]
     if score is None:
-        score = entry_scores(ctx, layer, rows, seen, q, k, v)
+        score = entry_scores(ctx, rows, seen, q, k, v)
     if rows.recent:
         rows.append_queries(q)  # as it came: scores rotate the newest queries for the rows that are left
-    if (rope := ctx.write_rope(layer, rows)) is not None:
+    if (rope := ctx.write_rope(rows)) is not None:
         tables = ctx.tables.between(rope, seen, T, q)
         of_queries = tables if rope.queries is None else ctx.tables.between(rope.queries, seen, T, q)
         q, k = ctx.backend.rotate(q, *of_queries), ctx.backend.rotate(k, *tables)
     if fixed is not None:
         rows.append(k, v, score, fixed.row_1, fixed.position_T)
-        return attend_newest(ctx, layer, rows, q, fixed)
+        return attend_newest(ctx, rows, q, fixed)
     rows.append(k, v, score)
     for stage in ctx.stages:
-        if stage.attends(ctx, rows, T):
-            return stage.attend(ctx, layer, rows, q)
-    return attend_newest(ctx, layer, rows, q)
+        if (out := stage.attend(ctx, rows, q)) is not None:
+            return out
+    return attend_newest(ctx, rows, q)
 
 
 # ---- evicting --------------------------------------------------------------------------------------------------------
@@ -258,7 +272,6 @@ def read_block(
 class Eviction(NamedTuple):
     """A layer that must be cut."""
 
-    layer: int
     rows: BoundedLayer
     keep: int
     """Slots of a head, on average where heads differ."""
@@ -266,35 +279,33 @@ class Eviction(NamedTuple):
     """Whether this is the eviction before the tail, which protects no newest slots."""
 
 
-def make_room(
-    ctx: Context, layers: Iterable[tuple[int, BoundedLayer]], tokens: int, seen: int | Tensor | None = None
-) -> None:
+def make_room(ctx: Context, layers: Iterable[BoundedLayer], tokens: int, seen: int | Tensor | None = None) -> None:
     """Make room before a block is appended: windowed layers drop rows that no query can see, and full layers evict.
     ``seen``: None, a number or a tensor of shape []."""
     cuts = []
-    for layer, rows in layers:
-        due = ctx.due(layer, rows, tokens)
+    for rows in layers:
+        due = ctx.due(rows, tokens)
         if due.room is None:
             if rows.rows + due.tokens > rows.capacity:
                 rows.grow(rows.rows + due.tokens)
         elif rows.window is not None:
             rows.drop_oldest(due.room)
         else:
-            cuts.append(Eviction(layer, rows, due.room))
+            cuts.append(Eviction(rows, due.room))
     evict(ctx, cuts, seen)
 
 
-def evict_if_due(ctx: Context, layers: Iterable[tuple[int, BoundedLayer]], seen: int | Tensor | None = None) -> None:
+def evict_if_due(ctx: Context, layers: Iterable[BoundedLayer], seen: int | Tensor | None = None) -> None:
     """Evict at a boundary of the schedule. ``seen``: None, a number or a tensor of shape []."""
-    dues = ((layer, rows, ctx.due(layer, rows, 0)) for layer, rows in layers)
-    cuts = [Eviction(layer, rows, due.keep, due.last) for layer, rows, due in dues if due.keep is not None]
+    dues = ((rows, ctx.due(rows, 0)) for rows in layers)
+    cuts = [Eviction(rows, due.keep, due.last) for rows, due in dues if due.keep is not None]
     evict(ctx, cuts, seen)
 
 
-def evict_after(ctx: Context, layer: int, rows: BoundedLayer, due: Due, waiting: list[Eviction] | None = None) -> None:
+def evict_after(ctx: Context, rows: BoundedLayer, due: Due, waiting: list[Eviction] | None = None) -> None:
     """Evict where it is due after a block, or let it be ``waiting`` where it may be one call with other layers."""
     if due.keep is not None and not ctx.evicts_after_forward:
-        cut = Eviction(layer, rows, due.keep, due.last)
+        cut = Eviction(rows, due.keep, due.last)
         if waiting is not None and evicts_together(ctx, rows):
             waiting.append(cut)
         else:
@@ -316,7 +327,7 @@ def evict(ctx: Context, cuts: Iterable[Eviction], seen: int | Tensor | None = No
     for cut in cuts:
         rows = cut.rows
         if rows.rows > cut.keep:
-            key = (rows.rows, rows.layout.H, rows.device) if evicts_together(ctx, rows) else cut.layer
+            key = (rows.rows, rows.layout.H, rows.device) if evicts_together(ctx, rows) else rows.number
             alike.setdefault((key, cut.keep, cut.last), []).append(cut)
     for same in alike.values():
         _evict(ctx, same, seen)
@@ -324,12 +335,12 @@ def evict(ctx: Context, cuts: Iterable[Eviction], seen: int | Tensor | None = No
 
 def _evict(ctx: Context, cuts: Sequence[Eviction], seen: int | Tensor | None) -> None:
     """Cut layers that go together, after ``seen`` tokens (None, a number or a tensor of shape [])."""
-    policy, counters, (_, first, keep, last) = ctx.policy, ctx.counters, cuts[0]
+    policy, counters, (first, keep, last) = ctx.policy, ctx.counters, cuts[0]
     stabilizers = 0 if last else min(ctx.schedule.stabilizers, keep)
-    slots_L = [slots_of(ctx, layer, rows, keep, stabilizers, seen) for layer, rows, *_ in cuts]
+    slots_L = [slots_of(ctx, rows, keep, stabilizers, seen) for rows, *_ in cuts]
     t0 = time.perf_counter()
     scores_L = []
-    for slots, (_, rows, *_) in zip(slots_L, cuts, strict=True):
+    for slots, (rows, *_) in zip(slots_L, cuts, strict=True):
         scores_L.append(policy.scores(slots))
         rows.layout.put_back(rows.scores, slots.entry_scores)  # a score may have aged them
     t1 = time.perf_counter()
@@ -338,11 +349,11 @@ def _evict(ctx: Context, cuts: Sequence[Eviction], seen: int | Tensor | None) ->
     else:
         chosen = policy.choose(slots_L[0], scores_L[0])
     t2 = time.perf_counter()
-    for slots, scores, (layer, rows, *_) in zip(slots_L, scores_L, cuts, strict=True):
+    for slots, scores, (rows, *_) in zip(slots_L, scores_L, cuts, strict=True):
         # Before rows move: positions and slots still belong together.
         counters.count_eviction(rows, scores.shape[:2].numel() * (rows.rows - keep))
         for stage in ctx.stages:
-            stage.evicted(ctx, layer, rows, slots, scores, chosen)
+            stage.evicted(ctx, rows, slots, scores, chosen)
     first.keep(chosen, keep, [cut.rows for cut in cuts[1:]])
     counters.score_s += t1 - t0
     counters.select_s += t2 - t1

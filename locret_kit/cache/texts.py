@@ -18,10 +18,10 @@ from locret_kernels.backend import function
 from locret_kernels.enter import HeadProduct, Score
 
 from ..backbones.decoder_attention import Rope, Softmax, Tables
-from .attend import VarlenRows, decode_rows
+from .attend import VarlenRows
 from .context import Context
 from .pages import RowPool
-from .step import evict_after, in_model_type, make_room, read_tokens, row_rotation
+from .step import attend_flat, evict_after, in_model_type, make_room, read_tokens
 from .storage.rows import BoundedLayer
 from .view import entry_scores, folded_scores, of_tokens, score_alike, scores_of
 
@@ -104,13 +104,8 @@ def batch_key(ctx: Context) -> Hashable | None:
     return ctx.positions.span, ctx.statistics, ctx.group, ctx.backend.kernels, recent, id(ctx.ropes)
 
 
-@dataclass(frozen=True)
-class DecodingGroup:
-    """Texts that have one new token each and are decoded in one call."""
-
-    turns: list[int]
-    at: Tensor | slice
-    """Places of the tokens in the forward."""
+DecodingGroup = tuple[list[int], Tensor | slice]
+"""Numbers of texts that have one new token each and are decoded in one call, and the places of the tokens in the forward."""
 
 
 class TextBatch:
@@ -166,15 +161,14 @@ class TextBatch:
             x_BTC = x_NC if isinstance(x_NC, HeadProduct) else x_NC[None, : self.end]
             score = folded_scores(ctx, layer, x_BTC, self.end)
         if score is None and self._scored_alike:
-            score = entry_scores(ctx, layer, None, self.positions(self.end, q.device)[None], q, k, v)
-        for group in self._plan(rows, q.device):
-            at = group.at
-            out_NQD[at] = self._decode(group, layer, rows, q_NQD[at], k_NHD[at], v_NHD[at], of_tokens(score, at))
+            score = entry_scores(ctx, rows[0], 0, q, k, v, self.positions(self.end, q.device)[None])
+        for turns, at in self._plan(rows, q.device):
+            out_NQD[at] = self._decode(turns, rows, q_NQD[at], k_NHD[at], v_NHD[at], of_tokens(score, at))
         for i in self._alone:
             new = slice(*self.spans[i])
             part, waiting = of_tokens(score, new), self.texts[i].waiting
             new_q, new_k, new_v = (x[:, :, new] for x in (q, k, v))
-            out = read_tokens(self.contexts[i], layer, rows[i], new_q, new_k, new_v, part, waiting)
+            out = read_tokens(self.contexts[i], rows[i], new_q, new_k, new_v, part, waiting)
             out_NQD[new] = out[0].transpose(0, 1)
         for text in self.texts:
             text.close(layer)
@@ -185,7 +179,7 @@ class TextBatch:
             text.evict_waiting()
 
     def _plan(self, rows: Sequence[BoundedLayer], device: torch.device) -> list[DecodingGroup]:
-        """Groups of texts that are decoded together, the same in all layers. The others are read alone."""
+        """Texts that are decoded together, the same in all layers. The others are read alone."""
         if self._groups is None:
             alike: dict[Hashable, list[int]] = {}
             for i, (ctx, (start, end), own) in enumerate(zip(self.contexts, self.spans, rows, strict=True)):
@@ -195,38 +189,37 @@ class TextBatch:
                     self._alone.append(i)
                 else:
                     alike.setdefault((key, id(own.page.pool)), []).append(i)
-            self._groups = [self._group(turns, device) for turns in alike.values()]
+            self._groups = []
+            for turns in alike.values():
+                starts = [self.spans[i][0] for i in turns]
+                first, end = starts[0], starts[0] + len(starts)
+                # Tokens side by side, as they mostly are, need no index.
+                side_by_side = starts == list(range(first, end))
+                self._groups.append((turns, slice(first, end) if side_by_side else torch.tensor(starts, device=device)))
         return self._groups
 
-    def _group(self, turns: list[int], device: torch.device) -> DecodingGroup:
-        starts = [self.spans[i][0] for i in turns]
-        first, end = starts[0], starts[0] + len(starts)
-        # Tokens side by side, as they mostly are, need no index.
-        at = slice(first, end) if starts == list(range(first, end)) else torch.tensor(starts, device=device)
-        return DecodingGroup(turns, at)
-
     def _decode(
-        self, group: DecodingGroup, layer: int, all_rows: Sequence[BoundedLayer], q_NQD: Tensor, k_NHD: Tensor,
+        self, turns: list[int], all_rows: Sequence[BoundedLayer], q_NQD: Tensor, k_NHD: Tensor,
         v_NHD: Tensor, score: Score,
     ) -> Tensor:  # fmt: skip
         """Attention output ``[N, Q, D]`` of one new token of each text of a group, which become rows; evicts where it is due."""
-        texts = [(self.contexts[i], all_rows[i]) for i in group.turns]
+        texts = [(self.contexts[i], all_rows[i]) for i in turns]
         rows = [own for _, own in texts]
         ctx, first = texts[0]
         pool = first.page and first.page.pool
         assert isinstance(pool, RowPool)
         # Room first: an eviction moves rows, and places are numbers of rows.
-        dues = [] if self._step.given_X4N is not None else [own_ctx.due(layer, own, 1) for own_ctx, own in texts]
+        dues = [] if self._step.given_X4N is not None else [own_ctx.due(own, 1) for own_ctx, own in texts]
         for own_ctx, own in texts if dues else ():
-            make_room(own_ctx, [(layer, own)], 1)
+            make_room(own_ctx, [own], 1)
         if not self._scored_alike and score is None:
             alone = zip(texts, *(x[:, None, :, None] for x in (q_NQD, k_NHD, v_NHD)), strict=True)  # [1, heads, 1, D]
-            made = [entry_scores(own_ctx, layer, own, own.seen, q, k, v) for (own_ctx, own), q, k, v in alone]
+            made = [entry_scores(own_ctx, own, own.seen, q, k, v) for (own_ctx, own), q, k, v in alone]
             score = torch.cat([scores_of(one, k_NHD[:1, :, None]) for one in made], 2)
         index, q_NQ1D = self._step.index(pool, rows), q_NQD[:, :, None]
         if first.recent:  # as they came: a score rotates the newest queries for the rows that an eviction leaves
             pool.append_queries(index.starts_NH[:, 0], q_NQD, first.recent)
-        if (rope := ctx.write_rope(layer, first)) is not None:
+        if (rope := ctx.write_rope(first)) is not None:
             k_NHD = ctx.backend.rotate(k_NHD[:, :, None], *self._step.own(index, rope, q_NQD))[:, :, 0]
             q_NQ1D = ctx.backend.rotate(q_NQ1D, *self._step.own(index, rope.of_queries, q_NQD))
         # One write for all texts. Rows are counted after it: until then the pages say where the new ones go.
@@ -237,11 +230,9 @@ class TextBatch:
         flat = VarlenRows(
             (pool.keys, pool.values), pool.positions, stats, index.starts_NH, index.lengths_NH, index.longest
         ).newest(first.window)
-        rope = ctx.read_rope(layer, first)
-        rotation = None if rope is None else row_rotation(ctx, rope, index.longest, q_NQD, first.seen)
-        out = decode_rows(q_NQ1D, flat, first.scaling, ctx.backend.kernels, statistics, rotation, ctx.group)
+        out = attend_flat(ctx, first, flat, q_NQ1D, first.seen)
         # Each by its own schedule; what moves lies in its own page.
-        for i, (own_ctx, own), due in zip(group.turns, texts, dues, strict=False):
+        for i, (own_ctx, own), due in zip(turns, texts, dues, strict=False):
             own.count(1)
-            evict_after(own_ctx, layer, own, due, self.texts[i].waiting)
+            evict_after(own_ctx, own, due, self.texts[i].waiting)
         return out[:, :, 0]

@@ -48,11 +48,6 @@ def without(pins: Pins, start: int, end: int) -> Pins:
     return pins_of(part for a, b in pins for part in ((a, min(b, start)), (max(a, end), b)))
 
 
-def count(pins: Pins) -> int:
-    """Positions that are pinned."""
-    return sum(end - start for start, end in pins)
-
-
 def check_room(ctx: Context, pins: Pins, layers: Sequence[BoundedLayer] = ()) -> None:
     """Raise ValueError where a layer has no room for the pinned tokens, its stabilizers or the prompt's tail, and
     one slot of the policy's choice.
@@ -65,7 +60,7 @@ def check_room(ctx: Context, pins: Pins, layers: Sequence[BoundedLayer] = ()) ->
         return
     s, reread = ctx.schedule, None if layers else ctx.policy.reread
     # What is still to come counts in full; of what was read, the slots that are left.
-    coming = count(without(pins, 0, layers[0].get_seq_length() if layers else 0))
+    coming = sum(end - start for start, end in without(pins, 0, layers[0].get_seq_length() if layers else 0))
     asked = [coming] * len(ctx.budgets)
     for i, rows in enumerate(layers):
         if ctx.budgets[i] and rows.is_initialized:
@@ -106,7 +101,7 @@ def pinned_slots(pins: Pins, positions_BHS: Tensor, valid_BHS: Tensor) -> Tensor
 
 
 def slots_of(
-    ctx: Context, layer: int, rows: BoundedLayer, keep: int, stabilizers: int, length: int | Tensor | None = None
+    ctx: Context, rows: BoundedLayer, keep: int, stabilizers: int, length: int | Tensor | None = None
 ) -> Slots:
     """Slots of a layer that must be cut to ``keep`` per head, in a text of ``length`` tokens so far.
 
@@ -125,7 +120,7 @@ def slots_of(
             one["count"] = (seen - positions).float()
     # Functions and not tensors: most policies read neither keys nor values, and to rotate all of them costs a pass.
     slots = Slots(
-        layer=layer,
+        layer=rows.number,
         layers=len(ctx.budgets),
         keep=keep,
         stabilizers=stabilizers,
@@ -137,15 +132,15 @@ def slots_of(
         pinned=pinned_slots(ctx.pins, positions, valid),
         entry_scores=rows.slots("scores"),
         stats=stats,
-        keys=lambda: _keys(ctx, layer, rows, seen),
+        keys=lambda: _keys(ctx, rows, seen),
         values=lambda: rows.slots("values"),
-        raw_keys=lambda: _raw_keys(ctx, layer, rows),
-        queries=lambda: _queries(ctx, layer, rows, seen),
+        raw_keys=lambda: _raw_keys(ctx, rows),
+        queries=lambda: _queries(ctx, rows, seen),
         softmax=rows.softmax,
         seed=ctx.settings.seed,
         target=ctx.heads.config.target if ctx.heads is not None else "logit",
         lengths=rows.layout.head_lengths,
-        rope=ctx.ropes[layer] if ctx.ropes is not None else None,
+        rope=ctx.ropes[rows.number] if ctx.ropes is not None else None,
         next_position=ctx.positions.next_place(valid.sum(-1), seen) if ctx.policy.score.needs_unrotated else None,
         state=rows.state,
         backend=rows.backend,
@@ -161,9 +156,9 @@ def _of_query_head(slots: Slots, g: int, G: int, stats: Mapping[str, Tensor], ke
     return replace(slots, stats=stats, keys=keys, queries=lambda: slots.queries()[:, g::G], softmax=softmax)
 
 
-def _keys(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -> Tensor:
+def _keys(ctx: Context, rows: BoundedLayer, seen: int | Tensor) -> Tensor:
     """Keys ``[B, H, S, D]`` as attention sees them."""
-    keys, rope = rows.slots("keys"), ctx.read_rope(layer, rows)
+    keys, rope = rows.slots("keys"), ctx.read_rope(rows)
     if rope is None:
         return keys
     if ctx.positions.by_rank:
@@ -184,12 +179,12 @@ def _tables(ctx: Context, rope: Rope, rows: BoundedLayer, seen: int | Tensor, li
     return ctx.tables.at(rope, place_BHS, ctx.positions.span, like)
 
 
-def _raw_keys(ctx: Context, layer: int, rows: BoundedLayer) -> Tensor:
+def _raw_keys(ctx: Context, rows: BoundedLayer) -> Tensor:
     """Keys ``[B, H, S, D]`` before RoPE."""
     keys = rows.slots("keys")
-    if ctx.read_rope(layer, rows) is not None:
+    if ctx.read_rope(rows) is not None:
         return keys
-    return turned_back(ctx.rope(layer), keys, rows.slots("positions"))
+    return turned_back(ctx.rope(rows.number), keys, rows.slots("positions"))
 
 
 def turned_back(rope: Rope, keys: Tensor, positions: Tensor) -> Tensor:
@@ -201,7 +196,7 @@ def turned_back(rope: Rope, keys: Tensor, positions: Tensor) -> Tensor:
     return turned
 
 
-def _queries(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -> Tensor:
+def _queries(ctx: Context, rows: BoundedLayer, seen: int | Tensor) -> Tensor:
     """The newest queries ``[B, Q, W, D]``, rotated for the newest ``W`` rows."""
     # The newest W of the buffer [Q, recent, D]; the newest is last.
     W = min(rows.recent, rows.layout.valid().shape[-1])
@@ -210,9 +205,9 @@ def _queries(ctx: Context, layer: int, rows: BoundedLayer, seen: int | Tensor) -
     q = rows.queries[None, :, rows.recent - W :]
     if ctx.ropes is None:
         return q
-    rope = ctx.read_rope(layer, rows)
+    rope = ctx.read_rope(rows)
     if rope is None:
-        return rotate(q, *ctx.tables.between(ctx.ropes[layer].of_queries, seen - W, W, q))
+        return rotate(q, *ctx.tables.between(ctx.ropes[rows.number].of_queries, seen - W, W, q))
     rope = rope.of_queries
     if ctx.positions.by_rank:
         cos, sin = rows.layout.per_head_tables(lambda n: ctx.tables.between(rope, n - W, W, q), W)
@@ -246,7 +241,7 @@ def score_alike(contexts: Sequence[Context]) -> bool:
 def _head_product(ctx: Context, layer: int, q: Tensor, k: Tensor, v: Tensor) -> HeadProduct | None:
     """The hidden product ``[B, T, R]`` of a layer's retaining head, and its last weight, where they are the whole
     score. The launch that writes rows makes the second product."""
-    if ctx.heads is None or ctx.backend.kernels != "triton" or not ctx.scores_by_head:
+    if ctx.heads is None or ctx.backend.kernels != "triton" or not ctx.policy.score.is_head:
         return None
     head = ctx.heads[layer]
     if not isinstance(head, RetainingHead) or ctx.heads.config.activation != "silu":
@@ -299,11 +294,17 @@ def score_by_logits(
 
 
 def entry_scores(
-    ctx: Context, layer: int, rows: BoundedLayer | None, seen: int | Tensor, q: Tensor, k: Tensor, v: Tensor
+    ctx: Context,
+    rows: BoundedLayer,
+    seen: int | Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places_BT: Tensor | None = None,
 ) -> Score:
-    """Scores of new tokens after ``seen`` others; None where they are not read. Tokens of several texts, whose contexts
-    ``score_alike``, have no ``rows``; ``seen`` is then the position ``[B, T]`` of each in its own."""
-    began = time.perf_counter()
+    """Scores of new tokens after ``seen`` others; None where they are not read. ``places``: the position of each in its own text,
+    of tokens of several texts, whose contexts ``score_alike``; ``rows`` are then those of any."""
+    began, layer = time.perf_counter(), rows.number
     # A windowed layer's scores are never read, and its score's memory would grow with the text.
     score: Score = None
     if ctx.spec.windows[layer] is None and (score := _head_product(ctx, layer, q, k, v)) is None:
@@ -316,9 +317,9 @@ def entry_scores(
             head=ctx.heads[layer] if ctx.heads is not None else None,
             seed=ctx.settings.seed,
             rope=ctx.ropes[layer] if ctx.ropes is not None else None,
-            state={} if rows is None else rows.state,
+            state=rows.state if places_BT is None else {},
             linear=ctx.backend.linear,
-            places=seen[:, None] if rows is None and isinstance(seen, Tensor) else None,
+            places=None if places_BT is None else places_BT[:, None],
         )
         score = ctx.policy.score.score_new_tokens(entry)
     ctx.counters.score_s += time.perf_counter() - began
@@ -360,9 +361,9 @@ def choose_passages(ctx: Context, reread: Reread, layers: Sequence[BoundedLayer]
     body, tail = ctx.schedule.body or 0, ctx.schedule.tail
     size = reread.size(min(budget for budget in ctx.budgets if budget), tail)
     score_P = torch.zeros(body, dtype=torch.float32, device=ctx.model.device)
-    for layer, rows in enumerate(layers):
+    for rows in layers:
         if rows.window is None:
-            slots = slots_of(ctx, layer, rows, rows.rows, 0)
+            slots = slots_of(ctx, rows, rows.rows, 0)
             reread.collect(score_P, slots, tail, size)
             ctx.counters.count_eviction(rows, slots.valid.shape[:2].numel() * (rows.rows - tail))
     # Layers without a window have pooled their votes; all layers then start again before the chosen tokens.
@@ -374,13 +375,6 @@ def choose_passages(ctx: Context, reread: Reread, layers: Sequence[BoundedLayer]
         # What is fed next ends where the prompt ends, so the boundaries of the schedule stay.
         rows.seen = total - len(chosen)
     return chosen
-
-
-def prompt_positions(reread: Sequence[int], total: int, start: int, end: int) -> Sequence[int]:
-    """Positions in the prompt of ``total`` tokens of those that are fed as its tokens ``start`` to ``end``, where the
-    positions ``reread`` are read in the place of its last ones."""
-    first = total - len(reread)
-    return reread[start - first : end - first] if reread and start >= first else range(start, end)
 
 
 def in_rows(pins: Pins, reread: Sequence[int], total: int) -> Pins:

@@ -144,7 +144,7 @@ def repeated(document: Document) -> str | None:
     """Text that is read again with each question, where it is more than the text's open end."""
     policy, seen = document.cache.policy, f"the first {document.cache.get_seq_length()} of {document.tokens} tokens"
     said = f"policy={policy.name} reads passages again for each question; {seen} are in the cache"
-    return said if document.cache.rereads else None
+    return said if document.cache.policy.reread is not None else None
 
 
 def questions_of(args: AskOptions) -> list[str]:

@@ -212,7 +212,7 @@ def beyond_window(model: PreTrainedModel, cache: BoundedCache) -> str | None:
     """A warning where keys of the prompt are rotated by positions that the backbone was not made for."""
     window, s = getattr(text_config(model), "max_position_embeddings", None), cache.schedule
     budgets, places = cache.context.budgets, cache.context.positions
-    rows = max(budgets) + s.chunk if cache.evicts else s.prompt_length or 0
+    rows = s.prompt_length or 0 if cache.policy.keeps_everything else max(budgets) + s.chunk
     if window is None or not any(budgets) or (reach := places.largest(rows, s.prompt_length)) <= window:
         return None
     advice = "use --positions compact with budget + chunk below the window"

@@ -21,7 +21,7 @@ from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, get_args, get_origin
 
-from ..naming import nearest
+from ..naming import nearest, split_outside
 from ..settings import annotations_of, checked, choices, metadata_of, parts
 
 if TYPE_CHECKING:
@@ -211,11 +211,6 @@ def _line(name: str, option: Option, width: int) -> str:
     return f"  {head}\n" + textwrap.fill(meaning, width, initial_indent=indent, subsequent_indent=indent)
 
 
-def help_of(command: Command[T], argv: list[str]) -> str:
-    """The short or full help, depending on the arguments."""
-    return full_help(command) if "all" in argv else short_help(command)
-
-
 def read(command: Command[T], argv: list[str]) -> T | None:
     """The options that the words of a command line give; None after ``--help``, ``--help all``, ``--version`` or
     ``--print-config``, which it answers on stdout.
@@ -225,7 +220,7 @@ def read(command: Command[T], argv: list[str]) -> T | None:
         ValueError: a value of a wrong type or out of bounds; a file that cannot be read.
     """
     if {"-h", "--help"} & set(argv):
-        print(help_of(command, argv))
+        print(full_help(command) if "all" in argv else short_help(command))
         return None
     if "--version" in argv:
         from .. import __version__
@@ -347,14 +342,8 @@ def scalar(text: str) -> object:
 
 def split_list(text: str) -> list[str]:
     """The items of ``[a,b]`` or ``a,b``; commas within parentheses belong to an item: ``kvcrush(base=h2o,anchor=mean)``."""
-    items, depth = [""], 0
-    for character in text[1:-1] if text.startswith("[") and text.endswith("]") else text:
-        depth += (character in "([") - (character in ")]")
-        if character == "," and not depth:
-            items.append("")
-        else:
-            items[-1] += character
-    return [item for part in items if (item := part.strip().strip("\"'"))]
+    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return [item for part in split_outside(inside, ",") if (item := part.strip("\"'"))]
 
 
 def read_yaml(path: Path, said: str) -> Values:

@@ -314,7 +314,7 @@ class Document:
 
     def _without_text(self) -> Document:
         """A copy of the document with every token read and no token ids."""
-        if self.cache.rereads:
+        if self.cache.policy.reread is not None:
             raise ValueError(
                 f"policy={self.cache.policy.name!r} reads passages of the text again: it cannot be saved without its text"
             )
@@ -464,12 +464,12 @@ def _positions(tensors: Mapping[str, torch.Tensor], layer: int, seen: int) -> li
     """Positions of each head of a layer: rows of ``[1, H, rows]``, or stretches of ``[rows of all heads]``."""
     name = f"layers.{layer}"
     positions, lengths = (tensors.get(f"{name}.{part}") for part in ("positions", "lengths"))
-    if positions is None or positions.dtype != torch.int32 or positions.dim() != (3 if lengths is None else 1):
-        raise ValueError(f"{name}.positions must be integers [1, heads, rows], or [rows] with lengths")
+    if positions is None or positions.dtype != torch.int32 or positions.dim() != (2 if lengths is None else 1):
+        raise ValueError(f"{name}.positions must be integers [heads, rows], or [rows] with lengths")
     if positions.numel() and not 0 <= positions.min() <= positions.max() < seen:
         raise ValueError(f"{name}.positions must be from 0 to {seen - 1}")
     if lengths is None:
-        return list(positions.flatten(0, 1).numpy())
+        return list(positions.numpy())
     if lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}.lengths must be integers")
     ends = lengths.flatten().cumsum(0).tolist()

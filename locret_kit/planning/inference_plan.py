@@ -66,7 +66,7 @@ class BackboneSizes:
         hidden = field_of(config, "hidden_size", "n_embd", "d_model")
         inter = field_of(config, "intermediate_size", "ffn_dim", "n_inner") or 4 * hidden
         model = without_weights(config)
-        weights = parameters_of(model)
+        weights = sum(weight.numel() for weight in model.parameters())  # tied ones once
         if model.get_output_embeddings() is None:  # a decoder alone: whether they are tied is not said
             weights += config.vocab_size * hidden
         gguf = getattr(config, "gguf", None) or {}
@@ -146,11 +146,6 @@ def without_weights(config: PretrainedConfig) -> PreTrainedModel:
         model: PreTrainedModel = kind.from_config(deepcopy(config), dtype=torch.float32)
     model.set_experts_implementation("batched_mm")
     return model.eval()
-
-
-def parameters_of(model: PreTrainedModel) -> int:
-    """Weights of a language model, tied embeddings once."""
-    return sum(weight.numel() for weight in model.parameters())
 
 
 def head_parameters(spec: BackboneSpec, d_hidden: int) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial, reduce
+from math import floor
 from typing import TypeVar
 
 import torch
@@ -31,25 +32,23 @@ WHOLE = 10**6
 """Unit of shares on the device: 1 / ``WHOLE`` of a slot."""
 
 
-def rounded(shares: list[Fraction], total: int, max_shares: list[int] | None = None) -> list[int]:
+def rounded(shares: list[Fraction], total: int) -> list[int]:
     """Integers near ``shares`` whose sum is ``total``: each rounded down, then one more for the largest fractions (of equals,
-    the first), none above its ``max_shares``.
+    the first). The sum of the shares is less than ``total + 1``, and at least ``total``.
 
     >>> rounded([Fraction(5, 2), Fraction(5, 2), Fraction(1)], 6)
     [3, 2, 1]
     """
-    max_shares = [total] * len(shares) if max_shares is None else max_shares
-    out = [min(share.__floor__(), top) for share, top in zip(shares, max_shares, strict=True)]
+    out = [floor(share) for share in shares]
     by_fraction = sorted(range(len(shares)), key=lambda i: out[i] - shares[i])
-    while (missing := total - sum(out)) > 0:
-        for i in [i for i in by_fraction if out[i] < max_shares[i]][:missing]:
-            out[i] += 1
+    for i in by_fraction[: total - sum(out)]:
+        out[i] += 1
     return out
 
 
 def rounded_on_device(share_BH: Tensor, most_BH: Tensor, total: int | Tensor) -> Tensor:
     """``rounded`` for every row ``[B, H]`` (int64) without a wait of the host. Shares are in units of 1 / ``WHOLE``.
-    A row sums to ``total`` (an integer, or ``[B]``), or to its ``max_shares`` if that is less."""
+    None is above ``most``; a row sums to ``total`` (an integer, or ``[B]``), or to that of ``most`` if it is less."""
     H = share_BH.shape[1]
     down_BH = (share_BH // WHOLE).minimum(most_BH)
     turn_BH = (share_BH - WHOLE * down_BH).argsort(dim=-1, descending=True, stable=True)
@@ -103,13 +102,16 @@ class Policy:
     """None: the prompt's end is read once and sees every slot."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError where parts do not go together."""
-        self._check_sparse()
-        self._check_recall()
-
-    def _check_recall(self) -> None:
-        """Raise ValueError for parts that contradict recall: an evicted slot is merged or stored, and one part
-        decides which slots a token sees."""
+        """Raise ValueError where parts do not go together. Sparse prefill skips attention that others need. Besides recall, an
+        evicted slot is not merged, and no other part decides which slots a token sees."""
+        said = f"policy={self.name!r}: sparse prefill"
+        if self.sparse is not None and (summed := sorted(self.statistics - {"count"})):
+            raise ValueError(
+                f"{said} leaves attention out, and score or scope read of all of it: {', '.join(summed)}; "
+                "choose others, such as score=cis or score=window"
+            )
+        if self.sparse is not None and self.prefill_mask is not None:
+            raise ValueError(f"{said} chooses what a token attends to, and so does prefill_mask: leave one out")
         others = {"merge": self.merge, "prefill_mask": self.prefill_mask, "sparse": self.sparse, "reread": self.reread}
         present = [name for name, part in others.items() if part is not None]
         if self.recall is not None and present:
@@ -119,19 +121,6 @@ class Policy:
                 else "both choose what a token attends to"
             )
             raise ValueError(f"policy={self.name!r}: recall does not go with {present[0]}, since {why}: leave one out")
-
-    def _check_sparse(self) -> None:
-        """Raise ValueError for parts that need the attention that sparse prefill skips."""
-        if self.sparse is None:
-            return
-        said = f"policy={self.name!r}: sparse prefill"
-        if summed := sorted(self.statistics - {"count"}):
-            raise ValueError(
-                f"{said} leaves attention out, and score or scope read of all of it: {', '.join(summed)}; "
-                "choose others, such as score=cis or score=window"
-            )
-        if self.prefill_mask is not None:
-            raise ValueError(f"{said} chooses what a token attends to, and so does prefill_mask: leave one out")
 
     @property
     def needs_heads(self) -> bool:
@@ -189,23 +178,19 @@ class Policy:
 
         Warns (``PolicyWarning``) if the budget has too little room for the parts.
         """
-        self._warn_of_caps(budget, chunk, stabilizers)
-        own = budget - self.selection.reserved_slots(budget)
-        window = max((scope.window(own, chunk, stabilizers) for scope in self.scopes), default=0)
-        return self.allocation.layer_budgets(budget, layers, min(max(window, tail + 1), budget), longest)
-
-    def _warn_of_caps(self, budget: int, chunk: int, stabilizers: int) -> None:
         own = budget - self.selection.reserved_slots(budget)
         said = f"policy={self.name!r} at a budget of {budget} slots:"
         left = f", of which {self.selection} leaves {own}" if own < budget else ""
         for scope in self.scopes:
             if (asked := scope.reserved(own, chunk, stabilizers)) > own:
                 warnings.warn(
-                    f"{said} {scope} asks for {asked} slots{left}; the score chooses none", base.PolicyWarning, 3
+                    f"{said} {scope} asks for {asked} slots{left}; the score chooses none", base.PolicyWarning, 2
                 )
         for part in (self.selection, self.recall):
             if part is not None and (shortfall := part.shortfall(budget)):
-                warnings.warn(f"{said} {part} {shortfall}", base.PolicyWarning, 3)
+                warnings.warn(f"{said} {part} {shortfall}", base.PolicyWarning, 2)
+        window = max((scope.window(own, chunk, stabilizers) for scope in self.scopes), default=0)
+        return self.allocation.layer_budgets(budget, layers, min(max(window, tail + 1), budget), longest)
 
     def protected(self, slots: base.Slots) -> Tensor:
         """Boolean ``[B, H, S]``: the slots that are pinned, or protected by a scope. Fractions refer to the slots

@@ -141,19 +141,13 @@ class Slots:
     backend: str = "reference"
     """Backend of ``locret_kernels``."""
 
-    @property
-    def scaling(self) -> float:
-        """Factor on the products of queries and keys."""
-        return self.softmax.scaling
-
     def attention(self, q_BQWD: Tensor, k_BHSD: Tensor, heads: slice = slice(None)) -> Tensor:
         """Attention ``[B, H, S]`` (float32) that queries give keys, as ``locret_kernels.attend.window_attention``;
         ``heads`` are the query heads whose queries they are."""
         if self.softmax.is_plain:
             given: Tensor = function("window_attention", self.backend)(q_BQWD, k_BHSD, self.softmax.scaling)
             return given
-        softmax = self.softmax.of(heads)
-        return window_attention(q_BQWD, k_BHSD, softmax.scaling, cap=softmax.cap, sinks_Q=softmax.sinks_Q)
+        return window_attention(q_BQWD, k_BHSD, **self.softmax.of(heads)._asdict())
 
     def newest(self, n: int) -> Tensor:
         """Boolean ``[B, H, S]``: the newest ``n`` slots of every head."""
@@ -406,7 +400,8 @@ class Merge(Part, Protocol):
     """Whether a slot stores the weight of the slots folded into it."""
 
     def bind(self, spec: BackboneSpec, device: torch.device) -> None:
-        """Prepare for a backbone. Raises ValueError if it does not fit."""
+        """Prepare for a backbone; by default any will do. Raises ValueError if it does not fit."""
+        return
 
     def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
         """Facts ``[B, H, S]`` about a layer's slots, computed once per eviction and passed to ``fold``.

@@ -10,28 +10,16 @@ from textwrap import wrap
 from typing import TypeVar, cast
 
 from ..cis import Loss
-from ..naming import nearest
+from ..naming import nearest, split_outside
 from ..settings import allowed, checked
-from . import Policy
-from .registry import (
-    KINDS,
-    Adaptive,
-    NamedPolicy,
-    Parameter,
-    Parts,
-    Pyramid,
-    PyramidAdaptive,
-    parameters_of,
-    parts_named,
-    policies,
-)
+from . import Policy, registry
 
 UNBOUNDED = "kvzip"
 ORACLE = "locret-eval sets it beside the policies (policies=[...,kvzip])"
 DEPTH = 16
 """Parentheses within parentheses, at most."""
 _CALL = re.compile(r"^\s*([\w-]+)\s*(?:\((.*)\))?\s*$", re.DOTALL)
-E = TypeVar("E", type, NamedPolicy)
+E = TypeVar("E", type, registry.NamedPolicy)
 
 
 def parse_policy(text: str) -> Policy:
@@ -53,7 +41,7 @@ def parse_policy(text: str) -> Policy:
     if "=" in items[0].split("(")[0]:
         parts = _parts(items)
         if "score" not in parts:
-            raise ValueError(f"policy={text!r} names no score; known: {', '.join(parts_named('score'))}")
+            raise ValueError(f"policy={text!r} names no score; known: {', '.join(registry.parts_named('score'))}")
         return Policy(text, **parts)
     base, parts = _named(items[0]), _parts(items[1:])
     if base.keeps_everything and parts.keys() - {"sparse"}:
@@ -67,7 +55,7 @@ def parse_loss(text: str) -> Loss:
 
 
 def _named(text: str) -> Policy:
-    named, given = _call(text, "policy", policies())
+    named, given = _call(text, "policy", registry.policies())
     if not named.base:
         return named.make(given)
     base = parse_policy(str(given.get("base", named.base)))
@@ -76,13 +64,15 @@ def _named(text: str) -> Policy:
     return named.make(given, base)
 
 
-def _parts(items: list[str]) -> Parts:
+def _parts(items: list[str]) -> registry.Parts:
     """The parts that ``items`` name, ``score=cis`` and so on."""
     given: dict[str, str] = {}
     for item in items:
         key, eq, value = item.partition("=")
-        if not eq or key not in KINDS:
-            raise ValueError(f"policy part {item!r} is unknown.{nearest(key, KINDS)} Parts: {', '.join(KINDS)}.")
+        if not eq or key not in registry.KINDS:
+            raise ValueError(
+                f"policy part {item!r} is unknown.{nearest(key, registry.KINDS)} Parts: {', '.join(registry.KINDS)}."
+            )
         if key in given:
             raise ValueError(f"policy part {key!r} is given twice: {given[key]!r} and {value!r}")
         given[key] = value
@@ -94,37 +84,21 @@ def _parts(items: list[str]) -> Parts:
             made["scopes"] = tuple(several)
         else:
             made[kind] = several[0] if len(several) == 1 else _both(text, several)
-    return cast(Parts, made)
+    return cast(registry.Parts, made)
 
 
 def _make(kind: str, text: str) -> object:
     """A part with its parameters."""
-    made, given = _call(text, kind, parts_named(kind))
+    made, given = _call(text, kind, registry.parts_named(kind))
     return made(**given)
 
 
-def _both(text: str, several: list[object]) -> PyramidAdaptive:
+def _both(text: str, several: list[object]) -> registry.PyramidAdaptive:
     """A pyramid over layers and an adaptive allocation over heads, joined by ``+``."""
-    match sorted(several, key=lambda one: isinstance(one, Adaptive)):
-        case [Pyramid(beta=beta), Adaptive(alpha=alpha)]:
-            return PyramidAdaptive(alpha=alpha, beta=beta)
+    match sorted(several, key=lambda one: isinstance(one, registry.Adaptive)):
+        case [registry.Pyramid(beta=beta), registry.Adaptive(alpha=alpha)]:
+            return registry.PyramidAdaptive(alpha=alpha, beta=beta)
     raise ValueError(f"allocation={text!r}: only pyramid+adaptive can be combined")
-
-
-def split_outside(text: str, mark: str) -> list[str]:
-    """The pieces between marks that stand outside of parentheses; empty ones are left out.
-
-    >>> split_outside("sinks(n=4)+window(0.5)", "+")
-    ['sinks(n=4)', 'window(0.5)']
-    """
-    pieces, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if depth == 0 and (letter == mark or (mark == " " and letter.isspace())):
-            pieces.append("")
-        else:
-            pieces[-1] += letter
-    return [piece for piece in pieces if piece.strip()]
 
 
 def _call(text: str, kind: str, known: Mapping[str, E]) -> tuple[E, dict[str, object]]:
@@ -137,7 +111,7 @@ def _call(text: str, kind: str, known: Mapping[str, E]) -> tuple[E, dict[str, ob
         said = f"{kind}={name!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}."
         raise ValueError(f"{said} --plugin FILE.py brings others.")
     entry = known[name]
-    there = entry.parameters() if isinstance(entry, NamedPolicy) else parameters_of(entry)
+    there = entry.parameters() if isinstance(entry, registry.NamedPolicy) else registry.parameters_of(entry)
     given: dict[str, object] = {}
     for i, item in enumerate(split_outside(inside or "", ",")):
         key, eq, value = item.partition("=")
@@ -157,7 +131,7 @@ def _call(text: str, kind: str, known: Mapping[str, E]) -> tuple[E, dict[str, ob
     return entry, given
 
 
-def _value(text: str, parameter: Parameter, where: str) -> object:
+def _value(text: str, parameter: registry.Parameter, where: str) -> object:
     """The value of a parameter: the first reading of the text that its annotations allow as it is."""
     refusals = []
     for reading in _readings(text):
@@ -191,17 +165,17 @@ def _readings(text: str) -> Iterator[object]:
 
 def spell(part: object) -> str:
     """A part in the grammar, every parameter written out."""
-    if isinstance(part, PyramidAdaptive):
-        return f"{spell(Pyramid(part.beta))}+{spell(Adaptive(part.alpha))}"
+    if isinstance(part, registry.PyramidAdaptive):
+        return f"{spell(registry.Pyramid(part.beta))}+{spell(registry.Adaptive(part.alpha))}"
     assert is_dataclass(part)
-    names = {kind: name for table in KINDS for name, kind in parts_named(table).items()}
+    names = {kind: name for table in registry.KINDS for name, kind in registry.parts_named(table).items()}
     inside = ",".join(f"{field.name}={getattr(part, field.name)}" for field in fields(part))
     return names[type(part)] + (f"({inside})" if inside else "")
 
 
 def parts_of(policy: Policy) -> dict[str, str]:
     """The policy's parts in the grammar, in its order; absent ones are left out."""
-    made = {kind: policy.scopes if kind == "scope" else (getattr(policy, kind),) for kind in KINDS}
+    made = {kind: policy.scopes if kind == "scope" else (getattr(policy, kind),) for kind in registry.KINDS}
     return {
         kind: "+".join(map(spell, parts)) for kind, parts in made.items() if any(part is not None for part in parts)
     }
@@ -217,7 +191,7 @@ def composed_of(policy: Policy) -> str:
 def describe_policies() -> list[str]:
     """Descriptions of the named policies, grouped by their need for heads: name and purpose, then parts in the
     grammar, parameters with defaults, and source."""
-    made = [(name, named, parse_policy(name)) for name, named in policies().items()]
+    made = [(name, named, parse_policy(name)) for name, named in registry.policies().items()]
     texts = []
     for title, needs_heads in (("With retaining heads (--ckpt):", True), ("Without:", False)):
         texts.append(title)

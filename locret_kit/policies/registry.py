@@ -27,26 +27,7 @@ from typing_extensions import dataclass_transform
 from ..cis import SmoothL1
 from ..naming import first_line, nearest, prefixed_errors
 from ..settings import annotations_of
-from . import WHOLE, Policy, methods, rounded, rounded_on_device
-from .base import (
-    Allocation,
-    Merge,
-    PrefillMask,
-    Ratio,
-    Recall,
-    Reread,
-    Scope,
-    Score,
-    Selection,
-    Size,
-    Slots,
-    Sparse,
-    TopK,
-    Uniform,
-    rank_of,
-    resolve_count,
-    wanted_count,
-)
+from . import WHOLE, Policy, base, methods, rounded, rounded_on_device
 
 GROUP = "locret_kit.plugins"
 UNTRAINED = ("compactor", "snapkv")
@@ -101,15 +82,15 @@ class Registry(dict[str, T]):
 class Parts(TypedDict, total=False):
     """Parts of a policy, by the names of ``Policy``'s fields."""
 
-    score: Score
-    scopes: tuple[Scope, ...]
-    allocation: Allocation
-    selection: Selection
-    merge: Merge
-    recall: Recall
-    prefill_mask: PrefillMask
-    sparse: Sparse
-    reread: Reread
+    score: base.Score
+    scopes: tuple[base.Scope, ...]
+    allocation: base.Allocation
+    selection: base.Selection
+    merge: base.Merge
+    recall: base.Recall
+    prefill_mask: base.PrefillMask
+    sparse: base.Sparse
+    reread: base.Reread
 
 
 @dataclass(frozen=True)
@@ -212,8 +193,8 @@ def register(
     _policies.add(name, named, sys._getframe(1).f_globals["__name__"])
 
 
-part("allocation", "uniform")(Uniform)
-part("selection", "top-k")(TopK)
+part("allocation", "uniform")(base.Uniform)
+part("selection", "top-k")(base.TopK)
 part("loss", "smooth_l1")(SmoothL1)
 
 
@@ -290,56 +271,56 @@ def load_plugin(text: str) -> None:
 
 
 @part("scope", "sinks")
-class Sinks(Scope):
+class Sinks(base.Scope):
     """The first ``n`` tokens of the text, or a fraction of the head's slots. Source: StreamingLLM, arXiv 2309.17453."""
 
-    n: Size = 4
+    n: base.Size = 4
 
     def reserved(self, budget: int, chunk: int, stabilizers: int) -> int:
-        return wanted_count(self.n, budget)
+        return base.wanted_count(self.n, budget)
 
     @property
     def idle(self) -> bool:
         return not self.n
 
-    def protects(self, slots: Slots) -> Tensor:
+    def protects(self, slots: base.Slots) -> Tensor:
         """Boolean ``[B, H, S]``: the first tokens of the text."""
-        return (slots.positions < wanted_count(self.n, slots.keep)) & slots.valid
+        return (slots.positions < base.wanted_count(self.n, slots.keep)) & slots.valid
 
 
 @part("scope", "window")
-class Window(Scope):
+class Window(base.Scope):
     """The newest slots: ``size`` of them, or a fraction of the head's slots. Source: H2O, ScissorHands (one half)."""
 
-    size: Size = 0.5
+    size: base.Size = 0.5
 
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
-        return wanted_count(self.size, budget)
+        return base.wanted_count(self.size, budget)
 
-    def protects_newest(self, slots: Slots) -> int:
-        return resolve_count(self.size, slots.keep)
+    def protects_newest(self, slots: base.Slots) -> int:
+        return base.resolve_count(self.size, slots.keep)
 
 
 @part("scope", "stabilizers")
-class Stabilizers(Scope):
+class Stabilizers(base.Scope):
     """The newest slots, as many as the run says (``--stabilizers``), except at the last eviction of the prompt.
     Source: Locret, section 3.4."""
 
-    most: Size = 1.0
+    most: base.Size = 1.0
     """Maximum number of slots, or fraction of the head's slots."""
 
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
-        return min(stabilizers, resolve_count(self.most, budget))
+        return min(stabilizers, base.resolve_count(self.most, budget))
 
-    def protects_newest(self, slots: Slots) -> int:
-        return min(slots.stabilizers, resolve_count(self.most, slots.keep))
+    def protects_newest(self, slots: base.Slots) -> int:
+        return min(slots.stabilizers, base.resolve_count(self.most, slots.keep))
 
 
 # ---- numbers of slots of each layer and each head -------------------------------------------------------------------
 
 
 @part("allocation", "pyramid")
-class Pyramid(Uniform):
+class Pyramid(base.Uniform):
     """Low layers get more: layer ``l`` of ``L`` has ``w + hi - l (hi - lo) / (L - 1)`` slots, ``lo = (B - w) /
     beta`` and ``hi = 2 (B - w) - lo``, ``w`` being the protected window. A short prompt cannot fill all of ``hi``;
     the rest goes to the high layers. Numbers are rounded down, and slots missing from the sum go to the largest
@@ -358,12 +339,12 @@ class Pyramid(Uniform):
 
 
 @part("allocation", "adaptive")
-class Adaptive(Uniform):
+class Adaptive(base.Uniform):
     """The ``H * B`` best slots of a layer's heads together give each head ``B*_h``; it gets
     ``alpha B*_h + (1 - alpha) B``, ``alpha`` to six decimals. Source: Ada-KV, algorithms 2 and 3 (``alpha`` is its
     safeguard)."""
 
-    alpha: Ratio = 0.5
+    alpha: base.Ratio = 0.5
     layout: ClassVar[str] = "ragged"
 
     def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
@@ -371,20 +352,20 @@ class Adaptive(Uniform):
 
 
 @part("allocation", "mass")
-class Mass(Uniform):
+class Mass(base.Uniform):
     """Every head of a layer keeps the same share of its attention, as few slots as that takes, ``H * B`` of them together:
     ``B*_h``; it gets ``alpha B*_h + (1 - alpha) B``. What counts as attention is the score's ``log_weight``, so a score that is
     none shares out alike. Source: the code of IndexMem++ (arXiv 2605.25475), which finds the share by bisection."""
 
-    alpha: Ratio = 1.0
+    alpha: base.Ratio = 1.0
     layout: ClassVar[str] = "ragged"
 
-    def measured(self, score: Score, scores_BHS: Tensor, slots: Slots) -> Tensor:
+    def measured(self, score: base.Score, scores_BHS: Tensor, slots: base.Slots) -> Tensor:
         weight_BHS = score.log_weight(scores_BHS).masked_fill(~slots.valid, float("-inf"))
         return weight_BHS.double().softmax(-1).nan_to_num()
 
     def head_budgets(self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, keep: int) -> Tensor:
-        place_BHS = rank_of(scores_BHS, protected_BHS, valid_BHS)
+        place_BHS = base.rank_of(scores_BHS, protected_BHS, valid_BHS)
         sorted_BHS = torch.empty_like(scores_BHS).scatter_(-1, place_BHS, scores_BHS.masked_fill(~valid_BHS, 0.0))
         # A slot is wanted before all that stand behind a larger share of their own head.
         before_BHS = (sorted_BHS.cumsum(-1) - sorted_BHS).gather(-1, place_BHS)
@@ -397,7 +378,7 @@ def shared_out(scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, kee
     B, H, S = scores_BHS.shape
     # Slot-major, so that of equal scores the newer slot is the better one, in whatever head.
     together = [x.transpose(1, 2).reshape(B, 1, S * H) for x in (scores_BHS, protected_BHS, valid_BHS)]
-    place_BHS = rank_of(*together).view(B, S, H).transpose(1, 2)
+    place_BHS = base.rank_of(*together).view(B, S, H).transpose(1, 2)
     best_BH, held_BH = ((place_BHS < H * keep) & valid_BHS).sum(-1), valid_BHS.sum(-1)
     part = round(alpha * WHOLE)
     return rounded_on_device(part * best_BH + (WHOLE - part) * keep, held_BH, H * keep)

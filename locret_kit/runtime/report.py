@@ -101,7 +101,7 @@ class Report:
             evictions=c.evictions, evicted_rows=c.evicted_rows, clipped=cache.clipped, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=precision_of(model),
             computed_share=c.computed_share, decoding=c.decoding, versions=versions(),
-            host_bytes=cache.host_nbytes, recall=asdict(cache.context.recalls) if cache.recalls else None,
+            host_bytes=cache.host_nbytes, recall=asdict(cache.context.recalls) if cache.policy.recall else None,
         )  # fmt: skip
 
     @property

@@ -117,7 +117,7 @@ async def read_document(server: Server, engine: EngineThread, upload: UploadedDo
         upload.read, upload.total = done, total
 
     def reader(model: PreTrainedModel, ids: array[int], cache: BoundedCache, progress: Progress | None) -> None:
-        if cache.evicts and not cache.recalls:
+        if not (cache.policy.keeps_everything or cache.policy.recall):
             few = too_few(cache.settings.budget, len(ids))
             upload.lost += [few] if few else []
         engine.read(model, ids, cache, progress)

@@ -10,7 +10,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from locret_kit.backbones.decoder_attention import Softmax
 from locret_kit.cache import attend
-from locret_kit.cache.attend import attend_rows, lower_right, lower_right_mask, operator
+from locret_kit.cache.attend import attend_rows, lower_right
 from locret_kit.cache.backend import BACKENDS
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
@@ -42,12 +42,12 @@ def test_elsewhere_and_with_a_window_a_mask_says_what_is_seen():
     hidden = torch.tensor([[True, False, False, True], [True, True, False, False]])
     mask = lower_right(2, 4, 2, torch.float32, CPU)
     assert torch.equal(mask == -torch.inf, hidden) and torch.equal(mask[~hidden], torch.zeros(4))
-    assert lower_right(2, 4, None, torch.float32, CPU) is lower_right_mask(2, 4, None, torch.float32, CPU)
+    assert lower_right(2, 4, None, torch.float32, CPU) is lower_right(2, 4, None, torch.float32, CPU)
 
 
 def test_a_mask_made_in_inference_mode_serves_training():
     """Masks are held from call to call; a prefill's must not break the backward pass that comes after it."""
-    lower_right_mask.cache_clear()
+    lower_right.cache_clear()
     q, k, v = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     with torch.inference_mode():
         attend_rows(q, k, v, 0.3)
@@ -66,6 +66,11 @@ def probed():
         choice.cache_clear()
 
 
+def operator(*sizes) -> str:
+    """Name of a chunk's attention; that of PyTorch's choice where none of the kit's runs."""
+    return (attend.chunk_attention(*sizes) or ("sdpa",))[0]
+
+
 def meta(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.bfloat16, device=META)
 
@@ -76,14 +81,13 @@ def test_a_chunk_over_rows_goes_to_flash_attention_with_its_log_sum_exp(probed, 
     real = attend._flash
     monkeypatch.setattr(attend, "_flash", lambda *given: asked.append(given) or real(*given))
     monkeypatch.setattr(attend, "lower_right", lambda *given: pytest.fail("a mask was made"))
-    assert operator(META, torch.bfloat16, 96, "triton", (6, 2)) == "flash (FA2)"
+    assert operator(META, torch.bfloat16, 96, (6, 2)) == "flash (FA2)"
     asked.clear()
     out, lse = attend.chunk_attention(META, torch.bfloat16, 96, (6, 2))[1](q, k, k, 0.3)
     assert out.shape == q.shape and lse.shape == (1, 6, 5) and lse.dtype == torch.float32
     assert attend_rows(q, k, k, 0.3, None, "triton").shape == q.shape
     assert len(asked) == 2 and asked[0][:2] == (q, k) and asked[0][3] == 0.3
-    assert operator(CPU, torch.bfloat16, 96, "triton") == operator(META, torch.float32, 96, "triton") == "sdpa"
-    assert operator(META, torch.bfloat16, 96, "reference") == "sdpa"
+    assert operator(CPU, torch.bfloat16, 96) == operator(META, torch.float32, 96) == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,7 @@ def test_without_it_the_definition_runs_and_that_is_said_once(probed, monkeypatc
     for _ in range(3):
         out, (counted,) = BACKENDS["triton"].attend(q, k, k, Softmax(0.3), want=want)
         assert out.shape == q.shape and counted.sum.shape == (1, 2, 12)
-        assert operator(META, torch.bfloat16, 96, "triton", (6, 2)) == "sdpa"
+        assert operator(META, torch.bfloat16, 96, (6, 2)) == "sdpa"
     (record,) = caplog.records
     assert (
         str(error) in record.message
@@ -198,7 +202,7 @@ def test_the_fastest_attention_that_runs_is_chosen(
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
     for name, value in (("find_spec", spec), ("_flash", runs("FA2")), ("_two_parts", runs("cudnn")), ("_rate", rate)):
         monkeypatch.setattr(attend, name, value)
-    assert operator(CUDA, torch.bfloat16, size, "triton", (32, 32)) == chosen
+    assert operator(CUDA, torch.bfloat16, size, (32, 32)) == chosen
     wanted = {"cudnn": active, "flash (FA2)": [], "sdpa": []}  # what cuDNN is faster than stays active
     assert active == wanted.get(chosen, [chosen[-4:-1]])
 

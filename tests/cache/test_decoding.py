@@ -43,14 +43,14 @@ class Watch:
         real = read_block
         watch = self
 
-        def block(ctx, layer, rows, q, *rest):
+        def block(ctx, rows, q, *rest):
             compared = watch.steps % EACH == 0
             before = rows.slots("stats").clone() if compared and rows.is_initialized and rows.rows else None
-            out = real(ctx, layer, rows, q, *rest)
+            out = real(ctx, rows, q, *rest)
             if q.shape[2] == 1 and rows.reads_flat:
                 watch.steps += 1
                 if compared:
-                    watch.compare(ctx, layer, rows, q, rows.scaling, out, before)
+                    watch.compare(ctx, rows, q, rows.scaling, out, before)
             return out
 
         self.patch = mock.patch("locret_kit.cache.step.read_block", block)
@@ -60,8 +60,8 @@ class Watch:
     def __exit__(self, *exc: object) -> None:
         self.patch.stop()
 
-    def compare(self, ctx, layer, rows, q, scaling, out, before) -> None:
-        keys, values, valid = _keys(ctx, layer, rows, rows.seen), rows.slots("values"), rows.layout.valid()
+    def compare(self, ctx, rows, q, scaling, out, before) -> None:
+        keys, values, valid = _keys(ctx, rows, rows.seen), rows.slots("values"), rows.layout.valid()
         span, seen = ctx.positions.span, rows.seen
         newest = seen - 1 if span is None else seen - 1 - max(0, seen - span)
         place_BH = torch.full(valid.shape[:2], newest)
@@ -72,7 +72,7 @@ class Watch:
         for b in range(q.shape[0]):
             for h in range(keys.shape[1]):
                 own = valid[b, h]
-                cos, sin = ctx.ropes[layer].tables(place_BH[b, h][None], q.dtype)
+                cos, sin = ctx.ropes[rows.number].tables(place_BH[b, h][None], q.dtype)
                 query = rotate(q[b, h * G : (h + 1) * G], cos, sin)[:, 0].double()
                 weights = (query @ keys[b, h, own].double().T * scaling).softmax(-1)
                 oracle = (weights @ values[b, h, own].double()).to(out.dtype)

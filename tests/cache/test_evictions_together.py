@@ -13,7 +13,7 @@ from interpreted import common
 from policy_runs import EVICTING, LENGTH, backbone, held, make, tokens
 
 from locret_kit import attach
-from locret_kit.cache import bounded, context, step
+from locret_kit.cache import context, step
 from locret_kit.cache.backend import BACKENDS
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
@@ -43,8 +43,7 @@ def run(policy: str, mode: str, together: bool):
     def may(ctx, rows):
         return together and as_on_a_card(ctx, rows)
 
-    patches = [mock.patch.object(where, "evicts_together", may) for where in (step, bounded)]
-    patches += [mock.patch.object(step, "_evict", counted)]
+    patches = [mock.patch.object(step, "evicts_together", may), mock.patch.object(step, "_evict", counted)]
     patches += [] if together else [mock.patch.object(type(cache.policy), "ranks", False)]
     with ExitStack() as stack, attach(model), torch.inference_mode():
         for patch in patches:
@@ -84,8 +83,7 @@ def test_texts_that_share_forwards(policy, monkeypatch):
 
         with ExitStack() as stack:
             may = as_on_a_card if together else lambda ctx, rows: False
-            for where in (step, bounded):
-                stack.enter_context(mock.patch.object(where, "evicts_together", may))
+            stack.enter_context(mock.patch.object(step, "evicts_together", may))
             stack.enter_context(mock.patch.object(step, "_evict", cut))
             engine = Engine(model, frozenset(), piece=40, pages=3)
             asked = [
@@ -113,7 +111,7 @@ def test_who_may_is_one_choice_for_all_layers(policy, together):
 def test_an_interrupt_before_the_end_of_the_forward_is_noticed(monkeypatch):
     model, cache = backbone(), make("h2o")
     monkeypatch.setattr(step, "evicts_together", lambda ctx, rows: True)
-    monkeypatch.setattr(bounded, "evict", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(step, "_evict", mock.Mock(side_effect=KeyboardInterrupt))
     with attach(model), torch.inference_mode():
         with pytest.raises(KeyboardInterrupt):
             prefill(model, tokens(), cache)

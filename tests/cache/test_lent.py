@@ -8,10 +8,8 @@ from transformers import LlamaConfig
 
 from locret_kit import BoundedCache
 from locret_kit.backbones.decoder_attention import Softmax
-from locret_kit.cache import bounded
 from locret_kit.cache import step as step_module
-from locret_kit.cache.lent import LentPages
-from locret_kit.cache.ranks import Ranks
+from locret_kit.cache.lent import LentPages, Ranks
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.settings import RunSettings
 
@@ -30,8 +28,7 @@ READ = 16
 def test_attention_is_that_of_a_cache_with_memory_of_its_own(tmp_path, policy, size, together, monkeypatch):
     """``together``: as on a card, where evictions wait for the last layer."""
     cuts, evict = [], step_module._evict
-    for where in (step_module, bounded):
-        monkeypatch.setattr(where, "evicts_together", lambda ctx, rows: together)
+    monkeypatch.setattr(step_module, "evicts_together", lambda ctx, rows: together)
     monkeypatch.setattr(step_module, "_evict", lambda ctx, cut, seen: (cuts.append(len(cut)), evict(ctx, cut, seen)))
     LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=LAYERS, num_attention_heads=HEADS[0],

@@ -15,7 +15,7 @@ from locret_kernels import ragged_decode as reference
 from locret_kernels.ragged_decode import Angles, Rotation, Spans, angle_steps, cpu
 from locret_kit import BoundedCache
 from locret_kit.backbones.decoder_attention import Softmax
-from locret_kit.cache import texts
+from locret_kit.cache import step
 from locret_kit.cache.pages import PageShape, RowPool
 from locret_kit.cache.step import read_tokens
 from locret_kit.cache.storage.codec import Plain
@@ -80,16 +80,14 @@ def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, po
             prompt = tokens(n)
             cache.bounded[layer].update(*prompt[1:])
             cache.bounded[layer].scaling = mine.scaling = 0.3
-            theirs = read_tokens(cache.context, layer, cache.bounded[layer], *prompt)
-            torch.testing.assert_close(read_tokens(ctx, layer, mine, *prompt), theirs)
+            theirs = read_tokens(cache.context, cache.bounded[layer], *prompt)
+            torch.testing.assert_close(read_tokens(ctx, mine, *prompt), theirs)
         for _ in range(DECODED):
             for cache in (*alone, *pooled):
                 cache.context.tables.clear()
             q, k, v = (torch.cat(x) for x in zip(*(tokens(1) for _ in rows), strict=True))
             texts = enumerate(alone)
-            wanted = [
-                read_tokens(c.context, layer, c.bounded[layer], *(x[i : i + 1] for x in (q, k, v))) for i, c in texts
-            ]
+            wanted = [read_tokens(c.context, c.bounded[layer], *(x[i : i + 1] for x in (q, k, v))) for i, c in texts]
             assert len({batch_key(ctx) for ctx in contexts}) == 1
             out = torch.empty_like(q[:, :, 0])
             batch = TextBatch(pooled, [(i, i + 1) for i in range(3)], [mine.seen for mine in rows])
@@ -105,8 +103,8 @@ def test_a_token_of_each_text_in_one_call_is_the_step_of_each(family, policy, po
 
 def answers(pages, budgets, monkeypatch, policy="h2o", **given):
     """Tokens of texts that run together, and how many calls attended to the tokens of how many."""
-    model, calls, real = backbone(), [], texts.decode_rows
-    monkeypatch.setattr(texts, "decode_rows", lambda q, *given: calls.append(len(q)) or real(q, *given))
+    model, calls, real = backbone(), [], step.decode_rows
+    monkeypatch.setattr(step, "decode_rows", lambda q, *given: calls.append(len(q)) or real(q, *given))
     engine = Engine(model, frozenset(), pages=pages)
     prompts = [distinct_tokens(40 + 5 * i, i) for i in range(len(budgets))]
     made = [

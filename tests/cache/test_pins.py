@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_oracle import rounded
 from policy_runs import EVICTING, LENGTH, backbone, held, logits_of, make, tokens, turn
 from slot_layers import SELECTIONS, layers_of_slots, slots_of
 from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
@@ -17,7 +18,7 @@ from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 from locret_kit import attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache import step
-from locret_kit.policies import WHOLE, Policy, raised, rounded
+from locret_kit.policies import WHOLE, Policy, raised
 from locret_kit.policies.base import Scope, Score, Uniform, rank_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.registry import Adaptive
@@ -42,13 +43,13 @@ def watched(monkeypatch, pins):
         return [head.tolist() for batch in kept for head in batch]
 
     def evict(ctx, cuts, length):
-        ((layer, rows, keep, _),) = cuts  # one by one on a CPU
+        ((rows, keep, _),) = cuts  # one by one on a CPU
         before = heads(rows)
         real(ctx, cuts, length)
         after = heads(rows)
         if len(before[0]) == len(after[0]) and before == after:
             return
-        seen.append((layer, rows.seen))
+        seen.append((rows.number, rows.seen))
         assert sum(map(len, after)) == len(after) * keep
         assert ctx.policy.ragged or {len(head) for head in after} == {keep}
         for old, new in zip(before, after, strict=True):

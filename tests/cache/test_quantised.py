@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_runs import held, logits_of, make, tokens, turn
 
-from locret_kit.cache.storage.codec import Scratch, decode, encode, levels, pack, unpack
+from locret_kit.cache.storage.codec import Scratch
 from locret_kit.cache.storage.layouts import EqualRows
-from locret_kit.cache.storage.quantised import GroupedBits
+from locret_kit.cache.storage.quantised import GroupedBits, decode, encode, levels, pack, unpack
 from locret_kit.cache.storage.rows import BoundedLayer
 from locret_kit.config.infer_options import INFER
 from locret_kit.config.schema import given_by

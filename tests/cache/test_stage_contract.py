@@ -28,11 +28,10 @@ class Diary(Stage):
         self.asked: list[tuple[int, int]] = []
         self.kept: list[torch.Tensor] = []
 
-    def attends(self, ctx, rows, tokens):
-        self.asked.append((rows.seen, tokens))
-        return False
+    def attend(self, ctx, rows, q_BQTD):
+        self.asked.append((rows.seen, q_BQTD.shape[2]))
 
-    def evicted(self, ctx, layer, rows, slots, scores_BHS, stay_BHS):
+    def evicted(self, ctx, rows, slots, scores_BHS, stay_BHS):
         assert slots.valid.shape == stay_BHS.shape and not (stay_BHS & ~slots.valid).any()
         assert int(stay_BHS.sum(-1).max()) <= rows.rows
         self.kept.append(slots.positions[stay_BHS])
@@ -61,10 +60,7 @@ def test_a_stage_may_compute_the_attention():
     """What ``attend`` returns is the layer's attention output; rows are there already."""
 
     class Silent(Stage):
-        def attends(self, ctx, rows, tokens):
-            return True
-
-        def attend(self, ctx, layer, rows, q_BQTD):
+        def attend(self, ctx, rows, q_BQTD):
             assert rows.seen >= q_BQTD.shape[2] and rows.slots("keys").shape[2] == rows.rows
             return torch.zeros_like(q_BQTD)
 

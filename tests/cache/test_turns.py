@@ -28,7 +28,7 @@ def test_one_piece_equals_token_by_token(monkeypatch, policy, family, decode_eve
     heads = tiny_heads(model, 32) if policy == "locret" else None
     calls, one = [], read_block
     monkeypatch.setattr(
-        "locret_kit.cache.step.read_block", lambda cache, *args: calls.append(args[2].shape[2]) or one(cache, *args)
+        "locret_kit.cache.step.read_block", lambda cache, *args: calls.append(args[1].shape[2]) or one(cache, *args)
     )
     runs = []
     for pieces in ([1] * 70, [33, 1, 36]):

@@ -18,7 +18,7 @@ from locret_kit.backbones.spec import decoder_of, spec_of
 from locret_kit.cis import cis_loss
 from locret_kit.planning import inference_plan as p
 from locret_kit.planning.fitting_settings import TrainSetting, plan_training
-from locret_kit.planning.inference_plan import BackboneSizes, parameters_of, without_weights
+from locret_kit.planning.inference_plan import BackboneSizes
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import prefill
 from locret_kit.training.module import Observer
@@ -48,13 +48,13 @@ def nbytes(module: torch.nn.Module) -> int:
 def test_parameters_are_those_of_the_published_weights(name, parameters):
     config = configuration(name)
     before = config.to_dict()
-    assert parameters_of(without_weights(config)) == parameters and config.to_dict() == before
+    assert BackboneSizes.of(config).parameters == parameters and config.to_dict() == before
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_of_tiny_models(family):
     model = tiny_model(family)
-    assert parameters_of(without_weights(model.config)) == sum(parameter.numel() for parameter in model.parameters())
+    assert BackboneSizes.of(model.config).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_published_sizes():

@@ -10,9 +10,9 @@ from interpreted import BOTH, KERNELS, REFERENCES, close, poisoned, random
 from pairwise import pairs
 
 from locret_kernels.ragged_decode import PackedRows, Rotation, Spans
-from locret_kit.cache.storage.codec import Scratch, unpack
+from locret_kit.cache.storage.codec import Scratch
 from locret_kit.cache.storage.layouts import EqualRows
-from locret_kit.cache.storage.quantised import GroupedBits
+from locret_kit.cache.storage.quantised import GroupedBits, unpack
 from locret_kit.cache.storage.rows import BoundedLayer
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -13,7 +13,7 @@ from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
-from locret_kit.cache import bounded
+from locret_kit.cache import step as steps
 from locret_kit.runtime import drivers
 from locret_kit.runtime.drivers import PlainDriver, capture, logits_after
 from locret_kit.runtime.drivers import graph as driver
@@ -183,19 +183,19 @@ def test_what_is_not_captured_says_why():
 
 @pytest.mark.parametrize("with_modules", [True, False])
 def test_an_interrupt_between_layers_is_noticed(with_modules, monkeypatch):
-    model, cache, read = backbone(), make("h2o"), bounded.read_block
+    model, cache, read = backbone(), make("h2o"), steps.read_block
 
-    def interrupted(ctx, layer, *rest):
-        if layer == 1:
+    def interrupted(ctx, rows, *rest):
+        if rows.number == 1:
             raise KeyboardInterrupt
-        return read(ctx, layer, *rest)
+        return read(ctx, rows, *rest)
 
     with attach(model), torch.inference_mode():
         prefill(model, tokens(), cache)
         step = GraphDriver(model, cache)
         assert isinstance(step.dense, DenseStep)
         step.dense = None if with_modules else step.dense
-        monkeypatch.setattr(bounded, "read_block", interrupted)
+        monkeypatch.setattr(steps, "read_block", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step([cache], [5])
         with pytest.raises(ValueError, match="interrupted inside a forward, after 83 to 84 tokens: reset"):

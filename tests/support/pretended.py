@@ -165,10 +165,14 @@ def card() -> Iterator[Card]:
         stack.enter_context(mock.patch.object(torch.cuda, "_lazy_init", lambda: None))
         stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda device=None: None))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (8, 0)))
-        stack.enter_context(mock.patch.object(attend, "_lower_right_bias", _mask))
+        stack.enter_context(mock.patch.object(attend, "causal_lower_right", _mask))
         for module in (products, weights):
             stack.enter_context(mock.patch.object(module, "PLAIN", (*module.PLAIN, OnCard)))
-        for probe in (attend.chunk_attention, attend.varlen_operator):  # what this card has, another has not
+        for probe in (
+            attend.chunk_attention,
+            attend.varlen_operator,
+            attend.lower_right,
+        ):  # what this card has, another has not
             probe.cache_clear()
             stack.callback(probe.cache_clear)
         before = torch._C._only_lift_cpu_tensors()

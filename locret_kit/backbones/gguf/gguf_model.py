@@ -233,10 +233,8 @@ def _unpacked(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTr
 def _place(architecture: str, name: str) -> tuple[str, str]:
     """Path of the module that a tensor is of, and its parameter's name."""
     match = PLACE.match(name)
-    if match is None:
-        raise ValueError(f"{name} is unknown for {architecture}")
-    names = NAMES if match["layer"] is None else LAYER_NAMES[architecture]
-    if match["name"] not in names:
+    names = LAYER_NAMES[architecture] if match and match["layer"] else NAMES
+    if match is None or match["name"] not in names:
         raise ValueError(f"{name} is unknown for {architecture}")
     layer = "" if match["layer"] is None else f"model.layers.{match['layer']}."
     return layer + names[match["name"]], match["kind"]

@@ -38,6 +38,8 @@ class Layout(ABC):
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.rows = capacity, 0
+        self.addresses: Addresses = {}
+        """See ``compact_rows``."""
 
     def measure(self, H: int, device: torch.device) -> None:
         """Take heads and device. Allocates nothing."""
@@ -124,14 +126,12 @@ class Layout(ABC):
     # ---- moving ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def keep(
-        self, chosen: Tensor, mean: int, buffers: Sequence[Sequence[Tensor]], backend: str, addresses: Addresses
-    ) -> None:
+    def keep(self, chosen: Tensor, mean: int, buffers: Sequence[Sequence[Tensor]], backend: str) -> None:
         """Move the rows that stay to the front, ``mean`` of a head; the rest is free.
 
         Args:
             chosen: slots ``[layers, H, S]`` that stay (bool), or where heads are of one length their index ``[layers, H, mean]``.
-            buffers: tensors of each layer that is stored like this, this one first. addresses: see ``compact_rows``.
+            buffers: tensors of each layer that is stored like this, this one first.
         """
 
     # ---- taken out and put back ------------------------------------------------------------------------------------
@@ -213,14 +213,12 @@ class EqualRows(Layout):
         """Positions ``[1, H, rows]``."""
         return positions[self.slots()[0]].clone()
 
-    def keep(
-        self, chosen: Tensor, mean: int, buffers: Sequence[Sequence[Tensor]], backend: str, addresses: Addresses
-    ) -> None:
+    def keep(self, chosen: Tensor, mean: int, buffers: Sequence[Sequence[Tensor]], backend: str) -> None:
         """Move the chosen rows to the front, in place; see ``Layout.keep``. ``chosen``: slots ``[L, H, S]`` or their
         index ``[L, H, K]``."""
         # In place: row i moves to a row that is not above it, so order by age is kept.
         index_LHK = kept_rows(chosen, mean) if chosen.dtype == torch.bool else chosen
-        function("compact_rows", backend)(buffers, index_LHK, addresses)
+        function("compact_rows", backend)(buffers, index_LHK, self.addresses)
 
 
 # ---- the layout whose heads have different numbers of rows ----------------------------------------------------------
@@ -346,9 +344,7 @@ class RaggedRows(Layout):
         """Positions of each head, of shape ``[rows]``, as ``kept()[0][h]``."""
         return [[positions[self.head(h)].clone() for h in range(self.H)]]
 
-    def keep(
-        self, chosen: Tensor, mean: int, buffers: Sequence[Sequence[Tensor]], backend: str, addresses: Addresses
-    ) -> None:
+    def keep(self, chosen: Tensor, mean: int, buffers: Sequence[Sequence[Tensor]], backend: str) -> None:
         """Move the chosen rows to the front of new stretches; see ``Layout.keep``. ``chosen``: slots ``[1, H, S]``
         (bool)."""
         # slots [H, S] -> rows [N], head after head; kept_rows takes the N that stay in order

@@ -71,6 +71,8 @@ class BoundedLayer(CacheLayerMixin):
     """
 
     is_sliding = False
+    number = 0
+    """Place among the layers that have rows."""
     backend = "reference"
     """Backend of ``locret_kernels`` that moves the rows."""
     grows = False
@@ -106,7 +108,6 @@ class BoundedLayer(CacheLayerMixin):
         self.statistics, self.recent, self.merges = statistics, recent, merges
         self.chunked = chunked
         self.softmax = Softmax(1.0)
-        self.addresses: dict[tuple[int, ...], Tensor] = {}
         self.state: dict[str, Tensor] = {}
         self.seen = self.since_eviction = self.evictions = 0
 
@@ -311,7 +312,7 @@ class BoundedLayer(CacheLayerMixin):
             # All that belongs to a slot moves together, or positions and rows would part.
             own = [getattr(rows, name) for name in rows.own_columns()]
             buffers.append([*rows.codec.moving(), *own, *rows.stats])
-        self.layout.keep(chosen, mean, buffers, self.backend, self.addresses)
+        self.layout.keep(chosen, mean, buffers, self.backend)
         for rows in layers:
             rows.rows, rows.since_eviction = mean, 0
             rows.codec.finish_block()
@@ -450,8 +451,8 @@ def restore_rows(
         rows.stats[number][every] = tensors["stats"][number].to(rows.device)
     # Copies of its own, good outside of inference mode too: a score changes its state in place.
     with torch.inference_mode(False):
-        own = {name: x.to(rows.device, copy=True) for name, x in tensors.items() if name.startswith(STATE)}
-        rows.state = {name.removeprefix(STATE): x for name, x in own.items()}
+        own = {name.removeprefix(STATE): x for name, x in tensors.items() if name.startswith(STATE)}
+        rows.state = {name: x.to(rows.device, copy=True) for name, x in own.items()}
         if "queries" in tensors and rows.page is None:
             rows.queries = tensors["queries"].to(rows.device, copy=True)
     if "queries" in tensors and rows.page is not None:  # they stay in the page

@@ -84,7 +84,7 @@ class ExpectedAttention(Score):
             rotate(rotate(covariance_BHGDD, *turn).mT, *turn),
             slots.keys(),
             among_BHS,
-            slots.scaling,
+            slots.softmax.scaling,
         )
         if self.value_norm:
             score_BHS = (score_BHS + self.epsilon) * wide(slots.values()).norm(dim=-1)

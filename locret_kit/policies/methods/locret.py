@@ -10,22 +10,8 @@ from annotated_types import Interval
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...backbones.spec import BackboneSpec
 from ...cis import mean_of_next
-from ..base import (
-    Count,
-    Entry,
-    Folded,
-    Merge,
-    Odd,
-    Positive,
-    PrefillMask,
-    Ratio,
-    Reread,
-    Score,
-    Slots,
-    recent_attention,
-)
+from .. import base
 from ..registry import Adaptive, Parts, Pyramid, Sinks, Stabilizers, Window, part, register
 
 # ---- merging --------------------------------------------------------------------------------------------------------
@@ -72,7 +58,7 @@ def nearest_kept(keys_SD: Tensor, stay_S: Tensor, metric: Metric = "cosine", til
 
 def fold_nearest(
     keys_SD: Tensor, values_SD: Tensor, log_weight_S: Tensor, stay_S: Tensor, metric: Metric = "cosine"
-) -> Folded:
+) -> base.Folded:
     """Fold every evicted slot of one head into the nearest that stays, by weighted means.
 
     Args:
@@ -83,7 +69,7 @@ def fold_nearest(
     """
     if not stay_S.any() or stay_S.all():
         none_R = stay_S.new_empty(0, dtype=torch.int64)
-        return Folded(none_R, keys_SD[none_R], values_SD[none_R], log_weight_S[none_R])
+        return base.Folded(none_R, keys_SD[none_R], values_SD[none_R], log_weight_S[none_R])
     leaving_E = (~stay_S).nonzero().flatten()
     slots_R, into_E = nearest_kept(keys_SD, stay_S, metric).unique(return_inverse=True)
     own_R, other_E = log_weight_S[slots_R], log_weight_S[leaving_E]
@@ -95,11 +81,11 @@ def fold_nearest(
         total_RD = (own_R[:, None] * x_SD[slots_R]).index_add(0, into_E, other_E[:, None] * x_SD[leaving_E])
         return total_RD / (own_R + weight_R)[:, None]
 
-    return Folded(slots_R, mean(keys_SD), mean(values_SD), top_R + weight_R.log())
+    return base.Folded(slots_R, mean(keys_SD), mean(values_SD), top_R + weight_R.log())
 
 
 @part("merge", "nearest")
-class Nearest(Merge):
+class Nearest(base.Merge):
     """Every evicted slot is folded into the kept slot of its head whose key, before RoPE, is nearest to its own."""
 
     metric: Metric = "cosine"
@@ -109,16 +95,15 @@ class Nearest(Merge):
 
     remembers: ClassVar[bool] = True
 
-    def bind(self, spec: BackboneSpec, device: torch.device) -> None:
-        """Any backbone will do."""
-
-    def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
+    def facts(
+        self, score: base.Score, slots: base.Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor
+    ) -> Tensor:
         """Logarithm of what each slot's own token weighs ``[B, H, S]`` (float32), by the policy's score."""
         if self.weight == "count":
             return torch.zeros_like(scores_BHS, dtype=torch.float32)
         return score.log_weight(scores_BHS).float()
 
-    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, facts_S: Tensor, stay_S: Tensor) -> Folded:
+    def fold(self, layer: int, keys_SD: Tensor, values_SD: Tensor, facts_S: Tensor, stay_S: Tensor) -> base.Folded:
         """One head's slots that take others over."""
         return fold_nearest(keys_SD, values_SD, facts_S, stay_S, self.metric)
 
@@ -129,7 +114,7 @@ class Nearest(Merge):
 
 
 @part("reread", "passages")
-class Passages(Reread):
+class Passages(base.Reread):
     """Reading in two passes. The held-back tail of the prompt is read over every slot. Then the cache is emptied,
     the ``tokens`` of the text that the tail attended to are read again, and the tail after them. The kept slots
     serve as an index to the text.
@@ -150,26 +135,26 @@ class Passages(Reread):
     (``checkpoints/smollm2-135m-locret/LOG.md``).
     """
 
-    tokens: Positive = 512
+    tokens: base.Positive = 512
     """Tokens of the text that are read again, at most half of the smallest layer's budget."""
-    window: Positive = 32
+    window: base.Positive = 32
     """Queries; all of the tail's where it has fewer."""
-    kernel: Odd = 33
+    kernel: base.Odd = 33
     """Tokens; 1 does not pool."""
-    first: Count = 32
+    first: base.Count = 32
     """Tokens, at most half of those that are read again."""
-    smooth: Odd = 1
+    smooth: base.Odd = 1
     """Tokens; 1 averages nothing."""
     each: bool = False
     """Whether each of the queries counts by itself, and not their sum."""
-    least: Ratio = 0.0
+    least: base.Ratio = 0.0
     """Share of the best token's score."""
 
     def size(self, budget: int, tail: int) -> int:
         """Tokens that are read before the ``tail``, at least one."""
         return max(1, min(self.tokens, budget // 2, budget - tail))
 
-    def collect(self, score_P: Tensor, slots: Slots, tail: int, size: int) -> None:
+    def collect(self, score_P: Tensor, slots: base.Slots, tail: int, size: int) -> None:
         """Raise the scores of a text's tokens ``[P]``, in place, to those given by the heads of a layer. ``size``:
         number of tokens to read again."""
         text_BHS = slots.valid & (slots.positions >= self._opening(size)) & (slots.positions < len(score_P))
@@ -177,7 +162,7 @@ class Passages(Reread):
         window = min(self.window, tail)
         slots = replace(slots, queries=cache(slots.queries), keys=cache(slots.keys))  # rotated once for all queries
         for newest, but in [(i + 1, i) for i in range(window)] if self.each else [(window, 0)]:
-            asked_BHS = recent_attention(slots, newest, but).masked_fill(~text_BHS, 0)
+            asked_BHS = base.recent_attention(slots, newest, but).masked_fill(~text_BHS, 0)
             share_BHS = asked_BHS / asked_BHS.sum(-1, keepdim=True).clamp(min=torch.finfo(asked_BHS.dtype).tiny)
             score_P.scatter_reduce_(0, at_BHS.flatten(), share_BHS.flatten().to(score_P.dtype), "amax")
 
@@ -201,7 +186,7 @@ class Passages(Reread):
 
 
 @part("prefill_mask", "sliding")
-class Sliding(PrefillMask):
+class Sliding(base.PrefillMask):
     """Mask of tokens after the first eviction: a token sees the first ``sinks`` slots of its head, the ``newest`` slots kept
     at the last eviction, and all tokens read since. The other slots wait for the question.
 
@@ -210,8 +195,8 @@ class Sliding(PrefillMask):
     later text does not see is this project's (``checkpoints/smollm2-135m-locret/LOG.md``).
     """
 
-    newest: Count = 1024
-    sinks: Count = 8
+    newest: base.Count = 1024
+    sinks: base.Count = 8
 
     def visible(self, rows: int, fresh: int) -> tuple[slice, slice] | None:
         """The row ranges that a token sees, out of a head's ``rows``; ``fresh`` of them entered since the last
@@ -225,7 +210,7 @@ class Sliding(PrefillMask):
 
 @part("score", "cis")
 @dataclass(frozen=True)
-class Cis(Score):
+class Cis(base.Score):
     """Causal importance predicted by the layer's retaining head. Source: Locret, section 3.2.
 
     ``decay`` lowers it by n nats per token of age, as TRIM-KV's gates do (arXiv 2512.03324, where each token has its
@@ -239,12 +224,12 @@ class Cis(Score):
 
     decay: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """Nats per token."""
-    lookahead: Count = 0
+    lookahead: base.Count = 0
     """Tokens."""
     needs_heads: ClassVar[bool] = True
     per_token: ClassVar[bool] = True
 
-    def score_new_tokens(self, entry: Entry) -> Tensor:
+    def score_new_tokens(self, entry: base.Entry) -> Tensor:
         """Scores ``[B, H, T]`` of the retaining head, plus the decay.
 
         Raises:
@@ -261,7 +246,7 @@ class Cis(Score):
     def is_head(self) -> bool:
         return type(self) is Cis and not self.decay
 
-    def score_slots(self, slots: Slots) -> Tensor:
+    def score_slots(self, slots: base.Slots) -> Tensor:
         """Scores ``[B, H, S]``, averaged over the next ``lookahead`` tokens."""
         if not self.lookahead:
             return slots.entry_scores
@@ -276,7 +261,7 @@ class Cis(Score):
         slots.entry_scores[..., new] = torch.where(place_BHN < slots.seen - self.lookahead, mean_BHN, own_BHN)
         return scores_BHS
 
-    def comparable(self, scores_BHS: Tensor, slots: Slots) -> Tensor:
+    def comparable(self, scores_BHS: Tensor, slots: base.Slots) -> Tensor:
         """A raw logit means nothing across heads before a softmax over the head's slots; a log-probability is one already,
         and only the order matters to an allocation, so it stays as it is."""
         if slots.target != "logit":

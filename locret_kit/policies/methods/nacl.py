@@ -7,34 +7,19 @@ import torch
 from torch import Tensor
 
 from ...backbones.decoder_attention import rotated_text
-from ..base import (
-    Count,
-    Entry,
-    PositiveSize,
-    Ratio,
-    Scope,
-    Selection,
-    Size,
-    Slots,
-    Weight,
-    best_of,
-    recent_attention,
-    resolve_count,
-    share_of,
-    wanted_count,
-)
+from .. import base
 from ..registry import Sinks, part, register
 from .random import hashed
 
 
 @part("score", "proxy")
-class ProxyAttention(Weight):
+class ProxyAttention(base.Weight):
     """``sum of a`` over the proxy queries: the newest ``tokens``, and the ``first`` of the text where they are others. A question
     that ends the prompt is named by its length. Source: NaCl, section 5.1 and appendix A.3."""
 
-    tokens: PositiveSize = 0.1
+    tokens: base.PositiveSize = 0.1
     """A number of tokens, or a fraction of the chunk (of the prompt, in the one-shot form)."""
-    first: Count = 0
+    first: base.Count = 0
     """Tokens at the beginning of the text whose queries are proxies too, at the places that they have in the text."""
 
     def recent(self, chunk: int) -> int:
@@ -43,16 +28,16 @@ class ProxyAttention(Weight):
     def memory(self, seen: int) -> Mapping[str, str]:
         return {"q": "BQND?", "k": "BHND?", "given": "BHM?"} if self.first and seen else {}
 
-    def score_new_tokens(self, entry: Entry) -> None:
+    def score_new_tokens(self, entry: base.Entry) -> None:
         if not self.first or "given" in entry.state or entry.position >= self.first:
             return
         for name, x in (("q", entry.q), ("k", entry.k)):
             new = x[:, :, : self.first - entry.position]
             entry.state[name] = torch.cat((entry.state[name], new), 2) if name in entry.state else new.clone()
 
-    def score_slots(self, slots: Slots) -> Tensor:
+    def score_slots(self, slots: base.Slots) -> Tensor:
         """Scores ``[B, H, S]``: attention of the recent and of the first queries."""
-        scores_BHS = recent_attention(slots, self.recent(slots.chunk))
+        scores_BHS = base.recent_attention(slots, self.recent(slots.chunk))
         if not self.first:
             return scores_BHS
         given_BHN = self._given(slots)
@@ -61,7 +46,7 @@ class ProxyAttention(Weight):
         at_BHS = slots.positions.long().clamp(max=max(n - 1, 0))
         return scores_BHS + given_BHN.gather(2, at_BHS).masked_fill(~early_BHS, 0) if n else scores_BHS
 
-    def _given(self, slots: Slots) -> Tensor:
+    def _given(self, slots: base.Slots) -> Tensor:
         """Attention ``[B, H, n]`` that the first queries gave the first tokens: no later token is seen by them. Those that are
         among the newest are left out; once none is, only the result is kept."""
         state = slots.state
@@ -81,28 +66,28 @@ class ProxyAttention(Weight):
 
 
 @part("scope", "proxies")
-class Proxies(Scope):
+class Proxies(base.Scope):
     """The proxy tokens: the newest ``tokens``, or a fraction of the chunk. Source: NaCl, section 5.1."""
 
-    tokens: PositiveSize = 0.1
-    most: Size = 1.0
+    tokens: base.PositiveSize = 0.1
+    most: base.Size = 1.0
     """Largest number of protected slots, or their largest fraction of the budget of score and scopes."""
 
     def window(self, budget: int, chunk: int, stabilizers: int) -> int:
-        return min(proxy_count(self.tokens, chunk), wanted_count(self.most, budget))
+        return min(proxy_count(self.tokens, chunk), base.wanted_count(self.most, budget))
 
-    def protects_newest(self, slots: Slots) -> int:
-        return min(resolve_count(self.most, slots.keep), proxy_count(self.tokens, slots.chunk))
+    def protects_newest(self, slots: base.Slots) -> int:
+        return min(base.resolve_count(self.most, slots.keep), proxy_count(self.tokens, slots.chunk))
 
 
 @part("selection", "sampled")
-class Sampled(Selection):
+class Sampled(base.Selection):
     """The best of each head, then ``ratio`` of its budget drawn without replacement from a distribution over the rest, by
     adding Gumbel noise to its logarithm and taking the largest. Score and scopes have the rest of the budget to themselves: a
     scope's fraction is one of that. Every eviction has its own draw. Source: NaCl, section 5.2; the others than the defaults:
     its ablations, section 6.3."""
 
-    ratio: Ratio = 0.7
+    ratio: base.Ratio = 0.7
     distribution: Literal["softmax", "uniform"] = "softmax"
     """'softmax' of the scores, or 'uniform'."""
     per: Literal["head", "layer", "all"] = "head"
@@ -113,10 +98,10 @@ class Sampled(Selection):
         return int(budget * self.ratio)
 
     def select(
-        self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: Slots
+        self, scores_BHS: Tensor, protected_BHS: Tensor, valid_BHS: Tensor, budgets_BH: Tensor, slots: base.Slots
     ) -> Tensor:
-        own_BH = budgets_BH - share_of(budgets_BH, self.ratio)
-        best_BHS = best_of(scores_BHS, protected_BHS, valid_BHS, own_BH, slots.backend)
+        own_BH = budgets_BH - base.share_of(budgets_BH, self.ratio)
+        best_BHS = base.best_of(scores_BHS, protected_BHS, valid_BHS, own_BH, slots.backend)
         head_H1 = torch.arange(scores_BHS.shape[1], device=scores_BHS.device)[:, None]
         salts = (0 if self.per == "all" else slots.layer, head_H1 if self.per == "head" else 0)
         uniform_BHS = hashed(slots.positions.long(), slots.seed, *salts, slots.seen)
@@ -125,7 +110,7 @@ class Sampled(Selection):
             scores_BHS = torch.zeros_like(scores_BHS)
         elif self.per != "head":
             scores_BHS = mean_over_heads(scores_BHS, slots.positions, valid_BHS)
-        return best_of(scores_BHS + gumbel_BHS, best_BHS, valid_BHS, budgets_BH, slots.backend)
+        return base.best_of(scores_BHS + gumbel_BHS, best_BHS, valid_BHS, budgets_BH, slots.backend)
 
 
 def mean_over_heads(scores_BHS: Tensor, positions_BHS: Tensor, valid_BHS: Tensor) -> Tensor:
@@ -140,7 +125,7 @@ def mean_over_heads(scores_BHS: Tensor, positions_BHS: Tensor, valid_BHS: Tensor
 
 def proxy_count(tokens: int | float, chunk: int) -> int:
     """Number of the newest tokens that are proxies: at least one, at most the chunk."""
-    return max(1, resolve_count(tokens, chunk))
+    return max(1, base.resolve_count(tokens, chunk))
 
 
 register(

@@ -129,7 +129,7 @@ class CpuDriver:
             cache.unfinished = True
         every = [self._pointers(cache) for cache in caches]
         heads = self._shared_heads(caches)
-        asks = [heads is None and cache.context.scores_new_tokens for cache in caches]
+        asks = [heads is None and cache.context.policy.score.scores_new_tokens for cache in caches]
         recent = any(rows.recent for cache in caches for rows in cache.bounded)
         new = partial(torch.empty, dtype=self.sums, device=self.weights.norm.weight.device)
         seen = new(L, N, self.line) if any(asks) or recent else None
@@ -151,7 +151,7 @@ class CpuDriver:
         pointers, ctx, seen = self._rows.get(cache), cache.context, cache.get_seq_length()
         if pointers is None or not pointers.left or pointers.context is not ctx or pointers.seen != seen:
             ctx.tables.clear()
-            make_room(ctx, enumerate(cache.bounded), 1)
+            make_room(ctx, cache.bounded, 1)
             pointers = self._rows[cache] = RowPointers.of(cache, self.shape[1], self._tables)
         pointers.rows["position"] = seen
         if ctx.positions.span:
@@ -177,7 +177,7 @@ class CpuDriver:
                     rows.codec.tail += 1
             rows.count(1)
             if not pointers.left:
-                evict_if_due(cache.context, [(layer, rows)])
+                evict_if_due(cache.context, [rows])
                 rows.codec.finish_block()
 
     # ---- entry scores and queries --------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class CpuDriver:
     def _shared_heads(self, caches: Sequence[BoundedCache]) -> RetainingHeads | None:
         """The retaining heads that the call itself asks: where all texts have them and want nothing else."""
         heads = caches[0].context.heads
-        alike = all(cache.context.heads is heads and cache.context.scores_by_head for cache in caches)
+        alike = all(cache.context.heads is heads and cache.context.policy.score.is_head for cache in caches)
         fits = heads is not None and heads.config.activation == "silu"
         return heads if alike and fits else None
 
@@ -244,7 +244,7 @@ class CpuDriver:
             q, k, v = (x.view(1, -1, 1, D) for x in line_LE[layer].split((Q * D, H * D, H * D)))
             if scored and rows.window is None:
                 newest = torch.from_numpy(pointers.starts_LH[layer] + pointers.lengths_LH[layer])
-                score_BHT = scores_of(entry_scores(ctx, layer, rows, pointers.seen, q, k, v), k)
+                score_BHT = scores_of(entry_scores(ctx, rows, pointers.seen, q, k, v), k)
                 rows.scores.view(-1)[newest] = score_BHT.reshape(-1).to(rows.scores.dtype)
             if rows.recent:
                 rows.append_queries(q)

@@ -107,7 +107,7 @@ class GraphDriver(StepGraphs[Form]):
 
     def ready(self, cache: BoundedCache) -> bool:
         """Whether the next step can come here: any token, and a chunk after which every layer without a window is cut."""
-        T, dues = self.tokens, ((rows, cache.context.due(n, rows, self.tokens)) for n, rows in enumerate(cache.bounded))
+        T, dues = self.tokens, ((rows, cache.context.due(rows, self.tokens)) for rows in cache.bounded)
         steady = T == 1 or all(due.tokens == T and (due.keep or rows.window) is not None for rows, due in dues)
         return steady and self.reason is None
 
@@ -144,7 +144,7 @@ class GraphDriver(StepGraphs[Form]):
         """The next step; without its cuts where it is not to ``cut``."""
         layers, ctx, form = self.cache.bounded, self.cache.context, []
         for layer, rows in enumerate(layers):
-            due = ctx.due(layer, rows, self.tokens)
+            due = ctx.due(rows, self.tokens)
             if self.tokens > 1 or (cut and (due.room is not None or due.keep is not None)):
                 fresh = rows.since_eviction if rows.window is None else 0
                 form.append(LayerForm(layer, rows.rows, fresh, due if cut else None, ctx.pins))
@@ -208,13 +208,13 @@ class GraphDriver(StepGraphs[Form]):
     def _cut(self, form: Form, when: Literal["room", "keep"]) -> None:
         """Cut the layers that must be before a step (``room``), or after it (``keep``)."""
         cut = [one.layer for one in form if one.due is not None and getattr(one.due, when) is not None]
-        ctx, layers = self.cache.context, [(layer, self.cache.bounded[layer]) for layer in cut]
+        ctx, layers = self.cache.context, [self.cache.bounded[layer] for layer in cut]
         if when == "room":
             make_room(ctx, layers, self.tokens, self.seen)
         else:
             evict_if_due(ctx, layers, self.seen)
-        for layer, rows in layers if self.tokens == 1 else ():
-            self.length_L[layer].fill_(rows.rows)
+        for rows in layers if self.tokens == 1 else ():
+            self.length_L[rows.number].fill_(rows.rows)
 
     # ---- the host's counts, which a replayed graph does not touch ----------------------------------------------------
 

@@ -76,7 +76,7 @@ class RowPointers:
         """The addresses of a cache's rows, with ``H`` heads in every layer, and how long they hold."""
         ctx, seen, L = cache.context, cache.get_seq_length(), len(cache.bounded)
         room = min(rows.capacity - rows.rows for rows in cache.bounded)
-        left = min(ctx.due(layer, rows, room).tokens for layer, rows in enumerate(cache.bounded))
+        left = min(ctx.due(rows, room).tokens for rows in cache.bounded)
         starts_LH, lengths_LH = (np.zeros((L, H), np.int64) for _ in range(2))
         rows_L, packed_L = np.zeros(L, ROWS.dtype), np.zeros(L, PACKED.dtype)
         made = cls(rows_L, packed_L, starts_LH, lengths_LH, left, seen, ctx)
@@ -93,12 +93,12 @@ class RowPointers:
                 ROWS.point(
                     at, stats=flat.stats_XN, stats_stride=flat.stats_XN.shape[1], by_head=bool(ctx.group), statistics=statistics
                 )  # fmt: skip
-            if (rope := ctx.read_rope(layer, rows)) is not None:
+            if (rope := ctx.read_rope(rows)) is not None:
                 longest = rows.capacity * (H if rows.layout.ragged else 1)
                 cos, sin = tables.below(rope, max(longest, ctx.positions.span or 0))
                 ROWS.point(at, tables.dtype, cos=cos, sin=sin, rotated=cos.shape[1])
                 made.held.append((cos, sin))
-            elif (rope := ctx.write_rope(layer, rows)) is not None:
+            elif (rope := ctx.write_rope(rows)) is not None:
                 R = 2 * len(rope.inv_freq)
                 _, held = own.setdefault(id(rope), (rope, torch.empty(2, R, dtype=tables.sums, device=rows.device)))
                 ROWS.point(at, tables.dtype, own_cos=held[0], own_sin=held[1], rotated=R)

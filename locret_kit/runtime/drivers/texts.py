@@ -96,7 +96,7 @@ class TextsDriver(StepGraphs[Form]):
             for rows in cache.bounded:
                 rows.count(1)
             if before.left == 1:
-                evict_if_due(cache.context, enumerate(cache.bounded))
+                evict_if_due(cache.context, cache.bounded)
             self._followed[cache] = before._replace(seen=before.seen + 1, left=before.left - 1)
             cache.unfinished = False
         return logits_NV
@@ -106,9 +106,9 @@ class TextsDriver(StepGraphs[Form]):
         ctx, seen, followed = cache.context, cache.get_seq_length(), self._followed.get(cache)
         if followed is not None and followed.context is ctx and followed.seen == seen and followed.left:
             return followed
-        make_room(ctx, enumerate(cache.bounded), 1)
+        make_room(ctx, cache.bounded, 1)
         room = min(rows.capacity - rows.rows for rows in cache.bounded)
-        return Followed(ctx, seen, min(ctx.due(layer, rows, room).tokens for layer, rows in enumerate(cache.bounded)))
+        return Followed(ctx, seen, min(ctx.due(rows, room).tokens for rows in cache.bounded))
 
     def _step(self, form: Form, caches: Sequence[BoundedCache]) -> Tensor:
         """The captured step: logits ``[N, V]`` (float32). No number of the host may matter on the device."""
