@@ -234,6 +234,11 @@ def read_positions(text: str) -> tuple[str, int | None]:
     return match[1], int(match[2]) if match[2] else None
 
 
+def is_positions(text: str) -> bool:
+    """Whether a position scheme is known. Raises ValueError with those that are."""
+    return bool(read_positions(text))
+
+
 def read_protect(text: str | None) -> frozenset[str]:
     """The names in ``protect``: of 'first', 'system' and 'markers' some, joined by +; none of them for 'none' or None.
 
@@ -252,14 +257,18 @@ def is_protect(text: str) -> bool:
     return bool(read_protect(text)) or text == "none"
 
 
+def is_word(text: str) -> bool:
+    """Whether a text may be the name of a plugin's part. Whether the part exists is checked when it is used."""
+    return text.isidentifier()
+
+
 def is_size(text: str) -> bool:
     """Whether a text is a number of bytes. Raises ValueError with the setting's name and the reason."""
     return parse_bytes(text, NAME) > 0
 
 
 Bytes = Annotated[str, Predicate(is_size)]
-Word = Annotated[str, Predicate(str.isidentifier)]
-"""A text that may be the name of a plugin's part. Whether the part exists is checked when it is used."""
+Word = Annotated[str, Predicate(is_word)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +291,7 @@ class RunSettings:
     local_len: Count | None = None
     """Last prompt tokens that are never evicted before decoding. Default: the heads', or 64; fewer for small
     budgets."""
-    positions: Annotated[str, Predicate(read_positions)] | None = None
+    positions: Annotated[str, Predicate(is_positions)] | None = None
     """Positions for RoPE: 'compact' (a slot's rank in the cache), 'original' (its position in the text) or
     'clipped(SPAN)' (in between). Default: the heads', or compact if the architecture allows it."""
     protect: Annotated[str, Predicate(is_protect)] | None = None

@@ -183,6 +183,12 @@ COMMANDS = {
     "quit": ("", "leave; so does Ctrl-D"),
 }
 """Arguments and meaning of each command, a method of ``Talk``."""
+GONE = {
+    "kept": "/save BOOK.locret, and locret-kept shows what it holds",
+    "stats": "/save BOOK.locret, and locret-info says its sizes",
+    "budget": "start locret-chat with --budget N",
+}
+"""Removed commands, and their replacements."""
 
 
 class Talk:
@@ -246,6 +252,8 @@ class Talk:
             return True
         name, words = (*message[1:].split(None, 1), "", "")[:2]
         words = words.strip()
+        if name in GONE:
+            raise ValueError(f"/{name} was removed: {GONE[name]}")
         if name not in COMMANDS:
             near = nearest(f"/{name}", [f"/{known}" for known in COMMANDS])
             raise ValueError(f"unknown command '/{name}'.{near or ' /help lists them; // begins a message with /'}")

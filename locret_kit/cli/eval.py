@@ -122,6 +122,14 @@ COMMANDS: dict[str, tuple[Command[Any], Callable[[Any], None]]] = {
 """Options of each subcommand, and what shows its result."""
 
 
+GONE = {
+    "benchmark": "a run for each task and length, then locret-eval paired",
+    "kept": "locret-kept shows what a saved text has kept",
+    "summary": "locret-eval report writes it, beside the page",
+}
+"""Removed commands, and their replacements."""
+
+
 @command("locret-eval", stopped="stopped; the same command continues", also=(RuntimeError,))
 def main(argv: list[str] | None = None) -> int:
     """Returns exit status 0; 1 after a reported error or a failed example; 130 after Ctrl-C."""
@@ -135,6 +143,8 @@ def main(argv: list[str] | None = None) -> int:
 
         harness(argv[1:], engine_for_harness)
         return 0
+    if argv[0] in GONE:
+        raise ValueError(f"{argv[0]} was removed: {GONE[argv[0]]}")
     if argv[0].isidentifier():
         check_name("command", argv[0], [*COMMANDS, "lm_eval"])
     if argv[0] not in COMMANDS:

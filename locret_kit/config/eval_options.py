@@ -159,6 +159,11 @@ EVAL = Command(
     USAGE,
     ("tasks", "out", "policies", "budgets", "lengths", "samples", "ckpt", "model", "haystacks", "data"),
     NOTES,
+    gone={
+        "wording": "a text of your own is a haystack or a file of questions",
+        "offset": "chunk=256 and others move a prompt against the chunks",
+        "retry": "every rerun repeats failed examples",
+    },
 )
 PAIRED = Command(
     "locret-eval", PairedConfig, "usage: locret-eval paired out=FOLDER against=LABEL [figure=NAME] [key=value ...]"
@@ -168,11 +173,15 @@ FIGURE = Command(
     FigureConfig,
     "usage: locret-eval figure NAME out=FOLDER [key=value ...]",
     positional=("name",),
+    gone=dict.fromkeys(
+        ("formats", "width", "height", "font", "title", "x"), "figures are PNG and SVG, the numbers summary.csv"
+    ),
 )
 TABLE = Command(
     "locret-eval",
     RowsConfig,
     "usage: locret-eval table out=FOLDER [key=value ...]",
+    gone=dict.fromkeys(("format", "interval"), "summary.csv has every number, with Wilson's interval in low and high"),
 )
 REPORT = Command("locret-eval", FolderConfig, "usage: locret-eval report out=FOLDER")
 TASKS = Command("locret-eval", NoConfig, "usage: locret-eval tasks")

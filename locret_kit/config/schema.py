@@ -58,6 +58,8 @@ class Command(Generic[T]):
     """Options by short flag, such as ``{"-o": "--out"}``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Options by alias."""
+    gone: Mapping[str, str] = field(default_factory=dict)
+    """Removed options, sections and values (``name=value``), and their replacements."""
     complete: Callable[[Values], Values] = dict
     """Function that completes the given values before the options are built."""
 
@@ -246,6 +248,7 @@ def given_by(command: Command[T], argv: list[str]) -> dict[str, object]:
     known = options_of(command.schema) | {"config": Option(str, None, Command, "")}
     texts: dict[str, list[str]] = {}
     for name, text in _pairs(command, known, argv):
+        refuse_gone(command.gone, name, text)
         if name not in known:
             meant = command.positional and any(word.partition("=")[0] == name for word in argv)  # such as "E=mc2?"
             raise UsageError(unknown(name, known) + "; put a text with = in it after --" * bool(meant))
@@ -317,6 +320,14 @@ def unknown(name: str, known: Mapping[str, Option], where: str = "") -> str:
     return f"unknown key {name!r}{where}.{near} --help all lists the options"
 
 
+def refuse_gone(gone: Mapping[str, str], name: str, value: object, where: str = "") -> None:
+    """Raise UsageError for a removed name, section or ``name=value``, with its replacement."""
+    for word in (name, name.partition(".")[0], f"{name}={value}"):
+        if word in gone:
+            shown = f"--{word.replace('_', '-')}" if word == name and word.isidentifier() else word
+            raise UsageError(f"{shown}{where} was removed: {gone[word]}")
+
+
 def typed(annotation: object, text: str) -> object:
     """A text as a value of an annotation's type, unchecked. ``null`` is None if the annotation allows it."""
     kinds, text = list(parts(annotation)), text.strip()
@@ -386,9 +397,11 @@ def values_of(command: Command[T], tree: Values, where: str) -> Values:
 
     Raises:
         ValueError: an unknown name, or a value of a wrong type or out of bounds.
+        UsageError: a removed name, section or value.
     """
     known, values = options_of(command.schema), Values()
     for name, value in flattened(tree).items():
+        refuse_gone(command.gone, name, value, where)
         if name not in known:
             raise ValueError(unknown(name, known, where))
         kinds = list(parts(known[name].annotation))

@@ -15,7 +15,7 @@ from tmux import Tmux
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret_kit import Chat, Document
-from locret_kit.cli.chat import COMMANDS, Talk, main
+from locret_kit.cli.chat import COMMANDS, GONE, Talk, main
 from locret_kit.settings import RunSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,10 @@ SAID = {
     b"/undo now": "/undo takes no arguments, not 'now'",
     b"/read nowhere.txt": "file='nowhere.txt' does not exist",
     b"/read": "/read needs a file",
-    b"caf\xe9": "line 6 of stdin is not UTF-8: byte 3",
+    b"/budget 9": "/budget was removed: start locret-chat with --budget",
+    b"/kept": "/kept was removed: /save BOOK.locret, and locret-kept",
+    b"caf\xe9": "line 8 of stdin is not UTF-8: byte 3",
+    b"/stats": "/stats was removed: /save BOOK.locret, and locret-info",
     b"/save x.txt": "/save needs a file that ends in .locret or .md",
     b"/save x.locret": "there is no document to save",
     b"/save x.md": "the conversation is empty",
@@ -142,7 +145,7 @@ def test_the_last_token_of_a_cut_answer_is_pinned_before_it_is_read(piped, backb
 
 
 def test_every_command_is_a_method_and_help_names_it(piped):
-    assert all(callable(getattr(Talk, name)) for name in COMMANDS if name != "quit")
+    assert all(callable(getattr(Talk, name)) for name in COMMANDS if name != "quit") and not GONE.keys() & vars(Talk)
     status, _, err = piped("/help\n/quit\nWhat is it?\n")
     assert status == 0 and all(f"/{name}" in err for name in COMMANDS) and "cut after" not in err
 
@@ -242,7 +245,7 @@ def test_a_talk_in_a_terminal(backbone, tmp_path):
         window.keys("C-c")
         window.until("Ctrl-D leaves")
         say(window, "/kept")
-        window.until("unknown command '/kept'")
+        window.until("/kept was removed")
         window.until(at_prompt)
         window.keys("C-d")
         window.until("status 0")

@@ -275,7 +275,7 @@ BAD = [
     (("infer", "{out}", "--question", "Who?"), 1, "Is a directory: name a file, or join several on stdin"),
     (("read", "{out}", "-o", "x.locret"), 1, "Is a directory: name a file, or join several on stdin"),
     (("infer", "https://example.org/x.html", "--question", "Who?"), 1, "No such file or directory: download it first"),
-    (("infer", "long.txt", "--save-cache", "x"), 2, "unknown key 'save_cache'"),
+    (("infer", "long.txt", "--save-cache", "x"), 2, "--save-cache was removed: locret-read FILE -o X.locret"),
 ]
 
 

@@ -98,11 +98,13 @@ def test_in_a_browser(report, tmp_path):
     assert said == ["0.250 0.750 1.000 -", "1.000 0.750 0.250 -"]
 
 
-def test_errors_say_what_is_missing(run, tmp_path, capsys):
+def test_errors_say_what_is_missing_and_what_does_it_instead(run, tmp_path, capsys):
     for words, said in (
         (["report", f"out={tmp_path}"], "holds no rows"),
         (["figure", "score-memry", f"out={run}"], "Did you mean 'score-memory'"),
         (["figure", "score-memory"], "out=... is missing"),
+        (["table", f"out={run}", "format=latex"], "summary.csv has every number"),
+        (["tasks=[passkey]", f"out={run}", "retry=errors"], "every rerun repeats failed examples"),
     ):
         assert main(words) == 1
         assert said in capsys.readouterr().err

@@ -141,6 +141,25 @@ def test_errors_in_a_file(tmp_path, text, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("command", "text", "said"),
+    [
+        (ASK, "graph: true", "--graph in config=FILE was removed: CUDA graphs"),
+        (INFER, "save_cache: x.locret", "--save-cache in config=FILE was removed: locret-read FILE"),
+        (TABLE, "interval: 0.95", "--interval in config=FILE was removed: summary.csv has"),
+        (TRAIN, "optim: {betas: [0.9, 0.99]}", "optim.betas in config=FILE was removed: nobody changed it"),
+        (TRAIN, "gates: {shares: [0.1]}", "gates in config=FILE was removed: tried and left"),
+        (TRAIN, "loss: {kind: mse}", "loss.kind=mse in config=FILE was removed: loss.kind=NAME with plugin"),
+    ],
+)
+def test_a_file_names_what_replaced_an_option(tmp_path, command, text, said):
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        given_by(command, [f"config={file}"])
+    assert str(caught.value).replace(str(file), "FILE").startswith(said)
+
+
 GIVEN = {
     "infer": ["--ckpt", "x", "--budget", "0.1", "--question", "a, b?", "long.txt", "--one-shot"],
     "train": ["recipe=tiny", "backbone.model=x", "optim.lr=1e-4", "data.weights=[2]"],
