@@ -327,6 +327,11 @@ class RunSettings:
         """Settings of a run alone, without those of a derived class."""
         return RunSettings(**{item.name: getattr(self, item.name) for item in fields(RunSettings)})
 
+    @property
+    def portable(self) -> dict[str, object]:
+        """The settings by name, in the form of a file. The last one exists only in files of earlier versions."""
+        return {**vars(self), "store_bits": None}
+
     def resolved(self, published: Mapping[str, object], prompt_length: int | None) -> Resolved:
         """Settings of one prompt.
 

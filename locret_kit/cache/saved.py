@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from calendar import timegm
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -69,6 +69,8 @@ class Saved:
     ropes: list[dict[str, object]] | None
     """See ``rotations``."""
     dtype: str
+    batch: Annotated[int, Interval(ge=1, le=1)]
+    """A cache takes one text."""
     prompt_length: Count | None
     counters: dict[str, int | float | str]
     layers: list[dict[str, int | float]]
@@ -91,8 +93,9 @@ class Saved:
     @property
     def resolved(self) -> Resolved:
         """The run settings; the backend is chosen anew."""
+        own = {name: value for name, value in self.settings.items() if name != "store_bits"}
         with prefixed_errors("settings", ValueError):
-            return replace(made(Resolved, self.settings, whole=True), backend=None)
+            return replace(made(Resolved, own, whole=True), backend=None)
 
 
 # ---- a cache filled with the tensors of a file, whose digest is right -----------------------------------------------
@@ -158,9 +161,10 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
         budget, chunk = (saved.settings[name] for name in ("budget", "chunk"))
         raise OSError(f"{where}: budget={budget}, chunk={chunk} do not fit into memory: {first_line(error)}") from error
     for number, (rows, counts) in enumerate(zip(cache.bounded, saved.layers, strict=True)):
-        own = held[number].items()
+        shapes = exported_shapes(rows, spec.layers[number].n_heads)
+        mine = {n: x.view(shapes[n][1]) if n in shapes else x for n, x in held[number].items()}
         # Rows in the model's dtype; scores are float32 whatever the dtype is.
-        wide = {n: x.to(ctx.model.dtype) if x.dtype == dtype and n != "scores" else x for n, x in own}
+        wide = {n: x.to(ctx.model.dtype) if x.dtype == dtype and n != "scores" else x for n, x in mine.items()}
         k_1H0D, v_1H0D = spec.layers[number].empty(ctx.model.dtype, ctx.model.device)
         restore_rows(rows, counts, wide, k_1H0D, v_1H0D)
         if rows.store is not None:
@@ -204,7 +208,8 @@ def _check_counts(rows: BoundedLayer, counts: Mapping[str, float], keeps_everyth
 
 def _expected(rows: BoundedLayer, held: Mapping[str, Tensor], ctx: Context, layer: AttentionLayer) -> Expected:
     """Dtype and shape of a layer's tensors. Raises ValueError for an impossible store of blocks."""
-    layout = exported_shapes(rows, layer.n_heads)
+    shapes = exported_shapes(rows, layer.n_heads).items()
+    layout = {name: (dtype, _in_file(rows, name, shape)) for name, (dtype, shape) in shapes}
     if rows.store is not None:
         like = torch.empty(1, rows.layout.H, 0, rows.codec.key_size, dtype=rows.dtype, device="meta")
         layout |= rows.store.layout(held, like, rows.seen)
@@ -220,6 +225,14 @@ def _expected(rows: BoundedLayer, held: Mapping[str, Tensor], ctx: Context, laye
         if tensor is not None or wanted == axes:
             found[STATE + name] = kinds, tuple(sizes.get(axis, 0) for axis in wanted)
     return found
+
+
+def _in_file(rows: BoundedLayer, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of a layer's tensor in a file, which has an axis of one text unless the rows of all heads lie end to end."""
+    if name == "clipped" or name.startswith(STATE) or (rows.layout.ragged and name != "queries"):
+        return tuple(shape)
+    axis = int(name == "stats")
+    return *shape[:axis], 1, *shape[axis:]
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], expected: Expected) -> None:
@@ -315,6 +328,7 @@ class CacheFile:
         layers = []
         for number, rows in enumerate(cache.bounded):
             counts, held = export_rows(rows)
+            held = {name: x.view(_in_file(rows, name, x.shape)) for name, x in held.items()}
             held |= {} if rows.store is None else rows.store.export()
             layers.append(counts)
             tensors |= {f"layers.{number}.{name}": tensor for name, tensor in held.items()}
@@ -331,8 +345,8 @@ class CacheFile:
         saved = Saved(
             version=file.VERSION, kit=versions("locret_kit")["locret_kit"], created=time.strftime(CREATED, time.gmtime()),
             model=known.model, heads=known.heads, policy=cache.policy.name, parts=parts, pool=_pool(cache.policy),
-            settings=asdict(cache.settings), ropes=rotations(ctx), dtype=str(ctx.model.dtype).removeprefix("torch."),
-            prompt_length=cache.schedule.prompt_length, counters=asdict(cache.counters), layers=layers,
+            settings=cache.settings.portable, ropes=rotations(ctx), dtype=str(ctx.model.dtype).removeprefix("torch."),
+            batch=1, prompt_length=cache.schedule.prompt_length, counters=asdict(cache.counters), layers=layers,
             pins=[list(pin) for pin in cache.pins], document=document,
         )  # fmt: skip
         return cls(saved, tensors, apart or {})
@@ -388,7 +402,7 @@ class CacheFile:
 
     def check_settings(self, here: Mapping[str, object]) -> None:
         """Raise ValueError where a run setting is not as ``here``."""
-        settings = asdict(self.saved.resolved)
+        settings = self.saved.resolved.portable
         _refuse({name: settings[name] for name in here}, dict(here))
 
     def restore(
@@ -407,7 +421,7 @@ class CacheFile:
             # Frequencies are chosen by the prompt's length, so they are known once the cache is bound.
             cache.bind(model)
             self._check(ropes=rotations(cache.context))
-            self._check(settings=asdict(cache.settings) | {"backend": saved.settings["backend"]})
+            self._check(settings=cache.settings.portable | {"backend": saved.settings["backend"]})
             # A narrower dtype fits a wider one without a change; the other way would round rows that were never rounded.
             stored, wanted = DTYPES[saved.dtype], model.dtype
             wider = torch.promote_types(stored, wanted) == wanted

@@ -464,12 +464,12 @@ def _positions(tensors: Mapping[str, torch.Tensor], layer: int, seen: int) -> li
     """Positions of each head of a layer: rows of ``[1, H, rows]``, or stretches of ``[rows of all heads]``."""
     name = f"layers.{layer}"
     positions, lengths = (tensors.get(f"{name}.{part}") for part in ("positions", "lengths"))
-    if positions is None or positions.dtype != torch.int32 or positions.dim() != (2 if lengths is None else 1):
-        raise ValueError(f"{name}.positions must be integers [heads, rows], or [rows] with lengths")
+    if positions is None or positions.dtype != torch.int32 or positions.dim() != (3 if lengths is None else 1):
+        raise ValueError(f"{name}.positions must be integers [1, heads, rows], or [rows] with lengths")
     if positions.numel() and not 0 <= positions.min() <= positions.max() < seen:
         raise ValueError(f"{name}.positions must be from 0 to {seen - 1}")
     if lengths is None:
-        return list(positions.numpy())
+        return list(positions.flatten(0, 1).numpy())
     if lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}.lengths must be integers")
     ends = lengths.flatten().cumsum(0).tolist()

@@ -16,7 +16,7 @@ import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
@@ -71,7 +71,7 @@ class SessionSpec:
         if not any(saved.parts == parts_of(policy) for policy in policies):
             allowed = ", ".join(policy.name for policy in policies)
             raise ValueError(f"policy={saved.policy[:64]!r} is not allowed here; allowed: {allowed}")
-        mine, theirs = asdict(self.cache(saved.prompt_length).settings), saved.resolved
+        mine, theirs = self.cache(saved.prompt_length).settings.portable, saved.resolved
         if theirs.share is not None:
             raise ValueError(f"budget={theirs.share} is a share of the prompt: the slots of a session are fixed")
         for name in ("budget", "chunk"):

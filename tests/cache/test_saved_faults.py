@@ -159,7 +159,7 @@ def test_tensors_of_another_shape_and_indices_out_of_range_are_refused(name, tmp
 def test_fields_of_a_record_that_cannot_be_are_refused(tmp_path):
     path = tmp_path / "text.locret"
     for where, value in {
-        "version": 2, "dtype": "int8", "layers.0.rows": 2**31, "layers.0.seen": -1, "layers.0.tail": 64,
+        "version": 2, "dtype": "int8", "batch": 2, "layers.0.rows": 2**31, "layers.0.seen": -1, "layers.0.tail": 64,
         "layers.1.seen": 7, "settings.budget": 0, "settings.more": 1, "pins": [[3]], "model.weights": "0", "ropes": [],
     }.items():  # fmt: skip
         body = Body.of(base("bits"))
@@ -172,6 +172,14 @@ def test_fields_of_a_record_that_cannot_be_are_refused(tmp_path):
     huge = Body.of(base("plain"))
     huge.record["settings"] |= {"budget": 2**31 - 1}
     refused("plain", path, huge.file())
+
+
+def test_settings_of_an_earlier_file_are_read(tmp_path):
+    """Its settings have a store's bits, which none has any more."""
+    body, path = Body.of(base("recalling")), tmp_path / "text.locret"
+    assert body.record["version"] == 1 and body.record["settings"]["store_bits"] is None
+    path.write_bytes(body.file())
+    assert load("recalling", path).cache.host_nbytes
 
 
 def test_what_is_no_file_is_refused(tmp_path):

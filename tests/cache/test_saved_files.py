@@ -23,7 +23,7 @@ from tiny_tokenizer import tiny_tokenizer
 from locret_kit import BoundedCache, Document, attach, files
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache import file
-from locret_kit.cache.saved import DTYPES, load_cache, save_cache
+from locret_kit.cache.saved import DTYPES, CacheFile, load_cache, save_cache
 from locret_kit.files import write_text
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.runtime.session import Sampling, decode, prefill
@@ -169,6 +169,34 @@ def test_a_loaded_file_is_saved_as_it_was(storage, tmp_path, monkeypatch):
         again = Document.load(tmp_path / "b.locret", model, tokenizer, heads if "locret" in policy else None)
         question = QUESTIONS[0]
         assert str(again.ask(question, max_new_tokens=4)) == str(loaded.ask(question, max_new_tokens=4))
+
+
+SHAPES: dict[str, tuple[str, dict[str, object], dict[str, tuple[int, ...]]]] = {
+    "plain": ("h2o", {}, {"keys": (1, 2), "positions": (1, 2), "stats": (1, 1, 2)}),
+    "queries": ("snapkv(6,3)", {}, {"queries": (1, 6, 6, 8), "scores": (1, 2)}),
+    "ragged": ("ada-snapkv(6,3)", {}, {"keys": (96, 8), "lengths": (2,), "queries": (1, 6, 6, 8)}),
+    "8 bits": ("locret", dict(kv_bits=8), {"keys": (1, 2), "key_scale": (1, 2), "clipped": (2,)}),
+    "4 bits": (
+        "locret",
+        dict(kv_bits=4),
+        {"key_codes": (1, 2), "group": (1, 2), "key_step": (1, 2), "tail_keys": (1, 2)},
+    ),
+    "recall": (
+        "locret recall=blocks(size=4)",
+        {},
+        {"keys": (1, 2, 48, 8), "store.held": (1, 2), "store.index": (1, 2)},
+    ),
+    "state": ("expected-attention", {}, {"values": (1, 2), "state.count": (1,), "state.mean": (1, 6, 8)}),
+}
+"""Policy and settings, and how shapes of tensors begin in files of version 1: 2 heads, 6 query heads, 8 channels, 48 slots."""
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_a_file_has_an_axis_of_one_text(case):
+    """As every file of version 1 has it, whatever shape the layers hold, so that files of earlier kits are read."""
+    policy, settings, expected = SHAPES[case]
+    tensors = CacheFile.of(read("llama", policy, text_of(260), **SETTINGS, **settings).cache).tensors
+    assert {name: tuple(tensors[f"layers.1.{name}"].shape)[: len(x)] for name, x in expected.items()} == expected
 
 
 # ---- other dtypes and devices ------------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def test_kept_text_in_the_terminal(use, book):
     status, out, _ = use("kept", str(book), "--layer", "1", "--head", "0")
     assert status == 0 and out.startswith("long.txt: ") and "48 of 256 held (layer 1, head 0)" in out and " ... " in out
     with safe_open(book, "pt") as file:
-        positions = file.get_tensor("layers.1.positions")[0].tolist()
+        positions = file.get_tensor("layers.1.positions")[0, 0].tolist()
         ids = file.get_tensor("document.ids").tolist()
     texts = token_texts(tiny_tokenizer(), ids)
     runs = itertools.groupby(range(256), key=lambda at: at in positions)
