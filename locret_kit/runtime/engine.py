@@ -137,7 +137,10 @@ class Engine:
     def fail(self, error: Exception, sequences: abc.Sequence[Sequence] | None = None) -> None:
         """End sequences with an error, which is raised where one runs alone; by default all that run."""
         if self.alone:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # a frame of its traceback that held it would hold the cache too
         for sequence in list(self.running) if sequences is None else sequences:
             sequence.end("error", error)
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]

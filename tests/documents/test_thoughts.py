@@ -91,7 +91,7 @@ def test_dropped_thoughts_about_a_document(policy):
     """Its first answer is a question's, and later ones go on from the document, which stays."""
     model, tokenizer, heads = parts()
     document = Document.read(
-        model, tokenizer, text_of(260), 48, policy, heads if "locret" in policy else None, **SETTINGS
+        model, tokenizer, text_of(260), None, policy, heads if "locret" in policy else None, **SETTINGS
     )
     chat = talk(policy, document, thoughts="dropped", history=80)
     for question in QUESTIONS:
