@@ -67,7 +67,7 @@ def test_llm_prompts_goes_on_and_follows_a_schema(url, tmp_path, monkeypatch):
 
     def llm(*words: str) -> str:
         command = [sys.executable, "-m", "llm", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, stdin=subprocess.DEVNULL)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -128,6 +128,6 @@ def test_anthropic(family, streamed):
 def test_vercel(family, streamed):
     name, url = family
     program = ["node", str(Path(__file__).parent / "vercel.mjs"), url, os.environ["LOCRET_NODE_PACKAGES"], streamed]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == said(name)

@@ -51,7 +51,7 @@ def server(thoughts: str, policy: str = "h2o", run: RunSettings = RUN, store: St
     )
     try:
         with serving(engine, LIMITS, keys=(), **({"salt": store.salt} if store else {})) as url:
-            yield engine, httpx.Client(base_url=f"{url}/v1", timeout=120)
+            yield engine, httpx.Client(base_url=f"{url}/v1", timeout=900)
     finally:
         engine.stop()
 

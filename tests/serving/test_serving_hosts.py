@@ -54,7 +54,7 @@ def test_own_names(url, host):
     for path in ("/v1/models", "/v1/documents", "/metrics", "/", "/health"):
         assert httpx.get(url + path, headers={"host": host}).status_code == 200
     body = {"messages": user("a"), "max_tokens": 1}
-    assert httpx.post(f"{url}/v1/chat/completions", json=body, headers={"host": host}, timeout=60).status_code == 200
+    assert httpx.post(f"{url}/v1/chat/completions", json=body, headers={"host": host}, timeout=300).status_code == 200
 
 
 @pytest.mark.parametrize("host", THEIRS)
@@ -73,7 +73,7 @@ def test_foreign_names(url, host):
 @pytest.mark.parametrize("headers", FOREIGN)
 def test_pages_of_another_origin_change_nothing(url, headers):
     page = headers_of(url, headers)
-    name = httpx.post(f"{url}/v1/documents", files=FORM, timeout=60).json()["id"]
+    name = httpx.post(f"{url}/v1/documents", files=FORM, timeout=300).json()["id"]
     assert refused(httpx.post(f"{url}/v1/documents", files=FORM, headers=page))
     assert refused(httpx.post(f"{url}/v1/chat/completions", json={"messages": user("a")}, headers=page))
     assert refused(httpx.delete(f"{url}/v1/documents/{name}", headers=page))
@@ -89,7 +89,7 @@ def test_pages_of_another_origin_change_nothing(url, headers):
 @pytest.mark.parametrize("headers", OWN)
 def test_own_pages_and_programs(url, headers):
     page = headers_of(url, headers)
-    held = httpx.post(f"{url}/v1/documents", files=FORM, headers=page, timeout=60)
+    held = httpx.post(f"{url}/v1/documents", files=FORM, headers=page, timeout=300)
     assert held.status_code == 202
     assert httpx.delete(f"{url}/v1/documents/{held.json()['id']}", headers=page).status_code == 200
 

@@ -138,7 +138,7 @@ def test_a_thought_that_a_template_has_no_place_for(url):
     """It is left out of an answer, and one without an answer is refused."""
     asked = {"model": "tiny", "max_tokens": 1}
     headers = {"authorization": f"Bearer {KEYS[0]}"}
-    post = partial(httpx.post, f"{url}/v1/chat/completions", headers=headers, timeout=60)
+    post = partial(httpx.post, f"{url}/v1/chat/completions", headers=headers, timeout=300)
     turns = [*user("a"), {"role": "assistant", "content": "b"}, *user("c")]
     plain = post(json=asked | {"messages": turns}).json()
     turns[1] |= {"reasoning_content": "hm"}

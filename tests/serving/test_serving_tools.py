@@ -132,7 +132,7 @@ def test_an_answer_ends_with_its_first_call_where_calls_are_not_parallel(url, cl
         assert sum(bool(part.id) for event in events for part in event.delta.tool_calls or []) == calls
     body = asked | {"tools": [{"name": "now", "input_schema": {"type": "object"}}]}
     body["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
-    answer = httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": KEYS[0]}, timeout=60).json()
+    answer = httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": KEYS[0]}, timeout=300).json()
     assert [block["type"] for block in answer["content"]] == ["tool_use"] and answer["stop_reason"] == "tool_use"
 
 

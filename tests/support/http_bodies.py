@@ -74,7 +74,7 @@ def until(call: Callable[[], T], seconds: float = 60) -> T:
 
 
 def upload(url: str, name: str, data: bytes, key: str = KEYS[0]) -> httpx.Response:
-    return httpx.post(f"{url}/v1/documents", files={"file": (name, data)}, headers=bearer(key), timeout=60)
+    return httpx.post(f"{url}/v1/documents", files={"file": (name, data)}, headers=bearer(key), timeout=300)
 
 
 def uploaded(url: str, name: str, data: bytes) -> dict:

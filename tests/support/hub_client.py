@@ -45,7 +45,7 @@ def client(hub_url: str, cache: Path, code: str, *argv: str, **env: str) -> dict
     }  # fmt: skip
     run = subprocess.run(
         [sys.executable, "-c", PRELUDE + code, *argv], env={**keep, **settings, **env}, capture_output=True, text=True,
-        timeout=120,
+        timeout=900,
     )  # fmt: skip
     lines = [line for line in run.stdout.splitlines() if line.startswith("REPORT ")]
     assert run.returncode == 0 and lines, run.stdout[-2000:] + run.stderr[-3000:]

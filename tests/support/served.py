@@ -73,7 +73,7 @@ def ask_together(
     for request in requests:
         request.on_change = lambda own=request: ended.release() if own.sequence.finish_reason is not None else None
     engine.submit(*requests)
-    assert all(ended.acquire(timeout=60) for _ in requests)
+    assert all(ended.acquire(timeout=300) for _ in requests)
     for request in requests:
         assert request.sequence.error is None, request.sequence.error
     return requests
