@@ -4,6 +4,7 @@ Hub."""
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -186,3 +187,7 @@ def _given(value: int | None, recipe: Values, key: str, default: int) -> int:
 
 main = entry(PLAN, run)
 """The exit status is 1 if nothing fits, too."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -97,3 +97,7 @@ def run_publish(args: PublishOptions) -> int:
 
 
 publish = entry(PUBLISH, run_publish, stopped="stopped; check which files the repository has", usage=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
