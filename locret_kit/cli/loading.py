@@ -182,7 +182,7 @@ def generation_of(args: InferOptions | AskOptions | ChatOptions) -> dict[str, An
 
 
 def remarks(answer: Answer, args: Generation) -> Iterator[str]:
-    """What is to be said of an answer that has ended: its thought or its text was cut."""
+    """Lines about an answer whose thought or text was cut, once it has ended."""
     if said := closed(answer.thought):
         yield said
     if answer.finish_reason == "length":

@@ -228,9 +228,9 @@ class ChatBody(CompletionBody):
         arguments = known | self.chat_template_kwargs
 
         def render(messages: list[Message], about: bool = False) -> tuple[str, str]:
-            said = [message.rendered() for message in messages]
+            turns = [message.rendered() for message in messages]
             return render_messages(
-                tokenizer, said, about=about, tools=tools, continued=self.continued, arguments=arguments
+                tokenizer, turns, about=about, tools=tools, continued=self.continued, arguments=arguments
             )
 
         return messages, render

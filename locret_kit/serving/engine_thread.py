@@ -165,7 +165,7 @@ class EngineThread:
 
     @property
     def figures(self) -> dict[str, int]:
-        """What there is now, by the names of ``request.GAUGES``. Caches of documents do not count."""
+        """Current counts by the names of ``request.GAUGES``, without the caches of documents."""
         with self._changed:
             return {
                 "requests_running": len(self._engine.running), "requests_waiting": len(self._admission.queue),

@@ -108,7 +108,7 @@ class Message(Part):
     ]
     content: Annotated[str, BeforeValidator(text_of)] = ""
     tool_calls: list[Annotated[JsonObject, BeforeValidator(call_of)]] = Field(default_factory=list)
-    """As chat templates have them."""
+    """Calls in the form of chat templates."""
     reasoning_content: Annotated[str | None, places("reasoning_content", "reasoning")] = None
     """An earlier answer's thought."""
     tool_call_id: str | None = None

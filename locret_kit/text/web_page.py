@@ -276,10 +276,8 @@ def _write_numbers(items: Tag) -> None:
 
 def _write_spans(table: Tag) -> None:
     """Put an empty cell where one of a row above reaches down, so that the cells after it stay in their columns."""
-    section, above = (
-        None,
-        dict[int, tuple[int, int]](),
-    )  # by column: rows that a cell still reaches down, and its columns
+    section, above = None, dict[int, tuple[int, int]]()
+    # above: by column, the rows that a cell still reaches down, and its columns
     for row in table("tr"):
         if row.find_parent("table") is not table:
             continue

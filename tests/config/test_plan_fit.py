@@ -189,7 +189,7 @@ SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_atte
 
 
 def test_a_model_without_a_recipe_is_planned_with_the_settings_of_a_run(tmp_path, capsys):
-    """By budget and chunk that nobody named it said more bytes than a run takes."""
+    """The plan has the budget and chunk of a run without options."""
     (tmp_path / "config.json").write_text(AutoConfig.for_model("llama", vocab_size=97, **SMALL).to_json_string())
     assert cli.main(["--model", str(tmp_path), "--gpu-memory", "8GiB"]) == 0
     assert f"budget {BUDGET}, chunk {CHUNK}, " in capsys.readouterr().out

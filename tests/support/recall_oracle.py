@@ -7,6 +7,7 @@ worked out here: what is stored is what was read and is not held.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -78,7 +79,7 @@ def turned(x: Tensor, at: int) -> Tensor:
     return torch.cat((number.real, number.imag), -1)
 
 
-class Text:
+class Text(ABC):
     """What the layers have read, and the rules of one form of recall."""
 
     def __init__(self, calls: list[Call], layers: int = 3) -> None:
@@ -98,18 +99,15 @@ class Text:
                 for t in range(T):
                     self.keys[call.layer][h, call.start + t] = call.k[h, t]
                     self.values[call.layer][h, call.start + t] = call.v[h, t]
-            self.note(call)
             wanted, back = self.attention(call)
             recalled += back
             close = torch.allclose(call.out, wanted, rtol=1e-5, atol=1e-6)
             assert close, f"layer {call.layer}, {T} tokens from {call.start} on, blocks came back: {back}"
         return recalled
 
-    def note(self, call: Call) -> None:
-        """What the form remembers of new tokens."""
-
+    @abstractmethod
     def attention(self, call: Call) -> tuple[Tensor, bool]:
-        raise NotImplementedError
+        """The attention of new tokens, and whether blocks came back."""
 
     def stored(self, call: Call) -> list[list[int]]:
         """Positions that each head has stored."""
@@ -139,6 +137,7 @@ class OurBlocks(Text):
                 self.scores[call.layer][h, call.start + t] = score
 
     def attention(self, call: Call) -> tuple[Tensor, bool]:
+        self.note(call)
         stored, T = self.stored(call), call.k.shape[1]
         tail = call.start >= self.body
         back = any(stored) and (self.reading or tail)

@@ -116,7 +116,7 @@ REFUSED = (
     {"prompt": []}, {"prompt": [8192]}, {"prompt": [1] * 2048}, {"prompt": [[5], []]}, {"prompt": {}, "stream": True},
     {"model": "other"}, {"logprobs": 99}, {"min_tokens": 99}, {"allowed_token_ids": []}, {"structured_outputs": {"regex": "(("}},
 )  # fmt: skip
-"""What a request is refused for."""
+"""Reasons for which a request is refused."""
 NONSENSE = (b"", b"{", b"[]", b"\xff", b'{"prompt": NaN}')
 
 
