@@ -158,6 +158,7 @@ def line_editor(history_file: str | None) -> PromptSession[str]:
     keys = KeyBindings()
 
     @keys.add("escape", "enter")
+    @keys.add("escape", "c-j")  # the same keys, pressed before the prompt was there
     def another_line(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
 

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
 from tiny_tokenizer import TEXT, save_tiny_backbone
 from tmux import Tmux
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret_kit import Chat, Document
-from locret_kit.cli.chat import COMMANDS, GONE, Talk, main
+from locret_kit.cli.chat import COMMANDS, GONE, Talk, line_editor, main
 from locret_kit.settings import RunSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,10 +187,20 @@ def at_prompt(screen: str) -> bool:
     return screen.endswith("\n>")
 
 
-def say(window: Tmux, line: str) -> None:
-    """Type a line at the prompt."""
+def say(window: Tmux, line: str, key: str = "Enter") -> None:
+    """Type a line at the prompt, see it there, and press a key: the prompt that is waited for next is not this one."""
     window.until(at_prompt)
     window.type(line)
+    window.until(lambda screen: screen.endswith(f"\n> {line}"))
+    window.keys(key)
+
+
+@pytest.mark.parametrize("enter", ["\r", "\n"], ids=["at the prompt", "before it"])
+def test_alt_enter_begins_another_line(enter):
+    """A terminal sends another character for Enter while no prompt reads its keys."""
+    with create_pipe_input() as keys, create_app_session(input=keys):
+        keys.send_text(f"two\x1b{enter}three{enter}")
+        assert line_editor(None).prompt("> ") == "two\nthree"
 
 
 def test_a_talk_in_a_terminal(backbone, tmp_path):
@@ -219,12 +231,13 @@ def test_a_talk_in_a_terminal(backbone, tmp_path):
         window.until(shown("stopped", 2))
 
         say(window, "one\\")
-        window.keys("t", "w", "o", "M-Enter")
+        say(window, "two", "M-Enter")
         window.type("three")
-        window.until("> one")
-        window.until("two\n  three")
+        window.until("> one\\\n> two\n  three")
+        window.keys("Enter")
         window.until(follows("three", 40))
         window.type("/help")  # waits, and is dropped by Ctrl-C, as in a shell
+        window.keys("Enter")
         window.keys("C-c")
         window.until(shown("stopped", 3))
         say(window, "/undo")

@@ -38,9 +38,8 @@ class Tmux:
         self._tmux("send-keys", "-t", "test", *names)
 
     def type(self, text: str) -> None:
-        """Type a text and press Enter."""
-        self._tmux("send-keys", "-t", "test", "-l", text)
-        self.keys("Enter")
+        """Type a text."""
+        self.keys("-l", text)
 
     def paste(self, text: str) -> None:
         """Paste a text as a terminal does: in brackets, if the program asked for them."""
