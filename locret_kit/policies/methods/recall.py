@@ -19,27 +19,27 @@ PIECE = 64
 
 @part("recall", "blocks")
 class Blocks(Recall):
-    """A block is worth the largest share of one query's attention that one of its representatives, or a kept slot of the same
-    tokens, has among all of them."""
+    """Blocks by attention. The keys are the representatives of all stored blocks, and the kept slots. A block's relevance is
+    the largest attention weight that a query gives to one of its representatives, or to a kept slot of the same tokens."""
 
     size: Positive = 32
-    """Tokens of a block."""
+    """Tokens in a block."""
     take: Positive = 4
-    """Blocks that come back in each head."""
+    """Number of blocks that a head recalls."""
     representatives: Positive = 4
-    """Keys of a block that find it: those of the slots that the policy's score ranks highest."""
+    """Number of representatives of a block: the keys of the slots with the policy's highest scores."""
     local: Size = 0.5
-    """Newest slots, or share of the budget, that the prompt's tail and what follows it see, beside the first 4 tokens and the
-    blocks; 0: every slot."""
+    """Number of newest slots, or share of the budget, that the prompt's tail and later tokens attend to. They also attend to
+    the first 4 tokens and the recalled blocks. 0: to every slot."""
     reading: bool = True
-    """Whether blocks come back while the text is read, or only for the tail and what follows it."""
+    """True: recall from the first chunk on. False: only for the prompt's tail and later tokens."""
     apart: Count = 32
-    """Largest number of tokens, read together, that look up blocks each alone; more tokens look up together."""
+    """Up to this number of tokens in a piece, each token recalls blocks of its own. A longer piece recalls once for all."""
     across: Literal["head", "layer", "model"] = "model"
-    """'head': every head has blocks of its own; 'layer': the best of any head; 'model': of any head of this layer or one
-    before it."""
+    """Heads that share blocks: 'head' shares none; 'layer' takes the best relevance of the layer's heads; 'model' that of
+    this layer's heads and all earlier layers'."""
     far: Count = 0
-    """Distance (tokens) at which all slots stand that are further away; 0: where the run's positions place them."""
+    """Largest distance, in tokens, between a query and a slot; slots further away count as that far. 0: no limit."""
 
     def relevance(self, q_BQTD: Tensor, index: BlockIndex) -> Tensor:
         B, H, N, R, D = index.index_BHNRD.shape
