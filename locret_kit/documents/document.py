@@ -6,6 +6,7 @@ is read with each question, in a copy of the cache. So an answer equals that of 
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -101,9 +102,10 @@ class Document:
             ahead: whether the last tokens are read too, so that ``prepare`` has nothing to do and needs no second cache.
 
         Raises:
-            ValueError: no text, a setting out of bounds, a slow tokenizer.
+            ValueError: no text, the name of a file as text, a setting out of bounds, a slow tokenizer.
             OSError: the file cannot be read.
         """
+        refuse_name(text)
         title = title or (text.name if isinstance(text, Path) else "")
         whole = text if isinstance(text, DocumentText) else DocumentText.of(tokenizer, text, chat)
         heads = loaded(heads)
@@ -124,8 +126,9 @@ class Document:
 
         Raises:
             CannotFork: the longer document must be read from the beginning, but the text is not in the file.
-            ValueError: no text. OSError: the file cannot be read.
+            ValueError: no text, or the name of a file as text. OSError: the file cannot be read.
         """
+        refuse_name(text)
         longer = self.text.copy()
         longer.feed(text)
         self._go_on(longer, progress)
@@ -436,6 +439,12 @@ def kept_of(document: Document) -> Kept:
     if not document.has_text:
         raise ValueError("it was written without its text, so its words are unknown")
     return Kept.of(document.ids, document.cache)
+
+
+def refuse_name(text: object) -> None:
+    """Raise ValueError if a text is the name of a file, which was meant to be read."""
+    if isinstance(text, str) and os.path.isfile(text):
+        raise ValueError(f"text={text!r} is the name of a file: give Path({text!r})")
 
 
 def read_kept(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> Kept:

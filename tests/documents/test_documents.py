@@ -251,5 +251,8 @@ def test_errors_before_any_work():
     for wrong, said in ((b"The boats", "84"), ([5, 6], "5"), (["The", None], "None")):
         with pytest.raises(TypeError, match=f"text holds {said}, which must be a string"):
             Document.read(model, tokenizer, wrong, 64, "streaming")
+    for add in (lambda text: Document.read(model, tokenizer, text, 48, "h2o"), document.append):
+        with pytest.raises(ValueError, match=r"is the name of a file: give Path\("):
+            add(__file__)
     with pytest.raises(ValueError, match="the document holds no text"):
         Document.read(model, tokenizer, " \n ", 48, "h2o")
