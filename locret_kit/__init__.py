@@ -1,5 +1,12 @@
 """locret_kit: retaining heads on frozen language models, and long contexts in a fixed key/value budget.
 
+| name | use |
+|---|---|
+| ``Document``, ``Chat`` | read a text once and ask about it; hold a conversation, with or without a document |
+| ``attach``, ``BoundedCache``, ``CACHE`` | bound the cache of ``model.generate``; ``CACHE`` is its argument's name |
+| ``save_cache``, ``load_cache`` | write a cache to a file, and continue from it |
+| ``RetainingHeads``, ``HeadsConfig``, ``publish`` | load trained heads, describe them, upload them to the Hub |
+
 Tensor names carry their axes as a suffix: ``q_BQTD``, ``score_BHS``.
 
 | letter | axis |

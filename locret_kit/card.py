@@ -49,10 +49,21 @@ def publish(
     token: str | None = None,
     **names: str | None,
 ) -> str:
-    """Upload the heads and the other files of ``source`` (their folder or file); returns the commit's address.
+    """Upload heads, a model card and the files beside them to the Hub; returns the commit's address.
 
-    Other arguments are those of ``hub.push``, and ``names`` (base_model, adapter, license) those of
-    ``write_release``. Raises ValueError or OSError with one line.
+    Args:
+        repo: ``user/name``. It is made if it is missing.
+        source: folder or file of the heads, whose curves, evaluation rows and card are uploaded too. None: heads and a
+            new card alone.
+        private: whether a new repository is private.
+        message: the commit's message.
+        token: a Hub token. Default: ``HF_TOKEN``, or that of ``hf auth login``.
+        **names: ``base_model`` and ``adapter``, the Hub ids (``user/name``) that others need, and ``license``. Default:
+            those of the heads' configuration and of the card in ``source``.
+
+    Raises:
+        ValueError: a name that is no ``user/name``, or a damaged file; it is named.
+        OSError: no token, a repository with other files than heads, or no connection; says whether something was published.
     """
     with tempfile.TemporaryDirectory() as work:
         write_release(heads, repo, Path(work), source, **names)

@@ -126,6 +126,15 @@ Size = Annotated[int, Ge(1)]
 class HeadsConfig:
     """Description of retaining heads: their backbone, sizes, and the settings they were made for.
 
+    ``RetainingHeads.from_pretrained`` reads it from ``config.json``; ``for_backbone`` makes it for new heads.
+
+    Attributes:
+        backbone: Hub id or path of the model that the heads were trained on. model_type: its type in transformers.
+        n_layers, n_heads, n_kv_heads, head_dim: its layers; query heads, key/value heads and their size in each.
+        activation: the activation of the heads' hidden layer, the backbone's own. d_hidden: the width of that layer.
+        target: unit of the scores. sizes: sizes of each layer, if layers differ. adapter: LoRA of the training, if any.
+        inference: default settings, fields of ``RunSettings`` and ``policy``.
+
     Raises:
         ValueError: a field of another type or out of its bound; it is named.
     """
@@ -220,7 +229,12 @@ def _side_by_side(*parts_BXTD: Tensor) -> Tensor:
 
 
 class RetainingHeads(nn.Module):
-    """The retaining heads of every layer of one backbone, with their configuration. ``heads[i]`` scores layer ``i``."""
+    """The retaining heads of every layer of one backbone, and their configuration ``config``.
+
+    ``RetainingHeads(config)`` has random weights; ``from_pretrained`` loads trained ones. ``heads[i](q, k, v)`` predicts
+    the importance ``[B, H, T]`` (float32) of ``T`` tokens in layer ``i``: from queries ``[B, Q, T, D]``, keys and values
+    ``[B, H, T, D]`` before RoPE. A larger score is kept.
+    """
 
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
@@ -233,7 +247,7 @@ class RetainingHeads(nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """See ``backbones.weights.fingerprint``; the same after a cast to float16, which rounds otherwise than bfloat16 does."""
+        """Hash of the weights, which saved caches compare. A cast to float16, which rounds them, leaves it unchanged."""
         return self._exact or fingerprint(self.parameters())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RetainingHeads:

@@ -318,7 +318,10 @@ def _calls_of(
 
 
 def attach(model: PreTrainedModel) -> Attachment:
-    """Route ``model``'s attention to bounded caches and observers until ``detach()``; usable in ``with``.
+    """Send ``model``'s attention calls to the cache of each forward: ``with attach(model): model.generate(...)``.
+
+    Returns the attachment, which has begun. The end of the ``with`` block, or its ``detach()``, restores the model. A
+    forward with another kind of cache, or with none, computes the model's own attention.
 
     A model is attached once and may then be used by many threads, each with caches of its own. Attach it before they start
     and detach it when they have ended: a forward during which its model is detached raises RuntimeError.

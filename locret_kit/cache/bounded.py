@@ -73,19 +73,24 @@ def check_past(old: Context, new: Context, seen: int) -> None:
 class BoundedCache(StatefulCache, Handler):
     """A key/value cache of fixed size for ``model.generate`` and for the kit's own prefill.
 
+    It takes one text, in pieces of any length, inside ``with attach(model)``::
+
+        cache = BoundedCache(512, "snapkv", prompt_length=ids.shape[1])
+        with attach(model):
+            out = model.generate(ids, **{CACHE: cache}, prefill_chunk_size=512)
+
     Args:
-        settings: a ``RunSettings``, or its budget: slots that a key/value head of a full-attention layer keeps after an
-            eviction, everything counted; the mean over layers and heads where the policy's allocation tells them apart.
-        policy: a name or an expression of the policy grammar, or a ``Policy``; by default the published policy of
-            ``heads``, or locret.
-        heads: retaining heads, or their folder, file or Hub repository, for policies that score by predicted importance;
-            the first forward moves them to the model's device and dtype. Their published settings are the defaults of
-            settings that are not given.
-        prompt_length: tokens of the prompt. When given, the last ``local_len`` of them are never evicted before
-            decoding, and the eviction before them protects no stabilizers (Locret, algorithm 1). When not, every
-            boundary is treated as one in the middle of the prompt.
-        stages: your own, after those of the policy; forks share them.
-        **given: fields of ``RunSettings`` by name, where ``settings`` is none.
+        settings: the budget, or a ``RunSettings``. A budget is a number of slots per key/value head and layer that an
+            eviction leaves, everything counted, or a share of the prompt as a float. If the policy gives layers or
+            heads different numbers, it is their mean.
+        policy: a policy's name or expression, or a ``Policy``. Default: the published policy of ``heads``, or locret.
+        heads: retaining heads, or their folder, file or Hub repository, for policies that score with heads. The first
+            forward moves them to the model's device and dtype. Their published settings are the defaults.
+        prompt_length: tokens of the prompt. If it is given, the last ``local_len`` of them are not evicted before
+            decoding, and the eviction before them protects no stabilizers (Locret, algorithm 1). Otherwise the prompt
+            has no tail, and every eviction protects the stabilizers.
+        stages: further stages (``cache.context.Stage``), after those of the policy; forks share them.
+        **given: fields of ``RunSettings`` by name, in place of ``settings``.
 
     Attributes:
         terms: the settings as given, before prompt and model.
@@ -214,7 +219,8 @@ class BoundedCache(StatefulCache, Handler):
         return asked and not self.reread_positions and (s.prompt_length or 0) > s.budget
 
     def start_reread(self) -> None:
-        """Call it after a piece of the prompt: where more is to be read than was left, ``get_seq_length`` then says so."""
+        """Begin the second reading, if the policy has one and the whole prompt was read; otherwise do nothing. Call it after
+        each piece of the prompt. ``get_seq_length`` then falls by the number of tokens that are to be read again."""
         total, reread = self.get_seq_length(), self.policy.reread
         if reread is not None and total == self.schedule.prompt_length and self.needs_reread:
             self.reread_positions = view.choose_passages(self.context, reread, self.bounded, total)

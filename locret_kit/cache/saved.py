@@ -435,7 +435,9 @@ class CacheFile:
 
 
 def save_cache(cache: BoundedCache, path: str | Path) -> str:
-    """Write a cache to ``path``; returns the digest of the file.
+    """Write a cache to one ``.safetensors`` file; returns the digest of the file.
+
+    The file has the kept rows, and fingerprints of model, heads and policy. It has no text: a ``Document`` saves that too.
 
     Raises:
         ValueError: an interrupt left rows half written, or the policy cannot be written in the grammar.
@@ -470,12 +472,14 @@ def load_cache(
     *,
     force: bool = False,
 ) -> BoundedCache:
-    """The cache that ``save_cache`` wrote, on the device of ``model``, with the backend chosen anew.
+    """The cache that ``save_cache`` wrote, on the device of ``model``. It continues where the saved one ended.
 
     Args:
-        heads: those that the cache was made with, where its policy scores with retaining heads.
-        policy: the same policy as a value, where the grammar does not know it or it names a folder.
-        force: take rows of a narrower dtype than the model's.
+        model: the backbone that the cache was made with; weights are compared.
+        heads: the heads that the cache was made with, if its policy scores with heads.
+        policy: the cache's policy. Default: that in the file. Give it if it reads a folder or file (trained weights of
+            merging, patterns of ``minference``), or belongs to a plugin that is not loaded.
+        force: accept rows of a narrower dtype than the model's.
 
     Raises:
         OSError: there is no such file, or no memory for the cache. ValueError: the file is damaged, or differs from the

@@ -96,16 +96,18 @@ class _State:
 
 
 class Chat:
-    """A conversation. ``say`` returns an answer that is generated while you iterate over it. When it ends or is
-    abandoned, it becomes a turn.
+    """A conversation: ``for piece in chat.say("Who came in?"): print(piece, end="")``. When the answer ends or is
+    abandoned, question and answer become a turn. ``document.chat()`` makes one about a document.
 
     Args:
-        document: the subject. history: slots per key/value head for the turns, in addition to the document's.
-        settings, policy, heads: arguments of ``BoundedCache``, for a conversation without a document; so is ``system``,
-            a system prompt.
-        thoughts: see ``Thoughts``. 'dropped' needs a chat template. If there is no room, the oldest pinned thoughts are
-            released.
-        max_thought_tokens: limit per thought, in addition to ``max_new_tokens``. Then its end mark is inserted.
+        document: the subject, or None. history: slots per key/value head for the turns, besides the document's.
+        settings, policy, heads: as in ``BoundedCache``, for a conversation without a document.
+        system: system prompt, for a conversation without a document.
+        max_new_tokens: limit of an answer in tokens. sampling: ``Sampling(...)``; default: the most probable token.
+        seed: seed of sampling in the first turn; each turn adds one.
+        thoughts: handling of a model's thoughts: 'evicted' like other tokens, 'pinned' (never evicted, until there is no
+            room), or 'dropped' when the turn ends, which needs a chat template.
+        max_thought_tokens: limit per thought, besides ``max_new_tokens``. Then the end mark of the thought is inserted.
 
     Attributes:
         turns: questions and answers so far.
@@ -134,6 +136,7 @@ class Chat:
 
     @property
     def turns(self) -> list[Turn]:
+        """Questions and answers so far, oldest first."""
         return self._now.turns
 
     @property

@@ -91,12 +91,16 @@ class Document:
         ahead: bool = False,
         **given: object,
     ) -> Document:
-        """Read a text.
+        """Read a text: ``Document.read(model, tokenizer, Path("book.txt"), 512, heads="user/heads")``.
 
         Args:
-            text: the text, pieces of it, or the ``Path`` of a file, see ``text.reader``; or its tokens.
-            settings, policy, heads, given: see ``BoundedCache``. A budget as a share is a share of the document's tokens.
-            chat: questions go through the chat template.
+            text: the text, pieces of it, or the ``Path`` of a UTF-8, ``.pdf``, ``.docx``, ``.epub`` or ``.html`` file.
+            settings: the budget (slots as an int, or a share of the text's tokens as a float), or ``RunSettings``.
+            policy: a policy's name or expression. Default: that of ``heads``, or locret.
+            heads: retaining heads, or their folder, file or Hub repository; None for policies without training.
+            **given: fields of ``RunSettings``, such as ``budget=512, chunk=256``, in place of ``settings``.
+            chat: whether questions go through the chat template.
+            title: a title for people. Default: the file's name.
             progress: called as ``progress(done, total)`` in tokens.
             reader: function that reads tokens into a cache, by default ``prefill``; a server reads among other work.
             ahead: whether the last tokens are read too, so that ``prepare`` has nothing to do and needs no second cache.
@@ -164,6 +168,7 @@ class Document:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens read, with the chat template's before the text."""
         return self.text.tokens
 
     @property
@@ -210,18 +215,22 @@ class Document:
         progress: Progress | None = None,
         max_thought_tokens: int = MAX_THOUGHT,
     ) -> Answer:
-        """The answer to a question, generated while you iterate over it (see ``Answer``). The document does not change.
+        """The answer to a question: ``for piece in document.ask("Who?"): print(piece, end="")``. ``str`` gives all of it.
 
-        The answer equals that of a fresh run over text and question. It is equal up to rounding after ``prepare``, and
-        in few bits if the room depends on the prompt's length, under full attention and one-shot.
+        The document does not change. The answer equals that of a fresh run over text and question; up to rounding after
+        ``prepare``, and with ``kv_bits`` where the buffer's size depends on the prompt's length (``full``, one-shot).
 
-        Some prompts must be read from the beginning (short texts under a pyramid, LongRoPE's other factor). Then the
-        text is read again for this question, and ``reads`` counts it. Without the text in the file, a question shorter
-        than ``local_len`` tokens holds back only its own tokens.
+        Some prompts must be read from the beginning: a ``pyramid`` policy on a short text, a LongRoPE model beyond its
+        first window. Then the text is read again for this question, and ``reads`` counts it. In a document loaded
+        without its text, a question shorter than ``local_len`` protects only its own tokens.
 
         Args:
-            seed: seed of sampling. Default: from the settings. max_thought_tokens: limit of the thought, in addition to
-                ``max_new_tokens``.
+            max_new_tokens: limit of the answer in tokens.
+            sampling: ``Sampling(temperature=..., top_p=...)``. Default: the most probable token.
+            seed: seed of sampling. Default: from the settings.
+            graph: whether a CUDA graph decodes. Default: where it is possible.
+            progress: called as ``progress(done, total)`` in tokens, while the question is read.
+            max_thought_tokens: limit of the thought, in addition to ``max_new_tokens``.
 
         Raises:
             ValueError: an empty question, or a repetition penalty without the text.
@@ -240,7 +249,7 @@ class Document:
         )  # fmt: skip
 
     def fork_for(self, prompt_length: int) -> BoundedCache:
-        """A separate cache after the text, for a prompt of n tokens."""
+        """A copy of the cache for a prompt of ``prompt_length`` tokens (document and question), ready to read the rest."""
         local_len = self.cache.schedule.local_len
         if self.text.unknown:  # evictions before the tail must come after what was read
             local_len = min(local_len, prompt_length - self.cache.get_seq_length() - 1)
