@@ -33,6 +33,8 @@ PHRASES = {
 """Start and end of thoughts with other marks."""
 ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 """Start and end of a thought in answers with channels."""
+LONG = regex.compile(r"""(?s)(["'])(?:(?!\1)[^\\]|\\.)*+(?:\1|\Z)(*SKIP)(*FAIL)|(?<![\w.+-])-?[1-9]\d{15,}(?![\w.])""")
+"""Integers in Python's calls, outside texts, that may be beyond 2^53: transformers reads none, since JavaScript has none."""
 DECLARED = ("thinking", "reasoning_content", "reasoning")
 """Names of thoughts in response templates of transformers."""
 
@@ -235,11 +237,13 @@ def call_form(template: str, declared: tuple[Mapping[str, object], Any] | None =
 def declared_calls(field: Mapping[str, object], text: str) -> list[Any]:
     """Names and arguments of the calls that a text is, by a field of a response template; none where it cannot be parsed."""
     template = {"start_anchor": "<", "fields": {"tool_calls": field}}
+    if field.get("content") == "python-call-list" and regex.search(r"\d{16}", text):
+        text = LONG.sub(r'"\x02\g<0>"', text)
     with suppress(ValueError, LookupError, TypeError, RecursionError):
-        made: Any = parse_response(text, template, prefix="")["tool_calls"]
+        said = json.dumps(parse_response(text, template, prefix="")["tool_calls"], allow_nan=False)
+        made: Any = json.loads(regex.sub(r'"\\u0002(-?\d+)"', r"\1", said))
         rows = made if isinstance(made, list) else [made]
-        calls = [one for row in rows for one in (row if isinstance(row, list) else [row])]
-        found = [call.get("function", call) for call in calls if isinstance(call, dict)]
+        found = [nested(call, "function") or call for row in rows for call in (row if isinstance(row, list) else [row])]
         return [one for one in found if isinstance(one, dict)]
     return []
 

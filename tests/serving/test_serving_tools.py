@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from copy import copy, deepcopy
 from dataclasses import replace
@@ -452,6 +453,40 @@ def test_calls_as_python_writes_them(text, right, calls):
     assert follows(maker(), tokenizer, said) == right
     before, made = read(Reader(form, tools), f"I look. {said}", [5, 20, 40])
     assert [(one.name, one.values) for one in made] == calls and before == ("I look." if calls else f"I look. {said}")
+
+
+LONG = [
+    "9007199254740991", "9007199254740993", "-9007199254740993", "123456789012345678901234567890", "9" * 4000, "1e22",
+    "0", "-0.5", '[1, {"a": [-9007199254740993, 9007199254740995], "9007199254740993": "9007199254740993"}]',
+    '["a\\\" 9007199254740993, ", 9007199254740993, \'it"s 12345678901234567\', "\\\\", 12345678901234567]',
+]  # fmt: skip
+"""Values in a call, as Python writes them."""
+
+
+@pytest.mark.parametrize("value", LONG)
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        (None, "<|tool_call_start|>[w(v={})]<|tool_call_end|>"),
+        (DECLARED[6][0], "[w(v={})]"),
+        (DECLARED[7][0], "<c:w>\nv:{}\n</c>"),
+    ],
+)
+def test_numbers_of_calls_are_exact(field, said, value):
+    """Also beyond 2^53, from where on floats and JavaScript round integers."""
+    tokenizer = copy(real_tokenizer("smollm2"))
+    tokenizer.chat_template = "{{ tools }}<|tool_list_start|>" if field is None else "{{ tools }}"
+    tokenizer.response_template = field and {"start_anchor": "a", "fields": {"tool_calls": field}}
+    tools = {"w": {"properties": {"v": {"type": ["number", "integer", "array"]}, "n": {"type": "integer"}}}}
+    form = answer_form(tokenizer, tools=True)
+    (call,) = read(Reader(form, tools), said.format(value), [9, 20, 40])[1]
+    assert call.values == {"v": (want := ast.literal_eval(value))} and repr(call.values["v"]) == repr(want)
+    if "\n" in said:
+        text = said.replace("v:{}", "n:9007199254740993.0\nv:12345678901234567e5")
+        (call,) = read(Reader(form, tools), text, [])[1]
+        assert call.values == {"n": 9007199254740993, "v": 12345678901234567e5}
+    for wrong in ("9" * 5000, "1e999", "012345678901234567"):  # no JSON, or no number of Python's
+        assert "\n" in said or read(Reader(form, tools), said.format(wrong), []) == (said.format(wrong), [])
 
 
 @pytest.mark.parametrize("special", [False, True])
