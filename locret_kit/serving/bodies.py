@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 from transformers import PreTrainedTokenizerBase
 
@@ -62,7 +63,7 @@ class CompletionBody(Part):
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, strict=True)]] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """-1 as none: another for each request. Of the others the lowest 32 bits count."""
     stop: Annotated[
@@ -84,6 +85,14 @@ class CompletionBody(Part):
     def _refuse(cls, body: object) -> object:
         refuse(body, REFUSED)
         return body
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _numbers(cls, value: object, check: Callable[[object], object]) -> object:
+        made = check(value)
+        if type(made) in (int, float) and type(value) not in (int, float):  # pydantic reads true as 1, and "1" too
+            raise ValueError(f"must be a number, not {json.dumps(value)[:40]}")
+        return made
 
     def sampling(self, defaults: Mapping[str, float], vocabulary: int) -> Sampling:
         """Settings for the choice of tokens.
@@ -121,11 +130,8 @@ def some(tokens: int) -> int:
 
 Tokens = Annotated[int, Field(ge=-1), AfterValidator(some)]
 SWITCH = form("true, false, or an effort such as 'low', of at most 64 characters")
-Switch = Annotated[
-    bool | Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
-    Field(union_mode="left_to_right"),
-    SWITCH,
-]
+Level = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Switch = Annotated[bool | Level, Field(union_mode="left_to_right"), SWITCH]
 Effort = Annotated[bool | Annotated[str, Field(max_length=64)], Field(union_mode="left_to_right"), SWITCH]
 
 
@@ -288,7 +294,7 @@ def asked(messages: list[Message]) -> list[Message]:
     return [Message(role="user", content=content), *messages[first + 1 :]]
 
 
-Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
 
 
 class TextBody(CompletionBody):

@@ -201,9 +201,7 @@ class ResponseFormat(Part):
         if self.type == "json_schema" and self.schema_of_answer is None:
             raise ValueError("json_schema needs a schema, which is an object")
         if self.type != "json_schema":
-            self.schema_of_answer = (
-                (self.schema_of_answer or {"type": "object"}) if self.type == "json_object" else None
-            )
+            self.schema_of_answer = None if self.type == "text" else self.schema_of_answer or {"type": "object"}
         return self
 
 
@@ -289,14 +287,8 @@ def error_of(told: Refused, path: str) -> dict[str, object]:
         details = {"details": {"error_code": code}} if code not in (None, TOO_LONG) else {}
         return {"type": "error", "error": {"type": kind, "message": said, **details}}
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {
-        "error": {
-            "message": message,
-            "type": kind,
-            "param": told.param and field_of(path, told.param),
-            "code": code or CODES.get(status),
-        }
-    }
+    param = told.param and field_of(path, told.param)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}}
 
 
 def problem(error: Exception, path: str) -> JSONResponse:
