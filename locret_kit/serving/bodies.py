@@ -167,6 +167,10 @@ class ChatBody(CompletionBody):
         places("thinking_budget", "thinking_token_budget", "reasoning.max_tokens", "thinking.budget_tokens"),
     ] = None
     """Tokens of the thought, at most: then the template's end mark closes it."""
+    exclude: Annotated[Annotated[bool, Field(strict=True)] | None, places("reasoning.exclude")] = None
+    """Whether thoughts are left out of the answer, as OpenRouter has it; usage counts them."""
+    include_reasoning: Annotated[bool, Field(strict=True)] = True
+    """The opposite, as vLLM has it."""
     continue_final_message: bool = True
     """Whether an answer in the last message is continued; otherwise it is answered."""
 
