@@ -106,7 +106,7 @@ class CompletionBody(Part):
         said = {name: getattr(self, name) for name in DEFAULTS if getattr(self, name) is not None}
         chosen = {**DEFAULTS, **defaults, **said}
         for token in self.logit_bias:
-            if not (token.isascii() and token.isdigit() and int(token) < vocabulary):
+            if not (token.isascii() and token.isdigit() and len(token) < 20 and int(token) < vocabulary):
                 raise ValueError(f"logit_bias names {token[:20]!r}, which is no token from 0 to {vocabulary - 1}")
         return Sampling(
             chosen["temperature"], max(0, int(chosen["top_k"])), max(chosen["top_p"], MIN_TOP_P),

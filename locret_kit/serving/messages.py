@@ -27,7 +27,7 @@ from pydantic.fields import FieldInfo
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..answers.values import nested
-from ..naming import first_line
+from ..naming import first_line, prefixed_errors
 from ..settings import BOUNDS
 from .request import Busy, Stopping
 
@@ -84,6 +84,13 @@ def text_of(content: object) -> str:
             raise ValueError(f"a part of type {kind!r} needs a text")
         texts.append(text)
     return "".join(texts)
+
+
+def system_of(body: JsonObject, field: str) -> list[JsonObject]:
+    """The system message in a field of a body, if there is one. Raises ValueError, with the field's name."""
+    with prefixed_errors(field, ValueError):
+        text = text_of(body.get(field) or "")
+    return [{"role": "system", "content": text}] if text else []
 
 
 def call_of(call: object) -> JsonObject:

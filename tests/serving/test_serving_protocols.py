@@ -155,6 +155,35 @@ def test_what_is_no_number(url, path):
                 assert answer.status_code == 400 and said.startswith(place), (place, value, said)
 
 
+UNSAYABLE = [
+    ("responses", {"metadata": {"a": float("nan")}}, "metadata"), ("responses", {"metadata": {"a": ["\ud800"]}}, "metadata"),
+    ("responses", {"user": float("inf")}, "user"), ("responses", {"text": {"verbosity": float("nan")}}, "text"),
+    ("responses", {"tools": [RESPONSES_TOOL | {"description": "\ud800"}]}, "tools"),
+    ("responses", {"instructions": 5}, "instructions"), ("responses", {"instructions": [{"type": "image"}]}, "instructions"),
+    ("messages", {"system": 5}, "system"), ("messages", {"system": [{"type": "image"}]}, "system"),
+    ("chat/completions", {"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+]  # fmt: skip
+"""Fields that no answer can repeat or no prompt have; and their names."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "fields", "word"), UNSAYABLE)
+def test_what_cannot_be_said(url, path, fields, word, stream):
+    body = {"messages": user("Hi"), "input": "Hi", "max_tokens": 8, "stream": stream} | fields
+    headers = bearer() | {"content-type": "application/json"}
+    answer = httpx.post(f"{url}/v1/{path}", content=json.dumps(body), headers=headers, timeout=300)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(word), answer.text
+
+
+def test_arguments_of_calls_that_are_too_deep():
+    arguments = '{"a": ' * 600 + "1" + "}" * 600
+    for made in (arguments, json.loads(arguments)):
+        calls = [{"id": "c", "function": {"name": "w", "arguments": made}}]
+        messages = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "x"}]
+        with pytest.raises(ValueError, match="the chat template refuses the conversation: maximum recursion depth"):
+            ChatBody.model_validate({"messages": messages}).ids(tiny_tokenizer("{{ tools }}{{ messages }}"), None)
+
+
 def test_what_is_no_token(url):
     for ids in ([True], [1, "1"], [1, True], [1.5]):
         bodies = {"prompt": ids}, {"prompt": [ids]}, {"tokens": ids}
