@@ -10,14 +10,8 @@ from decimal import Decimal
 Schema = dict[str, object]
 """A schema or another object of JSON."""
 KINDS = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
+    str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null",
+}  # fmt: skip
 """Types of values -> their names in a JSON schema."""
 
 

@@ -251,8 +251,9 @@ def form_of_answer(
     if isinstance(body, ChatBody) and body.tools:
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
         called = {name: tools[name] for name in body.called}
+        several = body.parallel_tool_calls and not isinstance(body.tool_choice, dict)
         if called or rules:
-            rules = [*(() if called else rules), *call_rules(called or tools, form.calls, spell)]
+            rules = [*(() if called else rules), *call_rules(called or tools, form.calls, spell, several)]
         reader = partial(Reader, form, tools, parallel=body.parallel_tool_calls)
     if rules and form.words is not None:
         rules = after_thought(rules, form.words, thinks, spell)

@@ -8,6 +8,7 @@ from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import anthropic
 import httpx
@@ -461,6 +462,48 @@ LONG = [
     '["a\\\" 9007199254740993, ", 9007199254740993, \'it"s 12345678901234567\', "\\\\", 12345678901234567]',
 ]  # fmt: skip
 """Values in a call, as Python writes them."""
+
+
+CALLED = "w(n=1)", "now()"
+AS_JSON = '{"name": "w", "arguments": {"n": 1}}', '{"name": "now", "arguments": {}}'
+ROWS = [
+    ("{{ tools }}<|tool_list_start|>", None, "<|tool_call_start|>[{}]<|tool_call_end|>", CALLED),
+    ("{{ tools }}", DECLARED[5][0], "<c>[{}]</c>", CALLED),
+    ("{{ tools }}", DECLARED[6][0], "[{}]", CALLED),
+    ("{{ tools }}[TOOL_CALLS]", None, "[{}]", AS_JSON),
+    ("{{ tools }}<TOOLCALL>", None, "<TOOLCALL>[{}]</TOOLCALL>", AS_JSON),
+    ("{{ tools }}<|tool_call|>", None, "<|tool_call|>[{}]", AS_JSON),
+]
+"""Chat templates and response templates of models whose calls stand in a list, a list of them, and two calls."""
+
+
+@pytest.mark.parametrize(("template", "field", "row", "pair"), ROWS)
+def test_calls_that_must_be_are_as_many_as_a_list_may_have(template, field, row, pair):
+    tokenizer = copy(real_tokenizer("smollm2"))
+    tokenizer.chat_template = template
+    tokenizer.response_template = field and {"start_anchor": "a", "fields": {"tool_calls": field}}
+    parameters = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    tools = [
+        {"function": {"name": "w", "parameters": parameters}},
+        {"function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}}},
+    ]
+    one, other = pair
+    engine = SimpleNamespace(tokenizer=tokenizer, stop_ids=frozenset({tokenizer.eos_token_id}))
+    form, named = answer_form(tokenizer, tools=True), {"type": "function", "function": {"name": "w"}}
+    for fields, most in (({}, 16), ({"parallel_tool_calls": False}, 1), ({"tool_choice": named}, 1)):
+        asked = {"messages": user("a"), "tools": tools, "tool_choice": "required"} | fields
+        make, new = completions.form_of_answer(engine, ChatBody.model_validate(asked), form, False)
+        for calls in ([one], [one, other], [one, one], [one, other] * 8, [one, other] * 8 + [one], []):
+            text = row.format(", ".join(calls))
+            assert follows(make(), tokenizer, text) == (0 < len(calls) <= most), text
+            if 0 < len(calls) <= most:
+                made = [(call.name, call.values) for call in read(new(), text, [3, 9, 20])[1]]
+                assert made == [("w", {"n": 1}) if said == one else ("now", {}) for said in calls]
 
 
 @pytest.mark.parametrize("value", LONG)
