@@ -33,6 +33,8 @@ PHRASES = {
 """Start and end of thoughts with other marks."""
 ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 """Start and end of a thought in answers with channels."""
+LONG = regex.compile(r"""(?s)(["'])(?:(?!\1)[^\\]|\\.)*+(?:\1|\Z)(*SKIP)(*FAIL)|(?<![\w.+-])-?[1-9]\d{15,}(?![\w.])""")
+"""Integers in Python's calls, outside texts, that may be beyond 2^53: transformers reads none, since JavaScript has none."""
 DECLARED = ("thinking", "reasoning_content", "reasoning")
 """Names of thoughts in response templates of transformers."""
 
@@ -51,6 +53,7 @@ class CallForm:
         field: a field of a response template of transformers; it parses calls that are read whole.
         written: a call's text before and after its JSON arguments, with ``{name}``. Of parameters also the beginning of one, with
             ``{key}``, the end of its value, and the text between two.
+        row: texts before, between and after calls that stand in a list.
         keys: the names in a JSON object of a name and arguments. json: whether parameters' texts are written as JSON too.
         unwritten: why it is not known how calls are written.
         bare: whether JSON that is the whole answer is a call too.
@@ -70,6 +73,7 @@ class CallForm:
     bare: bool = False
     sections: str = ""
     written: tuple[str, ...] = ()
+    row: tuple[str, str, str] = ("", "", "")
     keys: tuple[str, ...] = ()
     json: bool = False
     unwritten: str = ""
@@ -83,14 +87,15 @@ class CallForm:
 NAMED = ("name", "arguments")
 
 
-def _json(name: str, mark: str, close: str, *written: str) -> CallForm:
+def _json(name: str, mark: str, close: str, *written: str, row: tuple[str, str, str] = ("", "", "")) -> CallForm:
     """Calls of JSON objects with a name, between marks."""
     open_, end = regex.escape(mark), "|".join(map(regex.escape, close.split()))
     head = rf'(?:{open_})\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<args>\{{)'
     tail = rf"\s*\}}*\s*(?:{end}|(?={open_}|[^\s}}<]))"
-    return CallForm(name, (mark,), open_, end, head, tail, written=written, keys=NAMED)
+    return CallForm(name, (mark,), open_, end, head, tail, written=written or ("", ""), row=row, keys=NAMED)
 
 
+PYTHON = ("{name}(", "{key}=", "", ", ", ")")
 PARAMETER = r"<parameter(?:=| name=)"
 DEEPSEEK = [
     f"<\uff5ctool\u2581{word}\uff5c>"
@@ -152,15 +157,15 @@ FORMS = (
     CallForm(
         "python", ("<|tool_call_start|>", "<|tool_list_start|>"), r"<\|tool_call_start\|>", r"<\|tool_call_end\|>",
         field={"open": "<|tool_call_start|>", "close": "<|tool_call_end|>", "content": "python-call-list"},
-        json=True, written=("<|tool_call_start|>[{name}(", "{key}=", "", ", ", ")]<|tool_call_end|>"),
+        json=True, written=PYTHON, row=("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
     ),
-    _json("toolcall", "<TOOLCALL>", "</TOOLCALL>", "<TOOLCALL>[", "]</TOOLCALL>"),
-    _json("piped", "<|tool_call|>", "<|/tool_call|>", "<|tool_call|>[", "]"),
+    _json("toolcall", "<TOOLCALL>", "</TOOLCALL>", row=("<TOOLCALL>[", ", ", "]</TOOLCALL>")),
+    _json("piped", "<|tool_call|>", "<|/tool_call|>", row=("<|tool_call|>[", ", ", "]")),
     _json("tags", OPEN, CLOSE, f"{OPEN}\n", f"\n{CLOSE}"),
     CallForm(
         "list", ("[TOOL_CALLS]",), r"\[TOOL_CALLS\]", head=r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\](?P<id>\w+))?"
         r"(?:\[ARGS\])?\s*(?P<args>\{)", bare=True,
-        written=("[", "]"), keys=NAMED,
+        written=("", ""), row=("[", ", ", "]"), keys=NAMED,
     ),
     CallForm(
         "object", ('"parameters"', "<|python_tag|>"), r"<\|python_tag\|>", bare=True, written=("", ""),
@@ -235,11 +240,13 @@ def call_form(template: str, declared: tuple[Mapping[str, object], Any] | None =
 def declared_calls(field: Mapping[str, object], text: str) -> list[Any]:
     """Names and arguments of the calls that a text is, by a field of a response template; none where it cannot be parsed."""
     template = {"start_anchor": "<", "fields": {"tool_calls": field}}
+    if field.get("content") == "python-call-list" and regex.search(r"\d{16}", text):
+        text = LONG.sub(r'"\x02\g<0>"', text)
     with suppress(ValueError, LookupError, TypeError, RecursionError):
-        made: Any = parse_response(text, template, prefix="")["tool_calls"]
+        said = json.dumps(parse_response(text, template, prefix="")["tool_calls"], allow_nan=False)
+        made: Any = json.loads(regex.sub(r'"\\u0002(-?\d+)"', r"\1", said))
         rows = made if isinstance(made, list) else [made]
-        calls = [one for row in rows for one in (row if isinstance(row, list) else [row])]
-        found = [call.get("function", call) for call in calls if isinstance(call, dict)]
+        found = [nested(call, "function") or call for row in rows for call in (row if isinstance(row, list) else [row])]
         return [one for one in found if isinstance(one, dict)]
     return []
 
@@ -250,10 +257,10 @@ def example(form: CallForm, name: str, keys: Iterable[str]) -> str:
         said = json.dumps(dict.fromkeys(keys, "v"))
         if form.keys:
             said = f"{{{json.dumps(form.keys[0])}: {json.dumps(name)}, {json.dumps(form.keys[1])}: {said}}}"
-        return form.written[0].replace("{name}", name) + said + form.written[1]
+        return form.row[0] + form.written[0].replace("{name}", name) + said + form.written[1] + form.row[2]
     first, begin, end, between, last = form.written
     said = between.join(begin.replace("{key}", key) + ('"v"' if form.json else "v") + end for key in keys)
-    return first.replace("{name}", name) + said + last
+    return form.row[0] + first.replace("{name}", name) + said + last + form.row[2]
 
 
 def writes(form: CallForm, name: str, keys: Iterable[str]) -> bool:
@@ -280,9 +287,10 @@ def writing(form: CallForm, field: Mapping[str, Any]) -> CallForm:
     written = {
         "json": (first, last),
         "kv-lines": (first, "{key}" + given.get("kv_sep", ":"), given.get("line_sep", "\n"), "", last),
-        "python-call-list": (first + "[{name}(", "{key}=", "", ", ", ")]" + last),
+        "python-call-list": PYTHON,
     }.get(kind, (first, begin, end, "", last))
-    form = replace(form, written=written, keys=keys if kind == "json" and "{name}" not in first else ())
+    row = (f"{first}[", ", ", f"]{last}") if written is PYTHON else form.row
+    form = replace(form, written=written, row=row, keys=keys if kind == "json" and "{name}" not in first else ())
     for made in (form, replace(form, json=True)):
         if writes(made, "n", "k"):
             return made
@@ -305,7 +313,7 @@ def answer_form(tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> A
 def _answer_form(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -> AnswerForm:
     calls = call_form(template, response_field(tokenizer, "tool_calls"))
     if calls.name == "list" and "[ARGS]" in tokenizer.get_added_vocab():
-        calls = replace(calls, written=("[TOOL_CALLS]{name}[ARGS]", ""), keys=())
+        calls = replace(calls, written=("[TOOL_CALLS]{name}[ARGS]", ""), row=("", "", ""), keys=())
     if CALLS["channels"].marks[0] in template and "<|message|>" in template:
         open_ = r"<\|channel\|>analysis(?! to=functions)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
         return AnswerForm(open_, r"<\|end\|>|<\|return\|>|<\|call\|>", CALLS["channels"], True, ANALYSIS)

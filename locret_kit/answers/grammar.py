@@ -11,6 +11,8 @@ from .values import Schema, properties_of, resolved, types_of
 
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Blanks between the parts of JSON: one way, so that no answer is a row of blanks."""
+MORE = 15
+"""Calls after the first in a list, at most: small models find no end."""
 Spell = Callable[[str], str]
 """Place of a text in a grammar."""
 
@@ -44,9 +46,9 @@ def json_rule(
     return " ".join([*map(spell, before), value, *map(spell, after)])
 
 
-def call_rules(tools: Mapping[str, Schema], form: CallForm, spell: Spell = json.dumps) -> list[str]:
+def call_rules(tools: Mapping[str, Schema], form: CallForm, spell: Spell = json.dumps, more: bool = False) -> list[str]:
     """The rules of an answer that calls one of the tools, whose names have the schemas of their arguments. Each has its schema as
-    it is, since references in one count from its root.
+    it is, since references in one count from its root. Of calls that stand in a list there may be ``more`` than one.
 
     Raises:
         ValueError: it is not known how the model writes its calls.
@@ -67,7 +69,10 @@ def call_rules(tools: Mapping[str, Schema], form: CallForm, spell: Spell = json.
             pieces = [before, "{", said, ": ", json.dumps(name, ensure_ascii=False), ", ", arguments, ": "]
             end = "}" + after
         rules.append(json_rule(schema or {"type": "object"}, filter(None, pieces), filter(None, [end]), spell))
-    return rules
+    if not form.row[0]:
+        return rules
+    (first, between, last), one = map(spell, form.row), " | ".join(rules)
+    return [f"{first} ({one}) {f'({between} ({one})){{0,{MORE}}}' if more else ''} {last}"]
 
 
 def parameters(schema: Schema, form: CallForm, spell: Spell) -> str:
@@ -75,7 +80,7 @@ def parameters(schema: Schema, form: CallForm, spell: Spell) -> str:
     with a text between them, those that must be come first."""
     _, begin, end, between, _ = form.written
     quote, after = (end, "") if form.quotes else ("", end)
-    required = schema.get("required")
+    required = given if isinstance(given := schema.get("required"), list) else []
     shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules = list[tuple[str, bool]]()
     for key, given in properties_of(schema).items():
@@ -88,9 +93,7 @@ def parameters(schema: Schema, form: CallForm, spell: Spell) -> str:
             value = f"{spell(quote)} text"
         else:
             value = json_rule({**one, **shared}, (), filter(None, [after]), spell)
-        rules.append(
-            (f"({spell(begin.replace('{key}', said))} {value})", isinstance(required, list) and key in required)
-        )
+        rules.append((f"({spell(begin.replace('{key}', said))} {value})", key in required))
     if not between:
         return " ".join(rule + "?" * (not needed) for rule, needed in rules)
     must, optional = ([rule for rule, needed in rules if needed == kind] for kind in (True, False))

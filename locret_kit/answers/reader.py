@@ -270,20 +270,19 @@ class Reader:
         for one in found:
             if one.get("name") in [*self.tools] and isinstance(values := one.get("arguments"), dict):
                 known = properties_of(schema := self.tools[one["name"]])
-                texts = {key: value for key, value in values.items() if isinstance(value, str)}
-                values |= {key: typed(text, types_of(known.get(key), schema)) for key, text in texts.items()}
+                texts = [(key, text) for key, text in values.items() if isinstance(text, str)]
+                values |= {key: typed(text, types_of(known.get(key), schema)) for key, text in texts}
         return self._offered(found)
 
     def _json_calls(self, text: str) -> list[Call]:
         """The calls that a text is, as many as there may be; none where it is something else."""
         found, at, read = list[object](), 0, json.JSONDecoder()
-        try:
+        with suppress(ValueError, RecursionError):
             while text := text[at:].lstrip("; \n"):  # Llama's stand in a row
                 value, at = read.raw_decode(text)
                 found += value if isinstance(value, list) else [value]
-        except (ValueError, RecursionError):
-            return []
-        return self._offered(found)
+            return self._offered(found)
+        return []
 
     def _offered(self, found: Sequence[object]) -> list[Call]:
         """Calls, as many as there may be; none where one is of no tool."""
@@ -291,8 +290,8 @@ class Reader:
         for one in found:
             if not isinstance(one, dict) or one.get("name") not in [*self.tools]:  # it may be a list
                 return []
-            arguments = one.get("arguments") or one.get("parameters") or {}
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            said = one.get("arguments") or one.get("parameters") or {}
+            text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, allow_nan=False)
             calls.append(self._call_of(one["name"], None, text))
         return calls if self.parallel else calls[:1]
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 import ast
 import json
 from contextlib import suppress
+from decimal import Decimal
 
 Schema = dict[str, object]
 """A schema or another object of JSON."""
 KINDS = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    list: "array",
-    dict: "object",
-    type(None): "null",
-}
+    str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null",
+}  # fmt: skip
 """Types of values -> their names in a JSON schema."""
 
 
@@ -36,10 +31,7 @@ def resolved(schema: object, root: Schema, depth: int = 8) -> Schema:
     """A schema, or what its reference to a definition of ``root`` leads to; empty where it is none."""
     if not isinstance(schema, dict) or not isinstance(name := schema.get("$ref"), str) or not depth:
         return schema if isinstance(schema, dict) else {}
-    target: object = root
-    for part in name.removeprefix("#").split("/")[1:]:
-        target = target.get(part) if isinstance(target, dict) else None
-    return resolved(target, root, depth - 1)
+    return resolved(nested(root, *name.split("/")[1:]), root, depth - 1)
 
 
 def types_of(schema: object, root: Schema, seen: set[int] | None = None) -> set[str]:
@@ -60,11 +52,11 @@ def types_of(schema: object, root: Schema, seen: set[int] | None = None) -> set[
 def typed(text: str, types: set[str]) -> object:
     """The value of an argument that is written without quotes: of its types, else the text as it is."""
     for read in (json.loads, ast.literal_eval) if types - {"string"} else ():
-        with suppress(ValueError, SyntaxError, LookupError, TypeError, RecursionError, MemoryError, OverflowError):
+        with suppress(ValueError, SyntaxError, LookupError, TypeError, RecursionError, MemoryError, ArithmeticError):
             value = read(text.strip())
             json.dumps(value, allow_nan=False)
             if isinstance(value, float) and "number" not in types and value.is_integer():
-                value = int(value)
+                value = int(Decimal(text.strip()))  # a float has no integer beyond 2^53 exactly
             if types & {KINDS[type(value)], "number" if type(value) is int else ""} - {"string"}:
                 return value
     return text

@@ -90,9 +90,8 @@ class Sessions:
         """Have a request's cache, which has ``read`` this, see there, wait for the next turn, and write its file."""
         goes_on = request.session and request.session not in self.parked
         name = request.session if goes_on else f"session_{secrets.token_hex(16)}"
-        keys = {
-            PrefixKey(name, request.owner, request.document_id, len(ids), hash_ids(ids), hidden) for ids, hidden in read
-        }
+        key = partial(PrefixKey, name, request.owner, request.document_id)
+        keys = {key(len(ids), hash_ids(ids), hidden) for ids, hidden in read}
         parked = ParkedSession(tuple(keys), cache, settled=self.store is None)
         self.parked[name] = parked
         if self.store is not None:

@@ -46,7 +46,7 @@ class AnswerStream:
     """One answer on its way to the client: events of its final text, cut at the first stop text.
 
     Args:
-        echoes: whether the prompt's text precedes it.
+        echoes: whether the prompt's text precedes it. hides: whether thoughts are left out.
 
     Attributes:
         events, blocks: sent to the client so far. tokens: their tokens.
@@ -54,9 +54,11 @@ class AnswerStream:
     """
 
     def __init__(
-        self, engine: EngineThread, request: ServerRequest, stops: Sequence[str], reader: Reader, *, echoes: bool = False
+        self, engine: EngineThread, request: ServerRequest, stops: Sequence[str], reader: Reader, *, echoes: bool = False,
+        hides: bool = False,
     ) -> None:  # fmt: skip
-        self.engine, self.request, self.stops, self.echoes, self.reader = engine, request, stops, echoes, reader
+        self.engine, self.request, self.stops, self.reader = engine, request, stops, reader
+        self.echoes, self.hides = echoes, hides
         self.events, self.tokens, self.blocks, self.reason = list[Event](), list[Token](), list[Block](), "stop"
         self.stop_text: str | None = None
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
@@ -146,14 +148,16 @@ class AnswerStream:
             if sequence.error is not None:
                 raise sequence.error if isinstance(sequence.error, ValueError) else Failed(first_line(sequence.error))
             new, start = self._final[taken:], end
-            events, taken = [event for _, part in new for event in part], taken + len(new)
+            events = [event for _, part in new for event in part if not (self.hides and event.kind == "thought")]
+            taken += len(new)
             shown += sum(size for size, _ in new)
             if request.top_logprobs is not None:
                 end = min(len(sequence.tokens), len(ends) - 1)
                 end = end if ended and self._cut is None else bisect_left(ends, shown, 0, end)
-            if events or end > start or (ended and echo):
-                offsets = [at + before for at in ends[start:end]]
-                tokens = zip(sequence.tokens[start:end], sequence.logprobs[start:end], offsets, strict=True)
+            offsets, hidden = [at + before for at in ends[start:end]], self.thought_spans() if self.hides else []
+            told = zip(sequence.tokens[start:end], sequence.logprobs[start:end], offsets, strict=True)
+            tokens = [one for at, one in enumerate(told, start) if not any(span[0] <= at < span[1] for span in hidden)]
+            if events or tokens or (ended and echo):
                 first = [Event("text", echo)] if echo else []
                 piece = [*first, *events], [*(self._prompt_tokens() if echo else ()), *tokens]
                 echo = ""

@@ -15,7 +15,7 @@ from ..answers.values import nested
 from .answers import Block, Reply
 from .bodies import MAX_TOKENS, ChatBody, Tokens
 from .completions import begin, usage
-from .messages import ANTHROPIC, JsonObject, Refused, fields_of, refuse, tool_call
+from .messages import ANTHROPIC, JsonObject, Refused, fields_of, refuse, system_of, tool_call
 from .state import Server
 
 NO_THREADS = "thread_unsupported_request"
@@ -46,10 +46,10 @@ def chat_fields(body: JsonObject) -> JsonObject:
         ValueError: the body asks for an unsupported feature.
     """
     refuse(body, {"mcp_servers": "", "container": ""})
-    fields, system = fields_of(ANTHROPIC, body), body.get("system")
+    fields = fields_of(ANTHROPIC, body)
     if isinstance(given := fields.get("messages"), list):
         messages = [one for message in given for one in messages_of(message)]
-        fields["messages"] = [*([{"role": "system", "content": system}] if system else ()), *messages]
+        fields["messages"] = [*system_of(body, "system"), *messages]
     if isinstance(choice := body.get("tool_choice"), dict):
         kind = choice.get("type")
         fields["tool_choice"] = CHOICES.get(str(kind), {"type": "function", "name": choice.get("name")})

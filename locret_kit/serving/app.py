@@ -50,7 +50,7 @@ class Tokenize(Part):
 class Detokenize(BaseModel):
     """``POST /detokenize``."""
 
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_TOKENS)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(max_length=MAX_TOKENS)]
 
 
 def add_information(app: FastAPI, server: Server) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 from transformers import PreTrainedTokenizerBase
 
@@ -62,7 +63,7 @@ class CompletionBody(Part):
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, strict=True)]] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """-1 as none: another for each request. Of the others the lowest 32 bits count."""
     stop: Annotated[
@@ -85,6 +86,14 @@ class CompletionBody(Part):
         refuse(body, REFUSED)
         return body
 
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _numbers(cls, value: object, check: Callable[[object], object]) -> object:
+        made = check(value)
+        if type(made) in (int, float) and type(value) not in (int, float):  # pydantic reads true as 1, and "1" too
+            raise ValueError(f"must be a number, not {json.dumps(value)[:40]}")
+        return made
+
     def sampling(self, defaults: Mapping[str, float], vocabulary: int) -> Sampling:
         """Settings for the choice of tokens.
 
@@ -97,7 +106,7 @@ class CompletionBody(Part):
         said = {name: getattr(self, name) for name in DEFAULTS if getattr(self, name) is not None}
         chosen = {**DEFAULTS, **defaults, **said}
         for token in self.logit_bias:
-            if not (token.isascii() and token.isdigit() and int(token) < vocabulary):
+            if not (token.isascii() and token.isdigit() and len(token) < 20 and int(token) < vocabulary):
                 raise ValueError(f"logit_bias names {token[:20]!r}, which is no token from 0 to {vocabulary - 1}")
         return Sampling(
             chosen["temperature"], max(0, int(chosen["top_k"])), max(chosen["top_p"], MIN_TOP_P),
@@ -121,11 +130,8 @@ def some(tokens: int) -> int:
 
 Tokens = Annotated[int, Field(ge=-1), AfterValidator(some)]
 SWITCH = form("true, false, or an effort such as 'low', of at most 64 characters")
-Switch = Annotated[
-    bool | Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
-    Field(union_mode="left_to_right"),
-    SWITCH,
-]
+Level = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Switch = Annotated[bool | Level, Field(union_mode="left_to_right"), SWITCH]
 Effort = Annotated[bool | Annotated[str, Field(max_length=64)], Field(union_mode="left_to_right"), SWITCH]
 
 
@@ -161,6 +167,10 @@ class ChatBody(CompletionBody):
         places("thinking_budget", "thinking_token_budget", "reasoning.max_tokens", "thinking.budget_tokens"),
     ] = None
     """Tokens of the thought, at most: then the template's end mark closes it."""
+    exclude: Annotated[Annotated[bool, Field(strict=True)] | None, places("reasoning.exclude")] = None
+    """Whether thoughts are left out of the answer, as OpenRouter has it; usage counts them."""
+    include_reasoning: Annotated[bool, Field(strict=True)] = True
+    """The opposite, as vLLM has it."""
     continue_final_message: bool = True
     """Whether an answer in the last message is continued; otherwise it is answered."""
 
@@ -288,7 +298,7 @@ def asked(messages: list[Message]) -> list[Message]:
     return [Message(role="user", content=content), *messages[first + 1 :]]
 
 
-Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
 
 
 class TextBody(CompletionBody):

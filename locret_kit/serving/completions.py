@@ -80,13 +80,12 @@ class TextReply(Reply):
     def whole(self) -> JsonObject:
         choices = []
         for index, answer in enumerate(self.answers):
-            told = {
-                kind: "".join(one.text for one in answer.events if one.kind == kind) for kind in ("text", "thought")
-            }
-            message: JsonObject = {"role": "assistant", "content": told["text"], **thought_fields(told["thought"])}
+            kinds = ("text", "thought")
+            text, thought = ("".join(one.text for one in answer.events if one.kind == kind) for kind in kinds)
+            message: JsonObject = {"role": "assistant", "content": text, **thought_fields(thought)}
             if calls := [tool_call(call.id, call.name, call.arguments) for call in answer.reader.whole_calls]:
-                message |= {"content": told["text"] or None, "tool_calls": calls}
-            said: JsonObject = {"message": message} if self.chat else {"text": told["text"]}
+                message |= {"content": text or None, "tool_calls": calls}
+            said: JsonObject = {"message": message} if self.chat else {"text": text}
             choices.append(self.choice(index, said, answer.tokens, answer.reason))
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage(self.answers, self.asked.n)}
 
@@ -183,6 +182,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
     bound, strict, wanted = server.limits.answer_tokens, server.limits.strict, body.max_tokens
     apart = wanted is None and form.thinks
     budget = body.thought_tokens if isinstance(body, ChatBody) and form.thinks else None
+    hides = isinstance(body, ChatBody) and (body.exclude or not body.include_reasoning)
     if wanted is None:
         thought = min(THOUGHT, bound * 4 // 5) if apart else 0
         wanted, budget = min(ANSWER, bound - thought), min(budget or thought, thought) if apart else None
@@ -226,7 +226,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
                 prompt_logprobs=echoes and top_logprobs is not None, parks=max_new_tokens > 0,
                 thought=None if budget is None else Thought(engine.tokenizer, opened=thinks, max_tokens=budget, apart=apart),
             ),
-            [*filter(None, body.stop)], reader(thinks=thinks), echoes=echoes,
+            [*filter(None, body.stop)], reader(thinks=thinks), echoes=echoes, hides=bool(hides),
         )
         for ids, thinks in zip(prompts, begun, strict=True) for i in range(body.n)
     ]  # fmt: skip
@@ -251,8 +251,9 @@ def form_of_answer(
     if isinstance(body, ChatBody) and body.tools:
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
         called = {name: tools[name] for name in body.called}
+        several = body.parallel_tool_calls and not isinstance(body.tool_choice, dict)
         if called or rules:
-            rules = [*(() if called else rules), *call_rules(called or tools, form.calls, spell)]
+            rules = [*(() if called else rules), *call_rules(called or tools, form.calls, spell, several)]
         reader = partial(Reader, form, tools, parallel=body.parallel_tool_calls)
     if rules and form.words is not None:
         rules = after_thought(rules, form.words, thinks, spell)

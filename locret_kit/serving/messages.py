@@ -27,7 +27,7 @@ from pydantic.fields import FieldInfo
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..answers.values import nested
-from ..naming import first_line
+from ..naming import first_line, prefixed_errors
 from ..settings import BOUNDS
 from .request import Busy, Stopping
 
@@ -84,6 +84,13 @@ def text_of(content: object) -> str:
             raise ValueError(f"a part of type {kind!r} needs a text")
         texts.append(text)
     return "".join(texts)
+
+
+def system_of(body: JsonObject, field: str) -> list[JsonObject]:
+    """The system message in a field of a body, if there is one. Raises ValueError, with the field's name."""
+    with prefixed_errors(field, ValueError):
+        text = text_of(body.get(field) or "")
+    return [{"role": "system", "content": text}] if text else []
 
 
 def call_of(call: object) -> JsonObject:
@@ -201,9 +208,7 @@ class ResponseFormat(Part):
         if self.type == "json_schema" and self.schema_of_answer is None:
             raise ValueError("json_schema needs a schema, which is an object")
         if self.type != "json_schema":
-            self.schema_of_answer = (
-                (self.schema_of_answer or {"type": "object"}) if self.type == "json_object" else None
-            )
+            self.schema_of_answer = None if self.type == "text" else self.schema_of_answer or {"type": "object"}
         return self
 
 
@@ -289,14 +294,8 @@ def error_of(told: Refused, path: str) -> dict[str, object]:
         details = {"details": {"error_code": code}} if code not in (None, TOO_LONG) else {}
         return {"type": "error", "error": {"type": kind, "message": said, **details}}
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {
-        "error": {
-            "message": message,
-            "type": kind,
-            "param": told.param and field_of(path, told.param),
-            "code": code or CODES.get(status),
-        }
-    }
+    param = told.param and field_of(path, told.param)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}}
 
 
 def problem(error: Exception, path: str) -> JSONResponse:

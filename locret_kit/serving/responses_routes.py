@@ -4,6 +4,7 @@ items of answers are remembered, for requests that name them.
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,11 +15,11 @@ from fastapi.responses import Response
 from pydantic import model_validator
 
 from ..answers.values import nested
-from ..naming import first_line
+from ..naming import first_line, prefixed_errors
 from .answers import AnswerStream, Reply
 from .bodies import ChatBody
 from .completions import begin, usage
-from .messages import RESPONSES, JsonObject, checked, fields_of, refuse, tool_call
+from .messages import RESPONSES, JsonObject, checked, fields_of, refuse, system_of, tool_call
 from .state import Server
 
 NOT_HERE = {
@@ -56,12 +57,10 @@ def chat_fields(body: JsonObject) -> JsonObject:
     refuse(body, NOT_HERE)
     if isinstance(include := body.get("include"), list) and "message.output_text.logprobs" in include:
         raise ValueError(f"message.output_text.logprobs is not supported{NOT_HERE['top_logprobs']}")
-    fields, instructions = fields_of(RESPONSES, body), body.get("instructions")
-    given = body.get("input")
+    fields, given = fields_of(RESPONSES, body), body.get("input")
     fields["messages"] = items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if isinstance(items, list):
-        system = [{"role": "system", "content": instructions}] if instructions else []
-        fields["messages"] = [*system, *messages_of(items)]
+        fields["messages"] = [*system_of(body, "instructions"), *messages_of(items)]
     fields["echoed"] = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
     return fields
 
@@ -201,4 +200,7 @@ def add_responses(app: FastAPI, server: Server) -> None:
     async def respond(asked: JsonObject, request: Request) -> Response:
         resolved = server.items.resolved(server.owner(request), asked.get("input"))
         body = checked(ResponsesBody, {**asked, "input": resolved})
+        for name, value in body.echoed.items():
+            with prefixed_errors(name, ValueError, RecursionError):
+                json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         return ResponseReply(server, body, await begin(server, request, body))

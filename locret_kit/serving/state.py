@@ -170,9 +170,7 @@ class Server:
     documents: dict[str, UploadedDocument] = field(default_factory=dict)
     """Documents by their ids. Several threads change it, so it is copied before it is looped over."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    readers: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="locret-document")
-    )
+    readers: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, None, "locret-document"))
     """Threads that wait for documents, apart from those that answers need."""
     conversions: Conversions = field(default_factory=Conversions)
     """Two files at a time, so that the memory of conversions is that of two."""

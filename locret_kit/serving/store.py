@@ -122,12 +122,9 @@ class Store:
         except OSError as error:
             raise OSError(f"session_dir={str(folder)!r} cannot be used: {error.strerror}") from error
         self._open = ExitStack()
-        busy = f"session_dir={str(folder)!r}: another server has it"
-        self._open.enter_context(locked(self.folder / ".lock", busy))
-        self._lock = Lock()
-        self._files: OrderedDict[str, File] = OrderedDict()
-        self._damaged: list[str] = []
-        self._others: list[str] = []
+        self._open.enter_context(locked(self.folder / ".lock", f"session_dir={str(folder)!r}: another server has it"))
+        self._lock, self._files = Lock(), OrderedDict[str, File]()
+        self._damaged, self._others = list[str](), list[str]()
         self.failing: str | None = None
         """Why the last file could not be written; None where it was."""
         self.written = self.failures = 0
@@ -289,16 +286,12 @@ class Store:
     def _make_room(self, size: int, name: str) -> None:
         """Remove the files that were used least recently, so that ``size`` bytes more are within the bound."""
         with self._lock:
-            total = sum(file.bytes for other, file in self._files.items() if other != name)
-            gone = []
-            for other, file in self._files.items():
-                if total + size <= self.max_bytes:
-                    break
-                if other != name:
-                    gone.append(other)
-                    total -= file.bytes
-        for other in gone:
-            self.remove(other)
+            sizes = {other: file.bytes for other, file in self._files.items() if other != name}
+        total = size + sum(sizes.values())
+        for other, freed in sizes.items():
+            if total > self.max_bytes:
+                self.remove(other)
+                total -= freed
 
     def load(self, key: PrefixKey) -> BoundedCache | None:
         """A session's cache; None for a file that is gone or damaged, which is said and removed, and for one that cannot be read

@@ -244,11 +244,11 @@ def render_traced(
     Raises:
         ValueError: the template refuses it.
     """
-    said = [_traced_message(number, message) for number, message in enumerate(messages)]
-    if continued:
-        beginning, end = str(said[-1]["content"]), _marker([str(message.get("content")) for message in messages])
-        said[-1] = {**said[-1], "content": beginning + f"{end} "}
     with prefixed_errors("the chat template refuses the conversation", *REFUSALS):
+        said = [_traced_message(number, message) for number, message in enumerate(messages)]
+        if continued:
+            beginning, end = str(said[-1]["content"]), _marker([str(message.get("content")) for message in messages])
+            said[-1] = {**said[-1], "content": beginning + f"{end} "}
         template, names = compiled(tokenizer.get_chat_template(tools=tools or None))
         given = _arguments(tokenizer, names, {**getattr(tokenizer, DEFAULTS, {}), **(arguments or {})})
         given = {**traced(tokenizer.special_tokens_map, OWN), "documents": None, **given}

@@ -123,6 +123,85 @@ def test_arguments_of_the_template(kind):
         prompt(chat_template_kwargs={"style": "x"})
 
 
+SHARED = "temperature top_p top_k seed budget thinking_budget thinking_token_budget reasoning.max_tokens thinking.budget_tokens"
+PENALTIES = "n best_of min_p repetition_penalty frequency_penalty presence_penalty logit_bias.5"
+CHAT = {"messages": user("Hi")}
+NUMBERS = {
+    "v1/chat/completions": (
+        CHAT,
+        f"{SHARED} {PENALTIES} max_tokens max_completion_tokens max_output_tokens top_logprobs",
+    ),
+    "v1/completions": ({"prompt": "Hi"}, f"temperature top_p top_k seed budget {PENALTIES} max_tokens logprobs"),
+    "v1/messages": (CHAT | {"max_tokens": 8}, f"{SHARED} max_tokens"),
+    "v1/messages/count_tokens": (CHAT, f"{SHARED} max_tokens"),
+    "v1/responses": ({"input": "Hi"}, f"{SHARED} min_p max_output_tokens"),
+    "tokenize": (CHAT, f"{SHARED} {PENALTIES} max_tokens"),
+}
+"""A body of each protocol, and its fields that are numbers."""
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+def test_what_is_no_number(url, path):
+    """A boolean, though it is a number in Python, a text, and what JSON has no word for."""
+    wrong, (body, places) = (True, False, "1", "0.5", " 1", "true", float("nan"), float("inf"), [1], {}), NUMBERS[path]
+    headers = bearer() | {"content-type": "application/json", "connection": "close"}
+    with httpx.Client(headers=headers, timeout=300) as client:
+        for place in places.split():
+            outer, *inner = place.split(".")
+            for value in wrong:
+                asked = body | {outer: {inner[0]: value} if inner else value}
+                answer = client.post(f"{url}/{path}", content=json.dumps(asked))
+                said = answer.json()["error"]["message"]
+                assert answer.status_code == 400 and said.startswith(place), (place, value, said)
+
+
+UNSAYABLE = [
+    ("responses", {"metadata": {"a": float("nan")}}, "metadata"), ("responses", {"metadata": {"a": ["\ud800"]}}, "metadata"),
+    ("responses", {"user": float("inf")}, "user"), ("responses", {"text": {"verbosity": float("nan")}}, "text"),
+    ("responses", {"tools": [RESPONSES_TOOL | {"description": "\ud800"}]}, "tools"),
+    ("responses", {"instructions": 5}, "instructions"), ("responses", {"instructions": [{"type": "image"}]}, "instructions"),
+    ("messages", {"system": 5}, "system"), ("messages", {"system": [{"type": "image"}]}, "system"),
+    ("chat/completions", {"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+]  # fmt: skip
+"""Fields that no answer can repeat or no prompt have; and their names."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "fields", "word"), UNSAYABLE)
+def test_what_cannot_be_said(url, path, fields, word, stream):
+    body = {"messages": user("Hi"), "input": "Hi", "max_tokens": 8, "stream": stream} | fields
+    headers = bearer() | {"content-type": "application/json"}
+    answer = httpx.post(f"{url}/v1/{path}", content=json.dumps(body), headers=headers, timeout=300)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(word), answer.text
+
+
+def test_arguments_of_calls_that_are_too_deep():
+    arguments = '{"a": ' * 600 + "1" + "}" * 600
+    for made in (arguments, json.loads(arguments)):
+        calls = [{"id": "c", "function": {"name": "w", "arguments": made}}]
+        messages = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "x"}]
+        with pytest.raises(ValueError, match="the chat template refuses the conversation: maximum recursion depth"):
+            ChatBody.model_validate({"messages": messages}).ids(tiny_tokenizer("{{ tools }}{{ messages }}"), None)
+
+
+def test_what_is_no_token(url):
+    for ids in ([True], [1, "1"], [1, True], [1.5]):
+        bodies = {"prompt": ids}, {"prompt": [ids]}, {"tokens": ids}
+        for path, body in zip(("v1/completions", "v1/completions", "detokenize"), bodies, strict=True):
+            answer = httpx.post(f"{url}/{path}", json=body, headers=bearer())
+            assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(next(iter(body))), body
+
+
+def test_numbers_as_json_has_them():
+    """A whole one is an integer, with a point or without."""
+    for kind, body in BODIES.items():
+        name = "max_output_tokens" if kind is ResponsesBody else "max_tokens"
+        for value, tokens in ((8, 8), (8.0, 8), (-1, -1), (8e0, 8)):
+            made = kind.model_validate({**body, name: value, "temperature": 1, "top_k": 5.0})
+            assert (made.max_tokens, type(made.max_tokens), made.temperature, made.top_k) == (tokens, int, 1.0, 5)
+        assert kind.model_validate({**body, "temperature": None, "seed": None}).temperature is None
+
+
 @pytest.mark.parametrize("path", ["v1/chat/completions", "v1/messages", "v1/responses", "tokenize"])
 def test_arguments_that_the_template_does_not_take(url, path):
     body = {"messages": user("Hi"), "input": "Hi", "max_tokens": 8, "chat_template_kwargs": {"messages": []}}

@@ -134,6 +134,47 @@ def test_messages(url, dictated):
         )
 
 
+@pytest.mark.parametrize("fields", [{"reasoning": {"exclude": True}}, {"include_reasoning": False}])
+def test_a_thought_that_is_left_out(url, dictated, fields):
+    """As OpenRouter's clients and vLLM's ask for it: of the text, of its tokens and of every piece. Usage counts it."""
+    tokens, _ = dictated
+    asked = dict(model="tiny", messages=user("How deep?"), tools=[TOOL], max_tokens=tokens, temperature=0)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0) as client:
+        create = partial(client.chat.completions.create, **asked)
+        told = create(extra_body={"reasoning": {"exclude": None}, "include_reasoning": None})
+        assert told.choices[0].message.reasoning == THOUGHT
+        answer = create(extra_body=fields, logprobs=True, top_logprobs=1, n=2)
+        for choice in answer.choices:
+            message = choice.message.model_dump(exclude_none=True)
+            assert message["content"] == TEXT and not {"reasoning", "reasoning_content"} & message.keys()
+            assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == ARGUMENTS
+            said = "".join(one.token for one in choice.logprobs.content)
+            assert said.endswith(f"\n\n{TEXT}\n{XML}") and "harbour" not in said
+        counts = [one.usage.completion_tokens_details.reasoning_tokens for one in (told, answer)]
+        assert counts[1] == 2 * counts[0] > 0 and answer.usage.completion_tokens == 2 * told.usage.completion_tokens
+        chunks = list(create(extra_body=fields, stream=True, stream_options={"include_usage": True}))
+        deltas = [choice.delta.model_dump(exclude_none=True) for chunk in chunks for choice in chunk.choices]
+        assert not any({"reasoning", "reasoning_content"} & delta.keys() for delta in deltas)
+        assert "".join(delta.get("content", "") for delta in deltas).strip() == TEXT
+        assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == counts[0]
+        create = partial(
+            client.responses.create, model="tiny", input="How deep?", temperature=0, max_output_tokens=tokens
+        )
+        if "reasoning" in fields:
+            whole = create(extra_body=fields)
+            items = [
+                one.item for one in create(extra_body=fields, stream=True) if one.type == "response.output_item.done"
+            ]
+            assert [item.type for item in (*whole.output, *items)] == ["message", "message"]
+            assert whole.usage.output_tokens_details.reasoning_tokens == counts[0]
+        asks = {"reasoning": {"summary": "auto", "effort": "low"}, "include": ["reasoning.encrypted_content"]}
+        assert create(**asks).output[0].content[0].text == THOUGHT
+        for field, value in (("reasoning.exclude", "yes"), ("reasoning.exclude", 1), ("include_reasoning", "false")):
+            outer, *inner = field.split(".")
+            with pytest.raises(openai.BadRequestError, match=f"{field}: "):
+                client.chat.completions.create(**asked, extra_body={outer: {inner[0]: value} if inner else value})
+
+
 def test_a_thought_that_a_template_has_no_place_for(url):
     """It is left out of an answer, and one without an answer is refused."""
     asked = {"model": "tiny", "max_tokens": 1}

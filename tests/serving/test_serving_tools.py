@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import anthropic
 import httpx
@@ -452,6 +454,82 @@ def test_calls_as_python_writes_them(text, right, calls):
     assert follows(maker(), tokenizer, said) == right
     before, made = read(Reader(form, tools), f"I look. {said}", [5, 20, 40])
     assert [(one.name, one.values) for one in made] == calls and before == ("I look." if calls else f"I look. {said}")
+
+
+LONG = [
+    "9007199254740991", "9007199254740993", "-9007199254740993", "123456789012345678901234567890", "9" * 4000, "1e22",
+    "0", "-0.5", '[1, {"a": [-9007199254740993, 9007199254740995], "9007199254740993": "9007199254740993"}]',
+    '["a\\\" 9007199254740993, ", 9007199254740993, \'it"s 12345678901234567\', "\\\\", 12345678901234567]',
+]  # fmt: skip
+"""Values in a call, as Python writes them."""
+
+
+CALLED = "w(n=1)", "now()"
+AS_JSON = '{"name": "w", "arguments": {"n": 1}}', '{"name": "now", "arguments": {}}'
+ROWS = [
+    ("{{ tools }}<|tool_list_start|>", None, "<|tool_call_start|>[{}]<|tool_call_end|>", CALLED),
+    ("{{ tools }}", DECLARED[5][0], "<c>[{}]</c>", CALLED),
+    ("{{ tools }}", DECLARED[6][0], "[{}]", CALLED),
+    ("{{ tools }}[TOOL_CALLS]", None, "[{}]", AS_JSON),
+    ("{{ tools }}<TOOLCALL>", None, "<TOOLCALL>[{}]</TOOLCALL>", AS_JSON),
+    ("{{ tools }}<|tool_call|>", None, "<|tool_call|>[{}]", AS_JSON),
+]
+"""Chat templates and response templates of models whose calls stand in a list, a list of them, and two calls."""
+
+
+@pytest.mark.parametrize(("template", "field", "row", "pair"), ROWS)
+def test_calls_that_must_be_are_as_many_as_a_list_may_have(template, field, row, pair):
+    tokenizer = copy(real_tokenizer("smollm2"))
+    tokenizer.chat_template = template
+    tokenizer.response_template = field and {"start_anchor": "a", "fields": {"tool_calls": field}}
+    parameters = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    tools = [
+        {"function": {"name": "w", "parameters": parameters}},
+        {"function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}}},
+    ]
+    one, other = pair
+    engine = SimpleNamespace(tokenizer=tokenizer, stop_ids=frozenset({tokenizer.eos_token_id}))
+    form, named = answer_form(tokenizer, tools=True), {"type": "function", "function": {"name": "w"}}
+    for fields, most in (({}, 16), ({"parallel_tool_calls": False}, 1), ({"tool_choice": named}, 1)):
+        asked = {"messages": user("a"), "tools": tools, "tool_choice": "required"} | fields
+        make, new = completions.form_of_answer(engine, ChatBody.model_validate(asked), form, False)
+        for calls in ([one], [one, other], [one, one], [one, other] * 8, [one, other] * 8 + [one], []):
+            text = row.format(", ".join(calls))
+            assert follows(make(), tokenizer, text) == (0 < len(calls) <= most), text
+            if 0 < len(calls) <= most:
+                made = [(call.name, call.values) for call in read(new(), text, [3, 9, 20])[1]]
+                assert made == [("w", {"n": 1}) if said == one else ("now", {}) for said in calls]
+
+
+@pytest.mark.parametrize("value", LONG)
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        (None, "<|tool_call_start|>[w(v={})]<|tool_call_end|>"),
+        (DECLARED[6][0], "[w(v={})]"),
+        (DECLARED[7][0], "<c:w>\nv:{}\n</c>"),
+    ],
+)
+def test_numbers_of_calls_are_exact(field, said, value):
+    """Also beyond 2^53, from where on floats and JavaScript round integers."""
+    tokenizer = copy(real_tokenizer("smollm2"))
+    tokenizer.chat_template = "{{ tools }}<|tool_list_start|>" if field is None else "{{ tools }}"
+    tokenizer.response_template = field and {"start_anchor": "a", "fields": {"tool_calls": field}}
+    tools = {"w": {"properties": {"v": {"type": ["number", "integer", "array"]}, "n": {"type": "integer"}}}}
+    form = answer_form(tokenizer, tools=True)
+    (call,) = read(Reader(form, tools), said.format(value), [9, 20, 40])[1]
+    assert call.values == {"v": (want := ast.literal_eval(value))} and repr(call.values["v"]) == repr(want)
+    if "\n" in said:
+        text = said.replace("v:{}", "n:9007199254740993.0\nv:12345678901234567e5")
+        (call,) = read(Reader(form, tools), text, [])[1]
+        assert call.values == {"n": 9007199254740993, "v": 12345678901234567e5}
+    for wrong in ("9" * 5000, "1e999", "012345678901234567"):  # no JSON, or no number of Python's
+        assert "\n" in said or read(Reader(form, tools), said.format(wrong), []) == (said.format(wrong), [])
 
 
 @pytest.mark.parametrize("special", [False, True])
