@@ -178,7 +178,7 @@ class ServerRequest(Request):
             answer = [*dropwhile(blank, answer)]
             same = (size for size in range(len(answer), 0, -1) if self.later[-size:].tolist() == answer[:size])
             shorter = self.later + array("i", answer[next(same, 0) :])
-            if tokens >= len(shorter):
+            if answer and tokens >= len(shorter):  # after a thought alone the same prompt again would continue it
                 yield shorter, tokens - len(shorter)
 
     @property

@@ -175,6 +175,16 @@ def test_a_thought_that_is_left_out(url, dictated, fields):
                 client.chat.completions.create(**asked, extra_body={outer: {inner[0]: value} if inner else value})
 
 
+def test_a_thought_alone_is_no_beginning_of_the_same_request(url, dictated):
+    """Its cache has read the thought, which the prompt lacks."""
+    body = {"messages": user("How deep is it without an answer?"), "max_tokens": 12}
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    for _ in range(2):
+        said = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300).json()
+        assert said["choices"][0]["message"]["reasoning_content"] and not said["choices"][0]["message"]["content"]
+        assert said["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 def test_a_thought_that_a_template_has_no_place_for(url):
     """It is left out of an answer, and one without an answer is refused."""
     asked = {"model": "tiny", "max_tokens": 1}
