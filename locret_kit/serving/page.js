@@ -280,7 +280,8 @@ const events = async function* (answer) {
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
-      const data = part.replace(/^data: /, "");
+      if (!part.startsWith("data: ")) continue; // a comment, so that no proxy closes the connection
+      const data = part.slice(6);
       if (data === "[DONE]") return;
       yield JSON.parse(data);
     }

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from browser import BROWSER, BROWSERS
+from browser import BROWSER, BROWSERS, browsing
 
 from locret_kit.cli.eval import main
 from locret_kit.evals.engine import Row
@@ -80,22 +79,19 @@ def test_tables_sort_by_numbers_and_the_settings_are_there(report):
 @pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} to look with")
 def test_in_a_browser(report, tmp_path):
     """Sort the column of means of the table of all cells both ways."""
-    script = """<script>
+    script = """(() => {
     const out = [], tables = [...document.querySelectorAll("table.sortable")];
     const table = tables.find((t) => t.caption.textContent.startsWith("Every cell"));
     const at = [...table.tHead.rows[0].cells].findIndex((cell) => cell.textContent === "mean");
     const means = () => [...table.tBodies[0].rows].map((r) => r.cells[at].textContent).join(" ");
     for (const turn of [1, 2]) { table.tHead.rows[0].cells[at].querySelector("button").click(); out.push(means()); }
-    document.documentElement.replaceChildren(Object.assign(document.createElement("pre"), { textContent: JSON.stringify(out) }));
-    </script>"""
+    return out;
+    })()"""
     path = tmp_path / "page.html"
-    path.write_text(report.replace("</body>", script + "</body>"), encoding="utf-8")
-    command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--dump-dom",
-    ]  # fmt: skip
-    dom = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=240, check=True).stdout
-    said = json.loads(re.search(r"<pre>(.*)</pre>", dom, re.DOTALL)[1])
-    assert said == ["0.250 0.750 1.000 -", "1.000 0.750 0.250 -"]
+    path.write_text(report, encoding="utf-8")
+    with browsing(tmp_path) as tab:
+        tab.open(path.as_uri())
+        assert tab.evaluate(script) == ["0.250 0.750 1.000 -", "1.000 0.750 0.250 -"]
 
 
 def test_errors_say_what_is_missing_and_what_does_it_instead(run, tmp_path, capsys):

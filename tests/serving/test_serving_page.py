@@ -11,9 +11,9 @@ import httpx
 import pytest
 from browser import BROWSER, BROWSERS, browsing
 from families import chatml
-from http_bodies import bearer, chat, until, user
+from http_bodies import bearer, chat, user
 from read_texts import text_of
-from served import KEYS, LIMITS, Dictated, serving, slowly
+from served import KEYS, LIMITS, Dictated, held, serving
 
 from locret_kit.serving import completions
 from locret_kit.serving.request import Busy
@@ -22,6 +22,13 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BRO
 EVIL = "<img src=x onerror=document.title='gone'>"
 TEXT = f"{EVIL} {text_of(400)}"
 LAST = "document.querySelector('.turn.assistant:last-child .figures')"
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    """Of a server that says often that it waits."""
+    with serving(engine, silence=0.01) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +51,12 @@ def tab(url, tmp_path_factory):
         yield tab
 
 
+def opened(tab, url: str) -> None:
+    """Open the page, and wait until it knows the server."""
+    tab.open(url)
+    tab.wait("document.querySelector('#model').textContent === 'tiny'")
+
+
 def ask(tab, question: str) -> str:
     """The figures under the answer to a question."""
     before = tab.evaluate("document.querySelectorAll('.turn').length")
@@ -59,7 +72,7 @@ def ask(tab, question: str) -> str:
 def test_a_document_is_read_asked_and_shown(tab, url, engine, tmp_path):
     path = tmp_path / f"{EVIL}.txt".replace("/", "")
     path.write_text(TEXT)
-    with slowly(engine, 0.1):
+    with held(engine, 3):
         tab.choose("#file", path)
         bar = "document.querySelector('#documents progress')"
         tab.wait(f"0 < {bar}?.value && {bar}.value < {bar}.max")
@@ -111,8 +124,8 @@ def test_a_document_is_read_asked_and_shown(tab, url, engine, tmp_path):
 def test_stop_keeps_what_was_written(tab, url, engine):
     question = text_of(40)
     whole = chat(url, user(question), max_tokens=64).json()["choices"][0]["message"]["content"]
-    with slowly(engine, 0.1):
-        tab.open(url)
+    opened(tab, url)
+    with held(engine, 20):
         tab.evaluate("document.querySelector('#max').value = 64")
         tab.click("#question")
         tab.type(question)
@@ -124,7 +137,6 @@ def test_stop_keeps_what_was_written(tab, url, engine):
         said = tab.text(".turn.assistant p")
         assert whole.startswith(said) and 2 < len(said) < len(whole)
     tab.wait("document.querySelector('#stop').hidden && document.activeElement.id === 'question'")
-    until(lambda: not engine.figures["requests_running"])
     assert tab.said == []
 
 
@@ -139,8 +151,7 @@ def test_a_thought_is_folded(tab, url, engine, monkeypatch):
     monkeypatch.setattr(
         completions, "form_of_answer", lambda *given: (partial(Dictated, ids), form_of_answer(*given)[1])
     )
-    tab.open(url)
-    tab.wait("document.querySelector('#model').textContent === 'tiny'")
+    opened(tab, url)
     tab.evaluate(f"document.querySelector('#max').value = {len(ids)}")
     ask(tab, "How deep?")
     assert tab.text(".turn.assistant p") == "It is 7 m." and tab.text(".thought summary") == "Thought \u00b7 4 words"
@@ -152,7 +163,7 @@ def test_a_thought_is_folded(tab, url, engine, monkeypatch):
 
 
 def test_errors_are_said_in_words(tab, url, engine, monkeypatch, tmp_path):
-    tab.open(url)
+    opened(tab, url)
     tab.evaluate("document.querySelector('#max').value = -2")
     assert ask(tab, "Who?") == "max_tokens=-2 must be at least -1"
     assert tab.text(".turn .bad") == "max_tokens=-2 must be at least -1"
@@ -182,8 +193,7 @@ def test_each_file_that_is_refused_is_named(tab, engine, tmp_path):
     for name in ("first.txt", *names):
         (tmp_path / name).write_text(text_of(200))
     with serving(engine, replace(LIMITS, documents=1), ()) as url:
-        tab.open(url)
-        tab.wait("document.querySelector('#model').textContent === 'tiny'")
+        opened(tab, url)
         tab.choose("#file", tmp_path / "first.txt")
         tab.wait("document.querySelector('#title').textContent === 'first.txt'")
         tab.choose("#file", *(tmp_path / name for name in names))

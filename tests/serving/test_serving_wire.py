@@ -11,7 +11,7 @@ import pytest
 import torch
 from http_bodies import NOW, bearer, chat, deleted, expected, sent, until, uploaded, user
 from read_texts import parts, text_of
-from served import LIMITS, serving, slowly
+from served import LIMITS, held, serving
 
 from locret_kit.backbones.intercept import attached
 from locret_kit.cli.serve import sampling_defaults
@@ -380,37 +380,42 @@ def test_defaults_of_the_server_and_the_backbone(url):
 # ---- silence and clients that leave --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def slowed(engine):
-    with slowly(engine, 0.3):
-        yield
-
-
-def test_nobody_waits_in_silence(url, slowed):
+def test_nobody_waits_in_silence(url, engine):
     for kind, fields in (
         ("chat/completions", {"messages": user(text_of(30))}),
         ("completions", {"prompt": text_of(30)}),
     ):
         for stream in (True, False):
             body = {**fields, "temperature": 0, "max_tokens": 2, "stream": stream}
-            pieces = []
-            with httpx.stream("POST", f"{url}/v1/{kind}", json=body, headers=bearer(), timeout=300) as one:
+            said, seen = b": waiting\n\n" if stream else b"\n", b""
+            post = httpx.stream("POST", f"{url}/v1/{kind}", json=body, headers=bearer(), timeout=300)
+            with held(engine, 1) as goes_on, post as one:
                 assert one.status_code == 200
-                pieces += one.iter_raw()
-            seen = b"".join(pieces)
+                for piece in one.iter_raw():
+                    seen += piece
+                    if seen.count(said) >= 2:
+                        goes_on.set()
             if stream:
-                assert seen.count(b": waiting\n\n") >= 2 and seen.endswith(b"data: [DONE]\n\n")
+                assert seen.endswith(b"data: [DONE]\n\n")
             else:
-                assert seen.startswith(b"\n\n") and json.loads(seen)["choices"][0]["finish_reason"] == "length"
+                assert json.loads(seen)["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize(("stream", "n"), [(True, 1), (False, 3)])
-def test_a_client_that_left_is_noticed(url, engine, slowed, stream, n):
+def test_a_client_that_left_is_noticed(url, engine, stream, n):
     """While its prompt is read, and before: n answers of which some wait."""
     body = json.dumps({"messages": user(text_of(150)), "max_tokens": 64, "stream": stream, "n": n}).encode()
-    with sent(url, "/v1/chat/completions", body):
-        until(lambda: engine.figures["requests_running"] + engine.figures["requests_waiting"] >= n)
-    until(lambda: engine.figures["requests_running"] + engine.figures["requests_waiting"] == 0)
+    before = engine.counters.cancelled
+
+    def cancelled() -> list[bool]:
+        with engine._changed:
+            return [request.cancelled for request in (*engine._admission.active, *engine._admission.queue)]
+
+    with held(engine, 1):
+        with sent(url, "/v1/chat/completions", body):
+            until(lambda: len(cancelled()) == n)
+        until(lambda: all(cancelled()))
+    until(lambda: engine.counters.cancelled == before + n)
 
 
 def test_pages_of_known_origins(engine):

@@ -32,11 +32,13 @@ class Tab:
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers = commands, os.fdopen(answers, "rb")
         self._rest, self._count, self._session = b"", 0, {}
+        self._loaded = set[str]()
         self.said: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
         for domain in ("Page", "Runtime", "Log", "DOM"):
             self.call(f"{domain}.enable")
+        self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """The result of a command."""
@@ -69,10 +71,14 @@ class Tab:
             self.said.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
         elif message["method"] == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
             self.said.append(str(params["args"]))
+        elif message["method"] == "Page.lifecycleEvent" and params["name"] == "load":
+            self._loaded.add(params["loaderId"])
 
     def open(self, url: str) -> None:
-        self.call("Page.navigate", url=url)
-        self.wait(f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url)})")
+        """A page in place of the one before, which may be of the same address, until all of it is loaded."""
+        loader = self.call("Page.navigate", url=url)["loaderId"]
+        while loader not in self._loaded:
+            self._note(self._message())
 
     def evaluate(self, script: str) -> Any:
         """The value of an expression; of a promise, what it comes to."""
@@ -81,7 +87,7 @@ class Tab:
             raise RuntimeError(answer["exceptionDetails"]["exception"]["description"])
         return answer["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 60) -> Any:
+    def wait(self, script: str, seconds: float = 300) -> Any:
         """The value of an expression, once it is true."""
         end = time.monotonic() + seconds
         while not (value := self.evaluate(script)):
@@ -141,5 +147,5 @@ def browsing(folder: Path) -> Iterator[Tab]:
         yield tab
     finally:
         running.terminate()
-        running.wait(10)
+        running.wait(300)
         os.close(ours_out)

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import httpx
 import torch
 import uvicorn
 from read_texts import parts
 from strangers import tokens
 
+from locret_kit.engine import Sequence
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.serving.app import make_app
 from locret_kit.serving.engine_thread import EngineThread
@@ -26,6 +28,7 @@ from locret_kit.serving.state import Limits, Server
 from locret_kit.serving.store import Store
 from locret_kit.settings import RunSettings
 
+httpx._config.DEFAULT_TIMEOUT_CONFIG.__init__(300)  # of every request; five seconds are not enough on a busy machine
 SETTINGS = RunSettings(budget=96, chunk=32, stabilizers=4, local_len=5)
 KEYS = ("key-of-anna", "key-of-bert")
 LIMITS = Limits(prompt_tokens=4000, answer_tokens=64, body_bytes=200_000, upload_bytes=1_000_000, documents=3)
@@ -84,20 +87,29 @@ def random_ids(length: int, seed: int) -> array[int]:
 
 
 @contextmanager
-def slowly(engine: EngineThread, seconds: float) -> Iterator[None]:
-    """Every forward takes so long at least."""
-    step = engine._engine.step
-    with mock.patch.object(engine._engine, "step", lambda: (time.sleep(seconds), step())[1]):
-        yield
+def held(engine: EngineThread, forwards: int = 0) -> Iterator[threading.Event]:
+    """An engine that waits for the event, or the block's end, after so many forwards: what is looked at meanwhile cannot pass."""
+    step, left, goes_on = engine._engine.step, iter(range(forwards)), threading.Event()
+
+    def wait() -> list[Sequence]:
+        if next(left, None) is None:
+            goes_on.wait()
+        return step()
+
+    with mock.patch.object(engine._engine, "step", wait):
+        try:
+            yield goes_on
+        finally:
+            goes_on.set()
 
 
 @contextmanager
 def serving(
     engine: EngineThread | None, limits: Limits = LIMITS, keys: tuple[str, ...] = KEYS, address: str = "127.0.0.1",
-    **given: object,
+    silence: float = 600.0, **given: object,
 ) -> Iterator[str]:  # fmt: skip
     """The address of a server, which is still loading without an engine; an engine goes on when it ends."""
-    with listening(Server(engine, "tiny", keys, ("h2o",), limits, **given), address) as url:
+    with listening(Server(engine, "tiny", keys, ("h2o",), limits, silence=silence, **given), address) as url:
         yield url
 
 
@@ -107,7 +119,9 @@ def listening(server: Server, address: str = "127.0.0.1") -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind((address, 0))
         runner = uvicorn.Server(
-            uvicorn.Config(make_app(server), http=HeaderTimeout, log_config=None, log_level="error")
+            uvicorn.Config(
+                make_app(server), http=HeaderTimeout, log_config=None, log_level="error", timeout_keep_alive=600
+            )
         )
         thread = threading.Thread(target=runner.run, args=([listener],), daemon=True)
         thread.start()
@@ -116,7 +130,7 @@ def listening(server: Server, address: str = "127.0.0.1") -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.engine = None
         runner.should_exit = True
-        thread.join(10)
+        thread.join(60)
 
 
 def serve_until_killed(folder: Path) -> int:
