@@ -108,7 +108,7 @@ def test_open_webui(unlocked, files):
     }  # fmt: skip
     with httpx.stream("POST", f"{unlocked}/v1/chat/completions", json=body, headers=headers, timeout=300) as answer:
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in answer.iter_lines() if line]
+        lines = [line for line in answer.iter_lines() if line and line != ": waiting"]
     assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     said = "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
@@ -143,7 +143,7 @@ def test_answers_that_run_are_finished_before_it_stops(commands, files, keyed, u
         seen = [next(lines) for _ in range(5)]
         command.process.send_signal(number)
         seen += lines
-    events = [json.loads(line.removeprefix("data: ")) for line in seen if line and line != "data: [DONE]"]
+    events = [json.loads(line.removeprefix("data: ")) for line in seen if line.startswith("data: {")]
     said = "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
     assert said == alone(files, MESSAGES, LONG, heads=number is signal.SIGINT)
     assert seen[-2:] == ["data: [DONE]", ""] and events[-1]["choices"][0]["finish_reason"] == "length"
@@ -155,8 +155,6 @@ def test_answers_that_run_are_finished_before_it_stops(commands, files, keyed, u
         assert command.process.returncode == 130 and said.endswith("\nlocret-serve: stopped\n")
     else:
         assert command.process.returncode == -signal.SIGTERM
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/health")
 
 
 def test_errors_are_one_line(files, tmp_path, capsys):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import time
 from array import array
+from contextlib import suppress
 from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 import torch
-from http_bodies import alone, chat, deleted, expected, uploaded, user
+from http_bodies import alone, chat, deleted, expected, until, uploaded, user
 from read_texts import parts, text_of
 from served import LIMITS, SETTINGS, ask, new_engine, random_ids, running_engine, serving
 
@@ -276,9 +277,11 @@ def test_headers_must_come_in_time(url, monkeypatch):
     for sent in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
         with socket.create_connection(address) as line:
             line.sendall(sent)
-            line.settimeout(10)
-            assert line.recv(100).startswith(b"HTTP/1.1 408") and line.recv(100) == b""
-    with httpx.Client() as client:  # a connection that is used again
-        for _ in range(2):
-            assert client.get(f"{url}/health").status_code == 200
-            time.sleep(0.3)
+            line.settimeout(300)
+            assert line.recv(100).startswith(b"HTTP/1.1 408")
+            with suppress(ConnectionResetError):  # where the server was faster than what was sent
+                assert line.recv(100) == b""
+    with httpx.Client() as client:  # a connection that is used again; the first headers may be late on a busy machine
+        until(lambda: client.get(f"{url}/health").status_code == 200)
+        time.sleep(0.3)
+        assert client.get(f"{url}/health").status_code == 200

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from http_bodies import user
 from read_texts import text_of
-from served import KEYS, serving
+from served import KEYS, LIMITS, serving
 
 NAMES = frozenset({"box.lan"})
 OURS = ["localhost", "localhost:3000", "LOCALHOST", "127.0.0.1", "[::1]:80", "[0:0:0:0:0:0:0:1]", "box.lan:8000"]
@@ -32,7 +33,8 @@ FORM = {"file": ("a.txt", text_of(40).encode())}
 
 @pytest.fixture(scope="module")
 def url(engine) -> Iterator[str]:
-    with serving(engine, keys=(), hosts=NAMES) as address:
+    # Documents that are deleted while they are read leave a moment later.
+    with serving(engine, replace(LIMITS, documents=99), keys=(), hosts=NAMES) as address:
         yield address
 
 

@@ -420,7 +420,7 @@ def test_no_silence_and_an_engine_that_fails(engine, monkeypatch, url, path, fie
     step, go = engine._engine.step, threading.Event()
 
     def fails():
-        go.wait(10)
+        go.wait()
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(engine._engine, "step", fails)

@@ -64,7 +64,7 @@ def sent(url: str, path: str, body: bytes, length: int | None = None) -> socket.
     return line
 
 
-def until(call: Callable[[], T], seconds: float = 60) -> T:
+def until(call: Callable[[], T], seconds: float = 300) -> T:
     """What a call gives, once that is true."""
     end = time.monotonic() + seconds
     while not (value := call()):
