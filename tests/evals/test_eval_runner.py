@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from tiny_heads import save_tiny_heads
 
 from locret_kit.cache.backend import runs_on_cpu
 from locret_kit.cli.eval import main
-from locret_kit.evals.engine import KEY, appending, measure, read_rows
+from locret_kit.evals.engine import KEY, Row, appending, measure, read_rows
 from locret_kit.evals.tasks import _text
 from locret_kit.heads import RetainingHeads
 from locret_kit.runtime.report import weights_hash
@@ -98,12 +100,26 @@ def test_a_rerun_does_nothing_and_a_longer_one_what_is_missing(finished, heads, 
     assert figures(out) == figures(finished)
 
 
-def test_kill_and_rerun_gives_the_same_summary(finished, heads, tmp_path):
+def test_kill_and_rerun_gives_the_same_summary(finished, heads, tmp_path, monkeypatch):
     """Killed (SIGKILL) twice after some rows, with half a line left behind."""
     out = tmp_path / "run"
     shard = out / "rows.0.jsonl"
+
+    @contextmanager
+    def pausing(path: Path) -> Iterator[Callable[[Row], None]]:
+        with appending(path) as append:
+
+            def then_wait(row: Row) -> None:  # two rows later, so that the run cannot end before it is killed
+                append(row)
+                if shard.read_bytes().count(b"\n") == wanted + 2:
+                    signal.pause()
+
+            yield then_wait
+
     for wanted in (3, 11):
-        child = forked.start(lambda: main(words(heads, out)), tmp_path / "log")
+        with monkeypatch.context() as patch:
+            patch.setattr("locret_kit.evals.engine.runner.appending", pausing)
+            child = forked.start(lambda: main(words(heads, out)), tmp_path / "log")
         while not shard.exists() or shard.read_bytes().count(b"\n") < wanted:
             time.sleep(0.005)
             assert os.waitpid(child, os.WNOHANG) == (0, 0), (tmp_path / "log").read_text()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from serve_process import free_port
+from torch.distributed import TCPStore
 from tqdm import tqdm
 
 
@@ -49,10 +49,12 @@ def status_of(child: int) -> int:
 
 
 def ranks(work: Callable[[], int], world: int, log: Path) -> list[int]:
-    """Run ``work`` in ``world`` processes with the environment that torchrun gives, and return their statuses."""
+    """Run ``work`` in ``world`` processes with the environment that torchrun gives, and return their statuses. As torchrun, this
+    process has their store: nobody else has its port, and it outlives each of them."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-        "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     children = [start(work, log, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(world)]
     return [status_of(child) for child in children]

@@ -47,29 +47,32 @@ def test_a_run_killed_at_six_random_moments_resumes_to_the_uninterrupted_curve(
     more = ["optim.steps=20", "optim.accumulate=2", "trainer.save_every=2", "trainer.val_every=5", "resume=auto"]
     whole, part, seed = tmp_path / "whole", tmp_path / "part", os.environ.get("LOCRET_KILL_SEED", "0")
     assert status_of(start(lambda: main(arguments(backbone, whole, *more)), tmp_path / "whole.log")) == 0
-    heard, said = os.pipe()
+    (heard, said), (waits, goes_on) = os.pipe(), os.pipe()
     step, rng = HeadTraining.end_step, random.Random(f"kill {seed}")
 
     def tell(self, *args):
         step(self, *args)
         os.write(said, b".")
+        os.read(waits, 1)
 
     monkeypatch.setattr(HeadTraining, "end_step", tell)
     for steps in rng.sample([0] * 2 + [1] * 2 + [2] * 2, 6):
         seconds = rng.uniform(0, 0.15 if steps else 1.0)
         print(f"LOCRET_KILL_SEED={seed}: killed {seconds:.3f} s after {steps} steps")  # pytest shows it on failure
         child = start(lambda: main(arguments(backbone, part, *more)), tmp_path / "part.log")
+        os.write(
+            goes_on, b"." * (2 * steps or 1)
+        )  # it waits after so many steps: the run cannot end before it is killed
         for _ in range(steps):
-            assert select([heard], [], [], 60)[0], (tmp_path / "part.log").read_text()[-3000:]
+            assert select([heard], [], [], 300)[0], (tmp_path / "part.log").read_text()[-3000:]
             os.read(heard, 1)
-        until = time.monotonic() + seconds
-        for _ in range(steps or 1):  # no more steps than these, or a quick machine would end the run
-            if select([heard], [], [], max(0.0, until - time.monotonic()))[0]:
-                os.read(heard, 1)
+        time.sleep(seconds)
         os.kill(child, signal.SIGKILL)
         assert status_of(child) == -signal.SIGKILL
-        while select([heard], [], [], 0)[0]:
-            os.read(heard, 1)
+        for pipe in (heard, waits):
+            while select([pipe], [], [], 0)[0]:
+                os.read(pipe, 1)
+    monkeypatch.setattr(HeadTraining, "end_step", step)
     assert status_of(start(lambda: main(arguments(backbone, part, *more)), tmp_path / "part.log")) == 0
     assert "Traceback" not in (tmp_path / "part.log").read_text()
     same_run(whole, part)
