@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -248,9 +247,9 @@ def test_overlapping_spellings():
 )
 def test_a_template_has_a_limit_of_work(template, words):
     tokenizer = tiny_tokenizer(template)
-    began, traced = time.monotonic(), sys.gettrace()
+    traced = sys.gettrace()
     with pytest.raises(ValueError, match=words):
         render(tokenizer, [{"role": "user", "content": "x"}])
-    assert time.monotonic() - began < 60 and sys.gettrace() is traced
+    assert sys.gettrace() is traced
     many = [{"role": "user", "content": f"message {number}"} for number in range(2000)]
     assert render(tiny_tokenizer(), many).count("message") == 2000
