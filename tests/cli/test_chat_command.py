@@ -208,27 +208,24 @@ def test_a_talk_in_a_terminal(backbone, tmp_path):
     small.write_text(TEXT * 2)
     large.write_text(TEXT * 2000)
     with Tmux(
-        talk(backbone, "--history-file", str(history), "--budget", "64", tokens=4000), env=HERE, columns=200
+        talk(backbone, "--history-file", str(history), "--budget", "64", tokens=10**6), env=HERE, columns=200
     ) as window:
         window.until("/help")
         say(window, "What is it?")
-        # streams: a part of the answer is there before its end
-        part = window.until(follows("What is it?", 40))
-        assert "cut after" not in part
-        whole = window.until("cut after max_new_tokens=4000")
-        assert whole.startswith(part.rstrip("> \n")) and len(whole) > len(part)
-
+        window.until(follows("What is it?", 40))  # streams: the answer would not end in this test
+        window.keys("C-c")
+        window.until("stopped")
         window.until(at_prompt)
         window.paste("naïve \U0001f600\nWho came in?\nAnd when?")
         window.until("And when?")
         window.keys("Enter")
         window.until(follows("And when?", 40))
         window.keys("C-c")
-        window.until("stopped")
+        window.until(shown("stopped", 2))
         say(window, "/retry")  # the turn that was stopped stays as far as it was written
         window.until(follows("/retry", 120))
         window.keys("C-c")
-        window.until(shown("stopped", 2))
+        window.until(shown("stopped", 3))
 
         say(window, "one\\")
         say(window, "two", "M-Enter")
@@ -239,7 +236,7 @@ def test_a_talk_in_a_terminal(backbone, tmp_path):
         window.type("/help")  # waits, and is dropped by Ctrl-C, as in a shell
         window.keys("Enter")
         window.keys("C-c")
-        window.until(shown("stopped", 3))
+        window.until(shown("stopped", 4))
         say(window, "/undo")
         window.until("forgotten: one two three")
         assert "never evict" not in window.screen
@@ -247,7 +244,7 @@ def test_a_talk_in_a_terminal(backbone, tmp_path):
         say(window, f"/read {large}")
         window.until(" s left")
         window.keys("C-c")
-        window.until(shown("stopped", 4))
+        window.until(shown("stopped", 5))
         say(window, f"/save {tmp_path / 'book.locret'}")
         window.until("there is no document to save")
         say(window, f"/read {small}")

@@ -45,7 +45,7 @@ BUDGET, CHUNK, TAIL, STABILIZERS = 48, 32, 12, 8
 MIDDLE = 96
 """Tokens after which a cache is saved or copied."""
 LIMIT = 20
-"""Seconds of one check."""
+"""Seconds of processor time of one check: those of the clock are the machine's, and pytest's alarm."""
 ROUNDING = {torch.float64: 1e-4, torch.float32: 2e-3}
 """Largest difference of logits: transformers' own kernels compute parts of a float64 model in float32."""
 TIE = 1e-7
@@ -66,7 +66,7 @@ class Late(BaseException):
 
 @contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """A block that ends with ``Late`` after so many seconds; without a limit outside of the main thread."""
+    """A block that ends with ``Late`` after so many seconds of processor time; without a limit outside of the main thread."""
 
     def late(*_: object) -> None:
         raise Late
@@ -74,13 +74,13 @@ def limited(seconds: int) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def verdict(check: Callable[[], None]) -> str:
