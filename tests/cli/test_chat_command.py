@@ -206,7 +206,7 @@ def test_alt_enter_begins_another_line(enter):
 def test_a_talk_in_a_terminal(backbone, tmp_path):
     small, large, history = tmp_path / "small.txt", tmp_path / "large.txt", tmp_path / "history"
     small.write_text(TEXT * 2)
-    large.write_text(TEXT * 2000)
+    large.write_text(TEXT * 20_000)
     with Tmux(
         talk(backbone, "--history-file", str(history), "--budget", "64", tokens=10**6), env=HERE, columns=200
     ) as window:

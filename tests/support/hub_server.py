@@ -12,6 +12,7 @@ import base64
 import hashlib
 import json
 import re
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -45,7 +46,8 @@ class HubServer:
 
             do_GET = do_HEAD = do_POST = do_PUT = answer
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http, self._port = ThreadingHTTPServer(("127.0.0.1", 0), Handler), socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
 
     def __enter__(self) -> HubServer:
@@ -67,6 +69,7 @@ class HubServer:
         user = request.headers.get("Authorization", "").removeprefix("Bearer hf_").lower()
         if path == "/close":
             self.__exit__()
+            self._port.bind(self._http.server_address)  # it does not listen, and nobody else gets the port
             return 200, {}
         if path == "/api/validate-yaml":
             return 200, {"errors": [], "warnings": []}
