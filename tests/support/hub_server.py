@@ -57,6 +57,7 @@ class HubServer:
     def __exit__(self, *_: object) -> None:
         self._http.shutdown()
         self._http.server_close()
+        self._port.close()
 
     def add(self, name: str, files: dict[str, bytes]) -> str:
         commits = self.repos.setdefault(name, [])
@@ -68,7 +69,8 @@ class HubServer:
         body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
         user = request.headers.get("Authorization", "").removeprefix("Bearer hf_").lower()
         if path == "/close":
-            self.__exit__()
+            self._http.shutdown()
+            self._http.server_close()
             self._port.bind(self._http.server_address)  # it does not listen, and nobody else gets the port
             return 200, {}
         if path == "/api/validate-yaml":
