@@ -95,8 +95,7 @@ class Screen:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A context manager. In a terminal, Ctrl-C raises Stopped within it."""
-        self._pressed = False
+        """A context manager. In a terminal, Ctrl-C raises Stopped within it, also where it was pressed since the last prompt."""
         try:
             yield
         except KeyboardInterrupt:

@@ -17,7 +17,7 @@ from tmux import Tmux
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret_kit import Chat, Document
-from locret_kit.cli.chat import COMMANDS, GONE, Talk, line_editor, main
+from locret_kit.cli.chat import COMMANDS, GONE, Screen, Stopped, Talk, line_editor, main
 from locret_kit.settings import RunSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,6 +201,13 @@ def test_alt_enter_begins_another_line(enter):
     with create_pipe_input() as keys, create_app_session(input=keys):
         keys.send_text(f"two\x1b{enter}three{enter}")
         assert line_editor(None).prompt("> ") == "two\nthree"
+
+
+def test_ctrl_c_before_the_work_begins_stops_it(capsys):
+    screen = Screen()
+    screen._press()
+    with pytest.raises(Stopped), screen.working():
+        screen.progress()(1, 2)
 
 
 def test_a_talk_in_a_terminal(backbone, tmp_path):

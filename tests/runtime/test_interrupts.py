@@ -74,7 +74,9 @@ def test_an_interrupt_leaves_nothing_behind():
 @torch.no_grad()
 def test_real_signals_leave_nothing_behind(monkeypatch):
     """SIGINT at moments all over a prefill; again where Python dropped it, as in a destructor."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)  # pytest's would hold its frames, and they the caches
+    monkeypatch.setattr(
+        sys, "unraisablehook", lambda dropped: None
+    )  # pytest's would hold its frames, and they the caches
     model, ids = tiny_model("llama"), tokens(400)[0].tolist()
     caught, caches = 0, weakref.WeakSet()
     for n in range(12):
