@@ -94,7 +94,7 @@ FIGURES: dict[str, dict[str, Callable[[], str]]] = {
         "{} are found": lambda: right(*LONG, "locret"),
         "{} if passages": lambda: right(*LONG, "rereading-locret"),
         "(BM25) answer {}": lambda: right("R.PassKey", "jargon", 16384, 512, "bm25"),
-        "{} from the Hugging Face Hub": lambda: f"{demo.HUB_MB} MB",
+        "{} from the Hub": lambda: f"{demo.HUB_MB} MB",
         "or {} from the Python package index": lambda: f"{demo.WHEEL_MB} MB",
     },
     "docs/results/index.md": {
