@@ -121,7 +121,7 @@ def serving(root: Path) -> list[Panel]:
     """Rates and memory of servers."""
     clients = {row[""]: row for row in table(root, "clients")}
     lines = {
-        ("New tokens per CPU second", 15): {
+        ("New tokens per CPU second", 30): {
             f"{row['server']}, {row['clients']} client{'s' * (row['clients'] != '1')}": row["new tokens per CPU second"]
             for row in table(root, "vllm")
         },
