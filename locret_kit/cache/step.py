@@ -140,12 +140,7 @@ def _attend_ragged(ctx: Context, rows: BoundedLayer, layout: RaggedRows, q: Tens
 
 
 def _attend_part(
-    ctx: Context,
-    rows: BoundedLayer,
-    part: EqualLengthHeads,
-    q: Tensor,
-    softmax: Softmax,
-    seen: int | Tensor,
+    ctx: Context, rows: BoundedLayer, part: EqualLengthHeads, q: Tensor, softmax: Softmax, seen: int | Tensor
 ) -> Tensor:
     """Attention ``[1, Q, T, D]`` of heads of equal length after ``seen`` tokens, the newest included. Their slots
     gain its statistics.

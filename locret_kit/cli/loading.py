@@ -109,12 +109,7 @@ class ModelChoice:
         return run
 
     def cache(
-        self,
-        run: RunSettings,
-        tokenizer: PreTrainedTokenizerBase,
-        ids: Sequence[int],
-        *,
-        asked: bool,
+        self, run: RunSettings, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, asked: bool
     ) -> tuple[BoundedCache, str | None]:
         """A new cache for a prompt, and a warning if ``protect`` matches nothing in it.
 

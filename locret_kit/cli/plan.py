@@ -119,8 +119,7 @@ def run(args: PlanOptions) -> int:
         print("\n".join([*say, f"policy {args.policy}, {setting}", *plan.lines(), server]))
         if peak > cap:
             max_sessions = fitting.largest(
-                lambda n: peak - (sessions - n) * (caches.each + decoding_bytes(backbone, setting, 1)) <= cap,
-                sessions,
+                lambda n: peak - (sessions - n) * (caches.each + decoding_bytes(backbone, setting, 1)) <= cap, sessions
             )
             advice = f"sessions={max_sessions} fits" if max_sessions else "not even sessions=1 fits"
             raise fitting.DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; {advice}")

@@ -77,7 +77,7 @@ CANNOT: Mapping[str, Mapping[str, str]] = {
     ),
     "forward of several texts": {
         "states": "model_type={model!r}: its layers hold states, or read each other's rows, so each text is a forward of its "
-        "own: use locret_kit.runtime.engine.run",
+        "own: use locret_kit.runtime.engine.run"
     },
     "prompt of unknown length": {
         "prefill_mask": "policy={policy!r} reads the prompt otherwise than what follows: pass prompt_length="

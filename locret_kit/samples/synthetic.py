@@ -109,12 +109,7 @@ VALIDATION = Wording(HELD_FACTS, WORDS["held_prompts"], WORDS["held_sentences"])
 
 
 def synthetic_sample(
-    tokenizer,
-    texts: Sequence[str],
-    n_tokens: int,
-    seed: int | str,
-    index: int,
-    wording: Wording = TRAINING,
+    tokenizer, texts: Sequence[str], n_tokens: int, seed: int | str, index: int, wording: Wording = TRAINING
 ) -> Sample:
     """Sample number `index`: a prompt with one answer, 0.9 to 1.0 times `n_tokens` tokens in all.
 

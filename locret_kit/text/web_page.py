@@ -54,7 +54,7 @@ COUNTERS = re.compile(r"\bcounters?\(|list-style[\w-]*\s*:[^;}]*(\w+-greek|\")")
 """Numbers that a style sheet makes."""
 _LOOK = re.compile(
     r"vertical-align\s*:\s*(?:super|sub|text-|-?[\d.])|(?<![\w-])top\s*:|line-through|display\s*:\s*none"
-    r"|list-style[\w-]*\s*:",
+    r"|list-style[\w-]*\s*:"
 )
 """CSS declarations that raise, lower, strike out or hide text, or number lists."""
 MOST = 300
