@@ -184,5 +184,6 @@ def compress(cache: BoundedCache, scores_LBHS: Tensor, keep: int, joint: bool) -
             keys, values = rows.slots("keys"), rows.slots("values")
             ragged.lazy_initialization(keys, values)
             ragged.append(keys, values, rows.slots("scores"))
+            ragged.number = i
             cache.layers[i] = rows = ragged
         rows.keep(stay_BHS, mean)

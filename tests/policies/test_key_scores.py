@@ -440,6 +440,7 @@ def test_kvzip_shares_slots_over_heads_and_layers_jointly(model_of):
     kept = [[set(rows.tolist()) for rows in cache.kept_positions(layer)[0]] for layer in range(len(scores))]
     sizes = [len(rows) for heads in kept for rows in heads]
     assert sum(sizes) == 18 * len(sizes) and len(set(sizes)) > 1
+    assert [rows.number for rows in cache.bounded] == [*range(len(scores))], "each layer's own rotation and budget"
     for layer, heads in enumerate(scores):
         stay = [heads[h][t] for h in range(len(heads)) for t in kept[layer][h] if t >= 4]
         lost = [heads[h][t] for h in range(len(heads)) for t in set(range(50)) - kept[layer][h]]
