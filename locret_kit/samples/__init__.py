@@ -25,7 +25,7 @@ SUFFIXES = (".json", ".jsonl", ".parquet")
 WHOLE = 1 << 26
 """Bytes of the largest files that are held whole."""
 PIECE = 1 << 20
-"""Characters of a larger JSON array that are read at a time."""
+"""Characters of a JSON array that are read at a time."""
 SAVED = (("dataset_info.json", "state.json"), ("dataset_dict.json",))
 """Files that mark a data set, or a dictionary of splits, saved by ``datasets.save_to_disk``."""
 SCHEMAS = (
@@ -177,6 +177,8 @@ def _read_array(path: Path) -> Iterator[dict]:
                 end = len(text)
             yield as_object(_loads(text[at:end], where), where)
             number, at = number + 1, end
+        if rest := (text[at + 1 :] + file.read(PIECE)).strip():
+            raise ValueError(f"{path}: text after the array's end: {rest[:40]!r}")
 
 
 def _loads(text: str, where: str) -> object:

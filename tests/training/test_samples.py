@@ -181,6 +181,9 @@ def test_read_errors(tmp_path):
     (tmp_path / "bad.json").write_text('{"a": 1,\n "b": }')
     with pytest.raises(ValueError, match=r"bad\.json is not JSON: .*line 2"):
         list(read_records(tmp_path / "bad.json"))
+    (tmp_path / "two.json").write_text('[{"a": 1}]\n[{"a": 2}]')
+    with pytest.raises(ValueError, match=r"two\.json: text after the array's end: '\["):
+        list(read_records(str(tmp_path / "two.json")))
     bad.write_text('{"a": 1}\n' + "[" * 200_000 + "\n")
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 2 is n"):
         list(read_records(bad))
