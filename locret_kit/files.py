@@ -248,9 +248,9 @@ def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
     lacks = FileNotFoundError(f"{folder} holds no {what}: it needs {CONFIG} and {WEIGHTS}")
     if not (folder / WEIGHTS).is_file():
         raise lacks
-    weights = (folder / WEIGHTS).read_bytes()
     there = (folder / CONFIG).is_file()
     config = as_object(read_json(folder / CONFIG), f"{folder / CONFIG}: a configuration of {what}") if there else None
+    weights = (folder / WEIGHTS).read_bytes()  # after it: a save replaces them first
     if config is not None and config.pop(HASH, None) in (None, hashlib.sha256(weights).hexdigest()):
         return config, weights
     # A save was cut short between the two renames: its weights say what it is.
