@@ -132,7 +132,7 @@ class DecoderAttention:
     @property
     def unlike_llama(self) -> str | None:
         """The first difference of the attention from Llama's with windows; None without one."""
-        spec, unknown = self.spec, isinstance(self.rotations, str)
+        spec, unknown = self.spec, self.rotations if isinstance(self.rotations, str) else ""
         known = () if isinstance(self.rotations, str) else self.rotations
         differences = {
             f"{len(spec.states)} layers hold a state": bool(spec.states),
@@ -140,7 +140,7 @@ class DecoderAttention:
             "attention has sinks or a cap on its logits": not all(call.plain for call in self.calls),
             "sizes differ from layer to layer, or between keys and values": not spec.is_uniform,
             "attention is chunked": any(layer.chunked for layer in spec.layers),
-            str(self.rotations): unknown,
+            unknown: bool(unknown),
             "norms of queries and keys come after the rotation": self.has_weighted_rotations,
             "a rotation other than of halves": any(r.order is not None or r.reversed or not r.module for r in known),
         }

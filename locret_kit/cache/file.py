@@ -14,11 +14,11 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from ..files import LaterVersion, parse_json, write_beside
+from ..files import LaterVersion, as_object, parse_json, write_beside
 from ..naming import first_line
 from ..settings import shown
 
@@ -148,10 +148,7 @@ def _object(text: str | bytes, where: str) -> Record:
     Raises:
         ValueError: it is none; one line that begins with ``where``.
     """
-    found = parse_json(text, where, strict=True)
-    if not isinstance(found, dict):
-        raise ValueError(f"{where} is no JSON object")
-    return cast(Record, found)
+    return as_object(parse_json(text, where, strict=True), where)
 
 
 def digest(record: Mapping[str, object], tensors: Mapping[str, Tensor]) -> str:

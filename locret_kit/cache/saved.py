@@ -106,8 +106,6 @@ class Saved:
 REREAD = "reread_positions"
 """Name of the tensor of positions that are read again; absent where none are."""
 HIDDEN = "last_hidden"
-STATES = "states."
-"""Prefix of the tensors of layers that are no attention, see ``backbones.spec.States``."""
 Expected = dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]
 """Tensors by name: their allowed dtypes, and the shape."""
 

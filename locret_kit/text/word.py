@@ -25,7 +25,7 @@ SAME = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
 BLANK = "{http://www.w3.org/XML/1998/namespace}space"
 READ = ("document", "footnotes", "endnotes")
 """Root elements of the parts that are converted."""
-WRAPPERS = ("moveTo", "bdo", "dir", "customXml", "fldSimple", "ruby", "rubyBase", "rt", "subDoc")
+WRAPPERS = {W + name for name in ("moveTo", "bdo", "dir", "customXml", "fldSimple", "ruby", "rubyBase", "rt", "subDoc")}
 """Elements whose content is text, though the converter passes them over."""
 APART = (
     ("header", "header"), ("footer", "footer"), ("comments", "comment"), ("footnotes", "note"), ("endnotes", "note"),
@@ -155,7 +155,7 @@ def _prepare(root: Element, styles: Styles, numbering: Numbering) -> int:
             element.attrib.clear()
         elif element.tag == f"{W}ptab":
             element.tag = f"{W}tab"
-        elif element.tag in [W + wrapper for wrapper in WRAPPERS]:
+        elif element.tag in WRAPPERS:
             element.tag = f"{W}ins"
     parents = {child: parent for parent in root.iter() for child in parent}
     for choice in list(root.iter(f"{SAME}AlternateContent")):

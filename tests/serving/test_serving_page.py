@@ -26,7 +26,7 @@ LAST = "document.querySelector('.turn.assistant:last-child .figures')"
 
 @pytest.fixture(scope="module")
 def url(engine):
-    """Of a server that says often that it waits."""
+    """Address of a server that sends a comment of waiting every 10 ms."""
     with serving(engine, silence=0.01) as address:
         yield address
 

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from families import ARGUMENTS, TEXT, THINKS, THOUGHT, TOOL, XML, XML_CALLS, chatml
-from http_bodies import user
+from http_bodies import chat, user
 from served import KEYS, LIMITS, Dictated, serving
 
 from locret_kit.answers.forms import CALLS, answer_form
@@ -177,10 +177,8 @@ def test_a_thought_that_is_left_out(url, dictated, fields):
 
 def test_a_thought_alone_is_no_beginning_of_the_same_request(url, dictated):
     """Its cache has read the thought, which the prompt lacks."""
-    body = {"messages": user("How deep is it without an answer?"), "max_tokens": 12}
-    headers = {"authorization": f"Bearer {KEYS[0]}"}
     for _ in range(2):
-        said = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300).json()
+        said = chat(url, user("How deep is it without an answer?"), max_tokens=12).json()
         assert said["choices"][0]["message"]["reasoning_content"] and not said["choices"][0]["message"]["content"]
         assert said["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 

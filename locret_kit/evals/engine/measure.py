@@ -229,7 +229,7 @@ def measure_row(
         **{name: getattr(report, name) for name in names},
         **fields,
         **{name: value for name, value in vars(report.settings.run).items() if name != "budget"},
-        "slots": report.settings.budget if not cache.policy.keeps_everything else 0,
+        "slots": 0 if cache.policy.keeps_everything else report.settings.budget,
         "prefix_shared": shared,
         "prefill_s": round(seconds + report.prefill_s, 4),
         "decode_s": round(report.decode_s, 4),

@@ -280,12 +280,10 @@ def _tasks_of(name: str, haystacks: Sequence[str], data: Sequence[str], samples:
     real = [haystack for haystack in haystacks if haystack != "repeated"]
     if name in HAYSTACK_TASKS:
         return [_over(HAYSTACK_TASKS[name], h) if h in real else HAYSTACK_TASKS[name](h, None) for h in haystacks]
-    if name in REAL_TEXT_TASKS:
-        return [_over(REAL_TEXT_TASKS[name], haystack) for haystack in real or [DEFAULT_REAL_TEXT]]
     if is_file_of_records(name):
         return [records_task(name, samples, metric)]
     check_name("task", name, [*known_tasks(), *groups()])
-    return []
+    return [_over(REAL_TEXT_TASKS[name], haystack) for haystack in real or [DEFAULT_REAL_TEXT]]
 
 
 def _over(make: Callable[[str, str], Task], haystack: str) -> Task:
