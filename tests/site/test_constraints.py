@@ -1,0 +1,100 @@
+"""Pins of ``constraints.txt`` hold together, for every Python and system that the file is for."""
+
+from functools import cache
+from importlib.metadata import distributions
+from itertools import product
+from pathlib import Path
+
+import pytest
+import tomllib
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+TRITON = {"2.11.0": "3.6.0", "2.13.0": "3.7.1"}
+"""Release of torch -> the Triton that its ordinary build for Linux asks for. Builds for CPUs ask for none, and one may be installed
+here, so the metadata of the package index is written down."""
+PYTHONS = ("3.11.2", "3.12.0", "3.13.5", "3.14.0")
+SYSTEMS = {"Linux": ("linux", "x86_64"), "Darwin": ("darwin", "arm64")}
+
+
+def environment(python: str, system: str) -> dict[str, str]:
+    platform, machine = SYSTEMS[system]
+    return {
+        "python_version": python.rpartition(".")[0], "python_full_version": python, "implementation_name": "cpython",
+        "sys_platform": platform, "platform_system": system, "platform_machine": machine, "extra": "",
+    }  # fmt: skip
+
+
+def pins(text: str, python: str, system: str) -> dict[str, Version]:
+    """Name -> version on one Python and system.
+
+    Raises:
+        AssertionError: a name with two versions there, or a line that is no pin.
+    """
+    found: dict[str, Version] = {}
+    for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
+        wanted = Requirement(line)
+        if wanted.marker is None or wanted.marker.evaluate(environment(python, system)):
+            (pin,) = wanted.specifier
+            assert pin.operator == "==" and wanted.name not in found, line
+            found[canonicalize_name(wanted.name)] = Version(pin.version)
+    return found
+
+
+@cache
+def requirements() -> list[tuple[str, Version, Requirement]]:
+    """Name and release of what is installed here, and each of its requirements; torch's Triton by the table."""
+    here = [(x.metadata, x.requires or ()) for x in distributions()]
+    found = [
+        (x["Name"], Version(x["Version"]), Requirement(line))
+        for x, lines in here
+        for line in lines
+        if "extra ==" not in line
+    ]
+    return found + [("torch", Version(torch), Requirement(f"triton=={triton}")) for torch, triton in TRITON.items()]
+
+
+def conflicts(text: str, python: str, system: str) -> list[str]:
+    """Requirements of pinned releases that another pin does not meet."""
+    here, found = pins(text, python, system), []
+    for name, release, asked in requirements():
+        pin = here.get(canonicalize_name(asked.name))
+        speaks = str(here.get(canonicalize_name(name))) == release.public
+        if pin and speaks and (asked.marker is None or asked.marker.evaluate(environment(python, system))):
+            found += [] if asked.specifier.contains(pin, prereleases=True) else [f"{name}: {asked}, pinned {pin}"]
+    return found
+
+
+@pytest.mark.parametrize(("python", "system"), list(product(PYTHONS, SYSTEMS)))
+def test_pins_hold_together(python, system):
+    text = (ROOT / "constraints.txt").read_text()
+    assert str(pins(text, python, system)["torch"]) in TRITON, "write down its Triton"
+    assert conflicts(text, python, system) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "line"),
+    [
+        ("triton", "3.9.0", "torch: triton==3.7.1, pinned 3.9.0"),
+        ("tokenizers", "0.21.0", "transformers: tokenizers"),
+        ("huggingface-hub", "0.30.0", "transformers: huggingface-hub"),
+        ("torchmetrics", "0.5.0", "lightning: torchmetrics"),
+    ],
+)
+def test_another_pin_is_a_conflict(name, other, line):
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    text = "\n".join(f"{name}=={other}" if line.startswith(f"{name}==") else line for line in lines)
+    assert any(found.startswith(line) for found in conflicts(text, "3.13.5", "Linux"))
+
+
+def test_every_direct_dependency_is_pinned():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    direct = {
+        Requirement(line).name
+        for line in sum((extras[name] for name in extras if name != "vllm"), project["dependencies"])
+    }
+    here = pins((ROOT / "constraints.txt").read_text(), "3.11.2", "Linux")
+    assert {canonicalize_name(name) for name in direct} - {"locret-kit"} <= set(here)
