@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Install the project and its development tools, once: into the active virtual environment, else into .venv.
 # LOCRET_EXTRAS=documents,serve installs these extras alone, in place of all that development needs.
-# LOCRET_TORCH_INDEX=URL takes torch from that index, such as a CPU-only one. PYTHON=... picks the Python of a new .venv.
+# LOCRET_TORCH_INDEX=URL takes torch from that index; without it, PyTorch's index of CPU builds serves a machine without an NVIDIA
+# GPU, where it can be reached. PYTHON=... picks the Python of a new .venv.
 # Other scripts source this file: afterwards `python` is the environment's.
 set -euo pipefail
 
@@ -11,8 +12,18 @@ runs_the_clone() { # not a copy of it, which an install without -e leaves in the
     (cd / && python -c 'import os, sys, locret_kit; sys.exit(not os.path.samefile(locret_kit.__path__[0], sys.argv[1]))' "$root/locret_kit") 2>/dev/null
 }
 
+cpu_index() { # where CPU builds of PyTorch are, for a Linux machine without an NVIDIA GPU
+    local index=https://download.pytorch.org/whl/cpu
+    if [ "$(uname -s)" != Linux ] || [ -e /dev/nvidiactl ] || [ -e /dev/dxg ]; then return; fi
+    if python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=5)' "$index" 2>/dev/null; then
+        echo "$index"
+    else
+        echo "setup: no NVIDIA GPU, but $index cannot be reached: pip's own PyTorch may have 3 GB of CUDA libraries" >&2
+    fi
+}
+
 locret_setup() {
-    local venv="${VIRTUAL_ENV:-$root/.venv}" extras="${LOCRET_EXTRAS:-dev}" stamp want torch made
+    local venv="${VIRTUAL_ENV:-$root/.venv}" extras="${LOCRET_EXTRAS:-dev}" stamp want torch made index
     made="$venv/bin/python"
     [ -x "$made" ] || made="${PYTHON:-python3}"
     if ! "$made" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
@@ -38,9 +49,9 @@ print(hashlib.sha256(b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.
 
     # torch first and alone, so that an index given for it serves nothing else.
     torch="$(grep '^torch==' "$root/constraints.txt")"
+    index="${LOCRET_TORCH_INDEX:-$(cpu_index)}"
     echo "setup: installing $torch into $venv"
-    python -m pip install --quiet -c "$root/constraints.txt" \
-        ${LOCRET_TORCH_INDEX:+--index-url "$LOCRET_TORCH_INDEX"} "$torch"
+    python -m pip install --quiet -c "$root/constraints.txt" ${index:+--index-url "$index"} "$torch"
     echo "setup: installing locret-kit[$extras]"
     (cd "$root" && python -m pip install --quiet -c constraints.txt -e ".[$extras]")
     echo "$want $extras" >"$stamp"
