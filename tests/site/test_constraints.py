@@ -13,8 +13,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 TRITON = {"2.11.0": "3.6.0", "2.13.0": "3.7.1"}
-"""Release of torch -> the Triton that its ordinary build for Linux asks for. Builds for CPUs ask for none, and one may be installed
-here, so the metadata of the package index is written down."""
+"""Release of torch -> the Triton that its ordinary build for Linux asks for. Builds for CPUs ask for none, so the metadata of the
+package index is written down."""
 PYTHONS = ("3.11.2", "3.12.0", "3.13.5", "3.14.0")
 SYSTEMS = {"Linux": ("linux", "x86_64"), "Darwin": ("darwin", "arm64")}
 
