@@ -35,7 +35,7 @@ inside() { # a command in the clone, with an environment of its own; mounts and 
 }
 
 downloaded() { # megabytes that pip's and apt's caches hold
-    du --summarize --total --block-size=1MB "$debian/root/.cache/pip" "$debian/var/cache/apt/archives" 2>/dev/null | tail -1 | cut -f1
+    { du --summarize --total --block-size=1MB "$debian"/root/.cache "$debian/var/cache/apt/archives" 2>/dev/null || true; } | tail -1 | cut -f1
 }
 
 python="$(inside 'python3 -V')"
