@@ -29,13 +29,17 @@ commit="$(git -C "$debian/root/locret_kit" log -1 --format='%h of %as')"
 inside() { # a command in the clone, with an environment of its own; mounts and processes end with it
     unshare --mount --pid --fork bash -c '
         mount -t proc proc "$0/proc"; mount --rbind /dev "$0/dev"
-        exec chroot "$0" env -i HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 \
+        exec chroot "$0" env -i HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 PIP_LOG=/root/pip.log \
             ${http_proxy:+http_proxy="$http_proxy"} ${https_proxy:+https_proxy="$https_proxy"} bash -c "cd /root/locret_kit && $1"
     ' "$debian" "$1"
 }
 
-downloaded() { # megabytes that pip's and apt's caches hold
-    { du --summarize --total --block-size=1MB "$debian"/root/.cache "$debian/var/cache/apt/archives" 2>/dev/null || true; } | tail -1 | cut -f1
+downloaded() { # megabytes: what pip says that it downloads, and the packages that apt keeps
+    local packages
+    packages="$(du --summarize --block-size=1MB "$debian/var/cache/apt/archives" | cut -f1)"
+    cat "$debian/root/pip.log" 2>/dev/null | awk -v sum="$packages" '
+        / Downloading / && match($0, /\([0-9.]+ [kM]B\)/) { split(substr($0, RSTART + 1), n, " "); sum += n[2] ~ /^k/ ? n[1] / 1000 : n[1] }
+        END { printf "%d\n", sum }'
 }
 
 python="$(inside 'python3 -V')"
