@@ -11,14 +11,13 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Unpack
 
 import torch
 from annotated_types import Ge
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
-from typing_extensions import Unpack
 
 from . import hub
 from .backbones import demo

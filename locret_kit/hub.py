@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable
 from json import JSONDecodeError
 from pathlib import Path
-from typing import TypedDict
-
-from typing_extensions import Unpack
+from typing import TypedDict, Unpack
 
 from .files import read_json
 from .naming import first_line

@@ -6,7 +6,7 @@ import os
 import resource
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -41,7 +41,7 @@ def origin(device: torch.device) -> dict[str, str]:
         said = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
         driver = said.splitlines()[0]  # one line per card
     here = os.environ.get("LOCRET_COMMIT") or commit(ROOT) or "unknown"
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
     return {"device": name, "driver": driver, **versions("torch", "triton"), "commit": here, "date": date}
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 from weakref import WeakSet
 
 import torch
@@ -23,7 +23,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from typing_extensions import Unpack
 
 from .decoder_attention import AttentionCall, Calls, DecoderAttention, Handler, LayerOperations, rotaries_of, unrotate
 from .libraries import Undo, cache_among, replace_forward, run_eagerly, unwrapped

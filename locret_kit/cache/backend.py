@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import ClassVar
 
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from locret_kernels import cpp
+from locret_kernels import quantise as quantiser
 from locret_kernels.attend import ChunkRotation, attend_and_count
 from locret_kernels.attend import cpu as attend_on_cpu
 from locret_kernels.backend import BackendUnavailable, choose, function
@@ -22,8 +21,6 @@ from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rota
 from ..backbones.patches import product
 from ..policies.registry import Registry
 from .attend import attend_rows, chunk_attention, varlen_operator
-
-logger = logging.getLogger(__name__)
 
 Counted = tuple[Tensor, list[ColumnStats]]
 """Attention ``[B, Q, T, D]``, and what its weights add up to: of the mean over each group, then of each of its query heads."""
@@ -159,7 +156,7 @@ class CpuBackend(Backend):
     linear: ClassVar[Linear] = staticmethod(product)
 
     def packs(self, dtype: torch.dtype) -> bool:
-        return dtype in cpp.DTYPES
+        return dtype in cpp.DTYPES and quantiser.runs()
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         """The definitions of norm and gate, and the compiled product, for hidden states like ``x [B, T, C]``; None for
@@ -171,17 +168,6 @@ class CpuBackend(Backend):
     def is_one_call(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, rotation: ChunkRotation | None) -> bool:
         one_table = rotation is None or rotation.cos_SR.dim() == 2  # for all heads
         return one_table and q_BQTD.shape[2] > 1 and attend_on_cpu.takes(q_BQTD, k_BHSD, v_BHSD)
-
-
-@cache
-def runs_on_cpu() -> bool:
-    """Whether the C++ for a chunk of a prompt runs here; compiles it where it is not yet. Says why it does not, once."""
-    try:
-        cpp.load(attend_on_cpu.SOURCE)
-    except cpp.Unavailable as error:
-        logger.warning("prompts are read by PyTorch's operations alone, which is slower here: %s", error)
-        return False
-    return True
 
 
 BACKENDS: Registry[Backend] = Registry("backend")
@@ -201,10 +187,10 @@ def backend_for(
         BackendUnavailable: its compiler or Triton is missing.
     """
     # Decided once for a cache: no step asks again what runs here.
-    if name is None and device.type == "cpu" and dtype in cpp.TYPES and runs_on_cpu():
+    if name is None and device.type == "cpu" and dtype in cpp.TYPES and cpp.runs(attend_on_cpu.SOURCE):
         name = "cpu"
     backend = BACKENDS[name or choose(None, device, head_size, dtype)]
-    if backend.kernels == "cpu" and not runs_on_cpu():
+    if backend.kernels == "cpu" and not cpp.runs(attend_on_cpu.SOURCE):
         raise BackendUnavailable(
             f"backend={backend.name!r} needs a C++ compiler that knows OpenMP: see the warning before"
         )

@@ -13,11 +13,11 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import LongTensor, Tensor
 from transformers import PreTrainedModel
-from typing_extensions import Self
 
 from locret_kernels.enter import HeadProduct
 

@@ -306,7 +306,8 @@ def layer_budgets(policy: Policy, schedule: Schedule, windows: Sequence[int | No
 
 def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
     """Rows of every layer; those in few bits are read through ``scratch``."""
-    policy, s, compiled = ctx.policy, ctx.schedule, ctx.backend.packs(ctx.model.dtype)
+    policy, s, few = ctx.policy, ctx.schedule, ctx.settings.kv_bits is not None
+    compiled = few and ctx.backend.packs(ctx.model.dtype)
     layers = []
     for number, (layer, budget) in enumerate(zip(ctx.spec.layers, ctx.budgets, strict=True)):
         capacity = s.prompt_length or 0 if policy.keeps_everything else budget + s.chunk

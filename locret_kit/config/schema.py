@@ -84,7 +84,7 @@ def options_of(schema: type[DataclassInstance]) -> dict[str, Option]:
             options |= {f"{item.name}.{name}": option for name, option in options_of(annotation).items()}
         elif item.name not in getattr(schema, "HIDDEN", ()):
             default = item.default if item.default_factory is MISSING else item.default_factory()
-            owner = next(kind for kind in schema.__mro__ if item.name in vars(kind).get("__annotations__", {}))
+            owner = next(kind for kind in schema.__mro__ if item.name in inspect.get_annotations(kind))
             options[item.name] = Option(annotation, REQUIRED if default is MISSING else default, owner, item.name)
     return options
 

@@ -17,12 +17,11 @@ from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Annotated, ClassVar, TypedDict, TypeVar, cast
+from typing import Annotated, ClassVar, TypedDict, TypeVar, cast, dataclass_transform
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
-from typing_extensions import dataclass_transform
 
 from ..cis import SmoothL1
 from ..naming import first_line, nearest, prefixed_errors

@@ -52,14 +52,14 @@ class Sequence:
     """A request that runs.
 
     Attributes:
-        tokens: the answer's ids so far. stopped_by: the id that ended it, if one did.
+        written: the answer's ids so far, those before an error too. stopped_by: the id that ended it, if one did.
         finish_reason: "stop", "length", "read" (nothing more was asked), "error",
             "cancelled", or None before the end.
         logprobs: of each token, where they are asked for. prompt_logprobs: of the prompt's tokens from its second on.
     """
 
     request: Request
-    tokens: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     stopped_by: list[int] = field(default_factory=list)
@@ -85,9 +85,16 @@ class Sequence:
     """The prompt on the model's device: one copy for all pieces, since for every copy the host waits."""
 
     @property
+    def tokens(self) -> list[int]:
+        """The answer's ids so far. Raises the error that ended it: what was written before is no answer."""
+        if self.error is not None:
+            raise self.error
+        return self.written
+
+    @property
     def reading(self) -> bool:
         """Whether its prompt is still being read."""
-        return not self.tokens
+        return not self.written
 
     @property
     def noted(self) -> bool:
@@ -190,10 +197,10 @@ class Sequence:
             return False
         if self.request.top_logprobs is not None:
             self.logprobs.append(self._logprob(logits_V, token))
-        self.tokens.append(token)
+        self.written.append(token)
         if thought is not None:
             thought.take(token)
-        count = len(self.tokens) if thought is None else thought.counted()
+        count = len(self.written) if thought is None else thought.counted()
         if count >= self.request.max_new_tokens:
             self.end("length")
         return True

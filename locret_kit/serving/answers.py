@@ -152,11 +152,11 @@ class AnswerStream:
             taken += len(new)
             shown += sum(size for size, _ in new)
             if request.top_logprobs is not None:
-                end = min(len(sequence.tokens), len(ends) - 1)
+                end = min(len(sequence.written), len(ends) - 1)
                 end = end if ended and self._cut is None else bisect_left(ends, shown, 0, end)
             hidden = self.thought_spans() if self.hides and end > start else []
             offsets = [at + before for at in ends[start:end]]
-            told = zip(sequence.tokens[start:end], sequence.logprobs[start:end], offsets, strict=True)
+            told = zip(sequence.written[start:end], sequence.logprobs[start:end], offsets, strict=True)
             tokens = [one for at, one in enumerate(told, start) if not any(span[0] <= at < span[1] for span in hidden)]
             if events or tokens or (ended and echo):
                 first = [Event("text", echo)] if echo else []

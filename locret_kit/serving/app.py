@@ -162,7 +162,7 @@ class Guard:
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), end - time.monotonic())
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise Refused(408, f"the body took more than {seconds:g} s") from None
             had, whole = had + len(message.get("body", b"")), not message.get("more_body", False)
             if had > max_bytes:

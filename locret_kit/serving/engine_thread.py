@@ -228,7 +228,7 @@ class EngineThread:
         if request.cache is not None and request.cache.layers:
             request.evictions, request.kept_rows = request.cache.counters.evictions, max(request.cache.kept_rows)
         try:
-            stays = request.stop_at(sequence.tokens) if request.stop_at is not None and sequence.tokens else None
+            stays = request.stop_at(sequence.written) if request.stop_at is not None and sequence.written else None
             if request.cache is not None and request.cache.layers:
                 self._keep(request, request.cache, sequence)
         except Exception as error:
@@ -264,7 +264,7 @@ class EngineThread:
     def _keep(self, request: ServerRequest, cache: BoundedCache, sequence: Sequence) -> None:
         """Copy the cache where thoughts are dropped, up to the last boundary before which later prompts evict alike. Where they
         are pinned, pin the thought so far and some tokens that follow."""
-        read, tokens = cache.get_seq_length(), len(sequence.tokens)
+        read, tokens = cache.get_seq_length(), len(sequence.written)
         shared = common(request.ids, request.later) if request.drops and request.has_defaults else 0
         if shared and read == cache.schedule.safe(shared):
             request.kept = None  # before another is made

@@ -248,11 +248,11 @@ class Counters(SimpleNamespace):
         self.failed += sequence.finish_reason == "error"
         self.prompt_tokens += request.prompt_tokens
         self.cached_tokens += request.cached_tokens
-        self.new_tokens += len(sequence.tokens)
+        self.new_tokens += len(sequence.written)
         if sequence.first_token_s is not None and sequence.ended_s is not None:
             self.first_token_s.observe(sequence.first_token_s)
-            if len(sequence.tokens) > 1:
-                self.token_s.observe((sequence.ended_s - sequence.first_token_s) / (len(sequence.tokens) - 1))
+            if len(sequence.written) > 1:
+                self.token_s.observe((sequence.ended_s - sequence.first_token_s) / (len(sequence.written) - 1))
 
 
 class Figures(Collector):

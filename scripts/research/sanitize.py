@@ -33,7 +33,7 @@ def main() -> int:
         paths = " ".join(path_of(name) for name in LIBRARIES)
         options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | options | {"LD_PRELOAD": paths})
-    cpp.FLAGS, cpp.COMPILE_SECONDS = (*cpp.FLAGS, *FLAGS), 600
+    cpp.FLAGS = (*cpp.FLAGS, *FLAGS)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         # What is found is said to the process's own stderr.

@@ -13,6 +13,7 @@ from policy_runs import POLICIES, backbone, distinct_tokens, held, make, tokens
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from locret_kernels import cpp, quantise
 from locret_kit import attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.cache.batch import BatchCache
@@ -91,6 +92,36 @@ def test_few_bits_and_sampling_are_each_texts_own(policy):
         assert found[id(request)] == alone(policy, ids, sampling=sampling, seed=number, kv_bits=4)[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_calls_that_do_not_compile_in_time_end_no_answer(dtype, monkeypatch):
+    """What others compile is there. In float32 rounding may choose other tokens."""
+    texts = [tokens(length, seed=number) for number, length in enumerate(LENGTHS)]
+    load, refused = cpp.load, []
+
+    def late(source, *options):
+        if source == quantise.SOURCE:
+            refused.append(source)
+            raise cpp.Unavailable("the compiler took too long")
+        return load(source, *options)
+
+    def new_cache(request: Request) -> BoundedCache:
+        return make("h2o", length=len(request.ids), kv_bits=4)
+
+    monkeypatch.setattr(cpp, "load", late)
+    cpp.runs.cache_clear()
+    try:
+        requests = [Request(ids, NEW) for ids in texts]
+        ended = run(deepcopy(backbone()).to(dtype), SILENT, requests, new_cache, piece=40)
+        found = {id(text.request): text.tokens for text in ended}
+    finally:
+        cpp.runs.cache_clear()
+    monkeypatch.undo()
+    assert refused == [quantise.SOURCE]  # asked once
+    for ids, request in zip(texts, requests, strict=True):
+        assert len(found[id(request)]) == NEW
+        assert dtype == torch.float32 or found[id(request)] == alone("h2o", ids, kv_bits=4)[0]
+
+
 def test_texts_come_go_and_fail_alone():
     batch = Engine(backbone(), frozenset(), piece=30)
     first = batch.add(Request(tokens(60), 30), Kept("h2o", tokens(60)))
@@ -99,6 +130,8 @@ def test_texts_come_go_and_fail_alone():
         batch.step()
     late = batch.add(Request(tokens(40, seed=2), NEW), Kept("h2o", tokens(40)))
     assert broken.finish_reason == "error" and "budget" in str(broken.error)
+    with pytest.raises(ValueError, match="budget"):
+        len(broken.tokens)  # an error is no short answer
     batch.cancel(first)
     assert first.finish_reason == "cancelled" and first.cache is None and first.tokens
     while batch.running:
@@ -121,7 +154,11 @@ def test_a_forward_that_fails_ends_its_texts_and_no_others(monkeypatch):
         assert batch.step() == [first]
     while batch.running:
         batch.step()
-    assert first.finish_reason == "error" and late.tokens == alone("h2o", tokens(40, seed=2))[0]
+    assert (
+        first.finish_reason == "error"
+        and len(first.written) == 0
+        and late.tokens == alone("h2o", tokens(40, seed=2))[0]
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -21,7 +21,8 @@ from eval_runs import figures, kept_of, scores
 from small_disk import file_limit
 from tiny_heads import save_tiny_heads
 
-from locret_kit.cache.backend import runs_on_cpu
+from locret_kernels import cpp
+from locret_kernels.attend import cpu as attend
 from locret_kit.cli.eval import main
 from locret_kit.evals.engine import KEY, Row, appending, measure, read_rows
 from locret_kit.evals.tasks import _text
@@ -73,7 +74,7 @@ def test_a_run_writes_rows_and_summary(finished, heads):
     assert (one.chunk, one.stabilizers, one.local_len, one.positions) == (32, 4, 4, "compact")  # as locret-infer scales
     assert one.tokens <= 240 and one.new_tokens <= 4 and one.prefill_s > 0 and one.versions["locret_kit"]
     assert (one.backend, one.adapter, one.heads_hash) == (
-        "cpu" if runs_on_cpu() else "reference", None, weights_hash(RetainingHeads.from_pretrained(heads)),
+        "cpu" if cpp.runs(attend.SOURCE) else "reference", None, weights_hash(RetainingHeads.from_pretrained(heads)),
     )  # fmt: skip
     text = hashlib.sha256(load_text("pydoc").encode()).hexdigest()[:16]
     assert {row.text_hash for row in rows} == {text}

@@ -16,12 +16,13 @@ from locret_kernels.attend import cpu as attend_cpu
 from locret_kernels.column_stats import MARGIN
 from locret_kernels.ragged_decode import Rotation, Spans, ragged_decode
 from locret_kernels.ragged_decode import cpu as decode_cpu
+from locret_kernels.ragged_decode.cpu import ragged_decode as on_cpu
 from locret_kernels.rotate import rotate_rows
 from locret_kit import BoundedCache, attach
 from locret_kit.backbones import patches
 from locret_kit.backbones.decoder_attention import Rope
 from locret_kit.backbones.libraries import CACHE, Undo
-from locret_kit.cache.backend import CpuBackend, runs_on_cpu
+from locret_kit.cache.backend import CpuBackend
 from locret_kit.cache.storage.codec import Scratch
 from locret_kit.cache.storage.layouts import EqualRows
 from locret_kit.cache.storage.quantised import CompiledBits, GroupedBits
@@ -196,7 +197,7 @@ def test_weights_that_are_trained_through_a_cache_get_their_gradients(trained, d
 
 def test_without_a_compiler_prompts_are_read_all_the_same(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    calls = (cpp.load, runs_on_cpu)
+    calls = (cpp.load, cpp.runs)
     for call in calls:
         call.cache_clear()
     model, ids = tiny_model("llama", head_dim=16), list(range(2, 90))
@@ -211,6 +212,21 @@ def test_without_a_compiler_prompts_are_read_all_the_same(monkeypatch, caplog):
             call.cache_clear()
     assert torch.equal(mine, plain) and caches[0].backend == "reference"
     assert [record.getMessage().count("no C++ compiler") for record in caplog.records] == [1]
+
+
+def test_a_decode_that_does_not_compile_in_time_is_the_definition(monkeypatch):
+    def late(source, *options):
+        raise cpp.Unavailable("the compiler took too long")
+
+    q, keys, values = random(1, 4, 16), random(20, 16), random(20, 16)
+    spans = Spans(torch.tensor([[0, 9]]), torch.tensor([[9, 7]]), 9)
+    monkeypatch.setattr(cpp, "load", late)
+    cpp.runs.cache_clear()
+    try:
+        mine, exact = (decode(q, (keys, values), spans, 0.25, received=True) for decode in (on_cpu, ragged_decode))
+    finally:
+        cpp.runs.cache_clear()
+    assert torch.equal(mine.out_BQD, exact.out_BQD) and torch.equal(mine.received_BHS, exact.received_BHS)
 
 
 def test_products_of_bfloat16_are_rounded_once(monkeypatch):

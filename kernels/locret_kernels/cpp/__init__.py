@@ -196,7 +196,8 @@ TYPES = {torch.float32: 32, torch.float64: 64, torch.bfloat16: 16}
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
-COMPILE_SECONDS = 120
+COMPILE_SECONDS = 600
+"""Of the clock: on a busy machine ten times those that the compiler itself needs, and more."""
 DTYPES = (torch.float32, torch.bfloat16)
 """Types of rows, activations and hidden states; others are computed by the definitions."""
 MAX_CHANNELS = 1024
@@ -248,6 +249,17 @@ def load(source: Path, *options: str) -> Library:
         function.argtypes = [next(form for mark, form in ARGUMENTS.items() if mark in one) for one in declared]
         function.restype = None
     return loaded
+
+
+@cache
+def runs(source: Path, *options: str) -> bool:
+    """Whether ``load`` gives a source here. It is asked once, before the first token that needs it; why not is logged."""
+    try:
+        load(source, *options)
+    except Unavailable as error:
+        LOG.warning("%s runs by PyTorch's operations alone, which is slower here: %s", source.parent.name, error)
+        return False
+    return True
 
 
 def head_options(dtype: torch.dtype, channels: int) -> tuple[str, str]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from .. import cpp
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
+OPTIONS = ("-ffp-contract=off",)
+"""It rounds as tensors do."""
 GROUP = cpp.Struct(SOURCE, "Group")
 
 
@@ -18,4 +20,9 @@ def load() -> cpp.Library:
     Raises:
         cpp.Unavailable: another system, no compiler, or one that fails.
     """
-    return cpp.load(SOURCE, "-ffp-contract=off")  # it rounds as tensors do
+    return cpp.load(SOURCE, *OPTIONS)
+
+
+def runs() -> bool:
+    """Whether ``load`` gives the calls here, see ``cpp.runs``."""
+    return cpp.runs(SOURCE, *OPTIONS)

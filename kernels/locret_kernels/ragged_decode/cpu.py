@@ -27,7 +27,8 @@ def ragged_decode(
         turn.check(longest, D)
     # What else there is would be misread.
     alike = rows[0].shape == rows[1].shape and all((x.dtype, x.shape[1]) == (q_BQD.dtype, D) for x in rows[:2])
-    if not alike or q_BQD.dtype not in cpp.TYPES or D > cpp.MAX_CHANNELS:
+    takes = alike and q_BQD.dtype in cpp.TYPES and D <= cpp.MAX_CHANNELS
+    if not takes or not cpp.runs(SOURCE, *(options := cpp.head_options(q_BQD.dtype, D))):
         return reference.ragged_decode(q_BQD, rows, spans, scaling, turn, received)
     keys, values = rows[:2]
     exact, device = cpp.SUMS[q_BQD.dtype], q_BQD.device
@@ -45,5 +46,5 @@ def ragged_decode(
         received=got, texts=B, queries=Q, heads=H, channels=D, rotated=0 if cos is None else cos.shape[-1], longest=longest,
         scaling=scaling,
     )  # fmt: skip
-    cpp.load(SOURCE, *cpp.head_options(keys.dtype, D)).locret_ragged_decode(at.ctypes.data, torch.get_num_threads())
+    cpp.load(SOURCE, *options).locret_ragged_decode(at.ctypes.data, torch.get_num_threads())
     return Decoded(out.to(keys.dtype), got)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from itertools import groupby
 
 import torch
@@ -227,7 +227,7 @@ def _row(run: Run, example: Example, variant: Variant, fields: Fields) -> Row:
     record |= {
         "seed": setup.seed, "model": setup.name, "adapter": setup.adapter, "rank": run.rank,
         "heads_hash": setup.hashes.get(variant.heads, ""), "text_hash": example.task.text_hash,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
     if example.error is None:
         hashed = hash_ids(example.ids)[:16]

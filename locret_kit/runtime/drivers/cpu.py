@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from locret_kernels import cpp, decoder_step
+from locret_kernels import quantise as quantiser
 from locret_kernels.decoder_step import Halves
 
 from ...backbones.spec import text_config
@@ -103,6 +104,8 @@ class CpuDriver:
             return why
         if any(not isinstance(rows.codec, CODECS) for rows in cache.bounded):
             return "rows of another kind"
+        if any(isinstance(rows.codec, GroupedBits) for rows in cache.bounded) and not quantiser.runs():
+            return "rows in few bits, whose calls do not compile"
         if any(rows.is_initialized and rows.dtype != self.dtype for rows in cache.bounded):
             return "rows of another type than the weights"
         return None

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from locret_kernels import cpp
-from locret_kernels import quantise as quantiser
 from locret_kernels.decoder_step import PACKED, ROWS
 from locret_kernels.ragged_decode import PackedRows
 
@@ -22,7 +21,6 @@ from ...cache.storage.quantised import GroupedBits
 
 def point_at(at: np.ndarray, packed: PackedRows, codec: GroupedBits) -> None:
     """Write the addresses of rows in few bits into an element of ``PACKED``."""
-    quantiser.load()  # compiled before a group is full
     named = {name.rpartition("_")[0]: x for name, x in packed._asdict().items()}  # the names of C++, without sizes
     PACKED.point(
         at, codec.dtype, **named | {"tail": codec.tail}, bits=packed.bits, group_bytes=packed.group_N.itemsize,
