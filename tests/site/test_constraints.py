@@ -1,12 +1,12 @@
 """Pins of ``constraints.txt`` hold together, for every Python and system that the file is for."""
 
+import tomllib
 from functools import cache
 from importlib.metadata import distributions
 from itertools import product
 from pathlib import Path
 
 import pytest
-import tomllib
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
