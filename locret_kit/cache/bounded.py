@@ -419,7 +419,7 @@ class BoundedCache(StatefulCache, Handler):
             self.policy.needs_logits and "logits_to_keep" in arguments
         ):  # Gemma 4 leaves other tokens out of its last layers
             arguments = {**arguments, "logits_to_keep": 0}
-        return checked_arguments(arguments, self.get_seq_length(), in_pieces=self.context.description.in_pieces)
+        return checked_arguments(arguments, self.context, self.get_seq_length(), self.get_mask_sizes(0, 0)[0])
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         """Operations of a layer besides attention, for hidden states like ``x [B, T, C]``. With folded scores they

@@ -192,7 +192,9 @@ def test_one_text_in_order_and_once():
         packed, causal = torch.arange(20).remainder(10)[None], torch.zeros(1, 1, 20, 20)
         with pytest.raises(ValueError, match="position_ids=0 to 9 must be 0 to 19"):
             model(input_ids=ids, position_ids=packed, **{CACHE: BoundedCache(64, "streaming")})
-        with pytest.raises(ValueError, match="attention_mask lets tokens see later ones"):
+        with pytest.raises(
+            ValueError, match=r"attention_mask\[0, 0, 0, 1\]=0.0: in this cache a token sees all up to itself"
+        ):
             model(input_ids=ids, attention_mask=causal, **{CACHE: BoundedCache(64, "streaming")})
         with pytest.raises(
             ValueError,
