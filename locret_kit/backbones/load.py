@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -155,16 +155,18 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     Raises:
         FileNotFoundError: there is none that can be read, or it adds such a token to each text.
     """
-    config = load_config(name, revision)
+    rows = None
+    with suppress(FileNotFoundError):  # a tokenizer alone, or beside code that is not run
+        rows = getattr(load_config(name, revision), "vocab_size", None)
     if is_gguf(name):
         with _reading(f"model={name!r} cannot be loaded: tokenizer"):
-            return within_rows(tokenizer_of(_gguf(name, revision)), config.vocab_size)
+            return within_rows(tokenizer_of(_gguf(name, revision)), rows)
     with _reading(f"model={name!r} cannot be loaded: tokenizer", resolve_model(name)):
         try:
             tokenizer = AutoTokenizer.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
             if not isinstance(tokenizer.model_max_length, int | float):
                 raise ValueError(f"model_max_length={tokenizer.model_max_length!r:.60} must be a number")
-            return within_rows(tokenizer, config.vocab_size)
+            return within_rows(tokenizer, rows)
         except ValueError as error:
             if first_line(error).rstrip().endswith(":"):  # the list that would follow is of ways to make one
                 raise FileNotFoundError(f"model={name!r} cannot be loaded: it holds no tokenizer") from error

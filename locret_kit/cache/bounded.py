@@ -88,7 +88,8 @@ class BoundedCache(StatefulCache, Handler):
             forward moves them to the model's device and dtype. Their published settings are the defaults.
         prompt_length: tokens of the prompt. If it is given, the last ``local_len`` of them are not evicted before
             decoding, and the eviction before them protects no stabilizers (Locret, algorithm 1). Otherwise the prompt
-            has no tail, and every eviction protects the stabilizers.
+            has no tail, and every eviction protects the stabilizers. Another length than the prompt's is not
+            noticed: the pieces of a prompt and the tokens of an answer look alike.
         stages: further stages (``cache.context.Stage``), after those of the policy; forks share them.
         **given: fields of ``RunSettings`` by name, in place of ``settings``.
 

@@ -34,14 +34,14 @@ BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, by
 """Bytes by the characters that stand for them in a byte-level vocabulary. Source: GPT-2's encoder."""
 
 
-def within_rows(tokenizer: PreTrainedTokenizerBase, rows: int) -> PreTrainedTokenizerBase:
+def within_rows(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> PreTrainedTokenizerBase:
     """The tokenizer, changed so that texts become tokens from 0 to ``rows - 1`` only: a token beyond an embedding's rows is spelt
-    by others.
+    by others. None is no bound.
 
     Raises:
         ValueError: the tokenizer adds such a token to each text, or is a slow one with such tokens.
     """
-    if max([*tokenizer.added_tokens_decoder, tokenizer.vocab_size - 1]) < rows:
+    if rows is None or max([*tokenizer.added_tokens_decoder, tokenizer.vocab_size - 1]) < rows:
         return tokenizer
     if not tokenizer.is_fast:
         raise ValueError(f"{len(tokenizer)} tokens must be at most {rows}, the rows of the model's embedding")
