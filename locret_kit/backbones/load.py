@@ -16,7 +16,6 @@ from transformers.utils import logging
 
 from ..files import pointer_note
 from ..naming import first_line
-from ..text.tokens import within_rows
 from . import demo, warn_of_newer
 from .gguf import is_gguf, model_name, pull_gguf
 from .gguf.gguf_config import config_of, tokenizer_of
@@ -24,6 +23,7 @@ from .gguf.gguf_file import GgufFile, open_gguf
 from .gguf.gguf_model import model_of
 from .patches import lacks_bfloat16
 from .spec import check_config
+from .vocabulary import within_rows
 from .weights import quantisation
 
 # ---- precision of a backbone whose user names none (``dtype=auto``) -------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from array import array
 from collections.abc import Iterable
@@ -32,40 +31,6 @@ _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
 BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 """Bytes by the characters that stand for them in a byte-level vocabulary. Source: GPT-2's encoder."""
-
-
-def within_rows(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> PreTrainedTokenizerBase:
-    """The tokenizer, changed so that texts become tokens from 0 to ``rows - 1`` only: a token beyond an embedding's rows is spelt
-    by others. None is no bound.
-
-    Raises:
-        ValueError: the tokenizer adds such a token to each text, or is a slow one with such tokens.
-    """
-    if rows is None or max([*tokenizer.added_tokens_decoder, tokenizer.vocab_size - 1]) < rows:
-        return tokenizer
-    if not tokenizer.is_fast:
-        raise ValueError(f"{len(tokenizer)} tokens must be at most {rows}, the rows of the model's embedding")
-    made = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]  # of fast tokenizers
-    made["added_tokens"] = [token for token in made["added_tokens"] if token["id"] < rows]
-    model = made["model"]
-    if isinstance(model["vocab"], list):  # Unigram
-        model["vocab"] = model["vocab"][:rows]
-    else:
-        model["vocab"] = {text: token for text, token in model["vocab"].items() if token < rows}
-        if "merges" in model:
-            merges = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
-            model["merges"] = [[a, b] for a, b in merges if {a, b, a + b} <= model["vocab"].keys()]
-    tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(made))  # type: ignore[attr-defined]
-    known = tokenizer.get_vocab()
-    for name, text in tokenizer.special_tokens_map.items():
-        if str(text) not in known:
-            setattr(tokenizer, name, None)
-    tokenizer.extra_special_tokens = [text for text in tokenizer.extra_special_tokens if str(text) in known]
-    if beyond := [token for token in tokenizer("a").input_ids if token >= rows]:
-        raise ValueError(
-            f"it adds token {beyond[0]} to a text, which must be below {rows}, the rows of the model's embedding"
-        )
-    return tokenizer
 
 
 def stream_ids(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from scripts_loaded import ROOT, load_script
 from tiny_heads import save_tiny_heads
 from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 from tokenizers import AddedToken
@@ -200,3 +201,15 @@ def test_texts_that_spell_tokens_beyond_the_rows_are_plain(beyond, tmp_path, cap
             ValueError, match=f"^tokens from .* must be from 0 to {rows - 1}, the rows of the embedding$"
         ):
             prefill(model, ids, BoundedCache(8, "streaming"))
+
+
+def test_the_demo_is_fetched_beside_the_clone_of_the_script(monkeypatch, tmp_path):
+    """Wherever the package is installed."""
+    script, made = load_script("scripts/fetch_backbone.py"), []
+    monkeypatch.setattr(script.demo, "INSTALLED", tmp_path)
+    monkeypatch.setattr(script.demo, "fetch", lambda to, gguf=False: made.append(to))
+    for words in ([], ["--gguf"], ["--to", str(tmp_path / "m")]):
+        assert script.main(words) == 0
+    assert made == [ROOT / "checkpoints" / Path(name).name for name in (script.demo.BACKBONE, script.demo.GGUF)] + [
+        tmp_path / "m"
+    ]
