@@ -32,11 +32,25 @@ HASH = "weights_sha256"
 """Field of ``config.json`` that says which weights it belongs to."""
 ABANDONED = 86400
 """Seconds after which a temporary file of another machine is nobody's."""
-_CUT = "{} is truncated or no safetensors file"
+POINTER = b"version https://git-lfs"
+"""First bytes of the file that Git LFS leaves in place of a large one."""
 
 
 class LaterVersion(ValueError):
     """A file of a later kit."""
+
+
+def pointer_note(path: Path) -> str:
+    """The words for a file, or for files of a folder, that are pointers of Git LFS; empty where none is. They end an error."""
+    found = []
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        with suppress(OSError), file.open("rb") as opened:
+            found += [file.name] if opened.read(len(POINTER)) == POINTER else []
+    return f" ({', '.join(found[:3])}: a Git LFS pointer in place of the content, run `git lfs pull`)" if found else ""
+
+
+def _cut(path: Path) -> str:
+    return f"{path} is truncated or no safetensors file{pointer_note(path)}"
 
 
 def write_beside(target: Path, write: Callable[[Path], object]) -> None:
@@ -230,7 +244,7 @@ def read_folder(folder: Path, what: str) -> tuple[dict[str, object], dict[str, T
     from safetensors.torch import load
 
     config, weights = _read_pair(folder, what)
-    with prefixed_errors(_CUT.format(folder / WEIGHTS), SafetensorError):
+    with prefixed_errors(_cut(folder / WEIGHTS), SafetensorError):
         return config, load(weights)
 
 
@@ -254,7 +268,7 @@ def _read_pair(folder: Path, what: str) -> tuple[dict[str, object], bytes]:
     if config is not None and config.pop(HASH, None) in (None, hashlib.sha256(weights).hexdigest()):
         return config, weights
     # A save was cut short between the two renames: its weights say what it is.
-    with prefixed_errors(_CUT.format(folder / WEIGHTS), SafetensorError), safe_open(folder / WEIGHTS, "np") as file:
+    with prefixed_errors(_cut(folder / WEIGHTS), SafetensorError), safe_open(folder / WEIGHTS, "np") as file:
         within = (file.metadata() or {}).get(CONFIG)
     if within is None:
         pair = f"{folder}: {CONFIG} and {WEIGHTS} belong to different saves, of which the last was cut short"
@@ -271,7 +285,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """
     from safetensors.torch import load_file
 
-    with prefixed_errors(_CUT.format(path), SafetensorError):
+    with prefixed_errors(_cut(path), SafetensorError):
         return load_file(path)
 
 

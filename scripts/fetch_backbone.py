@@ -1,4 +1,4 @@
-"""Put the demo backbone, SmolLM2-135M-Instruct, into checkpoints/.
+"""Put the demo backbone, SmolLM2-135M-Instruct, into this clone's checkpoints/, wherever the package is installed.
 
     python scripts/fetch_backbone.py [--to FOLDER]
     python scripts/fetch_backbone.py --gguf [--to FILE]
@@ -18,10 +18,10 @@ from locret_kit.naming import first_line
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Put the demo backbone, SmolLM2-135M-Instruct, into checkpoints/.")
-    parser.add_argument("--to", type=Path, help="folder or file to make (default: in checkpoints/)")
+    parser.add_argument("--to", type=Path, help="folder or file to make (default: in this clone's checkpoints/)")
     parser.add_argument("--gguf", action="store_true", help="the model as a GGUF file of 4 bits, as it is")
     args = parser.parse_args(argv)
-    folder = demo.backbone_folder()
+    folder = Path(__file__).resolve().parents[1] / demo.BACKBONE
     to = (args.to or (folder.parent / Path(demo.GGUF).name if args.gguf else folder)).absolute()
     try:
         demo.fetch(to, gguf=args.gguf)

@@ -45,9 +45,17 @@ def read_blocks(handler: Handler, run: Forward, forward: Forward, **kwargs: Any)
         outputs.append(run(handler, forward, **piece))
         handler.read(outputs[-1].last_hidden_state, None if ids is None else ids[:, new])
         start += length
-    if len(outputs) > 1:
-        outputs[-1].last_hidden_state = torch.cat([output.last_hidden_state for output in outputs], dim=1)
-    return outputs[-1]
+    whole = outputs[-1]
+    for name in list(vars(whole)) if len(outputs) > 1 else ():
+        setattr(whole, name, _joined([getattr(output, name) for output in outputs]))
+    return whole
+
+
+def _joined(parts: list[Any]) -> Any:
+    """One field of the outputs of blocks: states ``[B, T, E]``, rows ``[T, N]`` of a router, or tuples of them, of all tokens."""
+    if isinstance(parts[0], tuple):
+        return tuple(_joined(list(several)) for several in zip(*parts, strict=True))
+    return torch.cat(parts, dim=int(parts[0].dim() > 2)) if isinstance(parts[0], Tensor) else parts[-1]
 
 
 def _of_tokens(value: object, new: slice, tokens: int) -> object:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
+from ..files import pointer_note
 from ..naming import first_line
 from . import demo, warn_of_newer
 from .gguf import is_gguf, model_name, pull_gguf
@@ -22,6 +23,7 @@ from .gguf.gguf_file import GgufFile, open_gguf
 from .gguf.gguf_model import model_of
 from .patches import lacks_bfloat16
 from .spec import check_config
+from .vocabulary import within_rows
 from .weights import quantisation
 
 # ---- precision of a backbone whose user names none (``dtype=auto``) -------------------------------------------------
@@ -108,9 +110,9 @@ def _gguf(name: str, revision: str | None) -> GgufFile:
 
 
 @contextmanager
-def _reading(what: str, kind: type[Exception] = FileNotFoundError) -> Iterator[None]:
+def _reading(what: str, folder: str = "", kind: type[Exception] = FileNotFoundError) -> Iterator[None]:
     """Read on the CPU, whatever the default device, and turn the many errors of transformers, PyTorch and PEFT over damaged files
-    into one line that begins with ``what``."""
+    of a ``folder`` into one line that begins with ``what``."""
     try:
         with torch.device("cpu"):
             yield
@@ -123,7 +125,7 @@ def _reading(what: str, kind: type[Exception] = FileNotFoundError) -> Iterator[N
         if "couldn't connect to" in said:
             said = "the Hub cannot be reached, and its cache lacks it: go online once, or name a folder that holds it"
         name = "" if isinstance(error, OSError | ValueError | SafetensorError) else f"{type(error).__name__}: "
-        raise kind(f"{what}: {name}{said}") from error
+        raise kind(f"{what}: {name}{said}{pointer_note(Path(folder)) if folder else ''}") from error
 
 
 def load_config(name: str, revision: str | None = None, *, whole: bool = False) -> PreTrainedConfig:
@@ -137,7 +139,7 @@ def load_config(name: str, revision: str | None = None, *, whole: bool = False) 
             config = config_of(_gguf(name, revision), name)
             check_config(config.to_dict())
             return config
-    with _reading(f"model={name!r} cannot be loaded: config.json"):
+    with _reading(f"model={name!r} cannot be loaded: config.json", resolve_model(name)):
         fields, _ = PreTrainedConfig.get_config_dict(resolve_model(name), revision=revision)
         if str(fields.get("format")).startswith("locret_kit.heads"):  # its model_type would make a model of billions
             raise ValueError("it holds retaining heads, not a backbone: give it as --ckpt")
@@ -147,20 +149,24 @@ def load_config(name: str, revision: str | None = None, *, whole: bool = False) 
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a backbone, by folder or Hub id, without its weights. Code that comes with it is never run.
+    """The tokenizer of a backbone, by folder or Hub id, without its weights and without tokens that the backbone's embedding
+    has no row for. Code that comes with it is never run.
 
     Raises:
-        FileNotFoundError: there is none that can be read.
+        FileNotFoundError: there is none that can be read, or it adds such a token to each text.
     """
+    rows = None
+    with suppress(FileNotFoundError):  # a tokenizer alone, or beside code that is not run
+        rows = getattr(load_config(name, revision), "vocab_size", None)
     if is_gguf(name):
         with _reading(f"model={name!r} cannot be loaded: tokenizer"):
-            return tokenizer_of(_gguf(name, revision))
-    with _reading(f"model={name!r} cannot be loaded: tokenizer"):
+            return within_rows(tokenizer_of(_gguf(name, revision)), rows)
+    with _reading(f"model={name!r} cannot be loaded: tokenizer", resolve_model(name)):
         try:
             tokenizer = AutoTokenizer.from_pretrained(resolve_model(name), revision=revision, trust_remote_code=False)
             if not isinstance(tokenizer.model_max_length, int | float):
                 raise ValueError(f"model_max_length={tokenizer.model_max_length!r:.60} must be a number")
-            return tokenizer
+            return within_rows(tokenizer, rows)
         except ValueError as error:
             if first_line(error).rstrip().endswith(":"):  # the list that would follow is of ways to make one
                 raise FileNotFoundError(f"model={name!r} cannot be loaded: it holds no tokenizer") from error
@@ -218,7 +224,9 @@ def load_backbone(
         bitsandbytes = quantisation(weight_bits, precision, where)
         spread = {"device_map": {"": where}} | spread | {"quantization_config": bitsandbytes}
     bits = "" if weight_bits is None else f" with weight_bits={weight_bits}"
-    with _reading(f"model={name!r} cannot be loaded{bits}"):  # an unknown architecture; truncated weights; a pickle
+    with _reading(
+        f"model={name!r} cannot be loaded{bits}", path
+    ):  # an unknown architecture; truncated weights; a pickle
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=precision, revision=revision, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True, **spread,
@@ -256,7 +264,11 @@ def merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     from peft import PeftModel
 
     with (
-        _reading(f"adapter={adapter!r} cannot be put on {type(model).__name__}", ValueError),
+        _reading(
+            f"adapter={adapter!r} cannot be put on {type(model).__name__}",
+            resolve_model(adapter, "adapter"),
+            ValueError,
+        ),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("error", message=".*missing adapter keys.*")  # weights for other layers' names

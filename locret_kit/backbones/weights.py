@@ -18,6 +18,7 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, 
 
 from locret_kernels.fused import rms_norm
 
+from ..files import pointer_note
 from ..hub import pull
 from ..naming import install_line, prefixed_errors
 from .decoder_attention import rotate
@@ -333,7 +334,10 @@ def stored_weights(name: str, names: Iterable[str]) -> Iterator[Tensor]:
     folder = Path(name)
     where: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")) if folder.exists() else pull(name, _safetensors):
-        with prefixed_errors(f"{path} cannot be read", SafetensorError), safe_open(path, framework="pt") as file:
+        with (
+            prefixed_errors(f"{path} cannot be read{pointer_note(path)}", SafetensorError),
+            safe_open(path, framework="pt") as file,
+        ):
             where |= dict.fromkeys(file.keys(), path)
     for weight in names:
         if weight not in where:

@@ -139,7 +139,8 @@ class BatchCache(ForwardOfTexts):
     the right are moved to the right edge, so that the last column is the last token of every row.
 
     Attributes:
-        texts: the cache of each row. columns, prompt: columns seen, padding included, and those of the prompt.
+        texts: the cache of each row. prompt: columns of the prompt.
+        shown_BS: whether a column is a token of a row, of all columns seen; None before the first.
 
     Raises:
         ValueError: a setting out of range; a prompt in pieces, or a row without tokens; in the first forward, a policy that
@@ -160,22 +161,34 @@ class BatchCache(ForwardOfTexts):
         self._cache_for = lambda count: BoundedCache(
             settings, policy, heads, prompt_length=count, stages=stages, **given
         )
-        self.columns = self.prompt = 0
+        self.reset()
+
+    @property
+    def columns(self) -> int:
+        """Columns seen, padding included."""
+        return 0 if self.shown_BS is None else self.shown_BS.shape[1]
 
     def begin(self, model: PreTrainedModel, kwargs: Arguments) -> Arguments:
         name = "input_ids" if kwargs.get("input_ids") is not None else "inputs_embeds"
         given, mask = kwargs[name], kwargs.get("attention_mask")
         B, T = given.shape[:2]
         # The mask covers all columns so far; its last T are those of this forward.
-        fresh = torch.ones(B, T, dtype=torch.bool, device=given.device)
+        new_BS = torch.ones(B, T, dtype=torch.bool, device=given.device)
+        shown_BS = new_BS if self.shown_BS is None or len(self.shown_BS) != B else torch.cat((self.shown_BS, new_BS), 1)
         if mask is not None:
             # A mask of fewer columns goes with a prompt that the cache has read already.
-            if tuple(mask.shape) != (B, self.columns + T):
+            if not isinstance(mask, Tensor) or tuple(mask.shape) != (B, self.columns + T):
+                shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
                 raise ValueError(
-                    f"attention_mask={list(mask.shape)} must be {[B, self.columns + T]}: the {self.columns} columns that "
+                    f"attention_mask={shape} must be {[B, self.columns + T]}: the {self.columns} columns that "
                     f"this cache has seen and {T} new ones; other texts need reset() or a new cache"
                 )
-            fresh = mask[:, -T:].bool()
+            before_BS, shown_BS = shown_BS[:, :-T], mask.bool()
+            if not torch.equal(before_BS, shown_BS[:, :-T]):
+                raise ValueError(
+                    f"attention_mask must show the {self.columns} columns that this cache has seen as before"
+                )
+        fresh = shown_BS[:, -T:]
         if not self.texts:
             # The prompt: every row is a text of its own from here on.
             kwargs = {**kwargs, name: _to_the_right(given, fresh)}
@@ -196,10 +209,8 @@ class BatchCache(ForwardOfTexts):
         # Padding stands on the left now, so the new tokens of a row end at its right edge.
         ends = range(T, (B + 1) * T, T)
         self.place([(end - count, end) for count, end in zip(counts, ends, strict=True)], B, T, given.device)
-        if mask is None:  # a prompt that was read already comes again without its first columns
-            _refuse_other_places(kwargs.get("position_ids"), self.position_BT)
-        self.prompt = self.prompt or T
-        self.columns += T
+        _refuse_other_places(kwargs.get("position_ids"), shown_BS, T)
+        self.prompt, self.shown_BS = self.prompt or T, shown_BS
         return {**kwargs, "position_ids": self.position_BT, "attention_mask": None}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -208,7 +219,7 @@ class BatchCache(ForwardOfTexts):
 
     def reset(self) -> None:
         """Forget all texts: the next forward makes caches for others."""
-        self.texts, self.columns, self.prompt = [], 0, 0
+        self.texts, self.prompt, self.shown_BS = [], 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise ValueError: a bounded cache cannot give back tokens that it has read."""
@@ -232,14 +243,26 @@ class BatchCache(ForwardOfTexts):
             texts.append(deepcopy(self.texts[row]) if row in taken else self.texts[row])
             taken.add(row)
         self.texts = texts
+        if self.shown_BS is not None:
+            self.shown_BS = self.shown_BS[beam_idx.to(self.shown_BS.device)]
 
 
-def _refuse_other_places(given: object, position_BT: Tensor) -> None:
-    """Raise ValueError unless new tokens without padding continue the texts of a cache."""
-    if isinstance(given, Tensor) and given.shape == position_BT.shape and not torch.equal(given, position_BT):
+def _refuse_other_places(given: object, shown_BS: Tensor, T: int) -> None:
+    """Raise ValueError unless ``T`` new tokens continue the texts of a cache: by their places among the tokens that a mask shows
+    or, with padding on the left alone, among its columns."""
+    by_text_BS, (B, S) = (shown_BS.cumsum(1) - 1).clamp(min=0), shown_BS.shape
+    by_column_BS = torch.arange(S, device=shown_BS.device).expand(B, S)
+    padded_left = not bool((shown_BS[:, 1:] < shown_BS[:, :-1]).any())
+    # After padding on the right, generate itself counts on from the padding's place.
+    if not isinstance(given, Tensor) or (S > T and not padded_left):
+        return
+    known = [places[:, -T:] for places in ((by_text_BS, by_column_BS) if padded_left else (by_text_BS,))]
+    fits = given.shape[-1:] == (T,) and given.shape[-2:-1] in ((), (1,), (B,))
+    if not fits or not any(bool(((given == want_BT) | ~shown_BS[:, -T:]).all()) for want_BT in known):
+        first, last = (given.flatten()[end].item() for end in (0, -1))
         raise ValueError(
-            f"position_ids begin with {given[:, 0].tolist()}, they must begin with {position_BT[:, 0].tolist()}, where "
-            "this cache goes on: it takes texts in order and once; others need reset() or a new cache"
+            f"position_ids={first} to {last} must be {known[0][:, 0].tolist()} to {known[0][:, -1].tolist()}, where this cache "
+            "goes on: it takes texts in order and once; others need reset() or a new cache"
         )
 
 

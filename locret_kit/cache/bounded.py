@@ -88,7 +88,8 @@ class BoundedCache(StatefulCache, Handler):
             forward moves them to the model's device and dtype. Their published settings are the defaults.
         prompt_length: tokens of the prompt. If it is given, the last ``local_len`` of them are not evicted before
             decoding, and the eviction before them protects no stabilizers (Locret, algorithm 1). Otherwise the prompt
-            has no tail, and every eviction protects the stabilizers.
+            has no tail, and every eviction protects the stabilizers. Another length than the prompt's is not
+            noticed: the pieces of a prompt and the tokens of an answer look alike.
         stages: further stages (``cache.context.Stage``), after those of the policy; forks share them.
         **given: fields of ``RunSettings`` by name, in place of ``settings``.
 
@@ -419,7 +420,7 @@ class BoundedCache(StatefulCache, Handler):
             self.policy.needs_logits and "logits_to_keep" in arguments
         ):  # Gemma 4 leaves other tokens out of its last layers
             arguments = {**arguments, "logits_to_keep": 0}
-        return checked_arguments(arguments, self.get_seq_length(), in_pieces=self.context.description.in_pieces)
+        return checked_arguments(arguments, self.context, self.get_seq_length(), self.get_mask_sizes(0, 0)[0])
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         """Operations of a layer besides attention, for hidden states like ``x [B, T, C]``. With folded scores they

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from ..files import LaterVersion, as_object, parse_json, write_beside
+from ..files import LaterVersion, as_object, parse_json, pointer_note, write_beside
 from ..naming import first_line
 from ..settings import shown
 
@@ -123,7 +123,7 @@ def _header(path: Path, file: BinaryIO) -> dict[str, object]:
     """The safetensors header, read by itself. It is checked before anything of the size that it states is read."""
     held, size = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
     if size > LARGEST:  # eight letters of a text are more
-        raise ValueError(f"{path} is no saved cache: locret-read makes one of a text")
+        raise ValueError(f"{path} is no saved cache: locret-read makes one of a text{pointer_note(path)}")
     if not 2 <= size <= held - 8:
         raise ValueError(f"{path} is no saved cache, or is truncated: {held} bytes, of which {size} are its header")
     return _object(file.read(size), f"{path}: its header")

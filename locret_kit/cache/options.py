@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from ..backbones.decoder_attention import Arguments
+from ..backbones.spec import text_config
 from ..heads import RetainingHeads, loaded
 from ..policies import Policy
 from ..policies.capabilities import Subject, refuse
 from ..policies.grammar import parse_policy
 from ..settings import Resolved, RunSettings
+from .context import Context
 from .due import Schedule
 from .storage.codec import check_storage
 from .view import check_reread
@@ -71,65 +73,73 @@ class CacheOptions:
 # ---- what a forward over a cache must not be given -------------------------------------------------------------------
 
 
-def checked_arguments(arguments: Arguments, seen: int, *, in_pieces: bool = True) -> Arguments:
-    """The arguments of a forward that continues a cache, after ``seen`` tokens. Masks that a model with
-    several parts has made for its decoder are left to the cache.
-
-    Args:
-        in_pieces: whether a text may be read in several forwards of more than one token.
+def checked_arguments(arguments: Arguments, ctx: Context, seen: int, rows: int) -> Arguments:
+    """The arguments of a forward that continues a cache, after ``seen`` tokens of which it holds ``rows``. A mask that
+    shows what the cache shows is left to it.
 
     Raises:
-        ValueError: padding, tokens that see later ones, other places in the text, or a second piece.
+        ValueError: a mask other than the cache's own, other places in the text, or a second piece where a backbone takes one.
     """
-    mask = arguments.get("attention_mask")
-    # Backbones with several kinds of layers hand a mask for each: each is checked, and then left to the cache.
-    if isinstance(mask, dict):
-        for made in mask.values():
-            _check_mask(made)
-        arguments = {**arguments, "attention_mask": dict.fromkeys(mask)}
-    elif _check_mask(mask):
-        arguments = {**arguments, "attention_mask": None}
     ids = arguments.get("input_ids")
     new = arguments.get("inputs_embeds") if ids is None else ids
-    if new is not None:
-        _refuse_other_places(seen, new.shape[1], arguments.get("position_ids"))
-        if not in_pieces and seen and new.shape[1] > 1:
+    if new is None:
+        return arguments
+    tokens, mask = new.shape[1], arguments.get("attention_mask")
+    # Backbones with several kinds of layers take a mask for each, by its name.
+    masks, kinds = {None: mask}, dict[int, str]()
+    if isinstance(mask, dict):
+        masks, kinds = mask, dict(enumerate(getattr(text_config(ctx.model), "layer_types", None) or ()))
+    for given in masks.values():
+        if isinstance(given, Tensor) and given.dim() == 2 and not bool(given.all()):
             raise ValueError(
-                f"{new.shape[1]} tokens after {seen}: layers of this backbone lose their state between pieces of a text, so give "
-                "the whole prompt in one forward, without prefill_chunk_size"
-            )
-    return arguments
-
-
-def _check_mask(mask: object) -> bool:
-    """Whether a mask is one that a model has made for its decoder. Raises ValueError for padding, and for a mask that is not
-    a text's."""
-    if mask is None:
-        return False
-    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
-        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"attention_mask={shape}: a bounded cache is causal, it takes ones [batch, tokens] or none")
-    if mask.dim() == 2:
-        if mask.shape[1] > 1 and not bool(mask.all()):
-            raise ValueError(
-                f"attention_mask has {int((mask == 0).sum())} padded positions; a bounded cache takes one text, and a "
+                f"attention_mask has {int((given == 0).sum())} padded positions; a bounded cache takes one text, and a "
                 "padded batch a BatchCache"
             )
-        return False
-    sees_TS = (mask if mask.dtype == torch.bool else mask == 0)[0, 0]
-    T, S = sees_TS.shape
-    later = torch.ones_like(sees_TS).triu_(S - T + 1)
-    # What a query sees ends at its own token and has no gap: a text, in windows or not.
-    gaps = sees_TS.long().diff(dim=1) == -1
-    ends = torch.zeros_like(gaps)
-    if S > 1:
-        at_T = torch.arange(S - T, S, device=mask.device).clamp(max=S - 2)
-        ends[torch.arange(T, device=mask.device), at_T] = True
-    if bool((sees_TS & later).any()) or bool((gaps & ~ends).any()):
+    _refuse_other_places(seen, tokens, arguments.get("position_ids"))
+    if not ctx.description.in_pieces and seen and tokens > 1:
         raise ValueError(
-            "attention_mask lets tokens see later ones, or hides some (an image, or padding): a bounded cache takes text"
+            f"{tokens} tokens after {seen}: layers of this backbone lose their state between pieces of a text, so give "
+            "the whole prompt in one forward, without prefill_chunk_size"
         )
-    return True
+    for kind, given in masks.items():
+        if given is None:
+            continue
+        dims = given.dim() if isinstance(given, Tensor) else 0
+        if dims == 4:
+            own = [one for one in ctx.spec.layers if (of := kinds.get(one.index)) == kind or of not in masks]
+            for window, chunked in dict.fromkeys((layer.window, layer.chunked) for layer in own):
+                _refuse_other_mask(given, seen, tokens, rows, window, chunked)
+        elif dims != 2 or given.shape[1] < seen + tokens:
+            shape = list(given.shape) if dims else type(given).__name__
+            raise ValueError(
+                f"attention_mask={shape}: a bounded cache is causal, it takes ones {[1, seen + tokens]} or none"
+            )
+    if isinstance(mask, dict):
+        return {**arguments, "attention_mask": dict.fromkeys(mask)}
+    return arguments if mask is None or dims == 2 else {**arguments, "attention_mask": None}
+
+
+def _refuse_other_mask(mask: Tensor, seen: int, tokens: int, rows: int, window: int | None, chunked: bool) -> None:
+    """Raise ValueError unless a mask ``[B, H, T, S]`` shows every token what a layer of the cache shows it. Columns are all
+    tokens of the text or, in a mask that a model has made, as many of the newest as the cache has rows."""
+    columns, known = mask.shape[3], mask.dtype == torch.bool or mask.is_floating_point()
+    if mask.shape[2] != tokens or columns not in (seen + tokens, rows + tokens) or not known:
+        shape = [1, 1, tokens, seen + tokens]
+        raise ValueError(f"attention_mask={list(mask.shape)} of {mask.dtype} must be {shape} of bool or float")
+    at_S = torch.arange(seen + tokens - columns, seen + tokens, device=mask.device)
+    at_T1 = at_S[-tokens:, None]
+    sees_TS = at_S <= at_T1
+    if window is not None:
+        sees_TS &= at_S >= (at_T1 // window * window if chunked else at_T1 - window + 1)
+    # Below -1e4 a softmax gives exactly 0.
+    same = mask == sees_TS if mask.dtype == torch.bool else torch.where(sees_TS, mask == 0, mask <= -1e4)
+    if not bool(same.all()):
+        at = same.logical_not().nonzero()[0].tolist()
+        sees = "all up to itself" if window is None else f"{'its chunk of' if chunked else 'the newest'} {window}"
+        raise ValueError(
+            f"attention_mask{at}={mask[tuple(at)].item()}: in this cache a token sees {sees}, so it takes no other "
+            "mask (packed texts, images, padding)"
+        )
 
 
 def _refuse_other_places(seen: int, tokens: int, position_ids: object) -> None:
@@ -137,11 +147,11 @@ def _refuse_other_places(seen: int, tokens: int, position_ids: object) -> None:
     violates this, and so do a packed text and an image, whose tokens have places in two dimensions."""
     if not tokens or (isinstance(position_ids, Tensor) and not position_ids.numel()):
         raise ValueError(f"no new tokens: this cache has seen {seen}, and generate takes those again before new ones")
-    if not isinstance(position_ids, Tensor) or position_ids.dim() < 2:
+    if not isinstance(position_ids, Tensor):
         return
     # Compared with every row: of a model that reads images positions have three axes.
     places_T = torch.arange(seen, seen + tokens, device=position_ids.device)
-    if position_ids.shape[-1] != tokens or not bool((position_ids == places_T).all()):
+    if position_ids.shape[-1:] != (tokens,) or not bool((position_ids == places_T).all()):
         first, last = int(position_ids.flatten()[0]), int(position_ids.flatten()[-1])
         raise ValueError(
             f"position_ids={first} to {last} must be {seen} to {seen + tokens - 1}, where this cache goes on: it takes one text, "

@@ -28,11 +28,13 @@ from pathlib import Path
 from typing import IO, BinaryIO
 from zipfile import ZipFile
 
-from ..files import read_utf8
+from ..files import POINTER, read_utf8
 from ..naming import first_line
 from ..processes import python
 from .losses import ENCODED, Refusal, is_encoded
 
+BREAKS = re.compile("[\u00ad\u2060\ufeff]|(?<![\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u1a20-\u1aaf])\u200b")
+"""Invisible places for a line's end, or against one. Thai, Lao, Burmese and Khmer part words by U+200B, which stays there."""
 LIMIT = 256 * 2**20
 """Bytes of a document, at most; and bytes that a .docx or .epub, which is a zip archive, holds unpacked."""
 PAGES = (".html", ".htm", ".xhtml")
@@ -49,6 +51,7 @@ _FOREIGN = (
     (b"\xff\xd8\xff", "an image: run OCR first, such as ocrmypdf"),
     (b"\xff\xfe", "text in UTF-16: save it as UTF-8"),
     (b"\xfe\xff", "text in UTF-16: save it as UTF-8"),
+    (POINTER, "a Git LFS pointer in place of the content: run git lfs pull"),
 )
 """First bytes of formats that are not read, and what their owner is told."""
 _OFFICE = (
@@ -98,8 +101,8 @@ def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost =
     .epub. For any other name the content decides: a PDF, a .docx, an .epub, or plain text (UTF-8; without a
     byte-order mark, and lines end with a newline).
 
-    Converted text has no spaces at line ends and never two blank lines in a row. A PDF page ends with a blank line,
-    and words hyphenated at the end of a line or page are joined.
+    Converted text has no soft hyphens and no spaces at line ends, and never two blank lines in a row. A PDF page ends with
+    a blank line, and words hyphenated at the end of a line or page are joined.
 
     Args:
         limit: maximum bytes of the stream, and of a zip archive's entries together. Nothing beyond is read or
@@ -183,7 +186,7 @@ def _convert(data: bytes, name: str, kind: str, limit: int, losses: list[str]) -
         from .web_page import book_text, page_text
 
         text = book_text(data, name, limit, losses) if kind == ".epub" else page_text(data, name, losses)
-    text = "\n".join(line.rstrip() for line in text.split("\n"))
+    text = "\n".join(line.rstrip() for line in BREAKS.sub("", text).split("\n"))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
 
 

@@ -192,7 +192,9 @@ def test_one_text_in_order_and_once():
         packed, causal = torch.arange(20).remainder(10)[None], torch.zeros(1, 1, 20, 20)
         with pytest.raises(ValueError, match="position_ids=0 to 9 must be 0 to 19"):
             model(input_ids=ids, position_ids=packed, **{CACHE: BoundedCache(64, "streaming")})
-        with pytest.raises(ValueError, match="attention_mask lets tokens see later ones"):
+        with pytest.raises(
+            ValueError, match=r"attention_mask\[0, 0, 0, 1\]=0.0: in this cache a token sees all up to itself"
+        ):
             model(input_ids=ids, attention_mask=causal, **{CACHE: BoundedCache(64, "streaming")})
         with pytest.raises(
             ValueError,
@@ -260,3 +262,23 @@ def test_who_wraps_attention_functions_may_pass_dropout_by_place(monkeypatch):
         assert torch.equal(model(input_ids=ids).logits, want)
         got = prefill(model, ids[0].tolist(), BoundedCache(50, "streaming", prompt_length=40, positions="original"))
     torch.testing.assert_close(got, want[0, -1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
+@torch.no_grad()
+def test_a_forward_in_blocks_has_the_states_of_all_tokens(family):
+    """Hidden states, and the rows of a router: those of the plain model, in one piece or two."""
+    model, ids = tiny_model(family), tokens(60)
+    asked = dict(output_hidden_states=True) | (dict(output_router_logits=True) if family == "mixtral" else {})
+    want = model(ids, **asked)
+    with attach(model):
+        for policy in ("sirllm", "snapkv"):
+            for pieces in ([60], [37, 23]):
+                cache = BoundedCache(200, policy, prompt_length=60, chunk=16, local_len=4, stabilizers=4)
+                found = [model(piece, **asked, **{CACHE: cache}) for piece in ids.split(pieces, dim=1)]
+                for layer, states in enumerate(want.hidden_states):
+                    joined = torch.cat([part.hidden_states[layer] for part in found], dim=1)
+                    torch.testing.assert_close(joined, states, rtol=0, atol=1e-3)
+                for layer, rows in enumerate(want.router_logits if family == "mixtral" else ()):
+                    joined = torch.cat([part.router_logits[layer] for part in found])
+                    torch.testing.assert_close(joined, rows, rtol=0, atol=1e-3)

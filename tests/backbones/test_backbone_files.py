@@ -6,16 +6,25 @@ import io
 import json
 import shutil
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_tokenizer import save_tiny_backbone
+from scripts_loaded import ROOT, load_script
+from tiny_heads import save_tiny_heads
+from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
+from tokenizers import AddedToken
 
+from locret_kit import BoundedCache, RetainingHeads, load_cache
 from locret_kit.backbones.load import load_backbone, load_config, load_tokenizer, other_backbone
+from locret_kit.backbones.weights import stored_weights
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
+from locret_kit.runtime.session import prefill
+from locret_kit.text.reader import read_document
 from locret_kit.text.template import render_prompt
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
@@ -122,3 +131,85 @@ def test_a_template_that_runs_wild_is_one_line(backbone):
         tokenizer.chat_template = f"{{% for i in range({loop}) %}}x{{% endfor %}}"
         with pytest.raises(ValueError, match=f"the chat template {said}"):
             render_prompt(tokenizer, "text", "question")
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d7a2146' * 8}\nsize 269060552\n"
+
+
+def test_a_pointer_of_git_lfs_is_named(backbone, tmp_path):
+    """Of weights, whole or in shards, tokenizers, GGUF files and parts of one, heads, adapters, saved caches and documents."""
+    lora, heads = tmp_path / "lora", save_tiny_heads(tmp_path, 8)
+    get_peft_model(load_backbone(str(backbone))[0], LoraConfig(task_type="CAUSAL_LM")).save_pretrained(lora)
+    cases = {
+        "model.safetensors": lambda folder: load_backbone(str(folder)),
+        "model-00001-of-00002.safetensors": lambda folder: next(stored_weights(str(folder), [WEIGHT])),
+        "tokenizer.json": lambda folder: load_tokenizer(str(folder)),
+        "config.json": lambda folder: load_config(str(folder)),
+        "m.gguf": lambda folder: load_config(str(folder / "m.gguf")),
+        "m-00001-of-00002.gguf": lambda folder: load_tokenizer(str(folder / "m-00001-of-00002.gguf")),
+        "saved.cache": lambda folder: load_cache(folder / "saved.cache", load_backbone(str(backbone))[0]),
+        "book.pdf": lambda folder: read_document(folder / "book.pdf"),
+        "book.txt": lambda folder: read_document(folder / "book.txt"),
+    }
+    for name, load in cases.items():
+        folder = shutil.copytree(backbone, tmp_path / "cloned", dirs_exist_ok=True)
+        (folder / name).write_text(POINTER)
+        with pytest.raises((ValueError, FileNotFoundError), match=r"^[^\n]*Git LFS pointer[^\n]*git lfs pull[^\n]*$"):
+            pytest.fail(f"{name}: {load(folder)}")
+        shutil.rmtree(folder)
+    others = {
+        lora: lambda: load_backbone(str(backbone), adapter=str(lora)),
+        heads: lambda: RetainingHeads.from_pretrained(str(heads)),
+    }
+    for folder, load in others.items():
+        weights = next(folder.glob("*.safetensors"))
+        weights.write_text(POINTER)
+        with pytest.raises((ValueError, FileNotFoundError), match=rf"{weights.name}: a Git LFS pointer"):
+            load()
+
+
+def test_a_pointer_that_nobody_reads_harms_nothing(backbone):
+    (backbone / "flax_model.msgpack").write_text(POINTER)
+    load_backbone(str(backbone))
+
+
+@pytest.fixture
+def beyond(tmp_path) -> Path:
+    """Its tokenizer has three tokens more than the model has rows."""
+    tokenizer = tiny_tokenizer()
+    backbone = save_tiny_backbone(tmp_path / "backbone", vocab_size=len(tokenizer))
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.add_tokens([AddedToken("<extra>", special=False, normalized=False), AddedToken("<image>", special=True)])
+    tokenizer.save_pretrained(backbone)
+    return backbone
+
+
+def test_texts_that_spell_tokens_beyond_the_rows_are_plain(beyond, tmp_path, capsys):
+    """In each command that reads a text; of ids that a caller gives, one line."""
+    text = tmp_path / "text.txt"
+    text.write_text("A quiet [PAD] harbour <extra> with <image> boats. " * 8)
+    model, tokenizer = load_backbone(str(beyond))
+    rows = model.config.vocab_size
+    assert len(tokenizer) == rows and max(tokenizer(text.read_text()).input_ids) < rows
+    assert tokenizer.decode(tokenizer("[PAD]<extra>").input_ids) == "[PAD]<extra>"
+    run = ["--model", str(beyond), "--policy", "streaming", "--budget", "48", "--chunk", "16", "--stabilizers", "4"]
+    run += ["--max-new-tokens", "2"]
+    for words in (["--question", "What is <extra>?"], ["--question", "What is <extra>?", "--no-chat"], []):
+        assert infer([str(text), *run, *words]) == 0, capsys.readouterr().err
+    for ids in ([5, rows], [5, -1], array("i", [rows + 1])):
+        with pytest.raises(
+            ValueError, match=f"^tokens from .* must be from 0 to {rows - 1}, the rows of the embedding$"
+        ):
+            prefill(model, ids, BoundedCache(8, "streaming"))
+
+
+def test_the_demo_is_fetched_beside_the_clone_of_the_script(monkeypatch, tmp_path):
+    """Wherever the package is installed."""
+    script, made = load_script("scripts/fetch_backbone.py"), []
+    monkeypatch.setattr(script.demo, "INSTALLED", tmp_path)
+    monkeypatch.setattr(script.demo, "fetch", lambda to, gguf=False: made.append(to))
+    for words in ([], ["--gguf"], ["--to", str(tmp_path / "m")]):
+        assert script.main(words) == 0
+    assert made == [ROOT / "checkpoints" / Path(name).name for name in (script.demo.BACKBONE, script.demo.GGUF)] + [
+        tmp_path / "m"
+    ]

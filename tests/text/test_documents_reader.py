@@ -406,3 +406,26 @@ def test_a_cell_that_reaches_down_leaves_the_others_in_their_columns(name):
 def test_cells_that_reach_far_take_no_time():
     wide = "<tr>" + "<td rowspan=65534 colspan=1000>a" * 3 + "<tr><td>b" * 200
     assert read(f"<table>{wide}</table>".encode(), "a.html").count("| b |") == 200
+
+
+@pytest.mark.parametrize("make, name", [(html, "a.html"), (epub, "a.epub"), (docx, "a.docx")])
+def test_invisible_breaks_leave_words(make, name):
+    """Soft hyphens, word joiners, zero-width spaces; not the joiners of scripts and emoji, nor spaces of Thai and Khmer."""
+    given = {
+        "Haft\u00adpflicht\u00adversicherung": "Haftpflichtversicherung", "in\u200bter\u2060nal\ufeff": "internal",
+        "\u0646\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645": None,
+        "\u0915\u094d\u200d\u0937": None, "\U0001f469\u200d\U0001f4bb": None,
+        "\u0e01\u0e32\u200b\u0e23": None, "\u1780\u17b6\u200b\u179a": None, "well-known": None,
+    }  # fmt: skip
+    text = read(make([f"Die {word} gilt." for word in given]), name)
+    assert [word for word, want in given.items() if f"Die {want or word} gilt." not in text] == []
+    assert not re.search("[\u00ad\u2060\ufeff]", text)
+
+
+def test_optional_hyphens_of_word_and_of_a_page():
+    files = docx_files(["Haft|pflicht", "non|breaking"])
+    xml = files["word/document.xml"].replace("Haft|", "Haft</w:t><w:softHyphen/><w:t>")
+    files["word/document.xml"] = xml.replace("non|", "non</w:t><w:noBreakHyphen/><w:t>")
+    said = read(zipped(files), "a.docx")
+    assert "Haftpflicht" in said and re.search("non[-\u2011]breaking", said)
+    assert "Donaudampfschiff" in read(b"<p>Donau&shy;dampf<wbr>schiff</p>", "a.html")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from locret_kernels.product import FORMATS
 
+from ...files import pointer_note
 from . import part_names
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
@@ -263,10 +264,10 @@ def _read_head(path: Path) -> tuple[dict[str, object], dict[str, FileTensor]]:
     """Fields of one file, and shapes and places of its tensors."""
     size = path.stat().st_size
     if size < len(MAGIC) + 20:
-        raise ValueError(f"{path} is no GGUF file")
+        raise ValueError(f"{path} is no GGUF file{pointer_note(path)}")
     with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data[: len(MAGIC)] != MAGIC:
-            raise ValueError(f"{path} is no GGUF file")
+            raise ValueError(f"{path} is no GGUF file{pointer_note(path)}")
         head = _Head(data, len(MAGIC))
         if (version := head.count("I")) not in VERSIONS:
             raise ValueError(f"{path}: version={version} of GGUF must be 2 or 3, little-endian")
