@@ -107,11 +107,12 @@ class Run:
     def read(
         self, cache: BoundedCache, tokens: int, progress: Callable[[int, int], None] | None = None
     ) -> tuple[float, torch.Tensor]:
-        """Seconds of a prefill, and its logits. Peaks of memory begin anew before it."""
+        """Seconds of a prefill, and its logits. Peaks of memory begin anew before it. Without replays where its ``progress`` is
+        timed: the clock of a part of a chunk does not tick in a graph."""
         free(self.device)
         began = time.perf_counter()
         with attach(self.model):
-            logits = prefill(self.model, self.ids[:tokens], cache, progress)
+            logits = prefill(self.model, self.ids[:tokens], cache, progress, graph=None if progress is None else False)
         wait(self.device)
         return time.perf_counter() - began, logits
 
@@ -293,9 +294,9 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(run: Run) -> Chunks:
-    """Times of the chunks of a short prefill."""
-    tokens, fields = short(run.setting), ("score_s", "select_s", "compact_s")
-    cache = run.cache(context=tokens)
+    """Times of the chunks of a short prefill, without the tail: after that nothing is evicted."""
+    cache, fields = run.cache(context=short(run.setting)), ("score_s", "select_s", "compact_s")
+    tokens = cache.schedule.body or 0
     # Tokens read, when, and what the three took since the mark before.
     marks: list[tuple[int, Mark, list[Elapsed | float]]] = []
 

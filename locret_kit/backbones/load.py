@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..naming import first_line
 from . import demo, warn_of_newer
 from .gguf import is_gguf, model_name, pull_gguf
-from .gguf.gguf_config import config_of, tokenizer_of
+from .gguf.gguf_config import config_of
 from .gguf.gguf_file import GgufFile, open_gguf
 from .gguf.gguf_model import model_of
 from .patches import lacks_bfloat16
@@ -153,6 +153,8 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
         FileNotFoundError: there is none that can be read.
     """
     if is_gguf(name):
+        from .gguf.gguf_tokenizer import tokenizer_of  # it alone needs transformers 5.18
+
         with _reading(f"model={name!r} cannot be loaded: tokenizer"):
             return tokenizer_of(_gguf(name, revision))
     with _reading(f"model={name!r} cannot be loaded: tokenizer"):

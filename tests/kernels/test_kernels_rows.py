@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from interpreted import BOTH, KERNELS, REFERENCES, close, common, poisoned, random
+from rows_on_cuda import main as rows_on_a_card
 
 from locret_kernels import backend
 
@@ -39,6 +40,12 @@ def test_compact_rows(functions, S, K, D):
                 for h in range(3):
                     assert torch.equal(new[h, :K], old[h, index_HK[h]]) and torch.equal(new[h, K:], old[h, K:])
     assert made == len(addresses), "a table serves until buffers lie elsewhere"
+
+
+def test_the_program_for_a_card_runs_to_its_end(capsys):
+    """``scripts/on_card.sh`` looks for races in it."""
+    rows_on_a_card(device="cpu", sizes=((700, 600, 64),), tokens=(1, 300))
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 # ---- the dispatcher ----------------------------------------------------------------------------------------------------
