@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -9,9 +10,12 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
+from . import is_nvidia
+
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
 BACKENDS = ("reference", "triton", "cpu")
 
 
@@ -65,17 +69,33 @@ def runnable(name: str, device: torch.device) -> tuple[str, ...]:
     return tuple(backend for backend, here in runs.items() if here and form_of(name, backend))
 
 
+@cache
+def _has_kernels(head_size: int) -> bool:
+    """Whether there are kernels for a head size; says so once where not."""
+    function("rotate_rows", "triton")
+    from .common import HEAD_SIZES
+
+    if head_size not in HEAD_SIZES:
+        logger.warning(
+            "heads of %d have no kernels (%s have), so PyTorch's operations run", head_size, list(HEAD_SIZES)
+        )
+    return head_size in HEAD_SIZES
+
+
 def choose(backend: str | None, device: torch.device, head_size: int, dtype: torch.dtype) -> str:
     """Backend for a head size and a dtype on a device.
 
-    A named backend is taken. By default it is ``triton`` on CUDA in half precision, and ``reference`` elsewhere. A
-    backend that cannot run is an error here, before anything is allocated. It is never replaced by another.
+    A named backend is taken. By default it is ``triton`` on NVIDIA's cards in half precision, and ``reference`` elsewhere
+    and, with a warning, for heads of a size without kernels. A named backend that cannot run is an error here, before
+    anything is allocated. It is never replaced by another.
 
     Raises:
         ValueError: an unknown backend, or a device, head size or type that it does not take.
         BackendUnavailable: Triton is due and not installed.
     """
-    backend = backend or ("triton" if device.type == "cuda" and dtype.itemsize == 2 else "reference")
+    if backend is None:
+        due = is_nvidia(device) and dtype.itemsize == 2
+        backend = "triton" if due and _has_kernels(head_size) else "reference"
     function("rotate_rows", backend)
     if backend == "triton":
         from . import common

@@ -21,7 +21,7 @@ from locret_kernels.sparse_attend import Blocks
 from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rotate_lean
 from ..backbones.patches import product
 from ..policies.registry import Registry
-from .attend import attend_rows, chunk_attention, varlen_operator
+from .attend import ChunkAttention, attend_rows, attend_window, chunk_attention, steady_attention, varlen_operator
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Backend:
             return out.to(v_BHSD.dtype), counted
         if want:
             return self._attend_and_count(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want, by_head)
-        return attend_rows(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, window, self.kernels), []
+        return self._attend(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, window), []
 
     def attend_blocks(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, blocks: Blocks) -> Tensor:
         """Attention ``[B, Q, T, D]`` of a chunk over chosen blocks of rows."""
@@ -114,6 +114,13 @@ class Backend:
         keys = turned(k_BHSD, rotation.cos_SR, rotation.sin_SR)
         return turned(q_BQTD, rotation.q_cos_TR, rotation.q_sin_TR), keys
 
+    def reads_by(self, device: torch.device, dtype: torch.dtype, head_size: int, heads: tuple[int, int]) -> str:
+        """Name of the operator that reads chunks of a prompt, for reports."""
+        return "sdpa"
+
+    def _attend(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int | None) -> Tensor:
+        return attend_rows(q_BQTD, k_BHSD, v_BHSD, scaling, window)
+
     def _attend_and_count(
         self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
     ) -> Counted:
@@ -121,9 +128,16 @@ class Backend:
 
 
 class TritonBackend(Backend):
-    """Kernels of ``locret_kernels`` on a card, and PyTorch's FlashAttention where it runs."""
+    """Kernels of ``locret_kernels`` on a card, and PyTorch's FlashAttention where it runs.
+
+    Args:
+        steady: tokens of a chunk and rows, its own included, of the chunks over a full cache.
+    """
 
     name = kernels = "triton"
+
+    def __init__(self, steady: tuple[int, int] | None = None) -> None:
+        self.steady = steady
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         """Triton's norm and gate for hidden states like ``x [B, T, C]`` on a GPU; None on a CPU, where kernels are
@@ -138,16 +152,35 @@ class TritonBackend(Backend):
     def folds(self, device: torch.device) -> bool:
         return device.type != "cpu"
 
+    def reads_by(self, device: torch.device, dtype: torch.dtype, head_size: int, heads: tuple[int, int]) -> str:
+        chosen, sizes = chunk_attention(device, dtype, head_size, heads), (device, dtype, head_size, heads)
+        other = "sdpa" if chosen is None else chosen[0]
+        steady = None if self.steady is None else steady_attention(*sizes, self.steady)
+        return other if steady is None or steady[0] == other else f"{steady[0]}, until the cache is full {other}"
+
+    def _of_chunk(self, q_BQTD: Tensor, k_BHSD: Tensor) -> tuple[str, ChunkAttention] | None:
+        (_, Q, T, D), (H, S) = q_BQTD.shape, k_BHSD.shape[1:3]
+        sizes = q_BQTD.device, q_BQTD.dtype, D, (Q, H)
+        steady = steady_attention(*sizes, self.steady) if self.steady == (T, S) else None
+        return steady or chunk_attention(*sizes)
+
+    def _attend(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int | None) -> Tensor:
+        (T, D), S = q_BQTD.shape[2:], k_BHSD.shape[2]
+        if window is None and 1 < T < S and (chosen := self._of_chunk(q_BQTD, k_BHSD)) is not None:
+            return chosen[1](q_BQTD, k_BHSD, v_BHSD, scaling)[0]
+        if window is not None and (T > 1 or window < S) and varlen_operator(q_BQTD.device, q_BQTD.dtype, D) is not None:
+            return attend_window(q_BQTD, k_BHSD, v_BHSD, scaling, window)
+        return super()._attend(q_BQTD, k_BHSD, v_BHSD, scaling, window)
+
     def _attend_and_count(
         self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
     ) -> Counted:
-        (_, Q, _, D), H = q_BQTD.shape, k_BHSD.shape[1]
-        chosen = chunk_attention(q_BQTD.device, q_BQTD.dtype, D, (Q, H))
+        G, chosen = q_BQTD.shape[1] // k_BHSD.shape[1], self._of_chunk(q_BQTD, k_BHSD)
         if chosen is None:
             return super()._attend_and_count(q_BQTD, k_BHSD, v_BHSD, scaling, want, by_head)
         out, lse_BQT = chosen[1](q_BQTD, k_BHSD, v_BHSD, scaling)
         # First the whole group's, then that of each of its query heads.
-        G, column_stats = Q // H, function("column_stats", self.kernels)
+        column_stats = function("column_stats", self.kernels)
         heads = [slice(None), *(slice(g, None, G) for g in range(G * by_head))]
         return out, [column_stats(q_BQTD[:, own], k_BHSD, scaling, lse_BQT[:, own], want=want) for own in heads]
 
@@ -191,10 +224,15 @@ for backend in (Backend(), TritonBackend(), CpuBackend()):
 
 
 def backend_for(
-    name: str | None, device: torch.device, head_size: int, dtype: torch.dtype, heads: tuple[int, int] = (32, 8)
+    name: str | None,
+    device: torch.device,
+    head_size: int,
+    dtype: torch.dtype,
+    heads: tuple[int, int] = (32, 8),
+    steady: tuple[int, int] | None = None,
 ) -> Backend:
     """The backend that is named; without a name ``cpu`` on a CPU where it compiles, ``triton`` on CUDA in half precision, and
-    ``reference`` elsewhere.
+    ``reference`` elsewhere. ``steady``: see ``TritonBackend``.
 
     Raises:
         ValueError: an unknown backend, or one that does not take the device, head size or type.
@@ -209,6 +247,7 @@ def backend_for(
             f"backend={backend.name!r} needs a C++ compiler that knows OpenMP: see the warning before"
         )
     choose(backend.kernels, device, head_size, dtype)
-    if backend.kernels == "triton":  # now: a package may compile for seconds
-        chunk_attention(device, dtype, head_size, heads)
+    if backend.kernels == "triton":
+        backend = TritonBackend(steady)
+        backend.reads_by(device, dtype, head_size, heads)  # now: a package may compile for seconds
     return backend
