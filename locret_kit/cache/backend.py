@@ -194,6 +194,9 @@ class CpuBackend(Backend):
     def packs(self, dtype: torch.dtype) -> bool:
         return dtype in cpp.DTYPES
 
+    def reads_by(self, device: torch.device, dtype: torch.dtype, head_size: int, heads: tuple[int, int]) -> str:
+        return self.name
+
     def operations(self, x: Tensor) -> LayerOperations | None:
         """The definitions of norm and gate, and the compiled product, for hidden states like ``x [B, T, C]``; None for
         tensors that C++ does not take."""

@@ -169,7 +169,7 @@ class Context:
         settings: Resolved,
         counters: CacheCounters,
     ) -> Context:
-        """The context of a run on ``model``, to whose device and dtype the heads move.
+        """The context of a run on ``model``: each head moves to its layer's device, and to the model's dtype.
 
         Raises:
             ValueError: heads or a policy of another backbone, or a policy that its attention does not take.
@@ -202,7 +202,8 @@ class Context:
             heads.check_backbone(spec)
             # Heads from outside of inference mode stay so: others cannot be trained on.
             with torch.inference_mode(next(heads.parameters()).is_inference()):
-                heads.to(model.device, model.dtype)
+                for head, device in zip(heads.layers, description.devices(model), strict=True):
+                    head.to(device, model.dtype)
         if policy.merge is not None:  # a pool moves to the device, as heads do
             policy.merge.bind(spec, model.device)
         if policy.sparse is not None:
@@ -262,6 +263,12 @@ class Context:
     def spec(self) -> BackboneSpec:
         """Dimensions of the backbone."""
         return self.description.spec
+
+    @property
+    def attention(self) -> str:
+        """Name of the operator that reads chunks of a prompt."""
+        sizes = self.spec.head_dim, (self.spec.n_heads, self.spec.n_kv_heads)
+        return self.backend.reads_by(self.model.device, self.model.dtype, *sizes)
 
     @property
     def subject(self) -> Subject:

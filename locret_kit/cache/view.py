@@ -364,7 +364,9 @@ def choose_passages(ctx: Context, reread: Reread, layers: Sequence[BoundedLayer]
     for rows in layers:
         if rows.window is None:
             slots = slots_of(ctx, rows, rows.rows, 0)
-            reread.collect(score_P, slots, tail, size)
+            votes_P = score_P.to(rows.device)  # layers may lie on several
+            reread.collect(votes_P, slots, tail, size)
+            score_P.copy_(votes_P)
             ctx.counters.count_eviction(rows, slots.valid.shape[:2].numel() * (rows.rows - tail))
     # Layers without a window have pooled their votes; all layers then start again before the chosen tokens.
     pinned = {position for start, end in ctx.pins for position in range(start, min(end, body))}
