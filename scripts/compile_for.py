@@ -2,8 +2,8 @@
 
     TRITON_CACHE_DIR=.triton python scripts/compile_for.py [--arch 90] [--model phi3-mini llama3.1-8b]
 
-Launches are those of a chunk and a decoded token of the model, and of ``cases.py`` at its heads, on PyTorch's meta device. A launch
-on the card finds its kernel where Triton has the same release, and the arguments are of the same types and divisible alike.
+Launches are those of a chunk and a decoded token of the model, and of ``cases.py`` at its heads, on PyTorch's meta device. A
+launch on the card finds its kernel where Triton has the same release, and its arguments have the same types and divisors.
 """
 
 from __future__ import annotations
