@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from copy import copy
 from functools import cache
 from typing import ClassVar
 
@@ -38,6 +39,8 @@ class Backend:
     operations."""
     linear: ClassVar[Linear] = staticmethod(F.linear)
     """Matrix product for the kit's own layers, besides the backbone."""
+    steady: tuple[int, int] | None = None
+    """Tokens and rows, their own included, of chunks over a full cache; None without such."""
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         """Operations of a layer besides attention, for hidden states of a dtype and device like ``x [B, T, C]``.
@@ -128,16 +131,9 @@ class Backend:
 
 
 class TritonBackend(Backend):
-    """Kernels of ``locret_kernels`` on a card, and PyTorch's FlashAttention where it runs.
-
-    Args:
-        steady: tokens of a chunk and rows, its own included, of the chunks over a full cache.
-    """
+    """Kernels of ``locret_kernels`` on a card, and PyTorch's FlashAttention where it runs."""
 
     name = kernels = "triton"
-
-    def __init__(self, steady: tuple[int, int] | None = None) -> None:
-        self.steady = steady
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         """Triton's norm and gate for hidden states like ``x [B, T, C]`` on a GPU; None on a CPU, where kernels are
@@ -235,7 +231,7 @@ def backend_for(
     steady: tuple[int, int] | None = None,
 ) -> Backend:
     """The backend that is named; without a name ``cpu`` on a CPU where it compiles, ``triton`` on CUDA in half precision, and
-    ``reference`` elsewhere. ``steady``: see ``TritonBackend``.
+    ``reference`` elsewhere. ``steady``: see ``Backend``.
 
     Raises:
         ValueError: an unknown backend, or one that does not take the device, head size or type.
@@ -251,6 +247,7 @@ def backend_for(
         )
     choose(backend.kernels, device, head_size, dtype)
     if backend.kernels == "triton":
-        backend = TritonBackend(steady)
+        backend = copy(backend)
+        backend.steady = steady
         backend.reads_by(device, dtype, head_size, heads)  # now: a package may compile for seconds
     return backend

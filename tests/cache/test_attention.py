@@ -252,7 +252,8 @@ def test_the_fastest_attention_that_runs_is_chosen(
     ):  # fmt: skip
         monkeypatch.setattr(attend, name, value)
     sizes = CUDA, torch.bfloat16, size, (32, 8)
-    backend = TritonBackend(STEADY)
+    backend = TritonBackend()
+    backend.steady = STEADY
     assert (attend.steady_attention(*sizes, STEADY) or ("sdpa",))[0] == chosen
     wanted = {"cudnn": active, "flash (FA2)": [], "sdpa": []}  # what cuDNN is faster than stays active
     assert active == wanted.get(chosen, [chosen[-4:-1]])
@@ -275,9 +276,11 @@ def test_cudnn_is_for_chunks_over_a_full_cache_alone(monkeypatch):
 
     monkeypatch.setattr(backends, "steady_attention", named("cudnn"))
     monkeypatch.setattr(backends, "chunk_attention", named("flash"))
+    backend = TritonBackend()
+    backend.steady = 9, 29
     for T, S in ((9, 29), (9, 18), (4, 29), (4, 24)):
         q, k = meta(1, 4, T, 64), meta(1, 2, S, 64)
-        TritonBackend((9, 29)).attend(q, k, k, Softmax(0.3))
+        backend.attend(q, k, k, Softmax(0.3))
     BACKENDS["triton"].attend(meta(1, 4, 9, 64), meta(1, 2, 29, 64), meta(1, 2, 29, 64), Softmax(0.3))
     assert asked == [("cudnn", ((9, 29),))] + [("flash", ())] * 4
 

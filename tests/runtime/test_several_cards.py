@@ -14,7 +14,6 @@ from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.probe import describe
 from locret_kit.backbones.spec import decoder_of, device_of, spec_of
-from locret_kit.cache import attend
 from locret_kit.runtime.session import prefill
 
 LENGTH, STEPS = 61, 3
@@ -52,8 +51,7 @@ def run(policy: str, family: str, spread: bool, **rest):
         ("snapkv(6,3)", "qwen2", {}), ("streaming", "llama", dict(kv_bits=8)), ("ada-locret", "llama", {}),
     ],
 )  # fmt: skip
-def test_a_model_on_two_cards_reads_as_on_one(policy, family, rest, monkeypatch):
-    monkeypatch.setattr(attend, "_is_fused", lambda *asked: True)
+def test_a_model_on_two_cards_reads_as_on_one(policy, family, rest):
     rest = dict(backend="reference", **rest)
     expected, kept = run(policy, family, False, **rest)
     with card():
