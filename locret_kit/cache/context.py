@@ -204,8 +204,8 @@ class Context:
             with torch.inference_mode(next(heads.parameters()).is_inference()):
                 for head, device in zip(heads.layers, description.devices(model), strict=True):
                     head.to(device, model.dtype)
-        if policy.merge is not None:  # a pool moves to the device, as heads do
-            policy.merge.bind(spec, model.device)
+        if policy.merge is not None:  # a pool moves to its layers' devices, as heads do
+            policy.merge.bind(spec, description.devices(model))
         if policy.sparse is not None:
             policy.sparse.bind(spec)
         folded = None

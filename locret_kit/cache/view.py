@@ -286,7 +286,9 @@ def score_by_logits(
         raise ValueError(
             f"policy={ctx.policy.name!r} scores tokens by their probability: give input_ids, not inputs_embeds"
         )
-    score_BT, last_hidden = ctx.policy.score.score_by_logits(ctx.model, hidden_BTE, ids_BT, before)
+    where = hidden_BTE.device  # which need not be the first layer's
+    before = None if before is None else before.to(where)
+    score_BT, last_hidden = ctx.policy.score.score_by_logits(ctx.model, hidden_BTE, ids_BT.to(where), before)
     for rows in layers:
         if rows.window is None:
             rows.scores[rows.layout.last(score_BT.shape[1])] = score_BT
