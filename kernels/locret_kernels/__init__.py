@@ -4,27 +4,6 @@ A folder's ``__init__.py`` is the definition, in torch; ``triton.py`` has the sa
 ``locret_kernels.backend.function(name, backend)`` picks one and never falls back silently.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-
-
-def is_nvidia(device: torch.device) -> bool:
-    """Whether a device is a card of NVIDIA: PyTorch calls ROCm's "cuda" too."""
-    from torch import version
-
-    return device.type == "cuda" and version.hip is None
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of an NVIDIA card; ``(0, 0)`` of any other device."""
-    from torch import cuda
-
-    return cuda.get_device_capability(device) if is_nvidia(device) else (0, 0)
-
 
 def check_some(name: str, count: int, what: str) -> None:
     """Raise ValueError, naming the argument, where there are no ``what``."""

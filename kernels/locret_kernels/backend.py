@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -10,12 +9,9 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from . import is_nvidia
-
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
 BACKENDS = ("reference", "triton", "cpu")
 
 
@@ -69,37 +65,34 @@ def runnable(name: str, device: torch.device) -> tuple[str, ...]:
     return tuple(backend for backend, here in runs.items() if here and form_of(name, backend))
 
 
-@cache
-def _has_kernels(head_size: int) -> bool:
-    """Whether there are kernels for a head size; says so once where not."""
-    function("rotate_rows", "triton")
-    from .common import HEAD_SIZES
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA card; ``(0, 0)`` of any other device: PyTorch calls ROCm's "cuda" too."""
+    from torch import cuda, version
 
-    if head_size not in HEAD_SIZES:
-        logger.warning(
-            "heads of %d have no kernels (%s have), so PyTorch's operations run", head_size, list(HEAD_SIZES)
-        )
-    return head_size in HEAD_SIZES
+    return cuda.get_device_capability(device) if device.type == "cuda" and not version.hip else (0, 0)
 
 
 def choose(backend: str | None, device: torch.device, head_size: int, dtype: torch.dtype) -> str:
     """Backend for a head size and a dtype on a device.
 
-    A named backend is taken. By default it is ``triton`` on NVIDIA's cards in half precision, and ``reference`` elsewhere
-    and, with a warning, for heads of a size without kernels. A named backend that cannot run is an error here, before
-    anything is allocated. It is never replaced by another.
+    A named backend is taken. By default it is ``triton`` on NVIDIA's cards in half precision, for head sizes with kernels, and
+    ``reference`` elsewhere. A named backend that cannot run is an error here, before anything is allocated. It is never
+    replaced by another.
 
     Raises:
         ValueError: an unknown backend, or a device, head size or type that it does not take.
         BackendUnavailable: Triton is due and not installed.
     """
-    if backend is None:
-        due = is_nvidia(device) and dtype.itemsize == 2
-        backend = "triton" if due and _has_kernels(head_size) else "reference"
+    from torch import version
+
+    named, due = backend, device.type == "cuda" and not version.hip and dtype.itemsize == 2
+    backend = named or ("triton" if due else "reference")
     function("rotate_rows", backend)
     if backend == "triton":
         from . import common
 
+        if named is None and head_size not in common.HEAD_SIZES:
+            return "reference"
         common.head_blocks(head_size, dtype)
         if device.type not in ("cuda", "meta") and not common.INTERPRETED:
             raise ValueError(f"backend='triton' takes CUDA devices, not {device}")

@@ -20,9 +20,8 @@ from torch.backends.cuda import (
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from locret_kernels import capability
 from locret_kernels.attend import attend_and_count
-from locret_kernels.backend import function
+from locret_kernels.backend import capability, function
 from locret_kernels.column_stats import MARGIN
 from locret_kernels.ragged_decode import Angles, Float8Rows, PackedRows, Rotation, Spans
 

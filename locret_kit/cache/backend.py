@@ -216,6 +216,11 @@ def runs_on_cpu() -> bool:
     return True
 
 
+@cache
+def _say_without_kernels(head_size: int) -> None:
+    logger.warning("heads of %d have no kernels (of 64, 96, 128 and 256 have), so PyTorch's operations run", head_size)
+
+
 BACKENDS: Registry[Backend] = Registry("backend")
 """Backends by name, one of each."""
 for backend in (Backend(), TritonBackend(), CpuBackend()):
@@ -240,7 +245,10 @@ def backend_for(
     # Decided once for a cache: no step asks again what runs here.
     if name is None and device.type == "cpu" and dtype in cpp.TYPES and runs_on_cpu():
         name = "cpu"
-    backend = BACKENDS[name or choose(None, device, head_size, dtype)]
+    chosen = name or choose(None, device, head_size, dtype)
+    if name is None and chosen == "reference" and choose(None, device, 64, dtype) == "triton":
+        _say_without_kernels(head_size)
+    backend = BACKENDS[chosen]
     if backend.kernels == "cpu" and not runs_on_cpu():
         raise BackendUnavailable(
             f"backend={backend.name!r} needs a C++ compiler that knows OpenMP: see the warning before"

@@ -13,7 +13,8 @@ from torch import Tensor
 from triton import cdiv
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .. import capability, common
+from .. import common
+from ..backend import capability
 from ..common import UPCAST, check, check_width
 from . import RowProducts, check_stage
 
