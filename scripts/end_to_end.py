@@ -22,13 +22,12 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from triton.errors import TritonError
 
-from locret_kernels.backend import choose
 from locret_kernels.cases import Shape, cases
 from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
 from locret_kit.backbones.libraries import CACHE
 from locret_kit.backbones.load import freeze
 from locret_kit.backbones.weights import dense
-from locret_kit.cache.attend import chunk_attention
+from locret_kit.cache.backend import backend_for
 from locret_kit.naming import first_line
 from locret_kit.planning.inference_plan import ITEM_BYTES, BackboneSizes, Setting, head_parameters, plan_inference
 from locret_kit.runtime.drivers.dense import LayerStages, stages_of, timings
@@ -107,11 +106,12 @@ class Run:
     def read(
         self, cache: BoundedCache, tokens: int, progress: Callable[[int, int], None] | None = None
     ) -> tuple[float, torch.Tensor]:
-        """Seconds of a prefill, and its logits. Peaks of memory begin anew before it."""
+        """Seconds of a prefill, and its logits. Peaks of memory begin anew before it. Without replays where its ``progress`` is
+        timed: the clock of a part of a chunk does not tick in a graph."""
         free(self.device)
         began = time.perf_counter()
         with attach(self.model):
-            logits = prefill(self.model, self.ids[:tokens], cache, progress)
+            logits = prefill(self.model, self.ids[:tokens], cache, progress, graph=None if progress is None else False)
         wait(self.device)
         return time.perf_counter() - began, logits
 
@@ -174,12 +174,15 @@ def bytes_read(config: Any, dtype: str, rows: int) -> int:
 
 def attention(run: Run) -> str:
     """Operators of attention: of a chunk over cached rows, and of one token."""
-    spec, dtype = BackboneSizes.of(run.config).spec, getattr(torch, run.setting.dtype)
-    backend = choose(None, run.device, spec.head_dim, dtype)
-    token = "sdpa" if backend == "reference" else "ragged_decode"
-    sizes = run.device, dtype, spec.head_dim, (spec.n_heads, spec.n_kv_heads)
-    chosen = None if backend == "reference" else chunk_attention(*sizes)
-    return f"{'sdpa' if chosen is None else chosen[0]}; one token: {token}"
+    spec, dtype, steady = (
+        BackboneSizes.of(run.config).spec,
+        getattr(torch, run.setting.dtype),
+        run.setting.schedule.steady,
+    )
+    heads = spec.n_heads, spec.n_kv_heads
+    backend = backend_for(None, run.device, spec.head_dim, dtype, heads, steady)
+    token = "ragged_decode" if backend.kernels == "triton" else "sdpa"
+    return f"{backend.reads_by(run.device, dtype, spec.head_dim, heads)}; one token: {token}"
 
 
 def wait(device: torch.device) -> None:
@@ -293,9 +296,9 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(run: Run) -> Chunks:
-    """Times of the chunks of a short prefill."""
-    tokens, fields = short(run.setting), ("score_s", "select_s", "compact_s")
-    cache = run.cache(context=tokens)
+    """Times of the chunks of a short prefill, without the tail: after that nothing is evicted."""
+    cache, fields = run.cache(context=short(run.setting)), ("score_s", "select_s", "compact_s")
+    tokens = cache.schedule.body or 0
     # Tokens read, when, and what the three took since the mark before.
     marks: list[tuple[int, Mark, list[Elapsed | float]]] = []
 

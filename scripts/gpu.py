@@ -142,7 +142,8 @@ class Table:
     def __init__(self, out: Path | None, device: torch.device, cap: str, seconds: float) -> None:
         self.origin = origin(device)
         slug = re.sub(r"[^a-z0-9]+", "-", self.origin["device"].lower())
-        self.out = out or RESULTS / f"{slug}.csv"
+        folder = RESULTS if out is None else out
+        self.out = folder if folder.suffix == ".csv" else folder / f"{slug}.csv"
         self.cap, self.began, self.seconds = cap, time.monotonic(), seconds
         self.attention = ""
         """Kind of attention of the model that is measured now."""
@@ -268,7 +269,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     p.add_argument("--gpu-memory", default=CAP, metavar="SIZE", help=f"cap on the bounded runs (default {CAP})")
     p.add_argument("--device", default="cuda")
-    p.add_argument("--out", type=Path, help="CSV file; rows are appended (default: in kernels/benchmarks/results)")
+    p.add_argument(
+        "--out", type=Path, help="CSV file, or folder of DEVICE.csv; rows are appended (default: the committed ones)"
+    )
     p.add_argument("--list", action="store_true", help="print what would be measured and leave")
     args = p.parse_args(argv)
     if args.list:

@@ -65,21 +65,34 @@ def runnable(name: str, device: torch.device) -> tuple[str, ...]:
     return tuple(backend for backend, here in runs.items() if here and form_of(name, backend))
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA card; ``(0, 0)`` of any other device: PyTorch calls ROCm's "cuda" too."""
+    from torch import cuda, version
+
+    return cuda.get_device_capability(device) if device.type == "cuda" and not version.hip else (0, 0)
+
+
 def choose(backend: str | None, device: torch.device, head_size: int, dtype: torch.dtype) -> str:
     """Backend for a head size and a dtype on a device.
 
-    A named backend is taken. By default it is ``triton`` on CUDA in half precision, and ``reference`` elsewhere. A
-    backend that cannot run is an error here, before anything is allocated. It is never replaced by another.
+    A named backend is taken. By default it is ``triton`` on NVIDIA's cards in half precision, for head sizes with kernels, and
+    ``reference`` elsewhere. A named backend that cannot run is an error here, before anything is allocated. It is never
+    replaced by another.
 
     Raises:
         ValueError: an unknown backend, or a device, head size or type that it does not take.
         BackendUnavailable: Triton is due and not installed.
     """
-    backend = backend or ("triton" if device.type == "cuda" and dtype.itemsize == 2 else "reference")
+    from torch import version
+
+    named, due = backend, device.type == "cuda" and not version.hip and dtype.itemsize == 2
+    backend = named or ("triton" if due else "reference")
     function("rotate_rows", backend)
     if backend == "triton":
         from . import common
 
+        if named is None and head_size not in common.HEAD_SIZES:
+            return "reference"
         common.head_blocks(head_size, dtype)
         if device.type not in ("cuda", "meta") and not common.INTERPRETED:
             raise ValueError(f"backend='triton' takes CUDA devices, not {device}")

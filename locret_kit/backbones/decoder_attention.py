@@ -17,7 +17,7 @@ from locret_kernels.ragged_decode import angle_steps
 from locret_kernels.rotate import rotate_rows
 
 from .libraries import Undo, replace_forward
-from .spec import BackboneSpec, UnsupportedArchitecture, decoder_of, text_config
+from .spec import BackboneSpec, UnsupportedArchitecture, decoder_of, device_of, text_config
 
 Turn = Tensor | tuple[Tensor, Tensor]
 """Answer of a rotary module: cos and sin, or numbers of the complex plane."""
@@ -145,6 +145,11 @@ class DecoderAttention:
             "a rotation other than of halves": any(r.order is not None or r.reversed or not r.module for r in known),
         }
         return next((words for words, found in differences.items() if found), None)
+
+    def devices(self, model: PreTrainedModel) -> list[torch.device]:
+        """Device of every layer with rows, of a model that may be spread over several."""
+        decoder, paths = decoder_of(model), {call.layer: call.module for call in self.calls if not call.shared}
+        return [device_of(decoder.get_submodule(paths[i])) or model.device for i in range(self.spec.n_layers)]
 
     @property
     def has_weighted_rotations(self) -> bool:

@@ -119,9 +119,10 @@ def unpack(file: Path, made: Path, name: str) -> Path:
     """
     from transformers.utils import logging
 
-    from .gguf.gguf_config import config_of, tokenizer_of
+    from .gguf.gguf_config import config_of
     from .gguf.gguf_file import open_gguf
     from .gguf.gguf_model import plain_model
+    from .gguf.gguf_tokenizer import tokenizer_of
 
     say(f"unpacking {file.name}")
     logging.disable_progress_bar()

@@ -29,7 +29,7 @@ from .libraries import Undo, cache_among, replace_forward, run_eagerly, unwrappe
 from .patches import fuse_layers, give_rows, skip_rotations, slice_mlps, widen
 from .probe import describe
 from .recording import CallArguments, Method, meet_attention, softmax_of, unknown_argument
-from .spec import DecoderOutput, DecoderStack, Forward, decoder_of, text_config
+from .spec import DecoderOutput, DecoderStack, Forward, decoder_of, device_of, text_config
 
 # ---- a forward cut into blocks, after each of which its handler reads the final hidden states -----------------------
 
@@ -229,7 +229,7 @@ class Attachment:
             run_eagerly(undo, model)
             meet_attention(undo, decoder, config, NAME, _method)
             self._own = before
-            self._known = _calls_of(decoder, description, model.device)
+            self._known = _calls_of(decoder, description)
             replace_forward(undo, decoder, self._forward)
             _refuse_copies(undo, decoder)
             self._rotaries = rotaries_of(decoder)
@@ -312,15 +312,16 @@ def _refuse_copies(undo: Undo, decoder: nn.Module) -> None:
 
 
 def _calls_of(
-    decoder: DecoderStack, description: DecoderAttention, device: torch.device
+    decoder: DecoderStack, description: DecoderAttention
 ) -> dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]]:
     """The calls of each attention module, in the order of a forward, each with the order ``[D]`` of its channels or
     None."""
     known: dict[nn.Module, list[tuple[AttentionCall, Tensor | None]]] = {}
     for call in description.calls:
         rotation = None if isinstance(description.rotations, str) else description.rotations[call.layer]
-        order_D = None if rotation is None or rotation.order is None else torch.tensor(rotation.order, device=device)
-        known.setdefault(decoder.get_submodule(call.module), []).append((call, order_D))
+        module, order = decoder.get_submodule(call.module), None if rotation is None else rotation.order
+        order_D = None if order is None else torch.tensor(order, device=device_of(module))
+        known.setdefault(module, []).append((call, order_D))
     return known
 
 

@@ -18,7 +18,7 @@ from ..files import pointer_note
 from ..naming import first_line
 from . import demo, warn_of_newer
 from .gguf import is_gguf, model_name, pull_gguf
-from .gguf.gguf_config import config_of, tokenizer_of
+from .gguf.gguf_config import config_of
 from .gguf.gguf_file import GgufFile, open_gguf
 from .gguf.gguf_model import model_of
 from .patches import lacks_bfloat16
@@ -159,6 +159,8 @@ def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenize
     with suppress(FileNotFoundError):  # a tokenizer alone, or beside code that is not run
         rows = getattr(load_config(name, revision), "vocab_size", None)
     if is_gguf(name):
+        from .gguf.gguf_tokenizer import tokenizer_of  # it alone needs transformers 5.18
+
         with _reading(f"model={name!r} cannot be loaded: tokenizer"):
             return within_rows(tokenizer_of(_gguf(name, revision)), rows)
     with _reading(f"model={name!r} cannot be loaded: tokenizer", resolve_model(name)):

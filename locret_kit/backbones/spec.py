@@ -80,6 +80,14 @@ def is_rms_norm(module: Any) -> TypeGuard[RmsNorm]:
     return name.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and is_untouched(module)
 
 
+def device_of(module: nn.Module) -> torch.device | None:
+    """Device on which a module computes: of its weights, or that to which accelerate brings them; None without weights."""
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    brought = (getattr(hook, "execution_device", None) for hook in hooks)
+    places = [*(x.device for x in module.parameters() if not x.is_meta), *(x for x in brought if x is not None)]
+    return torch.device(places[0]) if places else None
+
+
 def is_untouched(module: Any) -> bool:
     """Whether a module has no hooks and its own forward."""
     return has_own_forward(module) and not (module._forward_hooks or module._forward_pre_hooks)

@@ -5,24 +5,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from locret_kernels.attend import attend_and_count
-from locret_kernels.backend import function
+from locret_kernels.backend import capability, function
 from locret_kernels.column_stats import MARGIN
 from locret_kernels.ragged_decode import Angles, Float8Rows, PackedRows, Rotation, Spans
 
 from ..backbones.decoder_attention import Softmax
 from ..backbones.spec import AttentionLayer
 from ..naming import first_line
+from .graphs import capture, quickest
 
 logger = logging.getLogger(__name__)
 
@@ -30,103 +36,141 @@ logger = logging.getLogger(__name__)
 NEWER = {9: {"FA4": "flash_attn.cute", "FA3": "flash_attn_interface"}, 10: {"FA4": "flash_attn.cute"}}
 """Major compute capability -> FlashAttention's implementations for it, the better one first, as PyTorch names them, and their
 modules. FlashAttention-2's package has the parent of one."""
+INSTALL = "pip install --upgrade --pre flash-attn-4"
+"""Line that installs FlashAttention-4: all of its releases are pre-releases."""
 CUDNN = 91500
 """Version of cuDNN above which PyTorch trusts its attention on Hopper (pytorch#169849)."""
-
-
-@cache
-def activate_newer(device: torch.device, dtype: torch.dtype, head_size: int) -> None:
-    """Let PyTorch's operator of FlashAttention run the newest implementation for a card, where its package is installed, it
-    takes such heads, and no other is active. The operator's meaning stays; the choice holds for the whole process."""
-    attention = torch.nn.attention
-    if device.type != "cuda" or not hasattr(attention, "activate_flash_attention_impl"):
-        return
-    probe = torch.zeros(1, 1, 1, head_size, dtype=dtype, device=device)
-    for name, module in NEWER.get(torch.cuda.get_device_capability(device)[0], {}).items():
-        if attention.current_flash_attention_impl() is not None:
-            return
-        if find_spec(module.split(".")[0]) is None or find_spec(module) is None:
-            continue
-        # With one row: an installed package may still not run on this card, or for such heads.
-        try:
-            attention.activate_flash_attention_impl(name)
-            _flash(probe, probe, probe, 1.0)
-        except Exception as error:  # whatever a package of another version raises: FlashAttention-2 is there
-            attention.restore_flash_attention_impl()
-            logger.warning("%s of the package %s does not run for heads of %d: %s", name, module, head_size, error)
-        else:
-            logger.info("attention runs %s of the package %s", name, module)
-
+PROBE, TRIAL = (64, 192), (1024, 8192)
+"""Queries and rows of a first call, and of a timed one where something does not run."""
+LEAST_GAIN = {96: 1.2}
+"""Head size -> rate of cuDNN, as a multiple of FlashAttention's, from which it is taken; 1 for other sizes. It pads 96 channels
+to 128, and its parts are rounded before they are joined."""
 
 ChunkAttention = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """Queries, keys, values and scaling -> output ``[B, Q, T, D]`` and log-sum-exp ``[B, Q, T]`` over the rows up to each query."""
+Forms = dict[str, ChunkAttention]
 
 
-TRIAL = 1024, 8192
-"""Queries and rows of the timed trial."""
-LEAST_RATE = {("cudnn", 96): 380e12}
-"""Operations a second that an implementation must reach for a head size: cuDNN pads 96 channels to 128, and its parts are rounded
-before they are joined."""
+def activate_newer(name: str) -> None:
+    """Let PyTorch's operator of FlashAttention run another implementation, in the whole process. The operator's meaning stays."""
+    attention = torch.nn.attention
+    if name == "FA4":
+        register = import_module("torch.nn.attention._fa4").register_flash_attention_fa4
+        attention.register_flash_attention_impl(name, register_fn=partial(register, f"{__package__}.flash4"))
+    attention.activate_flash_attention_impl(name)
+
+
+def _active() -> str | None:
+    """PyTorch's name of the implementation that is active; None is FlashAttention-2."""
+    return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+
+
+@cache
+def _running(device: torch.device, dtype: torch.dtype, head_size: int, heads: tuple[int, int]) -> Forms:
+    """Attentions of PyTorch that run for such heads, by name: the newest FlashAttention that is installed, unless another is
+    active, and on Hopper cuDNN in two parts. Each is called once; what raises is left out, and a line of the log says so."""
+    if device.type == "cpu" or dtype.itemsize != 2:
+        return {}
+    (Q, H), (T, S), major, active = heads, PROBE, capability(device)[0], _active()
+    probes = [torch.zeros(1, n, rows, head_size, dtype=dtype, device=device) for n, rows in ((Q, T), (H, S), (H, S))]
+    runs, failed = Forms(), dict[str, Exception]()
+
+    def probe(name: str, form: ChunkAttention, newer: str | None = None) -> bool:
+        try:
+            if newer != _active():
+                activate_newer(str(newer))
+            form(*probes, 1.0)
+        except Exception as error:  # of a package's other release, of the card, of these heads
+            failed[name] = error
+            if newer is not None and _active() is not None:
+                torch.nn.attention.restore_flash_attention_impl()
+            return False
+        runs[name] = form
+        return True
+
+    installed = [name for name, module in NEWER.get(major, {}).items() if _is_installed(module)]
+    for newer in (*([active] if active else installed), None):
+        if probe(f"flash ({newer or 'FA2'})", _flash, newer):
+            break
+    if major == 9 and (torch.backends.cudnn.version() or 0) > CUDNN:
+        probe("cudnn", _two_parts, _active())
+    if failed:
+        _rates(runs, failed, device, dtype, head_size, heads, TRIAL)
+    return runs
+
+
+def _is_installed(module: str) -> bool:
+    return find_spec(module.split(".")[0]) is not None and find_spec(module) is not None
 
 
 @cache
 def chunk_attention(
     device: torch.device, dtype: torch.dtype, head_size: int, heads: tuple[int, int] = (32, 8)
 ) -> tuple[str, ChunkAttention] | None:
-    """PyTorch's fastest attention of a chunk over rows before it, and its name: FlashAttention-4 or 3 where it is installed, else
-    FlashAttention-2, or on Hopper cuDNN in two parts. Found out by calling each once, as says the log where one does not run,
-    and by a timed trial where several do; None where none does.
+    """PyTorch's FlashAttention for a chunk over rows before it, and its name; None where none runs.
 
     Args:
         heads: of queries, and of keys and values.
     """
-    if device.type == "cpu" or dtype.itemsize != 2:
+    runs = _running(device, dtype, head_size, heads)
+    return next((one for one in runs.items() if one[0] != "cudnn"), None)
+
+
+@cache
+def steady_attention(
+    device: torch.device, dtype: torch.dtype, head_size: int, heads: tuple[int, int], shape: tuple[int, int]
+) -> tuple[str, ChunkAttention] | None:
+    """The fastest attention of chunks of one ``shape`` (queries, rows), by a timed trial, and its name; None without a card.
+
+    cuDNN is for such chunks alone, which most of a long prompt's are: for every shape it makes plans anew, on the host.
+    """
+    runs = _running(device, dtype, head_size, heads)
+    if device.type != "cuda" or not runs:
         return None
-    activate_newer(device, dtype, head_size)
-    active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
-    forms: dict[str, ChunkAttention] = {f"flash ({active or 'FA2'})": _flash}
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    if hopper and (torch.backends.cudnn.version() or 0) > CUDNN:
-        forms |= {"cudnn": _two_parts}
-    runs, probe = dict[str, ChunkAttention](), torch.zeros(1, 1, 2, head_size, dtype=dtype, device=device)
-    for name, form in forms.items():
+    rates = _rates(runs, {}, device, dtype, head_size, heads, shape)
+    if len(rates) > 1:
+        rates["cudnn"] /= LEAST_GAIN.get(head_size, 1)
+    best = max(rates, key=rates.__getitem__, default=None)
+    return None if best is None else (best, runs[best])
+
+
+def _rates(
+    runs: Forms, failed: dict[str, Exception], device: torch.device, dtype: torch.dtype, head_size: int,
+    heads: tuple[int, int], shape: tuple[int, int],
+) -> dict[str, float]:  # fmt: skip
+    """Operations a second of attentions at a ``shape``. The log says them in one line, with what ``failed``, here too."""
+    rates = dict[str, float]()
+    for name, form in runs.items() if device.type == "cuda" else ():
         try:
-            form(probe[:, :, 1:], probe, probe, 1.0)
-        except (AttributeError, RuntimeError) as error:  # not in this PyTorch; not on this card, or not for these heads
-            logger.warning(
-                "attention by %s with its log-sum-exp does not run for heads of %d in %s on %s: %s",
-                name, head_size, dtype, device, error,
-            )  # fmt: skip
-        else:
-            runs[name] = form
-    if len(runs) > 1:
-        rates = {name: _rate(form, device, dtype, head_size, heads) for name, form in runs.items()}
-        found = ", ".join(f"{name} {rate / 1e12:.0f} TFLOP/s" for name, rate in rates.items())
-        logger.info("attention of %d over %d heads of %d on %s: %s", *heads, head_size, device, found)
-        enough = [name for name, rate in rates.items() if rate >= LEAST_RATE.get((name, head_size), 0)]
-        best = max(enough or rates, key=rates.__getitem__)
-        return best, runs[best]
-    return next(iter(runs.items()), None)
+            rates[name] = _rate(form, device, dtype, head_size, heads, shape)
+        except Exception as error:
+            failed[name] = error
+    said = [f"{name} runs" for name in runs if name not in rates | failed]
+    said += [f"{name} {rate / 1e12:.0f} TFLOP/s" for name, rate in rates.items()]
+    said += [f"{name} does not run ({type(error).__name__}: {first_line(error)})" for name, error in failed.items()]
+    newer = "" if _active() or capability(device)[0] not in NEWER else f"; for FlashAttention-4: {INSTALL}"
+    logger.log(
+        logging.WARNING if failed else logging.INFO,
+        "attention of %d tokens over %d rows, %d heads over %d of %d in %s on %s: %s%s",
+        *shape, *heads, head_size, dtype, device, ", ".join(said), newer,
+    )  # fmt: skip
+    return rates
 
 
 def _rate(
-    form: ChunkAttention, device: torch.device, dtype: torch.dtype, head_size: int, heads: tuple[int, int]
-) -> float:
-    """Operations a second of an attention."""
-    (Q, H), (T, S) = heads, TRIAL
+    form: ChunkAttention, device: torch.device, dtype: torch.dtype, head_size: int, heads: tuple[int, int],
+    shape: tuple[int, int],
+) -> float:  # fmt: skip
+    """Operations a second of an attention at a ``shape``, as chunks run: replayed from a graph, on their device."""
+    (Q, H), (T, S) = heads, shape
     q, k, v = (torch.randn(1, n, rows, head_size, dtype=dtype, device=device) for n, rows in ((Q, T), (H, S), (H, S)))
-    seconds = quickest(lambda: form(q, k, v, head_size**-0.5), device)
+
+    def run() -> Tensor:
+        return form(q, k, v, head_size**-0.5)[0]
+
+    run()  # kernels are compiled and plans made
+    seconds = quickest(capture(device, (), run)[0].replay, device)
     return 4 * Q * head_size * (T * (S - T) + T * (T + 1) / 2) / seconds
-
-
-def quickest(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call on a card, the best of some: all but the first are warm."""
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(7)]
-    for end in ends:
-        run()
-        end.record()
-    torch.cuda.synchronize(device)
-    return min(a.elapsed_time(b) for a, b in pairwise(ends)) / 1e3
 
 
 def _flash(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -211,7 +255,7 @@ def attend_heads(
     return out.view(H, T, -1, D).transpose(1, 2).flatten(0, 1)[None]
 
 
-def _attend_window(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int) -> Tensor:
+def attend_window(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int) -> Tensor:
     """Attention ``[B, Q, T, D]`` of the newest rows over the ``window`` rows up to each, without a mask."""
     (B, Q, T, D), (H, S) = q_BQTD.shape, k_BHSD.shape[1:3]
     attend = varlen_operator(q_BQTD.device, q_BQTD.dtype, D)
@@ -241,15 +285,9 @@ def lower_right(T: int, S: int, window: int | None, dtype: torch.dtype, device: 
         return torch.zeros(T, S, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
-def attend_rows(
-    q_BQTD: Tensor,
-    k_BHSD: Tensor,
-    v_BHSD: Tensor,
-    scaling: float,
-    window: int | None = None,
-    backend: str = "reference",
-) -> Tensor:
-    """Grouped-query attention ``[B, Q, T, D]`` where rows are ordered by age and the last ``T`` rows are the new tokens.
+def attend_rows(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int | None = None) -> Tensor:
+    """Grouped-query attention ``[B, Q, T, D]`` where rows are ordered by age and the last ``T`` rows are the new tokens, by
+    PyTorch's own choice of a kernel.
 
     A window counts rows, so the rows of a windowed layer must be contiguous in the text.
     """
@@ -261,14 +299,21 @@ def attend_rows(
     ):  # decoding: fold the group into the query axis, no mask, no copy of k
         q_BHGD = q_BQTD.reshape(B, H, G, D)
         return F.scaled_dot_product_attention(q_BHGD, k_BHSD, v_BHSD, scale=scaling).reshape(B, Q, 1, -1)
-    chosen = None if backend == "reference" else chunk_attention(q_BQTD.device, q_BQTD.dtype, D, (Q, H))
-    if window is None and T < S and chosen is not None:
-        return chosen[1](q_BQTD, k_BHSD, v_BHSD, scaling)[0]
-    if window is not None and backend != "reference" and varlen_operator(q_BQTD.device, q_BQTD.dtype, D) is not None:
-        return _attend_window(q_BQTD, k_BHSD, v_BHSD, scaling, window)
-    # All else is for PyTorch, which chooses its kernel by the form of the mask.
     mask = lower_right(T, S, window, q_BQTD.dtype, q_BQTD.device)
+    if q_BQTD.device.type == "cuda" and not _is_fused(q_BQTD, k_BHSD, v_BHSD, None if window is None else mask):
+        # PyTorch would hold all logits [Q, T, S] in float32. A key/value head at a time takes less than rotating the keys does,
+        # which the plan counts.
+        pairs = zip(q_BQTD.split(G, 1), k_BHSD.split(1, 1), v_BHSD.split(1, 1), strict=True)
+        return torch.cat([attend_and_count(*one, scaling, window=window)[0] for one in pairs], 1).to(v_BHSD.dtype)
     return F.scaled_dot_product_attention(q_BQTD, k_BHSD, v_BHSD, attn_mask=mask, scale=scaling, enable_gqa=G > 1)
+
+
+def _is_fused(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, mask_TS: Tensor | None) -> bool:
+    """Whether a kernel of PyTorch on a card computes attention to the lower right, or by a mask, without all logits in memory."""
+    asked = SDPAParams(q_BQTD, k_BHSD, v_BHSD, mask_TS, 0.0, False, q_BQTD.shape[1] > k_BHSD.shape[1])
+    if mask_TS is None:  # cuDNN has no such mask by itself
+        return can_use_flash_attention(asked) or can_use_efficient_attention(asked)
+    return can_use_efficient_attention(asked) or can_use_cudnn_attention(asked)
 
 
 def attend_text(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from copy import copy
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -20,7 +23,9 @@ from locret_kernels.sparse_attend import Blocks
 from ..backbones.decoder_attention import LayerOperations, Linear, Softmax, rotate_lean
 from ..backbones.patches import product
 from ..policies.registry import Registry
-from .attend import attend_rows, chunk_attention, varlen_operator
+from .attend import ChunkAttention, attend_rows, attend_window, chunk_attention, steady_attention, varlen_operator
+
+logger = logging.getLogger(__name__)
 
 Counted = tuple[Tensor, list[ColumnStats]]
 """Attention ``[B, Q, T, D]``, and what its weights add up to: of the mean over each group, then of each of its query heads."""
@@ -35,6 +40,8 @@ class Backend:
     operations."""
     linear: ClassVar[Linear] = staticmethod(F.linear)
     """Matrix product for the kit's own layers, besides the backbone."""
+    steady: tuple[int, int] | None = None
+    """Tokens and rows, their own included, of chunks over a full cache; None without such."""
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         """Operations of a layer besides attention, for hidden states of a dtype and device like ``x [B, T, C]``.
@@ -79,7 +86,7 @@ class Backend:
             return out.to(v_BHSD.dtype), counted
         if want:
             return self._attend_and_count(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, want, by_head)
-        return attend_rows(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, window, self.kernels), []
+        return self._attend(q_BQTD, k_BHSD, v_BHSD, softmax.scaling, window), []
 
     def attend_blocks(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, blocks: Blocks) -> Tensor:
         """Attention ``[B, Q, T, D]`` of a chunk over chosen blocks of rows."""
@@ -111,6 +118,13 @@ class Backend:
         keys = turned(k_BHSD, rotation.cos_SR, rotation.sin_SR)
         return turned(q_BQTD, rotation.q_cos_TR, rotation.q_sin_TR), keys
 
+    def reads_by(self, device: torch.device, dtype: torch.dtype, head_size: int, heads: tuple[int, int]) -> str:
+        """Name of the operator that reads chunks of a prompt, for reports."""
+        return "sdpa"
+
+    def _attend(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int | None) -> Tensor:
+        return attend_rows(q_BQTD, k_BHSD, v_BHSD, scaling, window)
+
     def _attend_and_count(
         self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
     ) -> Counted:
@@ -135,16 +149,35 @@ class TritonBackend(Backend):
     def folds(self, device: torch.device) -> bool:
         return device.type != "cpu"
 
+    def reads_by(self, device: torch.device, dtype: torch.dtype, head_size: int, heads: tuple[int, int]) -> str:
+        chosen, sizes = chunk_attention(device, dtype, head_size, heads), (device, dtype, head_size, heads)
+        other = "sdpa" if chosen is None else chosen[0]
+        steady = None if self.steady is None else steady_attention(*sizes, self.steady)
+        return other if steady is None or steady[0] == other else f"{steady[0]}, until the cache is full {other}"
+
+    def _of_chunk(self, q_BQTD: Tensor, k_BHSD: Tensor) -> tuple[str, ChunkAttention] | None:
+        (_, Q, T, D), (H, S) = q_BQTD.shape, k_BHSD.shape[1:3]
+        sizes = q_BQTD.device, q_BQTD.dtype, D, (Q, H)
+        steady = steady_attention(*sizes, self.steady) if self.steady == (T, S) else None
+        return steady or chunk_attention(*sizes)
+
+    def _attend(self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, window: int | None) -> Tensor:
+        (T, D), S = q_BQTD.shape[2:], k_BHSD.shape[2]
+        if window is None and 1 < T < S and (chosen := self._of_chunk(q_BQTD, k_BHSD)) is not None:
+            return chosen[1](q_BQTD, k_BHSD, v_BHSD, scaling)[0]
+        if window is not None and (T > 1 or window < S) and varlen_operator(q_BQTD.device, q_BQTD.dtype, D) is not None:
+            return attend_window(q_BQTD, k_BHSD, v_BHSD, scaling, window)
+        return super()._attend(q_BQTD, k_BHSD, v_BHSD, scaling, window)
+
     def _attend_and_count(
         self, q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float, want: frozenset[str], by_head: bool
     ) -> Counted:
-        (_, Q, _, D), H = q_BQTD.shape, k_BHSD.shape[1]
-        chosen = chunk_attention(q_BQTD.device, q_BQTD.dtype, D, (Q, H))
+        G, chosen = q_BQTD.shape[1] // k_BHSD.shape[1], self._of_chunk(q_BQTD, k_BHSD)
         if chosen is None:
             return super()._attend_and_count(q_BQTD, k_BHSD, v_BHSD, scaling, want, by_head)
         out, lse_BQT = chosen[1](q_BQTD, k_BHSD, v_BHSD, scaling)
         # First the whole group's, then that of each of its query heads.
-        G, column_stats = Q // H, function("column_stats", self.kernels)
+        column_stats = function("column_stats", self.kernels)
         heads = [slice(None), *(slice(g, None, G) for g in range(G * by_head))]
         return out, [column_stats(q_BQTD[:, own], k_BHSD, scaling, lse_BQT[:, own], want=want) for own in heads]
 
@@ -158,6 +191,9 @@ class CpuBackend(Backend):
     def packs(self, dtype: torch.dtype) -> bool:
         return dtype in cpp.DTYPES and quantiser.runs()
 
+    def reads_by(self, device: torch.device, dtype: torch.dtype, head_size: int, heads: tuple[int, int]) -> str:
+        return self.name
+
     def operations(self, x: Tensor) -> LayerOperations | None:
         """The definitions of norm and gate, and the compiled product, for hidden states like ``x [B, T, C]``; None for
         tensors that C++ does not take."""
@@ -170,6 +206,11 @@ class CpuBackend(Backend):
         return one_table and q_BQTD.shape[2] > 1 and attend_on_cpu.takes(q_BQTD, k_BHSD, v_BHSD)
 
 
+@cache
+def _say_without_kernels(head_size: int) -> None:
+    logger.warning("heads of %d have no kernels (of 64, 96, 128 and 256 have), so PyTorch's operations run", head_size)
+
+
 BACKENDS: Registry[Backend] = Registry("backend")
 """Backends by name, one of each."""
 for backend in (Backend(), TritonBackend(), CpuBackend()):
@@ -177,10 +218,15 @@ for backend in (Backend(), TritonBackend(), CpuBackend()):
 
 
 def backend_for(
-    name: str | None, device: torch.device, head_size: int, dtype: torch.dtype, heads: tuple[int, int] = (32, 8)
+    name: str | None,
+    device: torch.device,
+    head_size: int,
+    dtype: torch.dtype,
+    heads: tuple[int, int] = (32, 8),
+    steady: tuple[int, int] | None = None,
 ) -> Backend:
     """The backend that is named; without a name ``cpu`` on a CPU where it compiles, ``triton`` on CUDA in half precision, and
-    ``reference`` elsewhere.
+    ``reference`` elsewhere. ``steady``: see ``Backend``.
 
     Raises:
         ValueError: an unknown backend, or one that does not take the device, head size or type.
@@ -189,12 +235,17 @@ def backend_for(
     # Decided once for a cache: no step asks again what runs here.
     if name is None and device.type == "cpu" and dtype in cpp.TYPES and cpp.runs(attend_on_cpu.SOURCE):
         name = "cpu"
-    backend = BACKENDS[name or choose(None, device, head_size, dtype)]
+    chosen = name or choose(None, device, head_size, dtype)
+    if name is None and chosen == "reference" and choose(None, device, 64, dtype) == "triton":
+        _say_without_kernels(head_size)
+    backend = BACKENDS[chosen]
     if backend.kernels == "cpu" and not cpp.runs(attend_on_cpu.SOURCE):
         raise BackendUnavailable(
             f"backend={backend.name!r} needs a C++ compiler that knows OpenMP: see the warning before"
         )
     choose(backend.kernels, device, head_size, dtype)
-    if backend.kernels == "triton":  # now: a package may compile for seconds
-        chunk_attention(device, dtype, head_size, heads)
+    if backend.kernels == "triton":
+        backend = copy(backend)
+        backend.steady = steady
+        backend.reads_by(device, dtype, head_size, heads)  # now: a package may compile for seconds
     return backend

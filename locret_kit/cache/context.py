@@ -169,7 +169,7 @@ class Context:
         settings: Resolved,
         counters: CacheCounters,
     ) -> Context:
-        """The context of a run on ``model``, to whose device and dtype the heads move.
+        """The context of a run on ``model``: each head moves to its layer's device, and to the model's dtype.
 
         Raises:
             ValueError: heads or a policy of another backbone, or a policy that its attention does not take.
@@ -185,7 +185,9 @@ class Context:
         # Where the rotation is known, the kit rotates: frequencies are then chosen once for the whole prompt.
         scheme = settings.positions or ("compact" if known else "original")
         sizes = spec.head_dim, model.dtype, (spec.n_heads, spec.n_kv_heads)
-        backend = backend_for(settings.backend, model.device, *sizes)
+        backend = backend_for(
+            settings.backend, model.device, *sizes, None if policy.keeps_everything else schedule.steady
+        )
         if description.has_weighted_rotations:  # kernels read one half of a table, and take the other to be like it
             backend = BACKENDS["reference"]
         placed = Positions.parse(scheme, getattr(config, "max_position_embeddings", None) or 0)
@@ -200,9 +202,10 @@ class Context:
             heads.check_backbone(spec)
             # Heads from outside of inference mode stay so: others cannot be trained on.
             with torch.inference_mode(next(heads.parameters()).is_inference()):
-                heads.to(model.device, model.dtype)
-        if policy.merge is not None:  # a pool moves to the device, as heads do
-            policy.merge.bind(spec, model.device)
+                for head, device in zip(heads.layers, description.devices(model), strict=True):
+                    head.to(device, model.dtype)
+        if policy.merge is not None:  # a pool moves to its layers' devices, as heads do
+            policy.merge.bind(spec, description.devices(model))
         if policy.sparse is not None:
             policy.sparse.bind(spec)
         folded = None
@@ -260,6 +263,12 @@ class Context:
     def spec(self) -> BackboneSpec:
         """Dimensions of the backbone."""
         return self.description.spec
+
+    @property
+    def attention(self) -> str:
+        """Name of the operator that reads chunks of a prompt."""
+        sizes = self.spec.head_dim, (self.spec.n_heads, self.spec.n_kv_heads)
+        return self.backend.reads_by(self.model.device, self.model.dtype, *sizes)
 
     @property
     def subject(self) -> Subject:

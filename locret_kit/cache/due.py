@@ -72,6 +72,12 @@ class Schedule:
         return self.budget + self.chunk
 
     @property
+    def steady(self) -> tuple[int, int] | None:
+        """Tokens of a chunk and rows, its own included, of the chunks over a full cache; None in a prompt without such."""
+        short = self.body is not None and self.body < self.capacity
+        return None if self.one_shot or short else (self.chunk, self.capacity)
+
+    @property
     def body(self) -> int | None:
         """Prompt tokens before the held-back tail; None while the prompt's length is unknown."""
         return None if self.prompt_length is None else max(0, self.prompt_length - self.local_len)

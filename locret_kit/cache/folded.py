@@ -88,4 +88,5 @@ def _signature(weights: Sequence[Tensor]) -> object:
     if not weights or weights[0].is_meta:
         return places
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return places, torch.stack([x.view(bits[x.element_size()]).sum() for x in weights]).tolist()
+    sums = [x.view(bits[x.element_size()]).sum().to(weights[0].device) for x in weights]  # layers may lie on several
+    return places, torch.stack(sums).tolist()

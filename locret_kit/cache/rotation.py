@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -78,10 +79,10 @@ STEP = 64
 
 
 class RotationTables:
-    """The tables of one forward: layers that rotate alike share them. All of them are ``(cos, sin)``, ``[..., R]``."""
+    """The tables of one forward: layers of a device that rotate alike share them. All are ``(cos, sin)``, ``[..., R]``."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._made: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     def clear(self) -> None:
         """Forget the tables of the last forward."""
@@ -96,7 +97,7 @@ class RotationTables:
         the device on are not remembered: it changes."""
         if isinstance(start, Tensor):
             return rope.tables(start + torch.arange(length, device=like.device), like.dtype)
-        key = (id(rope), start, length)
+        key = id(rope), start, length, like.device
         if key not in self._made:
             pos_T = torch.arange(start, start + length, device=like.device)
             self._made[key] = rope.tables(pos_T, like.dtype)

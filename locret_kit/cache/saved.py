@@ -158,12 +158,13 @@ def fill(cache: BoundedCache, saved: Saved, tensors: Mapping[str, Tensor], where
     except RuntimeError as error:  # of this machine, not of the file
         budget, chunk = (saved.settings[name] for name in ("budget", "chunk"))
         raise OSError(f"{where}: budget={budget}, chunk={chunk} do not fit into memory: {first_line(error)}") from error
+    devices = ctx.description.devices(ctx.model)
     for number, (rows, counts) in enumerate(zip(cache.bounded, saved.layers, strict=True)):
         shapes = exported_shapes(rows, spec.layers[number].n_heads)
         mine = {n: x.view(shapes[n][1]) if n in shapes else x for n, x in held[number].items()}
         # Rows in the model's dtype; scores are float32 whatever the dtype is.
         wide = {n: x.to(ctx.model.dtype) if x.dtype == dtype and n != "scores" else x for n, x in mine.items()}
-        k_1H0D, v_1H0D = spec.layers[number].empty(ctx.model.dtype, ctx.model.device)
+        k_1H0D, v_1H0D = spec.layers[number].empty(ctx.model.dtype, devices[number])
         restore_rows(rows, counts, wide, k_1H0D, v_1H0D)
         if rows.store is not None:
             rows.store.restore(wide, k_1H0D, v_1H0D)

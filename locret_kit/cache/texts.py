@@ -136,7 +136,7 @@ class TextBatch:
             for (start, end), seen in zip(self.spans, self.seen, strict=True):
                 places[start:end] = range(seen, seen + end - start)
             self._position_N = torch.tensor(places, device=device)
-        return self._position_N
+        return self._position_N.to(device)
 
     def attend(
         self, layer: int, q_NQD: Tensor, k_NHD: Tensor, v_NHD: Tensor, softmax: Softmax, out_NQD: Tensor,

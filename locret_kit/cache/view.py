@@ -286,7 +286,9 @@ def score_by_logits(
         raise ValueError(
             f"policy={ctx.policy.name!r} scores tokens by their probability: give input_ids, not inputs_embeds"
         )
-    score_BT, last_hidden = ctx.policy.score.score_by_logits(ctx.model, hidden_BTE, ids_BT, before)
+    where = hidden_BTE.device  # which need not be the first layer's
+    before = None if before is None else before.to(where)
+    score_BT, last_hidden = ctx.policy.score.score_by_logits(ctx.model, hidden_BTE, ids_BT.to(where), before)
     for rows in layers:
         if rows.window is None:
             rows.scores[rows.layout.last(score_BT.shape[1])] = score_BT
@@ -364,7 +366,9 @@ def choose_passages(ctx: Context, reread: Reread, layers: Sequence[BoundedLayer]
     for rows in layers:
         if rows.window is None:
             slots = slots_of(ctx, rows, rows.rows, 0)
-            reread.collect(score_P, slots, tail, size)
+            votes_P = score_P.to(rows.device)  # layers may lie on several
+            reread.collect(votes_P, slots, tail, size)
+            score_P.copy_(votes_P)
             ctx.counters.count_eviction(rows, slots.valid.shape[:2].numel() * (rows.rows - tail))
     # Layers without a window have pooled their votes; all layers then start again before the chosen tokens.
     pinned = {position for start, end in ctx.pins for position in range(start, min(end, body))}

@@ -399,8 +399,8 @@ class Merge(Part, Protocol):
     remembers: ClassVar[bool]
     """Whether a slot stores the weight of the slots folded into it."""
 
-    def bind(self, spec: BackboneSpec, device: torch.device) -> None:
-        """Prepare for a backbone; by default any will do. Raises ValueError if it does not fit."""
+    def bind(self, spec: BackboneSpec, devices: Sequence[torch.device]) -> None:
+        """Prepare for a backbone whose layers lie on ``devices``; by default any will do. Raises ValueError where not."""
         return
 
     def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:

@@ -79,6 +79,9 @@ class Report:
     """Share of the prompt's attention that sparse prefill computed, 0 to 1; None where prefill was not sparse."""
     decoding: str
     """'cpu', 'graph', or 'dynamic' and why."""
+    attention: str
+    """Operator that read chunks of the prompt: 'sdpa' (PyTorch chooses), 'cpu' (the compiled call), or the one that a timed trial
+    chose on a card: 'flash' with its implementation, or 'cudnn'."""
     versions: dict[str, str]
     host_bytes: int = 0
     """Bytes of evicted slots that are stored in the host's memory."""
@@ -100,7 +103,7 @@ class Report:
             score_s=c.score_s, select_s=c.select_s, compact_s=c.compact_s,
             evictions=c.evictions, evicted_rows=c.evicted_rows, clipped=cache.clipped, cache_bytes=cache.nbytes,
             peak_bytes=peak_memory(model.device), device=str(model.device), dtype=precision_of(model),
-            computed_share=c.computed_share, decoding=c.decoding, versions=versions(),
+            computed_share=c.computed_share, decoding=c.decoding, attention=cache.context.attention, versions=versions(),
             host_bytes=cache.host_nbytes, recall=asdict(cache.context.recalls) if cache.policy.recall else None,
         )  # fmt: skip
 
@@ -135,11 +138,12 @@ class Report:
                 f"lookups brought {r['blocks']} blocks back, {r['hits']} of them were there, "
                 f"{r['loaded_bytes'] / 2**20:.1f} MiB loaded; {r['recall_s']:.1f} s"
             ]
+        attention = "" if self.attention in ("sdpa", "cpu") else f"; attention by {self.attention}"
         before = f" ({self.read_before} more were read before)" if self.read_before else ""
         return [
             f"prefill: {self.prompt_tokens - self.read_before} tokens{before} in {self.prefill_s:.1f} s "
             f"({self.prefill_rate:.0f} tok/s){sparse}; "
-            f"decoding: {self.new_tokens} tokens in {self.decode_s:.1f} s ({self.decode_rate:.1f} tok/s)",
+            f"decoding: {self.new_tokens} tokens in {self.decode_s:.1f} s ({self.decode_rate:.1f} tok/s){attention}",
             f"cache: {rows} rows a head and layer after prefill, {self.evictions} evictions, "
             f"{self.cache_bytes / 2**20:.1f} MiB of buffers{bits}; peak memory {self.peak_bytes / 2**20:.0f} MiB",
             f"policy {self.policy}: budget {s.budget}{share}, chunk {s.chunk}, stabilizers {s.stabilizers}, "

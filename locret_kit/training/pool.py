@@ -51,7 +51,7 @@ class LearningMerge(Merge):
         """A layer's heads in order: rows after the eviction ``[R]``, keys before RoPE and values ``[R, D]``."""
         self.grad = False
 
-    def bind(self, spec: BackboneSpec, device: torch.device) -> None:
+    def bind(self, spec: BackboneSpec, devices: Sequence[torch.device]) -> None:
         self.pool.check_backbone(spec)
 
     def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:

@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerFast
 from locret_kit.backbones import gguf
 from locret_kit.backbones.demo import unpack
 from locret_kit.backbones.gguf import gguf_model
-from locret_kit.backbones.gguf.gguf_config import tokenizer_of
 from locret_kit.backbones.gguf.gguf_file import open_gguf
 from locret_kit.backbones.gguf.gguf_model import PackedLinear
+from locret_kit.backbones.gguf.gguf_tokenizer import tokenizer_of
 from locret_kit.backbones.load import load_backbone, load_config, load_tokenizer, other_backbone
 from locret_kit.backbones.weights import first_difference, identity_of, tokenizer_identity
 from locret_kit.cli.infer import main as infer

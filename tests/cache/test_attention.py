@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+
 import pytest
 import torch
 from attention_oracle import attention, newest
+from live_bytes import LiveBytes
+from pretended import card, on_card
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from locret_kit.backbones.decoder_attention import Softmax
 from locret_kit.cache import attend
+from locret_kit.cache import backend as backends
 from locret_kit.cache.attend import attend_rows, lower_right
-from locret_kit.cache.backend import BACKENDS
+from locret_kit.cache.backend import BACKENDS, TritonBackend
+from locret_kit.cache.due import Schedule
+from locret_kit.planning.inference_plan import ROTATION_COPIES
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
 
@@ -59,11 +68,14 @@ def test_a_mask_made_in_inference_mode_serves_training():
 @pytest.fixture
 def probed():
     """What runs on a device is found out anew."""
-    for choice in (attend.chunk_attention, attend.activate_newer):
+    for choice in CHOICES:
         choice.cache_clear()
     yield
-    for choice in (attend.chunk_attention, attend.activate_newer):
+    for choice in CHOICES:
         choice.cache_clear()
+
+
+CHOICES = attend._running, attend.chunk_attention, attend.steady_attention
 
 
 def operator(*sizes) -> str:
@@ -82,17 +94,16 @@ def test_a_chunk_over_rows_goes_to_flash_attention_with_its_log_sum_exp(probed, 
     monkeypatch.setattr(attend, "_flash", lambda *given: asked.append(given) or real(*given))
     monkeypatch.setattr(attend, "lower_right", lambda *given: pytest.fail("a mask was made"))
     assert operator(META, torch.bfloat16, 96, (6, 2)) == "flash (FA2)"
+    assert [x.shape for x in asked[0][:3]] == [(1, 6, 64, 96), (1, 2, 192, 96), (1, 2, 192, 96)], "heads as they are"
     asked.clear()
     out, lse = attend.chunk_attention(META, torch.bfloat16, 96, (6, 2))[1](q, k, k, 0.3)
     assert out.shape == q.shape and lse.shape == (1, 6, 5) and lse.dtype == torch.float32
-    assert attend_rows(q, k, k, 0.3, None, "triton").shape == q.shape
+    assert BACKENDS["triton"].attend(q, k, k, Softmax(0.3))[0].shape == q.shape
     assert len(asked) == 2 and asked[0][:2] == (q, k) and asked[0][3] == 0.3
     assert operator(CPU, torch.bfloat16, 96) == operator(META, torch.float32, 96) == "sdpa"
 
 
-@pytest.mark.parametrize(
-    "error", [NotImplementedError("no kernel"), AttributeError("no operator"), RuntimeError("sm_75")]
-)
+@pytest.mark.parametrize("error", [NotImplementedError("no kernel"), AssertionError("groups"), RuntimeError("sm_75")])
 def test_without_it_the_definition_runs_and_that_is_said_once(probed, monkeypatch, caplog, error):
     def missing(*given):
         raise error
@@ -104,11 +115,37 @@ def test_without_it_the_definition_runs_and_that_is_said_once(probed, monkeypatc
         assert out.shape == q.shape and counted.sum.shape == (1, 2, 12)
         assert operator(META, torch.bfloat16, 96, (6, 2)) == "sdpa"
     (record,) = caplog.records
-    assert (
-        str(error) in record.message
-        and "flash (FA2)" in record.message
-        and "heads of 96 in torch.bfloat16 on meta" in record.message
+    assert record.levelname == "WARNING" and "6 heads over 2 of 96 in torch.bfloat16 on meta" in record.message
+    assert f"flash (FA2) does not run ({type(error).__name__}: {error})" in record.message
+
+
+@pytest.mark.parametrize(("Q", "H", "window"), [(6, 2, None), (4, 4, None), (6, 2, 7)])
+def test_where_no_kernel_takes_it_logits_are_never_all_in_memory(Q, H, window, monkeypatch):
+    """sm_75, or float32 with groups: the definition, a key/value head at a time, to the same result."""
+    sizes = []
+    real = attend.attend_and_count
+    monkeypatch.setattr(
+        attend, "attend_and_count", lambda q, *given, **rest: sizes.append(q.shape) or real(q, *given, **rest)
     )
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, Q, 33, 64), torch.randn(1, H, 90, 64), torch.randn(1, H, 90, 64)
+    expected = attention(q, k, v, 0.3, newest(33, 90, window))
+    monkeypatch.setattr(attend, "_is_fused", lambda *asked: False)
+    with card():
+        made = attend_rows(*map(on_card, (q, k, v)), 0.3, window)
+    torch.testing.assert_close(made.inner.double(), expected, rtol=1e-4, atol=1e-5)
+    assert sizes == [(1, Q // H, 33, 64)] * H
+
+
+def test_it_takes_less_than_the_plan_has_for_a_chunk():
+    """At the sizes of a recipe, counted on the meta device: below the copies of rotating the keys (``inference_plan``)."""
+    Q, H, T, S, D = 32, 8, 1024, 17408, 128
+    q, k = meta(1, Q, T, D), meta(1, H, S, D)
+    with LiveBytes() as live:
+        pairs = zip(q.split(Q // H, 1), k.split(1, 1), strict=True)
+        torch.cat([attend.attend_and_count(one, rows, rows, 0.1)[0] for one, rows in pairs], 1)
+    planned = 2 * (ROTATION_COPIES * k.numel() - k.numel())  # the rotated keys stay beside attention
+    assert live.peak < planned < 4 * Q * T * S / 10
 
 
 def cudnn(q, k, v, bias, want, dropout, *, is_causal, scale):
@@ -146,8 +183,9 @@ def test_two_parts_are_attention_to_the_lower_right(Q, H, D, T, S, dtype, monkey
     torch.testing.assert_close(lse.double(), logits.masked_fill(hidden, -torch.inf).logsumexp(-1), rtol=1e-6, atol=1e-6)
 
 
-HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
+HOPPER, AMPERE, BLACKWELL, TURING = (9, 0), (8, 0), (10, 0), (7, 5)
 TWO, FOUR, THREE = "flash_attn", "flash_attn.cute", "flash_attn_interface"
+STEADY = 3072, 9072
 
 
 @pytest.mark.parametrize(
@@ -160,27 +198,33 @@ TWO, FOUR, THREE = "flash_attn", "flash_attn.cute", "flash_attn_interface"
         (HOPPER, set(), None, set(), "flash (FA2)"), (HOPPER, set(), 91600, {"cudnn"}, "flash (FA2)"),
         (HOPPER, set(), 91600, {"cudnn", "FA2"}, "sdpa"), (AMPERE, {TWO, FOUR, THREE}, 91600, set(), "flash (FA2)"),
         (BLACKWELL, {TWO, FOUR, THREE}, 91600, set(), "flash (FA4)"), (BLACKWELL, {TWO, THREE}, 91600, set(), "flash (FA2)"),
+        (TURING, {TWO, FOUR}, 91600, {"FA2"}, "sdpa"), (HOPPER, set(), 91600, {"timed"}, "flash (FA2)"),
         ]),
-        (HOPPER, set(), 91600, set(), "flash (FA2)", 96, 379), (HOPPER, set(), 91600, set(), "cudnn", 96, 380),
+        (HOPPER, set(), 91600, set(), "flash (FA2)", 96, 376), (HOPPER, set(), 91600, set(), "cudnn", 96, 378),
         (HOPPER, set(), 91600, set(), "cudnn", 128, 315), (HOPPER, set(), 91600, set(), "flash (FA2)", 128, 313),
         (HOPPER, {TWO, FOUR}, 91600, set(), "cudnn", 128, 631), (HOPPER, set(), 91600, {"FA2"}, "cudnn", 96, 200),
+        ("rocm", {TWO, FOUR}, 91600, set(), "flash (FA2)", 96, 631),
     ],
 )  # fmt: skip
 def test_the_fastest_attention_that_runs_is_chosen(
-    capability, packages, cudnn_version, broken, chosen, size, cudnn_rate, probed, monkeypatch
+    capability, packages, cudnn_version, broken, chosen, size, cudnn_rate, probed, monkeypatch, caplog
 ):
-    """By capability, installed packages, cuDNN's version and measured rates (FA2 314, FA3 and FA4 600 TFLOP/s); what is chosen is
-    what runs."""
+    """By capability, installed packages, cuDNN's version and measured rates (FA2 314, FA3 and FA4 600 TFLOP/s), for steady chunks
+    alone; what is chosen is what runs, and one line for each thing that failed says so."""
     active: list[str] = []
+    caplog.set_level("INFO")
 
-    def rate(form, device, dtype, head_size, heads):
-        assert (device, head_size, heads) == (CUDA, size, (32, 32))
+    def rate(form, device, dtype, head_size, heads, shape):
+        assert (device, head_size, heads) == (CUDA, size, (32, 8)) and shape in (STEADY, attend.TRIAL)
+        if form is attend._two_parts and "timed" in broken:
+            raise AssertionError("no plan")
         return 1e12 * (cudnn_rate if form is attend._two_parts else 600 if active else 314)
 
     def runs(name):
         def call(q, k, v, scaling):
+            assert q.shape == (1, 32, 64, size) and k.shape == v.shape == (1, 8, 192, size)
             if (active[-1:] or [name])[0] in broken if name == "FA2" else name in broken:
-                raise RuntimeError(f"{name} does not run")
+                raise ValueError(f"{name} does not run")
             return q, q[..., 0]
 
         return call
@@ -191,41 +235,133 @@ def test_the_fastest_attention_that_runs_is_chosen(
         return True if module in packages else None
 
     torch_attention = torch.nn.attention
+    if capability == "rocm":
+        capability = (9, 4)
+        monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn_version)
-    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", active.append, raising=False)
     monkeypatch.setattr(torch_attention, "restore_flash_attention_impl", active.clear, raising=False)
     monkeypatch.setattr(
         torch_attention, "current_flash_attention_impl", lambda: (active[-1:] or [None])[0], raising=False
     )
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
-    for name, value in (("find_spec", spec), ("_flash", runs("FA2")), ("_two_parts", runs("cudnn")), ("_rate", rate)):
+    for name, value in (
+        ("find_spec", spec), ("_flash", runs("FA2")), ("_two_parts", runs("cudnn")), ("_rate", rate),
+        ("activate_newer", active.append),
+    ):  # fmt: skip
         monkeypatch.setattr(attend, name, value)
-    assert operator(CUDA, torch.bfloat16, size, (32, 32)) == chosen
+    sizes = CUDA, torch.bfloat16, size, (32, 8)
+    backend = TritonBackend()
+    backend.steady = STEADY
+    assert (attend.steady_attention(*sizes, STEADY) or ("sdpa",))[0] == chosen
     wanted = {"cudnn": active, "flash (FA2)": [], "sdpa": []}  # what cuDNN is faster than stays active
     assert active == wanted.get(chosen, [chosen[-4:-1]])
+    other = "sdpa" if "FA2" in broken else f"flash ({(active[-1:] or ['FA2'])[0]})"
+    assert operator(*sizes) == other
+    assert backend.reads_by(*sizes) == (chosen if chosen == other else f"cudnn, until the cache is full {other}")
+    said = [
+        record.message for record in caplog.records if record.levelname == "WARNING" and "on cuda" in record.message
+    ]
+    assert len(said) == bool(broken - {"timed"}) + ("timed" in broken)
+    assert all("does not run (" in line and (chosen == "sdpa" or "TFLOP/s" in line) for line in said)
+
+
+def test_cudnn_is_for_chunks_over_a_full_cache_alone(monkeypatch):
+    """Every other shape would make it plan anew: the first chunks of a prompt, and its last one."""
+    asked = []
+
+    def named(name):
+        return lambda *sizes: (name, lambda q, k, v, scaling: asked.append((name, sizes[4:])) or (q, q[..., 0]))
+
+    monkeypatch.setattr(backends, "steady_attention", named("cudnn"))
+    monkeypatch.setattr(backends, "chunk_attention", named("flash"))
+    backend = TritonBackend()
+    backend.steady = 9, 29
+    for T, S in ((9, 29), (9, 18), (4, 29), (4, 24)):
+        q, k = meta(1, 4, T, 64), meta(1, 2, S, 64)
+        backend.attend(q, k, k, Softmax(0.3))
+    BACKENDS["triton"].attend(meta(1, 4, 9, 64), meta(1, 2, 29, 64), meta(1, 2, 29, 64), Softmax(0.3))
+    assert asked == [("cudnn", ((9, 29),))] + [("flash", ())] * 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "rest", "steady"),
+    [(1000, {}, (9, 29)), (None, {}, (9, 29)), (30, {}, None), (1000, dict(one_shot=True), None)],
+)
+def test_the_steady_chunk_of_a_schedule(prompt, rest, steady):
+    assert Schedule(20, 9, 3, 4, prompt, **rest).steady == steady
 
 
 def test_the_rate_of_a_trial(monkeypatch):
-    """Operations by counting pairs, over the shortest time between two calls that were warm."""
-    calls, seconds = [], iter([1.0, 0.5, 0.25, 0.75, 0.5, 0.5])
+    """Operations by counting pairs, over the shortest time between two replays that were warm, on the model's device."""
+    calls, replays, seconds, guarded = [], [], iter([1.0, 0.5, 0.25, 0.75, 0.5, 0.5]), []
+    where = torch.device("cuda:1")
 
     class Event:
         def __init__(self, enable_timing):
-            assert enable_timing
+            assert enable_timing and guarded == [where]
 
         def record(self):
-            self.number = len(calls)
+            self.number = len(replays)
 
         def elapsed_time(self, other):
             assert other.number == self.number + 1
             return 1e3 * next(seconds)
 
+    class Guard:
+        def __init__(self, device):
+            guarded.append(device)
+
+        def __enter__(self):
+            pass
+
+        __exit__ = lambda self, *error: guarded.clear()  # noqa: E731
+
+    def capture(device, others, run):
+        assert device == where and len(calls) == 1, "compiled before"
+        run()
+        return SimpleNamespace(replay=lambda: replays.append(1)), None
+
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *size, dtype, device: randn(*size, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", Guard)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(attend, "TRIAL", (5, 12))
-    rate = attend._rate(lambda *given: calls.append(given), CPU, torch.bfloat16, 64, (6, 2))
-    assert rate == 4 * 6 * 64 * sum(range(8, 13)) / 0.25
+    monkeypatch.setattr(attend, "capture", capture)
+    rate = attend._rate(lambda *given: calls.append(given) or given, where, torch.bfloat16, 64, (6, 2), (5, 12))
+    assert rate == 4 * 6 * 64 * sum(range(8, 13)) / 0.25 and len(calls) == 2 and len(replays) == 7
     q, k, v, scaling = calls[0]
     assert (q.shape, k.shape, v.shape, scaling) == ((1, 6, 5, 64), (1, 2, 12, 64), (1, 2, 12, 64), 0.125)
+
+
+@pytest.mark.parametrize("more", [(), (None, None), (None, None, None)])
+def test_flash_attention_4_of_any_release(more, monkeypatch, tmp_path):
+    """PyTorch's own code calls what is registered; releases return 2, 4 or 5 values of a forward, 3 or 4 of a backward."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    for folder in ("", "cute"):
+        (tmp_path / "flash_attn" / folder / "__init__.py").touch()
+    (tmp_path / "flash_attn" / "cute" / "interface.py").write_text(
+        f"def _flash_attn_fwd(q, k, v, *, return_lse, **rest):\n    return (q + 1, q[..., 0], *{more})\n"
+        f"def _flash_attn_bwd(q, k, v, *given, **rest):\n    return (q, k, v, *{more[:1]})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    fa4, attention = import_module("torch.nn.attention._fa4"), torch.nn.attention
+    monkeypatch.setattr(fa4, "_fa4_register_kernels", lambda: None)  # PyTorch's operators stay
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn" or name.endswith(".flash4")]:
+        monkeypatch.delitem(sys.modules, name)
+    fa4._fa4_import_module.cache_clear()
+    try:
+        attend.activate_newer("FA4")
+        assert attention.current_flash_attention_impl() == "FA4"
+        q = torch.randn(1, 5, 2, 8)
+        out, lse = fa4._fa4_run_forward(q, q, q, None, None, None, None, 0.1, True, None, None, None)
+        assert torch.equal(out, q + 1) and torch.equal(lse, q[..., 0])
+        made = fa4._fa4_run_backward(q, q, q, q, q, q[..., 0], None, None, 0.1, True, None, None)
+        assert len(made) == 3 and all(x is q for x in made)
+    finally:
+        attention.restore_flash_attention_impl()
+        attention.register_flash_attention_impl("FA4", register_fn=fa4.register_flash_attention_fa4)
+        fa4._fa4_import_module.cache_clear()
+        for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn" or name.endswith(".flash4")]:
+            del sys.modules[name]

@@ -10,8 +10,10 @@ import torch
 from interpreted import common  # noqa: F401  (before anything else imports the kernels)
 from kernel_runs import model, run  # noqa: F401  (a fixture)
 
+from locret_kit.backbones.decoder_attention import Softmax
 from locret_kit.cache import attend, backend
 from locret_kit.cache.attend import attend_heads, attend_rows, varlen_operator
+from locret_kit.cache.backend import BACKENDS
 
 CUDA, META = torch.device("cuda"), torch.device("meta")
 
@@ -84,7 +86,9 @@ def test_windows_need_no_mask(operator, monkeypatch, window):
     k, v = torch.randn(2, 2, 2, 11, 16, generator=generator)
     expected = attend_rows(q, k, v, 0.3, window)
     monkeypatch.setattr(attend, "lower_right", lambda *given: pytest.fail("a mask was made"))
-    torch.testing.assert_close(attend_rows(q, k, v, 0.3, window, "triton"), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        BACKENDS["triton"].attend(q, k, v, Softmax(0.3), window=window)[0], expected, rtol=1e-5, atol=1e-5
+    )
     assert operator == [10]
 
 
@@ -121,4 +125,4 @@ def test_pytorchs_operator_takes_what_it_is_given():
     numbers = torch.empty(2, dtype=torch.int64, device=META)
     assert attend_heads(q, rows, rows, numbers, numbers, 9, 0.3).shape == q.shape
     k = torch.empty(1, 2, 9, 64, dtype=torch.bfloat16, device=META)
-    assert attend_rows(q, k, k, 0.3, 4, "triton").shape == q.shape
+    assert BACKENDS["triton"].attend(q, k, k, Softmax(0.3), window=4)[0].shape == q.shape

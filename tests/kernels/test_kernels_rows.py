@@ -6,14 +6,19 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from importlib import import_module
 
 import pytest
 import torch
 from interpreted import BOTH, KERNELS, REFERENCES, close, common, poisoned, random
+from rows_on_cuda import main as rows_on_a_card
 
 from locret_kernels import backend
+from locret_kernels.backend import capability
+from locret_kit.cache import backend as backends
 
 pytestmark = pytest.mark.usefixtures("poisoned")
+META = torch.device("meta")
 
 
 # ---- compaction --------------------------------------------------------------------------------------------------------
@@ -41,6 +46,12 @@ def test_compact_rows(functions, S, K, D):
     assert made == len(addresses), "a table serves until buffers lie elsewhere"
 
 
+def test_the_program_for_a_card_runs_to_its_end(capsys):
+    """``scripts/on_card.sh`` looks for races in it."""
+    rows_on_a_card(device="cpu", sizes=((700, 600, 64),), tokens=(1, 300))
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
 # ---- the dispatcher ----------------------------------------------------------------------------------------------------
 
 
@@ -61,7 +72,7 @@ def test_the_rule_of_the_device():
     )
     assert backend.choose(None, cuda, 128, torch.float32) == "reference"
     with pytest.raises(ValueError, match="head size 80 must be one of: 64, 96, 128, 256"):
-        backend.choose(None, cuda, 80, half)
+        backend.choose("triton", cuda, 80, half)
     with pytest.raises(ValueError, match="backend='cuda' must be one of: reference, triton"):
         backend.choose("cuda", cuda, 64, half)
 
@@ -77,6 +88,28 @@ def test_what_triton_does_not_take(where, size, dtype, said, monkeypatch):
     monkeypatch.setattr(common, "INTERPRETED", False)
     with pytest.raises(ValueError, match=re.escape(said)):
         backend.choose("triton", torch.device(where), size, dtype)
+
+
+@pytest.mark.parametrize("size", [80, 112, 160, 192])
+def test_heads_of_other_sizes_take_the_reference_with_one_warning(size, caplog):
+    """Phi-2 and StableLM have heads of 80."""
+    backends._say_without_kernels.cache_clear()
+    found = [backends.backend_for(None, torch.device("cuda"), size, torch.float16).name for _ in range(3)]
+    assert found == ["reference"] * 3 and backends.backend_for(None, META, size, torch.float16).name == "reference"
+    (record,) = caplog.records
+    assert f"heads of {size} have no kernels" in record.message
+
+
+def test_amds_cards_take_plain_torch(monkeypatch):
+    """PyTorch calls them "cuda" too, and gives an MI300 compute capability 9.4."""
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert backend.choose(None, cuda, 128, torch.bfloat16) == "reference" and capability(cuda) == (0, 0)
+    assert not import_module("locret_kernels.decoder_step.triton").has_pdl(cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert backend.choose(None, cuda, 128, torch.bfloat16) == "triton" and capability(cuda) == (9, 4)
+    assert import_module("locret_kernels.decoder_step.triton").has_pdl(cuda)
 
 
 def test_a_kernel_starts_on_the_device_of_its_tensors(monkeypatch):

@@ -1,4 +1,4 @@
-"""A CUDA device as far as a CPU can play one: tensors that say they are on it and compute here, and a mode that knows what
+"""CUDA devices as far as a CPU can play them: tensors that say they are on one and compute here, and a mode that knows what
 the device would have made the host wait for.
 
 No kernel runs: a launch is checked, and what it should have written stays as it was, so values mean nothing.
@@ -24,25 +24,25 @@ from locret_kit.backbones import products, weights
 from locret_kit.cache import attend
 from locret_kit.runtime.drivers.capture import host_waits
 
-CUDA, HOST = torch.device("cuda:0"), torch.device("cpu")
+CUDA, SECOND, HOST = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 PROJECT = Path(__file__).resolve().parents[2]
 
 
 class OnCard(Tensor):
-    """A tensor of the CPU that says it is on the card."""
+    """A tensor of the CPU that says it is on a card."""
 
     inner: Tensor
     card: Card
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> OnCard:
+    def __new__(cls, inner: Tensor, where: torch.device = CUDA) -> OnCard:
         made = Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
             strides=inner.stride(),
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
-            device=CUDA,
+            device=where,
         )
         made.inner = inner
         return made
@@ -62,17 +62,17 @@ class OnCard(Tensor):
         raise RuntimeError(f"{func} of a tensor on the card, outside of the mode")
 
 
-def on_card(tree: Any) -> Any:
+def on_card(tree: Any, where: torch.device = CUDA) -> Any:
     with torch.inference_mode(False):  # a view of what was made outside of inference mode is no tensor of that mode
-        return tree_map_only(Tensor, lambda x: x if isinstance(x, OnCard) else OnCard(x), tree)
+        return tree_map_only(Tensor, lambda x: x if isinstance(x, OnCard) else OnCard(x, where), tree)
 
 
 def here(tree: Any) -> Any:
     return tree_map_only(OnCard, lambda x: x.inner, tree_map_only(torch.device, lambda d: HOST, tree))
 
 
-def flags(tree: Any) -> set[bool]:
-    return {isinstance(x, OnCard) for x in tree_leaves(tree) if isinstance(x, Tensor)}
+def places(tree: Any) -> set[torch.device]:
+    return {x.device for x in tree_leaves(tree) if isinstance(x, Tensor)}
 
 
 GUARDED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__, Tensor.contiguous, Tensor.copy_)
@@ -96,9 +96,12 @@ class Indexing(TorchFunctionMode):
             self.card.note("index by booleans")
         if any(isinstance(x, Tensor) for x in at) and len(args) == 3 and not isinstance(args[2], OnCard):
             self.card.note("a number of the host written at an index of the device")
+        cards = {x.device for x in (args[0], *at) if isinstance(x, OnCard)}
+        if len(cards) > 1 and func is not Tensor.copy_:
+            raise RuntimeError(f"{func.__name__} mixes devices: {cards}")
         with torch.utils._python_dispatch._disable_current_modes():
             out = func(*here(args))
-        return None if out is None else on_card(out)
+        return None if out is None else on_card(out, args[0].device)
 
 
 class Card(TorchDispatchMode):
@@ -115,28 +118,36 @@ class Card(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        given = flags((args, kwargs))
+        given = places((args, kwargs))
+        cards = {place for place in given if place.type == "cuda"}
         named = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.device)]
-        goes = named[0].type == "cuda" if named else None
+        goes = (
+            torch.device(named[0].type, named[0].index or 0)
+            if named and named[0].type == "cuda"
+            else (named or [None])[0]
+        )
         if name == "_scaled_dot_product_flash_attention":  # the card's alone
             q = here(args[0])
             out = torch.zeros_like(q), torch.zeros(q.shape[:3])
         else:
             out = func(*here(args), **here(kwargs))
-        if True not in given and not goes:
+        if not cards and (goes is None or goes.type != "cuda"):
             return out
         copies = name in ("_to_copy", "to", "copy_")
-        if True in given and host_waits(func, args, kwargs):
+        if cards and host_waits(func, args, kwargs):
             self.note(name)
-        if copies and len(given | ({goes} - {None})) > 1 and not _is_number(args):
+        types = {place.type for place in given | ({goes} - {None})}
+        if copies and len(types) > 1 and not _is_number(args):
             self.note("a copy between host and device")
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not copies and len(given) > 1 and any(x.dim() for x in tensors if not isinstance(x, OnCard)):
-            raise RuntimeError(f"{name} mixes devices")
-        if goes is False:
+        arrays = {x.device for x in tensors if x.dim() or isinstance(x, OnCard)}
+        if not copies and len(arrays | cards) > 1:
+            raise RuntimeError(f"{name} mixes devices: {given}")
+        if goes == HOST:
             return out
-        known = {id(x.inner): x for x in tensors if isinstance(x, OnCard)}
-        return tree_map_only(Tensor, lambda x: known.get(id(x)) if id(x) in known else on_card(x), out)
+        where = goes or (args[0].device if name == "copy_" else next(iter(cards)))
+        known = {id(x.inner): x for x in tensors if isinstance(x, OnCard) and x.device == where}
+        return tree_map_only(Tensor, lambda x: known.get(id(x)) if id(x) in known else on_card(x, where), out)
 
 
 def _is_number(args: Any) -> bool:
@@ -151,6 +162,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_
         assert not isinstance(x, int) or abs(x) < 2**31, f"{kernel.__name__}: {x} is no int32"
     if kernel.__name__ == "_enter_rows":  # positions are indices of tables
         args[kernel.arg_names.index("positions")].inner.zero_()
+    assert len(places(args)) <= 1, f"{kernel.__name__} is given tensors of {places(args)}"
     marks = kernel.__name__ == "_select_rows" and not constants["INDEX"]
     if marks:  # the newest, as many as are wanted: heads are laid out by their number
         most_BH, stay_BHS = (x.inner for x in args[2:4])
@@ -169,7 +181,9 @@ def card() -> Iterator[Card]:
         for module in (products, weights):
             stack.enter_context(mock.patch.object(module, "PLAIN", (*module.PLAIN, OnCard)))
         for probe in (
+            attend._running,
             attend.chunk_attention,
+            attend.steady_attention,
             attend.varlen_operator,
             attend.lower_right,
         ):  # what this card has, another has not
@@ -187,13 +201,13 @@ def _mask(T: int, S: int) -> Tensor:
     return torch.ones(T, S, dtype=torch.bool, device=CUDA)
 
 
-def moved(module: nn.Module) -> nn.Module:
-    """Put a module on the card, in place."""
+def moved(module: nn.Module, where: torch.device = CUDA) -> nn.Module:
+    """Put a module on a card, in place."""
     for part in module.modules():
         for name, x in part._parameters.items():
-            part._parameters[name] = x if x is None else nn.Parameter(OnCard(x.detach()), requires_grad=False)
-        part._buffers.update({name: on_card(x) for name, x in part._buffers.items()})
+            part._parameters[name] = x if x is None else nn.Parameter(OnCard(x.detach(), where), requires_grad=False)
+        part._buffers.update({name: on_card(x, where) for name, x in part._buffers.items()})
         for name, x in vars(part).items():
             if isinstance(x, Tensor):
-                setattr(part, name, on_card(x))
+                setattr(part, name, on_card(x, where))
     return module

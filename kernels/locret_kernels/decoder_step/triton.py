@@ -14,6 +14,7 @@ from triton import cdiv
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import common
+from ..backend import capability
 from ..common import UPCAST, check, check_width
 from . import RowProducts, check_stage
 
@@ -98,7 +99,7 @@ def _row_products(
 
 def has_pdl(device: torch.device) -> bool:
     """Whether a device has programmatic dependent launch."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return capability(device) >= (9, 0)
 
 
 def row_products(x_NK: Tensor, stage: RowProducts, residual: Tensor | None = None) -> list[Tensor]:

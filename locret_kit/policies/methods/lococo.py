@@ -18,6 +18,7 @@ gate that starts at a half. Here the gate is a sigmoid, so that weights stay con
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -200,10 +201,11 @@ class Lococo(Merge):
         """Read once, when they are first needed."""
         return load_pool(self.pool)
 
-    def bind(self, spec: BackboneSpec, device: torch.device) -> None:
+    def bind(self, spec: BackboneSpec, devices: Sequence[torch.device]) -> None:
         """Raise ValueError where the pool is not for this backbone."""
         self.weights.check_backbone(spec)
-        self.weights.to(device)
+        for convolution, device in zip(self.weights.layers, devices, strict=True):
+            convolution.to(device)
 
     def facts(self, score: Score, slots: Slots, scores_BHS: Tensor, protected_BHS: Tensor, stay_BHS: Tensor) -> Tensor:
         """The pool of each head."""

@@ -1,11 +1,11 @@
-"""CUDA graphs of steps: all are captured on one stream of their device. What makes the host wait cannot be captured."""
+"""CUDA graphs of steps. What makes the host wait cannot be captured."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from functools import cache, partial
+from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Generic, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from ...cache.bounded import BoundedCache
+from ...cache.graphs import Captured, capture
 from ...naming import first_line
 
 logger = logging.getLogger(__name__)
@@ -25,30 +26,6 @@ WARM = 3
 """Tokens before the first capture: kernels are compiled and workspaces allocated in them, and a short answer ends with them."""
 READ_BY_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """PyTorch's marks of operators whose result, or its shape, the host waits for."""
-
-
-@cache
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all captures on a device: PyTorch's own is one for all devices, on that of the first capture. cuBLAS keeps a
-    workspace for every stream, so there is one only."""
-    return torch.cuda.Stream(device)
-
-
-Captured = tuple[torch.cuda.CUDAGraph, Tensor]
-"""A graph of a step, and where its logits will be."""
-
-
-def capture(device: torch.device, others: Iterable[Captured], step: Callable[[], Tensor]) -> Captured:
-    """A graph of a step, which does not run yet, and its logits ``[N, V]``. It shares its memory with the others; one
-    graph runs at a time."""
-    graph, pool = torch.cuda.CUDAGraph(), next((first.pool() for first, _ in others), None)
-    side = capture_stream(device)
-    capturing = partial(torch.cuda.graph, graph, pool=pool, stream=side, capture_error_mode="thread_local")
-    # A capture that fails leaves PyTorch on its stream: the outer block brings back the one before.
-    before_it = torch.cuda.stream(torch.cuda.current_stream(device))
-    with torch.cuda.device(device), before_it, capturing():
-        logits = step()
-    return graph, logits
 
 
 @cache

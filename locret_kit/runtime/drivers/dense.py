@@ -26,12 +26,11 @@ from locret_kernels.enter import HeadProduct
 from ...backbones.decoder_attention import Handler, Softmax
 from ...backbones.products import Product
 from ...backbones.weights import Dense, DenseLayer, Norm, NotDense, check_dense, dense
-from ...cache.attend import quickest
 from ...cache.bounded import BoundedCache
 from ...cache.context import Context
 from ...cache.folded import FoldedHead
+from ...cache.graphs import capture, quickest
 from ...naming import first_line
-from .capture import capture
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,81 @@
+"""``scripts/on_card.sh``: what it would run, in which order, what it refuses, and what its import check names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scripts_loaded import load_script
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def planned(*args: str, **given: str) -> subprocess.CompletedProcess[str]:
+    """A dry run."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("PLAYED", "TRIAL", "OUT")}
+    command = ["bash", str(ROOT / "scripts" / "on_card.sh"), *args]
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**clean, "DRY": "1", "LOCRET_COMMIT": "abc", **given}
+    )
+
+
+def test_exact_gates_come_first_and_then_races_and_rows(tmp_path):
+    (tmp_path / "compute-sanitizer").touch(mode=0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = planned("llama3.1-8b", "--part", "prefill", PATH=path, OUT=str(tmp_path), TRIAL="mine.py")
+    steps = [line.split(" ", 1)[1] for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and len(steps) == 6 and all(line.startswith("== ") for line in done.stdout.splitlines())
+    programs = ["check_imports.py", "rows_on_cuda.py", "graphs_on_cuda.py", "rows_on_cuda.py", "gpu.py", "mine.py"]
+    assert all(program in step for program, step in zip(programs, steps, strict=True))
+    assert "--tool racecheck" in steps[3]
+    assert "--model llama3.1-8b --minutes 8.4 " in steps[4] and steps[4].endswith(f"--out {tmp_path} --part prefill")
+
+
+def test_where_races_cannot_be_looked_for_it_fails():
+    done = planned(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    if "racecheck" not in done.stdout:
+        assert done.returncode == 1 and "races were not looked for" in done.stderr
+    assert "--model phi3-mini " in done.stdout
+
+
+def test_a_played_run_goes_through_every_program():
+    done = planned("tiny", PLAYED="1")
+    assert done.returncode == 0 and done.stdout.count("tests/support/played_card.py") == 3
+
+
+def test_an_argument_in_the_place_of_the_model():
+    done = planned("--part", "prefill")
+    assert done.returncode == 2 and "MODEL=--part must be one of: phi3-mini, llama3.1-8b" in done.stderr
+
+
+def test_a_missing_package_is_named_in_one_line(monkeypatch, capsys):
+    """As on a machine with transformers and without pydantic."""
+    script = load_script("scripts/check_imports.py")
+    real = script.find_spec
+    lacking = ("pydantic", "annotated_types")
+    monkeypatch.setattr(script, "find_spec", lambda module: None if module in lacking else real(module))
+    assert script.main() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("on_card: missing: pydantic annotated-types (")
+
+
+@pytest.mark.parametrize("program", ["graphs_on_cuda", "gpu"])
+def test_programs_import_without_the_tables_of_gguf_tokenizers(program):
+    """transformers 5.17 has none of them; a file of that kind alone needs them."""
+    blocked = "transformers.integrations.gguf"
+    code = (
+        f"import sys, {blocked} as gguf, {blocked}.gguf_tokenizer_mapping as tables\n"
+        "del gguf.convert_gguf_tokenizer, tables.GGUF_PRE_TOKENIZER_SPLITS, tables.GGUF_SENTENCEPIECE_BUILDERS\n"
+        f"import {program}, locret_kit.backbones.load\n"
+        "from locret_kit.backbones.gguf.gguf_config import config_of\n"
+        "try:\n    import locret_kit.backbones.gguf.gguf_tokenizer\nexcept ImportError:\n    print('refused')"
+    )
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("", "kernels", "tests/support", "scripts"))
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**clean, "PYTHONPATH": path}
+    )
+    assert done.stdout.strip() == "refused", done.stderr[-2000:]

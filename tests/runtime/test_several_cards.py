@@ -1,0 +1,61 @@
+"""A model that accelerate has spread over two cards, which are played: no operation mixes devices, and logits and kept rows are
+those of the model on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from policy_runs import tokens
+from pretended import CUDA, SECOND, card
+from tiny_models import tiny_model
+
+from locret_kit import BoundedCache, HeadsConfig, RetainingHeads, attach
+from locret_kit.backbones.libraries import CACHE
+from locret_kit.backbones.probe import describe
+from locret_kit.backbones.spec import decoder_of, device_of, spec_of
+from locret_kit.runtime.session import prefill
+
+LENGTH, STEPS = 61, 3
+SPREAD = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 0,
+          "model.layers.2": 1, "model.norm": 1, "lm_head": 1}  # fmt: skip
+
+
+def run(policy: str, family: str, spread: bool, **rest):
+    model = tiny_model(family, num_hidden_layers=3)
+    heads = None
+    if "locret" in policy:
+        torch.manual_seed(1)
+        heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), "tiny", 16)).requires_grad_(False)
+    describe(model)  # before its numbers are on cards
+    if spread:
+        model = dispatch_model(model, SPREAD)
+        assert [device_of(layer) for layer in decoder_of(model).layers] == [CUDA, CUDA, SECOND]
+    cache = BoundedCache(20, policy, heads, chunk=9, stabilizers=3, local_len=4, prompt_length=LENGTH, **rest)
+    with attach(model), torch.inference_mode():
+        made = [prefill(model, tokens(LENGTH), cache)]
+        for token in range(STEPS):
+            ids = torch.tensor([[token]]).to(model.device)
+            made.append(model(input_ids=ids, **{CACHE: cache}, use_cache=True).logits[0, -1])
+    if spread:
+        assert [rows.device for rows in cache.bounded] == [CUDA, CUDA, SECOND]
+        assert heads is None or [head.fc1.weight.device for head in heads.layers] == [CUDA, CUDA, SECOND]
+    inner = [x.inner if spread else x for x in made]
+    return torch.stack([x.float() for x in inner]), [cache.kept_positions(i) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "family", "rest"),
+    [
+        ("locret", "llama", {}), ("locret", "phi3", dict(positions="original")), ("h2o", "llama", dict(positions="clipped(30)")),
+        ("snapkv(6,3)", "qwen2", {}), ("streaming", "llama", dict(kv_bits=8)), ("ada-locret", "llama", {}),
+    ],
+)  # fmt: skip
+def test_a_model_on_two_cards_reads_as_on_one(policy, family, rest):
+    rest = dict(backend="reference", **rest)
+    expected, kept = run(policy, family, False, **rest)
+    with card():
+        made, theirs = run(policy, family, True, **rest)
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
+    for mine, other in zip(theirs, kept, strict=True):
+        assert all(torch.equal(getattr(a, "inner", a), b) for a, b in zip(mine[0], other[0], strict=True))
