@@ -226,7 +226,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
                 prompt_logprobs=echoes and top_logprobs is not None, parks=max_new_tokens > 0,
                 thought=None if budget is None else Thought(engine.tokenizer, opened=thinks, max_tokens=budget, apart=apart),
             ),
-            [*filter(None, body.stop)], reader(thinks=thinks), echoes=echoes, hides=bool(hides),
+            reader(thinks=thinks, stops=[*filter(None, body.stop)]), echoes=echoes, hides=bool(hides),
         )
         for ids, thinks in zip(prompts, begun, strict=True) for i in range(body.n)
     ]  # fmt: skip
