@@ -141,7 +141,7 @@ class Parameters:
             size, end, sure = self._end(held[at:], close, cut or not final)
             if self._streams:
                 said, at = said + json.dumps(held[at : at + size], ensure_ascii=False)[1:-1] + '"' * sure, at + size
-            elif sure:
+            elif sure or (final and not cut):
                 said, at = said + json.dumps(self._value(held[at : at + size]), ensure_ascii=False), at + size
             if not sure:
                 return at, said, False

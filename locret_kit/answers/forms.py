@@ -103,7 +103,7 @@ def _json(name: str, mark: str, close: str, *written: str, row: tuple[str, str, 
 
 
 KIND = r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*"
-CHANNEL = r"(?:analysis|commentary|final)(?: to=[^\s<]+)?"
+CHANNEL = r"(?:analysis|commentary|final)"
 LINE, LINES = r"(?:\n|(?=[^\n])|END)", r"\n?"
 """A line end before and after a parameter's value, where the form has them."""
 PYTHON = ("{name}(", "{key}=", "", ", ", ")")
@@ -115,10 +115,10 @@ DEEPSEEK = [
 FORMS = (
     CallForm(
         "channels", ("<|channel|>",),
-        r" ?to=functions\.[^\s<]+\s*<\|channel\|>|<\|channel\|>\w+ to=functions\.", r"<\|call\|>",
-        r"(?: ?to=functions\.(?P<name>[^\s<]+))?\s*<\|channel\|>\w+(?: to=functions\.(?P<name>[^\s<]+))?"
+        rf" ?to=functions\.[^\s<]+\s*(?=<\|channel\|>)|<\|channel\|>{CHANNEL} to=functions\.", r"<\|call\|>",
+        rf"(?: ?to=functions\.(?P<name>[^\s<]+)\s*<\|channel\|>{CHANNEL}|<\|channel\|>{CHANNEL} to=functions\.(?P<name>[^\s<]+))"
         rf"{KIND}<\|message\|>\s*(?P<args>\{{|(?=<\|call\|>))", r"[\s}]*(?:<\|call\|>|<\|end\|>)",
-        sections=rf"<\|start\|>assistant|<\|channel\|>{CHANNEL}{KIND}<\|message\|>|<\|end\|>|<\|return\|>|<\|call\|>",
+        sections=rf"<\|start\|>assistant|<\|channel\|>{CHANNEL}(?: to=[^\s<]+)?{KIND}<\|message\|>|<\|(?:end|return|call)\|>",
         written=("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""),
     ),
     CallForm(

@@ -175,7 +175,7 @@ class Reader:
             pass
         if self.thinks and self.thoughts:
             self.thoughts[-1][1] = self._fed
-        if final and self._mode == "text":
+        if final and self._mode == "text" and self.stop is None:
             self._say(0, final=True)
         if (final or self.stop is not None) and self._mode == "text" and self._blanks and not self._fresh:
             self._events.append(Event("text", self._blanks))

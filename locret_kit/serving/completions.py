@@ -237,6 +237,8 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
 def begins_in_thought(tokenizer: PreTrainedTokenizerBase, form: AnswerForm, ids: Sequence[int], body: ChatBody) -> bool:
     """Whether an answer starts within a thought, opened by the chat template or by the continued answer."""
     last = body.messages[-1].content if body.continued else str(tokenizer.decode(list(ids[-NEAREST:])))
+    if body.continued and not last:
+        return form.thinks
     return form.thinks and not form.anywhere and form.opened(last, continued=body.continued)
 
 
