@@ -37,6 +37,8 @@ ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 """Start and end of a thought in answers with channels."""
 CALL_LIST = "python-call-list"
 """Transformers' name of Python's calls, in the field of a response template."""
+FINAL = "<|channel|>final<|message|>"
+"""Start of the text in answers with channels."""
 DECLARED = ("thinking", "reasoning_content", "reasoning")
 """Names of thoughts in response templates of transformers."""
 
@@ -213,6 +215,12 @@ class AnswerForm:
     def marks(self) -> str:
         """A text that contains every token that is a mark."""
         return " ".join([str(self).replace("\\", ""), *(f"<{name}></{name}>" for name in self.around)])
+
+    @property
+    def places(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Texts before and after an answer's own text: none, or a channel's or a tag's."""
+        channel = [((FINAL,), ())] if self.anywhere else []
+        return [((), ()), *channel, *(((f"<{name}>\n",), (f"\n</{name}>",)) for name in self.around)]
 
     def opened(self, prompt: str, *, continued: bool = False) -> bool:
         """Whether a prompt ends with the start of a thought. If its answer is ``continued``, whether it ends within a thought."""

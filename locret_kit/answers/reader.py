@@ -175,10 +175,9 @@ class Reader:
             pass
         if self.thinks and self.thoughts:
             self.thoughts[-1][1] = self._fed
-        if final and self._mode == "text" and self.stop is None:
-            self._say(0, final=True)
-        if (final or self.stop is not None) and self._mode == "text" and self._blanks and not self._fresh:
-            self._events.append(Event("text", self._blanks))
+        if self._mode == "text" and (final or self.stop is not None):
+            self._goes_on()
+            self._events += [Event("text", self._blanks)] if self._blanks and not self._fresh else []
             self._blanks = ""
         return self._events
 
@@ -223,12 +222,13 @@ class Reader:
         self._say(at)
         if begin is None or begin.partial or self.stop is not None:  # of what may begin a mark
             return False
-        self._say(0, final=True)
+        if begin["call"] is not None:
+            return self._begun(begin.end() - at, final, cut)
+        if not self._goes_on():
+            return False
         if begin["thought"] is not None:
             self._think(begin.end() - at)
             return True
-        if begin["call"] is not None:
-            return self._begun(begin.end() - at, final, cut)
         self._take(begin.end() - at)
         self._fresh = True
         self._between("text")
@@ -292,6 +292,8 @@ class Reader:
         if self._form.head:
             head = self._head.match(self._held, partial=cut or not final)
             if head is not None and not head.partial and head["name"] in self.tools:
+                if not self._goes_on():
+                    return False
                 self.calls.append(call := self._call_of(head["name"], head.groupdict().get("id")))
                 self._begins, self._blanks = False, ""
                 self._events.append(Event("call", call.name, call))
@@ -329,11 +331,13 @@ class Reader:
         calls = self._block_calls(0 if declared else start, stop) if whole else []
         self._value, self._row = Value(self._quotes), False
         if calls:
+            if not self._goes_on():
+                return False
             for call in calls:
                 self._events += [Event("call", call.name, call), Event("arguments", call.arguments, call)]
             self.calls += calls
             self._take(size)
-            self._fresh, self._begins, self._blanks, self._pending = True, False, "", ""
+            self._fresh, self._begins, self._blanks = True, False, ""
             self._row = last is None or not last[0].strip()
             return True
         if not whole:  # up to the end of the block, if it has one
@@ -397,6 +401,12 @@ class Reader:
         """The first ``size`` characters of the held text, removed from it."""
         piece, self._held = self._held[:size], self._held[size:]
         return piece
+
+    def _goes_on(self) -> bool:
+        """End the text so far, where a mark or nothing follows it. Returns whether it has no stop text."""
+        if self.stop is None:
+            self._say(0, final=True)
+        return self.stop is None
 
     def _say(self, size: int, *, final: bool = False) -> None:
         """Emit ``size`` characters of the held text as text, up to a stop text, or to what may begin one if the text is not

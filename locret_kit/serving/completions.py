@@ -249,7 +249,8 @@ def form_of_answer(
     so. Raises HTTPException 400."""
     tokenizer, response_format = engine.tokenizer, body.response_format
     schema = None if response_format is None else response_format.schema_of_answer
-    rules, reader, spell = [] if schema is None else [json_rule(schema)], partial(Reader, form), speller(tokenizer)
+    reader, spell, places = partial(Reader, form), speller(tokenizer), [] if schema is None else form.places
+    rules = [json_rule(schema or {}, before, after, spell) for before, after in places]
     if isinstance(body, ChatBody) and body.tools:
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
         called = {name: tools[name] for name in body.called}
