@@ -90,36 +90,15 @@ class Reader:
         content = "json" if calls.field is None else calls.field.get("content")
         self._quotes = "\"'" if calls.name == "python" or content == CALL_LIST else '"'
         self._bracketed = content in ("json", CALL_LIST)
-        self._form, self._value, self._arguments = (
-            calls,
-            Value(self._quotes),
-            JsonArguments(NEVER),
-        )  # of the newest call
+        self._form, self._value = calls, Value(self._quotes)
+        self._arguments: JsonArguments | Parameters = JsonArguments(NEVER)  # of the newest call
         tags = "|".join(map(regex.escape, form.around)) or NEVER
         marks = f"{calls.open}|{calls.sections or NEVER}"
         last = rf"\s*(?:{calls.close}|(?={calls.open}))"
-        compiled = [
-            form.open,
-            form.close,
-            f"<(?:{tags})>",
-            marks,
-            calls.close,
-            calls.head,
-            calls.tail,
-            last,
-            calls.rest,
-        ]
-        (
-            self._open,
-            self._end,
-            self._around,
-            self._called,
-            self._close,
-            self._head,
-            self._tail,
-            self._last,
-            self._rest,
-        ) = (regex.compile(pattern, regex.DOTALL) for pattern in compiled)
+        patterns = form.open, form.close, f"<(?:{tags})>", marks, calls.close, calls.head, calls.tail, last, calls.rest
+        compiled = [regex.compile(pattern, regex.DOTALL) for pattern in patterns]
+        self._open, self._end, self._around, self._called, self._close, *others = compiled
+        self._head, self._tail, self._last, self._rest = others
         self._start = self._starts(NEVER)
         if thinks:
             self._think(0)
@@ -254,9 +233,8 @@ class Reader:
                 self._take(again.end())
                 return True
             self._fresh = False
-        end = self._end.search(
-            self._held, self._searched, partial=cut or not final
-        )  # half of a mark is no part of a thought
+        waits = cut or not final  # half of a mark is no part of a thought
+        end = self._end.search(self._held, self._searched, partial=waits)
         at = len(self._held) if end is None else end.start()
         closes, unsure = end is not None and not end.partial, at
         if self.tools and not self.form.anywhere and not closes:  # calls may be all that follows
