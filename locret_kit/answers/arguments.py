@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 
 import regex
@@ -11,23 +12,26 @@ from transformers.utils.chat_parsing.content_parsers import parse_content
 from .forms import NEVER, CallForm
 from .values import Schema, properties_of, typed, types_of
 
-JSON_SIGN = regex.compile(r'\\.|["{}\[\]]', regex.DOTALL)
 BARE_SIGN = regex.compile(r'<\|"\|>|\\["\\]|(?<!<\|)"|[{}\[\],]')
 NOTATION = {"unquoted_keys": True, "string_delims": [['<|"|>'] * 2]}
 """Gemma's, as transformers reads it."""
 
 
 class Nesting:
-    """Brackets and quotes that are open at a place."""
+    """Brackets and quotes that are open at a place.
 
-    def __init__(self) -> None:
-        self.depth, self.quote = 0, ""
+    Args:
+        quotes: signs that begin and end a text.
+    """
+
+    def __init__(self, quotes: Sequence[str] = ('"', '<|"|>')) -> None:
+        self.depth, self.quote, self.quotes = 0, "", quotes
 
     def step(self, sign: str) -> bool:
         """Whether a sign closes the outermost bracket."""
         if self.quote:
             self.quote = "" if sign == self.quote else self.quote
-        elif sign in ('"', '<|"|>'):
+        elif sign in self.quotes:
             self.quote = sign
         elif sign in ("{", "["):
             self.depth += 1
@@ -37,24 +41,69 @@ class Nesting:
         return False
 
 
+class Value:
+    """A value in brackets, up to the last of them.
+
+    Args:
+        quotes: characters that begin and end a text. marks: pattern of the marks that end a value outside texts.
+    """
+
+    def __init__(self, quotes: str = '"', marks: str = NEVER) -> None:
+        self.nesting, self.mark = Nesting(quotes), -1  # place of the first mark in a text
+        self._sign = regex.compile(rf"\\.|(?P<mark>{marks})|[{{}}\[\]{quotes}]", regex.DOTALL)
+        self._at, self._done = 0, False
+
+    def end(self, held: str, at: int, final: bool) -> tuple[int, bool]:
+        """The place up to which a text is read, and whether the value ends there. Each time it is the same text, or a longer one.
+
+        Args:
+            at: place where the value begins. final: whether nothing follows.
+        """
+        if self._done:
+            return self._at, True
+        for sign in self._sign.finditer(held, max(at, self._at), partial=not final):
+            if sign.partial or (sign["mark"] is not None and not self.nesting.quote):
+                self._at = sign.start()
+                return sign.start(), not sign.partial
+            self._at = sign.end()
+            if sign["mark"] is not None:
+                self.mark = sign.start() if self.mark < 0 else self.mark
+            elif self.nesting.step(sign[0]):
+                self._done = True
+                return sign.end(), True
+        self._at = len(held)
+        return len(held), False
+
+    def take(self, size: int) -> None:
+        """The first ``size`` characters of the text are gone."""
+        self._at, self.mark = self._at - size, max(-1, self.mark - size)
+
+
 class JsonArguments:
-    """JSON up to its last brace. ``closing``: what its end adds."""
+    """JSON up to its last brace, or up to a mark of the call's end. A mark in a text is a part of it if the JSON ends after it.
+
+    Args:
+        marks: their pattern.
+
+    Attributes:
+        closing: what their end adds.
+    """
 
     closing = ""
 
-    def __init__(self) -> None:
-        self._nesting = Nesting()
+    def __init__(self, marks: str) -> None:
+        self._value = Value(marks=marks)
 
     def read(self, held: str, final: bool, cut: bool) -> tuple[int, str, bool]:
         """Characters that are read, the piece that they are of the arguments, and whether these end. Some calls have none."""
-        if not self._nesting.depth and held[0] != "{":
+        if not self._value.nesting.depth and held[0] != "{":
             return 0, "{}", True
-        for sign in JSON_SIGN.finditer(held, partial=not final):
-            if sign.partial:
-                return sign.start(), held[: sign.start()], False
-            if self._nesting.step(sign[0]):
-                return sign.end(), held[: sign.end()], True
-        return len(held), held, False
+        size, done = self._value.end(held, 0, final)
+        broken = self._value.nesting.depth > 0  # so far
+        if broken and self._value.mark >= 0 and not (final and cut):
+            size, done = self._value.mark, final or done
+        self._value.take(size)
+        return size, held[:size], done
 
 
 class Parameters:
@@ -92,7 +141,7 @@ class Parameters:
             size, end, sure = self._end(held[at:], close, cut or not final)
             if self._streams:
                 said, at = said + json.dumps(held[at : at + size], ensure_ascii=False)[1:-1] + '"' * sure, at + size
-            elif sure:
+            elif sure or (final and not cut):
                 said, at = said + json.dumps(self._value(held[at : at + size]), ensure_ascii=False), at + size
             if not sure:
                 return at, said, False
@@ -118,7 +167,8 @@ class Parameters:
         before, self._begun = ", " if self._begun else "{", True
         self._types = types_of(properties_of(self._schema).get(key), self._schema)
         self._bare, self._searched, self._nesting = self._form.quotes and not quote, 0, Nesting()
-        self._streams = not self._bare and self._types <= {"string"}
+        text = {"string"} if quote else self._types  # with quotes it is a text, if it may be one
+        self._streams = not self._bare and (self._types <= {"string"} or self._types & text == {"string"})
         return f"{before}{json.dumps(key, ensure_ascii=False)}: " + '"' * self._streams
 
     def _value(self, text: str) -> object:
@@ -127,4 +177,4 @@ class Parameters:
                 value = parse_content(f"{{value:{text}}}", "json", NOTATION)["value"]
                 json.dumps(value, allow_nan=False)
                 return value
-        return typed(text.strip() if self._bare else text, self._types or set())
+        return typed(text.strip() if self._bare else text, self._types or set(), python=self._form.python)

@@ -13,8 +13,10 @@ import regex
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from ..naming import prefixed_errors
 from ..text.template import template_source
-from .values import nested
+from .shown import parameters_shown, tags_around
+from .values import nested, python_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,8 +35,10 @@ PHRASES = {
 """Start and end of thoughts with other marks."""
 ANALYSIS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 """Start and end of a thought in answers with channels."""
-LONG = regex.compile(r"""(?s)(["'])(?:(?!\1)[^\\]|\\.)*+(?:\1|\Z)(*SKIP)(*FAIL)|(?<![\w.+-])-?[1-9]\d{15,}(?![\w.])""")
-"""Integers in Python's calls, outside texts, that may be beyond 2^53: transformers reads none, since JavaScript has none."""
+CALL_LIST = "python-call-list"
+"""Transformers' name of Python's calls, in the field of a response template."""
+FINAL = "<|channel|>final<|message|>"
+"""Start of the text in answers with channels."""
 DECLARED = ("thinking", "reasoning_content", "reasoning")
 """Names of thoughts in response templates of transformers."""
 
@@ -47,7 +51,7 @@ class CallForm:
         name: of the form. marks: texts in a chat template; one of them shows that the model uses this form.
         open, close: patterns before and after calls.
         head, tail: patterns of a call up to its arguments, with its ``name``, and of the text after them. JSON arguments begin
-            with the brace ``args`` of the head.
+            with the brace ``args`` of the head. rest: pattern of what is the call's where there is no such text.
         key, end: patterns of the beginning of a parameter, with its ``key``, and of its value's end, where each parameter has
             marks of its own. quotes: whether texts have a ``quote``; other values end with their brackets.
         field: a field of a response template of transformers; it parses calls that are read whole.
@@ -55,7 +59,7 @@ class CallForm:
             ``{key}``, the end of its value, and the text between two.
         row: texts before, between and after calls that stand in a list.
         keys: the names in a JSON object of a name and arguments. json: whether parameters' texts are written as JSON too.
-        unwritten: why it is not known how calls are written.
+        python: whether values may be written as Python has them. unwritten: why it is not known how calls are written.
         bare: whether JSON that is the whole answer is a call too.
         sections: pattern of marks around calls that are not part of the text.
     """
@@ -66,6 +70,7 @@ class CallForm:
     close: str = NEVER
     head: str = ""
     tail: str = ""
+    rest: str = ""
     key: str = ""
     end: str = ""
     quotes: bool = False
@@ -76,6 +81,7 @@ class CallForm:
     row: tuple[str, str, str] = ("", "", "")
     keys: tuple[str, ...] = ()
     json: bool = False
+    python: bool = True
     unwritten: str = ""
 
     @property
@@ -85,16 +91,23 @@ class CallForm:
 
 
 NAMED = ("name", "arguments")
+QUOTED = r'"(?:[^"\\]|\\.)*+"'
 
 
 def _json(name: str, mark: str, close: str, *written: str, row: tuple[str, str, str] = ("", "", "")) -> CallForm:
     """Calls of JSON objects with a name, between marks."""
     open_, end = regex.escape(mark), "|".join(map(regex.escape, close.split()))
     head = rf'(?:{open_})\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<args>\{{)'
-    tail = rf"\s*\}}*\s*(?:{end}|(?={open_}|[^\s}}<]))"
-    return CallForm(name, (mark,), open_, end, head, tail, written=written or ("", ""), row=row, keys=NAMED)
+    more = rf'(?:\s*,\s*{QUOTED}\s*:\s*(?:{QUOTED}|[^\s"{{}}\[\],<]++))*+'  # other fields of the object
+    tail = rf"{more}\s*\}}*\s*(?:{end}|(?={open_}))"
+    rest = rf"{more}(?:\s*\}})?"
+    return CallForm(name, (mark,), open_, end, head, tail, rest, written=written or ("", ""), row=row, keys=NAMED)
 
 
+KIND = r"\s*(?:<\|constrain\|>)?\s*(?:json)?\s*"
+CHANNEL = r"(?:analysis|commentary|final)"
+LINE, LINES = r"(?:\n|(?=[^\n])|END)", r"\n?"
+"""A line end before and after a parameter's value, where the form has them."""
 PYTHON = ("{name}(", "{key}=", "", ", ", ")")
 PARAMETER = r"<parameter(?:=| name=)"
 DEEPSEEK = [
@@ -104,19 +117,18 @@ DEEPSEEK = [
 FORMS = (
     CallForm(
         "channels", ("<|channel|>",),
-        r" ?to=functions\.[^\s<]+\s*<\|channel\|>|<\|channel\|>\w+ to=functions\.", r"<\|call\|>",
-        r"(?: ?to=functions\.(?P<name>[^\s<]+))?\s*<\|channel\|>\w+(?: to=functions\.(?P<name>[^\s<]+))?"
-        r"[^<{]*(?:<\|constrain\|>[^<{]*)?<\|message\|>\s*(?P<args>\{|(?=<\|call\|>))", r"\s*(?:<\|call\|>|<\|end\|>)",
-        sections=r"<\|start\|>assistant|<\|channel\|>[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>|"
-        r"<\|end\|>|<\|return\|>|<\|call\|>",
+        rf" ?to=functions\.[^\s<]+\s*(?=<\|channel\|>)|<\|channel\|>{CHANNEL} to=functions\.", r"<\|call\|>",
+        rf"(?: ?to=functions\.(?P<name>[^\s<]+)\s*<\|channel\|>{CHANNEL}|<\|channel\|>{CHANNEL} to=functions\.(?P<name>[^\s<]+))"
+        rf"{KIND}<\|message\|>\s*(?P<args>\{{|(?=<\|call\|>))", r"[\s}]*(?:<\|call\|>|<\|end\|>)",
+        sections=rf"<\|start\|>assistant|<\|channel\|>{CHANNEL}(?: to=[^\s<]+)?{KIND}<\|message\|>|<\|(?:end|return|call)\|>",
         written=("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", ""),
     ),
     CallForm(
         "xml", ("<function=", "<invoke name="), f"{TAGS}|<function=|<invoke name=", ENDS := f"(?:{TAGS.replace('<', '</')})",
         rf"""(?:(?:{TAGS})\s*)?<(?:function|invoke name)="?(?P<name>[^">\s]+)"?\s*>\s*(?={PARAMETER}|</(?:function|invoke)>)""",
         rf"\s*(?:</(?:function|invoke)>|(?={ENDS}))",
-        key=rf"""\s*{PARAMETER}"?(?P<key>[^">\n]+)"?>(?:\n|(?=[^\n])|END)""",
-        end=rf"""\n?(?:</parameter>(?=\s*(?:{PARAMETER}|</(?:function|invoke)>|{ENDS}\s*(?:{TAGS}|END)|END))"""
+        key=rf"""\s*{PARAMETER}"?(?P<key>[^">\n]+)"?>{LINE}""",
+        end=rf"""{LINES}(?:</parameter>(?=\s*(?:{PARAMETER}|</(?:function|invoke)>|{ENDS}\s*(?:{TAGS}|END)|END))"""
         rf"""|(?=\n{PARAMETER}"?(?:KEYS)"?>|</(?:function|invoke)>\s*(?:{ENDS}\s*(?:{TAGS}|END)|END)))""",
         written=(
             "<tool_call>\n<function={name}>\n", "<parameter={key}>\n", "\n</parameter>\n", "", "</function>\n</tool_call>",
@@ -139,7 +151,7 @@ FORMS = (
     CallForm(
         "deepseek", (DEEPSEEK[2],), DEEPSEEK[2], DEEPSEEK[3],
         rf"{DEEPSEEK[2]}(?:function{DEEPSEEK[4]}(?P<name>[^\s<]+)\s*```json\s*|(?P<name>[^\s<]+){DEEPSEEK[4]}\s*)(?P<args>\{{)",
-        rf"\s*(?:```)?\s*{DEEPSEEK[3]}", sections="|".join(DEEPSEEK[:2]),
+        rf"[\s}}]*(?:```)?\s*{DEEPSEEK[3]}", sections="|".join(DEEPSEEK[:2]),
         written=(
             f"{DEEPSEEK[0]}{DEEPSEEK[2]}function{DEEPSEEK[4]}{{name}}\n```json\n", f"\n```{DEEPSEEK[3]}{DEEPSEEK[1]}",
         ),
@@ -147,7 +159,7 @@ FORMS = (
     CallForm(
         "kimi", ("<|tool_call_begin|>",), r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>",
         r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"
-        r"(?P<args>\{|(?=<\|tool_call_end\|>))", r"\s*<\|tool_call_end\|>",
+        r"(?P<args>\{|(?=<\|tool_call_end\|>))", r"[\s}]*<\|tool_call_end\|>",
         sections=r"<\|tool_calls_section_begin\|>|<\|tool_calls_section_end\|>",
         written=(
             "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
@@ -156,7 +168,6 @@ FORMS = (
     ),
     CallForm(
         "python", ("<|tool_call_start|>", "<|tool_list_start|>"), r"<\|tool_call_start\|>", r"<\|tool_call_end\|>",
-        field={"open": "<|tool_call_start|>", "close": "<|tool_call_end|>", "content": "python-call-list"},
         json=True, written=PYTHON, row=("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
     ),
     _json("toolcall", "<TOOLCALL>", "</TOOLCALL>", row=("<TOOLCALL>[", ", ", "]</TOOLCALL>")),
@@ -185,7 +196,7 @@ class AnswerForm:
     Attributes:
         open, close: patterns of the marks around a thought. calls: form of tool calls.
         anywhere: whether a thought may start within the text, not only before it.
-        words: literal start and end of a thought, where they are known.
+        words: literal start and end of a thought, where they are known. around: names of tags around the text.
     """
 
     open: str = NEVER
@@ -193,6 +204,7 @@ class AnswerForm:
     calls: CallForm = TOLD
     anywhere: bool = False
     words: tuple[str, str] | None = None
+    around: tuple[str, ...] = ()
 
     @property
     def thinks(self) -> bool:
@@ -202,7 +214,13 @@ class AnswerForm:
     @property
     def marks(self) -> str:
         """A text that contains every token that is a mark."""
-        return str(self).replace("\\", "")
+        return " ".join([str(self).replace("\\", ""), *(f"<{name}></{name}>" for name in self.around)])
+
+    @property
+    def places(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Texts before and after an answer's own text: none, or a channel's or a tag's."""
+        channel = [((FINAL,), ())] if self.anywhere else []
+        return [((), ()), *channel, *(((f"<{name}>\n",), (f"\n</{name}>",)) for name in self.around)]
 
     def opened(self, prompt: str, *, continued: bool = False) -> bool:
         """Whether a prompt ends with the start of a thought. If its answer is ``continued``, whether it ends within a thought."""
@@ -212,43 +230,69 @@ class AnswerForm:
 
 
 def response_field(tokenizer: PreTrainedTokenizerBase, *names: str) -> tuple[Mapping[str, object], Any] | None:
-    """A field of a tokenizer's own ``response_template``, as it is and loaded; None where none can be read."""
+    """A field of a tokenizer's own ``response_template``, as it is and loaded; None where there is none.
+
+    Raises:
+        ValueError: this transformers cannot read it.
+    """
     fields: Any = getattr(tokenizer, "response_template", None)
     for name in names:
-        try:
+        with suppress(LookupError, TypeError, AttributeError):
             field: Any = fields["fields"][name]
-            loaded = load_response_template({"start_anchor": "<", "fields": {name: field}}).fields[name]
-        except (LookupError, TypeError, ValueError):
-            continue
-        if loaded.open_re is not None:
-            return field, loaded
+            shown = {**field, "content": "json"} if field.get("content") == CALL_LIST else field
+            with prefixed_errors(f"the tokenizer's response_template, field {name!r}", ValueError):
+                loaded = load_response_template({"start_anchor": "<", "fields": {name: shown}}).fields[name]
+            if loaded.open_re is not None:
+                return field, loaded
     return None
 
 
-def call_form(template: str, declared: tuple[Mapping[str, object], Any] | None = None) -> CallForm:
-    """Form of the calls of a model with this chat template; ``UNKNOWN`` where no form is known."""
+def call_form(template: str, tokenizer: PreTrainedTokenizerBase | None = None) -> CallForm:
+    """Form of the calls of a model with this chat template, and with the tokenizer's marks; ``UNKNOWN`` where none is known."""
     if "tools" not in template:
         return TOLD
     known = next((form for form in FORMS if any(mark in template for mark in form.marks)), UNKNOWN)
-    if declared is None or (known.head and not known.bare):
-        return known
-    field, loaded = declared
-    close = NEVER if loaded.close_re is None else loaded.close_re.pattern
-    return writing(CallForm("declared", (), loaded.open_re.pattern, close, field=field), field)
+    declared = None if tokenizer is None or (known.head and not known.bare) else response_field(tokenizer, "tool_calls")
+    if declared is not None:
+        field, loaded = declared
+        close = NEVER if loaded.close_re is None else loaded.close_re.pattern
+        return writing(CallForm("declared", (), loaded.open_re.pattern, close, field=field), field)
+    if (
+        known == UNKNOWN and tokenizer is not None
+    ):  # the template names no mark, as one that is given its calls as texts
+        added = tokenizer.get_added_vocab()
+        marked = (form for form in FORMS if any(mark in added for mark in form.marks))
+        return next((replace(form, bare=True) for form in marked), UNKNOWN)
+    return known
 
 
-def declared_calls(field: Mapping[str, object], text: str) -> list[Any]:
-    """Names and arguments of the calls that a text is, by a field of a response template; none where it cannot be parsed."""
-    template = {"start_anchor": "<", "fields": {"tool_calls": field}}
-    if field.get("content") == "python-call-list" and regex.search(r"\d{16}", text):
-        text = LONG.sub(r'"\x02\g<0>"', text)
+def block_calls(form: CallForm, text: str) -> list[Any]:
+    """Names and arguments of the calls that a text is without the marks around it; none where it cannot be read. A form with a
+    field reads all of the text."""
     with suppress(ValueError, LookupError, TypeError, RecursionError):
-        said = json.dumps(parse_response(text, template, prefix="")["tool_calls"], allow_nan=False)
-        made: Any = json.loads(regex.sub(r'"\\u0002(-?\d+)"', r"\1", said))
+        made: Any = None
+        with suppress(ValueError):
+            made = json.loads(text) if form.field is None else None
+        if form.name == "python" and made is None:
+            made = python_calls(text)
+        elif form.field is not None:
+            made = parsed(form, form.field, text)
+        json.dumps(made, ensure_ascii=False, allow_nan=False).encode()  # a half of a character is no text
         rows = made if isinstance(made, list) else [made]
-        found = [nested(call, "function") or call for row in rows for call in (row if isinstance(row, list) else [row])]
-        return [one for one in found if isinstance(one, dict)]
+        found = [call for row in rows for call in (row if isinstance(row, list) else [row])]
+        found = [inner if isinstance(inner := nested(call, "function"), dict) else call for call in found]
+        return found if all(isinstance(one, dict) for one in found) else []
     return []
+
+
+def parsed(form: CallForm, field: Mapping[str, object], text: str) -> object:
+    """The value of a response template's field. Raises ValueError, LookupError, TypeError."""
+    if field.get("content") == CALL_LIST:  # not in every release, and without integers beyond 2^53
+        begin = regex.match(form.open, text)
+        start, stop = 0 if begin is None else begin.end(), text.rindex("]") + 1
+        text = text[:start] + json.dumps(python_calls(text[start:stop])) + text[stop:]
+        field = {**field, "content": "json"}
+    return parse_response(text, {"start_anchor": "<", "fields": {"tool_calls": field}}, prefix="")["tool_calls"]
 
 
 def example(form: CallForm, name: str, keys: Iterable[str]) -> str:
@@ -264,26 +308,32 @@ def example(form: CallForm, name: str, keys: Iterable[str]) -> str:
 
 
 def writes(form: CallForm, name: str, keys: Iterable[str]) -> bool:
-    """Whether a call of these names is read as it is written, by its form's field if there is one."""
-    wanted = [{"name": name, "arguments": dict.fromkeys(keys, "v")}]
-    return form.field is None or declared_calls(form.field, example(form, name, keys)) == wanted
+    """Whether a call of these names is read as it is written, in a form of calls that are read whole."""
+    wanted, said = [{"name": name, "arguments": dict.fromkeys(keys, "v")}], example(form, name, keys)
+    if form.field is None:  # in brackets, between marks
+        said = said[said.index("[") : said.rindex("]") + 1] if form.name == "python" else ""
+    return not said or block_calls(form, said) == wanted
+
+
+def literal(field: Mapping[str, Any], side: str) -> str:
+    """The text of a field's mark, with {names} for what its pattern names."""
+    texts = field.get(side)
+    return texts[0] if isinstance(texts, list) else texts or literal_of(field.get(f"{side}_pattern", ""))
+
+
+def literal_of(pattern: object) -> str:
+    """The text that a pattern stands for, with {names} for its groups."""
+    text = regex.sub(r"\(\?P<(\w+)>(?:\[(?:\\.|[^\]])*\]|\\.|[^()\\])*\)|\(\?=.*\)", r"{\1}", str(pattern))
+    return regex.sub(r"\\(.)", r"\1", regex.sub(r"\\s[*+?]?|{}", "", text).replace(r"\n", "\n"))
 
 
 def writing(form: CallForm, field: Mapping[str, Any]) -> CallForm:
     """A declared form with what is written of it, where its field's marks are each one text."""
-
-    def literal(pattern: object) -> str:
-        text = regex.sub(r"\(\?P<(\w+)>(?:\[(?:\\.|[^\]])*\]|\\.|[^()\\])*\)|\(\?=.*\)", r"{\1}", str(pattern))
-        return regex.sub(r"\\(.)", r"\1", regex.sub(r"\\s[*+?]?|{}", "", text).replace(r"\n", "\n"))
-
     kind, given = str(field.get("content", "text")), field.get("content_args", {})
-    first, last = (
-        texts[0] if isinstance(texts := field.get(side), list) else texts or literal(field.get(f"{side}_pattern", ""))
-        for side in ("open", "close")
-    )
+    first, last = (literal(field, side) for side in ("open", "close"))
     function = nested(field, "transform", "function")
     keys = NAMED if isinstance(function, str) else tuple(str(nested(function, key))[9:-1] for key in NAMED)
-    begin, _, end = literal(given.get("tag_pattern")).partition("{value}")
+    begin, _, end = literal_of(given.get("tag_pattern")).partition("{value}")
     written = {
         "json": (first, last),
         "kv-lines": (first, "{key}" + given.get("kv_sep", ":"), given.get("line_sep", "\n"), "", last),
@@ -309,27 +359,43 @@ def answer_form(tokenizer: PreTrainedTokenizerBase, *, tools: bool = False) -> A
     return _answer_form(tokenizer, template, len(tokenizer))
 
 
+def as_shown(tokenizer: PreTrainedTokenizerBase, form: CallForm) -> CallForm:
+    """A form of parameters with marks of their own, as the tokenizer's template writes a call: words, line ends and values."""
+    known = parameters_shown(tokenizer, form.head, rf"(?:{form.tail})?\s*(?:{form.close})?")
+    if known is None:
+        return form
+    written, python = known
+    key = form.key if written[1].endswith("\n") else form.key.replace(LINE, "")
+    end = form.end if written[2].startswith("\n") else form.end.removeprefix(LINES)
+    return replace(form, written=written, python=python, key=key, end=end)
+
+
 @lru_cache(maxsize=8)
 def _answer_form(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -> AnswerForm:
-    calls = call_form(template, response_field(tokenizer, "tool_calls"))
-    if calls.name == "list" and "[ARGS]" in tokenizer.get_added_vocab():
+    added = tokenizer.get_added_vocab()
+    words = "\n".join([template, *added])
+    calls = call_form(template, tokenizer)
+    calls = as_shown(tokenizer, calls) if calls.key and not calls.quotes else calls
+    if calls.name == "list" and "[ARGS]" in added:
         calls = replace(calls, written=("[TOOL_CALLS]{name}[ARGS]", ""), row=("", "", ""), keys=())
-    if CALLS["channels"].marks[0] in template and "<|message|>" in template:
-        open_ = r"<\|channel\|>analysis(?! to=functions)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+    if "<|channel|>" in words and "<|message|>" in words:
+        open_ = rf"<\|channel\|>analysis(?! to=functions){KIND}<\|message\|>"
         return AnswerForm(open_, r"<\|end\|>|<\|return\|>|<\|call\|>", CALLS["channels"], True, ANALYSIS)
+    around = tags_around(tokenizer, template)
     if thought := response_field(tokenizer, *DECLARED):
-        field = thought[1]
-        return AnswerForm(field.open_re.pattern, NEVER if field.close_re is None else field.close_re.pattern, calls)
-    words = "\n".join([template, *tokenizer.get_added_vocab()])
+        given, field = thought
+        marks = literal(given, "open"), literal(given, "close")
+        close = NEVER if field.close_re is None else field.close_re.pattern
+        known = bool(regex.fullmatch(field.open_re.pattern, marks[0]) and regex.fullmatch(close, marks[1]))
+        return AnswerForm(field.open_re.pattern, close, calls, words=marks if known else None, around=around)
     pairs = {f"{found['a']}{found['word']}{found['b']}": found[0] for found in PAIR.finditer(words)}
     pairs |= {open_: close for open_, close in PHRASES.items() if open_.strip() in words}
     if not pairs:
-        return AnswerForm(calls=calls)
-    if "<response>" in template:
-        calls = replace(calls, sections=f"{calls.sections}|</?response>".removeprefix("|"))
+        return AnswerForm(calls=calls, around=around)
     return AnswerForm(
         "|".join(map(regex.escape, pairs)),
         "|".join(map(regex.escape, pairs.values())),
         calls,
         words=next(iter(pairs.items())),
+        around=around,
     )

@@ -1,4 +1,4 @@
-"""Values of arguments: the types that a tool's JSON schema names, and texts that models write without quotes."""
+"""Values of arguments: the types that a tool's JSON schema names, texts that models write without quotes, and Python's calls."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 import json
 from contextlib import suppress
 from decimal import Decimal
+
+import regex
 
 Schema = dict[str, object]
 """A schema or another object of JSON."""
@@ -49,9 +51,14 @@ def types_of(schema: object, root: Schema, seen: set[int] | None = None) -> set[
     return types | ({"null"} if one.get("nullable") else set())
 
 
-def typed(text: str, types: set[str]) -> object:
-    """The value of an argument that is written without quotes: of its types, else the text as it is."""
-    for read in (json.loads, ast.literal_eval) if types - {"string"} else ():
+def typed(text: str, types: set[str], *, python: bool = True) -> object:
+    """The value of an argument that is written without quotes: of its types, else the text as it is.
+
+    Args:
+        python: whether a value that may be a text too can be written as Python has it, such as ``None``.
+    """
+    reads = (json.loads, ast.literal_eval) if python or "string" not in types else (json.loads,)
+    for read in reads if types - {"string"} else ():
         with suppress(ValueError, SyntaxError, LookupError, TypeError, RecursionError, MemoryError, ArithmeticError):
             value = read(text.strip())
             json.dumps(value, allow_nan=False)
@@ -60,3 +67,41 @@ def typed(text: str, types: set[str]) -> object:
             if types & {KINDS[type(value)], "number" if type(value) is int else ""} - {"string"}:
                 return value
     return text
+
+
+NAME = r"[^\W\d]\w*(?:[-.]\w+)*"
+SIGN = regex.compile(
+    rf"""(?s)(?P<text>"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')|(?P<call>{NAME})\s*\(|(?P<key>{NAME})\s*=|(?P<end>\))|"""
+    r"(?P<word>True|False|None)\b"
+)
+"""Parts of Python's calls that JSON writes in another way."""
+ESCAPE = regex.compile(
+    r"""(?s)\\(?:(?P<same>["\\/bfnrt]|u[\da-fA-F]{4})|x(?P<byte>[\da-fA-F]{2})|(?P<other>.))|(?P<quote>")"""
+)
+WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+def python_calls(text: str) -> list[Schema]:
+    """Names and arguments of a list of calls, as Python writes them: ``[depth(place="north", days=3)]``.
+
+    Raises:
+        ValueError: it is something else, such as a call with an argument that has no name.
+    """
+
+    def escape(found: regex.Match[str]) -> str:
+        if found["same"] or found["other"] == "'":
+            return found["other"] or found[0]
+        return '\\"' if found["quote"] else f"\\u00{found['byte']}" if found["byte"] else f"\\{found[0]}"
+
+    def json_of(found: regex.Match[str]) -> str:
+        if found["text"]:
+            return f'"{ESCAPE.sub(escape, found[0][1:-1])}"'
+        if name := found["call"]:
+            return f'{{"name": "{name}", "arguments": {{'
+        return f'"{found["key"]}": ' if found["key"] else "}}" if found["end"] else WORDS[found[0]]
+
+    made = json.loads(SIGN.sub(json_of, text), strict=False)
+    names = sum(found["call"] is not None for found in SIGN.finditer(text))
+    if not isinstance(made, list) or len(made) != names:
+        raise ValueError("this is no list of calls")
+    return made

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import regex
 from transformers import PreTrainedTokenizerBase
 
-from ..answers.forms import AnswerForm, answer_form
+from ..answers.forms import FINAL, AnswerForm, answer_form
 from ..answers.reader import Event, Reader
 from ..text.tokens import TextStream
 
 MAX_THOUGHT = 2048
 """Tokens of an answer's thought, at most, in commands."""
-ANSWER = "<|start|>assistant<|channel|>final<|message|>"
+ANSWER = f"<|start|>assistant{FINAL}"
 """Tokens after the end of a thought in a channel of its own."""
 
 

@@ -9,7 +9,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import itemgetter
 from typing import Literal
 
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -43,32 +42,27 @@ class Block:
 
 
 class AnswerStream:
-    """One answer on its way to the client: events of its final text, cut at the first stop text.
+    """One answer on its way to the client, up to the reader's stop text.
 
     Args:
         echoes: whether the prompt's text precedes it. hides: whether thoughts are left out.
 
     Attributes:
         events, blocks: sent to the client so far. tokens: their tokens.
-        reason: why it ended: "stop", "length" or "tool_calls". stop_text: the stop text that ended it; None without one.
+        reason: why it ended: "stop", "length" or "tool_calls".
     """
 
     def __init__(
-        self, engine: EngineThread, request: ServerRequest, stops: Sequence[str], reader: Reader, *, echoes: bool = False,
-        hides: bool = False,
-    ) -> None:  # fmt: skip
-        self.engine, self.request, self.stops, self.reader = engine, request, stops, reader
-        self.echoes, self.hides = echoes, hides
+        self, engine: EngineThread, request: ServerRequest, reader: Reader, *, echoes: bool = False, hides: bool = False
+    ) -> None:
+        self.engine, self.request, self.reader, self.echoes, self.hides = engine, request, reader, echoes, hides
         self.events, self.tokens, self.blocks, self.reason = list[Event](), list[Token](), list[Block](), "stop"
-        self.stop_text: str | None = None
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
-        # Written by the engine's thread: final pieces, the end of the text that may begin a stop text, characters after tokens.
+        # Written by the engine's thread: events with the number of characters that they are sure of, characters after tokens.
         marks = reader.marks
         shown = frozenset(at for mark, at in engine.tokenizer.get_added_vocab().items() if mark in marks)
         self._stream = TextStream(engine.tokenizer, shown=shown)
-        self._final, self._ends = list[tuple[int, list[Event]]](), [0]
-        self._withheld, self._newest = max((len(stop) for stop in stops), default=1) - 1, ""
-        self._cut: int | None = None
+        self._final, self._ends = list[tuple[list[Event], int]](), [0]
         self._ended: str | None = None
         request.on_change, request.stop_at, request.thought_spans = self._tell, self._take, self.thought_spans
 
@@ -91,25 +85,15 @@ class AnswerStream:
         for token in tokens[len(ends) - 1 :]:
             ends.append(ends[-1])
             self._add(self._stream.add(token))
-        if self._cut is not None:
-            return bisect_left(ends, ends[bisect_right(ends, self._cut) - 1])
+        if self.reader.stopped_at is not None:
+            return bisect_left(ends, ends[bisect_right(ends, self.reader.stopped_at) - 1])
         return len(tokens) if self.reader.ended else None
 
     def _add(self, piece: str, *, final: bool = False, full: bool = False) -> None:
-        """Add text. Where stop texts end in it, the answer is cut at the one that begins first. One that is ``full`` would have
-        gone on."""
-        if self._cut is not None or not (piece or final):
-            return
-        text, before = self._newest + piece, self._ends[-1] - len(self._newest)
-        found = [(at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        size = len(text) if final else max(0, len(text) - self._withheld)
-        if found:
-            size, self.stop_text = min(found, key=itemgetter(0))
-            self._cut = before + size
-        self._newest = text[size:]
-        self._ends[-1] += len(piece)
-        events = self.reader.feed(text[:size], final=final or self._cut is not None, cut=full and self._cut is None)
-        self._final.append((size, events))
+        """Add text, up to a stop text. One that is ``full`` would have gone on."""
+        if self.reader.stop is None and (piece or final):
+            self._ends[-1] += len(piece)
+            self._final.append((self.reader.feed(piece, final=final, cut=full), self.reader.settled))
 
     async def stream_blocks(self) -> AsyncIterator[tuple[Step, Block, str]]:
         """Blocks: the start of each, the pieces that extend it, and its end. Raises as ``stream_pieces``."""
@@ -148,12 +132,11 @@ class AnswerStream:
             if sequence.error is not None:
                 raise sequence.error if isinstance(sequence.error, ValueError) else Failed(first_line(sequence.error))
             new, start = self._final[taken:], end
-            events = [event for _, part in new for event in part if not (self.hides and event.kind == "thought")]
-            taken += len(new)
-            shown += sum(size for size, _ in new)
+            events = [event for part, _ in new for event in part if not (self.hides and event.kind == "thought")]
+            taken, shown = taken + len(new), new[-1][1] if new else shown
             if request.top_logprobs is not None:
                 end = min(len(sequence.written), len(ends) - 1)
-                end = end if ended and self._cut is None else bisect_left(ends, shown, 0, end)
+                end = end if ended and self.reader.stop is None else bisect_left(ends, shown, 0, end)
             hidden = self.thought_spans() if self.hides and end > start else []
             offsets = [at + before for at in ends[start:end]]
             told = zip(sequence.written[start:end], sequence.logprobs[start:end], offsets, strict=True)
@@ -165,7 +148,7 @@ class AnswerStream:
                 self.events += piece[0]
                 self.tokens += piece[1]
                 yield piece
-        self.reason = "length" if ended in FULL and self._cut is None else "stop"
+        self.reason = "length" if ended in FULL and self.reader.stop is None else "stop"
         if self.reader.calls and not self.reader.calling:
             self.reason = "tool_calls"
 

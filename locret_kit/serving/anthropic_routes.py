@@ -119,7 +119,7 @@ class MessageReply(Reply):
     def end(self) -> dict[str, JsonObject]:
         """Why the answer ended, and its tokens; of the prompt, those that were read for it stand apart from those that were not
         read again."""
-        request, stop, tokens = self.answer.request, self.answer.stop_text, usage(self.answers)
+        request, stop, tokens = self.answer.request, self.answer.reader.stop, usage(self.answers)
         reason = REASONS[self.answer.reason] if stop is None else "stop_sequence"
         counts = {
             "input_tokens": request.prompt_tokens - request.cached_tokens, "cache_creation_input_tokens": 0,

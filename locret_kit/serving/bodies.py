@@ -7,10 +7,12 @@ from array import array
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
+import regex
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 from transformers import PreTrainedTokenizerBase
 
+from ..answers.forms import AnswerForm, answer_form
 from ..answers.values import nested
 from ..documents.conversation import common
 from ..documents.document import Document
@@ -210,7 +212,8 @@ class ChatBody(CompletionBody):
     def continued(self) -> bool:
         """Whether the last message is the start of the answer."""
         last = self.messages[-1]
-        return self.continue_final_message and last.role == "assistant" and bool(last.content) and not last.tool_calls
+        begun = bool(last.content or last.reasoning_content) and not last.tool_calls
+        return self.continue_final_message and last.role == "assistant" and begun
 
     def conversation(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Message], list[JsonObject]]:
         """Messages and tools for the chat template. Raises ValueError for a message that it would leave out."""
@@ -222,6 +225,8 @@ class ChatBody(CompletionBody):
                 if message.reasoning_content and not message.content and not message.tool_calls:
                     said = "the chat template has no place for a thought, and there is nothing else"
                     raise ValueError(f"messages.{number}: {said}")
+        elif self.continued:
+            messages = [*before, thought_of(last, answer_form(tokenizer))]
         if "tools" in template:
             return messages, [tool.model_dump() for tool in self.tools]
         return rewritten(messages, self.tools), []
@@ -283,6 +288,17 @@ class ChatBody(CompletionBody):
             return 0
         alone = IdStream(tokenizer).finish(render(messages, about=True)[0])
         return common(alone, ids)
+
+
+def thought_of(message: Message, form: AnswerForm) -> Message:
+    """The beginning of an answer, with a thought at its content's start in the place of thoughts."""
+    found = regex.match(
+        rf"(?s)\s*(?:{form.open})\s*(?P<thought>.*?)(?:\s*(?:{form.close})\s*(?P<text>.*))?\Z", message.content
+    )
+    if found is None or form.anywhere:
+        return message
+    thought = f"{message.reasoning_content or ''}{found['thought']}"
+    return message.model_copy(update={"content": found["text"] or "", "reasoning_content": thought})
 
 
 def asked(messages: list[Message]) -> list[Message]:

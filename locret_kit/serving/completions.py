@@ -226,7 +226,7 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
                 prompt_logprobs=echoes and top_logprobs is not None, parks=max_new_tokens > 0,
                 thought=None if budget is None else Thought(engine.tokenizer, opened=thinks, max_tokens=budget, apart=apart),
             ),
-            [*filter(None, body.stop)], reader(thinks=thinks), echoes=echoes, hides=bool(hides),
+            reader(thinks=thinks, stops=[*filter(None, body.stop)]), echoes=echoes, hides=bool(hides),
         )
         for ids, thinks in zip(prompts, begun, strict=True) for i in range(body.n)
     ]  # fmt: skip
@@ -237,6 +237,8 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
 def begins_in_thought(tokenizer: PreTrainedTokenizerBase, form: AnswerForm, ids: Sequence[int], body: ChatBody) -> bool:
     """Whether an answer starts within a thought, opened by the chat template or by the continued answer."""
     last = body.messages[-1].content if body.continued else str(tokenizer.decode(list(ids[-NEAREST:])))
+    if body.continued and not last:
+        return form.thinks
     return form.thinks and not form.anywhere and form.opened(last, continued=body.continued)
 
 
@@ -247,7 +249,8 @@ def form_of_answer(
     so. Raises HTTPException 400."""
     tokenizer, response_format = engine.tokenizer, body.response_format
     schema = None if response_format is None else response_format.schema_of_answer
-    rules, reader, spell = [] if schema is None else [json_rule(schema)], partial(Reader, form), speller(tokenizer)
+    reader, spell, places = partial(Reader, form), speller(tokenizer), [] if schema is None else form.places
+    rules = [json_rule(schema or {}, before, after, spell) for before, after in places]
     if isinstance(body, ChatBody) and body.tools:
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
         called = {name: tools[name] for name in body.called}

@@ -36,6 +36,8 @@ ROLES = {"system", "developer", "user", "assistant", "tool", "function", "observ
 """Roles that templates write as control tokens, such as ``<|user|>``."""
 REFUSALS = (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors of templates that refuse a conversation."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's thought."""
 GIVEN = {"messages", "tools", "add_generation_prompt"}
 """Arguments of every template, which no caller replaces."""
 
@@ -247,8 +249,9 @@ def render_traced(
     with prefixed_errors("the chat template refuses the conversation", *REFUSALS):
         said = [_traced_message(number, message) for number, message in enumerate(messages)]
         if continued:
-            beginning, end = str(said[-1]["content"]), _marker([str(message.get("content")) for message in messages])
-            said[-1] = {**said[-1], "content": beginning + f"{end} "}
+            names = [name for name in ("content",) if said[-1].get(name)] or said[-1].keys() & THOUGHTS
+            beginning, end = str(said[-1][min(names)]), _marker([str(message) for message in messages])
+            said[-1] = {**said[-1], **dict.fromkeys(names, beginning + f"{end} ")}
         template, names = compiled(tokenizer.get_chat_template(tools=tools or None))
         given = _arguments(tokenizer, names, {**getattr(tokenizer, DEFAULTS, {}), **(arguments or {})})
         given = {**traced(tokenizer.special_tokens_map, OWN), "documents": None, **given}
@@ -270,7 +273,7 @@ def render_traced(
 def _traced_message(number: int, message: Mapping[str, object]) -> dict[str, object]:
     """A message as transformers gives it to a template: nothing null, and thoughts under each of their names."""
     said = {name: traced(value) for name, value in message.items() if value is not None}
-    thoughts = next((said[name] for name in ("reasoning_content", "thinking", "reasoning") if name in said), None)
+    thoughts = next((said[name] for name in THOUGHTS if name in said), None)
     if thoughts is not None:
         said = {"thinking": thoughts, **said, "reasoning_content": thoughts}
     if message.get("role") in ROLES:

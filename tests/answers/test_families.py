@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from families import ARGUMENTS, FAMILIES, TEXT, THOUGHT, TOOL, family_tokenizer, joined
+from real_templates import real_tokenizer
 
 from locret_kit.answers.forms import UNKNOWN, answer_form
 from locret_kit.answers.grammar import after_thought, call_rules
@@ -163,16 +164,13 @@ def test_without_tools_a_call_is_text_and_channels_are_read():
 
 
 def test_a_form_that_nothing_tells():
-    tokenizer = family_tokenizer("granite-4")
-    before, tokenizer.chat_template = tokenizer.chat_template, "{{ tools }}{{ messages }}"
-    try:
-        form = answer_form(tokenizer, tools=True)
-        assert form.calls == UNKNOWN and not form.thinks
-        reader = Reader(form, SCHEMAS)
-        text = "<call>depth(north)</call> <think>no</think>"
-        assert joined([*reader.feed(text), *reader.end()]) == [("text", text)]
-    finally:
-        tokenizer.chat_template = before
+    tokenizer = copy(real_tokenizer("smollm2"))
+    tokenizer.chat_template = "{{ tools }}{{ messages }}"
+    form = answer_form(tokenizer, tools=True)
+    assert form.calls == UNKNOWN and not form.thinks
+    reader = Reader(form, SCHEMAS)
+    text = "<call>depth(north)</call> <think>no</think>"
+    assert joined([*reader.feed(text), *reader.end()]) == [("text", text)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -183,6 +183,53 @@ def test_a_thought_alone_is_no_beginning_of_the_same_request(url, dictated):
         assert said["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_stop_texts_end_the_text_alone(url, dictated):
+    """Not the thought and not a call's arguments, which have them too."""
+    tokens, _ = dictated
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0) as client:
+        asked = dict(model="tiny", messages=user("How deep?"), tools=[TOOL], max_tokens=tokens, temperature=0)
+        (choice,) = client.chat.completions.create(**asked, stop=["harbour", "bay", "2 <"]).choices
+        said = choice.message.reasoning, choice.message.content, choice.message.tool_calls, choice.finish_reason
+        assert said == (THOUGHT, TEXT.partition("2 <")[0], None, "stop")
+        (choice,) = client.chat.completions.create(**asked, stop=["harbour", "bay"]).choices
+        assert (choice.message.content, choice.finish_reason) == (TEXT, "tool_calls")
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == ARGUMENTS
+        deltas = [one.choices[0].delta for one in client.chat.completions.create(**asked, stop="2 <", stream=True)]
+        assert "".join(delta.content or "" for delta in deltas) == TEXT.partition("2 <")[0]
+    with anthropic.Anthropic(base_url=url, api_key=KEYS[0], max_retries=0) as client:
+        made = client.messages.create(
+            model="tiny", max_tokens=tokens, messages=user("How deep?"), stop_sequences=["harbour", "look"],
+            extra_body={"temperature": 0},
+        )  # fmt: skip
+        assert [block.type for block in made.content] == ["thinking", "text"] and made.content[0].thinking == THOUGHT
+        assert (made.stop_reason, made.stop_sequence, made.content[1].text.strip()) == ("stop_sequence", "look", "I")
+
+
+PLACED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}<think>\n{{ (m.reasoning_content or '').strip('\n') }}"
+    "\n</think>\n\n{% endif %}{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+BARE = PLACED.replace("<think>\n{{ (m.reasoning_content or '').strip('\n') }}\n</think>\n\n", "{# <think></think> #}")
+
+
+@pytest.mark.parametrize(("template", "last", "end", "within"), [
+    (PLACED, {"content": None, "reasoning_content": "Two and"}, "<think>\nTwo and", True),
+    (PLACED, {"content": "", "reasoning": "Two\n\nand "}, "<think>\nTwo\n\nand ", True),
+    (PLACED, {"content": "<think>\nTwo and"}, "<think>\nTwo and", True),
+    (PLACED, {"content": "<think>Two</think>Five"}, "<think>\nTwo\n</think>\n\nFive", False),
+    (PLACED, {"content": "Five", "reasoning_content": "Two"}, "<think>\nTwo\n</think>\n\nFive", False),
+    (BARE, {"content": "<think>\nTwo and"}, "<think>\nTwo and", True),
+    (BARE, {"content": "<think>\nTwo</think>\nFive"}, "<think>\nTwo</think>\nFive", False),
+])  # fmt: skip
+def test_a_beginning_with_a_thought_goes_on_in_the_same_turn(engine, template, last, end, within):
+    tokenizer = deepcopy(engine.tokenizer)
+    tokenizer.chat_template = template
+    body = ChatBody.model_validate({"messages": [*user("a"), {"role": "assistant", **last}]})
+    (ids,) = body.ids(tokenizer, None)
+    assert tokenizer.decode(list(ids)) == f"<user>a<end><assistant>{end}"
+    assert completions.begins_in_thought(tokenizer, answer_form(tokenizer), ids, body) == within
+
+
 def test_a_thought_that_a_template_has_no_place_for(url):
     """It is left out of an answer, and one without an answer is refused."""
     asked = {"model": "tiny", "max_tokens": 1}
