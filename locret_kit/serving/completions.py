@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from array import array
@@ -22,10 +23,10 @@ from ..policies.grammar import parse_policy
 from ..text.tokens import TooManyTokens, token_bytes
 from .answers import AnswerStream, Reply, Token
 from .bodies import ChatBody, TextBody
-from .constraint import Grammar, constraint, speller
+from .constraint import Grammar, constraint, speller, without_formats
 from .engine_thread import EngineThread
 from .messages import TOO_LONG, JsonObject, Refused, tool_call
-from .request import ServerRequest
+from .request import LOG, ServerRequest
 from .state import Server
 
 ANSWER, THOUGHT = 512, 2048
@@ -207,6 +208,9 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
         raise Refused(400, "the prompt holds no tokens", where)
     begun = [isinstance(body, ChatBody) and begins_in_thought(engine.tokenizer, form, ids, body) for ids in prompts]
     constrain, reader = await asyncio.to_thread(form_of_answer, engine, body, form, begun[0])
+    if body.left_out:
+        body.left_out = [re.sub(r"[^\w .:/-]", "?", one, flags=re.ASCII)[:80] for one in body.left_out[:20]]
+        LOG.warning("left out of a request: %s", ", ".join(body.left_out))
     sampling = replace(sampling, constrain=constrain)
     later, shared_tokens = array("i"), 0
     if form.thinks and isinstance(body, ChatBody) and not body.continued:
@@ -247,14 +251,18 @@ def form_of_answer(
     so. Raises HTTPException 400."""
     tokenizer, response_format = engine.tokenizer, body.response_format
     schema = None if response_format is None else response_format.schema_of_answer
-    rules, reader, spell = [] if schema is None else [json_rule(schema)], partial(Reader, form), speller(tokenizer)
+    unknown = set[str]()
+    rules = [] if schema is None else [json_rule(without_formats(schema, unknown))]
+    reader, spell = partial(Reader, form), speller(tokenizer)
     if isinstance(body, ChatBody) and body.tools:
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
-        called = {name: tools[name] for name in body.called}
+        called = body.called or (tools if rules else ())
         several = body.parallel_tool_calls and not isinstance(body.tool_choice, dict)
-        if called or rules:
-            rules = [*(() if called else rules), *call_rules(called or tools, form.calls, spell, several)]
+        if called:
+            schemas = {name: without_formats(tools[name], unknown) for name in called}
+            rules = [*(() if body.called else rules), *call_rules(schemas, form.calls, spell, several)]
         reader = partial(Reader, form, tools, parallel=body.parallel_tool_calls)
+    body.left_out += sorted(f"format {name}" for name in unknown)
     if rules and form.words is not None:
         rules = after_thought(rules, form.words, thinks, spell)
     return constraint(tokenizer, engine.stop_ids, rules, form.calls.text_end) if rules else None, reader

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from fastapi import HTTPException
 
-from ..answers.grammar import Spell, up_to
+from ..answers.grammar import Spell, json_rule, up_to
+from ..answers.values import Schema
 from ..naming import first_line, install_line
 from ..text.tokens import CHARACTER
 
@@ -91,9 +93,53 @@ def constraint(
         if first.is_error():
             raise ValueError(first.get_error())
     except (ValueError, RecursionError) as error:
-        raise HTTPException(400, f"the schema cannot be followed: {first_line(error)}") from None
+        raise HTTPException(400, f"the schema cannot be followed: {_reason(error)}") from None
     digits, letter = _digits(tokenizer)
     return lambda: Grammar(first.deep_copy(), digits, letter)
+
+
+DATA, NAMES = (
+    ("const", "enum", "default", "examples", "required"),
+    ("properties", "patternProperties", "$defs", "definitions"),
+)
+"""Words of a schema with values in them, and with the schemas of names."""
+
+
+def without_formats(schema: Schema, unknown: set[str]) -> Schema:
+    """A schema without formats that the library does not know, which are added to ``unknown``. They are notes, by JSON Schema."""
+
+    def plain(value: object, named: bool = False) -> object:
+        if isinstance(value, list):
+            return [plain(inner) for inner in value]
+        if not isinstance(value, dict):
+            return value
+        if not named and isinstance(name := value.get("format"), str) and not _follows(name):
+            unknown.add(name)
+            value = {key: inner for key, inner in value.items() if key != "format"}
+        return {
+            key: inner if key in DATA and not named else plain(inner, not named and key in NAMES)
+            for key, inner in value.items()
+        }
+
+    return cast(Schema, plain(schema))
+
+
+@lru_cache(maxsize=256)
+def _follows(name: str) -> bool:
+    """Whether the library, if it is installed, knows the format of a text."""
+    with suppress(ImportError):
+        from llguidance import LLMatcher
+
+        return not LLMatcher.validate_grammar(f"start: {json_rule({'type': 'string', 'format': name})}", None)
+    return True
+
+
+def _reason(error: Exception) -> str:
+    """Why the library refuses a schema, in one line."""
+    lines = str(error).splitlines()
+    if wrong := [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]:  # of a pattern
+        return f"pattern {lines[1].strip()!r}: {wrong[0]}"
+    return first_line(error).rpartition("JSON schema: ")[2]
 
 
 @lru_cache(maxsize=2)
