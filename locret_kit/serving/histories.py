@@ -11,6 +11,7 @@ import hashlib
 import json
 import operator
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import cast
@@ -47,17 +48,18 @@ def render(tokenizer: PreTrainedTokenizerBase, turns: Turns, generation: bool = 
     def tried(chain: Sequence[Repair]) -> tuple[int, str]:
         """Number of texts that the template does not show, and the rendering; or ``REFUSED``, and why."""
         try:
-            repaired = applied(chain, turns)
-            loss = lost(repaired, text := shown(repaired))
-            if any(calls_of(turn)[1:] for turn in repaired):  # some templates show the first call alone
-                loss += shown([with_calls(turn, calls_of(turn)[:1]) for turn in repaired]) == text
-            return loss, str.__str__(text)
-        except (Refusal, RecursionError) as error:
+            text = shown(repaired := applied(chain, turns))
+            first = [
+                with_calls(turn, calls_of(turn)[:1]) for turn in repaired
+            ]  # of several calls some templates show no more
+            alone = not same(first, repaired) and shown(first) == text
+            return lost(repaired, text) + alone, str.__str__(text)
+        except Refusal as error:
             return REFUSED, str(error)
 
-    def refused(turns: Turns) -> bool:
+    def refused(size: int) -> bool:
         try:
-            shown(turns, continued=False)
+            shown(repaired[:size], continued=False)
         except Refusal:
             return True
         return False
@@ -76,24 +78,20 @@ def render(tokenizer: PreTrainedTokenizerBase, turns: Turns, generation: bool = 
     if loss < REFUSED:
         return text
     repaired = applied(longer, turns)
-    low, high = 0, len(repaired)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if refused(repaired[:middle]) else (middle, high)
-    wrong = repaired[high - 1]
-    raise Refusal(f"{wrong.get('place') or 'a message'} ({wrong['role']}): {tried(longer)[1]}")
+    wrong = repaired[bisect_left(range(1, len(repaired)), True, key=refused)]
+    raise Refusal(f"{wrong.get('place', 'a message')} ({wrong['role']}): {tried(longer)[1]}")
 
 
 def chains(turns: Turns) -> Iterator[tuple[Repair, ...]]:
-    """Repairs that change a conversation, each time with one more; then again for templates that write arguments as texts."""
-    for chain in ((), (texts,)):
-        made = applied(chain, turns)
-        if chain:
-            yield chain
-        for repair in REPAIRS:
+    """Repairs that change a conversation, each time with one more; then the same for templates that write arguments as texts, and
+    all with calls in words."""
+    for repairs in ((objects, *REPAIRS), (texts, *REPAIRS)):
+        chain, made = tuple[Repair, ...](), turns
+        for repair in repairs:
             if not same(new := repair(made), made):
                 chain, made = (*chain, repair), new
                 yield chain
+    yield (objects, *REPAIRS, in_words)
 
 
 def applied(chain: Sequence[Repair], turns: Turns) -> Turns:
@@ -232,11 +230,12 @@ def later_systems(turns: Turns) -> list[Turn]:
 
 
 def no_system(turns: Turns) -> list[Turn]:
-    """The system message stands before the first user message, in one with it, or becomes one."""
-    if not turns or turns[0]["role"] != "system":
+    """The system message stands before the first user message, in one with it, or becomes one; later ones become ones."""
+    first, *rest = later_systems(one_system(turns))
+    if first["role"] != "system":
         return [*turns]
-    first = {**turns[0], "role": "user"}
-    return merged([first, *turns[1:]], lambda one, other: one is first and other["role"] == "user")
+    first = {**first, "role": "user"}
+    return merged([first, *rest], lambda one, other: one is first and other["role"] == "user")
 
 
 def no_empty(turns: Turns) -> list[Turn]:
@@ -312,8 +311,13 @@ def told(turns: Turns, *, pairs: bool) -> list[Turn]:
     return made
 
 
+def in_words(turns: Turns) -> list[Turn]:
+    """All calls and results in words."""
+    return neighbours(told(turns, pairs=True))
+
+
 REPAIRS: tuple[Repair, ...] = (
-    objects, identifiers, one_system, later_systems, no_empty, parts, partial(told, pairs=False), neighbours, after_results,
-    no_system, user_first, lambda turns: neighbours(told(turns, pairs=True)),
+    identifiers, one_system, later_systems, no_empty, parts, partial(told, pairs=False), neighbours, after_results, no_system,
+    user_first,
 )  # fmt: skip
-"""From those that change the least."""
+"""After those of arguments, from the repairs that change the least."""

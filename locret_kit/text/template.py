@@ -262,7 +262,8 @@ def render_traced(
         with limited_steps():
             text = cast(Traced, template.render(given))
     except REFUSALS as error:
-        raise Refusal(f"the chat template refuses the conversation: {first_line(error)}") from error
+        kind = ValueError if isinstance(error, RecursionError) else Refusal  # too deep, in whatever form it is given
+        raise kind(f"the chat template refuses the conversation: {first_line(error)}") from error
     if continued:
         at = text.rfind(end)
         if at < 0 or beginning.strip() not in text[:at]:
