@@ -14,13 +14,14 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
+from itertools import compress
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
 from ..answers.values import nested
 from ..text.template import Refusal, render_traced
-from ..text.untrusted import FIRST, Traced
+from ..text.untrusted import FIRST, OTHERS, Traced
 from .messages import JsonObject
 from .tools import call_text, result_text
 
@@ -77,9 +78,10 @@ def render(tokenizer: PreTrainedTokenizerBase, turns: Turns, generation: bool = 
             chain, (loss, text) = fewer, new
     if loss < REFUSED:
         return text
-    repaired = applied(longer, turns)
+    why = tried(longer)[1]
+    repaired = turns if why == text else applied(longer, turns)
     wrong = repaired[bisect_left(range(1, len(repaired)), True, key=refused)]
-    raise Refusal(f"{wrong.get('place', 'a message')} ({wrong['role']}): {tried(longer)[1]}")
+    raise Refusal(f"{wrong.get('place') or 'a message'} ({wrong['role']}): {why}")
 
 
 def chains(turns: Turns) -> Iterator[tuple[Repair, ...]]:
@@ -107,12 +109,13 @@ def same(some: Turns, others: Turns) -> bool:
 def lost(turns: Turns, text: Traced) -> int:
     """Number of texts of a conversation that a rendering lacks. What it shows of an answer is the template's matter, but for
     arguments that are no object."""
+    rest = "".join(compress(text, (origin == OTHERS for origin in text.origin)))  # such as JSON, which has no origins
     number = 0
     for at, turn in enumerate(turns):
         given = [] if turn["role"] == "assistant" or chr(FIRST + at) in text.origin else [content_of(turn)]
         for said in (*given, *filter(None, map(raw, calls_of(turn)))):
             forms = (said.strip(), json.dumps(said.strip())[1:-1], json.dumps(said.strip(), ensure_ascii=False)[1:-1])
-            number += not any(form in text for form in forms)
+            number += not any(form in rest for form in forms)
     return number
 
 

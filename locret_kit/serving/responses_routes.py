@@ -91,7 +91,8 @@ def messages_of(items: list[object], left_out: set[str]) -> list[Message]:
                 calls = []
                 made.append({"role": "assistant", "tool_calls": calls})
             said = item.get("arguments", item.get("action", {"input": item.get("input")}))
-            calls.append(tool_call(item.get("call_id"), item.get("name") or kind.removesuffix("_call"), said))
+            name = item.get("name", None if kind == "function_call" else kind.removesuffix("_call"))
+            calls.append(tool_call(item.get("call_id"), name, said))
         elif kind.endswith("_call_output"):
             output = item.get("output")
             output = output if kind in OUTPUTS or isinstance(output, str) else json.dumps(output)

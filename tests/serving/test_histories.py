@@ -16,8 +16,10 @@ from locret_kit.serving.anthropic_routes import CountBody
 from locret_kit.serving.bodies import ChatBody
 from locret_kit.serving.responses_routes import ResponsesBody
 
-PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}{% endfor %}"
-DEPTH = {"type": "function", "function": {"name": "depth", "parameters": {"type": "object"}}}
+PLAIN = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+    "{% endfor %}{# tools #}"
+)
 
 
 def tokenizer_of(template: str):
@@ -102,7 +104,7 @@ def test_arguments_that_a_template_writes_as_texts():
     assert "```json\nhalf {\n```" in prompt("DEEPSEEK", [ASK, call("half {"), result("7 m"), GO])
 
 
-@pytest.mark.parametrize("id", ["call_abcdef0123456789", "toolu_01A", "functions.depth:0", "", None, "ä" * 9])
+@pytest.mark.parametrize("id", ["call_abcdef0123456789", "toolu_01AbC", "functions.depth:0", "", None, "ä" * 9])
 def test_identifiers_of_other_servers(id):
     """Nine letters and digits for Mistral's; calls and results have the same, and each turn the same again."""
     texts = [
@@ -142,11 +144,10 @@ def test_system_messages():
 
 
 def test_turns_alternate():
-    """Neighbours of one role are one, a text after a result stands in it, empty answers go, a greeting has a question before it."""
+    """Neighbours of one role are one, a text after a result stands in it, empty messages go."""
     model, end = "<start_of_turn>model\n", "<end_of_turn>\n"
     for history, want in [
         ([ASK, GO, said("1"), said("2"), GO], f"user\nAsk.\n\nGo.{end}{model}1\n\n2{end}<start_of_turn>user\nGo."),
-        ([ASK, said(""), GO], f"user\nAsk.\n\nGo.{end}"),
         ([said("Hello."), GO], f"<start_of_turn>user\n{end}{model}Hello.{end}"),
         ([system("A"), said("Hello."), GO], f"<start_of_turn>user\nA{end}{model}Hello.{end}"),
         ([ASK, said("1"), {"role": "user", "content": []}, said("2"), GO], f"{model}1\n\n2{end}"),
@@ -154,6 +155,11 @@ def test_turns_alternate():
         assert want in prompt("GEMMA", history), history
     mixed = [ASK, said("I look."), call({"a": 1}), result("7"), GO, said("Yes."), GO]
     assert '{"content": "7\\n\\nGo.", "call_id"' in prompt("MISTRAL", mixed)
+    full = "{% for m in messages %}{% if not m.content %}{{ raise_exception('empty') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    assert (
+        prompt(full, [ASK, said(""), GO, said("1"), user("")[0], said(" "), GO])
+        == "[user]Ask.[user]Go.[assistant]1[user]Go."
+    )
     begun = prompt("GEMMA", [ASK, GO, said("It is")])
     assert begun.endswith(f"user\nAsk.\n\nGo.{end}{model}It is"), "an answer is continued"
 
@@ -291,7 +297,7 @@ def test_tools_of_other_types_are_left_out(url, path, caplog):
         answer = post(url, path, **given, tools=[other, OWN[path], other])
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-left-out"] == f"tool {other['type']}"
-        assert f"tool {other['type']}" in caplog.records[-1].getMessage() or caplog.text.count(other["type"])
+        assert f"left out of a request: tool {other['type']}\n" in caplog.text
         used, alone = (
             one.json()["usage"].get("prompt_tokens") or one.json()["usage"]["input_tokens"] for one in (answer, want)
         )
@@ -376,7 +382,7 @@ def test_unknown_formats_are_notes(url, caplog):
             assert ("x-left-out" in answer.headers) is not known
             assert known or answer.headers["x-left-out"] == "format " + name.replace("\n", "?").replace("\u00fc", "?")
     assert "format password" in caplog.text
-    example = {"properties": {"a": {"const": {"format": "path"}}}, "required": ["a"], "type": "object"}
+    example = {"properties": {"a": {"const": {"format": "path"}}}, "required": ["a"], "additionalProperties": False}
     answer = chat(
         url, [ASK], max_tokens=64, response_format={"type": "json_schema", "json_schema": {"schema": example}}
     )
@@ -387,7 +393,8 @@ def test_unknown_formats_are_notes(url, caplog):
     ({"type": "array", "uniqueItems": True}, 'Unimplemented keys: ["uniqueItems"]'), ({"not": {}}, 'keys: ["not"]'),
     ({"type": "object", "propertyNames": {"pattern": "^a"}}, 'keys: ["propertyNames"]'),
     ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]},
-     "pattern '^(?!^[-+.]*$)[+-]?0*[0-9]*\\\\.?[0-9]*$': look-around"), ({"type": "string", "pattern": "("}, "pattern '(': unclosed"),
+     "pattern '^(?!^[-+.]*$)[+-]?0*[0-9]*\\\\.?[0-9]*$': look-around"),
+    ({"type": "string", "pattern": "("}, "pattern '(': unclosed"),
 ])  # fmt: skip
 def test_schemas_that_are_not_followed_say_why(url, schema, words):
     answer = chat(url, [ASK], response_format={"type": "json_schema", "json_schema": {"schema": schema}})
@@ -401,16 +408,8 @@ def test_schemas_that_are_not_followed_say_why(url, schema, words):
 ])  # fmt: skip
 def test_nearly_no_temperature_is_greedy(url, path, place):
     def answer(temperature: float) -> str:
-        value = post(
-            url,
-            path,
-            messages=[ASK],
-            input="Ask.",
-            prompt="Ask.",
-            max_tokens=6,
-            max_output_tokens=6,
-            temperature=temperature,
-        ).json()
+        asked = {"prompt": "Ask."} if path == "completions" else {"messages": [ASK], "input": "Ask."}
+        value = post(url, path, **asked, max_tokens=6, max_output_tokens=6, temperature=temperature).json()
         for name in place:
             value = value[name]
         return value
