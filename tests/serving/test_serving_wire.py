@@ -282,7 +282,7 @@ def schema(kind: str | None) -> dict:
         ("completions", {"prompt": []}, "prompt", "must be a text, token ids"),
         ("completions", {"prompt": "a", "stop": 5}, "stop", "must be a text, or at most 64 of them"),
         ("chat/completions", {"messages": user("a"), "tool_choice": "some"}, "tool_choice", "must be 'none', 'auto', 'required'"),
-        ("responses", {"instructions": "b", "input": [{"role": "user", "content": [{"type": "image"}]}]}, "input.0.content", "'image'"),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "image"}]}]}, "input.0.content", "'image'"),
         ("responses", {"model": "x"}, "input", "Field required"),
         ("responses", {"input": "a" * 100_000}, "input", "more than 4000 tokens"),
         ("responses", {"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens=0 must be at least 1"),
