@@ -189,11 +189,7 @@ class ChatBody(CompletionBody):
             names = {tool_name(tool) or str(nested(tool, "type")) for tool in tools} - foreign
             self.tools, self.tool_choice = [tool for tool in self.tools if tool.function.name in names], mode
         if absent := names - known:
-            why = (
-                "is of a type that is not supported: only functions are"
-                if min(absent) in foreign
-                else "is none of tools"
-            )
+            why = "is of a type that is not supported" if min(absent) in foreign else "is none of tools"
             raise ValueError(f"{field} names {min(absent)[:64]!r}, which {why}")
         if self.tool_choice == "required" and not self.tools:
             raise ValueError("tool_choice needs tools")

@@ -23,7 +23,7 @@ from ..policies.grammar import parse_policy
 from ..text.tokens import TooManyTokens, token_bytes
 from .answers import AnswerStream, Reply, Token
 from .bodies import ChatBody, TextBody
-from .constraint import Grammar, constraint, speller, without_formats
+from .constraint import Grammar, constraint, speller
 from .engine_thread import EngineThread
 from .messages import TOO_LONG, JsonObject, Refused, tool_call
 from .request import LOG, ServerRequest
@@ -251,18 +251,15 @@ def form_of_answer(
     so. Raises HTTPException 400."""
     tokenizer, response_format = engine.tokenizer, body.response_format
     schema = None if response_format is None else response_format.schema_of_answer
-    unknown = set[str]()
-    rules = [] if schema is None else [json_rule(without_formats(schema, unknown))]
-    reader, spell = partial(Reader, form), speller(tokenizer)
+    rules, reader, spell = [] if schema is None else [json_rule(schema)], partial(Reader, form), speller(tokenizer)
     if isinstance(body, ChatBody) and body.tools:
         tools = {tool.function.name: tool.function.parameters for tool in body.tools}
-        called = body.called or (tools if rules else ())
+        called = {name: tools[name] for name in body.called}
         several = body.parallel_tool_calls and not isinstance(body.tool_choice, dict)
-        if called:
-            schemas = {name: without_formats(tools[name], unknown) for name in called}
-            rules = [*(() if body.called else rules), *call_rules(schemas, form.calls, spell, several)]
+        if called or rules:
+            rules = [*(() if called else rules), *call_rules(called or tools, form.calls, spell, several)]
         reader = partial(Reader, form, tools, parallel=body.parallel_tool_calls)
-    body.left_out += sorted(f"format {name}" for name in unknown)
     if rules and form.words is not None:
         rules = after_thought(rules, form.words, thinks, spell)
-    return constraint(tokenizer, engine.stop_ids, rules, form.calls.text_end) if rules else None, reader
+    made = constraint(tokenizer, engine.stop_ids, rules, form.calls.text_end, body.left_out) if rules else None
+    return made, reader

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from fastapi import HTTPException
 
-from ..answers.grammar import Spell, json_rule, up_to
-from ..answers.values import Schema
+from ..answers.grammar import Spell, up_to
 from ..naming import first_line, install_line
 from ..text.tokens import CHARACTER
 
@@ -22,6 +20,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
+FORMAT = re.compile(r"Unknown format: (.*?)(?: \(\d+ times\))?", re.DOTALL)
+"""The library's words for a format that it does not know."""
 DIGITS = 40
 """Digits of a number in a row, at most: JSON has no bound, and small models find no end."""
 
@@ -74,9 +74,15 @@ def speller(tokenizer: PreTrainedTokenizerBase) -> Spell:
 
 
 def constraint(
-    tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], rules: Sequence[str], text_end: str = ""
+    tokenizer: PreTrainedTokenizerBase,
+    stop: frozenset[int],
+    rules: Sequence[str],
+    text_end: str = "",
+    notes: list[str] | None = None,
 ) -> Callable[[], Grammar]:
     """A maker of constraints. An answer under a constraint follows one of the rules, in which ``text`` is one with this end.
+
+    Formats of texts that the library does not know have no effect, as JSON Schema has it, and are added to ``notes``.
 
     Raises:
         HTTPException: 400, if a schema is invalid or cannot be followed, or if the library is not installed.
@@ -90,48 +96,15 @@ def constraint(
     try:
         grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(rules) + text)
         first = LLMatcher(_tokenizer(tokenizer, stop), grammar, log_level=0)
-        if first.is_error():
-            raise ValueError(first.get_error())
+        _, said = LLMatcher.validate_grammar_with_warnings(grammar, _tokenizer(tokenizer, stop))
+        if first.is_error() or (others := [one for one in said if not FORMAT.fullmatch(one)]):
+            raise ValueError(first.get_error() or others[0])  # what else the library would leave out
+        if notes is not None:
+            notes += [f"format {found[1]}" for found in map(FORMAT.fullmatch, said) if found]
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the schema cannot be followed: {_reason(error)}") from None
     digits, letter = _digits(tokenizer)
     return lambda: Grammar(first.deep_copy(), digits, letter)
-
-
-DATA, NAMES = (
-    ("const", "enum", "default", "examples", "required"),
-    ("properties", "patternProperties", "$defs", "definitions"),
-)
-"""Words of a schema with values in them, and with the schemas of names."""
-
-
-def without_formats(schema: Schema, unknown: set[str]) -> Schema:
-    """A schema without formats that the library does not know, which are added to ``unknown``. They are notes, by JSON Schema."""
-
-    def plain(value: object, named: bool = False) -> object:
-        if isinstance(value, list):
-            return [plain(inner) for inner in value]
-        if not isinstance(value, dict):
-            return value
-        if not named and isinstance(name := value.get("format"), str) and not _follows(name):
-            unknown.add(name)
-            value = {key: inner for key, inner in value.items() if key != "format"}
-        return {
-            key: inner if key in DATA and not named else plain(inner, not named and key in NAMES)
-            for key, inner in value.items()
-        }
-
-    return cast(Schema, plain(schema))
-
-
-@lru_cache(maxsize=256)
-def _follows(name: str) -> bool:
-    """Whether the library, if it is installed, knows the format of a text."""
-    with suppress(ImportError):
-        from llguidance import LLMatcher
-
-        return not LLMatcher.validate_grammar(f"start: {json_rule({'type': 'string', 'format': name})}", None)
-    return True
 
 
 def _reason(error: Exception) -> str:

@@ -50,9 +50,7 @@ def render(tokenizer: PreTrainedTokenizerBase, turns: Turns, generation: bool = 
         """Number of texts that the template does not show, and the rendering; or ``REFUSED``, and why."""
         try:
             text = shown(repaired := applied(chain, turns))
-            first = [
-                with_calls(turn, calls_of(turn)[:1]) for turn in repaired
-            ]  # of several calls some templates show no more
+            first = [with_calls(turn, calls_of(turn)[:1]) for turn in repaired]  # some templates show no more
             alone = not same(first, repaired) and shown(first) == text
             return lost(repaired, text) + alone, str.__str__(text)
         except Refusal as error:

@@ -39,7 +39,7 @@ ROLES = {"developer": "system", "function": "tool"}
 """Names of roles in chat templates."""
 TEXTS = ("text", "input_text", "output_text", "refusal")
 """Types of parts that are text."""
-BILLING = re.compile(r"\Ax-anthropic-billing-header:(?: *[\w-]+=[^;\n]*;)*\s*")
+BILLING = re.compile(r"\Ax-anthropic-billing-header:(?: *[\w-]+=[^;\s]*;?)+\s*")
 """Line before Claude Code's system prompt, with another hash in every request: no prompt would begin as the last one."""
 
 

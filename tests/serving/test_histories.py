@@ -152,7 +152,7 @@ def test_turns_alternate():
         ([system("A"), said("Hello."), GO], f"<start_of_turn>user\nA{end}{model}Hello.{end}"),
     ]:
         assert want in prompt("GEMMA", history), history
-    mixed = [ASK, said("I look."), call({"a": 1}), result("7"), GO, said("Yes."), GO]
+    mixed = [ASK, call({"a": 1}), result("7"), GO, said("Yes."), GO]
     assert '{"content": "7\\n\\nGo.", "call_id"' in prompt("MISTRAL", mixed)
     full = "{% for m in messages %}{{ raise_exception('empty') if not m.content }}[{{ m.role }}]{{ m.content }}{% endfor %}"
     assert (
