@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from .forms import CallForm, writes
 from .values import Schema, properties_of, resolved, types_of
 
-COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Blanks between the parts of JSON: one way, so that no answer is a row of blanks."""
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
+"""Blanks between the parts of JSON: one way, so that no answer is a row of blanks. What is not followed is a warning."""
 MORE = 15
 """Calls after the first in a list, at most: small models find no end."""
 Spell = Callable[[str], str]

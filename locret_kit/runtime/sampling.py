@@ -33,7 +33,7 @@ Penalty = Annotated[float, Interval(ge=-2, le=2)]
 
 @dataclass(frozen=True)
 class Sampling:
-    """The choice of the next token; ``temperature=0`` is greedy, ``top_k=0`` keeps every token.
+    """The choice of the next token; ``temperature`` below 0.001 is greedy, ``top_k=0`` keeps every token.
 
     ``min_p`` leaves out tokens below that share of the likeliest one's probability. ``frequency_penalty`` is taken from a
     token's logit for each time that the answer has it, ``presence_penalty`` once; ``logit_bias`` is added, by token.
@@ -52,8 +52,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check(self)
-        if 0 < self.temperature < 1e-3:  # logits divided by it would overflow
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy), or at least 0.001")
+        if self.temperature < 1e-3:  # logits divided by it would overflow
+            object.__setattr__(self, "temperature", 0.0)
 
 
 class Chooser:

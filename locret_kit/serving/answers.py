@@ -178,6 +178,7 @@ class Reply(StreamingResponse, ABC):
     def __init__(self, server: Server, body: CompletionBody, answers: Sequence[AnswerStream]) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"} if body.stream else {}
         headers["x-max-tokens"] = str(answers[0].request.max_tokens)  # they may be fewer than were asked for
+        headers |= {"x-left-out": ", ".join(body.left_out)} if body.left_out else {}
         kind = "text/event-stream" if body.stream else "application/json"
         super().__init__(self._chunks(), media_type=kind, headers=headers)
         self.server, self.asked, self.answers, self.answer = server, body, answers, answers[0]

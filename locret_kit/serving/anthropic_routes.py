@@ -15,12 +15,14 @@ from ..answers.values import nested
 from .answers import Block, Reply
 from .bodies import MAX_TOKENS, ChatBody, Tokens
 from .completions import begin, usage
-from .messages import ANTHROPIC, JsonObject, Refused, fields_of, refuse, system_of, tool_call
+from .messages import ANTHROPIC, JsonObject, Refused, fields_of, placed, refuse, system_of, tool_call
 from .state import Server
 
 NO_THREADS = "thread_unsupported_request"
 """Code at which Anthropic's clients go on without threads, and send whole conversations."""
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+FAILED = "The tool failed:\n"
+"""Text before the result of a tool that failed."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -48,7 +50,11 @@ def chat_fields(body: JsonObject) -> JsonObject:
     refuse(body, {"mcp_servers": "", "container": ""})
     fields = fields_of(ANTHROPIC, body)
     if isinstance(given := fields.get("messages"), list):
-        messages = [one for message in given for one in messages_of(message)]
+        left_out = set[str]()
+        messages = [
+            placed(f"messages.{at}", one) for at, message in enumerate(given) for one in messages_of(message, left_out)
+        ]
+        fields["left_out"] = sorted(left_out)
         fields["messages"] = [*system_of(body, "system"), *messages]
     if isinstance(choice := body.get("tool_choice"), dict):
         kind = choice.get("type")
@@ -57,8 +63,9 @@ def chat_fields(body: JsonObject) -> JsonObject:
     return fields
 
 
-def messages_of(message: object) -> list[object]:
-    """The messages of a chat completion that one of Anthropic's is: results of tools, then the rest."""
+def messages_of(message: object, left_out: set[str]) -> list[object]:
+    """The messages of a chat completion that one of Anthropic's is: results of tools, then the rest. Blocks of tools that run at
+    Anthropic are ``left_out``."""
     if not isinstance(content := nested(message, "content"), list):
         return [message]
     texts, calls, results, thought = list[object](), list[object](), list[object](), ""
@@ -68,9 +75,13 @@ def messages_of(message: object) -> list[object]:
             calls.append(tool_call(nested(block, "id"), nested(block, "name"), nested(block, "input")))
         elif kind == "tool_result":
             result = nested(block, "content") or ""
+            if nested(block, "is_error"):  # which no template has a place for
+                result = [FAILED, *(result if isinstance(result, list) else [result])]
             results.append({"role": "tool", "tool_call_id": nested(block, "tool_use_id"), "content": result})
         elif kind == "thinking":
             thought += str(nested(block, "thinking") or "")
+        elif str(kind).endswith(("_tool_use", "_tool_result")):
+            left_out.add(f"block {kind}")
         elif kind != "redacted_thinking":  # in a cipher of Anthropic's
             texts.append(block)
     said = {"role": nested(message, "role"), "content": texts, "tool_calls": calls}

@@ -19,7 +19,8 @@ from ..documents.document import Document
 from ..engine import Sampling
 from ..text.template import has_template, render_messages, takes, template_source
 from ..text.tokens import IdStream, TooManyTokens
-from .messages import JsonObject, Message, Part, ResponseFormat, Tool, form, places, refuse
+from .histories import render
+from .messages import JsonObject, Message, Part, ResponseFormat, Tool, form, places, refuse, tool_name
 from .tools import rewritten
 
 REFUSED = dict.fromkeys(("functions", "function_call", "audio", "modalities", "suffix"), "")
@@ -81,6 +82,8 @@ class CompletionBody(Part):
     """Slots, at most those of a session."""
     policy: str | None = None
     """Policy that the server allows."""
+    left_out: list[str] = Field(default_factory=list)
+    """Parts of the body that have no effect here, for the log and the header ``x-left-out``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -115,12 +118,6 @@ class CompletionBody(Part):
             chosen["repetition_penalty"], chosen["min_p"],
             self.frequency_penalty, self.presence_penalty, tuple((int(at), bias) for at, bias in self.logit_bias.items()),
         )  # fmt: skip
-
-
-def tool_name(tool: object) -> str:
-    """The name of a tool that is chosen, in the form of chat completions or of responses; '' for none."""
-    name = nested(tool, "function", "name") or nested(tool, "name")
-    return name if isinstance(name, str) else ""
 
 
 def some(tokens: int) -> int:
@@ -178,17 +175,24 @@ class ChatBody(CompletionBody):
 
     @model_validator(mode="after")
     def _possible(self) -> ChatBody:
+        for number, message in enumerate(self.messages):
+            message._place = message._place or f"messages.{number}"
+        others = [tool for tool in self.tools if tool.type != "function"]
+        self.left_out += sorted({f"tool {tool.type}" for tool in others})
+        self.tools = [tool for tool in self.tools if tool.type == "function"]
         known, choice, field = {tool.function.name for tool in self.tools}, self.tool_choice, "tool_choice"
-        names = {tool_name(choice)} if isinstance(choice, dict) else set()
+        foreign = {name for tool in others for name in (tool.type, tool.function.name)} - known
+        names = {tool_name(choice) or str(choice.get("type"))} if isinstance(choice, dict) else set()
         if nested(choice, "type") == "allowed_tools":  # some of the tools, and a choice among them
             allowed, field = nested(choice, "allowed_tools") or choice, "tool_choice.allowed_tools"
             mode, tools = nested(allowed, "mode"), nested(allowed, "tools")
             if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
                 raise ValueError(f"{field} must have mode='auto' or 'required', and tools")
-            names = {tool_name(tool) for tool in tools}
+            names = {tool_name(tool) or str(nested(tool, "type")) for tool in tools} - foreign
             self.tools, self.tool_choice = [tool for tool in self.tools if tool.function.name in names], mode
         if absent := names - known:
-            raise ValueError(f"{field} names {min(absent)[:64]!r}, which is none of tools")
+            why = "is of a type that is not supported" if min(absent) in foreign else "is none of tools"
+            raise ValueError(f"{field} names {min(absent)[:64]!r}, which {why}")
         if self.tool_choice == "required" and not self.tools:
             raise ValueError("tool_choice needs tools")
         self.tools = [] if self.tool_choice == "none" else self.tools
@@ -218,15 +222,14 @@ class ChatBody(CompletionBody):
     def conversation(self, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Message], list[JsonObject]]:
         """Messages and tools for the chat template. Raises ValueError for a message that it would leave out."""
         *before, last = self.messages  # which may be the beginning of an answer, of which there is nothing yet
-        messages = before if before and last == Message(role="assistant") else self.messages
+        empty = last.role == "assistant" and not (last.content or last.tool_calls or last.reasoning_content)
+        messages = before if before and empty else self.messages
         template = template_source(tokenizer, tools=bool(self.tools))
-        if not any(name in template for name in ("thinking", "reasoning")):
-            for number, message in enumerate(self.messages):
-                if message.reasoning_content and not message.content and not message.tool_calls:
-                    said = "the chat template has no place for a thought, and there is nothing else"
-                    raise ValueError(f"messages.{number}: {said}")
-        elif self.continued:
-            messages = [*before, thought_of(last, answer_form(tokenizer))]
+        if any(name in template for name in ("thinking", "reasoning")):
+            messages = [*before, thought_of(last, answer_form(tokenizer))] if self.continued else messages
+        elif last.reasoning_content and not (last.content or last.tool_calls):
+            said = "the chat template has no place for a thought, and there is nothing else"
+            raise ValueError(f"{last._place} (assistant): {said}")
         if "tools" in template:
             return messages, [tool.model_dump() for tool in self.tools]
         return rewritten(messages, self.tools), []
@@ -242,13 +245,13 @@ class ChatBody(CompletionBody):
         known = {name: value for name, value in said.items() if value is not None and takes(tokenizer, name)}
         arguments = known | self.chat_template_kwargs
 
-        def render(messages: list[Message], about: bool = False) -> tuple[str, str]:
+        def shown(messages: list[Message], about: bool = False) -> tuple[str, str]:
             turns = [message.rendered() for message in messages]
             return render_messages(
-                tokenizer, turns, about=about, tools=tools, continued=self.continued, arguments=arguments
+                tokenizer, turns, about=about, tools=tools, continued=self.continued, arguments=arguments, by=render
             )
 
-        return messages, render
+        return messages, shown
 
     def ids(
         self, tokenizer: PreTrainedTokenizerBase, document: Document | None, max_tokens: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from array import array
@@ -25,7 +26,7 @@ from .bodies import ChatBody, TextBody
 from .constraint import Grammar, constraint, speller
 from .engine_thread import EngineThread
 from .messages import TOO_LONG, JsonObject, Refused, tool_call
-from .request import ServerRequest
+from .request import LOG, ServerRequest
 from .state import Server
 
 ANSWER, THOUGHT = 512, 2048
@@ -207,6 +208,9 @@ async def begin(server: Server, request: Request, body: ChatBody | TextBody) -> 
         raise Refused(400, "the prompt holds no tokens", where)
     begun = [isinstance(body, ChatBody) and begins_in_thought(engine.tokenizer, form, ids, body) for ids in prompts]
     constrain, reader = await asyncio.to_thread(form_of_answer, engine, body, form, begun[0])
+    if body.left_out:
+        body.left_out = [re.sub(r"[^\w .:/-]", "?", one, flags=re.ASCII)[:80] for one in body.left_out[:20]]
+        LOG.warning("left out of a request: %s", ", ".join(body.left_out))
     sampling = replace(sampling, constrain=constrain)
     later, shared_tokens = array("i"), 0
     if form.thinks and isinstance(body, ChatBody) and not body.continued:
@@ -260,4 +264,5 @@ def form_of_answer(
         reader = partial(Reader, form, tools, parallel=body.parallel_tool_calls)
     if rules and form.words is not None:
         rules = after_thought(rules, form.words, thinks, spell)
-    return constraint(tokenizer, engine.stop_ids, rules, form.calls.text_end) if rules else None, reader
+    made = constraint(tokenizer, engine.stop_ids, rules, form.calls.text_end, body.left_out) if rules else None
+    return made, reader

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
+FORMAT = re.compile(r"Unknown format: (.*?)(?: \(\d+ times\))?", re.DOTALL)
+"""The library's words for a format that it does not know."""
 DIGITS = 40
 """Digits of a number in a row, at most: JSON has no bound, and small models find no end."""
 
@@ -72,9 +74,15 @@ def speller(tokenizer: PreTrainedTokenizerBase) -> Spell:
 
 
 def constraint(
-    tokenizer: PreTrainedTokenizerBase, stop: frozenset[int], rules: Sequence[str], text_end: str = ""
+    tokenizer: PreTrainedTokenizerBase,
+    stop: frozenset[int],
+    rules: Sequence[str],
+    text_end: str = "",
+    notes: list[str] | None = None,
 ) -> Callable[[], Grammar]:
     """A maker of constraints. An answer under a constraint follows one of the rules, in which ``text`` is one with this end.
+
+    Formats of texts that the library does not know have no effect, as JSON Schema has it, and are added to ``notes``.
 
     Raises:
         HTTPException: 400, if a schema is invalid or cannot be followed, or if the library is not installed.
@@ -88,12 +96,23 @@ def constraint(
     try:
         grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(rules) + text)
         first = LLMatcher(_tokenizer(tokenizer, stop), grammar, log_level=0)
-        if first.is_error():
-            raise ValueError(first.get_error())
+        _, said = LLMatcher.validate_grammar_with_warnings(grammar, _tokenizer(tokenizer, stop))
+        if first.is_error() or (others := [one for one in said if not FORMAT.fullmatch(one)]):
+            raise ValueError(first.get_error() or others[0])  # what else the library would leave out
+        if notes is not None:
+            notes += [f"format {found[1]}" for found in map(FORMAT.fullmatch, said) if found]
     except (ValueError, RecursionError) as error:
-        raise HTTPException(400, f"the schema cannot be followed: {first_line(error)}") from None
+        raise HTTPException(400, f"the schema cannot be followed: {_reason(error)}") from None
     digits, letter = _digits(tokenizer)
     return lambda: Grammar(first.deep_copy(), digits, letter)
+
+
+def _reason(error: Exception) -> str:
+    """Why the library refuses a schema, in one line."""
+    lines = str(error).splitlines()
+    if wrong := [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]:  # of a pattern
+        return f"pattern {lines[1].strip()!r}: {wrong[0]}"
+    return first_line(error).rpartition("JSON schema: ")[2]
 
 
 @lru_cache(maxsize=2)

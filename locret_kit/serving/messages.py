@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,6 +20,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
+    PrivateAttr,
     ValidationError,
     WrapValidator,
     model_validator,
@@ -37,6 +39,8 @@ ROLES = {"developer": "system", "function": "tool"}
 """Names of roles in chat templates."""
 TEXTS = ("text", "input_text", "output_text", "refusal")
 """Types of parts that are text."""
+BILLING = re.compile(r"\Ax-anthropic-billing-header:(?: *[\w-]+=[^;\s]*;?)+\s*")
+"""Line before Claude Code's system prompt, with another hash in every request: no prompt would begin as the last one."""
 
 
 def form(words: str) -> WrapValidator:
@@ -75,30 +79,33 @@ def text_of(content: object) -> str:
         raise ValueError("content must be a text or a list of parts")
     texts = []
     for part in content:
-        kind = nested(part, "type")
+        kind = "text" if isinstance(part, str) else nested(part, "type")
         if kind not in TEXTS:
             given = str(kind or type(part).__name__)[:40]
             raise ValueError(f"parts must be text (of type {', '.join(TEXTS)}), not {given!r}")
-        text = nested(part, "refusal" if kind == "refusal" else "text")
+        text = part if isinstance(part, str) else nested(part, "refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise ValueError(f"a part of type {kind!r} needs a text")
         texts.append(text)
     return "".join(texts)
 
 
-def system_of(body: JsonObject, field: str) -> list[JsonObject]:
+def system_of(body: JsonObject, field: str) -> list[Message]:
     """The system message in a field of a body, if there is one. Raises ValueError, with the field's name."""
     with prefixed_errors(field, ValueError):
         text = text_of(body.get(field) or "")
-    return [{"role": "system", "content": text}] if text else []
+    made = placed(field, {"role": "system", "content": text})
+    return [made] if made.content else []
 
 
 def call_of(call: object) -> JsonObject:
-    """A call of a tool as chat templates have it: with its arguments as an object.
+    """A call of a tool as chat templates have it: with its arguments as an object, where they are JSON.
 
     Raises:
         ValueError: it names no function.
     """
+    if nested(call, "type") == "custom":  # a tool whose only argument is a text
+        call = tool_call(nested(call, "id"), nested(call, "custom", "name"), {"input": nested(call, "custom", "input")})
     name, arguments = nested(call, "function", "name"), nested(call, "function", "arguments") or "{}"
     if not isinstance(name, str):
         raise ValueError("a tool call needs a function with a name")
@@ -120,17 +127,40 @@ class Message(Part):
     """An earlier answer's thought."""
     tool_call_id: str | None = None
     name: str | None = None
+    _place: str = PrivateAttr("")
+    """Its place in the client's body, such as ``messages.3``."""
 
     @model_validator(mode="before")
     @classmethod
     def _speaks(cls, message: object) -> object:
-        if nested(message, "content") is None and (role := nested(message, "role")) not in ("assistant", None):
-            raise ValueError(f"a message of role {str(role)[:40]!r} needs a content")
+        role, content = nested(message, "role"), nested(message, "content")
+        if content is None and role in ("system", "developer", "user"):
+            raise ValueError(f"a message of role {role!r} needs a content")
+        if isinstance(message, dict) and (call := message.get("function_call")) and not message.get("tool_calls"):
+            return {**message, "tool_calls": [{"function": call}]}  # from before there were several calls
         return message
 
+    @model_validator(mode="after")
+    def _stable(self) -> Message:
+        self.content = BILLING.sub("", self.content) if self.role == "system" else self.content
+        return self
+
     def rendered(self) -> JsonObject:
-        """Message in the form of chat templates."""
-        return {name: value for name, value in self.model_dump(exclude_none=True).items() if value != []}
+        """Message in the form of chat templates, and its ``place`` in the body."""
+        said = {name: value for name, value in self.model_dump(exclude_none=True).items() if value != []}
+        return {**said, "place": self._place}
+
+
+def placed(place: str, value: object) -> Message:
+    """The message that a value at this place of a body is. Raises Refused, with the field's name."""
+    try:
+        made = Message.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, (place, *first["loc"])))
+        raise Refused(400, f"{where}: {str(first['msg']).removeprefix('Value error, ')}", where) from None
+    made._place = place
+    return made
 
 
 ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"
@@ -183,17 +213,27 @@ class Function(Part):
 
 
 class Tool(BaseModel):
-    """A tool. In other protocols its function's fields stand beside its type."""
+    """A tool. In other protocols its function's fields stand beside its type. Of a tool of another type, such as ``web_search``,
+    the name alone is kept: it is left out."""
 
-    type: Annotated[Literal["function"], form("'function': only tools of your own are supported")] = "function"
+    type: str = "function"
     function: Function
 
     @model_validator(mode="before")
     @classmethod
     def _own(cls, tool: object) -> object:
-        if nested(tool, "type") == "custom" and nested(tool, "input_schema") is not None:  # Anthropic's word
+        kind = nested(tool, "type")
+        if kind == "custom" and nested(tool, "input_schema") is not None:  # Anthropic's word
             return {"function": tool}
+        if isinstance(kind, str) and kind != "function":
+            return {"type": kind, "function": {"name": (tool_name(tool) or kind)[:200]}}
         return {**tool, "function": tool} if isinstance(tool, dict) and "name" in tool else tool
+
+
+def tool_name(tool: object) -> str:
+    """The name of a tool that is declared or chosen, in the form of chat completions or of responses; '' for none."""
+    name = nested(tool, str(nested(tool, "type") or "function"), "name") or nested(tool, "name")
+    return name if isinstance(name, str) else ""
 
 
 class ResponseFormat(Part):

@@ -19,7 +19,7 @@ from ..naming import first_line, prefixed_errors
 from .answers import AnswerStream, Reply
 from .bodies import ChatBody
 from .completions import begin, usage
-from .messages import RESPONSES, JsonObject, checked, fields_of, refuse, system_of, tool_call
+from .messages import RESPONSES, JsonObject, Message, checked, fields_of, placed, refuse, system_of, tool_call
 from .state import Server
 
 NOT_HERE = {
@@ -36,6 +36,10 @@ ECHOED: dict[str, object] = {
     "truncation": "disabled", "user": None,
 }  # fmt: skip
 """Fields of a request that its answer repeats, and their defaults."""
+
+
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
+"""Items of results that are texts; of others they are objects."""
 
 
 class ResponsesBody(ChatBody):
@@ -60,18 +64,21 @@ def chat_fields(body: JsonObject) -> JsonObject:
     fields, given = fields_of(RESPONSES, body), body.get("input")
     fields["messages"] = items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if isinstance(items, list):
-        fields["messages"] = [*system_of(body, "instructions"), *messages_of(items)]
+        left_out = set[str]()
+        fields["messages"] = [*system_of(body, "instructions"), *messages_of(items, left_out)]
+        fields["left_out"] = sorted(left_out)
     fields["echoed"] = {name: default if body.get(name) is None else body[name] for name, default in ECHOED.items()}
     return fields
 
 
-def messages_of(items: list[object]) -> list[JsonObject]:
-    """Messages of a chat completion; calls of one answer stand in one message. Raises ValueError for items of other types."""
+def messages_of(items: list[object], left_out: set[str]) -> list[Message]:
+    """Messages of a chat completion; calls of one answer stand in one message. Calls of other kinds that the client has
+    answered are calls as well; other items, such as web searches, are ``left_out``. Raises Refused for a wrong message."""
     made, calls, thought = list[JsonObject](), list[JsonObject](), ""
     for number, item in enumerate(items):
         if not isinstance(item, dict):
             raise ValueError(f"input.{number}: must be an object")
-        kind = item.get("type") or "message"
+        kind = str(item.get("type") or "message")
         if kind == "reasoning":
             parts = item.get("content") or item.get("summary")
             thought += "".join(str(nested(part, "text") or "") for part in parts) if isinstance(parts, list) else ""
@@ -79,19 +86,25 @@ def messages_of(items: list[object]) -> list[JsonObject]:
         if kind == "message":
             calls = []
             made.append({"role": item.get("role"), "content": item.get("content"), "tool_calls": calls})
-        elif kind == "function_call":
+        elif kind == "function_call" or (kind.endswith("_call") and item.get("call_id")):
             if thought or not made or made[-1]["role"] != "assistant":
                 calls = []
                 made.append({"role": "assistant", "tool_calls": calls})
-            calls.append(tool_call(item.get("call_id"), item.get("name"), item.get("arguments")))
-        elif kind == "function_call_output":
-            made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+            said = item.get("arguments", item.get("action", {"input": item.get("input")}))
+            name = item.get("name", None if kind == "function_call" else kind.removesuffix("_call"))
+            calls.append(tool_call(item.get("call_id"), name, said))
+        elif kind.endswith("_call_output"):
+            output = item.get("output")
+            output = output if kind in OUTPUTS or isinstance(output, str) else json.dumps(output)
+            made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         else:
-            raise ValueError(f"input.{number}: type {str(kind)[:40]!r} is not supported")
+            left_out.add(f"item {kind}")
+            continue
+        made[-1].setdefault("place", f"input.{number}")
         if thought and made[-1]["role"] == "assistant":
             made[-1]["reasoning_content"] = thought
         thought = ""
-    return made
+    return [placed(str(one.pop("place")), one) for one in made]
 
 
 class ResponseReply(Reply):

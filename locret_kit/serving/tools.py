@@ -5,7 +5,7 @@ the messages, in the form of Qwen and Hermes.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..answers.forms import CLOSE, OPEN
 from .messages import Message, Tool
@@ -18,15 +18,25 @@ To call one, answer with nothing but
 </tool_call>"""
 
 
+def call_text(call: Mapping[str, object]) -> str:
+    """A call in words."""
+    return f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}"
+
+
+def result_text(content: str) -> str:
+    """A tool's result in words."""
+    return f"<tool_response>\n{content}\n</tool_response>"
+
+
 def rewritten(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """The conversation for a template that knows no tools."""
     made = list[Message]()
     for message in messages:
         if message.role == "tool":
-            made.append(Message(role="user", content=f"<tool_response>\n{message.content}\n</tool_response>"))
+            said = {"role": "user", "content": result_text(message.content), "tool_call_id": None, "name": None}
+            made.append(message.model_copy(update=said))
             continue
-        calls = [f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}" for call in message.tool_calls]
-        content = "\n".join(filter(None, [message.content, *calls]))
+        content = "\n".join(filter(None, [message.content, *map(call_text, message.tool_calls)]))
         made.append(message.model_copy(update={"content": content, "tool_calls": []}))
     if tools:
         lines = (json.dumps(tool.function.model_dump(), ensure_ascii=False) for tool in tools)

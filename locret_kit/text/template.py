@@ -21,7 +21,7 @@ from jinja2.filters import do_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from markupsafe import Markup
 
-from ..naming import prefixed_errors
+from ..naming import first_line
 from ..settings import read_protect
 from .untrusted import FIRST, NOTHING, OTHERS, OWN, Span, Traced, controls, defused, encode, token_span, traced
 
@@ -136,6 +136,7 @@ def render_messages(
     tools: Objects = (),
     continued: bool = False,
     arguments: Mapping[str, object] | None = None,
+    by: Callable[..., str] | None = None,
 ) -> tuple[str, str]:
     """The text of a conversation up to its next answer, as two parts: '' and all of it, or, with ``about``, the text
     before and after a document that precedes the first user message.
@@ -144,6 +145,7 @@ def render_messages(
         tools: functions that the answer may call, in OpenAI's form, for templates with tools.
         continued: the last message is the beginning of the answer.
         arguments: more arguments of the template, such as ``enable_thinking``; they override the tokenizer's.
+        by: a function that renders in place of ``render``.
 
     Raises:
         ValueError: the template refuses the conversation or an argument, there is no template for an argument, or no
@@ -155,7 +157,7 @@ def render_messages(
         text = defused(tokenizer, "".join(f"{message['content']}\n" for message in messages))
         text = text.removesuffix("\n") if continued else text
         return "", f"\n\n{text}" if about else text
-    shown = partial(render, tokenizer, generation=True, tools=tools, continued=continued, arguments=arguments)
+    shown = partial(by or render, tokenizer, generation=True, tools=tools, continued=continued, arguments=arguments)
     if not about:
         return "", shown(messages)
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
@@ -244,9 +246,9 @@ def render_traced(
         generation: whether the beginning of an answer is added. tools, continued, arguments: see ``render_messages``.
 
     Raises:
-        ValueError: the template refuses it.
+        Refusal: the template refuses it. ValueError: it takes too long, or not the arguments.
     """
-    with prefixed_errors("the chat template refuses the conversation", *REFUSALS):
+    try:
         said = [_traced_message(number, message) for number, message in enumerate(messages)]
         if continued:
             names = [name for name in ("content",) if said[-1].get(name)] or said[-1].keys() & THOUGHTS
@@ -262,6 +264,9 @@ def render_traced(
         }
         with limited_steps():
             text = cast(Traced, template.render(given))
+    except REFUSALS as error:
+        kind = ValueError if isinstance(error, RecursionError) else Refusal  # too deep, in whatever form it is given
+        raise kind(f"the chat template refuses the conversation: {first_line(error)}") from error
     if continued:
         at = text.rfind(end)
         if at < 0 or beginning.strip() not in text[:at]:
@@ -351,6 +356,10 @@ def _formatting(environment: ImmutableSandboxedEnvironment, method: object) -> C
         return NOTHING.join(parts)
 
     return formatted
+
+
+class Refusal(ValueError):
+    """A chat template refuses a conversation."""
 
 
 class _Code(CodeGenerator):

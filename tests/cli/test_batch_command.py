@@ -227,7 +227,6 @@ def test_what_is_wrong_with_the_files_is_said_before_anything_is_loaded(files, t
     says("is the input file: name another", given=again)
     says("its folder is missing", given=["--batch", str(files.prompts), "-o", f"{tmp_path}/no/answers.jsonl"])
     says("--question Who? has no effect with --batch", "--question", "Who?")
-    says("temperature=1e-05 must be 0 (greedy)", "--temperature", "0.00001")
     says("--batch-size 2 has no effect without --batch", given=["text.txt", "--batch-size", "2"])
     files.answers.write_text("my diary\n")
     says("answers.jsonl': line 1 is not JSON")

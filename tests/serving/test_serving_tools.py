@@ -624,8 +624,7 @@ def test_tools_as_every_protocol_has_them(tool):
         "type": "function",
         "function": {"name": "f", "description": "", "parameters": {"a": 1}},
     }
-    with pytest.raises(ValueError, match="only tools of your own"):
-        ChatBody.model_validate({"messages": user("a"), "tools": [{**tool, "type": "bash_20250124"}]})
+    assert ChatBody.model_validate({"messages": user("a"), "tools": [{**tool, "type": "bash_20250124"}]}).tools == []
 
 
 def allowed_tools(mode, *names):
