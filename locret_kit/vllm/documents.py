@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -102,7 +101,7 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         self.worker = reader if scheduler else worker_here()
         self.model = reader.pages.model
         self.origin = CacheFile.origin(self.model, self.server.heads)  # type: ignore[arg-type]
-        paths = sorted(Path(self.server.section.documents).glob("*.locret"))
+        paths = self.server.documents
         self.library = [self._listed(str(path)) for path in paths if scheduler]
         # Open, so that a file that is removed or replaced later ends no engine.
         files = {str(path): path.open("rb") for path in paths if not scheduler}
