@@ -80,16 +80,16 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
 def settle(options: Namespace, server: ServerSettings, sessions: int | None, theirs: list[str]) -> int:
     """Set vLLM's options that depend on the kit's, and refuse contradictions. Returns the bytes of a request's
     pages, or 0 if vLLM keeps states besides them."""
+    import torch
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
     from ..backbones.load import choose_precision, load_config, pick_device
-    from ..backbones.spec import spec_of
-    from ..cache.lent import page_bytes
     from ..cache.rotation import Positions
+    from ..engine import Ranks
     from ..vllm.server_settings import Pages
-    from ..vllm.worker import engine_options
+    from ..vllm.worker import Worker, engine_options
 
     refuse(vars(options))
     given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in theirs if word.startswith("--")}
@@ -131,9 +131,8 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
         raise ValueError(
             f"sessions={sessions}: layers of this model hold a state besides the pages: give --kv-cache-memory-bytes instead"
         )
-    if server.heads is not None:
-        server.heads.check_backbone(spec_of(config))
-    each = page_bytes(config, settings, server.policies.values(), model.dtype, options.tensor_parallel_size)
+    pages = Worker.of(server, model, torch.device("cpu"), Ranks(0, options.tensor_parallel_size)).pages
+    each = pages.shape.nbytes * pages.spec.n_layers
     if sessions is not None:
         total, options.kv_cache_memory_bytes = current_platform.get_device_total_memory(), Pages(each, sessions).bytes
         if options.kv_cache_memory_bytes > total:
