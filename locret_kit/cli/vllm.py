@@ -6,8 +6,7 @@ import asyncio
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Awaitable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from ..config.schema import read
@@ -45,8 +44,8 @@ def run(args: VllmOptions, theirs: list[str]) -> int:
     options = parser.parse_args([*theirs, "--model", model])
     page = settle(options, server, args.sessions, theirs)
     validate_parsed_serve_args(options)
-    with refusals() as starting:
-        asyncio.run(serve(options, server, page, starting))
+    with refusals() as started:
+        asyncio.run(serve(options, server, page, started))
     return 0
 
 
@@ -143,9 +142,9 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
     return 0 if model.is_hybrid else each
 
 
-async def serve(options: Namespace, server: ServerSettings, page: int, starting: Path) -> None:
-    """Serve until stopped. Reports when requests are accepted, and how many fit with pages of ``page`` bytes; then removes the
-    file ``starting``. Bounds the answers of a request by the requests that run at once."""
+async def serve(options: Namespace, server: ServerSettings, page: int, started: Callable[[], None]) -> None:
+    """Serve until stopped. Calls ``started`` when engines are ready, reports when requests are accepted, and how many fit with
+    pages of ``page`` bytes. Bounds the answers of a request by the requests that run at once."""
     from vllm.entrypoints.launchers.api_server import entry
 
     from ..vllm.server_settings import SPARE, Pages
@@ -157,7 +156,7 @@ async def serve(options: Namespace, server: ServerSettings, page: int, starting:
         async def say() -> None:
             print(f"ready: http://{where}:{options.port}{fit}{read}", file=sys.stderr, flush=True)
 
-        starting.unlink()
+        started()
         config = engine.vllm_config
         engines, most = config.parallel_config.data_parallel_size, config.scheduler_config.max_num_seqs
         pages = Pages(page, config.cache_config.num_gpu_blocks - SPARE * engines, engines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -71,10 +72,9 @@ class ServerSettings:
         self.section = section
         if section.plugin is not None:
             load_plugin(section.plugin)
-        folder = None if section.documents is None else Path(section.documents)
-        if folder is not None and not folder.is_dir():
-            raise ValueError(f"documents={section.documents!r} must be a folder of .locret files")
-        self.documents = [] if folder is None else sorted(folder.glob("*.locret"))
+        if (folder := section.documents) is not None and not os.path.isdir(folder):
+            raise ValueError(f"documents={folder!r} must be a folder of .locret files")
+        self.documents = [] if folder is None else sorted(Path(folder).glob("*.locret"))
         heads = None if section.heads is None else RetainingHeads.from_pretrained(section.heads).requires_grad_(False)
         self.heads: RetainingHeads | None = heads
         self.default = section.policy or (heads.config.policy if heads is not None else untrained())

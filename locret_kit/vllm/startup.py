@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile
 
 from ..naming import first_line
 
 FILE = "LOCRET_VLLM_REFUSAL"
-"""Environment variable: name of a file that is there while engines start, and takes the sentence."""
+"""Environment variable: name of a file that is there while engines start, and takes a line per error."""
 WORKER, ENGINE = "vllm.v1.executor.multiproc_executor", "vllm.v1.engine.core"
 """Loggers of the errors."""
 REFUSED = (ValueError, OSError, ImportError, RuntimeError, TypeError)
@@ -25,15 +24,13 @@ REFUSED = (ValueError, OSError, ImportError, RuntimeError, TypeError)
 
 def is_logged(record: logging.LogRecord) -> bool:
     """Whether a record goes to the log. An error of a start goes into the file, and the engine's process ends."""
-    error, file = record.exc_info and record.exc_info[1], Path(os.environ.get(FILE, ""))
-    if (
-        not isinstance(error, REFUSED)
-        or not file.is_file()
-        or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
-    ):
+    error, name = record.exc_info and record.exc_info[1], os.environ.get(FILE, "")
+    starting, debug = os.path.exists(name), logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+    kinds = Exception if starting and os.path.getsize(name) else REFUSED  # what follows says no more
+    if debug or not starting or not isinstance(error, kinds):
         return True
-    if not file.stat().st_size:
-        file.write_text(first_line(error), encoding="utf-8")
+    with open(name, "a", encoding="utf-8") as file:
+        print(first_line(error), file=file)
     if record.name == ENGINE:
         raise SystemExit(1)  # its error would print the traceback again
     return False
@@ -46,16 +43,14 @@ def watch() -> None:
 
 
 @contextmanager
-def refusals() -> Iterator[Path]:
-    """The file, to be removed once engines are ready. Raises ValueError: the sentence of one that is not."""
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "refusal"
-        file.touch()
-        os.environ[FILE] = str(file)
+def refusals() -> Iterator[Callable[[], None]]:
+    """A call for when engines are ready. Raises ValueError: the sentence of one that is not."""
+    with NamedTemporaryFile("r", encoding="utf-8") as file:
+        os.environ[FILE] = file.name
         watch()  # processes may be forked
         try:
-            yield file
+            yield file.close  # removes the file
         except RuntimeError:
-            if file.is_file() and (words := file.read_text(encoding="utf-8")):
+            if not file.closed and (words := file.readline().strip()):
                 raise ValueError(words) from None
             raise

@@ -63,11 +63,11 @@ def test_a_block_serves(block, place):
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 800
         said = log.read_text()
         ready = re.findall(r"^ready: \S+ (.*)$", said, re.M)
-        if "--sessions 16" in server:
+        if "--sessions 16" in server:  # some of a page does not depend on the type
             printed = re.search(r"^ready: \S+ (.*)$", PAGE, re.M)[1]
-            factor = 2 if "precision: float32" in said else 1
-            numbers = [float(number) * (factor if i else 1) for i, number in enumerate(re.findall(r"[\d.]+", printed))]
-            assert [float(number) for number in re.findall(r"[\d.]+", ready[0])] == numbers
+            bytes_here, bytes_there = (int(line.split()[-2]) for line in (ready[0], printed))
+            assert ready[0].startswith("16 requests fit") and bytes_here % 17 == bytes_there % 17 == 0
+            assert ready[0] == printed if "precision: bfloat16" in said else 1.9 < bytes_here / bytes_there < 2
         assert ready == [] or documents == ready[0].endswith(", documents: 1")
     finally:
         process.terminate()

@@ -50,15 +50,15 @@ def test_the_first_error_of_the_processes_is_the_sentence(error, sentence, caplo
     with pytest.raises(ValueError, match=f"^{sentence}$"), refusals():
         fail(WORKER, error)
         with pytest.raises(SystemExit):
-            fail(ENGINE, RuntimeError("initialization failed, see above"))
+            fail(ENGINE, Exception("initialization failed, see above"))
         raise RuntimeError("Engine core initialization failed. See root cause above.")
     assert not caplog.records
 
 
 def test_a_bug_and_what_comes_after_the_start_keep_their_traceback(caplog):
-    with pytest.raises(RuntimeError, match="^dead$"), refusals() as file:
+    with pytest.raises(RuntimeError, match="^dead$"), refusals() as started:
         fail(WORKER, KeyError("bug"))
-        file.unlink()
+        started()
         fail(ENGINE, ValueError("later"))
         raise RuntimeError("dead")
     assert [record.exc_info[0] for record in caplog.records] == [KeyError, ValueError]
@@ -79,7 +79,7 @@ def damaged(folder):
     path = folder / "library" / "boats.locret"
     Document.read(model, word_tokenizer(), words(range(300)), chat=False, **SETTINGS).save(path)
     path.write_bytes(path.read_bytes()[:-100])
-    return ["--documents", str(path.parent)], "boats.locret is damaged"
+    return ["--sessions", "2", "--documents", str(path.parent)], "boats.locret is damaged"
 
 
 def too_much(folder):
@@ -92,14 +92,14 @@ def weightless(folder):
     """A model without weights."""
     tiny.make(folder / "model", "llama")
     (folder / "model" / "model.safetensors").unlink()
-    return [], "Cannot find any model weights"
+    return ["--sessions", "2"], "Cannot find any model weights"
 
 
 def bloom(folder):
     """Positions as biases of attention."""
     config = AutoConfig.for_model("bloom", vocab_size=8192, hidden_size=64, n_layer=2, n_head=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
-    return [], "attention has alibi_slopes="
+    return ["--sessions", "2"], "attention has alibi_slopes="
 
 
 def opt(folder):
@@ -108,7 +108,7 @@ def opt(folder):
         vocab_size=8192, hidden_size=64, word_embed_proj_dim=64, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4
     )
     AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **sizes)).save_pretrained(folder / "model")
-    return [], "architecture=OPTForCausalLM: "
+    return ["--sessions", "2"], "architecture=OPTForCausalLM: "
 
 
 @pytest.mark.slow
