@@ -331,6 +331,7 @@ def test_ray_serve_llm(served, tmp_path, monkeypatch):
         while serve.status().applications["locret"].status != "RUNNING":
             assert time.monotonic() < end
             time.sleep(1)
+        assert ray.cluster_resources()["CPU"] - ray.available_resources()["CPU"] == 5  # as the page says
         until(wanted[:1], lambda: count[200] >= 20)
         assert count.keys() == {200}
         assert 2 * len(prompts) <= 16  # streams of two replicas
