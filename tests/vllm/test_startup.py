@@ -124,6 +124,6 @@ def test_the_command_says_it_in_one_line(tmp_path, fault):
         text=True,
         env=environment,
     )
-    said = done.stderr.splitlines()
     assert done.returncode == 1 and "Traceback" not in done.stderr + done.stdout, done.stderr
-    assert said[-1].startswith("locret-vllm: ") and sentence in said[-1], done.stderr
+    (said,) = (line for line in done.stderr.splitlines() if line.startswith("locret-vllm: "))
+    assert sentence in said
