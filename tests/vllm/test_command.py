@@ -87,11 +87,12 @@ def settled(*words: str):
     [
         ("mpt", "MptForCausalLM"), ("mamba", "MambaForCausalLM"), ("t5", "T5ForConditionalGeneration"),
         ("mamba2", "Mamba2ForCausalLM"), ("mt5", "MT5ForConditionalGeneration"), ("bert", "BertForMaskedLM"),
+        ("bloom", "BloomForCausalLM"), ("opt", "OPTForCausalLM"),
     ],
 )  # fmt: skip
 def test_a_model_that_nobody_runs_is_refused_in_a_sentence(tmp_path, name, architecture, capsys):
     AutoConfig.for_model(name, architectures=[architecture]).save_pretrained(tmp_path)
-    assert main(["--model", str(tmp_path), "--budget", "64", "--chunk", "32"]) == 1
+    assert main(["--model", str(tmp_path), "--budget", "64", "--chunk", "32", "--positions", "compact"]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert re.match(f"locret-vllm: .*({name}|{architecture}|runner=pooling must be auto or generate)", said)
 

@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs" / "howto" / "vllm.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
 (PYTHON,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 MODEL = "checkpoints/SmolLM2-135M-Instruct"
-TEXT = " ".join(f"In {1000 + i} the town had {i * i % 977} houses." for i in range(60))
+TEXT = " ".join(f"In {1000 + i} the town had {i * i % 977} houses." for i in range(160))
 ENVIRONMENT = {
     **os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
 }  # fmt: skip
@@ -60,7 +60,7 @@ def test_a_block_serves(block, place):
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600).json()
         assert answer["choices"][0]["message"]["content"].strip()
         if documents:
-            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 800
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 1024
         said = log.read_text()
         ready = re.findall(r"^ready: \S+ (.*)$", said, re.M)
         if "--sessions 16" in server:  # some of a page does not depend on the type
