@@ -37,9 +37,15 @@ def split_outside(text: str, mark: str) -> list[str]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type's name where it has none; of the system's errors file and reason."""
+    """The first line of an error's message, or its type's name where it has none; of the system's errors file and reason, of
+    pydantic's the first field and reason."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    if hasattr(error, "errors") and hasattr(error, "title"):
+        first = error.errors()[0]
+        where, value = ".".join(map(str, first["loc"])) or error.title, first["input"]
+        named = f"{where}={value!r}" if isinstance(value, str | int | float) else where
+        return f"{named}: {first_line(ValueError(first['msg'].removeprefix('Value error, ')))}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -6,12 +6,14 @@ import asyncio
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from ..config.schema import read
 from ..config.serve_options import VLLM, VllmOptions, shared_out
+from ..naming import show
 from ..vllm.refusals import DOCUMENTS, check_version, refuse
+from ..vllm.startup import refusals
 from .command import command
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ def run(args: VllmOptions, theirs: list[str]) -> int:
     options = parser.parse_args([*theirs, "--model", model])
     page = settle(options, server, args.sessions, theirs)
     validate_parsed_serve_args(options)
-    asyncio.run(serve(options, page))
+    with refusals() as started:
+        asyncio.run(serve(options, server, page, started))
     return 0
 
 
@@ -76,22 +79,23 @@ def served_by(args: VllmOptions) -> tuple[ServerSettings, str]:
 def settle(options: Namespace, server: ServerSettings, sessions: int | None, theirs: list[str]) -> int:
     """Set vLLM's options that depend on the kit's, and refuse contradictions. Returns the bytes of a request's
     pages, or 0 if vLLM keeps states besides them."""
+    import torch
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
     from ..backbones.load import choose_precision, load_config, pick_device
-    from ..backbones.spec import spec_of
-    from ..cache.lent import page_bytes
+    from ..cache.rotation import Positions
+    from ..engine import Ranks
     from ..vllm.server_settings import Pages
-    from ..vllm.worker import engine_options
+    from ..vllm.worker import Worker, engine_options
 
     refuse(vars(options))
     given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in theirs if word.startswith("--")}
-    section, config = server.section, load_config(options.model, options.revision)
+    section, settings, config = server.section, server.settings, load_config(options.model, options.revision)
     vars(options).update(engine_options(server, options.additional_config, options.logits_processors))
     if "long_prefill_token_threshold" not in given:  # one long prompt leaves room in a step for others
-        options.long_prefill_token_threshold = max(server.settings.chunk, 512)
+        options.long_prefill_token_threshold = max(settings.chunk, 512)
     if sessions is not None and "max_num_seqs" not in given:
         options.max_num_seqs = sessions
     if current_platform.is_cpu():
@@ -102,10 +106,16 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
             print(f"precision: {precision}", file=sys.stderr)
     else:
         options.attention_backend = "CUSTOM"
-    trained = config.max_position_embeddings
-    if (options.max_model_len or 0) > trained and server.settings.positions in (None, "compact"):
-        # Ranks alone are rotated: a text may be as long as it likes.
-        options.hf_overrides = {**(options.hf_overrides or {}), "max_position_embeddings": options.max_model_len}
+    overrides, longest = options.hf_overrides or {}, options.max_model_len or 0
+    trained = overrides.get("max_position_embeddings", getattr(config, "max_position_embeddings", None))
+    places = Positions.parse(settings.positions or "compact", trained or 0)
+    if trained is not None and longest > trained and places.span is not None:  # a text may be as long as it likes
+        if (reach := places.largest(settings.budget + settings.chunk, longest)) > trained:
+            raise ValueError(
+                f"max_model_len={longest}: budget={settings.budget}, chunk={settings.chunk} and positions={settings.positions} "
+                f"reach {reach} positions, and the model's window has {trained}"
+            )
+        options.hf_overrides = {**overrides, "max_position_embeddings": longest}
     if section.documents is not None:
         if options.kv_transfer_config is not None:
             raise ValueError("documents=... and --kv-transfer-config: vLLM has one connector: leave one out")
@@ -120,16 +130,21 @@ def settle(options: Namespace, server: ServerSettings, sessions: int | None, the
         raise ValueError(
             f"sessions={sessions}: layers of this model hold a state besides the pages: give --kv-cache-memory-bytes instead"
         )
-    if server.heads is not None:
-        server.heads.check_backbone(spec_of(config))
-    each = page_bytes(config, server.settings, server.policies.values(), model.dtype, options.tensor_parallel_size)
+    pages = Worker.of(server, model, torch.device("cpu"), Ranks(0, options.tensor_parallel_size)).pages
+    each = pages.shape.nbytes * pages.spec.n_layers
     if sessions is not None:
-        options.kv_cache_memory_bytes = Pages(each, sessions).bytes
+        total, options.kv_cache_memory_bytes = current_platform.get_device_total_memory(), Pages(each, sessions).bytes
+        if options.kv_cache_memory_bytes > total:
+            most = Pages.within(each, total).requests
+            raise ValueError(
+                f"sessions={sessions} must be at most {most}: {show(each)} each, of {show(total)} on this device"
+            )
     return 0 if model.is_hybrid else each
 
 
-async def serve(options: Namespace, page: int) -> None:
-    """Serve until stopped. Reports when requests are accepted, and how many fit with pages of ``page`` bytes."""
+async def serve(options: Namespace, server: ServerSettings, page: int, started: Callable[[], None]) -> None:
+    """Serve until stopped. Calls ``started`` when engines are ready, reports when requests are accepted, and how many fit with
+    pages of ``page`` bytes. Bounds the answers of a request by the requests that run at once."""
     from vllm.entrypoints.launchers.api_server import entry
 
     from ..vllm.server_settings import SPARE, Pages
@@ -139,11 +154,15 @@ async def serve(options: Namespace, page: int) -> None:
 
     def announced(engine: EngineClient, *rest: object, **more: object) -> Awaitable[object]:
         async def say() -> None:
-            engines = engine.vllm_config.parallel_config.data_parallel_size
-            pages = Pages(page, engine.vllm_config.cache_config.num_gpu_blocks - SPARE * engines, engines)
-            fit = f", {pages}" if page else ""
-            print(f"ready: http://{where}:{options.port}{fit}", file=sys.stderr, flush=True)
+            print(f"ready: http://{where}:{options.port}{fit}{read}", file=sys.stderr, flush=True)
 
+        started()
+        config = engine.vllm_config
+        engines, most = config.parallel_config.data_parallel_size, config.scheduler_config.max_num_seqs
+        pages = Pages(page, config.cache_config.num_gpu_blocks - SPARE * engines, engines)
+        fit, most = (f", {pages}", min(most * engines, pages.requests)) if page else ("", most * engines)
+        read = "" if server.section.documents is None else f", documents: {len(server.documents)}"
+        os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(most))
         return build(engine, *rest, callback_notify=say, timeout_notify=ONCE, **more)
 
     entry.build_and_serve = announced

@@ -121,7 +121,8 @@ class VllmOptions(RunSettings, Plugin):
     policies: Annotated[list[str], Repeatable()] = field(default_factory=list)
     """A policy that requests may select. Repeat the option for several."""
     sessions: Annotated[int, Ge(1)] | None = None
-    """Maximum number of running requests, one page each; others wait. Default: as many as fit into vLLM's memory."""
+    """Maximum number of running requests, one page each, and of answers (``n``) per request; others wait. Default: as many as
+    fit into vLLM's memory. Give it on a CPU."""
     documents: str | None = None
     """Folder of documents written by locret-read. A prompt that begins with one continues from its file."""
 

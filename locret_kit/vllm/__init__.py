@@ -14,6 +14,8 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
+from . import startup
+
 if TYPE_CHECKING:
     from .attention_backend import Requests
 
@@ -34,6 +36,7 @@ def __getattr__(name: str) -> type[Requests]:
 
 def warn() -> None:
     """Say so where this process's own arguments have a section and not the logits processor: vLLM ignores it in silence."""
+    startup.watch()
     said = " ".join(sys.argv)
     ours = "locret_kit.vllm:" in said or "locret-vllm" in said
     if not ours and re.search(r'"locret"\s*:|additional.config\.locret\b', said):

@@ -34,8 +34,10 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from ..engine import LentPages
+from ..naming import check_name
 from .measure import measure, register_rotary, watch_modules
 from .refusals import release
+from .server_settings import OWN, VllmSettings
 from .worker import NOBODY, RequestInfo, State, begin, is_bounded, worker_here
 
 
@@ -182,9 +184,11 @@ class Requests(LogitsProcessor):
                 f"seed={sampling_params.seed}: vLLM {release()} on a CPU fails at seeds where a prompt is read in pieces"
             )
         own = sampling_params.extra_args or {}
+        for name in own if State.alone else ():
+            check_name("vllm_xargs", name, OWN)
         if State.server is not None:
             State.server.request(own, 1)
-        elif asked := [f"{name}={own[name]!r}" for name in ("budget", "policy") if name in own]:
+        elif asked := [f"{name}={own[name]!r}" for name in vars(VllmSettings()) if name in own]:
             raise ValueError(f"{asked[0]}: a request has settings of its own where locret-vllm started the server")
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:

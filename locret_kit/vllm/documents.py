@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -102,10 +101,9 @@ class Documents(KVConnectorBase_V1, SupportsHMA):
         self.worker = reader if scheduler else worker_here()
         self.model = reader.pages.model
         self.origin = CacheFile.origin(self.model, self.server.heads)  # type: ignore[arg-type]
-        paths = sorted(Path(self.server.section.documents).glob("*.locret"))
-        self.library = [self._listed(str(path)) for path in paths if scheduler]
+        self.library = [self._listed(str(path)) for path in self.server.documents if scheduler]
         # Open, so that a file that is removed or replaced later ends no engine.
-        files = {str(path): path.open("rb") for path in paths if not scheduler}
+        files = {str(path): path.open("rb") for path in self.server.documents if not scheduler}
         self._loaded = lru_cache(MAX_LOADED)(lambda path: self._read(f"/dev/fd/{files[path].fileno()}")[0])
 
     def _read(self, path: str) -> tuple[BoundedCache, list[int]]:

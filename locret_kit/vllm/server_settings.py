@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from ..engine import BoundedCache, RetainingHeads
 from ..naming import check_name, show
@@ -20,6 +22,8 @@ LEFT_OUT = {
     "kv_bits": "pages hold keys and values in the model's type",
 }
 """Settings of a run that a page does not have, and why."""
+OWN = ("budget", "policy")
+"""Settings that a request may have of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +61,20 @@ class ServerSettings:
     Attributes:
         policies: allowed policies by name; the first is the default.
         settings: of a request without settings of its own; they do not depend on the prompt's length.
+        documents: files of the folder of documents.
 
     Raises:
-        ValueError: a policy that a page cannot hold, a policy that needs missing heads, or impossible settings.
-            FileNotFoundError: no such heads.
+        ValueError: a policy that a page cannot hold, a policy that needs missing heads, no such folder of documents, or
+            impossible settings. FileNotFoundError: no such heads.
     """
 
     def __init__(self, section: VllmSettings) -> None:
         self.section = section
         if section.plugin is not None:
             load_plugin(section.plugin)
+        if (folder := section.documents) is not None and not os.path.isdir(folder):
+            raise ValueError(f"documents={folder!r} must be a folder of .locret files")
+        self.documents = [] if folder is None else sorted(Path(folder).glob("*.locret"))
         heads = None if section.heads is None else RetainingHeads.from_pretrained(section.heads).requires_grad_(False)
         self.heads: RetainingHeads | None = heads
         self.default = section.policy or (heads.config.policy if heads is not None else untrained())

@@ -84,6 +84,8 @@ class State:
     worker: Worker | None = None
     server: ServerSettings | None = None
     """Settings that check requests."""
+    alone: bool = False
+    """Whether no other logits processor reads ``vllm_xargs``."""
     section: object = None
     """Configuration section of the worker."""
     trace: dict[str, tuple[Tensor, Tensor]] | None = None
@@ -97,7 +99,7 @@ def engine_options(
 ) -> dict[str, object]:
     """Options of an engine that checks its requests in this process, as ``LLM(model, **engine_options(server))``. ``config`` and
     ``processors`` are the engine's other options."""
-    State.server = server
+    State.server, State.alone = server, not processors
     return {
         "additional_config": {**(config or {}), SECTION: server.section.given()},
         "logits_processors": [*(processors or ()), PROCESSOR],

@@ -1,9 +1,10 @@
 """vLLM with its own cache and ``locret-vllm`` in equal memory, by turns on a CPU, under vLLM's own ``vllm bench serve``.
 
-    .venv-vllm/bin/python scripts/research/vllm_beside.py 4K 32K 128K --rounds 2
+    .venv-vllm/bin/python scripts/research/vllm_beside.py 700 4K --rounds 2
 
-Run it with the environment of ``scripts/test_vllm.sh``. It appends rows to ``scripts/research/logs/tables/bench.csv`` and prints
-the commands. SmolLM2-135M reads 4K tokens, and a random model longer texts.
+Run it with the environment of ``scripts/test_vllm.sh``, alone on the machine: some 25 minutes on two cores. It appends rows to
+``--table`` and prints the commands. Numbers have the processor's default type, bfloat16 or float32. SmolLM2-135M reads 700 and 4K
+tokens, and a random model 32K and 128K. ``try`` shows that it runs, with rows of no worth.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import Any, NamedTuple
 
 import httpx
 import psutil
+
+from locret_kit.backbones.load import choose_precision, pick_device
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKBONE, HEADS = str(ROOT / "checkpoints/SmolLM2-135M-Instruct"), str(ROOT / "checkpoints/smollm2-135m-locret")
@@ -48,6 +51,8 @@ class Case(NamedTuple):
 
 
 CASES = {
+    "try": Case(700, 4, 200, 512, ((2, 2),)),
+    "700": Case(700, 48, 800, 512, ((4, 1), (32, 16))),
     "4K": Case(4096, 64, 400, 512, ((4, 2), (12, 12))),
     "32K": Case(32768, 384, 34, 1024, ((2, 1), (16, 16))),
     "128K": Case(131072, 128, 132, 1024, ((3, 3),)),
@@ -142,13 +147,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="+", choices=CASES)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--dtype", default=str(choose_precision(pick_device("cpu"))).partition(":")[0])
+    parser.add_argument("--table", type=Path, default=TABLE)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        made = make(Path(folder))
+        made = make(Path(folder)) if {"32K", "128K"} & {*args.cases} else None
         for name in args.cases * args.rounds:
-            case, (model, heads) = CASES[name], (BACKBONE, HEADS) if name == "4K" else made
+            case, (model, heads) = CASES[name], made if name in ("32K", "128K") else (BACKBONE, HEADS)
             shared = [
-                "--model", model, "--served-model-name", "demo", "--dtype", "float32", "--port", str(PORT),
+                "--model", model, "--served-model-name", "demo", "--dtype", args.dtype, "--port", str(PORT),
                 "--kv-cache-memory-bytes", str(case.memory << 20), "--max-model-len", str(case.tokens + case.new),
                 "--max-num-batched-tokens", "2048", "--max-num-seqs", "64",
             ]  # fmt: skip
@@ -161,10 +168,11 @@ def main() -> None:
                 print(kind, shlex.join([*own, *shared]), flush=True)
                 with server([sys.executable, *own, *shared]) as process:
                     for load in case.loads:
-                        row = {"prompt": name, "MiB": case.memory, "server": kind, **bench(process, model, case, *load)}
+                        row = {"prompt": name, "type": args.dtype, "MiB": case.memory, "server": kind}
+                        row |= bench(process, model, case, *load)
                         print(row, flush=True)
-                        new = not TABLE.exists()
-                        with TABLE.open("a", newline="") as file:
+                        new = not args.table.exists()
+                        with args.table.open("a", newline="") as file:
                             writer = csv.DictWriter(file, row, lineterminator="\n")
                             if new:
                                 writer.writeheader()

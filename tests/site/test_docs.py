@@ -41,7 +41,10 @@ LONG = {
     "locret-ask books/": "needs that loop",
     "python scripts/": "scripts of results take minutes to hours",
     "pip install ": "fetches",
-    "locret-vllm ": "needs vLLM, in an environment of its own; tests/vllm/test_server.py",
+    "mkdir -p library": "tests/vllm/test_page.py runs the page of vLLM, in an environment of its own",
+    "locret-read book.txt -o library/": "the same",
+    "locret-vllm ": "the same",
+    "TORCH_COMPILE_DISABLE=1 python -m vllm": "the same",
 }
 """Commands of the site that this file does not run, by their beginning, and why."""
 PAGES = (

@@ -1,17 +1,19 @@
-"""What ``locret-vllm`` chooses where nobody does: precision and policy."""
+"""What ``locret-vllm`` chooses where nobody does, precision and policy, and what it refuses before an engine starts."""
 
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import tiny
+from transformers import AutoConfig
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from locret_kit.backbones import load as precision
 from locret_kit.cache import lent
-from locret_kit.cli.vllm import served_by, settle
+from locret_kit.cli.vllm import main, served_by, settle
 from locret_kit.config.schema import read
 from locret_kit.config.serve_options import VLLM
 from locret_kit.vllm.server_settings import ServerSettings, VllmSettings
@@ -61,3 +63,79 @@ def test_without_heads_the_policy_is_the_kits_or_the_nearest_that_a_page_holds(t
         assert ServerSettings(VllmSettings(budget=64, chunk=32)).default == "snapkv"
         assert served_by(read(VLLM, ["--model", str(tmp_path), "--policy", "streaming"]))[0].default == "streaming"
     assert len(caplog.messages) == 2
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A model whose window is 4,096 tokens, in a folder."""
+    tiny.make(folder := tmp_path_factory.mktemp("llama"), "llama")
+    return str(folder)
+
+
+def settled(*words: str):
+    """The options of vLLM, as the command sets them."""
+    args = read(VLLM, [word for word in words if not word.startswith("--max-model-len")])
+    server, model = served_by(args)
+    theirs = [word for word in words if word.startswith("--max-model-len")]
+    options = make_arg_parser(FlexibleArgumentParser()).parse_args([*theirs, "--model", model])
+    settle(options, server, args.sessions, theirs)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("mpt", "MptForCausalLM"), ("mamba", "MambaForCausalLM"), ("t5", "T5ForConditionalGeneration"),
+        ("mamba2", "Mamba2ForCausalLM"), ("mt5", "MT5ForConditionalGeneration"), ("bert", "BertForMaskedLM"),
+        ("bloom", "BloomForCausalLM"), ("opt", "OPTForCausalLM"),
+    ],
+)  # fmt: skip
+def test_a_model_that_nobody_runs_is_refused_in_a_sentence(tmp_path, name, architecture, capsys):
+    AutoConfig.for_model(name, architectures=[architecture]).save_pretrained(tmp_path)
+    assert main(["--model", str(tmp_path), "--budget", "64", "--chunk", "32", "--positions", "compact"]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(f"locret-vllm: .*({name}|{architecture}|runner=pooling must be auto or generate)", said)
+
+
+@pytest.mark.parametrize(
+    ("words", "reach"),
+    [
+        (["--budget", "4096", "--chunk", "1024"], 5120),
+        (["--budget", "4000", "--chunk", "97", "--positions", "compact"], 4097),
+        (["--budget", "512", "--chunk", "128", "--positions", "clipped(5000)"], 5000),
+        (["--budget", "4096", "--chunk", "1024", "--positions", "clipped"], 5120),
+    ],
+)
+def test_a_cache_beyond_the_window_is_refused(llama, words, reach):
+    with pytest.raises(ValueError, match=f"^max_model_len=131072: .* reach {reach} positions, .* window has 4096$"):
+        settled("--model", llama, *words, "--max-model-len=131072")
+
+
+@pytest.mark.parametrize("positions", ["compact", "clipped(4096)", "clipped"])
+def test_a_cache_within_the_window_reads_any_length(llama, positions):
+    words = ("--model", llama, "--budget", "3072", "--chunk", "1024", "--positions", positions)
+    assert settled(*words, "--max-model-len=131072").hf_overrides == {"max_position_embeddings": 131072}
+    assert not settled(*words, "--max-model-len=4096").hf_overrides
+
+
+def test_true_positions_stay_within_the_window(llama):
+    words = ("--model", llama, "--budget", "64", "--chunk", "32", "--positions", "original")
+    with pytest.raises(ValueError, match=r"max_model_len \(131072\) is greater than the derived"):
+        settled(*words, "--max-model-len=131072")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--documents", "/nosuch"], "documents='/nosuch' must be a folder of .locret files"),
+        (["--documents", __file__], f"documents='{__file__}' must be a folder of .locret files"),
+        (["--documents", ""], "documents is empty"),
+        (["--sessions", "1000000000"], "sessions=1000000000 must be at most "),
+        (["--sessions", "3000", "--max-num-batched-tokens", "2048"], "max_num_batched_tokens (2048) must be greater"),
+        (["--gpu-memory-utilization", "7"], "gpu_memory_utilization=7.0: Input should be less than or equal to 1"),
+    ],
+)
+def test_what_cannot_start_is_refused_in_a_sentence(llama, words, said, capsys):
+    assert main(["--model", llama, "--budget", "64", "--chunk", "32", *words]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("locret-vllm: ") and said in last

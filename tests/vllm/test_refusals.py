@@ -139,15 +139,22 @@ def test_attention_that_is_not_known_is_refused_by_what_was_seen(tmp_path, monke
 
 def test_settings_of_ones_own_are_refused_where_the_servers_are_not_known():
     """As in the process of ``vllm serve`` that takes requests: a worker that refuses them would end the engine for everybody."""
-    for own in ({"budget": 16}, {"policy": "knorm"}):
+    for own in ({"budget": 16}, {"policy": "knorm"}, {"chunk": 5}, {"positions": "original"}):
         with pytest.raises(VLLMValidationError, match="a request has settings of its own where locret-vllm started"):
             validate_logits_processors_parameters([PROCESSOR], SamplingParams(extra_args=own))
     validate_logits_processors_parameters([PROCESSOR], SamplingParams(extra_args={"of another": 1}))
-    engine_options(ServerSettings(VllmSettings(budget=64, chunk=32, policy="knorm")))
+    server = ServerSettings(VllmSettings(budget=64, chunk=32, policy="knorm"))
+    engine_options(server)
     try:
         validate_logits_processors_parameters([PROCESSOR], SamplingParams(extra_args={"budget": 48}))
         with pytest.raises(VLLMValidationError, match="budget=65 must be an integer from 1 to 64, the server's"):
             validate_logits_processors_parameters([PROCESSOR], SamplingParams(extra_args={"budget": 65}))
+        for name, nearest in (("chunk", ""), ("bugdet", " Did you mean 'budget'?"), ("kv_transfer_params", "")):
+            with pytest.raises(VLLMValidationError) as refused:
+                validate_logits_processors_parameters([PROCESSOR], SamplingParams(extra_args={"budget": 48, name: 5}))
+            assert f"vllm_xargs={name!r} is unknown.{nearest} Known: budget, policy" in str(refused.value)
+        engine_options(server, processors=["another:Processor"])  # whose settings they may be
+        validate_logits_processors_parameters([PROCESSOR], SamplingParams(extra_args={"of another": 1}))
     finally:
         tiny.forget()
 

@@ -13,9 +13,10 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -71,6 +72,29 @@ def ask(url: str, ids: list[int]) -> tuple[int, list[int]]:
     return answer.status_code, answer.json()["choices"][0]["token_ids"] if answer.status_code == 200 else []
 
 
+def stream(url: str, ids: list[int], tokens: int, begun: Callable[[], object]) -> list[str]:
+    """Data of the events of a greedy answer, after status 200. ``begun`` is called at the first, and the connection ends well."""
+    body = {"model": "demo", "prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    data = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                data.append(line.removeprefix("data: "))
+                if len(data) == 1:
+                    begun()
+    return data
+
+
+def ending(data: list[str]) -> str:
+    """How a stream ended: by its last choice, by an error, or as if nothing were missing."""
+    events = [json.loads(one) for one in data if one != "[DONE]"]
+    if any("error" in event for event in events):
+        return "error"
+    reasons = [choice["finish_reason"] for event in events for choice in event["choices"]]
+    return reasons[-1] if reasons[-1] and data[-1] == "[DONE]" else "silent"
+
+
 @contextmanager
 def serving(folder: Path, log: Path, sessions: int, *words: str) -> Iterator[tuple[str, psutil.Process]]:
     """The address of ``locret-vllm``, and its process."""
@@ -107,6 +131,18 @@ def test_data_parallel(served, tmp_path):
         assert answers == [(200, tokens) for tokens in wanted] * 4
         answered = [n for labels, n in metrics(url, "request_success_total").items() if 'reason="length"' in labels]
         assert len(answered) == 2 and sum(answered) == 20 and min(answered) > 0
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_a_stream_whose_engine_dies_ends_with_an_error(served, tmp_path, streams):
+    folder, prompts, _ = served
+    with serving(folder, tmp_path / "log", streams) as (url, process), ThreadPoolExecutor(streams) as pool:
+        begun = threading.Semaphore(0)
+        answers = [pool.submit(stream, url, ids, 1500, begun.release) for ids in prompts[1:][:streams]]
+        assert all(begun.acquire(timeout=120) for _ in answers)
+        (engine,) = (one for one in process.children(recursive=True) if "EngineCore" in " ".join(one.cmdline()))
+        engine.kill()
+        assert [ending(answer.result()) for answer in answers] == ["error"] * streams
 
 
 CLIENTS, SESSIONS = 32, 6
@@ -295,9 +331,16 @@ def test_ray_serve_llm(served, tmp_path, monkeypatch):
         while serve.status().applications["locret"].status != "RUNNING":
             assert time.monotonic() < end
             time.sleep(1)
+        assert ray.cluster_resources()["CPU"] - ray.available_resources()["CPU"] == 5  # as the page says
         until(wanted[:1], lambda: count[200] >= 20)
         assert count.keys() == {200}
-        (dead := next(iter(replicas()))).kill()
+        assert 2 * len(prompts) <= 16  # streams of two replicas
+        with ThreadPoolExecutor(2 * len(prompts)) as pool:
+            begun = threading.Semaphore(0)
+            streams = [pool.submit(stream, url, ids, 500, begun.release) for ids in prompts * 2]
+            assert all(begun.acquire(timeout=120) for _ in streams)
+            (dead := next(iter(replicas()))).kill()
+            assert {ending(one.result()) for one in streams} == {"error", "length"}
         until(wanted[:1], lambda: len(replicas() - {dead}) == 2 and count[200] >= 60)
         assert count[500] <= len(prompts)  # those that it was answering
         failed = count[500]

@@ -96,7 +96,7 @@ def test_the_plan_said_the_same(said, capsys):
     ]
     assert plan.main([*words, f"policy={POLICY}", *(f"{k}={v}" for k, v in SETTINGS.items() if k != "positions")]) == 0
     (planned,) = re.findall(r"^vLLM: (.*)$", capsys.readouterr().out, re.M)
-    assert said == f"http://127.0.0.1:{PORT}, {planned}" and planned.startswith("4 requests fit")
+    assert said == f"http://127.0.0.1:{PORT}, {planned}, documents: 1" and planned.startswith("4 requests fit")
 
 
 @pytest.mark.parametrize("own", [{}, {"budget": 128}])
@@ -174,7 +174,11 @@ def test_what_is_refused(client):
     for rest, words in (
         ({"extra_body": {"vllm_xargs": {"budget": 513}}}, "budget=513 must be an integer from 1 to 512, the server's"),
         ({"extra_body": {"vllm_xargs": {"policy": "knorm"}}}, "policy='knorm' is unknown. Known: lookahead-locret"),
+        ({"extra_body": {"vllm_xargs": {"chunk": 5}}}, "vllm_xargs='chunk' is unknown. Known: budget, policy"),
+        ({"extra_body": {"vllm_xargs": {"bugdet": 99}}}, "vllm_xargs='bugdet' is unknown. Did you mean 'budget'"),
         ({"seed": 1}, "fails at seeds"),
+        ({"n": 5}, "n must be at most 4"),
+        ({"n": 10000, "stream": True}, "n must be at most 4"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             ask(client, **rest)

@@ -139,6 +139,7 @@ def configuration(model: Path, section: dict[str, Any], **rest: Any) -> VllmConf
 def forget() -> None:
     """Leave nothing of an engine, or of a configuration that was read, to the next one of this process."""
     State.worker = State.server = State.section = None
+    State.alone = False
 
 
 @contextmanager
