@@ -96,8 +96,9 @@ class DataConfig:
     """The training samples."""
 
     sources: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["synthetic"])
-    """'synthetic', files or folders of records, folders saved by ``datasets``, or Hub data set ids. Hub data sets,
-    and local ones of more than 64 MiB, are read as needed and shuffled within blocks of 512 records."""
+    """'synthetic' (facts hidden in ``texts``), 'code(FOLDER)' (questions about the folder's Python files; without a
+    folder the standard library's), files or folders of records, folders saved by ``datasets``, or Hub data set ids. Hub
+    data sets, and local ones of more than 64 MiB, are read as needed and shuffled within blocks of 512 records."""
     think: bool | None = None
     """Turn the chat template's thinking on or off in training conversations. Null leaves the template's default."""
     weights: list[Annotated[float, Gt(0)]] | None = None
@@ -106,6 +107,9 @@ class DataConfig:
     """Real text for synthetic samples: 'pydoc', 'jargon', files or folders."""
     max_tokens: Annotated[int, Ge(2)] = 10240
     """Maximum sample length in tokens, prompt and answer together."""
+    lengths: Annotated[list[Slots], MinLen(1)] | None = None
+    """Lengths in tokens of samples that are made, up to ``max_tokens``. One is drawn for each sample. Null is
+    ``max_tokens``."""
     truncate: Literal["middle", "end"] = "middle"
     """Place of the cut in a longer record's user message: the 'middle', which keeps a question at either end, or the
     'end', as in Locret's published code."""
@@ -226,6 +230,8 @@ class TrainConfig:
             raise ValueError(
                 f"data.weights={weights} must be {len(sources)} positive numbers, one for each of data.sources"
             )
+        if self.data.lengths is not None and max(self.data.lengths) > self.data.max_tokens:
+            raise ValueError(f"data.lengths={self.data.lengths} must be at most data.max_tokens={self.data.max_tokens}")
         if self.optim.accumulate % self.data.batch:
             raise ValueError(
                 f"optim.accumulate={self.optim.accumulate} must be a multiple of data.batch={self.data.batch}"

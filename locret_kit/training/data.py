@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import TypeVar, cast
@@ -20,12 +21,15 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config.train_options import DataConfig
 from ..naming import first_line, nearest, prefixed_errors
+from ..policies.grammar import parse_source
+from ..policies.registry import part, parts_named
 from ..samples import SCHEMAS, WHOLE, Sample, encode_chat, is_unknown, overlap, read_records, to_messages
+from ..samples.code import CodeFile, code_sample, read_code
 from ..samples.haystack import TEXTS, load_text, next_start
 from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
 
 SYNTHETIC = "synthetic"
-"""The source that is made of ``data.texts``; every other one holds records."""
+"""The source that is made of ``data.texts``."""
 DRAWS = 100
 """Records in a row, and synthetic samples, that cannot be used and end a run at its beginning."""
 BLOCK = 512
@@ -84,7 +88,7 @@ class Records:
         try:
             yield from islice(read_records(self.name, split=self.data.split, broken=self._broken.append), start, None)
         except (OSError, ValueError) as error:
-            path, meant = Path(self.name), nearest(self.name, [SYNTHETIC])
+            path, meant = Path(self.name), nearest(self.name, parts_named("source"))
             if any(file.name.endswith(TEXTS) for file in (path, *path.glob("*"))):
                 meant = "; text without questions goes to data.texts"
             raise ValueError(f"data.sources: {first_line(error)}{meant}") from error
@@ -214,20 +218,58 @@ class Records:
         return sample
 
 
-class Synthetic:
-    """Samples that are made of ``data.texts``; each is made once, so there are no epochs.
+class Made(ABC):
+    """A source whose samples are made, each once, so there are no epochs.
+
+    In the place of a sample that does not fit its length another one is made, and stderr names it.
+    """
+
+    def __init__(self, name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self.name, self.data, self.tokenizer, self.seed = name, data, tokenizer, seed
+        self._named: set[str] = set()
+
+    @abstractmethod
+    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
+        """Set texts aside, and return ``wanted`` samples of them, and ``known`` with their 13-grams added."""
+
+    @abstractmethod
+    def leave_out(self, known: overlap.Grams) -> None:
+        """Train on nothing that has these 13-grams. Raises ValueError where nothing is left."""
+
+    @abstractmethod
+    def __getitem__(self, place: int) -> Sample:
+        """Training sample number ``place``."""
+
+    def _make(self, place: int, seed: str, build: Callable[[str, int], Sample]) -> Sample:
+        """The first sample that ``build`` makes of a seed and a length in tokens, which are drawn for the place."""
+        reason = ""
+        for draw in range(DRAWS):
+            again = f"{seed}:{draw}" if draw else seed
+            length = random.Random(f"{again}|length|{place}").choice(self.data.lengths or [self.data.max_tokens])
+            try:
+                sample = build(again, length)
+            except ValueError as error:
+                reason = reason or first_line(error)
+                continue
+            if reason and (said := f"record {place} is left out: {reason}") not in self._named:
+                self._named.add(said)
+                print(f"data.sources: {self.name!r}, {said}", file=sys.stderr)
+            return sample
+        raise ValueError(f"data.max_tokens={self.data.max_tokens} is too small for {self.name} samples: {reason}")
+
+
+class Synthetic(Made):
+    """Facts that are hidden in ``data.texts``.
 
     A stretch of each text is set aside, and the other texts lose every 13-gram that they share with it. Facts, prompts and
-    repeated sentences of validation are its own. In the place of a sample that does not fit ``max_tokens`` another one is
-    made, and stderr names it.
+    repeated sentences of validation are its own.
 
     Raises:
         ValueError: ``max_tokens`` is too small for samples; a text has nothing to set aside.
     """
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-        self.data, self.tokenizer, self.seed = data, tokenizer, seed
-        self._named: set[str] = set()
+        super().__init__(SYNTHETIC, data, tokenizer, seed)
         with prefixed_errors("data.texts", OSError, ValueError):
             self.texts = [load_text(source) for source in data.texts]
         """Texts that are trained on."""
@@ -245,7 +287,7 @@ class Synthetic:
                     f"data.texts: {source!r} is too short for data.val_samples={self.data.val_samples} to set a stretch aside"
                 )
             stretches.append(stretch)
-        samples = [self._make(i, stretches, f"{self.seed}:validation", VALIDATION) for i in range(wanted)]
+        samples = [self._about(i, stretches, f"{self.seed}:validation", VALIDATION) for i in range(wanted)]
         return samples, overlap.union([known, *map(overlap.grams, stretches)])
 
     def leave_out(self, known: overlap.Grams) -> None:
@@ -258,22 +300,75 @@ class Synthetic:
                 )
 
     def __getitem__(self, place: int) -> Sample:
-        return self._make(place, self.texts, f"{self.seed}", TRAINING)
+        return self._about(place, self.texts, f"{self.seed}", TRAINING)
 
-    def _make(self, place: int, texts: Sequence[str], seed: str, wording: Wording) -> Sample:
-        data, reason = self.data, ""
-        for draw in range(DRAWS):
-            again = f"{seed}:{draw}" if draw else seed
-            try:
-                sample = synthetic_sample(self.tokenizer, texts, data.max_tokens, again, place, wording)
-            except ValueError as error:
-                reason = reason or first_line(error)
-                continue
-            if reason and (said := f"record {place} is left out: {reason}") not in self._named:
-                self._named.add(said)
-                print(f"data.sources: {SYNTHETIC!r}, {said}", file=sys.stderr)
-            return sample
-        raise ValueError(f"data.max_tokens={data.max_tokens} is too small for synthetic samples: {reason}")
+    def _about(self, place: int, texts: Sequence[str], seed: str, wording: Wording) -> Sample:
+        return self._make(
+            place, seed, lambda seed, length: synthetic_sample(self.tokenizer, texts, length, seed, place, wording)
+        )
+
+
+class Code(Made):
+    """Questions about the Python files of a folder (``samples.code``). A tenth of the files is set aside.
+
+    Raises:
+        ValueError: no such folder, too few files, or ``max_tokens`` is too small for samples.
+    """
+
+    def __init__(self, folder: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        super().__init__(f"code({folder})", data, tokenizer, seed)
+        with prefixed_errors("data.sources", OSError, ValueError):
+            self.files = read_code(folder)
+        """Files that are trained on."""
+        self[0]
+
+    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
+        if not wanted:
+            return [], known
+        size = max(1, round(STRETCH * len(self.files)))
+        held = random.Random(f"{self.seed}:validation").sample(self.files, size)
+        self.files = [file for file in self.files if file not in held]
+        if not self.files:
+            raise ValueError(
+                f"data.sources: {self.name!r} has one file with questions; data.val_samples={self.data.val_samples} sets it aside"
+            )
+        samples = [self._about(i, held, f"{self.seed}:validation") for i in range(wanted)]
+        return samples, overlap.union([known, *(overlap.grams("\n".join(file.lines)) for file in held)])
+
+    def leave_out(self, known: overlap.Grams) -> None:
+        self.files = [file for file in self.files if not overlap.is_copy("\n".join(file.lines), known)]
+        if not self.files:
+            raise ValueError(f"data.sources: {self.name!r} has nothing left to train on but copies of set-aside texts")
+
+    def __getitem__(self, place: int) -> Sample:
+        return self._about(place, self.files, f"{self.seed}")
+
+    def _about(self, place: int, files: Sequence[CodeFile], seed: str) -> Sample:
+        def build(seed: str, length: int) -> Sample:
+            return code_sample(self.tokenizer, files, length, random.Random(f"{seed}|{place}"))
+
+        return self._make(place, seed, build)
+
+
+@part("source", SYNTHETIC)
+class SyntheticSource:
+    """Facts that are hidden in ``data.texts``."""
+
+    def open(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Made:
+        """The samples."""
+        return Synthetic(data, tokenizer, seed)
+
+
+@part("source", "code")
+class CodeSource:
+    """Questions that a program makes from the syntax trees of a folder's Python files."""
+
+    folder: str = "python"
+    """The folder; 'python' is the standard library of the running Python."""
+
+    def open(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Made:
+        """The samples."""
+        return Code(self.folder, data, tokenizer, seed)
 
 
 def split_text(text: str, least: int, rng: random.Random) -> tuple[str, str]:
@@ -316,13 +411,11 @@ class Samples:
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
         self.seed, self.weights = seed, data.weights or [1.0] * len(data.sources)
-        self.sources: dict[str, Records | Synthetic] = {}
+        self.sources: dict[str, Records | Made] = {}
         for name in data.sources:
             drawn = f"{seed}:{data.sources.index(name)}"  # not its path, which differs from machine to machine
-            if name == SYNTHETIC:
-                self.sources[name] = Synthetic(data, tokenizer, seed)
-            else:
-                self.sources[name] = Records(name, data, tokenizer, drawn)
+            made = cast(SyntheticSource | CodeSource | None, parse_source(name))
+            self.sources[name] = made.open(data, tokenizer, seed) if made else Records(name, data, tokenizer, drawn)
         self.names = list(data.sources)
         self._places: list[tuple[str, int]] = []  # source of each index so far, and how many before it are from there
         self._given = dict.fromkeys(self.names, 0)
