@@ -5,11 +5,10 @@ A clone has them in ``checkpoints/``, a wheel in packages next to the kit. Comma
 
 from pathlib import Path
 
+from .backbones import index
 from .backbones.gguf import bare_name
 from .files import CONFIG, as_object, read_json
 
-INSTALLED = Path(__file__).resolve().parents[1]
-"""The folder that holds the package: a clone's root, or where pip installs."""
 PACKAGES = {
     "checkpoints/smollm2-135m-locret": "locret_demo",
     "checkpoints/gemma3-270m-locret": "locret_gemma3_270m",
@@ -21,7 +20,7 @@ def heads_folder(name: str) -> Path:
     """Folder of heads: a path as it is, and a name in ``PACKAGES`` wherever its files are."""
     if name not in PACKAGES or Path(name).exists():
         return Path(name)
-    return clone if (clone := INSTALLED / name).is_dir() else INSTALLED / PACKAGES[name]
+    return clone if (clone := index.INSTALLED / name).is_dir() else index.INSTALLED / PACKAGES[name]
 
 
 def heads_for(model: str) -> str | None:

@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from .. import shipped
 from ..files import locked
 from ..naming import first_line
 from . import index
@@ -36,8 +35,8 @@ GGUF = index.IndexedFile(
 
 def backbone_folder() -> Path:
     """Folder of the demo backbone once it is fetched: in the clone's ``checkpoints/``, else in the user's cache."""
-    if (shipped.INSTALLED / "pyproject.toml").is_file():
-        return shipped.INSTALLED / BACKBONE
+    if (index.INSTALLED / "pyproject.toml").is_file():
+        return index.INSTALLED / BACKBONE
     return index.cache_folder() / Path(BACKBONE).name
 
 

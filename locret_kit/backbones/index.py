@@ -18,6 +18,9 @@ from tqdm import tqdm
 from ..files import locked
 from ..processes import python
 
+INSTALLED = Path(__file__).resolve().parents[2]
+"""The folder that holds the package: a clone's root, or where pip installs."""
+
 
 @dataclass(frozen=True)
 class IndexedFile:

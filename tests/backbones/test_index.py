@@ -175,7 +175,7 @@ def test_heads_that_ship_are_found_by_the_models_name(recorded, tmp_path, monkey
     heads = RetainingHeads(HeadsConfig.for_backbone(spec_of(model.config), recorded, 8, inference={"budget": 77}))
     names = {"checkpoints/one-locret": "locret_one", "checkpoints/two-locret": "locret_two"}
     monkeypatch.setattr(shipped, "PACKAGES", names)
-    monkeypatch.setattr(shipped, "INSTALLED", tmp_path)
+    monkeypatch.setattr(index, "INSTALLED", tmp_path)
     monkeypatch.chdir(tmp_path)
     assert shipped.heads_for("lab/Tiny-Instruct") is None
     for place in ("checkpoints/two-locret", "locret_two"):
