@@ -97,7 +97,8 @@ class DataConfig:
 
     sources: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["synthetic"])
     """'synthetic' (facts hidden in ``texts``), 'code(FOLDER)' (questions about the folder's Python files; without a
-    folder the standard library's), files or folders of records, folders saved by ``datasets``, or Hub data set ids. Hub
+    folder the standard library's), 'self-study(TEXT)' (the backbone writes questions about 128 passages of a text;
+    'self-study(TEXT, N)' about N), files or folders of records, folders saved by ``datasets``, or Hub data set ids. Hub
     data sets, and local ones of more than 64 MiB, are read as needed and shuffled within blocks of 512 records."""
     think: bool | None = None
     """Turn the chat template's thinking on or off in training conversations. Null leaves the template's default."""

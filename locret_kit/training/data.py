@@ -10,12 +10,15 @@ import random
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
 import lightning as L
 import torch
+from annotated_types import Ge
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -26,6 +29,7 @@ from ..policies.registry import part, parts_named
 from ..samples import SCHEMAS, WHOLE, Sample, encode_chat, is_unknown, overlap, read_records, to_messages
 from ..samples.code import CodeFile, code_sample, read_code
 from ..samples.haystack import TEXTS, load_text, next_start
+from ..samples.study import Studied, Write, study, study_sample
 from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
 
 SYNTHETIC = "synthetic"
@@ -350,13 +354,80 @@ class Code(Made):
         return self._make(place, seed, build)
 
 
+class SelfStudy(Made):
+    """Questions that the backbone writes about passages of a text (``samples.study``). A stretch of the text is set aside.
+
+    Raises:
+        ValueError: no such text, nothing to set aside, or no usable question.
+    """
+
+    def __init__(
+        self, text: str, passages: int, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, write: Write
+    ) -> None:
+        super().__init__(f"self-study({text})", data, tokenizer, seed)
+        self.passages, self.write = passages, write
+        with prefixed_errors("data.sources", OSError, ValueError):
+            self.text = load_text(text)
+        """Text that is trained on."""
+
+    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
+        if not wanted:
+            return [], known
+        rng = random.Random(f"{self.seed}:validation")
+        stretch, self.text = split_text(self.text, CHARACTERS * self.data.max_tokens, rng)
+        if not stretch.strip():
+            raise ValueError(
+                f"data.sources: {self.name!r} is too short for data.val_samples={self.data.val_samples} to set a stretch aside"
+            )
+        studied = self._study(stretch, 2 * wanted, f"{self.seed}:validation")
+        samples = [self._about(i, stretch, studied, f"{self.seed}:validation") for i in range(wanted)]
+        return samples, overlap.union([known, overlap.grams(stretch)])
+
+    def leave_out(self, known: overlap.Grams) -> None:
+        self.text = overlap.without(self.text, known)
+        if not self.text.strip():
+            raise ValueError(f"data.sources: {self.name!r} has nothing left to train on but copies of set-aside texts")
+
+    @cached_property
+    def studied(self) -> list[Studied]:
+        """What the backbone wrote about the text that is trained on."""
+        return self._study(self.text, self.passages, f"{self.seed}")
+
+    def __getitem__(self, place: int) -> Sample:
+        return self._about(place, self.text, self.studied, f"{self.seed}")
+
+    def _study(self, text: str, passages: int, seed: str) -> list[Studied]:
+        found = study(text, passages, random.Random(f"{seed}:study"), self.write)
+        if not found:
+            raise ValueError(
+                f"data.sources: {self.name!r}: the backbone wrote no usable question about any of {passages} passages"
+            )
+        return found
+
+    def _about(self, place: int, text: str, studied: Sequence[Studied], seed: str) -> Sample:
+        def build(seed: str, length: int) -> Sample:
+            return study_sample(self.tokenizer, text, studied, length, random.Random(f"{seed}|{place}"))
+
+        return self._make(place, seed, build)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the sources of a run are opened with."""
+
+    data: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    seed: int
+    write: Write
+
+
 @part("source", SYNTHETIC)
 class SyntheticSource:
     """Facts that are hidden in ``data.texts``."""
 
-    def open(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Made:
+    def open(self, given: Given) -> Made:
         """The samples."""
-        return Synthetic(data, tokenizer, seed)
+        return Synthetic(given.data, given.tokenizer, given.seed)
 
 
 @part("source", "code")
@@ -366,9 +437,28 @@ class CodeSource:
     folder: str = "python"
     """The folder; 'python' is the standard library of the running Python."""
 
-    def open(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Made:
+    def open(self, given: Given) -> Made:
         """The samples."""
-        return Code(self.folder, data, tokenizer, seed)
+        return Code(self.folder, given.data, given.tokenizer, given.seed)
+
+
+@part("source", "self-study")
+class SelfStudySource:
+    """Questions that the backbone itself writes about passages of a text."""
+
+    text: str
+    """'pydoc', 'jargon', a file or a folder."""
+    passages: Annotated[int, Ge(1)] = 128
+    """Passages that it writes about, at most."""
+
+    def open(self, given: Given) -> Made:
+        """The samples."""
+        return SelfStudy(self.text, self.passages, given.data, given.tokenizer, given.seed, given.write)
+
+
+def nobody(asked: Sequence[tuple[str, str]]) -> list[str]:
+    """Raise ValueError: these samples are made without a backbone."""
+    raise ValueError("data.sources: self-study needs a backbone that writes")
 
 
 def split_text(text: str, least: int, rng: random.Random) -> tuple[str, str]:
@@ -409,13 +499,16 @@ class Samples:
         ValueError: a source without usable samples, or too many validation samples to set aside.
     """
 
-    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
+    def __init__(
+        self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, write: Write = nobody
+    ) -> None:
         self.seed, self.weights = seed, data.weights or [1.0] * len(data.sources)
         self.sources: dict[str, Records | Made] = {}
         for name in data.sources:
             drawn = f"{seed}:{data.sources.index(name)}"  # not its path, which differs from machine to machine
-            made = cast(SyntheticSource | CodeSource | None, parse_source(name))
-            self.sources[name] = made.open(data, tokenizer, seed) if made else Records(name, data, tokenizer, drawn)
+            made = cast(SyntheticSource | CodeSource | SelfStudySource | None, parse_source(name))
+            given = Given(data, tokenizer, seed, write)
+            self.sources[name] = made.open(given) if made else Records(name, data, tokenizer, drawn)
         self.names = list(data.sources)
         self._places: list[tuple[str, int]] = []  # source of each index so far, and how many before it are from there
         self._given = dict.fromkeys(self.names, 0)
@@ -427,6 +520,8 @@ class Samples:
                 self.held += samples
             for source in self.sources.values():
                 source.leave_out(known)
+        for source in self.sources.values():
+            source[0]  # what it needs is made now, before training
 
     def __getitem__(self, index: int) -> Sample:
         for i in range(len(self._places), index + 1):
@@ -486,15 +581,24 @@ class SampleModule(L.LightningDataModule):
     ``s`` of a given global batch sees the same samples on one process or many.
 
     Args:
-        data: the configuration's section. per_step: samples of each process in one step.
+        data: the configuration's section. per_step: samples of each process in one step. write: the backbone, for
+            samples that it writes itself.
     """
 
-    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, per_step: int = 1) -> None:
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        per_step: int = 1,
+        write: Write = nobody,
+    ) -> None:
         super().__init__()
         if data.num_workers > (max_workers := 4 * (os.cpu_count() or 1)):
             raise ValueError(f"data.num_workers={data.num_workers} must be at most {max_workers}, four per CPU core")
         self.cfg, self.tokenizer, self.per_step = data, tokenizer, per_step
-        self.samples = Samples(data, tokenizer, seed=seed)
+        self.samples = Samples(data, tokenizer, seed=seed, write=write)
         """Samples, equal in every process."""
         self.done = 0
 
