@@ -20,13 +20,13 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from . import hub
-from .backbones import demo
 from .backbones.decoder_attention import Linear
 from .backbones.spec import AttentionLayer, BackboneSpec, spec_of
 from .backbones.weights import fingerprint
 from .files import CONFIG, HASH, WEIGHTS, as_object, read_folder, read_json, read_weights, write_beside, write_folder
 from .naming import prefixed_errors
 from .settings import Description, RunSettings, annotations_of, check, checked, made
+from .shipped import heads_folder
 
 FORMAT = "locret_kit.heads.v1"
 PUBLISHED: dict[str, tuple[str, dict[str, object]]] = {
@@ -68,9 +68,7 @@ def read_checkpoint(source: Path | str, **access: Unpack[hub.Access]) -> Stored:
     Raises:
         FileNotFoundError: nothing is there. ValueError: it is no checkpoint of heads, or damaged.
     """
-    path = Path(source)
-    if str(source) == demo.HEADS and not path.exists():
-        path = demo.heads_folder()
+    path = heads_folder(str(source))
     if path.is_dir():
         config, state = read_folder(path, "heads")
         return Stored(state, path, config)

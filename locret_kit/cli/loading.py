@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .. import shipped
 from ..backbones import demo, probe
 from ..backbones.load import choose_adapter, load_backbone, other_backbone
 from ..backbones.spec import text_config
@@ -126,9 +127,9 @@ def resolve_choice(
     ckpt: str | None, model: str | None, adapter: str | None, policy: str | None, run: RunSettings | None = None, *,
     asked: bool = False,
 ) -> ModelChoice:  # fmt: skip
-    """Resolve backbone, heads and policy from the user's names. The heads provide the missing ones. If neither
-    backbone nor heads are named, the demo's are used, and its backbone is downloaded once. ``asked``: the text is
-    read only for its questions.
+    """Resolve backbone, heads and policy from the user's names. The heads provide the missing ones, and a backbone gets
+    the heads that ship for it, unless the policy needs none. If neither is named, the demo's are used, and its backbone
+    is downloaded once. ``asked``: the text is read only for its questions.
 
     Raises:
         ValueError, OSError: unreadable heads, an unknown policy or one that needs heads, settings of the ``run``
@@ -137,6 +138,8 @@ def resolve_choice(
     if not ckpt and not model:
         ckpt, policy = demo.HEADS, policy or (ASKED if asked else None)
     named = parse_policy(policy) if policy is not None else None
+    if model and not ckpt and (named is None or named.needs_heads):
+        ckpt = shipped.heads_for(model)
     if named is not None:
         named.heads_for(ckpt, "give --ckpt")
     heads = RetainingHeads.from_pretrained(ckpt, backbone=model) if ckpt else None

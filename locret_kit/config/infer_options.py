@@ -77,8 +77,8 @@ class Backbone:
     """The backbone, its retaining heads and the policy."""
 
     ckpt: str | None = None
-    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: no heads if --model is given,
-    otherwise the demo's heads for SmolLM2-135M-Instruct."""
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: those that ship for
+    --model, if any; without --model the demo's heads for SmolLM2-135M-Instruct."""
     model: str | None = None
     """The backbone: a folder, a Hub id, or a GGUF file (a path; on the Hub user/name/FILE.gguf or user/name:Q4_K_M).
     Default: the one named by the heads."""

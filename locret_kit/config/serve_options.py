@@ -111,8 +111,8 @@ class VllmOptions(RunSettings, Plugin):
     HIDDEN: ClassVar[tuple[str, ...]] = ("kv_bits", "one_shot", "seed")
 
     ckpt: str | None = None
-    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: no heads if --model is given,
-    otherwise the demo's."""
+    """Retaining heads: a folder, a .pt or .bin file, or a Hub repository. Default: those that ship for
+    --model, if any; without --model the demo's."""
     model: str | None = None
     """The backbone: a folder or a Hub id. Default: the one named by the heads."""
     policy: str | None = None

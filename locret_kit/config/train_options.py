@@ -15,6 +15,8 @@ from .infer_options import Dtype
 from .schema import Command
 
 Strategy = Literal["auto", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"]
+SHARDED = ("fsdp", "deepspeed_stage_3", "deepspeed_stage_3_offload")
+"""Strategies that shard the backbone's weights."""
 
 
 @dataclass
@@ -22,7 +24,7 @@ class BackboneConfig:
     """The frozen language model."""
 
     model: str
-    """Hub id or folder. A relative path is searched from the current folder, then from the installed project."""
+    """Hub id, folder or GGUF file. A relative path is searched from the current folder, then from the installed project."""
     dtype: Dtype = "auto"
     """Data type of the backbone. auto is bfloat16, or float32 on CPUs without instructions for it."""
     weight_bits: Literal[8, 4] | None = None
@@ -94,8 +96,10 @@ class DataConfig:
     """The training samples."""
 
     sources: Annotated[list[str], MinLen(1)] = field(default_factory=lambda: ["synthetic"])
-    """'synthetic', files or folders of records, folders saved by ``datasets``, or Hub data set ids. Hub data sets,
-    and local ones of more than 64 MiB, are read as needed and shuffled within blocks of 512 records."""
+    """'synthetic' (facts hidden in ``texts``), 'code(FOLDER)' (questions about the folder's Python files; without a
+    folder the standard library's), 'self-study(TEXT)' (the backbone writes questions about 128 passages of a text;
+    'self-study(TEXT, N)' about N), files or folders of records, folders saved by ``datasets``, or Hub data set ids. Hub
+    data sets, and local ones of more than 64 MiB, are read as needed and shuffled within blocks of 512 records."""
     think: bool | None = None
     """Turn the chat template's thinking on or off in training conversations. Null leaves the template's default."""
     weights: list[Annotated[float, Gt(0)]] | None = None
@@ -104,6 +108,9 @@ class DataConfig:
     """Real text for synthetic samples: 'pydoc', 'jargon', files or folders."""
     max_tokens: Annotated[int, Ge(2)] = 10240
     """Maximum sample length in tokens, prompt and answer together."""
+    lengths: Annotated[list[Slots], MinLen(1)] | None = None
+    """Lengths in tokens of samples that are made, up to ``max_tokens``. One is drawn for each sample. Null is
+    ``max_tokens``."""
     truncate: Literal["middle", "end"] = "middle"
     """Place of the cut in a longer record's user message: the 'middle', which keeps a question at either end, or the
     'end', as in Locret's published code."""
@@ -224,22 +231,24 @@ class TrainConfig:
             raise ValueError(
                 f"data.weights={weights} must be {len(sources)} positive numbers, one for each of data.sources"
             )
+        if self.data.lengths is not None and max(self.data.lengths) > self.data.max_tokens:
+            raise ValueError(f"data.lengths={self.data.lengths} must be at most data.max_tokens={self.data.max_tokens}")
         if self.optim.accumulate % self.data.batch:
             raise ValueError(
                 f"optim.accumulate={self.optim.accumulate} must be a multiple of data.batch={self.data.batch}"
             )
-        if is_gguf(self.backbone.model):
-            raise ValueError(
-                f"backbone.model={self.backbone.model!r} holds packed weights, which cannot be trained: use the float "
-                "model's folder or Hub id; its heads then run on this file (--ckpt HEADS --model FILE.gguf)"
-            )
         spread, strategy = self.backbone.device_map, self.trainer.strategy
+        if is_gguf(self.backbone.model) and (needy := self._needs_float()):
+            raise ValueError(
+                f"{needy} needs float weights, and backbone.model={self.backbone.model!r} holds packed ones: leave it out, or "
+                "name the float model's folder or Hub id"
+            )
         if spread and strategy != "auto":
             raise ValueError(
                 f"backbone.device_map={spread} spreads one process's backbone, trainer.strategy={strategy} runs one process "
                 "a device: choose trainer.strategy=auto, or fsdp or deepspeed_stage_3 without a map, which shard the backbone"
             )
-        if self.backbone.weight_bits and strategy in ("fsdp", "deepspeed_stage_3", "deepspeed_stage_3_offload"):
+        if self.backbone.weight_bits and strategy in SHARDED:
             raise ValueError(
                 f"backbone.weight_bits={self.backbone.weight_bits} packs weights, which trainer.strategy={strategy} would shard: "
                 "choose auto, ddp or deepspeed_stage_2"
@@ -264,6 +273,13 @@ class TrainConfig:
                 registry.load_plugin(self.plugin)
             grammar.parse_loss(self.loss.kind)
             grammar.parse_policy(self.infer.policy or "locret")
+
+    def _needs_float(self) -> str | None:
+        """The first setting that acts on the backbone's float weights, as ``key=value``."""
+        acting = {f"backbone.{name}": getattr(self.backbone, name) for name in ("adapter", "weight_bits", "device_map")}
+        acting["trains"] = self.trains if self.trains == "pool" else None
+        acting["trainer.strategy"] = self.trainer.strategy if self.trainer.strategy in SHARDED else None
+        return next((f"{name}={value}" for name, value in acting.items() if value is not None), None)
 
 
 PUBLISH_USAGE = """usage: locret-publish HEADS USER/NAME [--key value | key=value ...]

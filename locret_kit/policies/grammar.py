@@ -54,6 +54,12 @@ def parse_loss(text: str) -> Loss:
     return cast(Loss, _make("loss", text))
 
 
+def parse_source(text: str) -> object | None:
+    """A training's source that is made, such as ``code(src)``; None if the text names none. Raises as ``parse_policy``."""
+    match = _CALL.match(text)
+    return _make("source", text) if match and match[1] in registry.parts_named("source") else None
+
+
 def _named(text: str) -> Policy:
     named, given = _call(text, "policy", registry.policies())
     if not named.base:

@@ -33,7 +33,8 @@ UNTRAINED = ("compactor", "snapkv")
 """Policies of a backbone without heads, the default first: of those that need no training, it finds most (docs/howto/choose.md),
 and the other one takes any decoder and any cache."""
 KINDS = ("score", "scope", "allocation", "selection", "merge", "recall", "prefill_mask", "sparse", "reread")
-"""Kinds of a policy's parts, in the grammar's order. A training's loss is a part too, of the kind 'loss'."""
+"""Kinds of a policy's parts, in the grammar's order. A training's losses and sources are parts too, of the kinds 'loss'
+and 'source'."""
 T = TypeVar("T")
 
 
@@ -144,13 +145,14 @@ class NamedPolicy:
         return Policy(self.name, source=self.source, keeps_everything=self.keeps_everything, **cast(Parts, parts))
 
 
-_parts: dict[str, Registry[type]] = {kind: Registry(kind) for kind in (*KINDS, "loss")}
+_parts: dict[str, Registry[type]] = {kind: Registry(kind) for kind in (*KINDS, "loss", "source")}
 _policies: Registry[NamedPolicy] = Registry("policy")
 
 
 @dataclass_transform(frozen_default=True)
 def part(kind: str, name: str) -> Callable[[type[T]], type[T]]:
-    """Class decorator: the class becomes the part ``name`` of a kind (one of ``KINDS``, or 'loss': a ``cis.Loss``), as in
+    """Class decorator: the class becomes the part ``name`` of a kind (one of ``KINDS``, 'loss': a ``cis.Loss``, or
+    'source': training samples), as in
     ``score=name(...)``, and a frozen dataclass if it is none yet.
 
     Raises:

@@ -8,24 +8,32 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
 import lightning as L
 import torch
+from annotated_types import Ge
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..config.train_options import DataConfig
 from ..naming import first_line, nearest, prefixed_errors
+from ..policies.grammar import parse_source
+from ..policies.registry import part, parts_named
 from ..samples import SCHEMAS, WHOLE, Sample, encode_chat, is_unknown, overlap, read_records, to_messages
+from ..samples.code import CodeFile, code_sample, read_code
 from ..samples.haystack import TEXTS, load_text, next_start
+from ..samples.study import Studied, Write, study, study_sample
 from ..samples.synthetic import TRAINING, VALIDATION, Wording, synthetic_sample
 
 SYNTHETIC = "synthetic"
-"""The source that is made of ``data.texts``; every other one holds records."""
+"""The source that is made of ``data.texts``."""
 DRAWS = 100
 """Records in a row, and synthetic samples, that cannot be used and end a run at its beginning."""
 BLOCK = 512
@@ -84,7 +92,7 @@ class Records:
         try:
             yield from islice(read_records(self.name, split=self.data.split, broken=self._broken.append), start, None)
         except (OSError, ValueError) as error:
-            path, meant = Path(self.name), nearest(self.name, [SYNTHETIC])
+            path, meant = Path(self.name), nearest(self.name, parts_named("source"))
             if any(file.name.endswith(TEXTS) for file in (path, *path.glob("*"))):
                 meant = "; text without questions goes to data.texts"
             raise ValueError(f"data.sources: {first_line(error)}{meant}") from error
@@ -214,20 +222,58 @@ class Records:
         return sample
 
 
-class Synthetic:
-    """Samples that are made of ``data.texts``; each is made once, so there are no epochs.
+class Made(ABC):
+    """A source whose samples are made, each once, so there are no epochs.
+
+    In the place of a sample that does not fit its length another one is made, and stderr names it.
+    """
+
+    def __init__(self, name: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self.name, self.data, self.tokenizer, self.seed = name, data, tokenizer, seed
+        self._named: set[str] = set()
+
+    @abstractmethod
+    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
+        """Set texts aside, and return ``wanted`` samples of them, and ``known`` with their 13-grams added."""
+
+    @abstractmethod
+    def leave_out(self, known: overlap.Grams) -> None:
+        """Train on nothing that has these 13-grams. Raises ValueError where nothing is left."""
+
+    @abstractmethod
+    def __getitem__(self, place: int) -> Sample:
+        """Training sample number ``place``."""
+
+    def _make(self, place: int, seed: str, build: Callable[[str, int], Sample]) -> Sample:
+        """The first sample that ``build`` makes of a seed and a length in tokens, which are drawn for the place."""
+        reason = ""
+        for draw in range(DRAWS):
+            again = f"{seed}:{draw}" if draw else seed
+            length = random.Random(f"{again}|length|{place}").choice(self.data.lengths or [self.data.max_tokens])
+            try:
+                sample = build(again, length)
+            except ValueError as error:
+                reason = reason or first_line(error)
+                continue
+            if reason and (said := f"record {place} is left out: {reason}") not in self._named:
+                self._named.add(said)
+                print(f"data.sources: {self.name!r}, {said}", file=sys.stderr)
+            return sample
+        raise ValueError(f"data.max_tokens={self.data.max_tokens} is too small for {self.name} samples: {reason}")
+
+
+class Synthetic(Made):
+    """Facts that are hidden in ``data.texts``.
 
     A stretch of each text is set aside, and the other texts lose every 13-gram that they share with it. Facts, prompts and
-    repeated sentences of validation are its own. In the place of a sample that does not fit ``max_tokens`` another one is
-    made, and stderr names it.
+    repeated sentences of validation are its own.
 
     Raises:
         ValueError: ``max_tokens`` is too small for samples; a text has nothing to set aside.
     """
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-        self.data, self.tokenizer, self.seed = data, tokenizer, seed
-        self._named: set[str] = set()
+        super().__init__(SYNTHETIC, data, tokenizer, seed)
         with prefixed_errors("data.texts", OSError, ValueError):
             self.texts = [load_text(source) for source in data.texts]
         """Texts that are trained on."""
@@ -245,7 +291,7 @@ class Synthetic:
                     f"data.texts: {source!r} is too short for data.val_samples={self.data.val_samples} to set a stretch aside"
                 )
             stretches.append(stretch)
-        samples = [self._make(i, stretches, f"{self.seed}:validation", VALIDATION) for i in range(wanted)]
+        samples = [self._about(i, stretches, f"{self.seed}:validation", VALIDATION) for i in range(wanted)]
         return samples, overlap.union([known, *map(overlap.grams, stretches)])
 
     def leave_out(self, known: overlap.Grams) -> None:
@@ -258,22 +304,161 @@ class Synthetic:
                 )
 
     def __getitem__(self, place: int) -> Sample:
-        return self._make(place, self.texts, f"{self.seed}", TRAINING)
+        return self._about(place, self.texts, f"{self.seed}", TRAINING)
 
-    def _make(self, place: int, texts: Sequence[str], seed: str, wording: Wording) -> Sample:
-        data, reason = self.data, ""
-        for draw in range(DRAWS):
-            again = f"{seed}:{draw}" if draw else seed
-            try:
-                sample = synthetic_sample(self.tokenizer, texts, data.max_tokens, again, place, wording)
-            except ValueError as error:
-                reason = reason or first_line(error)
-                continue
-            if reason and (said := f"record {place} is left out: {reason}") not in self._named:
-                self._named.add(said)
-                print(f"data.sources: {SYNTHETIC!r}, {said}", file=sys.stderr)
-            return sample
-        raise ValueError(f"data.max_tokens={data.max_tokens} is too small for synthetic samples: {reason}")
+    def _about(self, place: int, texts: Sequence[str], seed: str, wording: Wording) -> Sample:
+        return self._make(
+            place, seed, lambda seed, length: synthetic_sample(self.tokenizer, texts, length, seed, place, wording)
+        )
+
+
+class Code(Made):
+    """Questions about the Python files of a folder (``samples.code``). A tenth of the files is set aside.
+
+    Raises:
+        ValueError: no such folder, too few files, or ``max_tokens`` is too small for samples.
+    """
+
+    def __init__(self, folder: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        super().__init__(f"code({folder})", data, tokenizer, seed)
+        with prefixed_errors("data.sources", OSError, ValueError):
+            self.files = read_code(folder)
+        """Files that are trained on."""
+        self[0]
+
+    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
+        if not wanted:
+            return [], known
+        size = max(1, round(STRETCH * len(self.files)))
+        held = random.Random(f"{self.seed}:validation").sample(self.files, size)
+        self.files = [file for file in self.files if file not in held]
+        if not self.files:
+            raise ValueError(
+                f"data.sources: {self.name!r} has one file with questions; data.val_samples={self.data.val_samples} sets it aside"
+            )
+        samples = [self._about(i, held, f"{self.seed}:validation") for i in range(wanted)]
+        return samples, overlap.union([known, *(overlap.grams("\n".join(file.lines)) for file in held)])
+
+    def leave_out(self, known: overlap.Grams) -> None:
+        self.files = [file for file in self.files if not overlap.is_copy("\n".join(file.lines), known)]
+        if not self.files:
+            raise ValueError(f"data.sources: {self.name!r} has nothing left to train on but copies of set-aside texts")
+
+    def __getitem__(self, place: int) -> Sample:
+        return self._about(place, self.files, f"{self.seed}")
+
+    def _about(self, place: int, files: Sequence[CodeFile], seed: str) -> Sample:
+        def build(seed: str, length: int) -> Sample:
+            return code_sample(self.tokenizer, files, length, random.Random(f"{seed}|{place}"))
+
+        return self._make(place, seed, build)
+
+
+class SelfStudy(Made):
+    """Questions that the backbone writes about passages of a text (``samples.study``). A stretch of the text is set aside.
+
+    Raises:
+        ValueError: no such text, nothing to set aside, or no usable question.
+    """
+
+    def __init__(
+        self, text: str, passages: int, data: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, write: Write
+    ) -> None:
+        super().__init__(f"self-study({text})", data, tokenizer, seed)
+        self.passages, self.write = passages, write
+        with prefixed_errors("data.sources", OSError, ValueError):
+            self.text = load_text(text)
+        """Text that is trained on."""
+
+    def hold(self, wanted: int, known: overlap.Grams) -> tuple[list[Sample], overlap.Grams]:
+        if not wanted:
+            return [], known
+        rng = random.Random(f"{self.seed}:validation")
+        stretch, self.text = split_text(self.text, CHARACTERS * self.data.max_tokens, rng)
+        if not stretch.strip():
+            raise ValueError(
+                f"data.sources: {self.name!r} is too short for data.val_samples={self.data.val_samples} to set a stretch aside"
+            )
+        studied = self._study(stretch, 2 * wanted, f"{self.seed}:validation")
+        samples = [self._about(i, stretch, studied, f"{self.seed}:validation") for i in range(wanted)]
+        return samples, overlap.union([known, overlap.grams(stretch)])
+
+    def leave_out(self, known: overlap.Grams) -> None:
+        self.text = overlap.without(self.text, known)
+        if not self.text.strip():
+            raise ValueError(f"data.sources: {self.name!r} has nothing left to train on but copies of set-aside texts")
+
+    @cached_property
+    def studied(self) -> list[Studied]:
+        """What the backbone wrote about the text that is trained on."""
+        return self._study(self.text, self.passages, f"{self.seed}")
+
+    def __getitem__(self, place: int) -> Sample:
+        return self._about(place, self.text, self.studied, f"{self.seed}")
+
+    def _study(self, text: str, passages: int, seed: str) -> list[Studied]:
+        found = study(text, passages, random.Random(f"{seed}:study"), self.write)
+        if not found:
+            raise ValueError(
+                f"data.sources: {self.name!r}: the backbone wrote no usable question about any of {passages} passages"
+            )
+        return found
+
+    def _about(self, place: int, text: str, studied: Sequence[Studied], seed: str) -> Sample:
+        def build(seed: str, length: int) -> Sample:
+            return study_sample(self.tokenizer, text, studied, length, random.Random(f"{seed}|{place}"))
+
+        return self._make(place, seed, build)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the sources of a run are opened with."""
+
+    data: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    seed: int
+    write: Write
+
+
+@part("source", SYNTHETIC)
+class SyntheticSource:
+    """Facts that are hidden in ``data.texts``."""
+
+    def open(self, given: Given) -> Made:
+        """The samples."""
+        return Synthetic(given.data, given.tokenizer, given.seed)
+
+
+@part("source", "code")
+class CodeSource:
+    """Questions that a program makes from the syntax trees of a folder's Python files."""
+
+    folder: str = "python"
+    """The folder; 'python' is the standard library of the running Python."""
+
+    def open(self, given: Given) -> Made:
+        """The samples."""
+        return Code(self.folder, given.data, given.tokenizer, given.seed)
+
+
+@part("source", "self-study")
+class SelfStudySource:
+    """Questions that the backbone itself writes about passages of a text."""
+
+    text: str
+    """'pydoc', 'jargon', a file or a folder."""
+    passages: Annotated[int, Ge(1)] = 128
+    """Passages that it writes about, at most."""
+
+    def open(self, given: Given) -> Made:
+        """The samples."""
+        return SelfStudy(self.text, self.passages, given.data, given.tokenizer, given.seed, given.write)
+
+
+def nobody(asked: Sequence[tuple[str, str]]) -> list[str]:
+    """Raise ValueError: these samples are made without a backbone."""
+    raise ValueError("data.sources: self-study needs a backbone that writes")
 
 
 def split_text(text: str, least: int, rng: random.Random) -> tuple[str, str]:
@@ -314,15 +499,16 @@ class Samples:
         ValueError: a source without usable samples, or too many validation samples to set aside.
     """
 
-    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> None:
+    def __init__(
+        self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, write: Write = nobody
+    ) -> None:
         self.seed, self.weights = seed, data.weights or [1.0] * len(data.sources)
-        self.sources: dict[str, Records | Synthetic] = {}
+        self.sources: dict[str, Records | Made] = {}
         for name in data.sources:
             drawn = f"{seed}:{data.sources.index(name)}"  # not its path, which differs from machine to machine
-            if name == SYNTHETIC:
-                self.sources[name] = Synthetic(data, tokenizer, seed)
-            else:
-                self.sources[name] = Records(name, data, tokenizer, drawn)
+            made = cast(SyntheticSource | CodeSource | SelfStudySource | None, parse_source(name))
+            given = Given(data, tokenizer, seed, write)
+            self.sources[name] = made.open(given) if made else Records(name, data, tokenizer, drawn)
         self.names = list(data.sources)
         self._places: list[tuple[str, int]] = []  # source of each index so far, and how many before it are from there
         self._given = dict.fromkeys(self.names, 0)
@@ -334,6 +520,8 @@ class Samples:
                 self.held += samples
             for source in self.sources.values():
                 source.leave_out(known)
+        for source in self.sources.values():
+            source[0]  # what it needs is made now, before training
 
     def __getitem__(self, index: int) -> Sample:
         for i in range(len(self._places), index + 1):
@@ -393,15 +581,24 @@ class SampleModule(L.LightningDataModule):
     ``s`` of a given global batch sees the same samples on one process or many.
 
     Args:
-        data: the configuration's section. per_step: samples of each process in one step.
+        data: the configuration's section. per_step: samples of each process in one step. write: the backbone, for
+            samples that it writes itself.
     """
 
-    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, per_step: int = 1) -> None:
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int,
+        per_step: int = 1,
+        write: Write = nobody,
+    ) -> None:
         super().__init__()
         if data.num_workers > (max_workers := 4 * (os.cpu_count() or 1)):
             raise ValueError(f"data.num_workers={data.num_workers} must be at most {max_workers}, four per CPU core")
         self.cfg, self.tokenizer, self.per_step = data, tokenizer, per_step
-        self.samples = Samples(data, tokenizer, seed=seed)
+        self.samples = Samples(data, tokenizer, seed=seed, write=write)
         """Samples, equal in every process."""
         self.done = 0
 

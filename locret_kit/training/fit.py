@@ -15,6 +15,7 @@ import tempfile
 import threading
 import warnings
 from contextlib import nullcontext
+from functools import cache
 from operator import itemgetter
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from .data import SampleModule
 from .module import HeadTraining
 from .pool import PoolTraining
 from .strategy import make_strategy
+from .writer import Writer
 
 
 def read_curves(run: Path) -> dict[str, dict[int, float]]:
@@ -318,8 +320,10 @@ def _run(cfg: TrainConfig, trainer: L.Trainer, stop: StopWhole, saves: SaveEvery
     # Before the weights, which may take minutes: what is wrong with the data is said at once.
     tokenizer = load_tokenizer(cfg.backbone.model, cfg.backbone.revision)
     setattr(tokenizer, DEFAULTS, thinking_arguments(tokenizer, cfg.data.think, None))
-    data = SampleModule(cfg.data, tokenizer, seed=cfg.seed, per_step=cfg.optim.accumulate)
-    backbone = _backbone(cfg, device=None if cfg.trainer.strategy == "auto" else "cpu")
+    load = cache(lambda: _backbone(cfg, device=None if cfg.trainer.strategy == "auto" else "cpu"))
+    write = Writer(out / "written.jsonl", tokenizer, load)
+    data = SampleModule(cfg.data, tokenizer, seed=cfg.seed, per_step=cfg.optim.accumulate, write=write)
+    backbone = load()
     too_long = beyond_window(backbone, cfg)
     size = f"pool.slots={cfg.pool.slots}" if cfg.trains == "pool" else f"heads.d_hidden={cfg.heads.d_hidden}"
     try:

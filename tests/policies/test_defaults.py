@@ -6,7 +6,8 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from locret_kit.backbones import demo
+from locret_kit import shipped
+from locret_kit.backbones import demo, index
 from locret_kit.backbones.spec import spec_of
 from locret_kit.cli import loading
 from locret_kit.heads import HeadsConfig, RetainingHeads, read_checkpoint, state_of
@@ -74,9 +75,10 @@ def test_nothing_named_is_the_demo(monkeypatch):
 def test_names_hold_where_the_package_is_installed(tmp_path, monkeypatch):
     """As a wheel leaves it: heads beside the package, the backbone in the user's cache."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "INSTALLED", tmp_path / "site-packages")
+    monkeypatch.setattr(index, "INSTALLED", tmp_path / "site-packages")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert demo.heads_folder() == tmp_path / "site-packages" / "locret_demo" and demo.is_missing(demo.BACKBONE)
+    assert shipped.heads_folder(demo.HEADS) == tmp_path / "site-packages" / "locret_demo"
+    assert demo.is_missing(demo.BACKBONE)
     demo.backbone_folder().mkdir(parents=True)
     assert demo.backbone_folder() == tmp_path / "cache" / "locret_kit" / "SmolLM2-135M-Instruct"
     assert not demo.is_missing(demo.BACKBONE) and not demo.is_missing("any/model")

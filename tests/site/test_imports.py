@@ -14,7 +14,7 @@ FLOORS = (
     {"settings", "hub"},
     {"backbones", "text"},
     {"answers"},
-    {"samples"},
+    {"samples", "shipped"},
     {"heads"},
     {"policies"},
     {"cache"},

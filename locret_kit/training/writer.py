@@ -1,0 +1,70 @@
+"""What the frozen backbone writes for its own training samples, kept in a file: a resumed run writes nothing again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..files import locked, parse_json
+from ..text.template import has_template, render_prompt
+from ..text.tokens import stream_ids
+
+NEW = 128
+"""Tokens of an answer, at most."""
+
+
+class Writer:
+    """Greedy answers of a backbone to requests about a document.
+
+    Args:
+        path: file of the answers, a JSON object per line. load: gives the backbone, once an answer is missing.
+    """
+
+    def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase, load: Callable[[], PreTrainedModel]) -> None:
+        self.path, self.tokenizer, self.load = path, tokenizer, load
+
+    def __call__(self, asked: Sequence[tuple[str, str]]) -> list[str]:
+        """Answers to pairs of document and request. Processes that share the file wait for each other."""
+        prompts = [self._prompt(*one) for one in asked]
+        keys = [sha256(prompt.encode("utf-8", "replace")).hexdigest() for prompt in prompts]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(self.path.with_name(f".{self.path.name}.lock"), f"{self.path} is being written", wait=-1):
+            known = self._known()
+            missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in known}
+            with self.path.open("a", encoding="utf-8") as file:
+                for key, prompt in tqdm(missing.items(), "self-study", disable=None if missing else True):
+                    known[key] = self._answer(prompt)
+                    file.write(json.dumps({"prompt": key, "answer": known[key]}) + "\n")
+                    file.flush()
+        return [known[key] for key in keys]
+
+    def _known(self) -> dict[str, str]:
+        """Answers in the file. A line that a kill has cut is removed."""
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            self.path.write_text(whole, encoding="utf-8")
+        rows = (parse_json(line, str(self.path)) for line in whole.splitlines())
+        return {row["prompt"]: row["answer"] for row in rows if isinstance(row, dict)}
+
+    def _prompt(self, document: str, request: str) -> str:
+        before, after = render_prompt(self.tokenizer, document, request)
+        return f"{before}{document}{after}"
+
+    def _answer(self, prompt: str) -> str:
+        model = self.load()
+        ids = torch.tensor([list(stream_ids(self.tokenizer, [prompt], special=not has_template(self.tokenizer)))])
+        with torch.inference_mode():
+            out = model.generate(
+                ids.to(model.device),
+                attention_mask=torch.ones_like(ids).to(model.device),
+                max_new_tokens=NEW,
+                do_sample=False,
+            )  # type: ignore[operator]
+        return self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()

@@ -1,0 +1,76 @@
+"""Heads trained on packed backbones: curves beside those of the unpacked weights, resumed runs, and what needs float weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_gguf import tiny_source, write_gguf
+
+from locret_kit import RetainingHeads
+from locret_kit.backbones.demo import unpack
+from locret_kit.cli.infer import main as infer
+from locret_kit.cli.train import main
+from locret_kit.config.recipes import load_config
+from locret_kit.training.fit import read_curves
+
+SETTINGS = ("recipe=tiny", "trainer.accelerator=cpu", "heads.dtype_saved=float32", "backbone.dtype=float32")
+
+
+def train(model: Path, out: Path, *more: str) -> dict[str, dict[int, float]]:
+    """The curves of a run that ends well."""
+    assert main([*SETTINGS, f"backbone.model={model}", f"out={out}", *more]) == 0
+    return read_curves(out)
+
+
+@pytest.fixture(scope="module", params=[("qwen2", "Q8_0"), ("gemma3", "Q4_1"), ("llama", "Q4_0")], ids=str)
+def file(request, tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    family, form = request.param
+    return write_gguf(tmp_path_factory.mktemp(family) / f"tiny-{form}.gguf", tiny_source(family), form)
+
+
+def test_the_curve_is_that_of_the_unpacked_weights(file, tmp_path, capsys):
+    """Integer products round activations to 8 bits; nothing else differs."""
+    more = ("optim.steps=20", "optim.lr=0.02", "trainer.val_every=10")
+    packed = train(file, tmp_path / "packed", *more)
+    plain = train(unpack(file, tmp_path / "plain", "tiny"), tmp_path / "beside", *more)
+    for tag in ("loss", "val/loss", "val/recall"):
+        assert packed[tag] == pytest.approx(plain[tag], rel=0.1), tag
+    values = list(packed["val/loss"].values())
+    assert values[-1] < 0.95 * packed["loss"][1]
+    heads = RetainingHeads.from_pretrained(tmp_path / "packed" / "heads")
+    assert heads.config.backbone == str(file)
+    (tmp_path / "text.txt").write_text("The harbour was quiet. The pass key is 12345. " * 20)
+    capsys.readouterr()
+    words = ("--ckpt", str(tmp_path / "packed" / "heads"), "--max-new-tokens", "3", "--budget", "96", "--device", "cpu")
+    assert infer([str(tmp_path / "text.txt"), *words]) == 0
+
+
+def test_a_run_goes_on_and_begins_with_heads(file, tmp_path):
+    whole = train(file, tmp_path / "whole", "optim.steps=6")
+    train(file, tmp_path / "parts", "optim.steps=4")
+    parts = train(file, tmp_path / "parts", "optim.steps=6", "resume=auto")
+    assert parts["loss"].keys() == whole["loss"].keys() and max(parts["loss"]) > min(parts["loss"])
+    begun = train(
+        file, tmp_path / "begun", f"heads.init={tmp_path / 'whole' / 'heads'}", "optim.steps=2", "optim.lr=1e-12"
+    )
+    assert list(begun["val/loss"].values())[-1] == pytest.approx(whole["val/loss"][max(whole["val/loss"])], rel=1e-5)
+
+
+@pytest.mark.parametrize("model", ["folder/tiny.Q8_0.gguf", "lab/Tiny-GGUF:Q4_K_M"])
+@pytest.mark.parametrize(
+    "needy",
+    [
+        "backbone.adapter=lora", "backbone.weight_bits=4", "backbone.device_map=auto", "trains=pool", "trainer.strategy=fsdp",
+        "trainer.strategy=deepspeed_stage_3", "trainer.strategy=deepspeed_stage_3_offload",
+    ],
+)  # fmt: skip
+def test_float_weights_are_needed(needy, model, capsys):
+    words = ["recipe=tiny", f"backbone.model={model}"]
+    with pytest.raises(ValueError, match=f"{needy} needs float weights, and backbone.model='{model}'"):
+        load_config([*words, needy])
+    assert main([*words, needy]) == 1 and "needs float weights" in capsys.readouterr().err
+    for strategy in ("auto", "ddp", "deepspeed_stage_2"):
+        assert load_config([*words, f"trainer.strategy={strategy}"]).trainer.strategy == strategy
