@@ -72,14 +72,14 @@ def _running(device: torch.device, dtype: torch.dtype, head_size: int, heads: tu
     if device.type == "cpu" or dtype.itemsize != 2:
         return {}
     (Q, H), (T, S), major, active = heads, PROBE, capability(device)[0], _active()
-    probes = [torch.zeros(1, n, rows, head_size, dtype=dtype, device=device) for n, rows in ((Q, T), (H, S), (H, S))]
+    q, k, v = (torch.zeros(1, n, rows, head_size, dtype=dtype, device=device) for n, rows in ((Q, T), (H, S), (H, S)))
     runs, failed = Forms(), dict[str, Exception]()
 
     def probe(name: str, form: ChunkAttention, newer: str | None = None) -> bool:
         try:
             if newer != _active():
                 activate_newer(str(newer))
-            form(*probes, 1.0)
+            form(q, k, v, 1.0)
         except Exception as error:  # of a package's other release, of the card, of these heads
             failed[name] = error
             if newer is not None and _active() is not None:

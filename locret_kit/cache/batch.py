@@ -147,6 +147,9 @@ class BatchCache(ForwardOfTexts):
             reads the end of the prompt twice or scores tokens by their probability: ``runtime.engine`` runs those.
     """
 
+    prompt: int
+    shown_BS: Tensor | None
+
     def __init__(
         self,
         settings: RunSettings | int | float | None = None,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -34,7 +35,7 @@ JARGON = (
 """Places of the Jargon File 4.4.7: in the repository, and where Debian's package has the same bytes."""
 TEXTS = (".txt", ".txt.gz", ".md")
 """Endings of files of text."""
-WORDS: dict[str, list] = yaml.safe_load(
+WORDS: dict[str, Any] = yaml.safe_load(
     resources.files(__package__).joinpath("wording.yaml").read_text(encoding="utf-8")
 )
 """The wording of samples by kind; comments in the file explain each. Keys that begin with "held" are for validation

@@ -251,9 +251,9 @@ def render_traced(
     try:
         said = [_traced_message(number, message) for number, message in enumerate(messages)]
         if continued:
-            names = [name for name in ("content",) if said[-1].get(name)] or said[-1].keys() & THOUGHTS
-            beginning, end = str(said[-1][min(names)]), _marker([str(message) for message in messages])
-            said[-1] = {**said[-1], **dict.fromkeys(names, beginning + f"{end} ")}
+            begun = {"content"} if said[-1].get("content") else said[-1].keys() & THOUGHTS
+            beginning, end = str(said[-1][min(begun)]), _marker([str(message) for message in messages])
+            said[-1] = {**said[-1], **dict.fromkeys(begun, beginning + f"{end} ")}
         template, names = compiled(tokenizer.get_chat_template(tools=tools or None))
         given = _arguments(tokenizer, names, {**getattr(tokenizer, DEFAULTS, {}), **(arguments or {})})
         given = {**traced(tokenizer.special_tokens_map, OWN), "documents": None, **given}

@@ -61,10 +61,7 @@ class Writer:
         model = self.load()
         ids = torch.tensor([list(stream_ids(self.tokenizer, [prompt], special=not has_template(self.tokenizer)))])
         with torch.inference_mode():
-            out = model.generate(
-                ids.to(model.device),
-                attention_mask=torch.ones_like(ids).to(model.device),
-                max_new_tokens=NEW,
-                do_sample=False,
-            )  # type: ignore[operator]
-        return self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
+            shown = torch.ones_like(ids).to(model.device)
+            words = {"attention_mask": shown, "max_new_tokens": NEW, "do_sample": False}
+            out = model.generate(ids.to(model.device), **words)  # type: ignore[operator]
+        return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
