@@ -12,6 +12,7 @@ import json
 import operator
 import re
 from bisect import bisect_left
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import compress
@@ -107,13 +108,20 @@ def same(some: Turns, others: Turns) -> bool:
 def lost(turns: Turns, text: Traced) -> int:
     """Number of texts of a conversation that a rendering lacks. What it shows of an answer is the template's matter, but for
     arguments that are no object."""
-    rest = "".join(compress(text, (origin == OTHERS for origin in text.origin)))  # such as JSON, which has no origins
-    number = 0
+    wanted = list[str]()
     for at, turn in enumerate(turns):
-        given = [] if turn["role"] == "assistant" or chr(FIRST + at) in text.origin else [content_of(turn)]
-        for said in (*given, *filter(None, map(raw, calls_of(turn)))):
-            forms = (said.strip(), json.dumps(said.strip())[1:-1], json.dumps(said.strip(), ensure_ascii=False)[1:-1])
-            number += not any(form in rest for form in forms)
+        if turn["role"] != "assistant" and chr(FIRST + at) not in text.origin:
+            wanted.append(content_of(turn))
+        wanted += map(raw, calls_of(turn))
+    if not any(wanted):
+        return 0
+    rest = "".join(compress(text, (origin == OTHERS for origin in text.origin)))  # such as JSON, which has no origins
+    number = at = 0
+    for said in map(str.strip, wanted):
+        forms = (said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1])
+        places = (rest.find(form, start) for start in (at, 0) for form in forms)  # texts mostly stand in their order
+        found = next((place for place in places if place >= 0), None)
+        number, at = number + (found is None), at if found is None else found
     return number
 
 
@@ -172,7 +180,7 @@ def texts(turns: Turns) -> list[Turn]:
 def identifiers(turns: Turns) -> list[Turn]:
     """Identifiers of nine letters and digits, made of the given ones. A result without one has that of the first call before it
     that has no result."""
-    made, waiting = list[Turn](), list[object]()
+    made, waiting = list[Turn](), dict[object, None]()
 
     def short(given: object) -> object:
         fits = MISTRALS.fullmatch(str(given))
@@ -183,12 +191,12 @@ def identifiers(turns: Turns) -> list[Turn]:
         for at, call in enumerate(calls_of(turn)):
             new = short(given := call.get("id") or f"{number}.{at}")
             calls.append(call if new is given else {**call, "id": new})
-            waiting.append(new)
+            waiting[new] = None
         turn = with_calls(turn, calls)
         if turn["role"] == "tool":
             given = turn.get("tool_call_id")
-            new = short(given) if given else waiting[0] if waiting else short(number)
-            waiting = [one for one in waiting if one != new]
+            new = short(given) if given else next(iter(waiting), short(number))
+            waiting.pop(new, None)
             turn = turn if new is given else {**turn, "tool_call_id": new}
         made.append(turn)
     return made
@@ -197,30 +205,31 @@ def identifiers(turns: Turns) -> list[Turn]:
 # ---- turns that are moved, merged and wrapped ------------------------------------------------------------------------
 
 
-def joined(first: Turn, second: Turn) -> Turn:
-    """Two turns as one, of the first's role."""
-    made: JsonObject = {**second, **first}
+def joined(turns: Turns) -> Turn:
+    """Turns as one, of the first's role."""
+    made: JsonObject = {name: value for turn in reversed(turns) for name, value in turn.items()}
     for name in ("content", "reasoning_content"):
-        if parts := [str(turn[name]) for turn in (first, second) if turn.get(name)]:
-            made[name] = "\n\n".join(parts)
-    if calls := [*calls_of(first), *calls_of(second)]:
+        if texts := [str(turn[name]) for turn in turns if turn.get(name)]:
+            made[name] = "\n\n".join(texts)
+    if calls := [call for turn in turns for call in calls_of(turn)]:
         made["tool_calls"] = calls
     return made
 
 
-def merged(turns: Turns, together: Callable[[Turn, Turn], bool]) -> list[Turn]:
-    """Turns, of which two that belong ``together`` are one."""
-    made = list[Turn]()
+def merged(turns: Turns, together: Callable[[Turn, Turn, Turn], bool]) -> list[Turn]:
+    """Turns, in which those of a row are one: ``together`` takes the first and the last of a row, and the next."""
+    rows = list[list[Turn]]()
     for turn in turns:
-        if made and together(made[-1], turn):
-            turn = joined(made.pop(), turn)
-        made.append(turn)
-    return made
+        if rows and together(rows[-1][0], rows[-1][-1], turn):
+            rows[-1].append(turn)
+        else:
+            rows.append([turn])
+    return [joined(row) if len(row) > 1 else row[0] for row in rows]
 
 
 def one_system(turns: Turns) -> list[Turn]:
     """System messages in a row as one."""
-    return merged(turns, lambda first, second: first["role"] == second["role"] == "system")
+    return merged(turns, lambda _, last, turn: last["role"] == turn["role"] == "system")
 
 
 def later_systems(turns: Turns) -> list[Turn]:
@@ -236,7 +245,7 @@ def no_system(turns: Turns) -> list[Turn]:
     if first["role"] != "system":
         return [*turns]
     first = {**first, "role": "user"}
-    return merged([first, *rest], lambda one, other: one is first and other["role"] == "user")
+    return merged([first, *rest], lambda _, last, turn: last is first and turn["role"] == "user")
 
 
 def no_empty(turns: Turns) -> list[Turn]:
@@ -250,43 +259,36 @@ def no_empty(turns: Turns) -> list[Turn]:
 
 def parts(turns: Turns) -> list[Turn]:
     """An answer's text and each of its calls as messages of their own, each call before its result."""
-    made, left = list[Turn](), [*turns]
+    made, left = list[Turn](), deque(turns)
     while left:
-        turn = left.pop(0)
-        calls = calls_of(turn)
+        turn = left.popleft()
+        calls, results = calls_of(turn), defaultdict[object, list[Turn]](list)
         if not calls or (len(calls) == 1 and not content_of(turn)):
             made.append(turn)
             continue
-        if content_of(turn):
-            made.append(
-                {name: value for name, value in turn.items() if name not in ("tool_calls", "reasoning_content")}
-            )
-        results = list[Turn]()
         while left and left[0]["role"] == "tool":
-            results.append(left.pop(0))
-        for call in calls:
-            made.append({**turn, "content": "", "tool_calls": [call]})
-            turn = {name: value for name, value in turn.items() if name != "reasoning_content"}
-            mine = [one for one in results if one.get("tool_call_id") == call.get("id")]
-            made += mine
-            results = [one for one in results if one not in mine]
-        made += results
+            results[left[0].get("tool_call_id")].append(left.popleft())
+        bare = {name: value for name, value in turn.items() if name not in ("tool_calls", "reasoning_content")}
+        made += [bare] if content_of(turn) else []
+        for number, call in enumerate(calls):
+            made.append({**(bare if number else turn), "content": "", "tool_calls": [call]})
+            made += results.pop(call.get("id"), [])
+        made += [one for others in results.values() for one in others]
     return made
 
 
 def neighbours(turns: Turns) -> list[Turn]:
     """Messages of one role in a row as one, but for results and for a text after calls."""
-    return merged(
-        turns,
-        lambda first, second: (
-            first["role"] == second["role"] != "tool" and not (calls_of(first) and not calls_of(second))
-        ),
-    )
+
+    def together(_: Turn, last: Turn, turn: Turn) -> bool:
+        return last["role"] == turn["role"] != "tool" and not (calls_of(last) and not calls_of(turn))
+
+    return merged(turns, together)
 
 
 def after_results(turns: Turns) -> list[Turn]:
     """A user's text right after a tool's result stands at the result's end."""
-    return merged(turns, lambda first, second: (first["role"], second["role"]) == ("tool", "user"))
+    return merged(turns, lambda first, _, turn: (first["role"], turn["role"]) == ("tool", "user"))
 
 
 def user_first(turns: Turns) -> list[Turn]:
