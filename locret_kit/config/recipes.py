@@ -10,6 +10,7 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 
+from ..backbones.gguf import bare_name
 from ..naming import nearest, show
 from .schema import Command, UsageError, Values, build, given_by, read_yaml, refuse_gone, values_of
 from .train_options import TrainConfig
@@ -82,8 +83,7 @@ def with_recipe(given: Values, choose: Choose | None = None) -> Values:
             raise UsageError(
                 f"recipe=NAME is missing, or model=NAME for recipe={AUTO}; known recipes: {', '.join(known_recipes())}"
             )
-        folder = str(given["backbone.model"]).rstrip("/").rpartition("/")[2]
-        given = {"out": f"runs/{folder.lower()}", **given, "recipe": AUTO}
+        given = {"out": f"runs/{bare_name(str(given['backbone.model']))}", **given, "recipe": AUTO}
     recipe = read_recipe(str(given["recipe"]))
     values = recipe.values | given
     if not values.get("backbone.model"):

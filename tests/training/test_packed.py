@@ -12,7 +12,7 @@ from locret_kit import RetainingHeads
 from locret_kit.backbones.demo import unpack
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.train import main
-from locret_kit.config.recipes import load_config
+from locret_kit.config.recipes import load_config, with_recipe
 from locret_kit.training.fit import read_curves
 
 SETTINGS = ("recipe=tiny", "trainer.accelerator=cpu", "heads.dtype_saved=float32", "backbone.dtype=float32")
@@ -57,6 +57,16 @@ def test_a_run_goes_on_and_begins_with_heads(file, tmp_path):
         file, tmp_path / "begun", f"heads.init={tmp_path / 'whole' / 'heads'}", "optim.steps=2", "optim.lr=1e-12"
     )
     assert list(begun["val/loss"].values())[-1] == pytest.approx(whole["val/loss"][max(whole["val/loss"])], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "out"),
+    [
+        ("Qwen/Qwen3-4B", "qwen3-4b"), ("folder/Tiny/", "tiny"), ("lab/Tiny-GGUF:Q4_K_M", "tiny"), ("a/Tiny.Q8_0.gguf", "tiny"),
+    ],
+)  # fmt: skip
+def test_a_run_without_a_recipe_has_the_models_folder(model, out):
+    assert with_recipe({"backbone.model": model})["out"] == f"runs/{out}"
 
 
 @pytest.mark.parametrize("model", ["folder/tiny.Q8_0.gguf", "lab/Tiny-GGUF:Q4_K_M"])
