@@ -257,9 +257,7 @@ def call_form(template: str, tokenizer: PreTrainedTokenizerBase | None = None) -
         field, loaded = declared
         close = NEVER if loaded.close_re is None else loaded.close_re.pattern
         return writing(CallForm("declared", (), loaded.open_re.pattern, close, field=field), field)
-    if (
-        known == UNKNOWN and tokenizer is not None
-    ):  # the template names no mark, as one that is given its calls as texts
+    if known == UNKNOWN and tokenizer is not None:  # the template names no mark
         added = tokenizer.get_added_vocab()
         marked = (form for form in FORMS if any(mark in added for mark in form.marks))
         return next((replace(form, bare=True) for form in marked), UNKNOWN)
@@ -270,13 +268,10 @@ def block_calls(form: CallForm, text: str) -> list[Any]:
     """Names and arguments of the calls that a text is without the marks around it; none where it cannot be read. A form with a
     field reads all of the text."""
     with suppress(ValueError, LookupError, TypeError, RecursionError):
-        made: Any = None
-        with suppress(ValueError):
-            made = json.loads(text) if form.field is None else None
-        if form.name == "python" and made is None:
-            made = python_calls(text)
-        elif form.field is not None:
-            made = parsed(form, form.field, text)
+        python = form.name == "python" and not regex.match(r"\[\s*\{", text)
+        made = (
+            python_calls(text) if python else json.loads(text) if form.field is None else parsed(form, form.field, text)
+        )
         json.dumps(made, ensure_ascii=False, allow_nan=False).encode()  # a half of a character is no text
         rows = made if isinstance(made, list) else [made]
         found = [call for row in rows for call in (row if isinstance(row, list) else [row])]
@@ -392,10 +387,5 @@ def _answer_form(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -
     pairs |= {open_: close for open_, close in PHRASES.items() if open_.strip() in words}
     if not pairs:
         return AnswerForm(calls=calls, around=around)
-    return AnswerForm(
-        "|".join(map(regex.escape, pairs)),
-        "|".join(map(regex.escape, pairs.values())),
-        calls,
-        words=next(iter(pairs.items())),
-        around=around,
-    )
+    open_, close = ("|".join(map(regex.escape, marks)) for marks in (pairs, pairs.values()))
+    return AnswerForm(open_, close, calls, words=next(iter(pairs.items())), around=around)
