@@ -30,7 +30,7 @@ def missing() -> list[str]:
 def main() -> int:
     if lacking := missing():
         print(
-            f"on_card: packages are missing: {' '.join(lacking)} (pip download --no-deps, and carry the wheels)",
+            f"on_card: missing: {' '.join(lacking)} (pip download --no-deps, and carry the wheels)",
             file=sys.stderr,
         )
         return 1
