@@ -109,9 +109,7 @@ def row_products(x_NK: Tensor, stage: RowProducts, residual: Tensor | None = Non
     (weights, biases, norm, eps, gated), K = stage, x_NK.shape[1]
     check(x=x_NK, residual=x_NK if residual is None else residual, **{f"w{i}": w for i, w in enumerate(weights)})
     if not all(map(Tensor.is_contiguous, weights)):  # a copy would be read before it is made
-        raise ValueError(
-            f"weights have strides {[*map(Tensor.stride, weights)]}: backend='triton' takes contiguous ones"
-        )
+        raise ValueError(f"weights of strides {[*map(Tensor.stride, weights)]} must be contiguous (backend='triton')")
     if norm is not None:
         check_width(K)
     sizes = [len(weight) for weight in weights]
@@ -130,7 +128,6 @@ def row_products(x_NK: Tensor, stage: RowProducts, residual: Tensor | None = Non
         _row_products, (cdiv(blocks, cdiv(blocks, programs)),), x_NK, x_NK if norm is None else norm, *given,
         *[*added, *given][:4], x_NK if residual is None else residual, out, *ends, sum(made), K, float(eps),
         PARTS=parts, NORM=norm is not None, GATED=gated, BIAS=bool(added), ADD=residual is not None,
-        PDL=has_pdl(x_NK.device), ALIGNED=aligned, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=warps, num_stages=1,
+        PDL=has_pdl(x_NK.device), ALIGNED=aligned, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return list(out.split(made, 1))

@@ -151,9 +151,8 @@ class GraphDriver(StepGraphs[Form]):
             if self.tokens > 1 or (cut and (due.room is not None or due.keep is not None)):
                 fresh = rows.since_eviction if rows.window is None else 0
                 form.append(LayerForm(layer, rows.rows, fresh, due if cut else None, ctx.pins))
-        if not form:  # a block of tokens ends where something may be cut
-            room = min(rows.capacity - rows.rows for rows in layers)
-            self.uncut = min(ctx.due(rows, room).tokens for rows in layers) - 1
+        if not form:  # the last token of those may be followed by a cut
+            self.uncut = ctx.until_cut(layers) - 1
         return tuple(form)
 
     def _count(self, form: Form) -> Tensor:
