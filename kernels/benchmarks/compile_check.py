@@ -1,13 +1,13 @@
 """Compile every kernel for cards that are not here, and print what each takes.
 
     python kernels/benchmarks/compile_check.py [--arch 80 89 90 120] [--head-size 64 96 128 256] [--every N] [--csv FILE]
-                                               [--against FILE]
+                                               [--kernel NAME ...] [--against FILE]
 
 The cases of ``locret_kernels/cases.py`` run on meta tensors. Where a kernel would be launched, Triton compiles it for the same
 arguments. A kernel above its card's shared memory fails, and so does one that spills. ``--against`` fails where a row takes more
 shared memory, spills more or takes over 10% more registers than the table's row of the same Triton; of a Triton or a kernel that
 the table lacks, a card's limits and spills are checked alone, and a line says so of a Triton. ``--csv`` replaces the rows of this
-Triton in the table.
+Triton in the table, those of ``--kernel`` alone where kernels are named.
 """
 
 from __future__ import annotations
@@ -108,14 +108,15 @@ def launches(D: int) -> list[Launch]:
     return made
 
 
-def table(archs: list[int], head_sizes: list[int], every: int = 1) -> list[Row]:
-    """Every launch, compiled; or each ``every``-th one, which reaches all cards and kernels in turn where ``every`` has no
-    factor in common with the number of cards."""
+def table(archs: list[int], head_sizes: list[int], every: int = 1, kernels: Sequence[str] = ()) -> list[Row]:
+    """Every launch, compiled, or those of some ``kernels``; or each ``every``-th one, which reaches all cards and kernels in turn
+    where ``every`` has no factor in common with the number of cards."""
     first, rows = dict[Row, Launch](), []
     for D in head_sizes:
         for launch in launches(D):
-            for arch in archs:
-                first.setdefault(launch.row(arch, D), launch)
+            for row in (launch.row(arch, D) for arch in archs):
+                if not kernels or row.kernel in kernels:
+                    first.setdefault(row, launch)
     for row, launch in [*first.items()][every - 1 :: every]:
         rows.append(Row(*row.key, *launch.compiled(row.arch)))
         print(*rows[-1], sep="\t", flush=True)
@@ -149,8 +150,9 @@ def read(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: list[Row]) -> None:
-    """Write the table, sorted, so that a change is a small difference. Rows of other Tritons stay."""
-    there = [row for row in read(path) if row.triton != triton.__version__] if path.exists() else []
+    """Write the table, sorted, so that a change is a small difference. Rows of other Tritons and kernels stay."""
+    anew = {(row.kernel, row.triton) for row in rows}
+    there = [row for row in read(path) if (row.kernel, row.triton) not in anew] if path.exists() else []
     with path.open("w", newline="") as file:
         every = sorted([*there, *rows], key=lambda row: (row.triton, row.key))
         csv.writer(file, lineterminator="\n").writerows([Row._fields, *every])
@@ -161,12 +163,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 120], choices=sorted(LIMIT_KIB))
     p.add_argument("--head-size", type=int, nargs="+", default=list(common.HEAD_SIZES), choices=list(common.HEAD_SIZES))
     p.add_argument("--every", type=int, default=1, metavar="N", help="compile each N-th launch only")
+    p.add_argument("--kernel", nargs="+", default=[], metavar="NAME", help="these kernels only")
     p.add_argument("--csv", type=Path, help="write the table")
     p.add_argument("--against", type=Path, help="a committed table that no row may be worse than")
     args = p.parse_args(argv)
     if common.INTERPRETED:
         raise SystemExit("compile_check: TRITON_INTERPRET is set, so nothing would be compiled")
-    rows = table(args.arch, args.head_size, args.every)
+    rows = table(args.arch, args.head_size, args.every, args.kernel)
     if args.csv:
         write(args.csv, rows)
     committed = read(args.against) if args.against else []

@@ -6,11 +6,12 @@ A head of 96 columns is read as 64 + 32, so that no lane works on padding: ``D0`
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import cdiv
 
 HEAD_SIZES = {64: (64, 0), 96: (64, 32), 128: (128, 0), 256: (256, 0)}
 """Head size -> ``(D0, D1)``, its two blocks of columns."""
@@ -139,17 +140,16 @@ def check_heads(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor | None = None) ->
 # ---- attention whose rows are split over programs ----
 
 
-PROGRAMS = 512
-"""Programs that a launch should have: a few per multiprocessor of the cards at hand (108 to 144 of them)."""
-LEAST_BLOCKS = 4
+PROGRAMS = 3 * 132
+"""Programs of four warps that run at once where no device can be asked: three for each multiprocessor of an H200."""
+LEAST_BLOCKS = tl.constexpr(4)
 """Blocks of rows that a split has at least, so that its loop pays for its start."""
 
 
-def split_rows(rows: int, block: int, programs: int) -> tuple[int, int]:
-    """``(splits, rows per split)`` of ``rows``, where ``programs`` programs per split run anyway; splits end at whole blocks."""
-    splits = max(1, min(cdiv(rows, LEAST_BLOCKS * block), cdiv(PROGRAMS, programs)))
-    per_split = cdiv(cdiv(rows, splits), block) * block
-    return cdiv(rows, per_split), per_split
+@cache
+def programs(device: torch.device) -> int:
+    """Programs of four warps and at most 168 registers a thread that run at once on a device."""
+    return 3 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROGRAMS
 
 
 @triton.jit

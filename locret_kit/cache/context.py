@@ -243,6 +243,11 @@ class Context:
         """The next block of a layer with ``tokens`` more tokens at hand; with 0 tokens, the eviction due now."""
         return self.schedule.due(rows, self.budgets[rows.number], tokens, after_forward=self.evicts_after_forward)
 
+    def until_cut(self, layers: Sequence[BoundedLayer]) -> int:
+        """Tokens for which every layer has room, up to the first after which one may be cut."""
+        room = min(rows.capacity - rows.rows for rows in layers)
+        return min(self.due(rows, room).tokens for rows in layers)
+
     def outgrown(self, tokens: int) -> bool:
         """Whether a prompt of ``tokens`` tokens is rotated by other frequencies than were chosen (LongRoPE, dynamic
         NTK). It must then be read again."""

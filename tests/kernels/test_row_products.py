@@ -42,7 +42,7 @@ def test_against_float64(functions, dtype, K, rows, monkeypatch):
     twice = (*weights[:1], weights[0].flip(0)), (*biases[:1], biases[0].flip(0))
     alone, none = random(1, rows[0], seed=3, dtype=dtype), (None,) * len(rows)
     for programs in (3, 512):
-        monkeypatch.setattr(common, "PROGRAMS", programs)
+        monkeypatch.setattr(common, "programs", lambda device, most=programs: most)
         for stage, residual in (
             (RowProducts((*weights,), none, norm, 1e-5), None), (RowProducts((*weights,), (*biases,)), None),
             (RowProducts((weights[0],), none[:1]), alone), (RowProducts((weights[0],), (biases[0],), norm, 1e-5), alone),
@@ -97,3 +97,12 @@ def test_a_launch_may_begin_early_where_the_card_has_it(monkeypatch):
         monkeypatch.setattr(module, "has_pdl", lambda device, c=capability: c >= (9, 0))
         KERNELS["row_products"](x, stage)
         assert launched[-1]["PDL"] == early and launched[-1].get("launch_pdl", False) == early
+
+
+def test_a_weight_that_would_be_copied_is_refused():
+    """A launch reads its first tile before the launches before it have ended, a copy among them."""
+    x, weight = random(1, 8), random(8, 4).T
+    for weights, gated in (((weight,), False), ((weight.contiguous(), weight), True)):
+        stage = RowProducts(weights, (None,) * len(weights), torch.ones(8), gated=gated)
+        with pytest.raises(ValueError, match="weights of strides .* must be contiguous"):
+            KERNELS["row_products"](x, stage)

@@ -109,23 +109,26 @@ def row_products(x_NK: Tensor, stage: RowProducts, residual: Tensor | None = Non
         raise ValueError(f"x has {len(x_NK)} vectors, which must be 1 (backend='triton')")
     (weights, biases, norm, eps, gated), K = stage, x_NK.shape[1]
     check(x=x_NK, residual=x_NK if residual is None else residual, **{f"w{i}": w for i, w in enumerate(weights)})
+    if not all(map(Tensor.is_contiguous, weights)):  # a copy would be read before it is made
+        raise ValueError(f"weights of strides {[*map(Tensor.stride, weights)]} must be contiguous (backend='triton')")
     if norm is not None:
         check_width(K)
     sizes = [len(weight) for weight in weights]
     made, parts = ([sizes[0]], 1) if gated else (sizes, len(sizes))
     # The first matrix stands in for those that the kernel does not read.
-    given, ends = [*map(Tensor.contiguous, weights), *weights[:1] * 3][:4], [sum(sizes[:i]) for i in (1, 2, 3)]
+    given, ends = [*weights, *weights[:1] * 3][:4], [sum(sizes[:i]) for i in (1, 2, 3)]
     added = [x for x in biases if x is not None]
     out = torch.empty(1, sum(made), dtype=x_NK.dtype, device=x_NK.device)
     block_k = triton.next_power_of_2(K if norm is not None else min(K, COLUMNS))
     block_n = max(1, min(16, TILE // block_k))
-    blocks = cdiv(sum(made), block_n)
+    # All run at once: two thirds of them where programs have eight warps, by the registers of compile_table.csv.
+    warps, thirds = (4, 3) if block_k <= 4096 else (8, 2)
+    blocks, programs = cdiv(sum(made), block_n), common.programs(x_NK.device) * thirds // 3
     aligned = all(n * x_NK.itemsize % 16 == 0 for n in (K, *map(Tensor.storage_offset, weights)))
     common.launch(
-        _row_products, (cdiv(blocks, cdiv(blocks, common.PROGRAMS)),), x_NK, x_NK if norm is None else norm, *given,
+        _row_products, (cdiv(blocks, cdiv(blocks, programs)),), x_NK, x_NK if norm is None else norm, *given,
         *[*added, *given][:4], x_NK if residual is None else residual, out, *ends, sum(made), K, float(eps),
         PARTS=parts, NORM=norm is not None, GATED=gated, BIAS=bool(added), ADD=residual is not None,
-        PDL=has_pdl(x_NK.device), ALIGNED=aligned, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=4 if block_k <= 4096 else 8, num_stages=1,
+        PDL=has_pdl(x_NK.device), ALIGNED=aligned, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return list(out.split(made, 1))

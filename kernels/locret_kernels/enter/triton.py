@@ -60,7 +60,7 @@ def _stored(x, keep, dtype, scales, clipped, h, H, CODED: tl.constexpr):
     return (code | ((y.to(tl.int32, bitcast=True) >> 24) & 128)).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["at", "seen", "apart", "T"])
 def _enter_rows(
     k, v, score, fc2, key_scale, value_scale, clipped, keys, values, positions, scores, stats, at, seen, stride_kh, stride_kt,
     stride_vh, stride_vt, stride_sh, stride_st, stride_ah, stride_at, stride_x, apart, H, T, R, X: tl.constexpr,
@@ -132,12 +132,13 @@ def enter_rows(
         given, form = score[0], GIVEN.value
         strides = given.stride()
     scales = rows.scales or (k_HTD,) * 3
-    block_t, each = 1 if T <= FEW else 32, isinstance(at, Tensor) and at.dim() == 2
+    block_t, block_h, each = 1 if T <= FEW else 16, max(16, triton.next_power_of_2(H)), _form(at, 2) == EACH.value
+    block_r = triton.next_power_of_2(R) if form == ALONE.value else max(64, min(256, 8192 // block_h))
     common.launch(
         _enter_rows, (cdiv(T, block_t), H + (form == TOGETHER.value)), k_HTD, v_HTD, given, fc2, *scales, *rows[:5], at, seen,
         *k_HTD.stride()[:2], *v_HTD.stride()[:2], *strides, *(at.stride() if each else (0, 0)),
         rows.stats_XN.stride(0), apart, H, T, R,
         X=len(rows.stats_XN), D=D, V=V, CODED=rows.scales is not None, SCORE=form, AT=_form(at, 2), SEEN=_form(seen, 1),
-        BLOCK_T=block_t, BLOCK_D=triton.next_power_of_2(max(D, V)), BLOCK_H=max(16, triton.next_power_of_2(H)),
-        BLOCK_R=triton.next_power_of_2(R) if form == ALONE.value else 64, num_warps=4, num_stages=2,
+        BLOCK_T=block_t, BLOCK_D=triton.next_power_of_2(max(D, V)), BLOCK_H=block_h,
+        BLOCK_R=block_r, num_warps=4, num_stages=2,
     )  # fmt: skip

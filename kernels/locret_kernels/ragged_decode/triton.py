@@ -20,9 +20,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import cdiv
 
 from .. import check_some, common
-from ..common import LN2, LOG2E, check, head_blocks, join_parts, split_rows
+from ..common import LEAST_BLOCKS, LN2, LOG2E, check, head_blocks, join_parts
 from . import BLOCK, Angles, Decoded, Float8Rows, PackedRows, Rotation, Rows, Spans, Turn, hadamard
 
 NONE = tl.constexpr(-1.0e30)
@@ -82,14 +83,14 @@ def _read(base, rows, keep, stride, level, step, zero, tail, first_of_tail, FIRS
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "R", "S"])
 def _ragged_decode(
     q, keys, values, groups, key_step, key_zero, value_step, value_zero, tail_keys, tail_values, tails, starts, lengths,
     cos, sin, q_cos, q_sin, place, logits, parts, norms, out, norm, arrived, scale, stride_qb, stride_qh, H, stride_k,
-    stride_v, M, R, S, per_split, G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    stride_v, M, R, S, G: tl.constexpr, BLOCK_G: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, TURN: tl.constexpr,
-    PLACED: tl.constexpr, RECEIVED: tl.constexpr,
+    PLACED: tl.constexpr, RECEIVED: tl.constexpr, JOIN: tl.constexpr,
 ):  # fmt: skip
     """Program axes: key/value heads of all batches, splits of a head's rows (read BS at a time). BG is the group, padded; a
     group of one query goes by lanes.
@@ -149,6 +150,8 @@ def _ragged_decode(
     total = tl.zeros([SUMS], tl.float32)
     y0 = tl.zeros([SUMS, D0], tl.float32)
     y1 = tl.zeros([SUMS, D1 if D1 > 0 else 16], tl.float32)
+    # By the head's own length, so that a graph splits rows as the same step without one does.
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(length, tl.num_programs(1)), BLOCK_S), LEAST_BLOCKS) * BLOCK_S
     begin = split * per_split
     for s in range(begin, tl.minimum(begin + per_split, length), BLOCK_S):
         rows = s + block  # [BS]
@@ -241,7 +244,7 @@ def _ragged_decode(
         tl.store(arrived + head, 0)  # for the next launch
         for g in range(G):
             n = head.to(tl.int64) * G + g
-            join_parts(parts, norms, out, norm, n, tl.num_programs(0) * G, tl.num_programs(1), D0, D1, 8)
+            join_parts(parts, norms, out, norm, n, tl.num_programs(0) * G, tl.num_programs(1), D0, D1, JOIN)
 
 
 def _full(q_BQD: Tensor, rows: tuple[Tensor, ...], spans: Spans) -> tuple[Tensor, ...]:
@@ -314,7 +317,10 @@ def ragged_decode(
         B_, C = A, D - 2 * A
     G = Q // H
     block_s = 16 if few and D == 256 else BLOCK if few or turn is not None or G == 1 or D == 256 else 64
-    splits, per_split = split_rows(longest, block_s, B * H)
+    # All run at once: a third of them where programs have eight warps, two thirds with 8 bits and groups (compile_table.csv).
+    warps, thirds = (8, 1) if few or D == 256 else (4, 2 if bits == 8 and G > 1 else 3)
+    most = max(1, common.programs(q_BQD.device) * thirds // 3 // (B * H))
+    splits = min(cdiv(longest, LEAST_BLOCKS.value * block_s), most)
     exact = dict(dtype=torch.float32, device=q_BQD.device)
     parts, norms = torch.empty(splits, B, Q, D, **exact), torch.empty(splits, B, Q, **exact)
     # Values in few bits are rotated back once more, in float32.
@@ -325,12 +331,12 @@ def ragged_decode(
     common.launch(
         _ragged_decode, (B * H, splits), q_BQD, *given, starts_BH.contiguous(), lengths_BH.contiguous(), *tables,
         logits_BQS, parts, norms, out, norm_BQ, arrived, scaling, *q_BQD.stride()[:2], H,
-        given[0].stride(0), given[1].stride(0), *sizes, longest, per_split,
+        given[0].stride(0), given[1].stride(0), *sizes, longest,
         G=G, BLOCK_G=1 if G == 1 else max(16, triton.next_power_of_2(G)), D0=D0, D1=D1, A=A, B=B_, C=C, BLOCK_A=wide[0],
         BLOCK_B=wide[1], BLOCK_C=wide[2], BLOCK_S=block_s, BITS=bits, GROUPS=groups,
         TURN=0 if turn is None else 2 if isinstance(turn, Angles) else 1,
         PLACED=isinstance(turn, Rotation) and turn.place_N is not None, RECEIVED=received,
-        num_warps=8 if few or D == 256 else 4, num_stages=2,
+        JOIN=64 if most > 16 else 16, num_warps=warps, num_stages=2,
     )  # fmt: skip
     if few:
         out = (out @ hadamard(D, q_BQD.device)).to(q_BQD.dtype)

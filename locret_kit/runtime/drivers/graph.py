@@ -101,8 +101,10 @@ class GraphDriver(StepGraphs[Form]):
             self.offset_T = torch.arange(tokens, dtype=torch.int32, device=model.device)
             self.length_L = torch.zeros(len(cache.bounded), dtype=torch.int64, device=model.device)
             self.flats = [rows.flat() for rows in cache.bounded] if tokens == 1 else []
-            self.followed: list[int] = []
-            """Tokens and rows of the cache that the device's counts describe."""
+        self.followed: list[int] = []
+        """Tokens and rows of the cache that the device's counts describe."""
+        self.uncut, self.context = 0, cache.context
+        """Next tokens that cut no layer, as far as is known, while the cache is as it was followed."""
         self._follow()
 
     def ready(self, cache: BoundedCache) -> bool:
@@ -120,14 +122,14 @@ class GraphDriver(StepGraphs[Form]):
         else:
             self.ids.fill_(tokens[0])
         self._follow()
-        form = self._form()
+        form = () if self.uncut else self._form()
         if self.cuts_captured:
             logits = self._count(form).clone()
         else:
             self._cut(form, "room")
             logits = self._count(self._form(cut=False)).clone()
             self._cut(form, "keep")
-        self.followed = self._followed()
+        self.followed, self.uncut = self._followed(), max(0, self.uncut - 1)
         return logits
 
     def _followed(self) -> list[int]:
@@ -135,27 +137,34 @@ class GraphDriver(StepGraphs[Form]):
 
     def _follow(self) -> None:
         """Bring the device's counts to the host's, which another forward, or tokens that were taken back, may have moved."""
-        if (held := self._followed()) != self.followed:
+        if (held := self._followed()) != self.followed or self.cache.context is not self.context:
+            self.uncut, self.context = 0, self.cache.context
             self.seen.fill_(held[0])
             for layer, rows in enumerate(held[1:]):
                 self.length_L[layer].fill_(rows)
 
     def _form(self, cut: bool = True) -> Form:
-        """The next step; without its cuts where it is not to ``cut``."""
+        """The next step; without its cuts where it is not to ``cut``. Sets ``uncut`` where a token has none."""
         layers, ctx, form = self.cache.bounded, self.cache.context, []
         for layer, rows in enumerate(layers):
             due = ctx.due(rows, self.tokens)
             if self.tokens > 1 or (cut and (due.room is not None or due.keep is not None)):
                 fresh = rows.since_eviction if rows.window is None else 0
                 form.append(LayerForm(layer, rows.rows, fresh, due if cut else None, ctx.pins))
+        if not form:  # the last token of those may be followed by a cut
+            self.uncut = ctx.until_cut(layers) - 1
         return tuple(form)
 
     def _count(self, form: Form) -> Tensor:
         """Logits ``[1, V]`` of one form of the step; the host's counts follow."""
-        counts, replayed = self._counts(), form in self.graphs
+        replayed = form in self.graphs
+        counts = [] if replayed else self._counts()
         logits = self._run(form, partial(self._step, form), partial(self._undo, counts))
-        if replayed:
-            self._set_counts([n + more for n, more in zip(counts, self.changes[form], strict=True)])
+        if replayed and not form:
+            for rows in self.cache.bounded:
+                rows.count(1)
+        elif replayed:
+            self._set_counts([n + more for n, more in zip(self._counts(), self.changes[form], strict=True)])
         elif form in self.graphs:
             self.changes[form] = [new - old for new, old in zip(self._counts(), counts, strict=True)]
             self._held.append(self.cache.context.tables.made())

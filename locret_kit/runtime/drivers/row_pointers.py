@@ -73,11 +73,9 @@ class RowPointers:
     def of(cls, cache: BoundedCache, H: int, tables: PositionTables) -> RowPointers:
         """The addresses of a cache's rows, with ``H`` heads in every layer, and how long they hold."""
         ctx, seen, L = cache.context, cache.get_seq_length(), len(cache.bounded)
-        room = min(rows.capacity - rows.rows for rows in cache.bounded)
-        left = min(ctx.due(rows, room).tokens for rows in cache.bounded)
         starts_LH, lengths_LH = (np.zeros((L, H), np.int64) for _ in range(2))
         rows_L, packed_L = np.zeros(L, ROWS.dtype), np.zeros(L, PACKED.dtype)
-        made = cls(rows_L, packed_L, starts_LH, lengths_LH, left, seen, ctx)
+        made = cls(rows_L, packed_L, starts_LH, lengths_LH, ctx.until_cut(cache.bounded), seen, ctx)
         own: dict[int, tuple[Rope, Tensor]] = {}
         for layer, rows in enumerate(cache.bounded):
             flat, at = rows.flat(), made.rows[layer]

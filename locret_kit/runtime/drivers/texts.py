@@ -107,8 +107,7 @@ class TextsDriver(StepGraphs[Form]):
         if followed is not None and followed.context is ctx and followed.seen == seen and followed.left:
             return followed
         make_room(ctx, cache.bounded, 1)
-        room = min(rows.capacity - rows.rows for rows in cache.bounded)
-        return Followed(ctx, seen, min(ctx.due(rows, room).tokens for rows in cache.bounded))
+        return Followed(ctx, seen, ctx.until_cut(cache.bounded))
 
     def _step(self, form: Form, caches: Sequence[BoundedCache]) -> Tensor:
         """The captured step: logits ``[N, V]`` (float32). No number of the host may matter on the device."""
