@@ -19,6 +19,7 @@ from tiny_tokenizer import save_tiny_backbone, tiny_tokenizer
 from tokenizers import AddedToken
 
 from locret_kit import BoundedCache, RetainingHeads, load_cache
+from locret_kit.backbones import index
 from locret_kit.backbones.load import load_backbone, load_config, load_tokenizer, other_backbone
 from locret_kit.backbones.weights import stored_weights
 from locret_kit.cli.infer import main as infer
@@ -206,10 +207,9 @@ def test_texts_that_spell_tokens_beyond_the_rows_are_plain(beyond, tmp_path, cap
 def test_the_demo_is_fetched_beside_the_clone_of_the_script(monkeypatch, tmp_path):
     """Wherever the package is installed."""
     script, made = load_script("scripts/fetch_backbone.py"), []
-    monkeypatch.setattr(script.demo, "INSTALLED", tmp_path)
+    monkeypatch.setattr(index, "INSTALLED", tmp_path)
     monkeypatch.setattr(script.demo, "fetch", lambda to, gguf=False: made.append(to))
     for words in ([], ["--gguf"], ["--to", str(tmp_path / "m")]):
         assert script.main(words) == 0
-    assert made == [ROOT / "checkpoints" / Path(name).name for name in (script.demo.BACKBONE, script.demo.GGUF)] + [
-        tmp_path / "m"
-    ]
+    here = [ROOT / script.demo.BACKBONE, ROOT / "checkpoints" / script.demo.GGUF.name]
+    assert made == [*here, tmp_path / "m"]

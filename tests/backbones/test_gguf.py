@@ -31,7 +31,6 @@ from locret_kit.backbones.load import load_backbone, load_config, load_tokenizer
 from locret_kit.backbones.weights import first_difference, identity_of, tokenizer_identity
 from locret_kit.cli.infer import main as infer
 from locret_kit.cli.plan import main as plan
-from locret_kit.config.recipes import load_config as load_train_config
 
 IDS = torch.arange(2, 42)[None]
 
@@ -190,11 +189,6 @@ def test_commands_take_it(file, tmp_path, capsys):
 def test_what_floats_alone_allow_is_refused(changes, message, file):
     with pytest.raises(ValueError, match=message):
         load_backbone(str(file), device="cpu", **changes)
-
-
-def test_training_says_what_to_do_instead(file):
-    with pytest.raises(ValueError, match="use the float model's folder or Hub id; its heads then run on this file"):
-        load_train_config(["recipe=tiny", f"backbone.model={file}"])
 
 
 def written(data: bytes, after: str, number: int, at: int = 4, size: int = 4) -> bytes:

@@ -19,7 +19,8 @@ def test_bfloat16_where_the_processor_has_instructions_for_it(machine, there, mo
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: there)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: there)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: there)
     patches.lacks_bfloat16.cache_clear()
     assert patches.lacks_bfloat16() == (not there)
     said = "bfloat16: cpu computes in it" if there else "float32: this processor widens bfloat16 to it"
