@@ -24,6 +24,7 @@ debootstrap --variant=minbase --include=ca-certificates,g++,git,python3-venv "$s
 cp -L /etc/resolv.conf "$debian/etc/resolv.conf"
 cp -L /etc/ssl/certs/ca-certificates.crt "$debian/etc/ssl/certs/ca-certificates.crt"
 git clone --quiet --no-hardlinks "$root" "$debian/root/locret_kit"
+touch "$debian/root/pip.log"
 commit="$(git -C "$debian/root/locret_kit" log -1 --format='%h of %as')"
 
 inside() { # a command in the clone, with an environment of its own; mounts and processes end with it
@@ -37,9 +38,9 @@ inside() { # a command in the clone, with an environment of its own; mounts and 
 downloaded() { # megabytes: what pip says that it downloads, and the packages that apt keeps
     local packages
     packages="$(du --summarize --block-size=1MB "$debian/var/cache/apt/archives" | cut -f1)"
-    cat "$debian/root/pip.log" 2>/dev/null | awk -v sum="$packages" '
+    awk -v sum="$packages" '
         / Downloading / && match($0, /\([0-9.]+ [kM]B\)/) { split(substr($0, RSTART + 1), n, " "); sum += n[2] ~ /^k/ ? n[1] / 1000 : n[1] }
-        END { printf "%d\n", sum }'
+        END { printf "%d\n", sum }' "$debian/root/pip.log"
 }
 
 python="$(inside 'python3 -V')"
