@@ -19,7 +19,7 @@ for size in 0.5B 1.5B; do
         --question "What is the pass key?" | tee "$work/answer"
     grep -q 70482 "$work/answer" || { echo "test_models: $model does not find the pass key" >&2; exit 1; }
 done
-"$python" -m locret_kit.cli.train recipe=qwen2.5-coder-0.5b optim.steps=2 data.sources=[code] data.lengths=[512] data.max_tokens=512 \
-    data.val_samples=2 trainer.accelerator=cpu "out=$work/run"
+"$python" -m locret_kit.cli.train recipe=qwen2.5-coder-0.5b optim.steps=2 data.sources=[code] data.weights=null data.lengths=[512] \
+    data.max_tokens=512 data.val_samples=2 trainer.accelerator=cpu "out=$work/run"
 "$python" -m locret_kit.cli.infer "$work/text.md" --ckpt "$work/run/heads" --budget 512 --max-new-tokens 8 --question "What is the pass key?"
 echo "test_models: both models answer, and heads were trained" >&2

@@ -58,10 +58,8 @@ class Writer:
         return f"{before}{document}{after}"
 
     def _answer(self, prompt: str) -> str:
-        model = self.load()
-        ids = torch.tensor([list(stream_ids(self.tokenizer, [prompt], special=not has_template(self.tokenizer)))])
+        model, ids = self.load(), list(stream_ids(self.tokenizer, [prompt], special=not has_template(self.tokenizer)))
+        ids_1S = torch.tensor([ids], device=model.device)
         with torch.inference_mode():
-            shown = torch.ones_like(ids).to(model.device)
-            words = {"attention_mask": shown, "max_new_tokens": NEW, "do_sample": False}
-            out = model.generate(ids.to(model.device), **words)  # type: ignore[operator]
-        return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+            out = model.generate(ids_1S, attention_mask=torch.ones_like(ids_1S), max_new_tokens=NEW, do_sample=False)  # type: ignore[operator]
+        return str(self.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)).strip()
