@@ -20,9 +20,14 @@ TABLE = BENCHMARKS / "compile_table.csv"
 check = load_script("kernels/benchmarks/compile_check.py")
 SPILLS = {
     ("3.6.0", "column_max", 120),  # its assembler stops at 128 registers, though 255 are allowed
-    ("3.6.0", "ragged_decode", 120),
+    ("3.6.0", "ragged_decode", 89),
+    ("3.7.1", "column_max", 120),
+    ("3.7.1", "column_stats", 120),
+    ("3.7.1", "ragged_decode", 90),
+    ("3.7.1", "sparse_attend", 80),
+    ("3.7.1", "sparse_attend", 89),
 }
-"""Two words of stack a thread each."""
+"""Two words of stack a thread each, four of ``sparse_attend``."""
 
 
 CHOICES = {"--arch 89 --head-size 128": 37, "--arch 80 90 --every 29": 296 // 29}
@@ -54,7 +59,7 @@ def launched() -> set[str]:
     compiled, called = set(), set()
     for file in (BENCHMARKS.parent / "locret_kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(x) for x in node.decorator_list):
                 compiled.add(node.name)
             elif isinstance(node, ast.Call):
                 called.add(ast.unparse(node.func).rpartition(".")[2])
@@ -82,7 +87,7 @@ def test_the_table_is_whole(version, keys):
     assert [row for row in rows if row.shared_bytes > check.LIMIT_KIB[row.arch] * 1024] == []
     spilled = {(version, row.kernel, row.arch) for row in rows if row.stack_bytes}
     assert spilled == {spill for spill in SPILLS if spill[0] == version}
-    assert max(row.stack_bytes for row in rows) <= 8
+    assert max(row.stack_bytes for row in rows) <= 16
 
 
 def test_the_pinned_triton_is_in_the_table():
