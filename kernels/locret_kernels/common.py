@@ -149,7 +149,8 @@ LEAST_BLOCKS = tl.constexpr(4)
 @cache
 def programs(device: torch.device) -> int:
     """Programs of four warps and at most 168 registers a thread that run at once on a device."""
-    return 3 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROGRAMS
+    there = device.type == "cuda" and torch.cuda.device_count()
+    return 3 * torch.cuda.get_device_properties(device).multi_processor_count if there else PROGRAMS
 
 
 @triton.jit

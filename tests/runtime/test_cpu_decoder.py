@@ -79,7 +79,7 @@ def test_packed_matrices(dtype):
         mine, _ = decoded(model, caches[0], tokens(), compiled, 12)
         theirs, _ = decoded(model, caches[1], tokens(), steps=12)
     assert held(caches[0]) == held(caches[1])
-    bound = 1e-2 if dtype == torch.float32 else 5e-2  # the last bit of an activation may turn its code of 8 bits
+    bound = 2e-2 if dtype == torch.float32 else 5e-2  # the last bit of an activation may turn its code of 8 bits
     assert (mine - theirs).square().mean().sqrt() < bound * theirs.square().mean().sqrt()
 
 

@@ -13,9 +13,10 @@ from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 from tiny_models import tiny_model
 
 from locret_kit import BoundedCache, attach
+from locret_kit.cache import graphs
 from locret_kit.cache import step as steps
 from locret_kit.runtime import drivers
-from locret_kit.runtime.drivers import PlainDriver, capture, logits_after
+from locret_kit.runtime.drivers import PlainDriver, logits_after
 from locret_kit.runtime.drivers import graph as driver
 from locret_kit.runtime.drivers.capture import SyncDetector
 from locret_kit.runtime.drivers.dense import DenseStep
@@ -286,7 +287,7 @@ def test_a_capture_that_fails_gives_the_stream_back(monkeypatch):
             super().__init__(model, cache)
             self.captures = True
 
-    monkeypatch.setattr(capture, "capture_stream", lambda device: "side")
+    monkeypatch.setattr(graphs, "capture_stream", lambda device: "side")
     for name, stand_in in (
         ("CUDAGraph", object), ("graph", graph), ("stream", switched), ("device", lambda device: nullcontext()),
         ("current_stream", lambda device: streams[-1]),
