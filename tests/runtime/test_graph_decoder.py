@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 from locret_kit import BoundedCache, attach
 from locret_kit.cache import graphs
 from locret_kit.cache import step as steps
+from locret_kit.cache.due import Schedule
 from locret_kit.runtime import drivers
 from locret_kit.runtime.drivers import PlainDriver, logits_after
 from locret_kit.runtime.drivers import graph as driver
@@ -149,6 +150,21 @@ def test_texts_without_pages_share_a_forward_and_one_alone_has_a_graph(monkeypat
     assert len(first) == 40 and len(second) == 12
     assert steps[0].replays > 5 and steps[0].reason is None and not steps[1].replays
     assert answers(40) == [first] and steps[2].replays > 30
+
+
+def test_between_two_evictions_the_host_asks_for_none(monkeypatch):
+    """It knows how many tokens no layer is cut, so that the device does not wait for it."""
+    asked, due, quiet = [], Schedule.due, 0
+    monkeypatch.setattr(Schedule, "due", lambda *given, **rest: asked.append(1) or due(*given, **rest))
+    model, cache = backbone(), make("h2o")
+    with attach(model), torch.inference_mode():
+        prefill(model, tokens(), cache)
+        step = TapedDecoder(model, cache)
+        for token in range(2, 54):
+            asked.clear()
+            step([cache], [token])
+            quiet += not asked
+    assert cache.counters.evictions >= 6 and quiet >= 52 * 10 // 13, "of 13 tokens, of which one is cut"
 
 
 @pytest.mark.parametrize("every", [1, 5])
