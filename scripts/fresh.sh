@@ -23,15 +23,15 @@ debootstrap --variant=minbase --include=ca-certificates,g++,git,python3-venv "$s
 # The way to the network is the host's: its name servers and its certificates.
 cp -L /etc/resolv.conf "$debian/etc/resolv.conf"
 cp -L /etc/ssl/certs/ca-certificates.crt "$debian/etc/ssl/certs/ca-certificates.crt"
-git clone --quiet --no-hardlinks "$root" "$debian/root/locret_kit"
-touch "$debian/root/pip.log"
-commit="$(git -C "$debian/root/locret_kit" log -1 --format='%h of %as')"
+git clone --quiet --no-hardlinks "$root" "$debian/srv/locret_kit"
+touch "$debian/srv/pip.log"
+commit="$(git -C "$debian/srv/locret_kit" log -1 --format='%h of %as')"
 
 inside() { # a command in the clone, with an environment of its own; mounts and processes end with it
     unshare --mount --pid --fork bash -c '
         mount -t proc proc "$0/proc"; mount --rbind /dev "$0/dev"
-        exec chroot "$0" env -i HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 PIP_LOG=/root/pip.log \
-            ${http_proxy:+http_proxy="$http_proxy"} ${https_proxy:+https_proxy="$https_proxy"} bash -c "cd /root/locret_kit && $1"
+        exec chroot "$0" env -i HOME=/srv PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 PIP_LOG=/srv/pip.log \
+            ${http_proxy:+http_proxy="$http_proxy"} ${https_proxy:+https_proxy="$https_proxy"} bash -c "cd /srv/locret_kit && $1"
     ' "$debian" "$1"
 }
 
@@ -40,7 +40,7 @@ downloaded() { # megabytes: what pip says that it downloads, and the packages th
     packages="$(du --summarize --block-size=1MB "$debian/var/cache/apt/archives" | cut -f1)"
     awk -v sum="$packages" '
         / Downloading / && match($0, /\([0-9.]+ [kM]B\)/) { split(substr($0, RSTART + 1), n, " "); sum += n[2] ~ /^k/ ? n[1] / 1000 : n[1] }
-        END { printf "%d\n", sum }' "$debian/root/pip.log"
+        END { printf "%d\n", sum }' "$debian/srv/pip.log"
 }
 
 python="$(inside 'python3 -V')"
