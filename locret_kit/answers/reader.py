@@ -409,7 +409,7 @@ class Reader:
 
 
 def stop_in(text: str, stops: Sequence[str], final: bool) -> tuple[int, str | None]:
-    """Where the first stop text begins in a text, and which it is, of several there the shortest. Without one the place where one
+    """Place of the first stop text in a text, and the stop text; of several there the shortest. Without one the place where one
     may have begun, if the text is not ``final``; else its end."""
     found = min(((at, len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0), default=(len(text), 0, None))
     longest = max(map(len, stops), default=1)

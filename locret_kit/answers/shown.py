@@ -1,4 +1,4 @@
-"""What a chat template shows of its model's answers: tags around their text, and how a call's parameters are written."""
+"""The form of a model's answers by its chat template: tags around their text, and how a call's parameters are written."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tags_around(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str,
 def parameters_shown(
     tokenizer: PreTrainedTokenizerBase, head: str, end: str
 ) -> tuple[tuple[str, str, str, str, str], bool] | None:
-    """How a call whose parameters have marks of their own is written, and whether its values are Python's; None where the
+    """Form of a call whose parameters have marks of their own, and whether its values are Python's; None where the
     template shows no such call.
 
     Args:

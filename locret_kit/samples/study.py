@@ -30,8 +30,8 @@ class Studied:
 
 
 def study(text: str, passages: int, rng: random.Random, write: Write) -> list[Studied]:
-    """What a model writes about random passages, at most ``passages`` of them. Passages without a usable question are
-    left out: it has another form, or speaks of "the passage", which a long text does not show."""
+    """Questions and answers of a model about random passages, at most ``passages`` of them. Passages without a usable
+    question are left out: it has another form, or speaks of "the passage", which a long text does not show."""
     drawn = []
     for _ in range(passages):
         start = next_start(text, rng.randrange(max(1, len(text) - PASSAGE)))

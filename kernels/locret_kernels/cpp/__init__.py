@@ -197,7 +197,7 @@ FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
 COMPILE_SECONDS = 600
-"""Of the clock: on a busy machine ten times those that the compiler itself needs, and more."""
+"""Limit of a compilation by the clock: a busy machine takes ten times the processor seconds, and more."""
 DTYPES = (torch.float32, torch.bfloat16)
 """Types of rows, activations and hidden states; others are computed by the definitions."""
 MAX_CHANNELS = 1024
