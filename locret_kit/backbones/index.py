@@ -139,9 +139,8 @@ def _download(requirement: str, folder: Path) -> Path:
         "-d",
         str(folder),
     ]
-    pip = subprocess.run(
-        python("pip", "download", *words, requirement), stdout=2, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
+    command = python("pip", "download", *words, requirement)
+    pip = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
     if pip.returncode:
         lines = [line for line in pip.stderr.splitlines() if "ERROR" in line or "No module named" in line]
         reason = (lines or [f"pip ended with {pip.returncode}"])[-1].removeprefix("ERROR:").strip()

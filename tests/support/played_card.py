@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "kernels", "scripts", "tes
 import interpreted  # noqa: E402, F401  (before anything else imports the kernels)
 import torch  # noqa: E402
 from scripts_loaded import load_script  # noqa: E402
-from tape import Tape  # noqa: E402
+from tape import Tape, recorded  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
@@ -64,21 +64,15 @@ def launch(kernel, grid, *args, real=common.launch, **constants) -> None:
         call()
 
 
-def captured(driver: capture.StepGraphs, step) -> tuple[LaunchTape, Tensor]:
-    """A tape of a step and its logits. A recording runs, which a capture does not: what it wrote is put back."""
+def captured(driver: capture.StepGraphs, step) -> tuple[Tape, Tensor]:
+    """A tape of a step and its logits."""
     if isinstance(driver, GraphDriver):
         holders = [one for rows in driver.cache.bounded for one in (rows, rows.codec)]
         more = [driver.seen, driver.length_L]
     else:
         holders, more = driver.pools, []
     state = [x for one in holders for x in vars(one).values() if isinstance(x, Tensor)] + more
-    kept, tape = [x.clone() for x in state], LaunchTape()
-    with tape:
-        logits = step()
-    for x, old in zip(state, kept, strict=True):
-        x.copy_(old)
-    logits.fill_(float("nan"))
-    return tape, logits
+    return recorded(state, step, LaunchTape)
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:

@@ -46,9 +46,11 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-def recorded(state: list[torch.Tensor], step: Callable[[], torch.Tensor]) -> tuple[Tape, torch.Tensor]:
+def recorded(
+    state: list[torch.Tensor], step: Callable[[], torch.Tensor], kind: type[Tape] = Tape
+) -> tuple[Tape, torch.Tensor]:
     """A tape of a step and its logits. A recording runs, which a capture does not: what it wrote is put back."""
-    kept, tape = [x.clone() for x in state], Tape()
+    kept, tape = [x.clone() for x in state], kind()
     with tape:
         logits = step()
     for x, old in zip(state, kept, strict=True):
