@@ -202,8 +202,9 @@ class Context:
             heads.check_backbone(spec)
             # Heads from outside of inference mode stay so: others cannot be trained on.
             with torch.inference_mode(next(heads.parameters()).is_inference()):
+                heads.to(model.dtype)  # all at once: their fingerprint is of the weights before float16
                 for head, device in zip(heads.layers, description.devices(model), strict=True):
-                    head.to(device, model.dtype)
+                    head.to(device)
         if policy.merge is not None:  # a pool moves to its layers' devices, as heads do
             policy.merge.bind(spec, description.devices(model))
         if policy.sparse is not None:
