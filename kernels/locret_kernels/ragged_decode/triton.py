@@ -317,8 +317,9 @@ def ragged_decode(
         B_, C = A, D - 2 * A
     G = Q // H
     block_s = 16 if few and D == 256 else BLOCK if few or turn is not None or G == 1 or D == 256 else 64
-    # All run at once: a third of them where programs have eight warps, two thirds with 8 bits and groups (compile_table.csv).
-    warps, thirds = (8, 1) if few or D == 256 else (4, 2 if bits == 8 and G > 1 else 3)
+    # All run at once: a third of them where programs have eight warps, two thirds with 8 bits and
+    # groups or wide heads (compile_table.csv).
+    warps, thirds = (8, 1) if few or D == 256 else (4, 2 if bits == 8 and (G > 1 or D > 96) else 3)
     most = max(1, common.programs(q_BQD.device) * thirds // 3 // (B * H))
     splits = min(cdiv(longest, LEAST_BLOCKS.value * block_s), most)
     exact = dict(dtype=torch.float32, device=q_BQD.device)
