@@ -46,7 +46,7 @@ def heads(tmp_path_factory) -> Path:
 def words(heads: Path, out: Path, **more: object) -> list[str]:
     settings = {
         "tasks": "[passkey,perplexity_prefill]", "policies": "[full,locret,streaming(sinks=2)]", "budgets": "[32,64]",
-        "lengths": "[240]", "samples": 3, "haystacks": "[pydoc]", "ckpt": heads, "max_new_tokens": 4, "out": out, **more,
+        "lengths": "[240]", "samples": 3, "haystacks": "[jargon]", "ckpt": heads, "max_new_tokens": 4, "out": out, **more,
     }  # fmt: skip
     return [f"{key}={value}" for key, value in settings.items()]
 
@@ -76,7 +76,7 @@ def test_a_run_writes_rows_and_summary(finished, heads):
     assert (one.backend, one.adapter, one.heads_hash) == (
         "cpu" if cpp.runs(attend.SOURCE) else "reference", None, weights_hash(RetainingHeads.from_pretrained(heads)),
     )  # fmt: skip
-    text = hashlib.sha256(load_text("pydoc").encode()).hexdigest()[:16]
+    text = hashlib.sha256(load_text("jargon").encode()).hexdigest()[:16]
     assert {row.text_hash for row in rows} == {text}
     hashes = {(row.task, row.sample): set() for row in rows}
     for row in rows:
@@ -84,7 +84,7 @@ def test_a_run_writes_rows_and_summary(finished, heads):
     assert all(len(found) == 1 for found in hashes.values())  # the same prompt for every policy
     assert len({next(iter(found)) for found in hashes.values()}) == 6
     table = (finished / "summary.md").read_text()
-    assert "**R.PassKey, haystack: pydoc** (match;" in table and "| full | " in table and "(n=3)" in table
+    assert "**R.PassKey, haystack: jargon** (match;" in table and "| full | " in table and "(n=3)" in table
     assert (finished / "summary.csv").read_text().count("\n") == 1 + 2 * 5
     assert table.startswith("**All tasks**") and table.count("| 240 | 32 | locret (heads) |") == 1
     assert (finished / "report.html").stat().st_size > 10_000 and list((finished / "figures").glob("*.svg"))
