@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from importlib.metadata import PackageNotFoundError, requires
@@ -27,6 +27,7 @@ from ..hub import OneRetryLine
 from ..naming import first_line, install_line, prefixed_errors
 from ..processes import choose_threads
 from ..settings import RunSettings, annotations_of, choices
+from ..text.folder import read_folder
 from ..text.losses import ENCODED, is_encoded
 from ..text.reader import LIMIT, convert, is_converted
 
@@ -147,15 +148,20 @@ def to_stderr(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
-def text_of(file: str | None) -> Iterator[str]:
-    """Pieces of the text of a file, or of stdin if it is None or -. The input is checked before this returns: a file
-    completely, a pipe at its beginning. Input that is no text by its name or first bytes, such as a PDF on stdin, is
-    converted as a whole in a separate process.
+def text_of(file: str | None, include: Sequence[str] = ()) -> Iterator[str]:
+    """Pieces of the text of a file, of a folder's files that match ``include``, or of stdin if it is None or -. The input
+    is checked before this returns: files completely, a pipe at its beginning. Input that is no text by its name or first
+    bytes, such as a PDF on stdin, is converted as a whole in a separate process.
 
     Raises:
         ValueError: unreadable, not UTF-8, or blank. ImportError: a format that needs the extra ``documents``.
     """
     source, name = ("stdin", "stdin") if file in (None, "-") else (f"file={file!r}", str(file))
+    if source != "stdin" and Path(name).is_dir():
+        with prefixed_errors(source, OSError):
+            return iter([*read_folder(name, include, to_stderr)])
+    if include:
+        raise ValueError(f"include={include[0]!r} chooses files of a folder, and {source} is none")
     if source == "stdin" and sys.stdin.isatty():
         print("reading the text from the terminal; end it with Ctrl-D", file=sys.stderr)
     with ExitStack() as opened:
@@ -171,14 +177,8 @@ def text_of(file: str | None) -> Iterator[str]:
             blocks = _blocks(stream, first, source, opened.pop_all())
             return iter([*blocks]) if stream.seekable() or not first else blocks
         except OSError as error:
-            raise ValueError(f"{source} cannot be read: {error.strerror}{_way_out(name)}") from error
-
-
-def _way_out(name: str) -> str:
-    """A hint for a name that is no file but may be a text; '' for others."""
-    if Path(name).is_dir():
-        return ": name a file, or join several on stdin, as cat FILES does"
-    return ": download it first, and name the file" if "://" in name else ""
+            hint = ": download it first, and name the file" if "://" in name else ""
+            raise ValueError(f"{source} cannot be read: {error.strerror}{hint}") from error
 
 
 def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> Iterator[str]:
@@ -195,8 +195,8 @@ def _blocks(stream: BinaryIO, first: bytes, source: str, opened: ExitStack) -> I
 
 
 def title_of(file: str | None) -> str:
-    """A text's title: its file's name; '' from stdin."""
-    return "" if file in (None, "-") else Path(str(file)).name
+    """A text's title: its file's or folder's name; '' from stdin."""
+    return "" if file in (None, "-") else Path(str(file)).resolve().name
 
 
 def check_target(path: Path, option: str, *, replace: bool = True, source: str | None = None) -> None:

@@ -47,7 +47,7 @@ def run_read(args: ReadOptions) -> int:
         read_record(target)
     elif target.exists() and not args.overwrite:
         raise ValueError(f"out={args.out!r} already exists: --append adds to it, --overwrite replaces it")
-    text = text_of(args.file)  # before torch is imported: a name that is wrong is said at once
+    text = text_of(args.file, args.include)  # before torch is imported: a name that is wrong is said at once
     document, names, count, seconds = append(args, text) if args.append else read_text(args, text)
     document.save(target, text=args.text, names=names, replace=args.append or args.overwrite)
     if not args.quiet:

@@ -36,7 +36,7 @@ def run(args: InferOptions) -> int:
         check_target(Path(args.report), "report", source=args.file)
     if not args.question:
         refuse(args, ("chat",), "without --question: the text is then the whole prompt")
-    text = text_of(args.file)  # before torch is imported: a name that is wrong is said at once
+    text = text_of(args.file, args.include)  # before torch is imported: a name that is wrong is said at once
     from .answers import answer_questions
 
     return answer_questions(args, text)

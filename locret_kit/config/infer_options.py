@@ -109,8 +109,10 @@ class Text:
     """The text."""
 
     file: str | None = None
-    """A text file in UTF-8; - or nothing reads stdin. A .html, .pdf, .docx or .epub file is converted (extra
-    `documents`)."""
+    """A text file in UTF-8, or a folder; - or nothing reads stdin. A .html, .pdf, .docx or .epub file is converted (extra
+    `documents`). Of a folder all text files are read that git does not ignore, each under its path."""
+    include: Annotated[list[str], Repeatable()] = field(default_factory=list)
+    """The files of a folder by name or path, such as '*.py'. Repeat the option to give several patterns."""
     question: Annotated[list[str], Repeatable()] = field(default_factory=list)
     """A question about the text, asked through the chat template. Repeat the option to ask several. The text is read
     once, unless the budget is a share of each prompt. Without a question the text is continued."""
@@ -253,8 +255,10 @@ class TextSource:
     """The text and the output file."""
 
     file: str | None = None
-    """A text file in UTF-8; - or nothing reads stdin. A .html, .pdf, .docx or .epub file is converted (extra
-    `documents`)."""
+    """A text file in UTF-8, or a folder; - or nothing reads stdin. A .html, .pdf, .docx or .epub file is converted (extra
+    `documents`). Of a folder all text files are read that git does not ignore, each under its path."""
+    include: Annotated[list[str], Repeatable()] = field(default_factory=list)
+    """The files of a folder by name or path, such as '*.py'. Repeat the option to give several patterns."""
     out: str
     """The output file; -o is the same."""
     append: bool = False

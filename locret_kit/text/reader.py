@@ -31,6 +31,7 @@ from zipfile import ZipFile
 from ..files import POINTER, read_utf8
 from ..naming import first_line
 from ..processes import python
+from .folder import read_folder
 from .losses import ENCODED, Refusal, is_encoded
 
 BREAKS = re.compile("[\u00ad\u2060\ufeff]|(?<![\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u1a20-\u1aaf])\u200b")
@@ -75,16 +76,16 @@ def tell(line: str) -> None:
 
 
 def read_document(path: str | Path, *, lost: Lost = tell) -> str:
-    """The text of a file, converted in a separate process if it is more than plain text. Its format, ``lost`` and
-    further errors are those of ``read_stream`` and ``convert``.
+    """The text of a file, converted in a separate process if it is more than plain text, or of a folder's text files.
+    Formats, ``lost`` and further errors are those of ``read_stream``, ``convert`` and ``read_folder``.
 
     Raises:
         FileNotFoundError: nothing is there.
-        ValueError: a folder, or what ``read_stream`` refuses.
+        ValueError: what ``read_stream`` or ``read_folder`` refuses.
     """
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"{path} is a folder: name a file")
+        return "".join(read_folder(path, note=lost))
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     with path.open("rb") as stream:

@@ -62,6 +62,8 @@ def place(tmp_path_factory) -> Path:
     for name in ("long.txt", "book.txt", "appendix.txt"):
         (folder / name).write_text(TEXT * 8)
     (folder / "manual.pdf").write_bytes(pdf([TEXT.split(". ")] * 2))
+    (folder / "src").mkdir()
+    (folder / "src" / "server.py").write_text("class Server:\n    pass\n" * 40)
     (folder / "questions.txt").write_text("Who is it?\n")
     return folder
 

@@ -157,9 +157,7 @@ def test_the_content_says_the_format_where_the_name_does_not(make, suffix, tmp_p
 # refusals
 
 
-def test_what_is_no_file(tmp_path):
-    with pytest.raises(ValueError, match=r"is a folder: name a file$"):
-        read_document(tmp_path)
+def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.pdf does not exist$"):
         read_document(tmp_path / "none.pdf")
 

@@ -1,0 +1,93 @@
+"""A folder as one text: its files in order of their paths, each under a heading with its path."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+HEADING = "# File: {path}\n"
+"""The line above a file; heads are trained with it too (samples/wording.yaml)."""
+MOST = 100 << 20
+"""Maximum bytes of a file, as of a document."""
+NAMED = 5
+"""Files that were left out and are named in the note; the others are counted."""
+
+
+def read_folder(
+    folder: str | Path, include: Sequence[str] = (), note: Callable[[str], object] = print
+) -> Iterator[str]:
+    """The files of a folder, a piece each: its heading, its text, and a blank line.
+
+    Hidden files and those that git ignores are left out. So are links and files that are not UTF-8 text: ``note`` is told
+    their names.
+
+    Args:
+        include: patterns as of a shell, such as ``*.py``, for a file's name or its path in the folder; none takes all.
+        note: called with one line at most, after the last piece.
+
+    Raises:
+        ValueError: no file of the folder is text, or matches ``include``. OSError: it cannot be read.
+    """
+    folder = Path(folder)
+    every = sorted(_listed(folder))
+    chosen = [path for path in every if not include or any(_matches(path, pattern) for pattern in include)]
+    if every and not chosen:
+        raise ValueError(f"include={' '.join(include)!r} matches none of the {len(every)} files in {folder}")
+    left_out, texts = [], 0
+    for path in chosen:
+        if (text := _text(folder / path)) is None:
+            left_out.append(path)
+        elif text.strip():
+            texts += 1
+            yield f"{HEADING.format(path=path)}{text.rstrip()}\n\n"
+    if not texts:
+        raise ValueError(f"{folder} has no file with text{f' among {len(chosen)}' if chosen else ''}")
+    if left_out:
+        more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
+        note(f"{folder}: left out, since they are not plain text: {', '.join(left_out[:NAMED])}{more}")
+
+
+def _listed(folder: Path) -> Iterator[str]:
+    """Paths of the files in a folder, with slashes. Where git is missing, ``.gitignore`` is not read."""
+    if shutil.which("git"):
+        where: tuple[str, ...] = ()
+        with tempfile.TemporaryDirectory() as empty:
+            if (
+                _git(folder, "rev-parse", "--is-inside-work-tree") is None
+            ):  # git reads .gitignore without a repository too
+                _git(folder, "init", "--quiet", "--bare", empty)
+                where = (f"--git-dir={empty}", f"--work-tree={folder.resolve()}")
+            kinds = "--cached", "--others", "--exclude-standard"
+            paths = (_git(folder, *where, "ls-files", "-z", "--deduplicate", *kinds) or "").split("\0")
+    else:
+        paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return (path for path in paths if path and not any(part.startswith(".") for part in path.split("/")))
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """The output of git in a folder; None where it fails."""
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True)
+    return os.fsdecode(done.stdout) if done.returncode == 0 else None
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern) or fnmatchcase(path.rpartition("/")[2], pattern)
+
+
+def _text(path: Path) -> str | None:
+    """A file's text; None for links and what is no UTF-8 text. '' where the file is gone or a folder, as a submodule is."""
+    if path.is_symlink():
+        return None
+    if not path.is_file():
+        return ""
+    with path.open("rb") as stream:
+        data = stream.read(MOST + 1)
+    try:
+        return None if len(data) > MOST or b"\0" in data else data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        return None

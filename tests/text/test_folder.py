@@ -1,0 +1,84 @@
+"""A folder as one text: which files are read, in which order, and what is said of the others."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from locret_kit.cli.command import text_of, title_of
+from locret_kit.text.folder import read_folder
+from locret_kit.text.reader import read_document
+
+FILES = {
+    "b.py": b"two = 2\r\n\r\n", "a/z.py": b"three = 3", "a/y.md": "\ufeffWords \u00e9\n".encode(), "empty.txt": b" \n",
+    "image.png": b"\x89PNG\r\n\x1a\n\0\0", "latin.txt": b"caf\xe9", "built/out.py": b"built = 1\n", ".env": b"SECRET=1\n",
+    ".github/ci.yml": b"on: push\n", ".gitignore": b"built/\n*.log\n", "run.log": b"a line\n", "a/.gitignore": b"not-here.md\n",
+    "a/not-here.md": b"ignored\n",
+}  # fmt: skip
+READ = ["# File: a/y.md\nWords \u00e9\n\n", "# File: a/z.py\nthree = 3\n\n", "# File: b.py\ntwo = 2\n\n"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, data in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    outside = tmp_path.parent / f"{tmp_path.name}-outside.txt"
+    outside.write_text("elsewhere\n")
+    (tmp_path / "link.txt").symlink_to(outside)
+    return tmp_path
+
+
+@pytest.mark.parametrize("repository", [False, True])
+def test_text_files_in_order_each_under_its_path(folder, repository):
+    if repository:
+        subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
+    notes = []
+    assert [*read_folder(folder, note=notes.append)] == READ
+    assert notes == [f"{folder}: left out, since they are not plain text: image.png, latin.txt, link.txt"]
+
+
+def test_part_of_a_repository_with_a_file_that_is_gone(folder):
+    git = ("git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "--quiet"), ("add", "--all"), ("commit", "--quiet", "--message=one")):
+        subprocess.run([*git, *words], check=True)
+    (folder / "a/y.md").unlink()
+    (folder / "a/new.py").write_text("new = 4\n")
+    assert [*read_folder(folder / "a")] == ["# File: new.py\nnew = 4\n\n", "# File: z.py\nthree = 3\n\n"]
+
+
+def test_without_git_hidden_files_alone_are_left_out(folder, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    names = [piece.split("\n")[0] for piece in read_folder(folder)]
+    assert names == [f"# File: {n}" for n in ("a/not-here.md", "a/y.md", "a/z.py", "b.py", "built/out.py", "run.log")]
+
+
+def test_patterns_are_of_the_name_or_the_path(folder):
+    assert [*read_folder(folder, ["*.py"])] == READ[1:]
+    assert [*read_folder(folder, ["a/*", "b.*"])] == READ
+    with pytest.raises(ValueError, match=r"^include='\*\.rs' matches none of the 7 files in "):
+        [*read_folder(folder, ["*.rs"])]
+
+
+def test_more_files_than_are_named(tmp_path):
+    for number in range(8):
+        (tmp_path / f"{number}.bin").write_bytes(b"\0")
+    with pytest.raises(ValueError, match="has no file with text among 8$"):
+        [*read_folder(tmp_path)]
+    (tmp_path / "a.txt").write_text("words")
+    notes = []
+    assert [*read_folder(tmp_path, note=notes.append)] == ["# File: a.txt\nwords\n\n"]
+    assert notes[0].endswith("0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 3 more")
+
+
+def test_commands_and_documents_take_a_folder(folder, capsys, monkeypatch):
+    assert "".join(text_of(str(folder))) == "".join(READ)
+    assert capsys.readouterr().err.startswith(f"warning: {folder}: left out")
+    with pytest.warns(UserWarning, match="left out"):
+        assert read_document(folder) == "".join(READ)
+    monkeypatch.chdir(folder)
+    assert title_of(".") == folder.name
+    with pytest.raises(ValueError, match=r"^include='\*\.py' chooses files of a folder, and file='b\.py' is none$"):
+        text_of("b.py", ["*.py"])
