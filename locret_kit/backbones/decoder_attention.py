@@ -147,9 +147,10 @@ class DecoderAttention:
         return next((words for words, found in differences.items() if found), None)
 
     def devices(self, model: PreTrainedModel) -> list[torch.device]:
-        """Device of every layer with rows, of a model that may be spread over several."""
-        decoder, paths = decoder_of(model), {call.layer: call.module for call in self.calls if not call.shared}
-        return [device_of(decoder.get_submodule(paths[i])) or model.device for i in range(self.spec.n_layers)]
+        """Device of every layer with rows, of a model that may be spread over several; its own where it has no modules."""
+        modules, paths = dict(decoder_of(model).named_modules()), {c.layer: c.module for c in self.calls if not c.shared}
+        layers = [modules.get(paths[layer]) for layer in range(self.spec.n_layers)]
+        return [(None if layer is None else device_of(layer)) or model.device for layer in layers]
 
     @property
     def has_weighted_rotations(self) -> bool:
