@@ -1,11 +1,8 @@
-"""Documents as text: plain text unchanged, PDF through PDFium, and HTML, Word and each chapter of an EPUB through
-markdownify.
+"""Documents as text: plain text unchanged, and .html, .pdf, .docx and .epub as their converters give it.
 
-Each loss, meaning content of the file that its text lacks, is reported in one line.
-
-Each format has one converter. It runs on bytes in memory, without plugins or guesses of another format. It opens no
-other file and no connection: links and images stay words. HTML, Word and EPUB become Markdown; a PDF keeps its
-pages' lines.
+Every converted file gets one line that says what such a conversion may lack. Each format has one converter. It runs on
+bytes in memory, without plugins or guesses of another format. HTML, Word and EPUB become Markdown; a PDF keeps its pages'
+lines.
 
 ``convert`` runs it in a separate process with limits on time and memory, so a malicious file can harm only that
 process. Run as a program, this module reads a file from stdin and writes its text to stdout.
@@ -31,8 +28,8 @@ from zipfile import ZipFile
 from ..files import POINTER, read_utf8
 from ..naming import first_line
 from ..processes import python
+from .converters import ENCODED, LACKS, Refusal, is_encoded, pages_of, to_markdown
 from .folder import read_folder
-from .losses import ENCODED, Refusal, is_encoded
 
 BREAKS = re.compile("[\u00ad\u2060\ufeff]|(?<![\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u1a20-\u1aaf])\u200b")
 """Invisible places for a line's end, or against one. Thai, Lao, Burmese and Khmer part words by U+200B, which stays there."""
@@ -103,7 +100,7 @@ def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost =
     byte-order mark, and lines end with a newline).
 
     Converted text has no soft hyphens and no spaces at line ends, and never two blank lines in a row. A PDF page ends with
-    a blank line, and words hyphenated at the end of a line or page are joined.
+    a blank line, and words hyphenated at the end of a line are joined.
 
     Args:
         limit: maximum bytes of the stream, and of a zip archive's entries together. Nothing beyond is read or
@@ -130,7 +127,7 @@ def read_stream(stream: BinaryIO, name: str, *, limit: int = LIMIT, lost: Lost =
     except Exception as error:  # parsers of untrusted bytes raise whatever they stumble over
         raise ValueError(f"{name} is damaged{suffix and f', or no {suffix} file'}: {first_line(error)}") from error
     if not text.strip():
-        raise ValueError("; ".join([f"{name} has no text", *losses]))
+        raise ValueError(f"{name} has no text")
     for line in losses:
         lost(f"{name}: {line}")
     return text
@@ -175,18 +172,8 @@ def _format(data: bytes, suffix: str) -> str:
 
 def _convert(data: bytes, name: str, kind: str, limit: int, losses: list[str]) -> str:
     """The text of a document in one of the formats ``CONVERTED``."""
-    if kind == ".pdf":
-        from .pdf import pdf_text
-
-        text = pdf_text(data, name, losses)
-    elif kind == ".docx":
-        from .word import word_text
-
-        text = word_text(data, name, limit, losses)
-    else:
-        from .web_page import book_text, page_text
-
-        text = book_text(data, name, limit, losses) if kind == ".epub" else page_text(data, name, losses)
+    text = pages_of(data, name, losses) if kind == ".pdf" else to_markdown(data, name, kind, limit)
+    losses.append(LACKS)
     text = "\n".join(line.rstrip() for line in BREAKS.sub("", text).split("\n"))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
 
@@ -197,7 +184,7 @@ BYTES = 4 << 30
 """Address space of a conversion, at most."""
 TEXT = 64 << 20
 """Bytes of the text, at most."""
-LACKS = 4
+MISSING = 4
 """Exit status where a library is missing, or cannot be imported."""
 
 
@@ -249,7 +236,7 @@ def convert(
     lines = errors.decode("utf-8", "replace").strip().splitlines()
     if child.returncode == 1:
         raise ValueError(lines[-1])
-    if child.returncode == LACKS:
+    if child.returncode == MISSING:
         module, _, words = lines[-1].partition(" ")
         raise ImportError(words, name=module)
     if child.returncode:
@@ -268,7 +255,7 @@ def _feed(stdin: IO[bytes] | None, data: bytes) -> None:
 
 
 def main() -> int:
-    """Convert stdin; 1 or ``LACKS`` after an error said in one line."""
+    """Convert stdin; 1 or ``MISSING`` after an error said in one line."""
     name, (seconds, memory, max_bytes) = sys.argv[1], map(int, sys.argv[2:])
     try:
         import resource
@@ -286,7 +273,7 @@ def main() -> int:
         return 3
     except ImportError as error:
         print(error.name, first_line(error), file=sys.stderr)
-        return LACKS
+        return MISSING
     except (ValueError, OSError) as error:
         print(first_line(error), file=sys.stderr)
         return 1

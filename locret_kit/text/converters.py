@@ -1,0 +1,99 @@
+"""Converters of documents: HTML, Word and EPUB through markitdown, PDF page by page through PDFium.
+
+Nothing here opens another file or a connection: links and images stay words.
+"""
+
+from __future__ import annotations
+
+import re
+from io import BytesIO
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
+
+LACKS = "converted: notes, forms, columns, numbering or equations may be missing; a .txt is read as it is"
+"""The line about every converted file."""
+_BASE64 = re.compile(r"(?<![A-Za-z0-9+/])(?:(?:[A-Za-z0-9+/]{60,80}={0,2}(?:\\n|\s){1,4}){10}|[A-Za-z0-9+/]{2000})")
+"""Ten lines of base64, or a long one: an attachment of a mail, a picture in a notebook."""
+ENCODED = "it holds base64, such as pictures or attachments, which is read letter by letter: take the text out first"
+
+
+class Refusal(ValueError):
+    """A refusal of a document whose words are complete."""
+
+
+def is_encoded(text: str) -> bool:
+    """Whether a text holds base64: long runs of capitals, small letters and digits alike."""
+    return any(all(re.search(kind, run[0]) for kind in ("[A-Z]", "[a-z]", "[0-9]")) for run in _BASE64.finditer(text))
+
+
+def to_markdown(data: bytes, name: str, suffix: str, limit: int) -> str:
+    """The text of a page of HTML, a Word file or an EPUB as Markdown.
+
+    Args:
+        limit: maximum bytes of a zip archive's entries together.
+
+    Raises:
+        Refusal: an archive that is encrypted or too large. Others: whatever the converter stumbles over.
+    """
+    from markitdown import StreamInfo
+    from markitdown.converters import DocxConverter, EpubConverter, HtmlConverter
+
+    kind = {".docx": DocxConverter, ".epub": EpubConverter}.get(suffix, HtmlConverter)
+    stream = BytesIO(data) if kind is HtmlConverter else stored(data, name, limit)
+    plain = dict(escape_asterisks=False, escape_underscores=False)
+    return str(kind().convert(stream, StreamInfo(extension=suffix), **plain).markdown)
+
+
+def pages_of(data: bytes, name: str, notes: list[str]) -> str:
+    """The pages of a PDF with a blank line between them. Words that a line's end breaks are joined.
+
+    Raises:
+        Refusal: it is cut off or encrypted, or no page has text. PdfiumError: it cannot be read.
+    """
+    import pypdfium2.raw as pdfium
+    from pypdfium2 import PdfDocument, PdfiumError
+
+    begin, end = data.find(b"%PDF-"), data.rfind(b"%%EOF") + 5
+    if end < 5:  # PDFium would give the pages that are there, and be silent on the rest
+        raise Refusal(f"{name} is damaged: its end is missing; get it again, or repair it with qpdf")
+    try:
+        document = PdfDocument(data[begin:end])  # mails, servers and file systems leave bytes on either side
+    except PdfiumError as error:
+        if error.err_code in (pdfium.FPDF_ERR_PASSWORD, pdfium.FPDF_ERR_SECURITY):
+            raise Refusal(f"{name} is encrypted: save it without a password, such as with qpdf --decrypt") from error
+        raise
+    with document:
+        pages = [page.get_textpage().get_text_bounded() for page in document]
+    blank = sum(not page.strip() for page in pages)
+    if blank == len(pages):
+        raise Refusal(f"{name} has no text on its {blank} pages: run OCR first, such as ocrmypdf")
+    if blank:
+        notes.append(f"{blank} of {len(pages)} pages have no text: run OCR, such as ocrmypdf, if they are scanned")
+    # U+FFFE is PDFium's mark for a hyphen at a line's end.
+    return "\n\n".join(re.sub("\ufffe[\r\n]*", "", page).replace("\r\n", "\n").strip("\n") for page in pages)
+
+
+def stored(data: bytes, name: str, limit: int) -> BytesIO:
+    """A copy of a zip archive with its entries stored, not compressed.
+
+    Entries are decompressed here in pieces, up to their declared sizes. A converter would decompress an entry at
+    once, whatever its header declares.
+    """
+    out, locked = BytesIO(), Refusal(f"{name} is encrypted: only a copy without protection can be read")
+    with ZipFile(BytesIO(data)) as archive, ZipFile(out, "w", ZIP_STORED) as copy:
+        entries = archive.infolist()
+        if (total := sum(entry.file_size for entry in entries)) > limit:
+            raise Refusal(f"{name} holds {total} bytes unpacked, more than limit={limit}")
+        for entry in entries:
+            if entry.flag_bits & 1:
+                raise locked
+            if entry.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
+                raise Refusal(f"{name} has an unsupported compression method ({entry.filename}): compress it again")
+            if entry.is_dir():
+                continue
+            with archive.open(entry) as packed, copy.open(entry.filename, "w") as unpacked:
+                while piece := packed.read(1 << 16):
+                    if entry.filename == "META-INF/encryption.xml" and b"xmlenc#aes" in piece:  # text, not fonts
+                        raise locked
+                    unpacked.write(piece)
+    out.seek(0)
+    return out
