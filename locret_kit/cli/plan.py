@@ -65,7 +65,7 @@ def shipped_configs() -> dict[str, dict[str, object]]:
 
 
 def run(args: PlanOptions) -> int:
-    """Print the plan; returns 0 if it fits. Otherwise raises ValueError with a setting that would fit."""
+    """Print the plan; returns 0 if it fits. Otherwise raises ValueError with the budget and chunk that would fit."""
     from ..backbones.weights import gguf_types, suffix
     from ..planning import fitting_settings as fitting
     from ..planning.inference_plan import BackboneSizes, Caches, Setting, decoding_bytes, full_cache_bytes
@@ -78,11 +78,8 @@ def run(args: PlanOptions) -> int:
         raise ValueError(f"gpu_memory={args.gpu_memory} must be above reserve={args.reserve}")
     config, recipe = resolve(args.model)
     policy, types = parse_policy(args.policy), gguf_types(config)
-    for field in ("weight_bits", "train") if types else ():
-        if (value := getattr(args, field)) is not None:
-            raise ValueError(
-                f"{field}={value} cannot be combined with the packed weights of {args.model!r}: name the float model"
-            )
+    if types and args.weight_bits is not None:
+        raise ValueError(f"weight_bits={args.weight_bits} cannot be combined with the packed weights of {args.model!r}")
     backbone = BackboneSizes.of(config)
     d_hidden, bits = _given(args.d_hidden, recipe, "heads.d_hidden", D_HIDDEN), args.weight_bits
     say = [
@@ -91,19 +88,6 @@ def run(args: PlanOptions) -> int:
     ]
     if (states := len(backbone.spec.states)) and not backbone.spec.state_sizes:
         say.append(f"the states of {states} layers are not counted: a configuration does not say their size")
-    if args.train is not None:
-        if args.kv_bits is not None:
-            raise ValueError(f"kv_bits={args.kv_bits} is for inference: a training step keeps no cache")
-        batch = _given(args.batch, recipe, "data.batch", 1)
-        step = fitting.TrainSetting(args.train, batch=batch, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits)
-        plan = fitting.plan_training(backbone, step)
-        longest = fitting.largest_sample(backbone, step, cap)
-        print("\n".join([*say, f"training, {step}", *plan.lines(), f"longest sample that fits: {longest} tokens"]))
-        if plan.peak > cap:
-            raise fitting.DoesNotFit(f"{step} needs {show(plan.peak)}, above the cap; at most {longest} tokens fit")
-        return 0
-    if args.batch is not None:
-        raise ValueError(f"batch={args.batch} is for a training step: give --train TOKENS too")
     given = {key.removeprefix("infer."): value for key, value in recipe.items() if key.startswith("infer.")}
     planned = replace(args.run, one_shot=False).resolved(given, args.context)
     planned = replace(planned, one_shot=args.one_shot)
@@ -118,11 +102,7 @@ def run(args: PlanOptions) -> int:
         server = f"server: {caches}; peak {show(peak)}"
         print("\n".join([*say, f"policy {args.policy}, {setting}", *plan.lines(), server]))
         if peak > cap:
-            max_sessions = fitting.largest(
-                lambda n: peak - (sessions - n) * (caches.each + decoding_bytes(backbone, setting, 1)) <= cap, sessions
-            )
-            advice = f"sessions={max_sessions} fits" if max_sessions else "not even sessions=1 fits"
-            raise fitting.DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}; {advice}")
+            raise fitting.DoesNotFit(f"{caches} need {show(peak)}, above the cap of {show(cap)}")
         return 0
     full = full_cache_bytes(backbone.spec, args.context, args.dtype)
     say += [
@@ -137,12 +117,6 @@ def run(args: PlanOptions) -> int:
             f"at chunk {setting.chunk} the largest budget that fits is {fitting.largest_budget(backbone, setting, cap)}; "
             f"at budget {setting.budget} the largest chunk is {fitting.largest_chunk(backbone, setting, cap)}"
         )
-    if setting.width and types is None:
-        step = fitting.TrainSetting(
-            fitting.TrainSetting.answer + 1, dtype=args.dtype, d_hidden=d_hidden, weight_bits=bits
-        )
-        longest = fitting.largest_sample(backbone, step, cap)
-        say.append(f"training these heads: the longest sample that fits is {longest} tokens")
     print("\n".join(say))
     return 0
 

@@ -42,27 +42,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def out_of_memory(said: str, cfg: TrainConfig) -> str:
-    """One line for PyTorch's out-of-memory error, with the longest sample that the plan allows. Without a plan (a
-    pool, a sharded or a spread backbone), PyTorch's first line."""
-    from ..backbones.load import pick_device, pick_dtype
-    from ..planning.fitting_settings import TrainSetting, allocator_figures, largest_sample, plan_training, shortage
-    from ..planning.inference_plan import BackboneSizes
-    from .plan import resolve
-
-    figures, sizes = allocator_figures(said), f"data.max_tokens={cfg.data.max_tokens} and data.batch={cfg.data.batch}"
-    one_device = cfg.trainer.strategy in ("auto", "ddp") and cfg.backbone.device_map is None
-    if figures is None or cfg.trains != "heads" or not one_device:
-        first = said.splitlines()[0].replace("[enforce fail at alloc_cpu.cpp", "out of memory [alloc_cpu.cpp")
-        return f"{first}, with {sizes}"
-    config, _ = resolve(cfg.backbone.model)
-    dtype = str(pick_dtype(cfg.backbone.dtype, pick_device(None))).removeprefix("torch.")
-    tokens, backbone = cfg.data.max_tokens, BackboneSizes.of(config)
-    answer, bits = min(TrainSetting.answer, tokens - 1), cfg.backbone.weight_bits
-    setting = TrainSetting(tokens, answer, cfg.data.batch, dtype, cfg.heads.d_hidden, weight_bits=bits)
-    words, room = shortage(figures, plan_training(backbone, setting).peak)
-    longest = largest_sample(backbone, setting, room, max_value=tokens)
-    advice = f"data.max_tokens={longest} fits" if longest else "no length of samples fits"
-    return f"{words}, with {sizes}. By the plan {advice}; resume=auto continues"
+    """One line for PyTorch's out-of-memory error."""
+    first = said.splitlines()[0].replace("[enforce fail at alloc_cpu.cpp", "out of memory [alloc_cpu.cpp")
+    return f"{first}, with data.max_tokens={cfg.data.max_tokens} and data.batch={cfg.data.batch}; resume=auto continues"
 
 
 def pool_flags(cfg: TrainConfig, folder: Path) -> str:

@@ -161,8 +161,7 @@ Memory of a run before it starts. Needs no GPU, weights or Hub.
 
   locret-plan --model phi3-mini --gpu-memory 24GiB --context 131072
   locret-plan --model phi3-mini --gpu-memory 24GiB --sessions 8 --budget 1024 --chunk 512
-  locret-plan --model phi3-mini --gpu-memory 24GiB --engine vllm
-  locret-plan --model qwen3-8b --gpu-memory 24GiB --train 10240 --batch 4"""
+  locret-plan --model phi3-mini --gpu-memory 24GiB --engine vllm"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,17 +197,13 @@ class PlanOptions(RunSettings, Plugin):
     """Number of documents in the server's memory."""
     shared_prefixes: Annotated[int, Ge(0)] = 2
     """Number of shared prefixes in the server's memory."""
-    train: int | None = None
-    """Plan a training step with samples of n tokens."""
-    batch: int | None = None
-    """Samples per forward in training. Default: the recipe's data.batch, or 1."""
 
 
 PLAN = Command(
     "locret-plan",
     PlanOptions,
     PLAN_USAGE,
-    ("model", "gpu_memory", "context", "budget", "chunk", "kv_bits", "weight_bits", "sessions", "train"),
+    ("model", "gpu_memory", "context", "budget", "chunk", "kv_bits", "weight_bits", "sessions"),
     gone={
         **dict.fromkeys(("speed", "gpu"), "scripts/launches.py counts launches and bytes of a layer"),
         "beginnings": _PREFIXES,

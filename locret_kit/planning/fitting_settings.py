@@ -1,4 +1,4 @@
-"""Settings that fit a number of bytes: the largest, and the nearest to one that does not."""
+"""The largest settings that fit a number of bytes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from transformers import PreTrainedModel
 
 from ..backbones.probe import describe
 from ..backbones.spec import text_config
-from ..backbones.weights import WEIGHT_BITS, check_weight_bits, weight_bits_of
+from ..backbones.weights import check_weight_bits, weight_bits_of
 from ..cache.bounded import BoundedCache
-from ..cache.storage.codec import BITS
 from ..naming import UNITS, show
 from ..policies import Policy
-from ..policies.capabilities import Subject, reason
 from ..settings import RunSettings, check, checked
 from .inference_plan import (
     ITEM_BYTES,
@@ -152,73 +150,32 @@ def largest_sample(backbone: BackboneSizes, setting: TrainSetting, cap: int, max
     return low + more if more else 0
 
 
-def nearest_fitting(backbone: BackboneSizes, setting: Setting, cap: int) -> list[Setting]:
-    """Up to three settings below ``cap``: the largest smaller chunk alone, the largest smaller budget alone, and fewer bits
-    alone. Where one of these does not help: both lengths in the same proportion, then budgets at a half, a quarter, ... of
-    the chunk. Where nothing does: weights of 8 and of 4 bits alone, else of 4 with these."""
-    if near := _nearest(backbone, setting, cap):
-        return near
-    allowed = WEIGHT_BITS if backbone.packed_bytes is None else ()
-    fewer = [replace(setting, weight_bits=bits) for bits in allowed if bits < (setting.weight_bits or 16)]
-    fitting = [s for s in fewer if plan_inference(backbone, s).peak <= cap]
-    return fitting or (_nearest(backbone, fewer[-1], cap) if fewer else [])
-
-
-def _nearest(backbone: BackboneSizes, setting: Setting, cap: int) -> list[Setting]:
-    bits = [s for s in fewer_bits(setting) if plan_inference(backbone, s).peak <= cap][:1]
+def fitting(backbone: BackboneSizes, setting: Setting, cap: int) -> str:
+    """Words for the largest budget and the largest chunk, each alone, that fit ``cap`` bytes."""
     if not setting.evicts:
-        return bits
-
-    def scaled(n: int) -> Setting:
-        budget, chunk = (max(1, x * n // whole) for x in (setting.budget, setting.chunk))
-        return resized(setting, budget).with_run(chunk=chunk)
-
-    whole = setting.budget + setting.chunk
-    halves = [setting.with_run(chunk=setting.chunk >> n) for n in range(setting.chunk.bit_length())]
-    if setting.run.one_shot:  # the prompt is the chunk; reading in chunks needs less
-        chunks, halves = [], [setting, setting.with_run(one_shot=False)]
-    else:
-        chunks = [setting.with_run(chunk=min(largest_chunk(backbone, setting, cap), setting.chunk) or 1)]
-    smaller = [resized(s, min(largest_budget(backbone, s, cap), s.budget) or 1) for s in halves]
-    candidates = [*chunks, *smaller[:1], *bits, *smaller[1:]]
-    if not setting.run.one_shot and (rows := _largest_setting(backbone, cap, whole, scaled)):
-        candidates.insert(len(candidates) - len(smaller) + 1, scaled(rows))
-    return [s for s in dict.fromkeys(candidates) if plan_inference(backbone, s).peak <= cap][:3]
-
-
-def listed(backbone: BackboneSizes, settings: list[Setting]) -> str:
-    """Settings and their peaks, for a message."""
-    return "; ".join(f"{s} ({show(plan_inference(backbone, s).peak)})" for s in settings)
-
-
-def fewer_bits(setting: Setting) -> list[Setting]:
-    """Settings of equal lengths in half precision, then with keys and values in 4 and in 2 bits."""
-    half = replace(setting, dtype="bfloat16") if setting.dtype == "float32" else setting
-    stored = 16 if setting.run.kv_bits is None else setting.run.kv_bits
-    takes = isinstance(stored, int) and reason("few bits", Subject(setting.policy, kv_bits=4)) is None
-    packed = [bits for bits in BITS if takes and bits < int(stored)]
-    return [half] * (half is not setting) + [half.with_run(kv_bits=b) for b in packed]
+        return f"policy={setting.policy.name!r} evicts nothing, so no budget helps"
+    budget = largest_budget(backbone, setting, cap)
+    chunk = 0 if setting.run.one_shot else largest_chunk(backbone, setting, cap)
+    most = ((budget, f"budget {budget} at chunk {setting.chunk}"), (chunk, f"chunk {chunk} at budget {setting.budget}"))
+    return (
+        " or ".join(words for n, words in most if n) + " fits" if budget or chunk else "no smaller budget or chunk fits"
+    )
 
 
 def require_fit(backbone: BackboneSizes, setting: Setting, cap: int) -> Plan:
     """The plan, if it fits ``cap`` bytes.
 
     Raises:
-        DoesNotFit: with the three nearest settings that would, or the bytes that no setting can go below.
+        DoesNotFit: with the largest budget and chunk that would fit.
     """
     plan = plan_inference(backbone, setting)
     if plan.peak <= cap:
         return plan
-    said = f"{setting} at context {setting.context} needs {show(plan.peak)}, above the cap of {show(cap)}"
-    if near := nearest_fitting(backbone, setting, cap):
-        raise DoesNotFit(f"{said}. These fit: {listed(backbone, near)}")
-    least = f"weights and heads alone take {show(plan.weights + plan.heads)}"
-    if setting.weight_bits != min(WEIGHT_BITS) and backbone.packed_bytes is None:
-        few = plan_inference(backbone, replace(setting, weight_bits=min(WEIGHT_BITS)))
-        least += f", with {min(WEIGHT_BITS)}-bit weights {show(few.weights + few.heads)}"
-    if not setting.evicts:
-        least += f", and policy={setting.policy.name!r} evicts nothing"
-    raise DoesNotFit(f"{said}. No setting fits: {least}")
+    weights = f"weights and heads alone take {show(plan.weights + plan.heads)}"
+    raise DoesNotFit(
+        f"{setting} at context {setting.context} needs {show(plan.peak)}, above the cap of {show(cap)}; {weights}; "
+        f"{fitting(backbone, setting, cap)}"
+    )
 
 
 # ---- width of the heads, length of the samples and batch of a training, chosen for a model and the memory of a device
@@ -236,8 +193,8 @@ SHORTEST = 256
 
 def choose_width(backbone: BackboneSizes) -> int:
     """The largest of ``WIDTHS`` whose heads take at most ``SHARE`` of the parameters; the smallest if none does."""
-    fitting = [width for width in WIDTHS if head_parameters(backbone.spec, width) <= SHARE * backbone.parameters]
-    return max(fitting, default=WIDTHS[0])
+    widths = [width for width in WIDTHS if head_parameters(backbone.spec, width) <= SHARE * backbone.parameters]
+    return max(widths, default=WIDTHS[0])
 
 
 def choose_step(
@@ -270,8 +227,7 @@ def choose_step(
         )
     if batch is None:
         batches = [n for n in range(1, samples + 1) if samples % n == 0]
-        fitting = [n for n in batches if plan_training(backbone, replace(own, batch=n)).peak <= cap]
-        own = replace(own, batch=max(fitting))
+        own = replace(own, batch=max(n for n in batches if plan_training(backbone, replace(own, batch=n)).peak <= cap))
     return own
 
 
@@ -282,7 +238,7 @@ SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
 
 
 class OutOfMemory(RuntimeError, MemoryError):
-    """The device ran out of memory. The message has the requested and the free bytes, and settings that fit."""
+    """The device ran out of memory. The message has the requested and the free bytes, and which budget and chunk fit."""
 
 
 @dataclass(frozen=True)
@@ -322,9 +278,7 @@ def _advice(said: str, model: PreTrainedModel, cache: BoundedCache, tokens: int)
     )  # fmt: skip
     backbone = BackboneSizes.of(config)
     words, room = shortage(figures, plan_inference(backbone, setting).peak)
-    near = listed(backbone, nearest_fitting(backbone, setting, room))
-    fitting = f"These fit: {near}" if near else "No setting of this policy fits"
-    return f"{words}, with {setting} at context {tokens}. {fitting}"
+    return f"{words}, with {setting} at context {tokens}; {fitting(backbone, setting, room)}"
 
 
 def shortage(figures: tuple[int, int, int], planned: int) -> tuple[str, int]:

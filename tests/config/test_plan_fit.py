@@ -52,40 +52,20 @@ def test_the_largest_fit_and_the_next_do_not(budget, chunk, cap):
     most = fitting_settings.largest_chunk(one, setting, cap)
     assert most % fitting_settings.STEP == 0 and (not most or fits(chunk=most))
     assert most + fitting_settings.STEP > setting.context or not fits(chunk=most + fitting_settings.STEP)
-    near = fitting_settings.nearest_fitting(one, setting, cap)
-    assert len(near) == len(set(near)) <= 3
-    assert all(p.plan_inference(one, s).peak <= cap and s.budget <= budget and s.chunk <= chunk for s in near)
 
 
-def test_a_refused_plan_names_three_that_fit():
+def test_a_refused_plan_says_what_fits():
     one, setting = backbone("llama3.1-8b"), setting_of(131072, 16384, 1024)
-    cap = 16 * GIB
-    with pytest.raises(fitting_settings.DoesNotFit) as caught:
-        fitting_settings.require_fit(one, setting, cap)
-    near = fitting_settings.nearest_fitting(one, setting, cap)
-    assert len(near) == 3
-    assert "budget 16384, chunk 1024, bfloat16 at context 131072 needs 17.92 GiB, above the cap of 16.00 GiB" in str(
-        caught.value
-    )
-    assert all(str(s) in str(caught.value) for s in near)
-
-
-def test_a_cap_below_the_weights_asks_for_fewer_bits_of_them():
-    one, setting = backbone("llama3.1-8b"), setting_of(131072, 16384, 1024)
-    for cap, bits, alone in ((15, [8, 4], True), (9, [4], True), (7, [4, 4, 4], False)):
-        near = fitting_settings.nearest_fitting(one, setting, cap * GIB)
-        assert [s.weight_bits for s in near] == bits
-        assert all(p.plan_inference(one, s).peak <= cap * GIB for s in near)
-        assert alone == (changed(near[0], weight_bits=None) == setting)
-    with pytest.raises(
-        fitting_settings.DoesNotFit, match=r"These fit: budget 16384, chunk 1024, bfloat16, 8-bit weights \(11\.18 GiB"
-    ):
-        fitting_settings.require_fit(one, setting, 15 * GIB)
-    least = r"No setting fits: weights and heads alone take 15\.58 GiB, with 4-bit weights 5\.69 GiB$"
-    with pytest.raises(fitting_settings.DoesNotFit, match=least):
+    said = r"budget 16384, chunk 1024, bfloat16 at context 131072 needs 17\.92 GiB, above the cap of 17\.00 GiB; "
+    said += r"weights and heads alone take 15\.58 GiB; "
+    with pytest.raises(fitting_settings.DoesNotFit, match=f"^{said}") as caught:
+        fitting_settings.require_fit(one, setting, 17 * GIB)
+    budget = int(str(caught.value).split("; budget ")[1].split()[0])
+    assert budget == fitting_settings.largest_budget(one, setting, 17 * GIB) > 0
+    with pytest.raises(fitting_settings.DoesNotFit, match=r"; no smaller budget or chunk fits$"):
         fitting_settings.require_fit(one, setting, 5 * GIB)
-    with pytest.raises(fitting_settings.DoesNotFit, match=r"No setting fits: weights and heads alone take 5\.69 GiB$"):
-        fitting_settings.require_fit(one, changed(setting, weight_bits=4), 5 * GIB)
+    with pytest.raises(fitting_settings.DoesNotFit, match=r"; policy='full' evicts nothing, so no budget helps$"):
+        fitting_settings.require_fit(one, changed(setting, policy=parse_policy("full")), 17 * GIB)
 
 
 def test_the_promise_of_24_gib():
@@ -143,8 +123,6 @@ def test_the_command_prints_a_plan(capsys):
     assert cli.main(["--model", "phi3-mini", "--gpu-memory", "24GiB"]) == 0
     out = capsys.readouterr().out
     assert "budget 6000, chunk 3072" in out and "7.12 GiB" in out and "48.00 GiB, 14.2 times" in out
-    assert cli.main(["--model", "Qwen/Qwen3-8B", "--gpu-memory", "24GiB", "--train", "10240"]) == 0
-    assert "longest sample that fits" in capsys.readouterr().out
     assert cli.main(["--model", "phi3-mini", "--gpu-memory", "24GiB", "--context", "600", "--budget", "600"]) == 0
     out = capsys.readouterr().out
     assert "the budget holds the whole context: nothing is evicted" in out and "largest budget" not in out
@@ -158,13 +136,7 @@ def test_a_server_is_planned(capsys):
         capsys.readouterr().out
     )
     assert cli.main([*words, "--sessions", "100"]) == 1
-    most = int(capsys.readouterr().err.split("sessions=")[1].split()[0])
-    assert 2 <= most < 100
-    assert cli.main([*words, "--sessions", str(most)]) == 0
-    assert cli.main([*words, "--sessions", str(most + 1)]) == 1
-    capsys.readouterr()
-    assert cli.main([*words[:-1], "400", "--sessions", "2"]) == 1
-    assert "not even sessions=1 fits" in capsys.readouterr().err
+    assert "above the cap of 23.00 GiB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -174,9 +146,7 @@ def test_a_server_is_planned(capsys):
         ("--model phi3min --gpu-memory 24GiB", "is neither a recipe nor a folder. Did you mean 'phi3-mini'?"),
         ("--model phi3-mini --gpu-memory 24", "gpu_memory=24 is 24 bytes; with a unit: gpu_memory=24GiB?"),
         ("--model phi3-mini --gpu-memory 1GiB", "gpu_memory=1GiB must be above reserve=1GiB"),
-        ("--model llama3.1-8b --gpu-memory 17GiB", "These fit: budget"),
-        ("--model llama3.1-8b --gpu-memory 17GiB --train 10240", "at most 0 tokens fit"),
-        ("--model phi3-mini --gpu-memory 24GiB --batch 2", "batch=2 is for a training step: give --train"),
+        ("--model llama3.1-8b --gpu-memory 17GiB", "alone take 15.58 GiB; "),
     ],
 )
 def test_refusals_are_one_line(arguments, message, capsys):

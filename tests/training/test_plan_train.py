@@ -12,8 +12,6 @@ from training_plans import LARGER, measured
 from transformers import AutoConfig
 
 from locret_kit.cli import train
-from locret_kit.cli.plan import resolve
-from locret_kit.config.recipes import load_config
 from locret_kit.planning.fitting_settings import TrainSetting, plan_training
 from locret_kit.planning.inference_plan import BackboneSizes
 from locret_kit.training.module import HeadTraining
@@ -51,31 +49,13 @@ SAID = (
 )
 
 
-@pytest.mark.parametrize(("held", "foreseen"), [("13.00 GiB", True), ("22.00 GiB", False)])
-def test_out_of_memory_names_a_length_that_fits(held, foreseen):
-    """Where the plan had foreseen it, and where it had not: then it was too low by as much as was asked."""
-    cfg = load_config(["recipe=phi3-mini", "data.max_tokens=40960", "backbone.dtype=bfloat16"])
-    words = train.out_of_memory(SAID.format(held=held), cfg)
-    assert words.startswith(f"out of memory: 2.00 GiB were asked for and 1.75 GiB were free beside the {held} of this")
-    longest = int(words.split("By the plan data.max_tokens=")[1].split()[0])
-    peak, next_peak, whole = (
-        plan_training(BackboneSizes.of(resolve("phi3-mini")[0]), TrainSetting(tokens)).peak / 2**30
-        for tokens in (longest, longest + 1, 40960)
-    )
-    room = 13.00 + 1.75 if foreseen else whole - 2
-    assert peak <= room < next_peak and 20480 < longest < 40960 and "\n" not in words
-
-
 def test_out_of_memory_in_a_run_is_one_line(backbone, tmp_path, monkeypatch, capsys):
-    """Without figures in the message, and from a run that is no plan's business, its first line is all."""
-
     def full(*args, **more):
         raise torch.OutOfMemoryError(SAID.format(held="1.00 GiB"))
 
     monkeypatch.setattr(HeadTraining, "observe", full)
     settings = ["recipe=tiny", f"backbone.model={backbone}", "trainer.accelerator=cpu", f"out={tmp_path / 'run'}"]
-    for more, said in (([], "out of memory: 2.00 GiB"), (["backbone.device_map=auto"], "CUDA out of memory. Tried")):
-        assert refused(capsys, *settings, *more).startswith(f"locret-train: {said}")
+    assert refused(capsys, *settings).startswith("locret-train: CUDA out of memory. Tried")
 
 
 def test_a_cpu_without_memory_is_one_line(monkeypatch, capsys):
