@@ -181,6 +181,7 @@ def test_a_file_of_questions_is_a_task(tmp_path):
     assert (task.name, task.size, row_names(f"fidelity:{path}")) == ("mine.jsonl", 3, ["fidelity:mine.jsonl"])
     assert [example.answer for example in made] == [["a baker", "Ann"], ["The baker."], ["At noon."]]
     assert ["Who?" in example.prompt for example in made] == [True, True, False]
+    assert [example.document for example in made] == [0, 1, 1] and task.begins_alike  # a text is read once
     for example in made:
         size = count_ids(tiny_tokenizer(), example.prompt, example.special)
         assert 490 <= size <= 512 and example.cut and example.prompt.startswith("<|im_start|>")

@@ -123,7 +123,7 @@ def task_of(entry: TaskEntry, records: Iterable[Numbered], samples: int, shots: 
     _rendered(entry, examples[0][1], shots)  # a missing field shows before the run
     return Task(
         entry.name, make, entry.metric, entry.max_new_tokens, kind=entry.kind, size=len(examples),
-        begins_alike=bool(entry.each or entry.shots),
+        begins_alike=bool(entry.shots) or len({number for number, _ in examples}) < len(examples),
     )  # fmt: skip
 
 
@@ -326,10 +326,11 @@ def records_task(path: str, samples: int, metric: str = "contains") -> Task:
         raise FileNotFoundError(f"task={path}: there is no such file")
     name = Path(path).name
     entry = TaskEntry(name, "{prompt}", metric, file=name, hub={}, answer="answer")
-    return task_of(entry, enumerate(_questions(path)), samples)
+    return task_of(entry, _questions(path), samples)
 
 
-def _questions(path: str) -> Iterator[dict[str, object]]:
+def _questions(path: str) -> Iterator[Numbered]:
+    """The questions of a file; those of a record share its text."""
     for number, record in enumerate(read_records(path)):
         asked = record.get("instructions")
         for index in range(len(asked) if isinstance(asked, list) and asked else 1):
@@ -337,4 +338,4 @@ def _questions(path: str) -> Iterator[dict[str, object]]:
                 *before, last = to_messages(record, index=index)
             several = record.get("answers")
             accepted = several if isinstance(several, list) and several else [last["content"]]
-            yield {"prompt": "\n\n".join(turn["content"] for turn in before), "answer": accepted}
+            yield number, {"prompt": "\n\n".join(turn["content"] for turn in before), "answer": accepted}
