@@ -34,7 +34,7 @@ from locret_kit.runtime.session import Answer
 DEFAULTS = ("float64", "bfloat16", "float16", "meta")
 SETTINGS = dict(chunk=13, stabilizers=4, local_len=5)
 APART = (
-    "recall", "infllm", "minference", "xattention", "rereading-locret(tokens=12,window=4,kernel=3,first=2)",
+    "recall", "infllm", "minference", "rereading-locret(tokens=12,window=4,kernel=3,first=2)",
     "snapkv(6,3) reread=passages(tokens=12)",
 )  # fmt: skip
 """Policies that recall, read sparsely or read again."""

@@ -48,7 +48,7 @@ def test_every_token_is_kept_or_stored_and_never_both(base: str) -> None:
                 assert rows.store.last is None or rows.store.last[1].positions.shape[-1] <= 2 * 4
 
 
-@pytest.mark.parametrize("other", ["merge=nearest", "sparse=antidiagonal", "reread=passages", "prefill_mask=sliding"])
+@pytest.mark.parametrize("other", ["merge=nearest", "sparse=vertical-slash", "reread=passages", "prefill_mask=sliding"])
 def test_what_recall_does_not_go_with(other: str) -> None:
     with pytest.raises(ValueError, match=f"recall does not go with {other.split('=')[0]}"):
         parse_policy(f"locret {other} recall=blocks")

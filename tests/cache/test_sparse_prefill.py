@@ -1,4 +1,4 @@
-"""Sparse prefill against MInference and XAttention written out from their papers in float64, and in whole runs."""
+"""Sparse prefill against MInference written out from its paper in float64, and in whole runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from locret_kit.cache.saved import load_cache, save_cache
 from locret_kit.cache.stages import pairs_of
 from locret_kit.policies.grammar import parse_policy
 from locret_kit.policies.methods.minference import VerticalSlash
-from locret_kit.policies.methods.xattention import Antidiagonal
 from locret_kit.runtime.session import prefill
 
 LONG = 250
@@ -58,33 +57,6 @@ def tiles(T, S, columns, offsets):
     return seen
 
 
-def xattention(q, k, scaling, threshold, stride, block):
-    """What each query of one head attends to: algorithm 1, the first block and the diagonal of the code."""
-    T, S = len(q), len(k)
-    first, U = S - T, -(-S // block)
-    seen = np.zeros((T, S), dtype=bool)
-    for start in range(0, T, block):
-        end = min(start + block, T)
-        own = {r // block for r in range(first + start, first + end)}
-        score, votes = np.zeros(U), 0
-        for w in range(start, end - stride + 1, stride):
-            squares = [c for c in range(0, S - stride + 1, stride) if c <= first + w]
-            sums = [sum(q[w + stride - 1 - i] @ k[c + i] for i in range(stride)) * scaling / stride for c in squares]
-            sums = np.exp(np.array(sums) - max(sums))
-            for c, part in zip(squares, sums / sums.sum(), strict=True):
-                score[c // block] += part
-            votes += 1
-        chosen = own | {0}
-        if not votes:
-            chosen = set(range(U))
-        for u in sorted(range(U), key=lambda u: (-score[u], u)):
-            if sum(score[c] for c in chosen) < threshold * votes:
-                chosen.add(u)
-        for t in range(start, end):
-            seen[t, [r for r in range(first + t + 1) if r // block in chosen]] = True
-    return seen
-
-
 def spread(blocks: Blocks, T: int, S: int) -> np.ndarray:
     """What each query ``[Q, T, S]`` sees of its block's rows."""
     seen = blocks.seen_BQNU[0].repeat_interleave(blocks.queries, 1)[:, :T].repeat_interleave(blocks.unit, 2)[:, :, :S]
@@ -96,16 +68,6 @@ def heads(T: int, S: int, seed: int = 0):
     make_ = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(1, n, rows, 8, generator=make_, dtype=torch.float64) for n, rows in ((4, T), (2, S)))
     return 2 * q, 2 * k
-
-
-@pytest.mark.parametrize(("T", "S"), [(1, 1), (5, 5), (16, 16), (40, 40), (37, 100), (16, 61), (64, 192), (3, 77)])
-@pytest.mark.parametrize("part", [Antidiagonal(0.5, 4, 16), Antidiagonal(0.9, 8, 8), Antidiagonal(0.8, 3, 12)], ids=str)
-def test_antidiagonal_is_the_paper(part, T, S):
-    q, k = heads(T, S)
-    seen = spread(part.choose(0, slice(0, 4), q, k, 0.3), T, S)
-    for head in range(4):
-        wanted = xattention(q[0, head].numpy(), k[0, head // 2].numpy(), 0.3, part.threshold, part.stride, part.block)
-        assert (seen[head] == wanted).all()
 
 
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (7, 7), (64, 64), (100, 300), (70, 333)])
@@ -180,7 +142,6 @@ class Masked(Handler):
 
 
 RUNS = {
-    "xattention(0.6,4,16)": lambda q, k, s: xattention(q, k, s, 0.6, 4, 16),
     "minference(30,100)": lambda q, k, s: minference(q, k, s, 30, 100),
 }
 
@@ -208,23 +169,22 @@ def test_a_prompt_in_chunks_is_the_definition_in_chunks(policy):
 def test_everything_chosen_is_dense_attention(policy):
     """Beside evictions, in heads of one length and of their own."""
     caches = []
-    for text in (policy, f"{policy} sparse=antidiagonal(1.0,2,8)", f"{policy} sparse=vertical-slash"):
+    for text in (policy, f"{policy} sparse=vertical-slash"):
         caches.append(make(text, budget=40, length=150, chunk=50))
         logits_of(caches[-1], tokens(150))
-    assert held(caches[1]) == held(caches[2]) == held(caches[0]) and caches[0].counters.evictions > 1
-    assert caches[0].counters.computed_share is None and caches[2].counters.computed_share == 1
+    assert held(caches[1]) == held(caches[0]) and caches[0].counters.evictions > 1
+    assert caches[0].counters.computed_share is None and caches[1].counters.computed_share == 1
 
 
 def test_layers_with_a_window_are_dense():
     model = tiny_model("gemma3").double()
-    cache = make("xattention(0.3,2,4)", length=60, family="gemma3")
+    cache = make("minference(8,20)", length=60, family="gemma3")
     logits_of(cache, tokens(60), model=model)
     full = sum(window is None for window in cache.context.spec.windows)
     heads_ = text_config(model).num_attention_heads
     chunks = [(13, 13), (13, 26), (13, 39), (13, 52), (3, 55), (5, 60)]
     dense = sum(
-        pairs_of(Blocks(torch.ones(1, heads_, -(-t // 4), -(-s // 4), dtype=torch.bool), 4, 4), t, s)[1]
-        for t, s in chunks
+        pairs_of(Blocks(torch.ones(1, heads_, -(-t // 64), s, dtype=torch.bool), 64, 1), t, s)[1] for t, s in chunks
     )
     assert 0 < full < len(cache.bounded) and cache.counters.dense_pairs == full * dense
 
@@ -250,10 +210,8 @@ def test_patterns_are_read_for_a_backbone_and_never_for_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("h2o sparse=antidiagonal", "sparse prefill leaves attention out, and score or scope read of all of it: sum"),
+        ("h2o sparse=vertical-slash", "sparse prefill leaves attention out, and score or scope read of all of it: sum"),
         ("windowed-locret sparse=vertical-slash", "and so does prefill_mask: leave one out"),
-        ("xattention(stride=7)", "stride=7 must divide block=128"),
-        ("xattention(threshold=1.5)", "threshold=1.5 must be"),
     ],
 )
 def test_errors(text, said):

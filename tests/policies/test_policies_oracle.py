@@ -288,7 +288,7 @@ def test_every_named_policy_is_here():
     elsewhere |= {"windowed-locret"}  # test_reading.py
     elsewhere |= {"rereading-locret", "rereading-lookahead-locret"}  # test_answering.py
     elsewhere |= {"infllm", "recall", "scaled-infllm"}  # test_recall.py
-    elsewhere |= {"minference", "xattention"}  # test_sparse_prefill.py
+    elsewhere |= {"minference"}  # test_sparse_prefill.py
     assert {policy.split("(")[0] for policy in POLICIES} >= policies().keys() - elsewhere
 
 

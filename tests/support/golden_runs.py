@@ -37,7 +37,7 @@ MODES: dict[str, dict[str, object]] = {
 }
 APART = (
     "rereading-locret(12)", "recall(base=h2o,size=4,take=2)", "infllm(init=4,size=4,take=2,local=8)",
-    "minference(8,20)", "xattention(0.6,4,8)",
+    "minference(8,20)",
 )  # fmt: skip
 
 
