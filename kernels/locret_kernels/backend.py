@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-BACKENDS = ("reference", "triton", "cpu")
+DEFINITIONS = "reference"
+BACKENDS = (DEFINITIONS, "triton", "cpu")
 
 
 class BackendUnavailable(RuntimeError):

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from locret_kernels.attend import attend_and_count
-from locret_kernels.backend import capability, function
+from locret_kernels.backend import capability, choose, function
 from locret_kernels.column_stats import MARGIN
 from locret_kernels.ragged_decode import Angles, Float8Rows, PackedRows, Rotation, Spans
 
@@ -200,7 +200,7 @@ def _two_parts(q_BQTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, scaling: float) -
     if not before:
         return own, own_lse
     old, old_lse = _cudnn(q_BQTD, k_BHSD[:, :, :before], v_BHSD[:, :, :before], scaling, False)
-    joined: tuple[Tensor, Tensor] = function("join_parts", "triton" if own.is_cuda else "reference")(
+    joined: tuple[Tensor, Tensor] = function("join_parts", choose(None, own.device, own.shape[-1], own.dtype))(
         own, own_lse, old, old_lse
     )
     return joined

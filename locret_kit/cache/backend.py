@@ -40,6 +40,9 @@ class Backend:
     operations."""
     linear: ClassVar[Linear] = staticmethod(F.linear)
     """Matrix product for the kit's own layers, besides the backbone."""
+    launches: ClassVar[bool] = False
+    """Whether each operation is a launch, which costs the host more than its work on a few rows: new rows of all heads, their
+    scores and evictions of several layers are then one operation each, and one token's attention rotates as it reads."""
     steady: tuple[int, int] | None = None
     """Tokens and rows, their own included, of chunks over a full cache; None without such."""
 
@@ -135,6 +138,7 @@ class TritonBackend(Backend):
     """Kernels of ``locret_kernels`` on a card, and PyTorch's FlashAttention where it runs."""
 
     name = kernels = "triton"
+    launches = True
 
     def operations(self, x: Tensor) -> LayerOperations | None:
         """Triton's norm and gate for hidden states like ``x [B, T, C]`` on a GPU; None on a CPU, where kernels are
@@ -211,9 +215,10 @@ def _say_without_kernels(head_size: int) -> None:
     logger.warning("heads of %d have no kernels (of 64, 96, 128 and 256 have), so PyTorch's operations run", head_size)
 
 
+REFERENCE = Backend()
 BACKENDS: Registry[Backend] = Registry("backend")
 """Backends by name, one of each."""
-for backend in (Backend(), TritonBackend(), CpuBackend()):
+for backend in (REFERENCE, TritonBackend(), CpuBackend()):
     BACKENDS.register(backend.name)(backend)
 
 
@@ -244,7 +249,7 @@ def backend_for(
             f"backend={backend.name!r} needs a C++ compiler that knows OpenMP: see the warning before"
         )
     choose(backend.kernels, device, head_size, dtype)
-    if backend.kernels == "triton":
+    if backend.launches:
         backend = copy(backend)
         backend.steady = steady
         backend.reads_by(device, dtype, head_size, heads)  # now: a package may compile for seconds

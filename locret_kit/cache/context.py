@@ -22,7 +22,7 @@ from ..policies import Policy
 from ..policies.base import Slots
 from ..policies.capabilities import Subject, refuse
 from ..settings import Resolved
-from .backend import BACKENDS, Backend, backend_for
+from .backend import REFERENCE, Backend, backend_for
 from .due import Due, Schedule
 from .folded import FoldedHeads, fold_heads
 from .rotation import Positions, RotationTables
@@ -189,7 +189,7 @@ class Context:
             settings.backend, model.device, *sizes, None if policy.keeps_everything else schedule.steady
         )
         if description.has_weighted_rotations:  # kernels read one half of a table, and take the other to be like it
-            backend = BACKENDS["reference"]
+            backend = REFERENCE
         placed = Positions.parse(scheme, getattr(config, "max_position_embeddings", None) or 0)
         if placed.span is not None or policy.needs_unrotated:
             description.require_rotations()
@@ -332,7 +332,8 @@ def make_layers(ctx: Context, scratch: Scratch) -> list[BoundedLayer]:
             room = -(-(s.prompt_length or 0) // policy.recall.size)
             views = policy.recall.count(layer.n_heads // layer.n_kv_heads)
             rows.store = BlockStore(policy.recall.size, policy.recall.representatives, views, room)
-        rows.number, rows.backend, rows.grows = number, ctx.backend.kernels, policy.keeps_everything
+        rows.number, rows.grows = number, policy.keeps_everything
+        rows.backend, rows.launches = ctx.backend.kernels, ctx.backend.launches
         layers.append(rows)
     return layers
 

@@ -74,7 +74,7 @@ def _turned(
     """A token's query, and the rotation of the keys that it sees: by their rank, or among the newest ``span`` tokens by their
     distance where that places them higher (see ``rotation``)."""
     span, both = ctx.positions.span or 0, (rope, rope.of_queries)
-    if not span and ctx.backend.kernels == "triton":  # it rotates the query too
+    if not span and ctx.backend.launches:  # it rotates the query too
         return q, Angles(*(one.steps(flat.longest, q.device) for one in both))
     of_keys, of_queries = (ctx.tables.upto(one, max(span, flat.longest), q) for one in both)
     # The query stands where its own row does, which is the newest of its head.
@@ -310,7 +310,7 @@ def evict_after(ctx: Context, rows: BoundedLayer, due: Due, waiting: list[Evicti
 def evicts_together(ctx: Context, rows: BoundedLayer) -> bool:
     """Whether a layer's eviction may be one call with those of others: on a card, which has room for all their slots at once."""
     plain = type(rows.layout) is EqualRows and type(rows.codec) in (Plain, Float8) and not ctx.stages
-    return plain and ctx.backend.kernels == "triton" and ctx.policy.ranks
+    return plain and ctx.backend.launches and ctx.policy.ranks
 
 
 def evict(ctx: Context, cuts: Iterable[Eviction], seen: int | Tensor | None = None) -> None:

@@ -241,7 +241,7 @@ def score_alike(contexts: Sequence[Context]) -> bool:
 def _head_product(ctx: Context, layer: int, q: Tensor, k: Tensor, v: Tensor) -> HeadProduct | None:
     """The hidden product ``[B, T, R]`` of a layer's retaining head, and its last weight, where they are the whole
     score. The launch that writes rows makes the second product."""
-    if ctx.heads is None or ctx.backend.kernels != "triton" or not ctx.policy.score.is_head:
+    if ctx.heads is None or not ctx.backend.launches or not ctx.policy.score.is_head:
         return None
     head = ctx.heads[layer]
     if not isinstance(head, RetainingHead) or ctx.heads.config.activation != "silu":

@@ -9,7 +9,9 @@ import torch
 from checkout import forget_plugins
 from policy_runs import backbone, held, make, tokens
 
+from locret_kernels.backend import function
 from locret_kit.cache.backend import BACKENDS
+from locret_kit.cache.storage import rows as rows_module
 from locret_kit.cache.storage.codec import CODECS
 from locret_kit.cache.storage.layouts import LAYOUTS
 from locret_kit.cli.infer import main
@@ -133,6 +135,19 @@ def test_a_backend(load):
     mine = answer(backend="counting")
     same(mine, answer(backend="reference"))
     assert mine[0].backend == mine[0].settings.backend == "counting" and max(calls) > 1 and min(calls) == 1
+
+
+def test_a_backend_whose_operations_are_launches(load, monkeypatch):
+    """It takes the ways of a card, here with the definitions of the kernels, and gives the same rows."""
+    backend = load(BACKEND.replace("counting", "launching")).Counting
+    monkeypatch.setattr(backend, "launches", True)
+    entered = []
+    monkeypatch.setattr(rows_module, "function", lambda name, kernels: entered.append(name) or function(name, kernels))
+    mine = answer(backend="launching")
+    assert "enter_rows" in entered
+    entered.clear()
+    same(mine, answer(backend="reference"))
+    assert "enter_rows" not in entered
 
 
 def test_a_layout(load):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from locret_kernels.backend import function
+from locret_kernels.backend import DEFINITIONS, function
 from locret_kernels.enter import HeadProduct, RowBuffers, Score
 
 from ...backbones.decoder_attention import Softmax
@@ -73,8 +73,8 @@ class BoundedLayer(CacheLayerMixin):
     is_sliding = False
     number = 0
     """Place among the layers that have rows."""
-    backend = "reference"
-    """Backend of ``locret_kernels`` that moves the rows."""
+    backend, launches = DEFINITIONS, False
+    """Backend of ``locret_kernels`` that moves the rows, and whether its operations are launches (``cache.backend``)."""
     grows = False
     """Whether rows that no window ends are all kept, in buffers that grow."""
     positions: Tensor
@@ -209,7 +209,7 @@ class BoundedLayer(CacheLayerMixin):
                 knows them.
         """
         T, seen, at = k.shape[2], self.seen if position is None else position, self.layout.following(k.shape[2])
-        codec, plain = self.codec, self.backend == "triton" and not self.merges
+        codec, plain = self.codec, self.launches and not self.merges
         k_HTD, v_HTD = k[0].to(codec.dtype), v[0].to(codec.dtype)  # autocast gives another
         if plain and (type(codec) is Plain or type(codec) is Float8):  # one launch
             first = at[0] if self.layout.ragged else self.rows if first_1 is None else first_1
@@ -275,7 +275,7 @@ class BoundedLayer(CacheLayerMixin):
         """Whether one token's attention reads ``flat`` rather than ``parts``: wherever there are kernels for it, and where heads
         differ. PyTorch's attention may plan anew for every length, and takes keys that are rotated already."""
         plain = self.softmax.is_plain and self.codec.value_size == self.codec.key_size
-        return plain and not self.codec.open and (self.codec.packed or self.layout.ragged or self.backend == "triton")
+        return plain and not self.codec.open and (self.codec.packed or self.layout.ragged or self.launches)
 
     def flat(self) -> VarlenRows:
         """The rows as they are stored, of all heads together."""

@@ -182,4 +182,4 @@ def dense_step(model: PreTrainedModel, ctx: Context) -> DenseStep | None:
         logger.info("a token runs through the decoder's modules: %s", error)
         return None
     step = DenseStep(model, ctx, weights)
-    return step if {*step.forms.values()} != {APART} or ctx.backend.kernels != "triton" else None
+    return step if {*step.forms.values()} != {APART} or not ctx.backend.launches else None
