@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Callable
 from json import JSONDecodeError
 from pathlib import Path
@@ -19,8 +18,6 @@ from .naming import first_line
 
 REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 """``user/name``, as the Hub writes it."""
-ATTEMPTS = 3
-"""Attempts to send a commit if the Hub is busy or the connection is lost."""
 
 
 class OneRetryLine(logging.Filter):
@@ -102,51 +99,26 @@ def push(
     """Upload every file of ``folder`` as one commit, and return its address: other readers see all of it or nothing.
 
     A repository that is missing is made. One that has files is written to only if it is ours: ``marker`` names a JSON
-    file and the value its ``format`` must have. Where the Hub is busy or the connection is lost, the commit is sent again
-    unless the repository has it already.
+    file and the value its ``format`` must have.
 
     Raises:
         OSError: one line that says why, and whether something was published.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub import HfApi, get_token
 
     if token is None and get_token() is None:
         raise OSError(f"repo={repo!r}: no Hub token: set HF_TOKEN or run `hf auth login`")
-    api, said = HfApi(token=token), "nothing was published"
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    operations = [CommitOperationAdd(str(file.relative_to(folder)), file) for file in files]
+    api, state = HfApi(token=token), "nothing was published"
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        before, names = _state(repo, None, token)
+        names = _state(repo, None, token)[1]
         if not names:
-            said += f", but the repository {repo} is there, and empty"
+            state += f", but the repository {repo} is there, and empty"
         _check_ours(repo, names, *marker, token)
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                return str(api.create_commit(repo, operations, commit_message=message).commit_url)
-            except Exception as error:
-                if not _passing(error):
-                    raise
-                lost, said = said, f"it is not known whether the files are in {repo} now"
-                time.sleep(2.0 ** (attempt - 1))
-                now, _ = _state(repo, None, token)
-                if now != before:  # it arrived, and its answer was lost
-                    return f"{api.endpoint}/{repo}/commit/{now}"
-                said = lost
-                if attempt == ATTEMPTS:
-                    raise
+        state = f"look into {repo}: the upload did not end"
+        return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message).commit_url)
     except Exception as error:
-        raise OSError(f"repo={repo!r}: {said}: {explain(error, repo, 'write to')}") from error
-    raise AssertionError("the loop returns or raises")
-
-
-def _passing(error: Exception) -> bool:
-    """Whether the same call may succeed later: the Hub is busy, or the connection was lost."""
-    error = _cause(error)
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status is not None:
-        return status == 429 or status >= 500
-    return not isinstance(error, ValueError) and not getattr(error, "errno", None)
+        raise OSError(f"repo={repo!r}: {state}: {explain(error, repo, 'write to')}") from error
 
 
 def _cause(error: Exception) -> Exception:

@@ -6,15 +6,12 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import httpx
 import pytest
 import torch
 import yaml
 from hub_client import ROOT, client
 from hub_server import HubServer
-from huggingface_hub import HfApi, errors
 from safetensors.torch import load_file
 from tiny_lora import make_lora
 from tiny_tokenizer import save_tiny_backbone
@@ -23,7 +20,6 @@ from locret_kit import HeadsConfig, RetainingHeads
 from locret_kit.backbones.spec import AttentionLayer, BackboneSpec
 from locret_kit.card import read_card, write_release
 from locret_kit.heads import state_of
-from locret_kit.hub import push
 
 SPEC = BackboneSpec("llama", tuple(AttentionLayer(4, 2, 8, 8, index=i) for i in range(3)), "silu")
 INFERENCE = {"budget": 64, "chunk": 32, "stabilizers": 8, "local_len": 8, "positions": "compact"}
@@ -313,31 +309,3 @@ def test_every_refusal_is_one_clear_line(tmp_path):
     assert len(hub.repos["you/heads"]) == len(hub.repos["me/model"]) == 1
     assert "there is no you/none" in said["missing"]
     assert "holds neither model.safetensors nor one .bin" in said["no_heads"]
-
-
-def hub_error(status: int, kind: type = errors.HfHubHTTPError) -> Exception:
-    return kind("what the Hub says\nmore", response=httpx.Response(status, request=httpx.Request("GET", "https://hub")))
-
-
-@pytest.mark.parametrize("failures", [[hub_error(429)], [hub_error(503), httpx.ReadError("lost")], ["lost answer"]])
-def test_a_commit_is_sent_again_where_that_may_help(failures, tmp_path, monkeypatch):
-    """A lost answer was called "nothing was published" though all files were there; one 429 ended it."""
-    save(tmp_path / "heads")
-    commits, left = ["old"], list(failures)
-
-    def create_commit(self, repo, operations, commit_message):
-        if left and (failure := left.pop(0)) != "lost answer":
-            raise failure
-        commits.append("new")
-        if "lost answer" in failures:
-            raise httpx.ReadError("lost")
-        return SimpleNamespace(commit_url="https://hub/me/heads/commit/new")
-
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    monkeypatch.setattr(HfApi, "create_repo", lambda *args, **more: None)
-    monkeypatch.setattr(HfApi, "create_commit", create_commit)
-    monkeypatch.setattr(HfApi, "model_info", lambda *args, **more: SimpleNamespace(sha=commits[-1], siblings=[]))
-    address = push(
-        tmp_path / "heads", "me/heads", private=False, message="m", marker=("config.json", "x"), token="hf_me"
-    )
-    assert address.endswith("/me/heads/commit/new") and commits == ["old", "new"] and not left
