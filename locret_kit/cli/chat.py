@@ -174,7 +174,6 @@ SAVED = ".locret"
 """Extension of documents."""
 COMMANDS = {
     "read": ("FILE", "read a document, or load a .locret one, and begin a conversation about it"),
-    "pin": ("[TEXT]", "never evict this text of the conversation, or your last message"),
     "thought": ("", "show the thought before the last answer"),
     "undo": ("", "forget the last turn"),
     "retry": ("", "ask the last message again"),
@@ -187,6 +186,7 @@ GONE = {
     "kept": "/save BOOK.locret, and locret-kept shows what it holds",
     "stats": "/save BOOK.locret, and locret-info says its sizes",
     "budget": "start locret-chat with --budget N",
+    "pin": "--protect names what is never evicted",
 }
 """Removed commands, and their replacements."""
 
@@ -301,10 +301,6 @@ class Talk:
     def undo(self) -> None:
         line = " ".join(self.chat.undo().question.split())
         self.screen.note(f"forgotten: {line if len(line) <= 60 else line[:57] + '...'}")
-
-    def pin(self, text: str) -> None:
-        start, end = self.chat.pin(text or None)
-        self.screen.note(f"pinned: {end - start} tokens; slots evicted before stay evicted")
 
     # ---- files -----------------------------------------------------------------------------------------------------
 

@@ -15,12 +15,10 @@ more cache.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Protocol, get_args
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,7 +41,7 @@ from ..text.template import (
     render_turn,
     spans_around,
 )
-from ..text.tokens import IdStream, ids_after, token_texts
+from ..text.tokens import IdStream, ids_after
 from ..text.untrusted import Span
 
 
@@ -375,19 +373,15 @@ class Chat:
             if len(self.turns) < len(old.turns):
                 self._before, self._now = self._now, old
 
-    def pin(self, text: str | None = None) -> tuple[int, int]:
-        """Never evict a text of the conversation, the last question by default; its positions ``(start, end)``. What of it
-        was evicted already stays gone.
+    def pin(self) -> tuple[int, int]:
+        """Never evict the last question; its positions ``(start, end)``. What of it was evicted already stays gone.
 
         Raises:
-            ValueError: it does not occur after the document, or there is no room for it.
+            ValueError: nothing was asked, or there is no room for it.
         """
         if self.cache is None or not self.turns:
             raise ValueError("the conversation has no text to pin yet")
-        if text is None:
-            start, end = self.turns[-1].start, self.turns[-1].answered
-        else:
-            start, end = self._find(text)
+        start, end = self.turns[-1].start, self.turns[-1].answered
         self.cache.pin(start, end)
         self._now.pinned += ((start, end),)
         before = self._before
@@ -397,18 +391,6 @@ class Chat:
                 before.cache.pin(*part)
                 before.pinned += (part,)
         return start, end
-
-    def _find(self, text: str) -> tuple[int, int]:
-        """Positions of the last occurrence of a text in the conversation."""
-        first = self.document.tokens if self.document is not None else 0
-        texts = token_texts(self.tokenizer, self.ids[first:])
-        at = "".join(texts).rfind(text) if text else -1
-        if at < 0:
-            raise ValueError(f"{text[:40]!r} does not occur in the conversation")
-        ends = list(accumulate(map(len, texts)))  # of each token, in characters
-        start = bisect_left(ends, at)
-        start += at > 0 and ends[start] == at
-        return first + start, first + bisect_left(ends, at + len(text)) + 1
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:

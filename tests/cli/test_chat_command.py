@@ -89,7 +89,7 @@ SAID = {
     b"/save x.locret": "there is no document to save",
     b"/save x.md": "the conversation is empty",
     b"/retry": "no question has been asked yet",
-    b"/pin": "the conversation has no text to pin yet",
+    b"/pin": "/pin was removed: --protect names what is never evicted",
 }
 """Lines of a talk in which nothing was said yet, and what is said to them."""
 
@@ -105,7 +105,7 @@ def test_a_document_is_read_asked_shown_and_saved(piped, backbone, tmp_path):
     book, saved = tmp_path / "my book.txt", tmp_path / "book.locret"
     book.write_text(TEXT * 3)
     book.with_suffix(".md").write_text("mine")
-    lines = [f"/read {book}", "Who came in?", "/pin", f"/save {saved}"]
+    lines = [f"/read {book}", "Who came in?", f"/save {saved}"]
     lines += [f"/save {tmp_path / name}" for name in ("said.md", "said.md")]
     status, out, err = piped("\n".join([*lines, f"/save {book.with_suffix('.md')}"]), "--budget", "64")
     assert status == 1  # the last line
@@ -137,13 +137,6 @@ def test_retry_after_an_undone_turn_asks_again(piped):
     status, out, _ = piped("\n".join(["What is it?", "What is it?", "/undo", "/retry"]))
     _, second, third = out.splitlines()
     assert status == 0 and third == second
-
-
-def test_the_last_token_of_a_cut_answer_is_pinned_before_it_is_read(piped, backbone):
-    last = answers(chat(backbone), "What is it?").strip()[-1]
-    _, _, err = piped(f"What is it?\n/pin never said\n/pin {last}\n")
-    assert "locret-chat: 'never said' does not occur in the conversation" in err
-    assert err.splitlines()[-1].startswith("pinned: 1 tokens")
 
 
 def test_every_command_is_a_method_and_help_names_it(piped):
