@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import abc
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
 from typing import TypeVar
@@ -22,11 +22,9 @@ from ..backbones.libraries import forward, unwrapped
 from ..backbones.spec import text_config
 from ..cache.bounded import BoundedCache
 from ..cache.pages import PagePool
-from .drivers import Decoding, Driver, PlainDriver, chunk_driver, logits_after
-from .drivers.capture import warn
+from .drivers import Driver, logits_after
+from .drivers.assign import Drivers
 from .drivers.cpu import cpu_driver
-from .drivers.graph import MOST_GRAPHS, GraphDriver
-from .drivers.texts import TextsDriver, texts_key
 from .sampling import Chooser, stop_ids
 from .sequence import PromptScheduler, Request, Sequence
 
@@ -67,9 +65,8 @@ class Engine:
             raise ValueError(f"piece={piece} must be at least 1")
         self.model, self.stop, self.piece = unwrapped(model), stop, piece
         self._scheduler: PromptScheduler | None = None if chunk is None else PromptScheduler(chunk, piece)
-        self.alone, self.graph, self._pool = alone, graph, PagePool(pages)
+        self.alone, self._pool, self.drivers = alone, PagePool(pages), Drivers(self.model, graph, alone)
         self.running: list[Sequence] = []
-        self._graphs: dict[Hashable, TextsDriver] = {}
         self._added: list[tuple[Sequence, Callable[[], BoundedCache]]] = []
 
     @classmethod
@@ -137,7 +134,7 @@ class Engine:
         """Let a sequence leave, in any state; one that has ended stays as it is."""
         if sequence.finish_reason is None:
             sequence.end(reason)
-            self.running = [one for one in self.running if one is not sequence]
+            self._let_go()
 
     def fail(self, error: Exception, sequences: abc.Sequence[Sequence] | None = None) -> None:
         """End sequences with an error, which is raised where one runs alone; by default all that run."""
@@ -148,7 +145,7 @@ class Engine:
                 del error  # a frame of its traceback that held it would hold the cache too
         for sequence in list(self.running) if sequences is None else sequences:
             sequence.end("error", error)
-        self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
+        self._let_go()
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
@@ -158,16 +155,17 @@ class Engine:
         An error of one sequence's settings ends that sequence alone; an error of the forward ends those that took part.
         """
         changed = self._begin()
-        forwards: dict[tuple[Driver | None, Sequence | None], list[Sequence]] = {}
-        for sequence in self._turns():
-            # A prompt whose logits are all wanted has a forward of its own.
-            noted = sequence if sequence.reading and sequence.noted else None
-            forwards.setdefault((self._driver(sequence), noted), []).append(sequence)
+        forwards = self.drivers.assign(self._turns(), self.running)
         with attached(self.model):
-            for (driver, _), sequences in forwards.items():
+            for driver, sequences in forwards:
                 changed += self._advance(driver, sequences)
-        self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
+        self._let_go()
         return changed
+
+    def _let_go(self) -> None:
+        """Let sequences leave that have ended."""
+        self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
+        self.drivers.keep(self.running)
 
     def _advance(self, driver: Driver | None, sequences: list[Sequence]) -> list[Sequence]:
         """One forward of some sequences, and what follows from it; those that have a new token or have ended."""
@@ -190,10 +188,8 @@ class Engine:
         """Logits ``[N, V]`` after the new tokens of each sequence."""
         caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
         first = sequences[0]
-        if driver is not None and driver is first.chunks:
-            return first.chunks(caches, first.next_piece())
         if driver is not None:
-            return driver(caches, [sequence.tokens[-1] for sequence in sequences])
+            return driver(caches, first.next_piece() if first.reading else [s.tokens[-1] for s in sequences])
         # Those that are decoded come first (see ``_turns``): one copy to the device for the tokens of all.
         decoded = [sequence.tokens[-1] for sequence in sequences if not sequence.reading]
         pieces = [sequence.next_piece() for sequence in sequences if sequence.reading]
@@ -232,35 +228,6 @@ class Engine:
                 break
             room -= sequence.step
             yield sequence
-
-    def _driver(self, sequence: Sequence) -> Driver | None:
-        """The driver of a sequence's next tokens; None where they go into the shared forward."""
-        if sequence.cache is None:
-            return None
-        if sequence.reading:
-            if len(self.running) > 1 or sequence.noted:
-                return None
-            chunks = sequence.chunks = sequence.chunks or chunk_driver(self.model, sequence.cache, self.graph)
-            return chunks if chunks and sequence.step == chunks.tokens and chunks.ready(sequence.cache) else None
-        if sequence.decoding is None:
-            sequence.decoding = Decoding(self.model, sequence.cache, self.graph)
-        driver = sequence.decoding.next_driver()
-        if isinstance(driver, GraphDriver) and not self.alone:
-            return self._graph(sequence.cache) or (driver if len(self.running) == 1 else None)
-        return None if type(driver) is PlainDriver else driver
-
-    def _graph(self, cache: BoundedCache) -> Driver | None:
-        """The graph of texts like this one; None where its token goes into the shared forward, which reads the weights once for
-        prompts too."""
-        key = texts_key(cache)
-        if not isinstance(key, str) and key not in self._graphs and len(self._graphs) < MOST_GRAPHS:
-            self._graphs[key] = TextsDriver(self.model, cache)
-        driver = self._graphs.get(key)
-        why = driver.takes(cache) if driver is not None else key if isinstance(key, str) else "texts of many kinds"
-        if why is not None and len(self.running) > 1:
-            warn(f"beside other texts: {why}")
-            cache.counters.decoding = f"dynamic beside other texts: {why}"
-        return None if why is not None or any(other.reading for other in self.running) else driver
 
 
 def run(

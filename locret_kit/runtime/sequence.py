@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..cache.bounded import BoundedCache
-from .drivers import Decoding, GraphDriver
 from .sampling import Chooser, Sampling
 from .thoughts import Thought
 
@@ -76,9 +75,6 @@ class Sequence:
     alone: bool = False
     """Whether its forwards hold no other text; they may then cross boundaries, where its cache cuts them."""
     choose: Callable[[Tensor], int] | None = None
-    decoding: Decoding | None = None
-    chunks: GraphDriver | None = None
-    """Driver of its prompt's chunks, once they are alike."""
     logits_V: Tensor | None = None
     """Logits after the prompt's last token, in float32."""
     text: Tensor | None = None
@@ -149,8 +145,7 @@ class Sequence:
             self.cache.start_reread()
             if self.left:
                 return False
-            logits_V, self.chunks = logits_V.float(), None  # and with it a chunk's memory
-            self.logits_V = logits_V
+            logits_V = self.logits_V = logits_V.float()
             if not self.request.max_new_tokens:
                 self.end("read")
                 return True
@@ -208,7 +203,7 @@ class Sequence:
     def end(self, reason: str, error: Exception | None = None) -> None:
         """Let it leave; its cache is free."""
         self.finish_reason, self.error = reason, error
-        self.cache = self.decoding = self.chunks = self.text = None
+        self.cache = self.text = None
         self.ended_s = time.perf_counter() - self.began
 
 

@@ -28,4 +28,4 @@ def test_logits_are_those_of_the_plain_forward(name):
 def test_a_cache_that_is_not_taken(name):
     model, cache = backbone(), make("sirllm")
     cache.bind(model)
-    assert "policy='sirllm'" in DECODERS[name](model, cache).takes(cache)
+    assert "policy='sirllm'" in DECODERS[name](model, cache).refusal(cache)

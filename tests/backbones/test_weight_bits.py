@@ -228,5 +228,5 @@ def test_only_weights_of_8_bits_are_against_a_graph(place, bits):
     cache = BoundedCache(24, "h2o", chunk=16, prompt_length=90)
     with attach(model):
         prefill(model, range(90), cache)
-    reason = GraphDriver(model, cache).takes(cache)
+    reason = GraphDriver(model, cache).refusal(cache)
     assert (reason is None) if bits == 4 else ("weights of 8 bits" in reason)

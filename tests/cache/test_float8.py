@@ -111,7 +111,7 @@ def test_backends_agree(model):
         logits, exact, rtol=5e-2, atol=5e-2
     )  # a number beside a step's middle may round either way
     assert all(torch.equal(mine.kept_positions(layer), theirs.kept_positions(layer)) for layer in range(2))
-    assert GraphDriver(model, mine).takes(mine) is None
+    assert GraphDriver(model, mine).refusal(mine) is None
 
 
 def test_pieces_files_and_other_texts(tmp_path):

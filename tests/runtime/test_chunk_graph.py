@@ -16,8 +16,7 @@ from tape import TapedDecoder, on_the_reference  # noqa: F401  (a fixture)
 from locret_kit import attach
 from locret_kit.cache.step import evict_if_due
 from locret_kit.policies.grammar import parse_policy
-from locret_kit.runtime import engine
-from locret_kit.runtime.drivers import graph
+from locret_kit.runtime.drivers import assign, graph
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
 from locret_kit.runtime.session import prefill
@@ -39,7 +38,7 @@ def taped(form=TapedDecoder):
         made.append(form(model, cache, CHUNK))
         return made[-1]
 
-    with mock.patch.object(engine, "chunk_driver", chunk_driver):
+    with mock.patch.object(assign, "chunk_driver", chunk_driver):
         yield made
 
 

@@ -179,11 +179,11 @@ def test_what_it_does_not_take():
     ):
         cache = make(policy)
         cache.bind(backbone())
-        reason = CpuDriver(backbone()).takes(cache)
+        reason = CpuDriver(backbone()).refusal(cache)
         assert (reason is None) if why is None else why in reason
     asked = make("locret", backend="reference")
     asked.bind(backbone())
-    assert "backend='reference'" in CpuDriver(backbone()).takes(asked)
+    assert "backend='reference'" in CpuDriver(backbone()).refusal(asked)
     for change, why in (
         (lambda m: m.model.layers[1].mlp.register_forward_hook(lambda *_: None), "hooks"),
         (lambda m: m.train(), "training"),

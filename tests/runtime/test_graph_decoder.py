@@ -187,15 +187,15 @@ def test_what_is_not_captured_says_why():
         cache = BoundedCache(40, chunk=20, prompt_length=LENGTH, **settings)
         with attach(model), torch.inference_mode():
             prefill(model, tokens(), cache)
-        assert why in (GraphDriver(model, cache).takes(cache) or "")
+        assert why in (GraphDriver(model, cache).refusal(cache) or "")
     cache = make("h2o")
     with attach(model), torch.inference_mode():
         cache.bind(model)
-        assert GraphDriver(model, cache).takes(cache) is None  # before the prompt, when an answer asks
+        assert GraphDriver(model, cache).refusal(cache) is None  # before the prompt, when an answer asks
         prefill(model, tokens(), cache)
-    assert GraphDriver(model, cache).takes(cache) is None
+    assert GraphDriver(model, cache).refusal(cache) is None
     cache._context = replace(cache.context, description=replace(cache.context.description, rotations="other turns"))
-    assert "other turns" in (GraphDriver(model, cache).takes(cache) or "")
+    assert "other turns" in (GraphDriver(model, cache).refusal(cache) or "")
 
 
 @pytest.mark.parametrize("with_modules", [True, False])

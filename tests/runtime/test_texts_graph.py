@@ -9,7 +9,8 @@ from policy_runs import backbone, distinct_tokens, held, make
 from tape import TapedDecoder, TapedTexts, on_the_reference  # noqa: F401  (a fixture)
 from tiny_models import tiny_model
 
-from locret_kit.runtime import drivers, engine
+from locret_kit.runtime import drivers
+from locret_kit.runtime.drivers import assign
 from locret_kit.runtime.drivers.capture import warn
 from locret_kit.runtime.engine import Engine
 from locret_kit.runtime.sequence import Request
@@ -28,7 +29,7 @@ def taped(monkeypatch):
         made.append(TapedTexts(model, first))
         return made[-1]
 
-    monkeypatch.setattr(engine, "TextsDriver", texts)
+    monkeypatch.setattr(assign, "TextsDriver", texts)
     monkeypatch.setattr(
         drivers,
         "_chosen",
@@ -102,9 +103,8 @@ def test_a_text_that_was_decoded_otherwise_goes_on(taped):
             for n, cache in enumerate(caches)
         ]
         for step in range(45):
-            run.graph = graph and step % 7 != 5
-            for one in asked:
-                one.decoding = None
+            run.drivers.graph = graph and step % 7 != 5
+            run.drivers.keep([])
             if step == 20:
                 caches[1].pin(45, 48)
             run.step()

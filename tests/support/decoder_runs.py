@@ -18,7 +18,7 @@ def decoded(model, cache: BoundedCache, ids: list[int], form=None, steps: int = 
     model and cache, or None."""
     out = [prefill(model, ids, cache)]
     step = None if form is None else form(model, cache)
-    assert step is None or step.takes(cache) is None
+    assert step is None or step.refusal(cache) is None
     new = [token for token in range(2, 97) if token not in ids]
     for n in range(steps):
         token = new[37 * n % len(new)]

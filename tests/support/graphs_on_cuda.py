@@ -135,7 +135,7 @@ def texts(model, heads) -> None:
                 engine.step()
             assert not any(one.error for one in asked), [one.error for one in asked]
             found.append([one.tokens for one in asked])
-            drivers = [*engine._graphs.values()]
+            drivers = [*engine.drivers.of_texts.values()]
             assert graph is False or (
                 all(len(driver.graphs) >= 2 and not driver.reason for driver in drivers) and drivers
             )

@@ -26,7 +26,7 @@ class Driver(Protocol):
 
     name: str
 
-    def takes(self, cache: BoundedCache) -> str | None:
+    def refusal(self, cache: BoundedCache) -> str | None:
         """Reason why a cache is decoded by the plain forward; None where it is not, as far as settings tell."""
         return None
 
@@ -106,7 +106,7 @@ class Decoding:
         """The driver of the next token: the plain forward where the chosen one is not ready."""
         if self._driver.ready(self._cache):
             return self._driver
-        reason = self._driver.takes(self._cache)
+        reason = self._driver.refusal(self._cache)
         if reason is not None:  # it was found on the way
             self._refuse(reason)
         return self._dynamic
@@ -122,7 +122,7 @@ def _chosen(model: PreTrainedModel, cache: BoundedCache, graph: bool | None) -> 
     DRIVERS.load()
     asked = (make(model, cache, graph) for make in reversed(DRIVERS.values()))
     driver = next((one for one in asked if one is not None), PlainDriver(model))
-    return driver if isinstance(driver, str) else driver.takes(cache) or driver
+    return driver if isinstance(driver, str) else driver.refusal(cache) or driver
 
 
 @DRIVERS.register("graph")

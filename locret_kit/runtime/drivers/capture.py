@@ -89,7 +89,7 @@ class StepGraphs(Generic[F]):
         self.graphs: dict[F, Captured] = {}
         self.ran = Counter[F]()
 
-    def takes(self, cache: BoundedCache) -> str | None:
+    def refusal(self, cache: BoundedCache) -> str | None:
         """Reason why a cache is not decoded so (any more); None where it is, as far as known."""
         return self.reason
 

@@ -93,9 +93,9 @@ class CpuDriver:
         self._rows: WeakKeyDictionary[BoundedCache, RowPointers] = WeakKeyDictionary()
         self._tables = PositionTables(self.dtype, self.sums)
 
-    # ---- what it takes ---------------------------------------------------------------------------------------------
+    # ---- what it decodes -------------------------------------------------------------------------------------------
 
-    def takes(self, cache: BoundedCache) -> str | None:
+    def refusal(self, cache: BoundedCache) -> str | None:
         """Reason why a cache is decoded by the plain forward; None where it is not, as far as settings tell."""
         ctx = cache.context
         if ctx.backend.name != "cpu":

@@ -28,15 +28,19 @@ from .capture import WARM, StepGraphs
 from .dense import dense_step
 
 
+class NoSharedGraph(ValueError):
+    """Reason why a text shares no graph with others."""
+
+
 def texts_key(cache: BoundedCache) -> Hashable:
-    """Texts of equal keys share a graph; a sentence says why a text has none."""
+    """Texts of equal keys share a graph. Raises NoSharedGraph for a text that has none."""
     ctx, pages = cache.context, [rows.page for rows in cache.bounded]
     if pages[0] is None:
-        return "its rows are no pages of a pool"
+        raise NoSharedGraph("its rows are no pages of a pool")
     if (key := batch_key(ctx)) is None:
-        return f"positions={ctx.settings.positions!r} places rows of each text in its own way"
+        raise NoSharedGraph(f"positions={ctx.settings.positions!r} places rows of each text in its own way")
     if not score_alike([ctx]):
-        return f"policy={cache.policy.name!r} scores the new tokens of each text by themselves"
+        raise NoSharedGraph(f"policy={cache.policy.name!r} scores the new tokens of each text by themselves")
     return key, id(pages[0].pool), ctx.policy.score, ctx.settings.seed, id(ctx.heads)
 
 
