@@ -16,8 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 BACKBONE = "checkpoints/SmolLM2-135M-Instruct"
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
 LINES = [re.sub(r"( +#.*)?$", "", line) for block in BLOCKS for line in block.splitlines()]
-LEFT_OUT = {"bash scripts/test.sh", "pip install -e '.[documents]'"}
-"""The first runs this test, the second installs."""
+LEFT_OUT = {
+    "bash scripts/test.sh",
+    "pip install -e '.[documents]'",
+    "python3 -m venv .venv && source .venv/bin/activate",
+}
+"""The first runs this test, the others install."""
 SHORTER = {"bash scripts/demo.sh": " 1536"}
 """Tokens of the text, where a command takes longer than a test may."""
 SAYS = {'locret-infer SECURITY.md --question "How do I report a vulnerability?"': "privately"}
