@@ -11,7 +11,7 @@ from collections import abc
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -189,7 +189,9 @@ class Engine:
         caches = [sequence.cache for sequence in sequences if sequence.cache is not None]
         first = sequences[0]
         if driver is not None:
-            return driver(caches, first.next_piece() if first.reading else [s.tokens[-1] for s in sequences])
+            # A driver of chunks is the only one for a text that is read, and it takes ids on the device.
+            given: Any = first.next_piece() if first.reading else [sequence.tokens[-1] for sequence in sequences]
+            return driver(caches, given)
         # Those that are decoded come first (see ``_turns``): one copy to the device for the tokens of all.
         decoded = [sequence.tokens[-1] for sequence in sequences if not sequence.reading]
         pieces = [sequence.next_piece() for sequence in sequences if sequence.reading]
