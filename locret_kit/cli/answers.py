@@ -67,8 +67,8 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
         )  # fmt: skip
 
     answers = map(alone, questions, prompts)
-    # Reading the text once gives the same answers bit for bit where no prompt's length decides budget, chunk or room.
-    by_length = isinstance(args.budget, float) or args.one_shot or not chosen.evicts
+    # Where a prompt's length decides its budget or chunk, each question reads the text by itself.
+    by_length = isinstance(args.budget, float) or args.one_shot
     if len(questions) > 1 and tokenizer.is_fast and not by_length:
         document = Document.read(
             model, tokenizer, text, run, chosen.policy, chosen.heads, chat=args.chat, title=title_of(args.file),

@@ -198,6 +198,20 @@ def test_positions_beyond_the_window_are_said(place, infer):
     assert infer(text, *flags, "--budget", "40")[2] == ""
 
 
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+def test_several_questions_read_the_text_once(policy, place, tmp_path, infer):
+    """And give the answers of each alone."""
+    flags = ["--ckpt", str(place / "heads"), "--policy", policy, "--budget", "64", "--chunk", "32", "--max-new-tokens", "6"]
+    report, text = tmp_path / "report.json", TEXT * 4
+    status, _, err = infer(text, *flags, "--question", "Who?", "--question", "When?", "--report", str(report))
+    assert status == 0, err
+    together = json.loads(report.read_text())["answers"]
+    for one in together:
+        status, out, err = infer(text, *flags, "--question", one["question"], "--report", str(report))
+        assert status == 0 and out == one["answer"].strip() + "\n"
+        assert one["read_before"] > 0.5 * one["prompt_tokens"] and not json.loads(report.read_text())["read_before"]
+
+
 def test_a_closed_pipe_is_an_error_without_a_traceback(place, tmp_path, monkeypatch):
     """Nobody reads what is written: the pipe's other end is closed."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The harbour was quiet.\n" * 90)))
