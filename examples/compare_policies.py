@@ -31,4 +31,6 @@ def main(name: str, *policies: str, budget: int = 256) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     main(*sys.argv[1:])

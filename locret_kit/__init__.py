@@ -4,6 +4,7 @@
 |---|---|
 | ``Document``, ``Chat`` | read a text once and ask about it; hold a conversation, with or without a document |
 | ``attach``, ``BoundedCache``, ``CACHE`` | bound the cache of ``model.generate``; ``CACHE`` is its argument's name |
+| ``BatchCache`` | the same for a batch: padded texts, beams, several sequences |
 | ``save_cache``, ``load_cache`` | write a cache to a file, and continue from it |
 | ``RetainingHeads``, ``HeadsConfig``, ``publish`` | load trained heads, describe them, upload them to the Hub |
 
@@ -39,6 +40,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 _EXPORTS = {
     "CACHE": ".backbones.libraries",
+    "BatchCache": ".cache.batch",
     "BoundedCache": ".cache.bounded",
     "Chat": ".documents.conversation",
     "Document": ".documents.document",
@@ -54,6 +56,7 @@ __all__ = [*_EXPORTS, "__version__"]
 if TYPE_CHECKING:
     from .backbones.intercept import attach as attach
     from .backbones.libraries import CACHE as CACHE
+    from .cache.batch import BatchCache as BatchCache
     from .cache.bounded import BoundedCache as BoundedCache
     from .cache.saved import load_cache as load_cache
     from .cache.saved import save_cache as save_cache

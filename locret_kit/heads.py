@@ -62,14 +62,27 @@ class Stored:
     """The settings of such a repository."""
 
 
+KEPT = re.compile(r"^recall=(\d\.\d{4})-step=(\d+)$")
+"""Name of heads in the folder ``best`` of a training."""
+
+
+def rank_of(name: str) -> tuple[float, int]:
+    """Recall and step of heads by such a name."""
+    recall, step = KEPT.findall(name)[0]
+    return float(recall), int(step)
+
+
 def read_checkpoint(source: Path | str, **access: Unpack[hub.Access]) -> Stored:
-    """Read a folder, a ``.pt``, ``.bin`` or ``.safetensors`` file, or a repository of the Hub (with ``access``).
+    """Read a folder, a ``.pt``, ``.bin`` or ``.safetensors`` file, or a repository of the Hub (with ``access``). Of the folder
+    ``best`` of a training the best heads are read.
 
     Raises:
         FileNotFoundError: nothing is there. ValueError: it is no checkpoint of heads, or damaged.
     """
     path = heads_folder(str(source))
     if path.is_dir():
+        names = [one.name for one in path.iterdir() if KEPT.match(one.name)]
+        path = path / max(names, key=rank_of) if names else path
         config, state = read_folder(path, "heads")
         return Stored(state, path, config)
     if path.is_file():

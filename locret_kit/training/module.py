@@ -6,7 +6,6 @@ reaches the backbone, so a layer's graph holds one head and is freed before the 
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from ..cache.attend import attend_text
 from ..cis import SmoothL1, cis_loss, cis_target, ranks, top_recall
 from ..config.train_options import TrainConfig
 from ..files import write_json
-from ..heads import HeadsConfig, RetainingHeads
+from ..heads import KEPT, HeadsConfig, RetainingHeads, rank_of
 from ..naming import prefixed_errors
 from ..policies.grammar import parse_loss
 from ..samples import Sample
@@ -287,8 +286,6 @@ class KeepBest(Callback):
     File names hold all of the state, so a resumed run continues from the folder.
     """
 
-    NAME = re.compile(r"^recall=(\d\.\d{4})-step=(\d+)$")
-
     def __init__(self, folder: Path, keep: int, dtype: torch.dtype) -> None:
         self.folder, self.keep, self.dtype = folder, keep, dtype
 
@@ -298,7 +295,7 @@ class KeepBest(Callback):
         if recall is None or not self.keep:
             return
         mine = f"recall={recall:.4f}-step={trainer.global_step}"
-        best = sorted({*self._kept(), mine}, key=self._rank)[-self.keep :]
+        best = sorted({*self._kept(), mine}, key=rank_of)[-self.keep :]
         if mine in trainer.strategy.broadcast(best):
             heads = gather(trainer)
             if isinstance(heads, RetainingHeads):
@@ -310,11 +307,7 @@ class KeepBest(Callback):
                 shutil.rmtree(self.folder / name)
 
     def _kept(self) -> list[str]:
-        return [path.name for path in self.folder.glob("*") if self.NAME.match(path.name)]
-
-    def _rank(self, name: str) -> tuple[float, int]:
-        recall, step = self.NAME.findall(name)[0]
-        return float(recall), int(step)
+        return [path.name for path in self.folder.glob("*") if KEPT.match(path.name)]
 
 
 # ---- pictures and text for TensorBoard: predicted against target importance, and the prompt with its kept tokens ------

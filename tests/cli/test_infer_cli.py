@@ -201,7 +201,18 @@ def test_positions_beyond_the_window_are_said(place, infer):
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 def test_several_questions_read_the_text_once(policy, place, tmp_path, infer):
     """And give the answers of each alone."""
-    flags = ["--ckpt", str(place / "heads"), "--policy", policy, "--budget", "64", "--chunk", "32", "--max-new-tokens", "6"]
+    flags = [
+        "--ckpt",
+        str(place / "heads"),
+        "--policy",
+        policy,
+        "--budget",
+        "64",
+        "--chunk",
+        "32",
+        "--max-new-tokens",
+        "6",
+    ]
     report, text = tmp_path / "report.json", TEXT * 4
     status, _, err = infer(text, *flags, "--question", "Who?", "--question", "When?", "--report", str(report))
     assert status == 0, err

@@ -85,6 +85,9 @@ def test_the_best_heads_are_kept_and_load(backbone, tmp_path):
         assert RetainingHeads.from_pretrained(str(folder)).config.backbone == str(backbone)
         settings = json.loads((folder / "training.json").read_text())
         assert folder.name.endswith(f"-step={settings['step']}") and settings["optim"]["steps"] == 10
+    best = tmp_path / "best" / f"recall={recalls[-1][0]:.4f}-step={recalls[-1][1]}"
+    mine, theirs = (RetainingHeads.from_pretrained(str(path)).fingerprint for path in (tmp_path / "best", best))
+    assert mine == theirs
     nothing = [*SETTINGS[:-1], "data.val_samples=0", f"backbone.model={backbone}", f"out={tmp_path / 'none'}"]
     assert main(nothing) == 0
     assert not (tmp_path / "none" / "best").exists()
