@@ -34,19 +34,26 @@ AS_BEFORE = (*(item.name for item in fields(RunSettings)), "policy", "chat", "ti
 """Options that say how a text is read, which goes on as it began."""
 
 
+def target_of(args: ReadOptions) -> Path:
+    """The file to write: as given, or named like the text. Raises ValueError for a text from stdin, which has no name."""
+    if args.out is None and not title_of(args.file):
+        raise ValueError("out=... is missing: a text from stdin has no name")
+    return Path(args.out or Path(title_of(args.file)).with_suffix(".locret"))
+
+
 def run_read(args: ReadOptions) -> int:
     """Load, read, save. Raises ValueError or OSError with a one-line message."""
-    target = Path(args.out)
+    target = target_of(args)
     if args.append and args.overwrite:
         raise ValueError("give --append or --overwrite, not both")
     check_target(target, "out", source=args.file)
     if args.append:
         refuse(args, AS_BEFORE, "with --append: the document keeps its settings")
         if not target.exists():
-            raise FileNotFoundError(f"out={args.out!r} does not exist: leave out --append to create it")
+            raise FileNotFoundError(f"out={str(target)!r} does not exist: leave out --append to create it")
         read_record(target)
     elif target.exists() and not args.overwrite:
-        raise ValueError(f"out={args.out!r} already exists: --append adds to it, --overwrite replaces it")
+        raise ValueError(f"out={str(target)!r} already exists: --append adds to it, --overwrite replaces it")
     text = text_of(args.file, args.include)  # before torch is imported: a name that is wrong is said at once
     document, names, count, seconds = append(args, text) if args.append else read_text(args, text)
     document.save(target, text=args.text, names=names, replace=args.append or args.overwrite)
@@ -56,7 +63,7 @@ def run_read(args: ReadOptions) -> int:
         rate = f" in {seconds:.1f} s ({count / seconds:.0f} tok/s)" if count else ""
         rest = document.tokens - document.cache.get_seq_length()
         size = f"{slots} slots a head and layer, {target.stat().st_size / 2**20:.1f} MiB"
-        print(f"{args.out}: {count} tokens read{rate}, {rest} more with each question; {size}", file=sys.stderr)
+        print(f"{target}: {count} tokens read{rate}, {rest} more with each question; {size}", file=sys.stderr)
     return 0
 
 
@@ -91,7 +98,7 @@ def append(args: ReadOptions, text: Iterable[str]) -> Done:
     """The document in the file, with the text at its end."""
     from .loading import open_document
 
-    document, chosen = open_document(args.out, args)
+    document, chosen = open_document(str(target_of(args)), args)
     before, began = document.cache.get_seq_length(), time.perf_counter()
     document.append(text, None if args.quiet else progress("read"))
     return document, chosen.names, document.cache.get_seq_length() - before, time.perf_counter() - began

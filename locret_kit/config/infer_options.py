@@ -218,7 +218,7 @@ INFER = Command(
 )
 
 
-READ_USAGE = """usage: locret-read [FILE] -o BOOK.locret [--key value | key=value ...]
+READ_USAGE = """usage: locret-read [FILE] [-o BOOK.locret] [--key value | key=value ...]
 
 Read a text once into a file for locret-ask and locret-chat.
 
@@ -259,8 +259,8 @@ class TextSource:
     `documents`). Of a folder all text files are read that git does not ignore, each under its path."""
     include: Annotated[list[str], Repeatable()] = field(default_factory=list)
     """The files of a folder by name or path, such as '*.py'. Repeat the option to give several patterns."""
-    out: str
-    """The output file; -o is the same."""
+    out: str | None = None
+    """The output file; -o is the same. Default: the text's name with the ending .locret, in this folder."""
     append: bool = False
     """Append the text to the document in the output file."""
     overwrite: bool = False

@@ -71,6 +71,12 @@ def answers(use, *words: str) -> list[str]:
     return found
 
 
+def test_a_document_is_named_like_its_text(use, place):
+    status, _, err = use("read", "more.txt", "--ckpt", "heads", *RUN)
+    assert status == 0 and err.splitlines()[-1].startswith("more.locret: "), err
+    (place / "more.locret").unlink()
+
+
 def test_reading_once_and_asking_equals_fresh_runs(use, book):
     fresh = answers(use, "long.txt", "--ckpt", "heads", *RUN)
     assert fresh[0] != fresh[1]
@@ -249,7 +255,7 @@ def test_kept_text_in_the_terminal(use, book):
 
 
 BAD = [
-    (("read", "long.txt", "--ckpt", "heads"), 2, "out=... is missing"),
+    (("read", "--ckpt", "heads"), 1, "out=... is missing: a text from stdin has no name"),
     (("read", "long.txt", "-o", "{out}/x", "--append"), 1, "/x' does not exist"),
     (("read", "long.txt", "-o", "{out}/no/x", "--ckpt", "heads"), 1, "its folder is missing"),
     (("read", "gone.txt", "-o", "{out}/x", "--ckpt", "heads"), 1, "gone.txt' cannot be read"),
@@ -272,8 +278,8 @@ BAD = [
         1,
         "holds tensors, not text: if locret-read wrote it, ask about it",
     ),
-    (("infer", "{out}", "--question", "Who?"), 1, "Is a directory: name a file, or join several on stdin"),
-    (("read", "{out}", "-o", "x.locret"), 1, "Is a directory: name a file, or join several on stdin"),
+    (("infer", "{out}", "--question", "Who?"), 1, "has no file with text"),
+    (("read", "{out}", "-o", "x.locret"), 1, "has no file with text"),
     (("infer", "https://example.org/x.html", "--question", "Who?"), 1, "No such file or directory: download it first"),
     (("infer", "long.txt", "--save-cache", "x"), 2, "--save-cache was removed: locret-read FILE -o X.locret"),
 ]
