@@ -45,6 +45,8 @@ def answer_questions(args: InferOptions, text: Iterable[str]) -> int:
     chosen = loading.resolve_choice(args.ckpt, args.model, args.adapter, args.policy, args, asked=questions != [None])
     warnings: list[str | None] = [*chosen.warnings]
     say(f"backbone: {chosen.backbone}")
+    if questions == [None]:
+        say("no --question: the text is continued")
     if len(questions) > 1:
         text = list(text)
     tokenizer = load_tokenizer(chosen.backbone)
