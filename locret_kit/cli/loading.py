@@ -39,6 +39,10 @@ ASKED = "rereading-locret"
 """The default policy with the demo's heads, if the text is read only for its questions."""
 
 
+LONGEST = 4
+"""Windows of the model beyond which single facts of a text are often missed, whatever the budget."""
+
+
 @dataclass(frozen=True)
 class ModelChoice:
     """The resolved parts of a run; the backbone as a name, not yet loaded."""
@@ -104,6 +108,11 @@ class ModelChoice:
             if self.evicts and self.policy.recall is None:
                 few = too_few(resolved.budget, len(ids))
                 lines.append(few and f"warning: {few}")
+                window = getattr(text_config(model), "max_position_embeddings", None) or len(ids)
+                if len(ids) >= LONGEST * window and self.policy.reread is None:
+                    again = "; --policy rereading-locret finds more" if self.heads is not None else ""
+                    times = f"{len(ids) // window} times the model's window of {window:,}"
+                    lines.append(f"warning: {len(ids):,} tokens are {times}: single facts are often missed{again}")
             lines.append(None if run.one_shot else reading_time(model, ids, resolved.chunk))
             for said in filter(None, lines):
                 say(said)
