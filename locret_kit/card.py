@@ -158,7 +158,7 @@ def facts_of(
         "tags": ["locret", "kv-cache", "long-context"],
         "datasets": [name for name in sources if REPO.match(name)] or None,
         **{name: value for name, value in given.items() if name != "model-index"},
-        "base_model": config.backbone,
+        "base_model": config.backbone.partition(":")[0],
         "base_model_relation": "adapter",
         **({"eval_results": results, "model_name": repo.split("/")[1]} if results else {}),
     }
@@ -246,7 +246,10 @@ def _public_word(match: re.Match[str]) -> str:
 
 
 def _hub_name(field: str, given: object, recorded: str) -> str:
-    """The Hub id that others load: as given, or as recorded, or as the recorded folder's ``backbone.json`` says."""
+    """The name that others load: as given, or as recorded, or as the recorded folder's ``backbone.json`` says."""
+    repo, _, kind = recorded.partition(":")
+    if kind and REPO.match(repo) and given in (None, repo):  # a GGUF file of a repository
+        return recorded
     if given:
         if not isinstance(given, str) or not REPO.match(given):
             raise ValueError(f"{field}={given!r}, which others are to load, must be user/name")

@@ -163,8 +163,6 @@ def test_the_command(place, monkeypatch, capfd):
     assert plan(["--model", "llama3.1-8b", "--gpu-memory", "12GB", "--weight-bits", "4"]) == 0
     out = capfd.readouterr().out
     assert "8.03e9 parameters, bfloat16, 4-bit weights" in out and "weights       5.31 GiB" in out
-    assert plan(["--model", "llama3.1-8b", "--gpu-memory", "12GB", "--weight-bits", "4", "--train", "4096"]) == 0
-    assert "weights       5.31 GiB" in capfd.readouterr().out
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def run(policy: str, family: str, spread: bool, **rest):
         for head in (
             heads.layers if heads is not None else ()
         ):  # whose tensors PyTorch itself cannot move to a played card
-            head.to = lambda device, dtype, head=head: moved(head, device)
+            head.to = lambda device, head=head: moved(head, device)
         assert [device_of(layer) for layer in decoder_of(model).layers] == [CUDA, CUDA, SECOND]
     cache = BoundedCache(20, policy, heads, chunk=9, stabilizers=3, local_len=4, prompt_length=LENGTH, **rest)
     with attach(model), torch.inference_mode():
